@@ -84,6 +84,7 @@ ENTRIES = (
     Entry("sleep-wake", "A node sleeps and wakes"),
     Entry("join-by-code", "A second Mac joins by code"),
     Entry("pull-and-quantize", "Two Macs pull a model, and one of them quantizes it"),
+    Entry("embeddings", "Embeddings of a real model during chats"),
 )
 
 

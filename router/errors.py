@@ -50,10 +50,19 @@ _PREFIXES = frozenset({"v1", "api", "openai", "v1beta"})
 _ROUTES: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
-            ("chat/completions", "completions", "models", "responses", "videos", "messages", "messages/count_tokens"),
+            (
+                "chat/completions",
+                "completions",
+                "embeddings",
+                "models",
+                "responses",
+                "videos",
+                "messages",
+                "messages/count_tokens",
+            ),
             "/v1/",
         ),
-        **dict.fromkeys(("chat", "generate", "tags", "show", "ps", "version"), "/api/"),
+        **dict.fromkeys(("chat", "embed", "generate", "tags", "show", "ps", "version"), "/api/"),
     }
 )
 """Path prefix of each route name."""

@@ -16,7 +16,18 @@ from typing import TypeVar
 
 import msgspec
 
-from wire.frames import TAGS, CountTokens, Deltas, EngineReport, Fragment, Frame, Generate, RequestHead, RestoreModels
+from wire.frames import (
+    TAGS,
+    CountTokens,
+    Deltas,
+    Embed,
+    EngineReport,
+    Fragment,
+    Frame,
+    Generate,
+    RequestHead,
+    RestoreModels,
+)
 from wire.units import KIB, MIB
 
 FRAGMENT_BYTES = 32 * KIB
@@ -49,6 +60,7 @@ _MAX_BODY_BYTES: dict[type[Frame], int] = {
     Deltas: MAX_DELTAS_BYTES,
     Generate: MAX_JOINED_BYTES,
     CountTokens: MAX_JOINED_BYTES,
+    Embed: MAX_JOINED_BYTES,
     EngineReport: MAX_JOINED_BYTES,
     RestoreModels: MAX_JOINED_BYTES,
 }

@@ -27,7 +27,7 @@ from wire.bounds import (
     Tokens,
     Word,
 )
-from wire.model_version import ModelVersion
+from wire.models.version import ModelVersion
 from wire.units import MIB
 
 CACHE_STEP_TOKENS = 256

@@ -18,7 +18,7 @@ from coordinator.metrics.node_snapshot import NodeSnapshot
 from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, HistogramSnapshot
 from wire.refusals import RefusalCode
 
-SITES = ("preflight", "prefill", "join", "grow", "load", "probe", "restore")
+SITES = ("preflight", "prefill", "join", "grow", "load", "embed", "probe", "restore")
 TERMS = ("static", "setting", "metal", "container", "dynamic", "leases", "unreadable")
 SOURCES = ("phys_footprint", "statm", "scripted")
 PRESSURES = ("normal", "warn", "critical")

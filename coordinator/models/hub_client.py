@@ -11,7 +11,7 @@ import structlog
 
 from coordinator.models.settings import HubSettings
 from wire.frames import ModelOrderCode
-from wire.hub_query import QUERY_TIMEOUT_SECONDS, HubAnswer, HubQuery, HubRefusal
+from wire.models.hub_query import QUERY_TIMEOUT_SECONDS, HubAnswer, HubQuery, HubRefusal
 
 CHILD_TIMEOUT_SECONDS = QUERY_TIMEOUT_SECONDS + 15.0
 """Maximum seconds of a child, which ends itself after `QUERY_TIMEOUT_SECONDS`."""

@@ -50,7 +50,7 @@ from wire.frames import (
     ServeModel,
 )
 from wire.identity import NodeId
-from wire.model_files import ModelManifest, ModelSource, SourceKind
+from wire.models.files import ModelManifest, ModelSource, SourceKind
 from wire.node_state import LINKED
 from wire.refusals import RefusalCode, Refused
 from wire.units import show_size

@@ -9,7 +9,7 @@ import structlog
 
 from coordinator.models.pull_values import PullState
 from host.private_files import create_private_folder, write_private
-from wire.model_files import ModelManifest
+from wire.models.files import ModelManifest
 
 MAX_ENDED_RECORDS = 50
 """Ended pulls that are kept."""

@@ -39,7 +39,7 @@ from coordinator.models.pull_values import (
 )
 from wire.frames import ModelOrderCode, ModelOrderEnded, ModelOrderProgress
 from wire.identity import NodeId
-from wire.model_files import SourceKind
+from wire.models.files import SourceKind
 from wire.state_machine import IllegalEventError
 
 MAX_RETRIES = 8

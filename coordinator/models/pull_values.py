@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from wire.frames import ModelOrderEnded, ModelOrderPhase, ModelOrderProgress
 from wire.identity import NodeId
-from wire.model_files import SourceKind
+from wire.models.files import SourceKind
 from wire.state_machine import InvariantError
 
 

@@ -37,6 +37,7 @@ from wire.frames import (
     CertificateRenewed,
     CountTokens,
     Denied,
+    Embed,
     FetchRequest,
     Frame,
     Generate,
@@ -61,7 +62,7 @@ from wire.node_state import EngineStage
 from wire.refusals import RefusalCode, Refused
 from wire.report import Hardware
 
-_FOR_ENGINE = (Generate, LoadModel, UnloadModel, ProfileModel, CountTokens)
+_FOR_ENGINE = (Generate, Embed, LoadModel, UnloadModel, ProfileModel, CountTokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,11 +4,12 @@ from typing import NamedTuple, Protocol
 
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.requests import preflight
-from node.engine.requests.prepared import PreparedRequest
+from node.engine.requests.prepared import PreparedEmbedding, PreparedRequest
+from node.models.embedding_layout import EmbeddingLayout
 from wire.capacity.arithmetic import estimate_request_transient
 from wire.capacity.batches import compute_row_bytes
-from wire.frames import Generate
-from wire.model_version import ModelVersion
+from wire.frames import Embed, Generate, Refusal
+from wire.models.version import ModelVersion
 from wire.refusals import RefusalCode, Refused
 from wire.report import Memory, Model
 
@@ -27,8 +28,15 @@ class RequestLimits(NamedTuple):
         """Return the most tokens of a row: the model's context, or fewer by setting."""
         return min(descriptor.context, self.context or descriptor.context)
 
-    def compute_shape(self, prepared: PreparedRequest, descriptor: ModelDescriptor) -> preflight.RequestShape:
-        """Return the size of a prepared request for a model: prompt, limit and expected answer in tokens."""
+    def compute_shape(
+        self, prepared: PreparedRequest | PreparedEmbedding, descriptor: ModelDescriptor
+    ) -> preflight.RequestShape:
+        """Return the size of a prepared request for a model: prompt, limit and expected answer in tokens.
+
+        That of a request for embeddings is its longest text, which has no answer.
+        """
+        if isinstance(prepared, PreparedEmbedding):
+            return preflight.RequestShape(prepared.longest, 0, 0, 1)
         return preflight.compute_shape(
             prepared.request, prepared.tokens, self.tokens, self.get_max_row_tokens(descriptor)
         )
@@ -65,10 +73,10 @@ def compute_waiting_bytes(shape: preflight.RequestShape, descriptor: ModelDescri
     return compute_row_bytes(descriptor.kv, shape.length) * shape.choices
 
 
-def refuse_other_model(request: Generate, descriptor: ModelDescriptor | None) -> Refused | None:
+def refuse_other_model(request: Generate | Embed, descriptor: ModelDescriptor | None) -> Refused | None:
     """Refuse to resume an answer that another model of this name started, because the router knows only the last
     report."""
-    if not request.fingerprint or descriptor is None:
+    if isinstance(request, Embed) or not request.fingerprint or descriptor is None:
         return None
     if descriptor.version.is_same(ModelVersion(request.fingerprint, request.content)):
         return None
@@ -88,7 +96,7 @@ def refuse_unloadable_model(name: str, cause: str) -> Refused:
 
 
 def refuse_before_load(
-    request: Generate, shape: preflight.RequestShape, model: Model, memory: Memory, batch: int
+    request: Generate | Embed, shape: preflight.RequestShape, model: Model, memory: Memory, batch: int
 ) -> Refused | None:
     """Return the refusal of a request whose model is not loaded; None if it may wait for the load.
 
@@ -97,7 +105,8 @@ def refuse_before_load(
     """
     if model.cause:
         return refuse_unloadable_model(model.name, model.cause)
-    return preflight.refuse_impossible(request, shape, model, batch) or preflight.refuse_too_large(shape, memory, model)
+    impossible = preflight.refuse_impossible(request, shape, model, batch) if isinstance(request, Generate) else None
+    return impossible or preflight.refuse_too_large(shape, memory, model)
 
 
 def refuse_improper(
@@ -114,4 +123,38 @@ def refuse_improper(
     for token in (max(prepared.ids), *biased, *resumed):
         if not 0 <= token < vocabulary:
             return Refused(RefusalCode.INVALID, f"token id {token} is outside of 0..{vocabulary - 1}")
+    return None
+
+
+def build_refusal(prepared: PreparedRequest | PreparedEmbedding, refused: Refused) -> Refusal:
+    """Return the refusal of a tokenized request, with the tokens of its prompt. The tokens of many texts are not those
+    of one prompt, and are left out."""
+    tokens = prepared.tokens if isinstance(prepared, PreparedRequest) else None
+    return Refusal(prepared.request.request, refused, tokens)
+
+
+def refuse_embedding(
+    prepared: PreparedEmbedding, layout: EmbeddingLayout, dimensions: int, vocabulary: int
+) -> Refused | None:
+    """Return the refusal of a request for embeddings that no state of the memory would allow; None if one might.
+
+    The model computes vectors of `dimensions` numbers, and has `vocabulary` token ids.
+    """
+    request, wanted = prepared.request, prepared.request.dimensions
+    if wanted and wanted != dimensions and not layout.can_shorten:
+        return Refused(
+            RefusalCode.INVALID,
+            f"the vectors of {request.model} have {dimensions} numbers and cannot be shortened to {wanted}: leave "
+            "dimensions out",
+        )
+    allowed = layout.lengths or range(1, dimensions + 1)
+    if wanted and wanted != dimensions and (wanted not in allowed or wanted > dimensions):
+        lengths = ", ".join(map(str, layout.lengths)) or f"1 to {dimensions}"
+        return Refused(
+            RefusalCode.INVALID,
+            f"the vectors of {request.model} may have {lengths} numbers, not {wanted}: change dimensions",
+        )
+    highest = max(map(max, prepared.inputs))
+    if highest >= vocabulary:
+        return Refused(RefusalCode.INVALID, f"token id {highest} is outside of 0..{vocabulary - 1}")
     return None

@@ -9,6 +9,9 @@ from pathlib import Path
 import structlog
 
 from node.engine.admission import RequestLimits
+from node.engine.embedding.preparer import EmbeddingPreparer
+from node.engine.embedding.request import EmbeddingTable
+from node.engine.embedding.scheduler import EmbeddingScheduler
 from node.engine.engine import EngineParts, TextEngine
 from node.engine.kv.disk.disk_cache import DiskCache
 from node.engine.kv.kv_cache import Layers
@@ -99,12 +102,18 @@ def compose(
 
     # state, and readings of it
     models, waiting, blocks, prefixes = ModelTable(), WaitingRequests(), LoadBlocks(), PrefixCache[Layers]()
+    embedding_table = EmbeddingTable()
     trials, times = trials or TokenizerTrials(profiles), LoadTimes(profiles)
     gate = create_gate(lambda: models.compute_residual(floor))
     load_solver()
     disk = open_disk_cache(disk_folder, mlx.disk_cache_size, mlx.disk_cache_min_seconds)
     footprint = EngineMemory(hardware.memory, lambda: models.compute_known_bytes() + prefix_memory.nbytes)
-    memory = MemoryReader(footprint, gate, lambda: models.compute_reserved_bytes() + waiting.compute_reserved_bytes())
+
+    def compute_reserved_bytes() -> int:
+        holders = (models, waiting, embedding_table)
+        return sum(holder.compute_reserved_bytes() for holder in holders)
+
+    memory = MemoryReader(footprint, gate, compute_reserved_bytes)
     peak_tracker = MlxPeakTracker()
 
     def find_cause(descriptor: ModelDescriptor, now: float) -> str:
@@ -185,6 +194,7 @@ def compose(
         recorder, memory, peak_tracker, manager.free_for_forward, manager.abort_load, models.get_weights
     )
     scheduler = Scheduler(forwards, lambda: models.loaded, prefix_cache, scheduler_limits)
+    embeddings = EmbeddingScheduler(embedding_table, forwards, scheduler, mlx.prefill_step_size, floor)
     sweeps = SweepQueue(
         running=running_sweep,
         profiler=profiler,
@@ -206,6 +216,8 @@ def compose(
         forwards=forwards,
         wiring=wiring,
         limits=limits,
+        embeddings=embedding_table,
+        floor=floor,
     )
     commands = ModelCommands(
         table=models,
@@ -242,6 +254,9 @@ def compose(
             admission=admission,
             commands=commands,
             sweeps=sweeps,
+            embedding_preparer=EmbeddingPreparer(catalogue, preparer, limits.get_max_row_tokens, recorder),
+            embedding_table=embedding_table,
+            embeddings=embeddings,
         )
     )
 

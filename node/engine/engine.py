@@ -1,6 +1,7 @@
 """Text engine, the engine kind `mlx`: the shell that passes frames to its parts and drives their steps.
 
-- Requests: `request_admission`, by the rules of `admission`; the `scheduler` runs their rows.
+- Requests: `request_admission`, by the rules of `admission`; the `scheduler` runs their rows. `embeddings` runs those
+  that need vectors only.
 - Models: `model_commands` carries out orders; the `model_manager` loads them, the `unloader` removes them.
 - Reports: `model_describer`, by `model_report`.
 
@@ -9,6 +10,7 @@ prefill or of several. Each request ends in exactly one `Finished`, `Refusal` or
 frame.
 """
 
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +18,9 @@ from functools import partial
 import structlog
 from msgspec.structs import replace
 
+from node.engine.embedding.preparer import EmbeddingPreparer
+from node.engine.embedding.request import EmbeddingTable
+from node.engine.embedding.scheduler import EmbeddingScheduler
 from node.engine.memory.footprint import EngineMemory, clear_buffers, limit_buffers, release_free_memory
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.memory.memory_reader import MemoryReader
@@ -30,7 +35,7 @@ from node.engine.models.model_wiring import ModelWiring
 from node.engine.models.profile_sweep import SweepQueue
 from node.engine.process.interface import NativeCall, Work
 from node.engine.request_admission import RequestAdmission
-from node.engine.requests.prepared import PreparedRequest
+from node.engine.requests.prepared import PreparedEmbedding, PreparedRequest
 from node.engine.requests.preparer import RequestPreparer
 from node.engine.requests.tokenize_admission import TokenizeResult, UntokenizedPrompt
 from node.engine.requests.waiting_requests import WaitingRequests
@@ -42,6 +47,7 @@ from wire.capacity.batches import compute_waste_bytes
 from wire.frames import (
     Cancel,
     CountTokens,
+    Embed,
     EngineReport,
     Finished,
     Frame,
@@ -106,6 +112,12 @@ class EngineParts:
     """Orders about models."""
     sweeps: SweepQueue
     """Sweeps on order."""
+    embedding_preparer: EmbeddingPreparer
+    """Preparer of requests for embeddings."""
+    embedding_table: EmbeddingTable
+    """Requests for embeddings."""
+    embeddings: EmbeddingScheduler
+    """Scheduler of requests for embeddings."""
 
 
 class TextEngine:
@@ -115,6 +127,7 @@ class TextEngine:
         self.parts = parts
         self.gate = parts.forwards.gate
         self._enforced = self._freed_order = 0
+        self._embedded = False
 
     # for the threads
 
@@ -124,7 +137,7 @@ class TextEngine:
         For a `Ping`, search for new models if that is due; return None if the models have not changed.
         """
         parts = self.parts
-        if isinstance(frame, Generate | CountTokens):
+        if isinstance(frame, Generate | CountTokens | Embed):
             if parts.preparer.can_prepare_inline(frame):
                 return self._tokenize(frame).work
             return UntokenizedPrompt(frame, parts.preparer.compute_need_bytes(frame), partial(self._tokenize, frame))
@@ -136,9 +149,11 @@ class TextEngine:
             return frame if parts.catalogue.refresh() else None
         return frame
 
-    def _tokenize(self, frame: Generate | CountTokens) -> TokenizeResult:
-        """Tokenize a prompt, or only count its tokens."""
+    def _tokenize(self, frame: Generate | CountTokens | Embed) -> TokenizeResult:
+        """Tokenize a prompt or texts, or only count the tokens of a prompt."""
         preparer = self.parts.preparer
+        if isinstance(frame, Embed):
+            return TokenizeResult(frame.request, self.parts.embedding_preparer.prepare(frame))
         work = preparer.count_tokens(frame) if isinstance(frame, CountTokens) else preparer.prepare(frame)
         return TokenizeResult(frame.request, work)
 
@@ -155,10 +170,10 @@ class TextEngine:
             case TokenizeResult():
                 parts.waiting.end_tokenization(work.request)
                 return self.handle(work.work, now)
-            case PreparedRequest():
+            case PreparedRequest() | PreparedEmbedding():
                 return parts.admission.admit_or_queue(work, now)
             case Cancel():
-                if not parts.sweeps.cancel(work.request):
+                if not (parts.sweeps.cancel(work.request) or parts.embeddings.cancel(work.request, now)):
                     parts.admission.cancel(work.request, now)
             case MemoryLimits():
                 self._apply_limits(work)
@@ -185,6 +200,9 @@ class TextEngine:
         checks. Return None if only a frame can bring work."""
         parts = self.parts
         works = parts.scheduler.next_step_at(now)
+        embeds = parts.embeddings.next_step_at(now)
+        if embeds is not None:
+            works = embeds if works is None else min(works, embeds)
         if (works is not None and works <= now) or parts.model_manager.has_ended:
             return now
         if parts.commands.may_load() or (parts.sweeps.busy and self.gate.refuse_unless_ready() is None):
@@ -200,8 +218,8 @@ class TextEngine:
         return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> Iterator[Frame]:
-        """Decode, load a piece of a model, prefill one chunk. Yield the frames of each part before the next part
-        starts: no token waits for a chunk.
+        """Decode, load a piece of a model, prefill one chunk or run one forward for embeddings. Yield the frames of
+        each part before the next part starts: no token waits for a chunk.
 
         Raise `Halted` if a native call is due after `halt`. `now` is the monotonic time at which the turn begins.
         """
@@ -211,15 +229,21 @@ class TextEngine:
         if parts.commands.may_load():
             parts.commands.step_load(now)
         yield from parts.commands.take_ended_answers()
-        parts.scheduler.prefill(now)
+        if parts.embeddings.has_work(now) and not (self._embedded and parts.scheduler.can_prefill(now)):
+            self._embedded = True
+            parts.embeddings.run_turn(now)
+        else:
+            self._embedded = False
+            parts.scheduler.prefill(now)
         yield from parts.scheduler.drain_output()
+        yield from parts.embeddings.drain_output()
         yield from parts.commands.take_ended_answers()
         if parts.sweeps.busy:
             yield from parts.sweeps.step()
         parts.commands.unload_idle(now)
         if (check_at := parts.model_manager.next_leak_check_at) is not None and check_at <= now:
             self._check_leak()
-        busy = parts.scheduler.next_step_at(now) is not None
+        busy = parts.scheduler.next_step_at(now) is not None or bool(len(parts.embedding_table))
         parts.prefix_cache.disk.write_next(now, busy=busy)
         if not busy:
             self._maintain_idle(now)
@@ -251,8 +275,8 @@ class TextEngine:
             memory=memory,
             models=parts.describer.describe_all(memory, now),
             running=running,
-            waiting=waiting + len(parts.waiting),
-            queued_tokens=queued + parts.waiting.count_tokens(),
+            waiting=waiting + len(parts.waiting) + len(parts.embedding_table),
+            queued_tokens=queued + parts.waiting.count_tokens() + parts.embedding_table.count_tokens(),
             acked_seq=parts.admission.acked,
             counts=replace(parts.forwards.get_counts(), evictions=unloader.evictions, departures=unloader.departures),
             cache=parts.prefix_cache.get_state(),
@@ -275,6 +299,7 @@ class TextEngine:
             self.parts.scheduler.synchronize()
         finally:
             self.parts.scheduler.close()
+            self.parts.embeddings.close(time.monotonic())
             self.parts.model_manager.close()
             self.parts.prefix_cache.disk.close()
 
@@ -326,9 +351,15 @@ class TextEngine:
         if not has_freed_enough():
             parts.model_manager.abort_load(build_shed_refusal(read(), order.excess))
         if not has_freed_enough():
-            parts.scheduler.end_newest(build_shed_refusal(read(), order.excess), now)
+            refused = build_shed_refusal(read(), order.excess)
+            if not parts.embeddings.end_newest(refused, now):
+                parts.scheduler.end_newest(refused, now)
             parts.footprint.reset_peak()
-        return [*parts.commands.take_ended_answers(), *parts.scheduler.drain_output()]
+        return [
+            *parts.commands.take_ended_answers(),
+            *parts.scheduler.drain_output(),
+            *parts.embeddings.drain_output(),
+        ]
 
     def _reclaim_memory(self, order: ReclaimMemory) -> list[Frame]:
         """Free memory for a lease. A load that no request waits for is aborted for it."""

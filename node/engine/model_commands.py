@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from node.engine.admission import refuse_unknown_model, refuse_unloadable_model
+from node.engine.admission import build_refusal, refuse_unknown_model, refuse_unloadable_model
 from node.engine.memory.gated_forward import MIN_LOAD_BYTES_PER_SECOND, GatedForwards
 from node.engine.models.load_blocks import LoadBlocks
 from node.engine.models.loaded_model import BYTES_BETWEEN_STEPS
@@ -160,7 +160,7 @@ class ModelCommands:
         self._sweeps.refuse_queued(outcome.model, outcome.refused)
         frames: list[Frame] = [Refusal(number, outcome.refused) for number in self._take_orders(outcome.model)]
         while (waiting := self._waiting.take_next(outcome.model)) is not None:
-            frames.append(Refusal(waiting.prepared.request.request, outcome.refused, waiting.prepared.tokens))
+            frames.append(build_refusal(waiting.prepared, outcome.refused))
         return frames
 
     def _take_orders(self, model: str) -> list[int]:

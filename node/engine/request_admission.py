@@ -14,14 +14,18 @@ from collections.abc import Collection
 from msgspec.structs import replace
 
 from node.engine.admission import (
+    AdmissionCost,
     RequestLimits,
+    build_refusal,
     compute_admission_cost,
     compute_waiting_bytes,
     refuse_before_load,
+    refuse_embedding,
     refuse_improper,
     refuse_other_model,
     refuse_unknown_model,
 )
+from node.engine.embedding.request import EmbeddingRequest, EmbeddingTable
 from node.engine.kv.commitments import Commitment
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
@@ -32,7 +36,7 @@ from node.engine.models.model_table import ModelTable
 from node.engine.models.model_wiring import ModelWiring
 from node.engine.process.interface import MAX_CANCELLED_REMEMBERED
 from node.engine.requests import preflight
-from node.engine.requests.prepared import PreparedRequest
+from node.engine.requests.prepared import PreparedEmbedding, PreparedRequest
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.requests.tokenize_admission import UntokenizedPrompt, refuse_too_long
 from node.engine.requests.waiting_requests import WaitingForModel, WaitingRequests
@@ -51,7 +55,10 @@ than needed would be preempted."""
 
 
 class RequestAdmission:
-    """Admission of requests in the engine. `acked` is the newest sequence number (`Generate.seq`) with a decision."""
+    """Admission of requests in the engine. `acked` is the newest sequence number (`Generate.seq`) with a decision.
+
+    `embeddings` are the live requests for embeddings. `floor`: tokens of the smallest chunk.
+    """
 
     def __init__(
         self,
@@ -64,6 +71,8 @@ class RequestAdmission:
         forwards: GatedForwards,
         wiring: ModelWiring,
         limits: RequestLimits,
+        embeddings: EmbeddingTable,
+        floor: int,
     ) -> None:
         self._table = table
         self._catalogue = catalogue
@@ -74,6 +83,8 @@ class RequestAdmission:
         self._forwards = forwards
         self._wiring = wiring
         self._limits = limits
+        self._embeddings = embeddings
+        self._floor = floor
         self.acked = 0
         self._cancelled: dict[int, None] = {}
         self._preempt_at = 0.0
@@ -109,11 +120,11 @@ class RequestAdmission:
         return True
 
     def _is_known(self, number: int) -> bool:
-        return self._scheduler.has_request(number) or number in self._waiting
+        return self._scheduler.has_request(number) or number in self._embeddings or number in self._waiting
 
     # requests
 
-    def admit_or_queue(self, prepared: PreparedRequest, now: float) -> list[Frame]:
+    def admit_or_queue(self, prepared: PreparedRequest | PreparedEmbedding, now: float) -> list[Frame]:
         """Admit a request, queue it until its model is loaded, or refuse it. Return its answer so far: `Admitted`,
         `Refusal`, or none."""
         request = prepared.request
@@ -132,7 +143,7 @@ class RequestAdmission:
             return self.admit(loaded_model, prepared, now, now)
         return self._await_model(prepared, now)
 
-    def _await_model(self, prepared: PreparedRequest, now: float) -> list[Frame]:
+    def _await_model(self, prepared: PreparedRequest | PreparedEmbedding, now: float) -> list[Frame]:
         """Queue a request until its model is loaded; refuse it if the model cannot be loaded."""
         request = prepared.request
         found = self._catalogue.find(request.model)
@@ -141,12 +152,14 @@ class RequestAdmission:
         shape, model = self._limits.compute_shape(prepared, found), self._describer.describe(found, now)
         refused = refuse_before_load(request, shape, model, self._forwards.read_memory(now), self._limits.batch)
         if refused is not None:
-            return [Refusal(request.request, refused, prepared.tokens)]
+            return [build_refusal(prepared, refused)]
         self._waiting.add(request.request, WaitingForModel(prepared, now, compute_waiting_bytes(shape, found)))
         self._manager.request_load(found)
         return []
 
-    def admit(self, loaded_model: LoadedModel, prepared: PreparedRequest, arrived: float, now: float) -> list[Frame]:
+    def admit(
+        self, loaded_model: LoadedModel, prepared: PreparedRequest | PreparedEmbedding, arrived: float, now: float
+    ) -> list[Frame]:
         """Check a request against the memory now, commit its memory, and start it; or refuse it.
 
         The model is in use meanwhile: memory that is freed for this request is not that of its own model.
@@ -154,7 +167,11 @@ class RequestAdmission:
         with loaded_model.usage.hold():
             return self._admit(loaded_model, prepared, arrived, now)
 
-    def _admit(self, loaded_model: LoadedModel, prepared: PreparedRequest, arrived: float, now: float) -> list[Frame]:
+    def _admit(
+        self, loaded_model: LoadedModel, prepared: PreparedRequest | PreparedEmbedding, arrived: float, now: float
+    ) -> list[Frame]:
+        if isinstance(prepared, PreparedEmbedding):
+            return self._admit_embedding(loaded_model, prepared, arrived, now)
         request, number = prepared.request, prepared.request.request
         shape = self._limits.compute_shape(prepared, loaded_model.descriptor)
         model = self._describer.describe(loaded_model.descriptor, now)
@@ -167,7 +184,9 @@ class RequestAdmission:
             sequence.mark_begun(now)
             sequence.mark_joined(now)
             return [Admitted(number, shape.prompt), build_finished(sequence, now)]
-        refused = self._make_room_or_refuse(loaded_model, model, shape.replace_choices(len(active)), now, request.owner)
+        shape_left = shape.replace_choices(len(active))
+        cost = compute_admission_cost(shape_left, loaded_model.ledger, model)
+        refused = self._make_room_or_refuse(model, shape_left, cost, now, request.owner)
         if refused is not None:
             return [Refusal(number, refused, shape.prompt)]
         for row, commitment in zip(active, loaded_model.ledger.commit(shape.length, len(active)), strict=True):
@@ -177,13 +196,37 @@ class RequestAdmission:
         self._scheduler.begin_request(loaded_model, sequence)
         return [Admitted(number, shape.prompt, sequence.prompt_cached, sequence.prompt_hash)]
 
+    def _admit_embedding(
+        self, loaded_model: LoadedModel, prepared: PreparedEmbedding, arrived: float, now: float
+    ) -> list[Frame]:
+        """Check a request for embeddings against the memory now, and start it; or refuse it."""
+        number, head = prepared.request.request, loaded_model.head
+        assert head is not None  # noqa: S101 the preparer refuses models of another kind
+        refused = refuse_embedding(prepared, head.layout, head.dimensions, loaded_model.vocabulary)
+        if refused is not None:
+            return [Refusal(number, refused)]
+        request = EmbeddingRequest(prepared, loaded_model, loaded_model.usage.hold(), arrived, self._floor)
+        first = min(prepared.longest, self._floor)
+        held = request.compute_reserved_bytes()
+        total = held + loaded_model.estimator.estimate_chunk(first, 0) + head.estimate_bytes(first)
+        shape = self._limits.compute_shape(prepared, loaded_model.descriptor)
+        model = self._describer.describe(loaded_model.descriptor, now)
+        refused = self._make_room_or_refuse(model, shape, AdmissionCost(held, total), now, prepared.request.owner)
+        if refused is not None:
+            request.hold.release()
+            return [Refusal(number, refused)]
+        text = sum(len(text.encode()) for text in prepared.request.texts)
+        loaded_model.stats.record_text(text, prepared.tokens)
+        self._embeddings.add(request)
+        return [Admitted(number, prepared.tokens)]
+
     def _make_room_or_refuse(
-        self, loaded_model: LoadedModel, model: Model, shape: preflight.RequestShape, now: float, owner: WeightedKey
+        self, model: Model, shape: preflight.RequestShape, costs: AdmissionCost, now: float, owner: WeightedKey
     ) -> Refused | None:
         """Return the refusal if there is no room for a request of this key now; None if there is. Before a refusal,
         caches and idle models are evicted. After those, requests of keys that hold more memory are preempted."""
         gate = self._forwards.gate
-        rows, cost = compute_admission_cost(shape, loaded_model.ledger, model)
+        rows, cost = costs
         answer = preflight.refuse_without_room(shape, self.read_offered_memory(now, owner.name), model, cost, gate)
         if answer is None or answer.code is not RefusalCode.NO_ROOM:
             return answer

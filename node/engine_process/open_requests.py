@@ -10,7 +10,7 @@ import structlog
 from node.engine.process.crash_recorder import CrashRecord
 from node.engine.process.interface import NativeCallKind
 from wire.codec import decode_request_number, encode
-from wire.frames import Admitted, Failed, Finished, Frame, Refusal
+from wire.frames import Failed, Finished, Frame, Refusal
 from wire.refusals import FailureCode, Refused
 
 MAX_REQUESTS_LOGGED = 20
@@ -69,7 +69,7 @@ class OpenRequests:
     def forward_answer(self, kind: type[Frame], tag: int, body: bytes) -> None:
         """Forward a frame of the engine about one request. A frame that ends the request removes it."""
         request = decode_request_number(body)
-        if kind is not Admitted:
+        if kind in ENDS:
             self._open.discard(request)
         self._on_frame(tag, _HEADER.pack(len(body) + 1, tag) + body, request)
 

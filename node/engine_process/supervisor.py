@@ -51,6 +51,7 @@ from wire.frames import (
     Cancel,
     CountTokens,
     Deltas,
+    Embed,
     EngineReport,
     Frame,
     Generate,
@@ -59,6 +60,7 @@ from wire.frames import (
     ProfileModel,
     RestoreModels,
     UnloadModel,
+    Vectors,
 )
 from wire.report import EngineState
 from wire.state_machine import IllegalEventError
@@ -69,7 +71,7 @@ MAX_UNSENT_BYTES = 64 * MIB
 """Maximum unreceived bytes in the child's socket buffer. Above that, new requests are refused."""
 
 log = structlog.get_logger("supervise")
-_BEGINS = (Generate, LoadModel, UnloadModel, ProfileModel, CountTokens)
+_BEGINS = (Generate, Embed, LoadModel, UnloadModel, ProfileModel, CountTokens)
 
 
 class Supervisor:
@@ -340,7 +342,7 @@ class Supervisor:
         kind = TAGS.get(tag)
         if kind is Deltas:
             self._requests.forward_deltas(tag, body)
-        elif kind in (Admitted, *ENDS):
+        elif kind in (Admitted, Vectors, *ENDS):
             self._requests.forward_answer(kind, tag, body)
         else:
             frame = decode(tag, body)

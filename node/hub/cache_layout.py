@@ -20,7 +20,7 @@ from pathlib import Path
 
 from node.hub.errors import ModelFileError
 from wire.frames.model_files import ModelOrderCode
-from wire.model_files import ModelManifest
+from wire.models.files import ModelManifest
 
 PART_SUFFIX = ".macpool-part"
 JOURNAL_SUFFIX = ".macpool-journal"

@@ -16,7 +16,7 @@ from typing import NoReturn, TypeVar
 import msgspec
 
 from wire.frames.model_files import ModelOrderCode
-from wire.model_files import PIECE_BYTES, ModelManifest, ModelSource
+from wire.models.files import PIECE_BYTES, ModelManifest, ModelSource
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ import msgspec
 
 from host.private_files import create_private_folder, write_private
 from node.models.identity_files import IDENTITY_FILES
-from wire.model_files import ModelFile
+from wire.models.files import ModelFile
 
 READ_BYTES = 1024 * 1024
 STORE_NAME = "digests.json"

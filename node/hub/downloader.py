@@ -18,7 +18,7 @@ from node.hub.download.source_pool import SourcePool
 from node.hub.download.transfer import Transfer
 from node.hub.errors import ModelFileError, OrderStopped
 from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
-from wire.model_files import ModelFile, find_manifest_fault
+from wire.models.files import ModelFile, find_manifest_fault
 
 REPORT_SECONDS = 0.5
 SPEED_SECONDS = 5.0

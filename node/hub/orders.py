@@ -54,7 +54,7 @@ from wire.frames import (
 )
 from wire.frames.model_files import ModelOrderCode
 from wire.identity import is_valid_model
-from wire.model_files import find_manifest_fault
+from wire.models.files import find_manifest_fault
 
 MAX_ORDERS = 32
 RESEND_SECONDS = 30.0

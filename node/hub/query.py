@@ -27,8 +27,8 @@ from node.hub.prediction.file_selection import is_weight_file, select_files
 from node.hub.prediction.predict import predict_model
 from node.models.weight_files import MAX_HEADER_BYTES
 from wire.frames.model_files import ModelOrderCode
-from wire.hub_query import HubAnswer, HubQuery, HubRefusal, SkippedFile
-from wire.model_files import ModelFile, ModelManifest, ModelSource, SourceKind, find_manifest_fault, is_valid_repo
+from wire.models.files import ModelFile, ModelManifest, ModelSource, SourceKind, find_manifest_fault, is_valid_repo
+from wire.models.hub_query import HubAnswer, HubQuery, HubRefusal, SkippedFile
 
 REQUEST_TIMEOUT_SECONDS = 20.0
 PARALLEL_REQUESTS = 8

@@ -25,6 +25,8 @@ from typing import cast
 import structlog
 
 from node.engine.models.model_descriptor import ModelDescriptor
+from node.models.embedding_files import EmbeddingFilesError, has_embedding_files, read_embedding_layout
+from node.models.embedding_layout import EmbeddingLayout
 from node.models.folders import MODEL, find_model_folders, find_snapshots, get_hub_folder, has_gguf, list_names
 from node.models.identity_files import IDENTITY_FILES
 from node.models.memory_prediction import (
@@ -35,14 +37,17 @@ from node.models.memory_prediction import (
     predict_kv,
     predict_transient,
 )
-from node.models.weight_files import Config, parse_json_object, read_weight_headers
+from node.models.weight_files import Config, parse_json_object, read_tensor_sizes, read_weight_headers
 from node.settings import ModelSettings
 from wire.identity import is_valid_model
+from wire.models.kind import ModelKind
 
 SCAN_VALID_SECONDS = 2.0
 """Seconds for which a scan is not repeated because of an unknown name."""
 SCAN_INTERVAL_SECONDS = 30.0
 """Seconds between two scans of an idle node."""
+ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "modernbert", "nomic_bert", "new"})
+"""Types of models whose tokens attend in both directions. The engine cannot run them."""
 EMBEDDED = Path(__file__).with_name("macpool-tiny")
 GGUF = "it is in GGUF, the format of llama.cpp: download its MLX or safetensors build, for example from mlx-community"
 
@@ -114,7 +119,7 @@ class ModelCatalogue:
         Return False if the files are missing or unreadable. A new fingerprint changes the catalogue.
         """
         try:
-            newest = describe_folder(descriptor.name, Path(descriptor.folder))
+            newest = self._describe(descriptor.name, Path(descriptor.folder))
         except OSError:
             return False
         if newest is not None and newest.fingerprint != descriptor.fingerprint:
@@ -164,6 +169,10 @@ class ModelCatalogue:
         if self._hub is not None:
             yield from find_snapshots(self._hub)
 
+    def _describe(self, name: str, folder: Path) -> ModelDescriptor | None:
+        """Describe a folder, as the kind that the settings name for the model."""
+        return describe_folder(name, folder, self._settings.get_kinds().get(name, ""))
+
     def _describe_cached(self, name: str, folder: Path) -> ModelDescriptor | None:
         """Describe a folder, or return the previous description if none of its files changed."""
         try:
@@ -171,7 +180,7 @@ class ModelCatalogue:
             kept = self._described.get(folder)
             if kept is not None and kept[0] == (name, *state):
                 return kept[1]
-            found = describe_folder(name, folder)
+            found = self._describe(name, folder)
         except OSError as error:
             return ModelDescriptor(name, folder, cause=f"its files cannot be read: {error.strerror or error}")
         except Exception as error:  # unknown files may raise any error; all other models are still served
@@ -188,23 +197,28 @@ def _read_file_state(folder: Path) -> tuple[object, ...]:
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
 
 
-def describe_folder(name: str, folder: Path) -> ModelDescriptor | None:
+def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor | None:
     """Return the descriptor of a model folder; None if the folder has no text model.
 
-    The `cause` of the descriptor is the reason why the model cannot be served. Raise OSError if the folder cannot be
-    read.
+    `kind` is the kind of the model by setting (`ModelKind`); empty: its files decide. The `cause` of the descriptor is
+    the reason why the model cannot be served. Raise OSError if the folder cannot be read.
     """
     if not (folder / MODEL).exists() and has_gguf(list_names(folder)):
         return ModelDescriptor(name, folder, cause=GGUF)
     digest = hashlib.sha256()
     for part in IDENTITY_FILES:
         if (folder / part).exists():
-            digest.update(part.encode() + b"\0" + (folder / part).read_bytes())
+            digest.update(part.encode() + b"\0")
+            if part.endswith(".safetensors"):
+                read_tensor_sizes(folder / part, digest)
+            else:
+                digest.update((folder / part).read_bytes())
     try:
         config = parse_json_object((folder / "config.json").read_bytes())
     except ValueError as error:
         return ModelDescriptor(name, folder, cause=f"its config.json is not a JSON object: {error}")
-    if not is_text_model(config):
+    found = find_kind(folder, config, kind)
+    if found is None:
         return None
     if config.get("model_file") is not None:
         return ModelDescriptor(
@@ -216,20 +230,57 @@ def describe_folder(name: str, folder: Path) -> ModelDescriptor | None:
     missing = find_unknown_dimensions(config)
     if missing:
         log.warning("dimensions unknown", model=name, missing=", ".join(missing), foreseen=0)
+    layout, cause = _read_layout(folder, config) if found is ModelKind.EMBED else (None, "")
+    dense = 0 if layout is None else sum(layer.nbytes for layer in layout.dense)
     context = get_context_tokens(config)
+    if layout is not None and layout.max_tokens:
+        context = min(context, layout.max_tokens)
     return ModelDescriptor(
         name=name,
         folder=folder,
         fingerprint=digest.hexdigest()[:32],
-        weights=estimate_loaded_bytes(config, weights),
+        weights=estimate_loaded_bytes(config, weights) + dense,
         context=context,
         kv=predict_kv(config, weights.float_size),
-        cause=weights.cause,
+        cause=weights.cause or cause,
         forward=predict_transient(config, weights.float_size),
         quantization=name_quantization(config, weights.float_size),
         removable=folder != EMBEDDED,
-        stored=weights.size,
+        stored=weights.size + dense,
+        kind=found,
+        layout=layout,
     )
+
+
+def _read_layout(folder: Path, config: Config) -> tuple[EmbeddingLayout | None, str]:
+    """Return how an embedding model computes vectors, or the reason why it cannot be served."""
+    if config["model_type"] in ENCODERS:
+        return None, f"it is an encoder ({config['model_type']}): only decoders, such as Qwen3-Embedding, can be served"
+    try:
+        return read_embedding_layout(folder, config), ""
+    except EmbeddingFilesError as error:
+        return None, f"its files {error}"
+
+
+def find_kind(folder: Path, config: Config, kind: str = "") -> ModelKind | None:
+    """Return the kind of a model by its files; None for a folder without a text model.
+
+    `kind` is the kind by setting, which has priority; empty without one. A model with the files of
+    sentence-transformers computes vectors, even if it could generate text.
+    """
+    embeds = has_embedding_files(folder)
+    if not is_text_model(config) and not (embeds and is_bare_model(config)):
+        return None
+    if kind:
+        return ModelKind(kind)
+    return ModelKind.EMBED if embeds else ModelKind.CHAT
+
+
+def is_bare_model(config: Config) -> bool:
+    """Return whether a parsed `config.json` belongs to a model without its output layer, such as `MistralModel`."""
+    named = config.get("architectures")
+    names = [str(one) for one in cast("Sequence[object]", named)] if isinstance(named, list) else []
+    return isinstance(config.get("model_type"), str) and any(one.endswith("Model") for one in names)
 
 
 def is_text_model(config: Config) -> bool:

@@ -20,4 +20,12 @@ IDENTITY_FILES = (
     "processor_config.json",
     "modules.json",
     "1_Pooling/config.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "2_Dense/config.json",
+    "2_Dense/model.safetensors",
+    "3_Dense/config.json",
+    "3_Dense/model.safetensors",
+    "4_Dense/config.json",
+    "4_Dense/model.safetensors",
 )

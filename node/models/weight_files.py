@@ -56,7 +56,7 @@ def read_weight_headers(folder: Path, digest: Digest) -> WeightHeaders:
     found = WeightHeaders()
     for file in files:
         try:
-            size, float_size, fp8 = _read_tensor_sizes(file, digest)
+            size, float_size, fp8 = read_tensor_sizes(file, digest)
         except ValueError as error:
             return WeightHeaders(cause=f"{file.name}: {error}")
         found = replace(found, size=found.size + size, float_size=float_size or found.float_size, fp8=found.fp8 + fp8)
@@ -72,7 +72,7 @@ def _list_indexed_files(folder: Path) -> set[str]:
     return {str(one) for one in cast("dict[str, object]", named).values()} if isinstance(named, dict) else set()
 
 
-def _read_tensor_sizes(file: Path, digest: Digest) -> tuple[int, int, int]:
+def read_tensor_sizes(file: Path, digest: Digest) -> tuple[int, int, int]:
     """Read one header and samples of its tensors.
 
     Return the bytes of its tensors, of one of its unquantized numbers (0: none), and of all of its tensors in fp8.
@@ -125,10 +125,15 @@ def read_header(file: Path) -> tuple[bytes, int]:
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raise ValueError for any other content."""
-    try:
-        found: object = json.loads(raw)
-    except RecursionError:
-        raise ValueError("its JSON has too many levels of nesting") from None
+    found = parse_json_value(raw)
     if not isinstance(found, dict):
         raise ValueError("it is not a JSON object")  # noqa: TRY004  one error for all broken files
     return cast("dict[str, Any]", found)
+
+
+def parse_json_value(raw: bytes) -> object:
+    """Parse JSON. Raise ValueError for any other content."""
+    try:
+        return json.loads(raw)
+    except RecursionError:
+        raise ValueError("its JSON has too many levels of nesting") from None

@@ -3,11 +3,13 @@
 `node.memory.cap` resolves sizes for this machine.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Final
 
 from msgspec import Meta
 
 from host.settings_loader import Section
+from wire.models.kind import ModelKind
 
 Size = str | int
 AUTO: Final = "auto"
@@ -128,6 +130,17 @@ class ScriptedSettings(Section, frozen=True):
         32768
     )
     tools: Annotated[bool, Meta(description="Accept tools in requests. The engine never calls one.")] = False
+    dimensions: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=12_288,
+            description=(
+                "Numbers of the vectors of an embedding model: their values follow from the words of a text. 0: the "
+                "model answers chats."
+            ),
+        ),
+    ] = 0
     refuse: Annotated[
         str,
         Meta(
@@ -293,6 +306,15 @@ class ModelSettings(Section, frozen=True):
         tuple[str, ...],
         Meta(description=("Models to load at start, in this order. They are never unloaded for other models.")),
     ] = ()
+    kinds: Annotated[
+        tuple[str, ...],
+        Meta(
+            description=(
+                'Kinds of models, as "NAME=embed" or "NAME=chat", for models whose files name another kind or none. '
+                "Without files for embeddings, a vector is the state of the last token, normalized."
+            )
+        ),
+    ] = ()
     idle_unload_seconds: Annotated[
         float,
         Meta(
@@ -304,3 +326,8 @@ class ModelSettings(Section, frozen=True):
             ),
         ),
     ] = 0.0
+
+    def get_kinds(self) -> Mapping[str, ModelKind]:
+        """Return the kinds of `kinds` by name of the model. Raise ValueError for an entry without a name or kind."""
+        parts = (entry.rpartition("=") for entry in self.kinds)
+        return {name: ModelKind(kind) for name, _, kind in parts}

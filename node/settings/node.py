@@ -18,6 +18,7 @@ from node.settings.agent import AgentSettings, SharingSettings, WorkerSettings
 from node.settings.engine import AUTO, EngineSettings, MemorySettings, ModelSettings
 from node.sharing.policy import ShareWhen, parse_hours
 from wire.identity import is_valid_id, is_valid_model, is_valid_name
+from wire.models.kind import ModelKind
 from wire.units import parse_size
 
 MAX_BYTES: Final = 2**60
@@ -122,8 +123,19 @@ def check_settings(settings: NodeSettings) -> None:
             raise SettingsError(f"setting {key}: {value!r} is not {form}")
     _check_hours(settings.sharing)
     _check_battery(settings.sharing)
+    _check_kinds(settings.models)
     if not is_valid_model(settings.engine.scripted.model):
         raise SettingsError("setting engine.scripted.model: a name has 1 to 200 letters, digits, spaces or ._:/@+()-")
+
+
+def _check_kinds(models: ModelSettings) -> None:
+    try:
+        unnamed = not all(map(is_valid_model, models.get_kinds()))
+    except ValueError:
+        unnamed = True
+    if unnamed:
+        kinds = " or ".join(f"NAME={kind}" for kind in ModelKind)
+        raise SettingsError(f"setting models.kinds: an entry is not {kinds}: {', '.join(models.kinds)}")
 
 
 def _check_hours(sharing: SharingSettings) -> None:

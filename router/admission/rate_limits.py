@@ -126,7 +126,7 @@ class _KeyMeter:
         """Count a request as open, and charge `charge` tokens."""
         self.running += 1
         self.prompt_tokens += _estimate_prompt_tokens(demand)
-        self.prompt_bytes += demand.prompt_bytes
+        self.prompt_bytes += demand.text_bytes
         if self.requests is not None:
             self.requests.take(1)
         if self.tokens is not None:
@@ -136,7 +136,7 @@ class _KeyMeter:
         """Count an open request as ended."""
         self.running -= 1
         self.prompt_tokens -= _estimate_prompt_tokens(demand)
-        self.prompt_bytes -= demand.prompt_bytes
+        self.prompt_bytes -= demand.text_bytes
 
 
 class RateLimits:
@@ -209,7 +209,7 @@ class RateLimits:
         most, settings = limits.concurrency or self._settings.max_requests_per_key, self._settings
         if meter.running >= most:
             return f"the limit of this API key is {most} open requests, and all are in use"
-        tokens, size = meter.prompt_tokens + _estimate_prompt_tokens(demand), meter.prompt_bytes + demand.prompt_bytes
+        tokens, size = meter.prompt_tokens + _estimate_prompt_tokens(demand), meter.prompt_bytes + demand.text_bytes
         if meter.running and tokens > settings.max_prompt_tokens_per_key:
             return (
                 f"the limit of this API key is {settings.max_prompt_tokens_per_key} prompt tokens in open requests; "
@@ -282,7 +282,7 @@ def estimate_probable_tokens(demand: ResourceDemand) -> int:
 
 
 def _estimate_prompt_tokens(demand: ResourceDemand) -> int:
-    return demand.prompt_tokens if demand.prompt_tokens is not None else demand.prompt_bytes // BYTES_PER_TOKEN
+    return demand.prompt_tokens if demand.prompt_tokens is not None else demand.text_bytes // BYTES_PER_TOKEN
 
 
 def _fill_bucket(bucket: _Bucket | None, rate: int | None, now: float) -> _Bucket | None:

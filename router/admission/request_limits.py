@@ -27,6 +27,8 @@ MAX_PARTS = 4096
 """Maximum blocks of one message."""
 MAX_PROMPTS = 64
 """Maximum prompts of one completion: each is a separate request to the cluster."""
+MAX_INPUTS = 2048
+"""Maximum texts of one request for embeddings: OpenAI's limit."""
 MAX_TOKEN_ID = 2**31 - 1
 MAX_STOP_CHARS = 512
 MAX_MESSAGES = 16_384

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from router.dialects.anthropic import schema
+from router.dialects.embeddings import schema as embeddings_body
 from router.dialects.ollama import schema as ollama_body
 from router.dialects.openai.chat_schema import CHAT
 from router.dialects.openai.completion_schema import COMPLETION
@@ -21,6 +22,9 @@ TABLES: Mapping[str, FieldTable[Any]] = MappingProxyType(
         "/v1/messages/count_tokens": schema.COUNT,
         "/api/chat": ollama_body.CHAT,
         "/api/generate": ollama_body.GENERATE,
+        "/v1/embeddings": embeddings_body.EMBEDDINGS,
+        "/api/embed": embeddings_body.OLLAMA_EMBED,
+        "/api/embeddings": embeddings_body.OLLAMA_EMBEDDINGS,
         "/v1/videos": VIDEO,
         "options of /api/chat and /api/generate": ollama_body.OPTIONS,
     }

@@ -7,6 +7,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from router.dialects.anthropic.schema import CountBody, MessagesBody
+from router.dialects.embeddings.schema import EmbeddingsBody, OllamaEmbedBody, OllamaEmbeddingsBody
 from router.dialects.ollama.schema import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from router.dialects.ollama.unsupported_routes import UNSUPPORTED_ROUTES
 from router.dialects.openai.chat_schema import ChatBody
@@ -122,6 +123,14 @@ _BODIES: dict[str, tuple[type[BaseModel], str, str, str]] = {
         "ollama_generate",
         "Complete a prompt, in Ollama's format, in one response or in lines",
         NDJSON,
+    ),
+    "/v1/embeddings": (EmbeddingsBody, "embeddings", "Compute a vector for each text, in one response", ""),
+    "/api/embed": (OllamaEmbedBody, "ollama_embed", "Compute a vector for each text, in Ollama's format", ""),
+    "/api/embeddings": (
+        OllamaEmbeddingsBody,
+        "ollama_embeddings",
+        "Compute the vector of a text, in the format of Ollama's older route",
+        "",
     ),
     "/api/show": (OllamaShowBody, "ollama_show", "Return one model, in Ollama's format", ""),
 }
@@ -310,7 +319,7 @@ def _build_operation(
 
 def _build_unsupported(path: str) -> dict[str, Any]:
     name = "ollama_" + path.rpartition("/")[2]
-    why = "Not supported: use `cluster model` to manage models; there are no embeddings"
+    why = "Not supported: use `cluster model` to manage models"
     operation = _build_operation(path, name, why, "never", (*ALWAYS, 501))
     del operation["responses"]["200"]
     return operation

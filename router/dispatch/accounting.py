@@ -19,6 +19,8 @@ log = structlog.get_logger("router.dispatch.accounting")
 TEMPLATE_TOKENS = 4096
 """Tokens that a chat template may add to a prompt, in addition to MESSAGE_TOKENS for each message."""
 MESSAGE_TOKENS = 32
+INPUT_TOKENS = 512
+"""Tokens that a model may add to each text for embeddings: its prompt, its first and its last token."""
 UNSENT_TOKENS = 8
 """Tokens of one choice that are generated and never sent: the end token and tokens held back for a stop string."""
 QUOTING = {
@@ -66,7 +68,9 @@ def compute_max_prompt_tokens(request: ActiveRequest) -> int:
     Each byte of the prompt is at most one token. The chat template adds a bounded number of tokens.
     """
     demand, messages = request.spec.demand, request.spec.messages
-    text = max(demand.prompt_bytes, demand.prompt_tokens or 0, len(request.spec.ids))
+    text = max(demand.text_bytes, demand.prompt_tokens or 0, len(request.spec.ids))
+    if request.spec.embed is not None:
+        return text + INPUT_TOKENS * request.spec.embed.count
     return text + TEMPLATE_TOKENS + MESSAGE_TOKENS * len(messages)
 
 

@@ -11,7 +11,7 @@ from router.admission.queue import QueuedRequest
 from router.admission.rate_limits import RateState, estimate_probable_tokens
 from router.dispatch.aliases.candidates import AliasCandidates, CandidateState
 from router.dispatch.aliases.tried_nodes import TriedNodes
-from router.dispatch.answer import CollectedAnswer, StreamedAnswer
+from router.dispatch.answer import CollectedAnswer, StreamedAnswer, VectorsAnswer
 from router.dispatch.generated_tokens import GeneratedTokens
 from router.dispatch.request import SWAP, Outcome, RequestSpec
 from router.dispatch.request_events import Action, Event
@@ -21,7 +21,7 @@ from router.placement.prefix_affinity import NOWHERE, PrefixHashChain
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Delta, GenerationParams
 from wire.identity import NodeId
-from wire.model_version import UNKNOWN_VERSION, ModelVersion
+from wire.models.version import UNKNOWN_VERSION, ModelVersion
 
 _STREAMING = RequestState.STREAMING
 MAX_STEPS = 64
@@ -93,9 +93,7 @@ class ActiveRequest:
         self.alias = alias
         self.estimated_tokens = estimate_probable_tokens(spec.demand)
         """Expected tokens of the request, for the share of its key."""
-        self.answer: StreamedAnswer | CollectedAnswer = (
-            StreamedAnswer() if spec.stream else CollectedAnswer(spec.params.n, spec.params.logprobs)
-        )
+        self.answer: StreamedAnswer | CollectedAnswer = _create_answer(spec)
         self.tokens = GeneratedTokens(spec.params.n, self.params.max_tokens)
         self.tried: TriedNodes = TriedNodes()
         self.life = RequestLife(now)
@@ -230,8 +228,12 @@ class ActiveRequest:
         self.demand = replace(self.demand, prompt_tokens=tokens)
 
     def record_prefill(self, prompt: int, cached: int) -> None:
-        """Record the prompt tokens and cached tokens of an admitted attempt. A later wait has a new deadline."""
-        self.set_prompt_tokens(prompt)
+        """Record the prompt tokens and cached tokens of an admitted attempt. A later wait has a new deadline.
+
+        The tokens of many texts are not those of one prompt, which the demand has.
+        """
+        if self.spec.embed is None:
+            self.set_prompt_tokens(prompt)
         self.prompt_counts = prompt, cached
         self.deadline = None
 
@@ -266,3 +268,10 @@ class ActiveRequest:
         """
         if self.entry is not None:
             self.deadline = self.entry.extend(deadline)
+
+
+def _create_answer(spec: RequestSpec) -> StreamedAnswer | CollectedAnswer:
+    """Return the empty answer of a request."""
+    if spec.embed is not None:
+        return VectorsAnswer(spec.embed.count)
+    return StreamedAnswer() if spec.stream else CollectedAnswer(spec.params.n, spec.params.logprobs)

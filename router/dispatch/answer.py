@@ -9,10 +9,12 @@ The dispatcher's side is `active_request.ActiveRequest`. Either side changes an 
 
 import asyncio
 import io
+import math
+import struct
 from collections.abc import Callable, Iterable
 
 from router.dispatch.request import CompleteAnswer, Outcome
-from wire.frames import Channel, Delta, Logprob
+from wire.frames import NUMBER_BYTES, Channel, Delta, Logprob, Vectors
 
 DELTA_BYTES = 256
 """Bytes charged for one waiting delta, and for one stored tool call, in addition to its text."""
@@ -216,6 +218,42 @@ class CollectedAnswer(Answer):
         return self.outcome
 
 
+class VectorsAnswer(CollectedAnswer):
+    """Vectors of `count` texts, read once at the end. A vector that a node may not send is left out, and the answer is
+    then never complete."""
+
+    __slots__ = ("_count", "_vectors")
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        super().__init__(0, logprobs=False)
+
+    @property
+    def complete(self) -> bool:
+        """Whether each text has a vector, and all have the same length."""
+        return len(self._vectors) == self._count and len({len(vector) for vector in self._vectors.values()}) == 1
+
+    def add_vectors(self, frame: Vectors) -> None:
+        """Store the vectors of a frame. Ignore a frame whose length does not match, or with numbers that are not
+        finite."""
+        count = len(frame.places)
+        size, rest = divmod(len(frame.data), count * NUMBER_BYTES) if count else (0, 1)
+        if rest or not size or not _is_finite(frame.data):
+            return
+        for at, place in enumerate(frame.places):
+            if place < self._count:
+                self._vectors[place] = frame.data[at * size * NUMBER_BYTES : (at + 1) * size * NUMBER_BYTES]
+
+    def discard(self) -> None:
+        """Discard all vectors."""
+        super().discard()
+        self._vectors: dict[int, bytes] = {}
+
+    def build_answer(self, fingerprint: str = "") -> CompleteAnswer:
+        """Build the answer, with the vectors in the order of their texts."""
+        return CompleteAnswer({}, {}, {}, fingerprint, tuple(self._vectors[place] for place in sorted(self._vectors)))
+
+
 _TEXTS = frozenset({int(Channel.CONTENT), int(Channel.REASONING)})
 
 
@@ -229,3 +267,7 @@ def _compute_logprobs_cost(logprobs: Iterable[Logprob]) -> int:
         LOGPROB_BYTES + len(logprob.token) + sum(LOGPROB_BYTES + len(token) for token, _ in logprob.top)
         for logprob in logprobs
     )
+
+
+def _is_finite(data: bytes) -> bool:
+    return math.isfinite(sum(struct.unpack(f"<{len(data) // NUMBER_BYTES}f", data)))

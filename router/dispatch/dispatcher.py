@@ -40,7 +40,7 @@ from router.dispatch.request_events import (
 from router.placement.cluster_view import ClusterView
 from router.placement.policies import Policy
 from router.settings import RouterSettings
-from wire.frames import Deltas, Frame
+from wire.frames import Deltas, Frame, Vectors
 from wire.identity import NodeId
 from wire.node_state import SERVING, NodeState
 from wire.refusals import FailureCode
@@ -186,7 +186,8 @@ class Dispatcher:
             return
         request = self._live.get(frame.request)
         if request is None or request.node != node:
-            self.commands.receive(node, frame)
+            if not isinstance(frame, Vectors):
+                self.commands.receive(node, frame)
         else:
             self._parts.frames.receive(request, node, frame)
 

@@ -9,6 +9,21 @@ from wire.frames import Finished, GenerationParams, Logprob, Message
 from wire.refusals import FailureCode, Refused
 
 
+class EmbeddingInput(msgspec.Struct, frozen=True, gc=False):
+    """Texts of a request for embeddings. Fields mean the same as in `wire.frames.Embed`."""
+
+    texts: tuple[str, ...] = ()
+    ids: tuple[tuple[int, ...], ...] = ()
+    dimensions: int = 0
+    truncate: bool = False
+    prompt: str = ""
+
+    @property
+    def count(self) -> int:
+        """Number of texts."""
+        return len(self.texts) or len(self.ids)
+
+
 class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     """Request as parsed by a dialect: prompt, parameters, API key, and whether the answer is streamed.
 
@@ -44,6 +59,8 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     """Whether the reader of the answer can pass the request on to an upstream."""
     context_limit: int = 0
     """Most tokens of prompt and answer together, by the profile; 0: the context of the model."""
+    embed: EmbeddingInput | None = None
+    """Texts of a request for embeddings; None for any other request."""
 
 
 class CompleteAnswer(msgspec.Struct, frozen=True, gc=False):
@@ -57,6 +74,8 @@ class CompleteAnswer(msgspec.Struct, frozen=True, gc=False):
     """Log probabilities by choice."""
     fingerprint: str = ""
     """Fingerprint of the model that generated the answer."""
+    vectors: tuple[bytes, ...] = ()
+    """Vectors of the texts of a request for embeddings, in single precision and little endian."""
 
 
 class RequestFailure(msgspec.Struct, frozen=True, gc=False):

@@ -3,9 +3,13 @@
 from collections.abc import Iterable
 
 from router.admission.request_limits import TEMPLATE_BYTES
+from router.dispatch.request import EmbeddingInput
 from router.placement.candidate import GRAMMAR, LOGPROBS, SAMPLING, TOOLS, ResourceDemand
 from wire.frames import GenerationParams, Message
+from wire.models.kind import ModelKind
 
+BYTES_PER_ID = 4
+"""Bytes of text that a token id counts as: those of `router.admission.rate_limits.BYTES_PER_TOKEN`."""
 _PLAIN: frozenset[str] = frozenset()
 
 
@@ -26,6 +30,13 @@ def compute_plain_demand(model: str, text: str, ids: tuple[int, ...], params: Ge
     """Return the demand of a prompt without a template: a text, or token ids, which are counted exactly."""
     size, tokens = (len(text.encode()), None) if text else (0, len(ids))
     return ResourceDemand(model, size, tokens, params.max_tokens, params.n, find_features(params))
+
+
+def compute_embedding_demand(model: str, embed: EmbeddingInput) -> ResourceDemand:
+    """Return the demand of texts for embeddings. A token id counts as the bytes of a usual token."""
+    sizes = [len(text.encode()) for text in embed.texts] + [BYTES_PER_ID * len(ids) for ids in embed.ids]
+    longest = max(sizes)
+    return ResourceDemand(model, longest, max_tokens=1, kind=ModelKind.EMBED, other_bytes=sum(sizes) - longest)
 
 
 def _count_extra_bytes(message: Message) -> int:

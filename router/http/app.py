@@ -20,6 +20,7 @@ from router.admission.body_intake import BodyIntake
 from router.admission.key_scope import filter_view
 from router.dialects.anthropic import api
 from router.dialects.anthropic.api import ANTHROPIC, MessagesRoute
+from router.dialects.embeddings.api import EmbeddingsRoute, OllamaEmbeddingsRoute, OllamaEmbedRoute
 from router.dialects.ollama import models as ollama_models
 from router.dialects.ollama.api import OllamaChatRoute, OllamaGenerateRoute
 from router.dialects.ollama.response import OLLAMA
@@ -50,6 +51,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 COUNT = "/v1/messages/count_tokens"
+EMBEDDINGS = "/v1/embeddings"
 MESSAGES = "/v1/messages"
 MODELS = "/v1/models"
 RESPONSES = "/v1/responses"
@@ -106,6 +108,9 @@ class RouterApp:
             RESPONSES: self._responses,
             "/api/chat": OllamaChatRoute(strict=strict),
             "/api/generate": OllamaGenerateRoute(strict=strict),
+            EMBEDDINGS: EmbeddingsRoute(strict=strict),
+            "/api/embed": OllamaEmbedRoute(strict=strict),
+            "/api/embeddings": OllamaEmbeddingsRoute(strict=strict),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

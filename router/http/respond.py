@@ -77,7 +77,8 @@ async def _send_complete(
     outcome = await answer.wait_for_outcome()
     if isinstance(outcome, Finished):
         write = partial(parsed.render_complete, request.spec, answer.build_answer(request.fingerprint), outcome)
-        body = await run_in_worker(write) if request.spec.params.logprobs else write()
+        is_long = request.spec.params.logprobs or request.spec.embed is not None
+        body = await run_in_worker(write) if is_long else write()
         await exchange.answer(body, 200, _build_request_headers(request))
     else:
         await _decline(exchange, request, outcome)

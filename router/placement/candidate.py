@@ -7,7 +7,8 @@ import msgspec
 
 from wire.capacity.arithmetic import KV_GROWTH_TOKENS, compute_most_bytes, compute_occupied
 from wire.identity import NodeId
-from wire.model_version import ModelVersion
+from wire.models.kind import ModelKind
+from wire.models.version import ModelVersion
 from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import Memory, Model
 
@@ -29,6 +30,11 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
     """Node labels that the API key requires."""
     node: str = ""
     """Id of the only node that may take the request; empty for any node."""
+    kind: ModelKind = ModelKind.CHAT
+    """Kind of the model that the request needs."""
+    other_bytes: int = 0
+    """Bytes of all texts but the longest, which is `prompt_bytes`, in a request for embeddings. No two of them are in
+    memory as one row."""
     known_tokens: int = 0
     """Generated tokens of the longest choice that are already known, because the answer began on another node."""
 
@@ -39,6 +45,11 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
             return self.prompt_tokens
         estimate = math.ceil(self.prompt_bytes / model.bytes_per_token)
         return min(estimate, model.context) if model.context else estimate
+
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of the prompt, or of all texts."""
+        return self.prompt_bytes + self.other_bytes
 
     def estimate_output_tokens(self, model: Model, prompt_tokens: int) -> int:
         """Return the output tokens to reserve for each choice.

@@ -2,7 +2,8 @@
 
 from router.placement.candidate import FIRST, AttemptHistory, ResourceDemand
 from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, NodeView
-from wire.model_version import ModelVersion
+from wire.models.kind import get_kind
+from wire.models.version import ModelVersion
 from wire.node_state import NodeState
 from wire.refusals import RefusalCode
 from wire.report import Model
@@ -23,6 +24,8 @@ def find_infeasible_reason(
         return why
     if model.cause:
         return f"cannot load {model.name}: {model.cause}", RefusalCode.LOAD_FAILED
+    if get_kind(model.features) is not request.kind:
+        return f"its {model.name} is for {get_kind(model.features)} requests", RefusalCode.UNSUPPORTED
     if request.features and not request.features.issubset(model.features):
         return f"its {model.name} has no {', '.join(sorted(request.features.difference(model.features)))}", (
             RefusalCode.UNSUPPORTED

@@ -27,7 +27,7 @@ from router.placement.policies import Policy
 from router.placement.reservations import ReservationLedger
 from wire.capacity.arithmetic import compute_most_weights
 from wire.identity import NodeId
-from wire.model_version import ModelVersion
+from wire.models.version import ModelVersion
 from wire.refusals import RefusalCode, Refused
 from wire.units import show_size
 

@@ -121,7 +121,7 @@ def evaluate_node(
         return _build_excluded(node, f"does not serve {request.model}", RefusalCode.NO_MODEL)
     tokens = request.estimate_prompt_tokens(model)
     output = request.estimate_output_tokens(model, tokens)
-    tokenizing = estimate_tokenize_bytes(request.prompt_bytes, context=model.context)
+    tokenizing = estimate_tokenize_bytes(request.text_bytes, context=model.context)
     need = max(estimate_request_need(model, tokens, output, request.choices), tokenizing)
     weights = 0 if model.loaded else model.weights
     if weights and node.is_loading(model):
@@ -150,6 +150,8 @@ def evaluate_node(
     account = ledger.get_account(node.id)
     cached_share = cached_shares.get(node.id, 0.0) if model.loaded else 0.0
     prefill_tokens = round(tokens * (1.0 - cached_share)) + request.known_tokens
+    if request.other_bytes:
+        prefill_tokens += round(request.other_bytes / model.bytes_per_token)
     ttft, answer, delay = estimate_times(node, model, account, prefill_tokens, output, request.choices)
     return Candidate(
         node=node.id,

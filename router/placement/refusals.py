@@ -22,6 +22,7 @@ from router.placement.model_demand import compute_unload_cost
 from router.placement.weights import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, UNKNOWN_RETRY_SECONDS
 from wire.capacity.arithmetic import can_ever_fit, estimate_alone_bytes
 from wire.identity import NodeId
+from wire.models.kind import explain_other_kind, get_kind
 from wire.refusals import RefusalCode, Refused
 from wire.units import show_size
 
@@ -52,6 +53,10 @@ def build_refusal(
     if not serving:
         return NoPlacement(_refuse_load_failed(known, request, causes), candidates)
     offers = [candidate for candidate in candidates if candidate.model is not None and candidate.node not in causes]
+    kinds = {get_kind(node.models[request.model].features) for node in serving}
+    if request.kind not in kinds:
+        text = explain_other_kind(request.model, kinds.pop())
+        return NoPlacement(Refused(RefusalCode.UNSUPPORTED, text), candidates)
     missing = _name_missing_features(serving, request)
     if missing:
         return NoPlacement(

@@ -29,7 +29,7 @@ from tests.support.hub.hub import Hub, make_manifest, running_hub
 from tests.support.hub.pull_lab import NODE_SETTINGS, PADDING, TINY
 from tests.support.processes import Pool, environment, pool, until
 from wire.frames.model_files import ModelOrderCode
-from wire.model_files import ModelManifest, ModelSource, SourceKind
+from wire.models.files import ModelManifest, ModelSource, SourceKind
 
 MIB = 1024 * 1024
 MIRROR_BYTES, PULL_BYTES, CHAT_BYTES = 256 * MIB, 48 * MIB, 320 * MIB

@@ -4,7 +4,13 @@ from typing import Any
 def load_config(model_path: Path) -> dict[str, Any]: ...
 MODEL_REMAPPING: dict[str, str]
 
-def load_model(model_path: Path, lazy: bool = False, strict: bool = True) -> tuple[Any, dict[str, Any]]: ...
+def load_model(
+    model_path: Path,
+    lazy: bool = False,
+    strict: bool = True,
+    model_config: dict[str, Any] | None = None,
+    get_model_classes: Any = ...,
+) -> tuple[Any, dict[str, Any]]: ...
 def load_tokenizer(model_path: Path) -> Any: ...
 def quantize_model(
     model: Any, config: dict[str, Any], group_size: int | None, bits: int | None

@@ -3,6 +3,14 @@
 `wire.frames.frame` describes their format, `wire.frames.registry` has their tags.
 """
 
+from wire.frames.embeddings import (
+    MAX_INPUTS,
+    MAX_VECTORS_BYTES,
+    NUMBER_BYTES,
+    Embed,
+    Vectors,
+    split_vectors,
+)
 from wire.frames.engine import (
     EngineReport,
     MemoryLimits,
@@ -77,7 +85,10 @@ from wire.frames.video import AllowVideo, LeaseEnded, LeaseGranted, LeaseRefused
 
 __all__ = [
     "ENROLLMENT",
+    "MAX_INPUTS",
     "MAX_ROWS_IN_STEP",
+    "MAX_VECTORS_BYTES",
+    "NUMBER_BYTES",
     "SHARED_SCOPE",
     "TAGS",
     "Admitted",
@@ -91,6 +102,7 @@ __all__ = [
     "Delta",
     "Deltas",
     "Denied",
+    "Embed",
     "EngineReport",
     "Enroll",
     "EnrollAuthority",
@@ -148,7 +160,9 @@ __all__ = [
     "Timings",
     "ToolCall",
     "UnloadModel",
+    "Vectors",
     "VerifyModel",
     "Welcome",
     "split_deltas",
+    "split_vectors",
 ]

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from wire.bounds import MAX_ITEMS, ErrorText, Natural, Number, Real, Seconds, Size, Text, Word
 from wire.frames.frame import Frame
-from wire.model_files import ModelManifest, ModelSource
+from wire.models.files import ModelManifest, ModelSource
 
 
 class ModelOrderPhase(StrEnum):

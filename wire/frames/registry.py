@@ -1,5 +1,6 @@
 """Tags of all frame types, for the link and for the socket between agent and engine."""
 
+from wire.frames.embeddings import Embed, Vectors
 from wire.frames.engine import (
     EngineReport,
     MemoryLimits,
@@ -85,6 +86,8 @@ TAGS: dict[int, type[Frame]] = {
     38: UnloadModel,
     39: ProfileModel,
     40: CountTokens,
+    41: Embed,
+    42: Vectors,
     50: MemoryLimits,
     51: EngineReport,
     52: RestoreModels,

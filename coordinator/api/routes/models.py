@@ -22,6 +22,7 @@ from router.errors import Problem, build_invalid, from_failure
 from router.errors import from_refused as problem_of
 from router.placement.cluster_view import NodeView
 from wire.identity import is_valid_model
+from wire.models.kind import get_kind
 from wire.refusals import Refused
 
 _COMMAND_ERRORS = (404, 409, 429, 500, 502, 503, 504)
@@ -60,7 +61,8 @@ class ModelRoutes:
         """Return a row for each model that a key with these limits may use, sorted by name.
 
         `fingerprint` and `content` identify the version that new requests use. `identity` is the grade at which a node
-        has that version. `conflict`: nodes have different models of this name.
+        has that version. `kind` is that of its requests, chat or embed. `conflict`: nodes have different models of this
+        name.
         """
         found: dict[str, dict[str, Any]] = {}
         view = filter_view(self._nodes.registry.build_view(), limits)
@@ -72,6 +74,7 @@ class ModelRoutes:
                     model.name,
                     {
                         "name": model.name,
+                        "kind": get_kind(shown.features),
                         "nodes": [],
                         "weights": shown.weights,
                         "context": shown.context,

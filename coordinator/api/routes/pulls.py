@@ -17,8 +17,8 @@ from coordinator.models.pull_records import MAX_ENDED_RECORDS
 from coordinator.models.pull_rows import build_pull_row
 from router.errors import Problem, build_invalid
 from wire.frames import ModelOrderCode, ModelOrderEnded, RemoveModel, VerifyModel
-from wire.hub_query import HubAnswer, HubRefusal
 from wire.identity import NodeId, is_valid_model
+from wire.models.hub_query import HubAnswer, HubRefusal
 from wire.node_state import LINKED
 from wire.refusals import RefusalCode
 

@@ -15,7 +15,8 @@ from coordinator.cli.group import CommandGroup
 from coordinator.client.api_client import ApiSession, print_table, session_options, wide_session_options
 from coordinator.client.errors import NOT_FOUND, CommandError
 from coordinator.client.terminal_text import get_raw_stream
-from wire.model_version import ModelVersion
+from wire.models.kind import ModelKind
+from wire.models.version import ModelVersion
 from wire.node_state import NodeState
 from wire.units import show_size
 
@@ -30,8 +31,9 @@ _WISH_PATH = "/api/v1/models/wishes/"
 def models(session: ApiSession) -> None:
     """List the models and the nodes that have them, or keep models loaded.
 
-    For each model: where it is loaded, how many nodes have it, and why a node cannot load it. Aliases are listed with
-    their candidates. `-o wide` names every node with the speeds and sizes that were measured there.
+    For each model: where it is loaded, how many nodes have it, and why a node cannot load it. Models for embeddings are
+    named below, and aliases with their candidates. `-o wide` names every node with the speeds and sizes that were
+    measured there.
     """
     if click.get_current_context().invoked_subcommand is None:
         _list_models(session)
@@ -92,6 +94,9 @@ def print_models(answer: dict[str, Any], *, wide: bool) -> None:
         print_table(
             ("MODEL", "LOADED ON", "NODES", "WEIGHTS", "CONTEXT"), rows, numbers=("NODES", "WEIGHTS", "CONTEXT")
         )
+    embedders = [m["name"] for m in answer["models"] if m.get("kind") == ModelKind.EMBED]
+    if embedders:
+        click.echo(f"for embeddings: {', '.join(embedders)}")
     for alias in answer.get("aliases", ()):
         click.echo(_describe_alias(alias))
     for model in answer["models"]:

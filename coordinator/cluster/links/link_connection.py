@@ -41,6 +41,7 @@ from wire.frames import (
     Refusal,
     RenewCertificate,
     Report,
+    Vectors,
 )
 from wire.identity import NodeId, PeerIdentity, parse_uri
 from wire.link.endpoint import LinkEndpoint
@@ -65,6 +66,7 @@ FROM_NODES = frozenset(
         Finished,
         Refusal,
         Failed,
+        Vectors,
         LeaseGranted,
         LeaseRefused,
         LeaseEnded,

@@ -38,6 +38,8 @@ class GateSite(StrEnum):
     """Extension of a row's commitment."""
     LOAD = "load"
     """Load of a model, or of its next piece."""
+    EMBED = "embed"
+    """Forward over texts for embeddings."""
     PROBE = "probe"
     """Forward of a profile measurement, or the longest row that follows from it."""
 

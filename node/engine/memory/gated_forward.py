@@ -31,6 +31,9 @@ UNWIRE_AFTER_SECONDS = 1.0
 MIN_LOAD_BYTES_PER_SECOND = 200 * MIB
 """Lowest load speed to expect, in bytes per second (an external disk)."""
 
+_FORWARDS = frozenset({NativeCallKind.PREFILL, NativeCallKind.JOIN, NativeCallKind.EMBED})
+"""Calls that are counted as forwards."""
+
 log = structlog.get_logger("engine.forwards")
 
 
@@ -151,13 +154,14 @@ class GatedForwards:
     def run_native(self, kind: NativeCallKind, model: str, request: int, expected: float) -> Generator[NativeCall]:
         """Run a native call as the context: record it for the case of a crash, publish it, and measure its peak.
 
-        Yield the published call. Prefills and joins are counted as forwards, decode steps as steps, other calls not.
+        Yield the published call. Prefills, joins and forwards for embeddings are counted as forwards, decode steps as
+        steps, other calls not.
         `request` is the number of the request; 0 for several or none. `expected` is the duration in seconds with wired
         weights. Raise `Halted` if no call may begin.
         """
         if self.halted:
             raise Halted
-        self._forwards += kind in (NativeCallKind.PREFILL, NativeCallKind.JOIN)
+        self._forwards += kind in _FORWARDS
         self._steps += kind is NativeCallKind.DECODE
         self._recorder.begin(kind, model, request)
         self.peak_tracker.mark()
@@ -167,9 +171,9 @@ class GatedForwards:
         finally:
             self._recorder.end()
             # By then the forward of a prefill has ended. The forward of a decode step is awaited in the call after it.
-            self._waited[model] += 2 if kind is NativeCallKind.PREFILL else 1
+            self._waited[model] += 2 if kind in (NativeCallKind.PREFILL, NativeCallKind.EMBED) else 1
             self._used[model] = 0.0 if kind is NativeCallKind.LOAD else self._clock()
-            if kind in (NativeCallKind.PREFILL, NativeCallKind.JOIN):
+            if kind in _FORWARDS:
                 self.gate.transient.observe(self.peak_tracker.measure_peak_above_mark())
 
     @contextmanager

@@ -18,6 +18,8 @@ from mlx import utils as mlx_utils
 from mlx_lm.utils import load_model
 from msgspec.structs import replace
 
+from node.engine.embedding.bare_model import load_bare_model
+from node.engine.embedding.head import EmbeddingHead, load_head
 from node.engine.kv.commitments import CommitmentLedger
 from node.engine.kv.kv_cache import Layers, TextModel, create_cache, evaluate, is_plain, measure_kv_parameters
 from node.engine.memory.transient_estimator import TransientEstimator
@@ -67,6 +69,8 @@ class LoadedModel:
     """Its measured speeds and its memory profile."""
     usage: ModelUsage = field(default_factory=ModelUsage)
     """Its users."""
+    head: EmbeddingHead | None = None
+    """How it computes vectors; None if it is no embedding model."""
 
     @property
     def name(self) -> str:
@@ -102,8 +106,9 @@ def load(
     checkpoint propagate. Closing the generator releases the loaded pieces.
     """
     folder = Path(descriptor.folder)
-    model, config = load_model(folder, lazy=True)
-    arrays = _list_arrays(model)
+    model, config = load_model(folder, lazy=True) if descriptor.layout is None else load_bare_model(folder)
+    head = None if descriptor.layout is None else load_head(folder, descriptor.layout, model)
+    arrays = [*_list_arrays(model), *([] if head is None else head.arrays)]
     left = weights = sum(array.nbytes for array in arrays)
     converted = weights > UNCONVERTED * descriptor.stored
     for piece in _split_pieces(arrays):
@@ -128,6 +133,7 @@ def load(
         estimator=TransientEstimator(replace(descriptor.forward, logits=4.0 * warmth.vocabulary)),
         plain=is_plain(create_cache(model)),
         stats=create_warmed_stats(warmth.prefill_speed, warmth.step_seconds),
+        head=head,
     )
 
 

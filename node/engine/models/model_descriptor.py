@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from wire.model_version import ModelVersion
+from node.models.embedding_layout import EmbeddingLayout
+from wire.models.kind import ModelKind
+from wire.models.version import ModelVersion
 from wire.report import KvParameters, TransientModel
 
 
@@ -35,6 +37,10 @@ class ModelDescriptor:
     """Whether the node may delete its files."""
     stored: int = 0
     """Bytes of its tensors on disk; an fp8 checkpoint may grow when loaded."""
+    kind: ModelKind = ModelKind.CHAT
+    """Kind of its requests."""
+    layout: EmbeddingLayout | None = None
+    """How it computes vectors; None if it is no embedding model."""
 
     @property
     def version(self) -> ModelVersion:

@@ -16,7 +16,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from node.engine.process.kinds import KINDS
-from node.engine.requests.prepared import PreparedRequest
+from node.engine.requests.prepared import PreparedEmbedding, PreparedRequest
 from node.engine.requests.tokenize_admission import TokenizeResult, UntokenizedPrompt
 from wire.frames import EngineReport, Frame
 
@@ -29,7 +29,7 @@ FLUSH_INTERVAL_SECONDS = 0.5
 """Seconds for which tokens of a request without streaming are gathered."""
 MAX_CANCELLED_REMEMBERED = 1024
 """Maximum number of cancelled requests that are remembered until their `Generate` arrives."""
-ROUTES: Final = ("chat", "completions")
+ROUTES: Final = ("chat", "completions", "embeddings")
 """Kinds of requests that every engine kind serves, and that its gate therefore guards."""
 
 
@@ -42,7 +42,7 @@ class Halted(BaseException):
     fault."""
 
 
-Work = Frame | PreparedRequest | UntokenizedPrompt | TokenizeResult
+Work = Frame | PreparedRequest | PreparedEmbedding | UntokenizedPrompt | TokenizeResult
 
 
 class NativeCallKind(IntEnum):
@@ -57,6 +57,8 @@ class NativeCallKind(IntEnum):
     """Piece of a model load."""
     READ = 5
     """Tokenization of a prompt: template and tokenizer are files of the model."""
+    EMBED = 6
+    """Forward over texts for embeddings."""
 
 
 class CallRecording(Protocol):

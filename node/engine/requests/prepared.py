@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from wire.frames import Generate
+from wire.frames import Embed, Generate
 from wire.refusals import Refused
 
 if TYPE_CHECKING:
@@ -65,3 +65,25 @@ class PreparedRequest:
     def tokens(self) -> int:
         """Number of prompt tokens."""
         return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedEmbedding:
+    """Tokenized request for embeddings, or its refusal."""
+
+    request: Embed
+    """The request."""
+    inputs: tuple[tuple[int, ...], ...] = ()
+    """Tokens of each text; none with `refused`."""
+    refused: Refused | None = None
+    """Refusal of the request; None: it is accepted."""
+
+    @property
+    def tokens(self) -> int:
+        """Number of tokens of all texts."""
+        return sum(map(len, self.inputs))
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest text."""
+        return max(map(len, self.inputs), default=0)

@@ -25,7 +25,8 @@ from node.engine.text.tokenizer_loader import FILES, load
 from node.engine.text.tokenizer_trial import TokenizerTrials
 from node.models.catalogue import ModelCatalogue
 from wire.capacity.arithmetic import estimate_tokenize_bytes
-from wire.frames import CountTokens, Finished, Generate, GenerationParams, Refusal
+from wire.frames import CountTokens, Embed, Finished, Generate, GenerationParams, Refusal
+from wire.models.kind import ModelKind, explain_other_kind
 from wire.refusals import RefusalCode, Refused
 
 FEATURES = ("grammar", "logprobs", "sampling", "tools")
@@ -64,7 +65,7 @@ class RequestPreparer:
         """Loaded tokenizers, by the text `folder:fingerprint` of their model."""
         return self._tokenizers
 
-    def can_prepare_inline(self, frame: Generate | CountTokens) -> bool:
+    def can_prepare_inline(self, frame: Generate | CountTokens | Embed) -> bool:
         """Return whether the I/O thread may prepare this prompt: it is short, waits for no lock, and compiles no
         grammar. Return True as well if the model cannot be served."""
         found = self._catalogue.find_fresh(frame.model)
@@ -73,7 +74,7 @@ class RequestPreparer:
         guided = isinstance(frame, Generate) and frame.params.grammar is not None
         return not guided and _get_key(found) in self._tokenizers and not self.compute_need_bytes(frame)
 
-    def compute_need_bytes(self, frame: Generate | CountTokens) -> int:
+    def compute_need_bytes(self, frame: Generate | CountTokens | Embed) -> int:
         """Return the transient bytes of tokenizing this prompt, with those of loading and trying its tokenizer. Return
         0 if the gate need not check them."""
         found = self._catalogue.find_fresh(frame.model)
@@ -99,8 +100,10 @@ class RequestPreparer:
         """Return the features of a model that its report names (`wire.report.Model.features`).
 
         Before the first request has loaded the tokenizer, return all features, because an unknown feature is no reason
-        for a refusal.
+        for a refusal. The only feature of an embedding model is its kind.
         """
+        if descriptor.kind is not ModelKind.CHAT:
+            return (descriptor.kind.value,)
         tokenizer = self._tokenizers.get(_get_key(descriptor))
         missing: set[str] = set()
         if tokenizer is not None:
@@ -148,19 +151,27 @@ class RequestPreparer:
                 Refused(RefusalCode.TEMPLATE, f"the prompt could not be rendered: {type(error).__name__}"),
             )
 
-    def _get_tokenizer(self, request: Generate) -> Tokenizer | Refused:
-        """Return the tokenizer of a request's model, or the refusal if there is none."""
-        found = self._catalogue.find_fresh(request.model)
+    def find_tokenizer(self, model: str, kind: ModelKind) -> Tokenizer | Refused:
+        """Return the tokenizer of a model for requests of a kind, or the refusal if there is none."""
+        found = self._catalogue.find_fresh(model)
         if found is None:
-            return Refused(RefusalCode.NO_MODEL, f"this node has no model {request.model}")
+            return Refused(RefusalCode.NO_MODEL, f"this node has no model {model}")
         if cause := self._barred(found):
             return Refused(RefusalCode.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
+        if found.kind is not kind:
+            return Refused(RefusalCode.UNSUPPORTED, explain_other_kind(model, found.kind))
         try:
-            tokenizer = self.load_tokenizer(found)
+            return self.load_tokenizer(found)
         except TokenizerError as error:
             return Refused(RefusalCode.LOAD_FAILED, f"{found.name} cannot be loaded: {error}")
-        if request.tools and "tools" not in tokenizer.features:
-            return Refused(RefusalCode.UNSUPPORTED, f"{found.name} does not support tools: its chat template has none")
+
+    def _get_tokenizer(self, request: Generate) -> Tokenizer | Refused:
+        """Return the tokenizer of a request's model, or the refusal if there is none."""
+        tokenizer = self.find_tokenizer(request.model, ModelKind.CHAT)
+        if isinstance(tokenizer, Tokenizer) and request.tools and "tools" not in tokenizer.features:
+            return Refused(
+                RefusalCode.UNSUPPORTED, f"{request.model} does not support tools: its chat template has none"
+            )
         return tokenizer
 
     def _prepare(self, request: Generate) -> PreparedRequest:

@@ -19,9 +19,9 @@ and cancels without a wait.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from node.engine.requests.prepared import PreparedRequest
+from node.engine.requests.prepared import PreparedEmbedding, PreparedRequest
 from wire.capacity.arithmetic import compute_most_bytes
-from wire.frames import CountTokens, Finished, Generate, Refusal
+from wire.frames import CountTokens, Embed, Finished, Generate, Refusal
 from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import Memory
 from wire.units import show_size
@@ -34,7 +34,7 @@ LONG_PROMPT_BYTES = 64 * 1024
 class UntokenizedPrompt:
     """Prompt that a prompt thread will tokenize, once the engine has reserved the memory for that."""
 
-    frame: Generate | CountTokens
+    frame: Generate | CountTokens | Embed
     """The request, or the order to count its tokens."""
     need: int
     """Transient bytes of its tokenization; 0 if they need no check of the gate."""
@@ -58,12 +58,14 @@ class TokenizeResult:
 
     request: int
     """Number of the request."""
-    work: PreparedRequest | Finished | Refusal
+    work: PreparedRequest | PreparedEmbedding | Finished | Refusal
     """Tokenized request, or the answer to an order to count tokens."""
 
 
-def count_text_bytes(frame: Generate | CountTokens) -> int:
+def count_text_bytes(frame: Generate | CountTokens | Embed) -> int:
     """Return the bytes of all texts of a request, with tools and earlier calls. A given token id counts as one byte."""
+    if isinstance(frame, Embed):
+        return sum(map(len, frame.ids)) + sum(map(_count_bytes, frame.texts))
     texts = [frame.tools]
     for message in frame.messages:
         texts += (message.content, message.name, message.reasoning)
@@ -71,10 +73,14 @@ def count_text_bytes(frame: Generate | CountTokens) -> int:
     if isinstance(frame, Generate):
         texts.append(frame.text)
     ids = len(frame.ids) if isinstance(frame, Generate) else 0
-    return ids + sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
+    return ids + sum(map(_count_bytes, texts))
 
 
-def refuse_too_long(frame: Generate | CountTokens, need: int, memory: Memory) -> Refused | None:
+def _count_bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode(errors="replace"))
+
+
+def refuse_too_long(frame: Generate | CountTokens | Embed, need: int, memory: Memory) -> Refused | None:
     """Return the refusal, with all numbers, of a prompt that could not be tokenized even on the idle node; None if it
     could.
 

@@ -4,14 +4,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from node.engine.models.model_stats import ModelHold
-from node.engine.requests.prepared import PreparedRequest
+from node.engine.requests.prepared import PreparedEmbedding, PreparedRequest
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingForModel:
     """Request that waits for the load of its model."""
 
-    prepared: PreparedRequest
+    prepared: PreparedRequest | PreparedEmbedding
     """The request."""
     arrived: float
     """Monotonic time of its arrival."""

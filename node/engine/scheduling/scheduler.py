@@ -142,6 +142,14 @@ class Scheduler:
         waiting = len(prefills) + len(self._requests.preempted)
         return self._batches.count_rows(), waiting, sum(prefill.left for prefill in prefills)
 
+    def sum_step_seconds(self) -> float:
+        """Return the seconds of a decode step of all batches together; 0.0 if no row decodes."""
+        return self._batches.sum_step_seconds()
+
+    def can_prefill(self, now: float) -> bool:
+        """Return whether a prompt may be prefilled, or a preempted request may return, at the monotonic time `now`."""
+        return bool(self._requests.preempted or self._queue.list_choices(now))
+
     def compute_required_bytes(self, key: str | None = None) -> int:
         """Return the bytes that waiting requests need before a new request of `key` is admitted; None: of any key.
 

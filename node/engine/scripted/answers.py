@@ -32,7 +32,7 @@ def count_prompt_tokens(request: Generate) -> int:
     if request.ids:
         return len(request.ids)
     if request.text:
-        return _count_words(request.text)
+        return count_words(request.text)
     return count_tokens(request.messages, request.tools)
 
 
@@ -43,11 +43,12 @@ def get_messages(request: Generate) -> Sequence[Message]:
 
 def count_tokens(messages: Sequence[Message], tools: str = "") -> int:
     """Return the exact number of tokens of messages and of tools (a JSON text)."""
-    return _count_words(tools) + sum(MESSAGE_TOKENS + _count_words(message.content) for message in messages)
+    return count_words(tools) + sum(MESSAGE_TOKENS + count_words(message.content) for message in messages)
 
 
-def _count_words(text: str) -> int:
-    """Count words slice by slice: a list of every word of an 8 MiB text would be 30 times as large as the text."""
+def count_words(text: str) -> int:
+    """Return the number of words of a text. A list of all words of 8 MiB would be 30 times as large as the text, which
+    is therefore counted slice by slice."""
     total = 0
     for start in range(0, len(text), _SLICE):
         piece = text[start : start + _SLICE]

@@ -17,6 +17,7 @@ rules of the text engine.
 Parts
 - `turns`: the turns as a function of time, with the durations of `costs`. The simulation drives the same turns.
 - `batch`, `prefills`, `preemption`: the work of a turn. Their rules are those of the text engine.
+- `embeddings`: requests for embeddings, which have no rows.
 - `table`, `sequence`: the live requests. `memory`: the gate and the commitments. `requests`, `answers`: the script.
 """
 
@@ -29,6 +30,7 @@ from node.engine.requests.preflight import RequestShape
 from node.engine.scripted import answers
 from node.engine.scripted.build import build_turns
 from node.engine.scripted.costs import EngineCosts, FixedCosts
+from node.engine.scripted.embeddings import ScriptedEmbeddings
 from node.engine.scripted.memory import ScriptedMemory
 from node.engine.scripted.requests import ScriptedRequests
 from node.settings import NodeSettings, ScriptedSettings
@@ -37,6 +39,7 @@ from wire.frames import (
     Admitted,
     Cancel,
     CountTokens,
+    Embed,
     EngineReport,
     Failed,
     Finished,
@@ -51,6 +54,7 @@ from wire.frames import (
     Refusal,
     UnloadModel,
 )
+from wire.models.kind import ModelKind, explain_other_kind, get_kind
 from wire.refusals import FailureCode, RefusalCode, Refused
 from wire.report import EngineCounters, Memory, MemoryLevel, Model
 from wire.units import GIB, parse_size
@@ -87,6 +91,7 @@ class ScriptedEngine:
             leap=False,
             crash=lambda number: recorder.crash(settings.model, number),
         )
+        self._embeddings = ScriptedEmbeddings(self._memory, settings.model, settings.dimensions, settings.max_context)
         self.gate = self._memory.gate
         self._acked = self._enforced = self._sheds = self._freed_order = 0
         self._cancelled: dict[int, None] = {}
@@ -99,6 +104,8 @@ class ScriptedEngine:
         """Process one frame at the monotonic time `now`; return the immediate answers."""
         if isinstance(work, Generate):
             return self._generate(work, now)
+        if isinstance(work, Embed):
+            return self._admit_embedding(work, now)
         if isinstance(work, Cancel):
             self._cancel(work.request, now)
         elif isinstance(work, MemoryLimits):
@@ -116,13 +123,15 @@ class ScriptedEngine:
     def step(self, now: float) -> list[Frame]:
         """Decode one token of every row if a step is due, then prefill the next request if the batch has room. Return
         the frames to send."""
-        frames = self._turns.step(now)
+        frames = [*self._turns.step(now), *self._embeddings.step(now)]
         self._memory.observe(now)
         return frames
 
     def next_step_at(self, now: float) -> float | None:
         """Return the monotonic time of the next step, or of the fall of the recent peak; None if only a frame can bring
         work."""
+        if len(self._embeddings):
+            return now
         following = self._turns.next_at(now)
         return self._memory.compute_peak_expiry(now) if following is None else following
 
@@ -137,13 +146,13 @@ class ScriptedEngine:
             self._memory.read(now),
             (self._describe_model(),),
             len(table.running),
-            len(table.queue) + len(table.preempted),
+            len(table.queue) + len(table.preempted) + len(self._embeddings),
             sum(sequence.left for sequence in table.queue),
             self._acked,
             EngineCounters(
                 gate.checks.total(),
                 gate.refusals.total(),
-                batch.forwards,
+                batch.forwards + self._embeddings.forwards,
                 batch.steps,
                 sheds=self._sheds,
                 preemptions=self._preemptor.preemptions,
@@ -205,8 +214,19 @@ class ScriptedEngine:
         self.table.enqueue(sequence)
         return [Admitted(number, prompt)]
 
+    def _admit_embedding(self, request: Embed, now: float) -> list[Frame]:
+        self._acked = max(self._acked, request.seq)
+        if request.request in self._cancelled:
+            del self._cancelled[request.request]
+            return []
+        if request.request in self._embeddings:
+            return []
+        return [self._embeddings.admit(request, now)]
+
     def _find_refusal(self, request: Generate, shape: RequestShape, now: float) -> Refused | None:
         model, memory = self._describe_model(), self._read_offered_memory(request.owner.name, now)
+        if get_kind(model.features) is not ModelKind.CHAT:
+            return Refused(RefusalCode.UNSUPPORTED, explain_other_kind(model.name, get_kind(model.features)))
         refused = self.gate.refuse_unless_ready() or preflight.refuse_impossible(
             request, shape, model, self._settings.max_batch_size
         )
@@ -228,6 +248,8 @@ class ScriptedEngine:
         if sequence is not None:
             self._preemptor.drop(sequence, now)
             self._memory.observe(now)
+            return
+        if self._embeddings.cancel(number):
             return
         self._cancelled[number] = None
         while len(self._cancelled) > MAX_CANCELLED_REMEMBERED:
@@ -260,8 +282,14 @@ class ScriptedEngine:
             decode_speed=1000 / max(settings.step_ms, 0.001),
             groups=self._memory.ledger.list_groups(),
             expected_output=settings.tokens,
-            features=("tools",) if settings.tools else (),
+            features=_list_features(settings),
         )
+
+
+def _list_features(settings: ScriptedSettings) -> tuple[str, ...]:
+    if settings.dimensions:
+        return (ModelKind.EMBED.value,)
+    return ("tools",) if settings.tools else ()
 
 
 def build(settings: NodeSettings, recorder: CallRecording) -> ScriptedEngine:

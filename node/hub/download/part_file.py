@@ -16,7 +16,7 @@ from node.hub.download.piece_journal import (
     encode_record,
     parse_journal,
 )
-from wire.model_files import ModelFile
+from wire.models.files import ModelFile
 
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
 _MODE = 0o644

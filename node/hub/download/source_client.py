@@ -28,7 +28,7 @@ from node.hub.relay_join import RelayRefusedError
 from node.hub.serving.node_tls import NodeClientContext
 from node.hub.serving.server import PENDING
 from wire.frames.model_files import ModelOrderCode
-from wire.model_files import ModelFile, ModelManifest, ModelSource, SourceKind
+from wire.models.files import ModelFile, ModelManifest, ModelSource, SourceKind
 
 CONNECT_TIMEOUT_SECONDS = 10.0
 READ_TIMEOUT_SECONDS = 30.0

@@ -15,7 +15,7 @@ from node.hub.download.source_client import SourceClient
 from node.hub.download.source_errors import SourceError, SourceLimited, SourcePending, SourceRefusal
 from node.hub.errors import ModelFileError
 from wire.frames.model_files import ModelOrderCode
-from wire.model_files import ModelSource, SourceKind
+from wire.models.files import ModelSource, SourceKind
 
 HUB_TIMEOUT_SECONDS = 60.0
 """Seconds without progress after which the hub is lost."""

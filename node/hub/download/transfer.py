@@ -22,7 +22,7 @@ from node.hub.download.source_errors import SourceError, SourceFault
 from node.hub.download.source_pool import DownloadSource, SourcePool
 from node.hub.errors import ModelFileError
 from wire.frames.model_files import ModelOrderCode
-from wire.model_files import ModelFile, ModelManifest
+from wire.models.files import ModelFile, ModelManifest
 
 MAX_SPAN_PIECES = 32
 POLL_SECONDS = 0.2

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from node.models.identity_files import IDENTITY_FILES
-from wire.model_files import ModelFile
+from wire.models.files import ModelFile
 
 WEIGHTS = "model*.safetensors"
 _NEEDED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")

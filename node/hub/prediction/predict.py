@@ -12,8 +12,8 @@ from node.hub.prediction.supported_models import find_unsupported
 from node.models.catalogue import describe_folder
 from node.models.folders import MODEL, has_gguf
 from node.models.weight_files import parse_json_object
-from wire.hub_query import ModelPrediction
-from wire.model_files import ModelManifest
+from wire.models.files import ModelManifest
+from wire.models.hub_query import ModelPrediction
 
 
 def predict_model(name: str, folder: Path, manifest: ModelManifest, all_names: list[str]) -> ModelPrediction:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from node.hub.cache_layout import RepositoryFolder
 from node.hub.download.piece_journal import HEADER_BYTES, PieceJournal, parse_journal
-from wire.model_files import ModelFile, ModelManifest
+from wire.models.files import ModelFile, ModelManifest
 
 
 class ServedFile(Protocol):

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, unquote
 import msgspec
 
 from node.hub.serving.served_repository import ServedFile, ServedRepository
-from wire.model_files import ModelFile
+from wire.models.files import ModelFile
 
 READ_BYTES = 1024 * 1024
 READ_THREADS = 4

@@ -14,6 +14,7 @@ from router.dialects.ollama.response import format_time
 from router.dialects.ollama.schema import SHOW
 from router.errors import Problem, build_invalid
 from router.placement.cluster_view import ClusterView
+from wire.models.kind import ModelKind, get_kind
 from wire.refusals import RefusalCode
 from wire.report import Model
 
@@ -77,10 +78,16 @@ def show_model(models: VisibleModels, body: bytes, created: int) -> bytes | Prob
             "template": "",
             "details": _build_details(),
             "model_info": {"general.architecture": "mlx", "mlx.context_length": model.context},
-            "capabilities": ["completion", *(["tools"] if "tools" in model.features else [])],
+            "capabilities": _list_capabilities(model),
             "modified_at": format_time(created),
         }
     )
+
+
+def _list_capabilities(model: Model) -> list[str]:
+    if get_kind(model.features) is ModelKind.EMBED:
+        return ["embedding"]
+    return ["completion", *(["tools"] if "tools" in model.features else [])]
 
 
 def _build_row(model: Model, **more: object) -> Row:

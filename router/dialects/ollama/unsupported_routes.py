@@ -1,4 +1,4 @@
-"""Ollama's routes that Macpool answers with 501: routes that change models, and embeddings."""
+"""Ollama's routes that Macpool answers with 501: those that change models."""
 
 from router.errors import Problem
 
@@ -9,8 +9,6 @@ UNSUPPORTED_ROUTES = frozenset(
         "/api/create",
         "/api/copy",
         "/api/delete",
-        "/api/embed",
-        "/api/embeddings",
     }
 )
 
@@ -18,6 +16,4 @@ UNSUPPORTED_ROUTES = frozenset(
 def build_unsupported_route(path: str) -> Problem:
     """Build the 501 problem for an unsupported route of Ollama, with the command to use instead, if there is one."""
     text = f"{path} is not supported: manage models with `cluster model load` and `cluster model unload`"
-    if path.startswith("/api/embed"):
-        text = f"{path} is not supported: no model here computes embeddings"
     return Problem(501, "unsupported_operation", text)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from router.admission.model_names import VisibleModels
 from router.errors import Problem
 from router.placement.candidate import GRAMMAR, LOGPROBS, SAMPLING, TOOLS
+from wire.models.kind import ModelKind, get_kind
 from wire.refusals import RefusalCode
 from wire.report import Model
 
@@ -19,6 +20,7 @@ OWNER = "macpool"
 ALIAS_OWNER = "macpool-alias"
 """Owner of an alias in the list of models."""
 _ALWAYS = ("max_tokens", "stop", "seed", "temperature", "top_p")
+_EMBED = ("dimensions", "encoding_format", "truncate", "prompt_name")
 _BY_FEATURE = {
     TOOLS: ("tools", "tool_choice", "parallel_tool_calls"),
     GRAMMAR: ("response_format", "structured_outputs"),
@@ -60,13 +62,14 @@ def _build_model(model: Model, created: int, *, loaded: bool) -> dict[str, objec
     has `meta`. LM Studio has `type`, `state`, `max_context_length` and `capabilities`. `size` is the bytes of the
     weights.
     """
+    kind = get_kind(model.features)
     length, more = model.context or None, (_BY_FEATURE.get(feature, ()) for feature in model.features)
     return {
         "id": model.name,
         "object": "model",
         "created": created,
         "owned_by": OWNER,
-        "type": "llm",
+        "type": "embeddings" if kind is ModelKind.EMBED else "llm",
         "context_length": length,
         "max_model_len": length,
         "max_context_length": length,
@@ -75,8 +78,12 @@ def _build_model(model: Model, created: int, *, loaded: bool) -> dict[str, objec
         "compatibility_type": "mlx",
         "size": model.weights,
         "capabilities": ["tool_use"] if TOOLS in model.features else [],
-        "supported_parameters": [*_ALWAYS, *chain.from_iterable(more)],
-        "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
+        "features": [kind, *(feature for feature in model.features if feature != kind)],
+        "supported_parameters": list(_EMBED) if kind is ModelKind.EMBED else [*_ALWAYS, *chain.from_iterable(more)],
+        "architecture": {
+            "input_modalities": ["text"],
+            "output_modalities": ["embeddings" if kind is ModelKind.EMBED else "text"],
+        },
         "meta": {"n_ctx_train": length, "size": model.weights},
     }
 

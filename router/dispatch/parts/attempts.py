@@ -13,11 +13,12 @@ from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.counters import Counters
 from router.dispatch.parts.placer import Placer
 from router.dispatch.parts.wakeups import DrainWaits, NodeChanges
+from router.dispatch.request import EmbeddingInput
 from router.dispatch.request_events import CancelAttempt, PrefillDone, RecordPrompt, Release, Reserve, Send
 from router.placement.cluster_view import NodeView
 from router.placement.prefix_affinity import PrefixAffinity
 from router.placement.reservations import ReservationLedger
-from wire.frames import Cancel, Frame, Generate
+from wire.frames import Cancel, Embed, Frame, Generate
 from wire.identity import NodeId
 
 
@@ -84,6 +85,9 @@ class Attempts:
     def send(self, request: ActiveRequest, action: Send) -> bool:
         """Send the request of an attempt to its node. Return False without a link, as the next view will show."""
         spec, placed = request.spec, action.placed
+        if spec.embed is not None:
+            request.answer.discard()
+            return self._send(placed.chosen.node, _build_embed(request, action, spec.embed))
         known = () if action.first else request.tokens.get_ids()
         frame = Generate(
             request=placed.attempt,
@@ -155,3 +159,18 @@ class Attempts:
             for request in self.live.values():
                 if request.node == node.id and request.demand.model in loading:
                     self._ledger.release_weights(request.attempt)
+
+
+def _build_embed(request: ActiveRequest, action: Send, embed: EmbeddingInput) -> Embed:
+    return Embed(
+        request=action.placed.attempt,
+        seq=action.placed.seq,
+        request_id=request.spec.request_id,
+        model=request.spec.demand.model,
+        texts=embed.texts,
+        ids=embed.ids,
+        dimensions=embed.dimensions,
+        truncate=embed.truncate,
+        prompt=embed.prompt,
+        owner=request.weighted_key,
+    )

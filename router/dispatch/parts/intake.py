@@ -144,7 +144,11 @@ class Intake:
     def compute_hash_chain(self, spec: RequestSpec) -> PrefixHashChain | None:
         """Return the prefix hashes of a request; None where no choice of a node depends on them."""
         view = self._placer.view
-        if len(view.nodes) <= 1 or (spec.demand.prompt_bytes < MIN_AFFINITY_BYTES and not spec.session):
+        if (
+            spec.embed is not None
+            or len(view.nodes) <= 1
+            or (spec.demand.prompt_bytes < MIN_AFFINITY_BYTES and not spec.session)
+        ):
             return None
         version = view.identify(spec.demand.model).version
         root = (spec.demand.model, version, spec.tools, spec.template, spec.ids)

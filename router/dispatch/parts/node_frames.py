@@ -1,4 +1,4 @@
-"""Handling of the frames that a node sends about a request: Admitted, Finished, Refusal and Failed.
+"""Handling of the frames that a node sends about a request: Admitted, Vectors, Finished, Refusal and Failed.
 
 After a refusal the request is placed again (`Assignment.assign`), or ends if no node of the cluster would take it.
 """
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from router.dispatch.accounting import bound_usage, compute_max_prompt_tokens
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.aliases.context_limit import refuse_beyond_limit
+from router.dispatch.answer import VectorsAnswer
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.counters import Counters
 from router.dispatch.parts.assignment import Assignment
@@ -16,18 +17,18 @@ from router.dispatch.parts.losses import Losses
 from router.dispatch.parts.placer import Placer
 from router.dispatch.request_events import AttemptEnded, Event, NodeAdmitted, NodeRefused, Stopped
 from router.dispatch.request_state import RequestState
-from wire.frames import Admitted, Failed, Finished, Refusal
+from wire.frames import Admitted, Failed, Finished, Refusal, Vectors
 from wire.identity import NodeId
-from wire.refusals import FINAL, RefusalCode
+from wire.refusals import FINAL, FailureCode, RefusalCode
 
 ELSEWHERE = frozenset({RefusalCode.TOO_LARGE, RefusalCode.CONTEXT, RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
 """Refusals that are final on one node, not in the cluster.
 
 Another node may have more memory, a longer context, the model, or a copy of it that can be loaded.
 """
-RequestFrame = Finished | Admitted | Refusal | Failed
+RequestFrame = Finished | Admitted | Refusal | Failed | Vectors
 """Frames of a node about one request."""
-REQUEST_FRAMES = (Finished, Admitted, Refusal, Failed)
+REQUEST_FRAMES = (Finished, Admitted, Refusal, Failed, Vectors)
 """The same as a tuple: `isinstance` is five times faster with a tuple than with a union."""
 
 
@@ -65,6 +66,12 @@ class NodeFrames:
             refused = refuse_beyond_limit(request.spec, request.demand.prompt_tokens)
             if refused is not None:
                 self._apply(request, Stopped(refused))
+        elif isinstance(frame, Vectors):
+            if isinstance(request.answer, VectorsAnswer):
+                request.answer.add_vectors(frame)
+        elif isinstance(frame, Finished) and isinstance(request.answer, VectorsAnswer) and not request.answer.complete:
+            text = f"{request.node_name} did not send a valid vector for each text"
+            self._losses.handle_failure(request, node, Failed(frame.request, FailureCode.ENGINE_ERROR, text))
         elif isinstance(frame, Finished):
             self._breakers.record_success(node, frame.request)
             frame = bound_usage(request, frame)

@@ -21,8 +21,9 @@ from router.upstreams import UpstreamSettings
 from tests.support.cluster import whole_pool
 from tests.support.cluster.loopback_cluster import LoopbackNode, a_memory, a_model
 from tests.support.cluster.whole_pool import Served, status
-from wire.frames import CountTokens, Generate
+from wire.frames import CountTokens, Embed, Generate
 from wire.identity import NodeId
+from wire.report import Model
 from wire.units import GIB
 from wire.video import VideoPackage, VideoState
 
@@ -49,6 +50,9 @@ TABLE: dict[str, dict[str, str]] = {
     "POST /v1/responses": GENERATES,
     "POST /api/chat": GENERATES,
     "POST /api/generate": GENERATES,
+    "POST /v1/embeddings": GENERATES,
+    "POST /api/embed": GENERATES,
+    "POST /api/embeddings": GENERATES,
     "POST /v1/messages/count_tokens": GENERATES | {"waiting": AT_ONCE, "priority": AT_ONCE},
     "POST /v1/videos": GENERATES | {"tokens_per_minute": NO_TEXT, "priority": IN_TURN},
     "GET /v1/models": SHOWS,
@@ -77,8 +81,6 @@ TABLE: dict[str, dict[str, str]] = {
     "POST /api/blobs/{digest}": FIXED,
     "POST /api/copy": FIXED,
     "POST /api/create": FIXED,
-    "POST /api/embed": FIXED,
-    "POST /api/embeddings": FIXED,
     "POST /api/pull": FIXED,
     "POST /api/push": FIXED,
     "DELETE /api/delete": FIXED,
@@ -94,11 +96,17 @@ BODIES: dict[str, dict[str, Any]] = {
     "POST /api/chat": {"messages": HELLO, "stream": False},
     "POST /api/generate": {"prompt": "hello " * 20, "stream": False},
     "POST /v1/messages/count_tokens": {"messages": HELLO},
+    "POST /v1/embeddings": {"input": "hello " * 20},
+    "POST /api/embed": {"input": "hello " * 20},
+    "POST /api/embeddings": {"prompt": "hello " * 20},
     "POST /v1/videos": {"prompt": "a mouse", "size": "256x256", "frames": 5, "steps": 2},
     "POST /api/show": {},
 }
 TINY, DESK, ATTIC = "tiny", "desk-model", "attic-model"
 SECRET = "secret-video"
+EMBEDS = {"POST /v1/embeddings", "POST /api/embed", "POST /api/embeddings"}
+EMBEDDERS = {name: f"{name}-vectors" for name in (TINY, DESK, ATTIC)}
+"""Embedding models on the nodes of the models for chats."""
 VIDEOS = "POST /v1/videos"
 USES = BODIES.keys() - {"POST /api/show"}
 """Routes that make nodes work."""
@@ -112,14 +120,20 @@ VIDEO = VideoState(
 @pytest.fixture(scope="module", params=["front", "asgi"])
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Serve two nodes with different models: `office` has the label, `attic` does not."""
-    office = LoopbackNode("office", models=(a_model(TINY), a_model(DESK)), labels=frozenset({"office"}))
-    attic = LoopbackNode("attic", models=(a_model(TINY), a_model(ATTIC)))
+    office = LoopbackNode("office", models=both(TINY, DESK), labels=frozenset({"office"}))
+    attic = LoopbackNode("attic", models=both(TINY, ATTIC))
     away = {"away": UpstreamSettings(url="http://127.0.0.1:1/v1", model="far")}
     settings: dict[str, Any] = {"queue_timeout_seconds": 0.4, "upstreams": away}
     settings["aliases"] = {"travel": ("nowhere", "upstream:away")}
     with whole_pool.served(office, attic, front=request.param == "front", **settings) as one:
         one.call(lambda: _show(one))
         yield one
+
+
+def both(*names: str) -> tuple[Model, ...]:
+    """Return models for chats, and an embedding model for each."""
+    vectors = (a_model(EMBEDDERS[name], features=("embed",)) for name in names)
+    return (*map(a_model, names), *vectors)
 
 
 def _show(served: Served) -> None:
@@ -157,6 +171,7 @@ def raw(operation: str, key: str, model: str = TINY, **more: object) -> bytes:
     method, path = operation.split(" ")
     path = path.replace("{model}", model)
     named = "wan" if operation == VIDEOS and model == TINY else model
+    named = EMBEDDERS.get(model, model) if operation in EMBEDS else named
     body = json.dumps({"model": named, **BODIES.get(operation, {}), **more}).encode() if method == "POST" else b""
     head = f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {key}\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
@@ -168,9 +183,9 @@ def ask(served: Served, operation: str, key: str, model: str = TINY) -> bytes:
     return answer
 
 
-def asked(served: Served, name: str) -> list[Generate | CountTokens]:
-    """Return the Generate and CountTokens frames that a node received."""
-    return [one for one in served.cluster.nodes[NodeId(name)].heard if isinstance(one, Generate | CountTokens)]
+def asked(served: Served, name: str) -> list[Generate | CountTokens | Embed]:
+    """Return the Generate, CountTokens and Embed frames that a node received."""
+    return [one for one in served.cluster.nodes[NodeId(name)].heard if isinstance(one, Generate | CountTokens | Embed)]
 
 
 @contextmanager
@@ -287,7 +302,7 @@ def test_waiting(served: Served, route: str):
 def test_priority(served: Served, route: str):
     assert status(ask(served, route, key_with(served, priority="high"))) == 200
     (frame,) = asked(served, "office") + asked(served, "attic")
-    assert isinstance(frame, Generate)
+    assert isinstance(frame, Generate | Embed)
     assert frame.owner.weight == 16
 
 

@@ -84,8 +84,11 @@ def missing() -> str:
 
 
 @contextmanager
-def one_node(folder: Path) -> Iterator[tuple[Pool, Server]]:
-    """Start a coordinator and a node as a user would, with keys and TLS on and the model loaded."""
+def one_node(folder: Path, more: Path | None = None, *names: str) -> Iterator[tuple[Pool, Server]]:
+    """Start a coordinator and a node as a user would, with keys and TLS on and the model loaded.
+
+    `more` is a folder of further models, of which `names` are loaded as well.
+    """
     os.environ |= THREADS
     with pool(folder) as made:
         made.up()
@@ -94,10 +97,11 @@ def one_node(folder: Path) -> Iterator[tuple[Pool, Server]]:
             "one",
             "engine.kind=mlx",
             "models.use_huggingface_cache=false",
-            f"models.folders={model()}",
-            f"models.preload={name}",
+            f"models.folders={','.join(map(str, filter(None, (model(), more))))}",
+            f"models.preload={','.join((name, *names))}",
         )
-        until(lambda: name in [one["id"] for one in made.get("/v1/models")["data"]], what="the model")
+        wanted = {name, *names}
+        until(lambda: wanted <= {one["id"] for one in made.get("/v1/models")["data"]}, what="the models")
         try:
             yield made, Server(made.base, made.key, name)
         except Exception as error:
@@ -255,11 +259,12 @@ async def _gaps(server: Server, number: int) -> Gaps:
         for one in chats:
             one.cancel()
         await asyncio.gather(*chats, return_exceptions=True)
-    quiet = _between(times, settled, begun) + _between(times, first, math.inf)
-    return Gaps(quiet, _between(times, begun, first), first - begun)
+    quiet = between(times, settled, begun) + between(times, first, math.inf)
+    return Gaps(quiet, between(times, begun, first), first - begun)
 
 
-def _between(times: Sequence[Sequence[float]], begin: float, end: float) -> list[float]:
+def between(times: Sequence[Sequence[float]], begin: float, end: float) -> list[float]:
+    """Return the gaps in seconds between the tokens of all rows, from the monotonic time `begin` to `end`."""
     pairs = [pair for row in times for pair in pairwise(row)]
     return [after - before for before, after in pairs if begin <= before and after <= end]
 

@@ -181,8 +181,6 @@ async def test_models_are_listed_and_shown(cluster: LoopbackCluster):
         ("POST", "/api/create"),
         ("POST", "/api/copy"),
         ("DELETE", "/api/delete"),
-        ("POST", "/api/embed"),
-        ("POST", "/api/embeddings"),
         ("POST", "/api/blobs/sha256:x"),
     ],
 )

@@ -21,7 +21,7 @@ from tests.support.hub.downloads import PIECE, Child, download, download_order, 
 from tests.support.hub.hub import Answer, Hub, running_hub
 from tests.support.processes import environment, until
 from wire.frames.model_files import ModelOrderCode
-from wire.model_files import ModelFile, ModelManifest, ModelSource, SourceKind
+from wire.models.files import ModelFile, ModelManifest, ModelSource, SourceKind
 from wire.units import GIB
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from tests.support.hub.downloads import PIECE, Child, download, download_order, 
 from tests.support.hub.hub import Hub, running_hub
 from tests.support.processes import until
 from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
-from wire.model_files import ModelManifest, ModelSource, SourceKind
+from wire.models.files import ModelManifest, ModelSource, SourceKind
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,7 @@ from wire.frames import (
     VerifyModel,
 )
 from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
-from wire.model_files import ModelManifest, ModelSource, SourceKind
+from wire.models.files import ModelManifest, ModelSource, SourceKind
 
 pytestmark = pytest.mark.slow
 

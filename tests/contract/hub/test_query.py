@@ -13,7 +13,7 @@ import pytest
 from node.models.catalogue import EMBEDDED, describe_folder
 from tests.support.hub.hub import Answer, Hub, running_hub
 from tests.support.processes import ROOT, environment
-from wire.hub_query import HubAnswer
+from wire.models.hub_query import HubAnswer
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from tests.support.hub.hub import Hub, running_hub
 from wire.frames import Denied, JoinRelay, RelayJoined
 from wire.frames.model_files import ModelOrderCode
 from wire.identity import PROTOCOL
-from wire.model_files import ModelManifest, ModelSource, SourceKind
+from wire.models.files import ModelManifest, ModelSource, SourceKind
 
 pytestmark = pytest.mark.slow
 

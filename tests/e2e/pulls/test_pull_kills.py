@@ -20,7 +20,7 @@ import pytest
 from tests.support.cluster.hosts import Hosts, unsupported
 from tests.support.hub.pull_lab import NAMES, PADDING, TINY, PullLab, count_descriptors, kill
 from tests.support.processes import Process, pool, until
-from wire.model_files import PIECE_BYTES
+from wire.models.files import PIECE_BYTES
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -7,7 +7,9 @@ the loop, as they would from a link; `step_seconds` paces them.
 
 import asyncio
 import contextlib
+import hashlib
 import socket
+import struct
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +31,21 @@ from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.sanitize_report import build_node_view
 from router.settings import RouterSettings
 from wire.capacity.arithmetic import Fits, compute_headroom, estimate_request_need, judge
-from wire.frames import Admitted, Cancel, CountTokens, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report
+from wire.frames import (
+    Admitted,
+    Cancel,
+    CountTokens,
+    Delta,
+    Deltas,
+    Embed,
+    Failed,
+    Finished,
+    Frame,
+    Generate,
+    Refusal,
+    Report,
+    Vectors,
+)
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
 from wire.report import EngineState, Memory, Model
@@ -78,7 +94,8 @@ class LoopbackNode:
     """One Mac.
 
     `refuse`: Number of Generates that are refused regardless of memory.
-    `mute`: Nothing is sent after Admitted.
+    `mute`: Nothing is sent after Admitted; no vector is sent for embeddings.
+    `silent`: Requests for embeddings get no answer.
     `play`: Returns the answer to a Generate in place of `text`: deltas, each in a frame of its own, and the finish
       reason.
     `stop`: The stop sequence that Finished reports.
@@ -94,6 +111,7 @@ class LoopbackNode:
     refuse: int = 0
     refusal: Refused | None = None
     mute: bool = False
+    silent: bool = False
     play: Callable[[Generate], tuple[Sequence[Delta], str]] | None = None
     stop: str = ""
     thought: int = 0
@@ -192,6 +210,8 @@ class LoopbackCluster:
             task = asyncio.get_running_loop().create_task(self._answer(node, frame))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        elif isinstance(frame, Embed):
+            asyncio.get_running_loop().call_soon(self._embed, node, frame)
         elif isinstance(frame, CountTokens):
             asyncio.get_running_loop().call_soon(self.say, node, _counted(node, frame))
         elif isinstance(frame, Cancel):
@@ -224,6 +244,22 @@ class LoopbackCluster:
                 asked.request, (reason,) * asked.params.n, tokens, written, stops=stops, reasoning_tokens=node.thought
             ),
         )
+
+    def _embed(self, node: LoopbackNode, asked: Embed) -> None:
+        """Answer a request for embeddings, the last text first."""
+        node.acked_seq = max(node.acked_seq, asked.seq)
+        if node.silent:
+            return
+        if node.refuse:
+            node.refuse -= 1
+            self.say(node, Refusal(asked.request, node.refusal or Refused(RefusalCode.NO_ROOM, "a spike")))
+            return
+        tokens = sum(map(len, asked.ids)) + sum(len(text) // 4 + 1 for text in asked.texts)
+        self.say(node, Admitted(asked.request, tokens))
+        vectors = [vector(one, asked.dimensions or 8) for one in asked.ids or asked.texts]
+        for place in () if node.mute else reversed(range(asked.count)):
+            self.say(node, Vectors(asked.request, (place,), vectors[place]))
+        self.say(node, Finished(asked.request, (), tokens, 0))
 
     def _gate(self, node: LoopbackNode, asked: Generate, tokens: int) -> Refused | None:
         model = next(model for model in node.models if model.name == asked.model)
@@ -296,6 +332,12 @@ class LoopbackCluster:
         while True:
             await asyncio.sleep(0.1)
             self.report()
+
+
+def vector(text: object, dimensions: int = 8) -> bytes:
+    """Return the vector of a text or of token ids on a loopback node: numbers that need all digits of fp32."""
+    raw = hashlib.shake_128(repr(text).encode()).digest(4 * dimensions)
+    return struct.pack(f"<{dimensions}f", *(number / 2**31 for number in struct.unpack(f"<{dimensions}i", raw)))
 
 
 def _counted(node: LoopbackNode, asked: CountTokens) -> Frame:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 
 from node.engine.build import compose
 from node.engine.kv.kv_cache import Layers, TextModel, create_cache
@@ -29,6 +30,7 @@ from wire.frames import (
     Channel,
     Delta,
     Deltas,
+    Embed,
     Failed,
     Finished,
     Frame,
@@ -38,6 +40,7 @@ from wire.frames import (
     MemoryLimits,
     Message,
     Refusal,
+    Vectors,
 )
 from wire.refusals import RefusalCode, Refused
 from wire.report import Hardware, Memory
@@ -164,6 +167,27 @@ class Driver:
         name = fields.pop("request_id", f"r{self.number}")
         self.take(Generate(self.number, self.number, name, model, messages, params, 0, **fields))  # type: ignore[arg-type]
         return self.number
+
+    def embed(self, *texts: str, ids: tuple[tuple[int, ...], ...] = (), **fields: object) -> int:
+        """Send a request for embeddings; return its number."""
+        self.number += 1
+        model = fields.pop("model", self.default)
+        self.take(Embed(self.number, self.number, f"r{self.number}", model, texts, ids, **fields))  # type: ignore[arg-type]
+        return self.number
+
+    def vectors(self, number: int) -> np.ndarray:
+        """Step until a request for embeddings has ended, and return its vectors by place. AssertionError: it did not
+        end well, or a text has no vector or several."""
+        end = self.end(number)
+        assert isinstance(end, Finished), end
+        found: dict[int, np.ndarray] = {}
+        for frame in self.said[number]:
+            if isinstance(frame, Vectors):
+                rows = np.frombuffer(frame.data, np.float32).reshape(len(frame.places), -1)
+                assert not found.keys() & set(frame.places)
+                found |= dict(zip(frame.places, rows, strict=True))
+        assert sorted(found) == list(range(len(found)))
+        return np.stack([found[place] for place in sorted(found)])
 
     @property
     def gate(self) -> ScriptedGate:

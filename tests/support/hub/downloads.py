@@ -12,7 +12,7 @@ import psutil
 
 from node.hub.child_messages import ChildEnd, ChildMessage, ChildProgress, DownloadOrder
 from tests.support.processes import ROOT, environment
-from wire.model_files import ModelManifest, ModelSource, SourceKind
+from wire.models.files import ModelManifest, ModelSource, SourceKind
 
 PIECE = 64 * 1024
 """Bytes of a piece in tests."""

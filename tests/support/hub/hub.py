@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 
 from node.hub.serving.server import HubServer, Receive, Scope, Send
-from wire.model_files import ModelFile, ModelManifest
+from wire.models.files import ModelFile, ModelManifest
 
 
 @dataclass

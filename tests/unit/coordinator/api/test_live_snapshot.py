@@ -26,7 +26,7 @@ from wire.frames import (
     ModelOrderProgress,
     PullModel,
 )
-from wire.model_files import ModelFile, ModelManifest
+from wire.models.files import ModelFile, ModelManifest
 from wire.report import EngineState
 from wire.units import MIB
 

@@ -26,7 +26,7 @@ from wire.frames import (
     ServeModel,
 )
 from wire.identity import PROTOCOL, NodeId
-from wire.model_files import ModelFile, ModelManifest, SourceKind
+from wire.models.files import ModelFile, ModelManifest, SourceKind
 
 A, B = NodeId("a"), NodeId("b")
 MANIFEST = ModelManifest("pub/model", "c" * 40, (ModelFile("config.json", 5, "a" * 64),))

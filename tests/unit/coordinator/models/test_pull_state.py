@@ -36,7 +36,7 @@ from coordinator.models.pull_values import (
 )
 from wire.frames import ModelOrderCode, ModelOrderEnded, ModelOrderPhase, ModelOrderProgress
 from wire.identity import NodeId
-from wire.model_files import SourceKind
+from wire.models.files import SourceKind
 from wire.state_machine import IllegalEventError
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")

@@ -8,7 +8,7 @@ import pytest
 from node.hub.cache_layout import RepositoryFolder
 from node.hub.errors import ModelFileError
 from wire.frames.model_files import ModelOrderCode
-from wire.model_files import ModelFile, ModelManifest
+from wire.models.files import ModelFile, ModelManifest
 
 COMMIT = "c" * 40
 CONTENT = b"{}"

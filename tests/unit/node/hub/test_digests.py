@@ -21,7 +21,7 @@ from node.hub.digests import (
 )
 from tests.support.hub.hub import git_sha1
 from tests.support.processes import ROOT, environment
-from wire.model_files import ModelFile
+from wire.models.files import ModelFile
 
 CONTENT = b"weights"
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

@@ -21,7 +21,7 @@ from node.models.weight_files import read_header
 from node.settings import ModelSettings
 from tests import models
 from wire.capacity.arithmetic import estimate_prefill_transient
-from wire.model_version import ModelVersion
+from wire.models.version import ModelVersion
 from wire.report import KvParameters, TransientModel
 from wire.units import GIB
 

@@ -1,8 +1,13 @@
 """Content and counts that a request without a stream collects."""
 
-from router.dispatch.answer import DELTA_BYTES, CollectedAnswer
+import math
+import struct
+
+import pytest
+
+from router.dispatch.answer import DELTA_BYTES, CollectedAnswer, VectorsAnswer
 from router.dispatch.request import CompleteAnswer
-from wire.frames import Channel, Delta, Logprob
+from wire.frames import Channel, Delta, Logprob, Vectors
 
 
 def an_answer(*, logprobs: bool = False) -> CollectedAnswer:
@@ -38,3 +43,53 @@ def test_add_leaves_out_choices_that_were_not_asked_for():
     whole = an_answer()
     assert whole.add(Delta(1, 1, (7,), ((Channel.CONTENT, "a"),))) is False
     assert (whole.buffered, whole.build_answer().texts) == (0, {})
+
+
+# vectors
+
+
+def packed(*numbers: float) -> bytes:
+    return struct.pack(f"<{len(numbers)}f", *numbers)
+
+
+def test_vectors_arrive_in_any_order():
+    answer = VectorsAnswer(3)
+    answer.add_vectors(Vectors(1, (2, 0), packed(5, 6, 1, 2)))
+    assert not answer.complete
+    answer.add_vectors(Vectors(1, (1,), packed(3, 4)))
+    assert answer.complete
+    assert answer.build_answer().vectors == (packed(1, 2), packed(3, 4), packed(5, 6))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        Vectors(1, (), b""),
+        Vectors(1, (0,), b""),
+        Vectors(1, (0,), b"abc"),
+        Vectors(1, (0, 1), packed(1, 2, 3)),
+        Vectors(1, (0,), packed(1, math.nan)),
+        Vectors(1, (0,), packed(1, -math.inf)),
+        Vectors(1, (9,), packed(1, 2)),
+    ],
+)
+def test_an_invalid_frame_of_vectors_is_ignored(frame: Vectors):
+    answer = VectorsAnswer(1)
+    answer.add_vectors(frame)
+    assert not answer.complete
+    assert answer.build_answer().vectors == ()
+
+
+def test_vectors_of_different_lengths_are_never_complete():
+    answer = VectorsAnswer(2)
+    answer.add_vectors(Vectors(1, (0,), packed(1, 2)))
+    answer.add_vectors(Vectors(1, (1,), packed(1)))
+    assert not answer.complete
+
+
+def test_another_attempt_starts_without_vectors():
+    answer = VectorsAnswer(2)
+    answer.add_vectors(Vectors(1, (0,), packed(1)))
+    answer.discard()
+    answer.add_vectors(Vectors(2, (1,), packed(1)))
+    assert not answer.complete

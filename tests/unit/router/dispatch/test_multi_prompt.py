@@ -14,7 +14,7 @@ from router.placement.candidate import ResourceDemand
 from tests.support.requests import send
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Delta, Finished, GenerationParams, Logprob
-from wire.model_version import ModelVersion
+from wire.models.version import ModelVersion
 
 BROKEN = RequestFailure("node_lost", "gone")
 

@@ -20,7 +20,7 @@ from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster, taken
 from tests.unit.router.placement.test_recovery import lose, models, say
 from wire.frames import Admitted, GenerationParams, Message
 from wire.identity import NodeId
-from wire.model_version import ModelVersion, VersionGrade
+from wire.models.version import ModelVersion, VersionGrade
 from wire.report import EngineState, Model
 
 LONG = "a sentence that is long enough to be worth remembering where it was read. " * 40

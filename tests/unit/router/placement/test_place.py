@@ -35,7 +35,8 @@ from wire.capacity.arithmetic import (
     judge,
 )
 from wire.identity import NodeId
-from wire.model_version import ModelVersion
+from wire.models.kind import ModelKind
+from wire.models.version import ModelVersion
 from wire.refusals import RefusalCode, Refused
 from wire.report import BatchGroup, EngineState, Memory, Model, Sharing
 from wire.units import GIB, MIB
@@ -391,6 +392,30 @@ def test_a_feature_that_the_model_lacks_rules_the_node_out():
     assert chosen(decide(node("plain"), able, ask=ask)) == "able"
     refusal = refused(decide(node("plain"), ask=ask))
     assert (refusal.code, refusal.message) == (RefusalCode.UNSUPPORTED, "no node supports tools with tiny")
+
+
+def test_a_request_goes_to_models_of_its_kind_only():
+    vectors = node("vectors", None, a_model(features=("embed",)))
+    chat, embed = (ResourceDemand("tiny", 400, kind=kind) for kind in ModelKind)
+    assert chosen(decide(node("plain"), vectors, ask=chat)) == "plain"
+    assert chosen(decide(node("plain"), vectors, ask=embed)) == "vectors"
+    assert "for embed requests" in why(decide(node("plain"), vectors, ask=chat), "vectors")
+    for serving, ask, route in ((vectors, chat, "/v1/embeddings"), (node("plain"), embed, "/v1/chat/completions")):
+        refusal = refused(decide(serving, ask=ask))
+        assert refusal.code is RefusalCode.UNSUPPORTED
+        assert route in refusal.message
+
+
+def test_the_texts_of_a_request_take_time_but_no_memory_together():
+    vectors = node("vectors", None, a_model(features=("embed",), bytes_per_token=4.0))
+    one, many = (
+        decide(vectors, ask=ResourceDemand("tiny", 400, max_tokens=1, kind=ModelKind.EMBED, other_bytes=more))
+        for more in (0, 40_000)
+    )
+    assert isinstance(one, Placement)
+    assert isinstance(many, Placement)
+    assert many.chosen.need == one.chosen.need
+    assert many.chosen.prefill_tokens == one.chosen.prefill_tokens + 10_000 == 10_100
 
 
 def test_what_no_node_offers_is_said_whatever_the_state_of_the_nodes():

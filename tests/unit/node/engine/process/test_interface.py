@@ -1,5 +1,7 @@
 """Every registered kind × every route: a kind whose gate does not check a route fails here."""
 
+import time
+
 import pytest
 
 from node.engine.memory.gate import GateSite
@@ -7,8 +9,8 @@ from node.engine.process.crash_recorder import CrashRecorder
 from node.engine.process.interface import ROUTES, Engine, EngineKindError, import_builder
 from node.engine.process.kinds import KINDS
 from node.engine.requests.tokenize_admission import UntokenizedPrompt
-from node.settings import EngineSettings, ModelSettings, NodeSettings
-from wire.frames import Admitted, Cancel, Frame, Generate, GenerationParams, MemoryLimits, Message, Refusal
+from node.settings import EngineSettings, ModelSettings, NodeSettings, ScriptedSettings
+from wire.frames import Admitted, Cancel, Embed, Frame, Generate, GenerationParams, MemoryLimits, Message, Refusal
 from wire.refusals import RefusalCode
 from wire.units import GIB
 
@@ -18,12 +20,17 @@ MAKE = {
     "completions": lambda model, number: Generate(
         number, number, "r", model, (), GenerationParams(), 0, text="hi there " * 9
     ),
+    "embeddings": lambda model, number: Embed(number, number, "r", model, ("hi there " * 9, "you")),
 }
+JOINS = {"chat", "completions"}
+"""Routes whose rows decode."""
 
 
-def made(kind: str) -> Engine:
+def made(kind: str, route: str = "chat") -> Engine:
+    embeds = route == "embeddings"
     settings = NodeSettings(
-        engine=EngineSettings(kind=kind), models=ModelSettings(use_huggingface_cache=False, trial=False)
+        engine=EngineSettings(kind=kind, scripted=ScriptedSettings(dimensions=8 * embeds)),
+        models=ModelSettings(use_huggingface_cache=False, trial=False, kinds=("macpool-tiny=embed",) * embeds),
     )
     return import_builder(kind)(settings, CrashRecorder())
 
@@ -40,6 +47,16 @@ def ask(engine: Engine, route: str, number: int) -> list[Frame]:
     return said[:1]
 
 
+def refused_later(engine: Engine) -> Frame:
+    """Step until the engine refuses the waiting request. It may wait first for the end of a recent peak."""
+    begun = time.monotonic()
+    while time.monotonic() < begun + 30:
+        for frame in engine.step(time.monotonic() - begun):
+            return frame
+        time.sleep(0.05)
+    raise AssertionError("the engine does not refuse the request")
+
+
 def test_every_route_has_a_request():
     assert set(MAKE) == set(ROUTES)
 
@@ -47,7 +64,7 @@ def test_every_route_has_a_request():
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_passes_before_the_first_limits(kind: str, route: str):
-    engine = made(kind)
+    engine = made(kind, route)
     (answer,) = ask(engine, route, 1)
     assert isinstance(answer, Refusal)
     assert answer.refused.code is RefusalCode.NOT_READY
@@ -58,32 +75,36 @@ def test_nothing_passes_before_the_first_limits(kind: str, route: str):
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_prefill_and_every_join_asks_the_gate(kind: str, route: str):
-    engine = made(kind)
+    engine = made(kind, route)
     engine.handle(FITS, 0.0)
     assert isinstance(ask(engine, route, 1)[0], Admitted)
     assert engine.report(0.0).memory.armed is True
     while (due := engine.next_step_at(0.0)) is not None and due <= 0.0:
         list(engine.step(0.0))
     assert engine.gate.checks[GateSite.PREFLIGHT] == 1 + (kind == "mlx"), "the first prompt loads a tokenizer there"
-    assert engine.gate.checks[GateSite.PREFILL] == 1
-    assert engine.gate.checks[GateSite.JOIN] == 1
+    assert engine.gate.checks[GateSite.PREFILL] == (route in JOINS)
+    assert engine.gate.checks[GateSite.JOIN] == (route in JOINS)
+    assert engine.gate.checks[GateSite.EMBED] == (route not in JOINS)
 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_room_at_the_door_and_none_before_the_forward(kind: str, route: str):
-    engine = made(kind)
+    engine = made(kind, route)
     engine.handle(FITS, 0.0)
     assert isinstance(ask(engine, route, 1)[0], Admitted)
     engine.handle(Cancel(1), 0.0)
     assert isinstance(ask(engine, route, 3)[0], Admitted)
     engine.handle(MemoryLimits(100 * GIB, 1, GIB, "leases"), 0.0)
-    late, *_ = engine.step(0.0)
+    late = refused_later(engine)
     (early,) = ask(engine, route, 2)
     for answer in (late, early):
         assert isinstance(answer, Refusal)
         assert answer.refused.code is RefusalCode.NO_ROOM
-    assert engine.gate.refusals == {GateSite.PREFILL: 1, GateSite.PREFLIGHT: 1}
+    site = GateSite.PREFILL if route in JOINS else GateSite.EMBED
+    assert engine.gate.refusals[site] >= 1
+    assert engine.gate.refusals[GateSite.PREFLIGHT] == 1
+    assert set(engine.gate.refusals) == {site, GateSite.PREFLIGHT}
     assert engine.report(0.0).memory.reserved == 0
 
 

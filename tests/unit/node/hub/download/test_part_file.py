@@ -8,7 +8,7 @@ import pytest
 
 from node.hub.cache_layout import RepositoryFolder
 from node.hub.download.part_file import PartFile
-from wire.model_files import ModelFile
+from wire.models.files import ModelFile
 
 PIECE = 1000
 CONTENT = random.Random(5).randbytes(3500)

@@ -1,7 +1,7 @@
 """Files that serving needs."""
 
 from node.hub.prediction.file_selection import select_files
-from wire.model_files import ModelFile
+from wire.models.files import ModelFile
 
 
 def split(*paths: str) -> tuple[list[str], list[str]]:

@@ -13,7 +13,7 @@ from node.hub.cache_layout import RepositoryFolder
 from node.hub.download.part_file import PartFile
 from node.hub.serving.served_repository import CacheRepository
 from node.hub.serving.server import PENDING, HubServer
-from wire.model_files import ModelFile, ModelManifest
+from wire.models.files import ModelFile, ModelManifest
 
 PIECE = 1000
 CONTENT = random.Random(3).randbytes(3500)

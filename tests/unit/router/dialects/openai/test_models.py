@@ -56,6 +56,7 @@ def test_a_model_in_openai_s_shape_says_what_other_servers_say():
         "compatibility_type": "mlx",
         "size": GIB,
         "capabilities": ["tool_use"],
+        "features": ["chat", "tools", "logprobs", "sampling", "grammar"],
         "supported_parameters": [
             "max_tokens",
             "stop",

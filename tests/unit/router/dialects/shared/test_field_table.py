@@ -12,11 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params as older
 from openai.types.chat import completion_create_params as chats
+from openai.types.embedding_create_params import EmbeddingCreateParams
 from openai.types.responses import response_create_params as responses
 from openai.types.video_create_params import VideoCreateParams
 
 from router.dialects.anthropic import api
 from router.dialects.anthropic.api import MessagesRoute
+from router.dialects.embeddings.api import EmbeddingsRoute, OllamaEmbeddingsRoute, OllamaEmbedRoute
 from router.dialects.field_tables import TABLES
 from router.dialects.ollama.api import OllamaChatRoute, OllamaGenerateRoute
 from router.dialects.openai.chat import ChatRoute
@@ -54,6 +56,9 @@ BASE: dict[str, dict[str, Any]] = {
     "/api/chat": {"model": "m", "messages": HELLO},
     "/api/generate": {"model": "m", "prompt": "x"},
     "/v1/videos": {"model": "m", "prompt": "x"},
+    "/v1/embeddings": {"model": "m", "input": "x"},
+    "/api/embed": {"model": "m", "input": "x"},
+    "/api/embeddings": {"model": "m", "prompt": "x"},
     OPTIONS: {},
 }
 PARSE: dict[str, Callable[[bytes], object]] = {
@@ -65,6 +70,9 @@ PARSE: dict[str, Callable[[bytes], object]] = {
     "/api/chat": lambda body: OllamaChatRoute().parse(body, "key"),
     "/api/generate": lambda body: OllamaGenerateRoute().parse(body, "key"),
     "/v1/videos": lambda body: found if isinstance(found := VIDEO.read(body), Problem) else Clip(found[0].model_dump()),
+    "/v1/embeddings": lambda body: EmbeddingsRoute().parse(body, "key"),
+    "/api/embed": lambda body: OllamaEmbedRoute().parse(body, "key"),
+    "/api/embeddings": lambda body: OllamaEmbeddingsRoute().parse(body, "key"),
     OPTIONS: lambda body: OllamaChatRoute().parse(
         json.dumps({"model": "m", "messages": HELLO, "options": json.loads(body)}).encode(), "key"
     ),
@@ -123,6 +131,9 @@ SDK: dict[str, set[str]] = {
         "steps",
     },
     "/v1/videos": set(VideoCreateParams.__annotations__),
+    "/v1/embeddings": set(EmbeddingCreateParams.__annotations__),
+    "/api/embed": {"model", "input", "truncate", "options", "keep_alive", "dimensions"},
+    "/api/embeddings": {"model", "prompt", "options", "keep_alive"},
     OPTIONS: {
         "numa",
         "num_ctx",
@@ -222,6 +233,9 @@ WITH: dict[str, dict[str, Any]] = {
     "text": {"text": {"format": {"type": "json_object"}}},
     "session_id": {"session_id": "x"},
     "chat_id": {"chat_id": "x"},
+    "dimensions": {"dimensions": 5},
+    "encoding_format": {"encoding_format": "base64"},
+    "prompt_name": {"prompt_name": "query"},
     "usage": STREAM | {"usage": {"include": True}},
     "enable_thinking": {"enable_thinking": False},
 }
@@ -237,6 +251,8 @@ EVEN: dict[tuple[str, str], dict[str, Any]] = {
     ("/api/chat", "stream"): {"stream": False},
     ("/api/generate", "stream"): {"stream": False},
     ("/v1/messages", "metadata"): {"metadata": {"user_id": "mine"}},
+    ("/v1/embeddings", "truncate"): {"truncate": True},
+    ("/api/embed", "truncate"): {"truncate": False},
 }
 CHOICE: dict[str, tuple[dict[str, Any], object]] = {
     "/v1/chat/completions": (TOOLS, "none"),

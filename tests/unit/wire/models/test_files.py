@@ -2,7 +2,7 @@
 
 import pytest
 
-from wire.model_files import ModelFile, ModelManifest, find_manifest_fault, is_valid_repo
+from wire.models.files import ModelFile, ModelManifest, find_manifest_fault, is_valid_repo
 
 SHA256 = "a" * 64
 GIT_SHA1 = "b" * 40

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from wire.model_files import ModelManifest
+from wire.models.files import ModelManifest
 from wire.report import KvParameters, Model, TransientModel
 
 QUERY_TIMEOUT_SECONDS = 60.0

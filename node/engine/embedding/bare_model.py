@@ -1,0 +1,56 @@
+"""Loader of the layers of a decoder without its output layer.
+
+Checkpoints of embedding models have the names of the complete model, or those of its layers alone (`MistralModel`).
+The latter have no output layer. An output layer takes memory and computes nothing here.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx_lm.utils import load_model
+
+from node.engine.kv.kv_cache import TextModel
+
+Weights = dict[str, mx.array]
+_PREFIX, _OUTPUT, _TIED = "model.", "lm_head.", "tie_word_embeddings"
+_get_classes = cast(
+    "Callable[..., tuple[Any, Any]]", inspect.signature(load_model).parameters["get_model_classes"].default
+)
+
+
+def load_bare_model(folder: Path) -> tuple[TextModel, dict[str, Any]]:
+    """Return the lazy model in a folder and its config; an output layer is left out where the architecture allows it.
+    Exceptions of a faulty checkpoint propagate."""
+    model, config = load_model(folder, lazy=True, model_config={_TIED: True}, get_model_classes=_get_bare_classes)
+    return cast("TextModel", model), config
+
+
+def _get_bare_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Return the classes of an architecture, whose weights get the names of the complete model."""
+    model_class, arguments_class = _get_classes(config=config)
+    can_tie = any(field.name == _TIED for field in dataclasses.fields(arguments_class))
+
+    class BareModel(model_class):
+        """Model whose checkpoint may lack the output layer and the prefix of its layers."""
+
+        def sanitize(self, weights: Weights) -> Weights:
+            """Return the weights by the names of the complete model."""
+            named = rename_weights(weights, without_output=can_tie)
+            if not hasattr(model_class, "sanitize"):
+                return named
+            complete: Any = super()
+            return complete.sanitize(named)
+
+    return BareModel, arguments_class
+
+
+def rename_weights(weights: Weights, *, without_output: bool) -> Weights:
+    """Return weights by the names of the complete model, `without_output`: without those of the output layer."""
+    kept = {name: array for name, array in weights.items() if not (without_output and name.startswith(_OUTPUT))}
+    if any(name.startswith((_PREFIX, _OUTPUT)) for name in kept):
+        return kept
+    return {_PREFIX + name: array for name, array in kept.items()}

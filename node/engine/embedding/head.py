@@ -1,0 +1,127 @@
+"""Embedding head: the steps of a loaded model from pooled states to vectors, with the weights of its Dense layers."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+
+from node.engine.embedding.pooling import PooledTexts
+from node.engine.kv.kv_cache import LayerCache, TextModel, evaluate
+from node.models.embedding_layout import Activation, EmbeddingLayout, Pooling
+from wire.frames import MAX_VECTORS_BYTES, NUMBER_BYTES
+
+HiddenStates = Callable[..., mx.array]
+"""Function from token ids (texts, tokens), and perhaps a `cache`, to hidden states (texts, tokens, features)."""
+_ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
+    Activation.IDENTITY: lambda array: array,
+    Activation.TANH: mx.tanh,
+}
+
+
+COPIES = 3
+"""Copies of the states in single precision while they are pooled: the states, masked, and weighted."""
+_SINGLE = frozenset({Pooling.CLS, Pooling.LAST})
+"""Poolings that read the state of one token."""
+
+
+class EmbeddingHeadError(ValueError):
+    """Model that computes no vectors: its layers or its Dense weights do not fit together."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EmbeddingHead:
+    """Steps from token ids to vectors of a loaded model."""
+
+    layout: EmbeddingLayout
+    """Steps as its files define them."""
+    run_layers: HiddenStates
+    """Runs its layers."""
+    dense: tuple[dict[str, mx.array], ...]
+    """Weights of its Dense layers."""
+    dimensions: int
+    """Numbers of a vector."""
+    token_bytes: int = 0
+    """Bytes of a token's state in single precision while it is pooled; 0 if no pooling reads all states."""
+
+    def estimate_bytes(self, tokens: int) -> int:
+        """Return the bytes for pooling the states of `tokens` tokens, padding included."""
+        return COPIES * self.token_bytes * tokens
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """Arrays of the Dense layers."""
+        return [array for layer in self.dense for array in layer.values()]
+
+    def start(self, lengths: Sequence[int]) -> PooledTexts:
+        """Return the empty pooling of texts with these lengths in tokens."""
+        return PooledTexts(self.layout.poolings, lengths)
+
+    def run(self, rows: Sequence[Sequence[int]], pooled: PooledTexts, cache: list[LayerCache] | None = None) -> None:
+        """Run the layers over the next tokens of some texts, padded to one length, and add their states to `pooled`.
+
+        Evaluate the pooled states, and the cache if there is one.
+        """
+        ids = mx.array([list(row) for row in rows])
+        pooled.add(self.run_layers(ids) if cache is None else self.run_layers(ids, cache=cache))
+        evaluate(*pooled.arrays, *([] if cache is None else [layer.state for layer in cache]))
+
+    def finish(self, pooled: PooledTexts) -> mx.array:
+        """Return the vectors of texts whose tokens were all added, shape (texts, dimensions), in single precision."""
+        vectors = pooled.compute()
+        for layer, weights in zip(self.layout.dense, self.dense, strict=True):
+            vectors = vectors @ weights["linear.weight"].astype(mx.float32).T
+            if layer.bias:
+                vectors = vectors + weights["linear.bias"].astype(mx.float32)
+            vectors = _ACTIVATIONS[layer.activation](vectors)
+        vectors = normalize(vectors) if self.layout.normalize else vectors
+        evaluate(vectors)
+        return vectors
+
+
+def normalize(vectors: mx.array) -> mx.array:
+    """Return vectors of the length 1; a vector of zeros stays."""
+    return vectors / mx.maximum(mx.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
+
+
+def cut_vectors(vectors: mx.array, dimensions: int, *, normalized: bool) -> bytes:
+    """Return the bytes of vectors, cut to `dimensions` numbers each (0: all). Cut vectors are normalized again if
+    `normalized`."""
+    if dimensions and dimensions < vectors.shape[1]:
+        vectors = vectors[:, :dimensions]
+        vectors = normalize(vectors) if normalized else vectors
+    return memoryview(cast("Any", mx.contiguous(vectors))).tobytes()
+
+
+def load_head(folder: Path, layout: EmbeddingLayout, model: TextModel) -> EmbeddingHead:
+    """Return the lazy head of a model. Raise `EmbeddingHeadError` if its parts do not fit together."""
+    layers = find_layers(model)
+    hidden = layers(mx.array([[0]])).shape[-1]  # lazy: only the shape is computed
+    features = hidden * len(layout.poolings)
+    dense: list[dict[str, mx.array]] = []
+    for layer in layout.dense:
+        if layer.inputs != features:
+            raise EmbeddingHeadError(f"{layer.file} takes {layer.inputs} features, its input has {features}")
+        weights = cast("dict[str, mx.array]", mx.load(str(folder / layer.file)))
+        if layer.bias and "linear.bias" not in weights:
+            raise EmbeddingHeadError(f"{layer.file} has no linear.bias")
+        dense.append(weights)
+        features = layer.outputs
+    if features * NUMBER_BYTES > MAX_VECTORS_BYTES:
+        raise EmbeddingHeadError(
+            f"its vectors have {features} numbers, the limit is {MAX_VECTORS_BYTES // NUMBER_BYTES}"
+        )
+    reads_all = not _SINGLE.issuperset(layout.poolings)
+    return EmbeddingHead(layout, layers, tuple(dense), features, hidden * NUMBER_BYTES if reads_all else 0)
+
+
+def find_layers(model: TextModel) -> HiddenStates:
+    """Return the part of an mlx-lm model that computes hidden states. Raise `EmbeddingHeadError` if it has none."""
+    found: Any = model
+    if not hasattr(found, "model"):
+        found = getattr(found, "language_model", None)
+    layers = getattr(found, "model", None)
+    if not callable(layers):
+        raise EmbeddingHeadError("its architecture gives no access to hidden states")
+    return cast("HiddenStates", layers)

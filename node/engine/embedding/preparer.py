@@ -1,0 +1,116 @@
+"""Preparation of requests for embeddings: tokenize all texts, or refuse the request. As in `requests.preparer`."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import structlog
+
+from node.engine.models.model_descriptor import ModelDescriptor
+from node.engine.process.interface import CallRecording
+from node.engine.requests.prepared import PreparedEmbedding
+from node.engine.requests.preparer import RequestPreparer
+from node.engine.text.tokenizer import Tokenizer
+from node.engine.text.tokenizer_errors import TooLong
+from node.models.catalogue import ModelCatalogue
+from node.models.embedding_layout import EmbeddingLayout
+from wire.frames import Embed
+from wire.models.kind import ModelKind
+from wire.refusals import RefusalCode, Refused
+
+log = structlog.get_logger("engine.door")
+
+
+class EmbeddingPreparer:
+    """Tokenization of requests for embeddings. `tokenizers` has the tokenizers, `context(found)` returns the maximum
+    tokens of a text of a model."""
+
+    def __init__(
+        self,
+        catalogue: ModelCatalogue,
+        tokenizers: RequestPreparer,
+        context: Callable[[ModelDescriptor], int],
+        recorder: CallRecording | None = None,
+    ) -> None:
+        self._catalogue = catalogue
+        self._tokenizers = tokenizers
+        self._context = context
+        self._recorder = recorder
+
+    def prepare(self, request: Embed) -> PreparedEmbedding:
+        """Tokenize the texts of a request, or refuse the request. Never raise, because the calling threads must not
+        end."""
+        try:
+            with self._record(request):
+                return self._prepare(request)
+        except TooLong as error:
+            found = self._catalogue.find(request.model)
+            most = 0 if found is None else self._context(found)
+            text = f"{error}; the longest text for {request.model} has {most}: shorten the text, or set truncate"
+            return _refuse(request, RefusalCode.CONTEXT, text)
+        except Exception as error:
+            log.exception("prepare", request=request.request, request_id=request.request_id)
+            return _refuse(request, RefusalCode.TEMPLATE, f"a text could not be tokenized: {type(error).__name__}")
+
+    def _record(self, request: Embed) -> AbstractContextManager[None]:
+        if self._recorder is None:
+            return nullcontext()
+        return self._recorder.record_tokenization(request.model, request.request)
+
+    def _prepare(self, request: Embed) -> PreparedEmbedding:
+        tokenizer = self._tokenizers.find_tokenizer(request.model, ModelKind.EMBED)
+        if isinstance(tokenizer, Refused):
+            return PreparedEmbedding(request, refused=tokenizer)
+        found = self._catalogue.find(request.model)
+        layout = None if found is None else found.layout
+        if found is None or layout is None:
+            return _refuse(request, RefusalCode.NO_MODEL, f"this node has no model {request.model}")
+        refused = _refuse_prompt(request, layout)
+        if refused is not None:
+            return PreparedEmbedding(request, refused=refused)
+        prompt = layout.prompts.get(request.prompt or layout.default_prompt, "")
+        most = self._context(found)
+        inputs = [self._cut(ids, most, request) for ids in request.ids]
+        inputs += [tokenize_text(tokenizer, prompt + text, most, truncate=request.truncate) for text in request.texts]
+        for place, ids in enumerate(inputs):
+            if not ids:
+                return _refuse(request, RefusalCode.INVALID, f"input {place} has no tokens: send a text")
+            if len(ids) > most:
+                text = (
+                    f"input {place} has {len(ids)} tokens, the longest text for {request.model} has {most}: "
+                    "shorten the text, or set truncate"
+                )
+                return _refuse(request, RefusalCode.CONTEXT, text)
+        return PreparedEmbedding(request, tuple(inputs))
+
+    def _cut(self, ids: tuple[int, ...], most: int, request: Embed) -> tuple[int, ...]:
+        return ids[:most] if request.truncate else ids
+
+
+def tokenize_text(tokenizer: Tokenizer, text: str, most: int, *, truncate: bool) -> tuple[int, ...]:
+    """Return the tokens of a text, with those that the tokenizer adds to every text.
+
+    With `truncate`, return at most `most` tokens: the end of the text is cut, the added tokens stay. Without, raise
+    `TooLong` for a text that is clearly longer.
+    """
+    ids = tokenizer.encode(text, plain=True, max_tokens=0 if truncate else most)
+    if len(ids) <= most or not truncate:
+        return ids
+    bare = tokenizer.encode(text, plain=False)
+    added = len(ids) - len(bare)
+    first = next((at for at in range(added + 1) if ids[at : at + len(bare)] == bare), 0)
+    kept = max(0, most - added)
+    return (*ids[: first + kept], *ids[first + len(bare) :])[:most]
+
+
+def _refuse_prompt(request: Embed, layout: EmbeddingLayout) -> Refused | None:
+    """Refuse a prompt that the model does not have."""
+    if not request.prompt or request.prompt in layout.prompts:
+        return None
+    names = ", ".join(sorted(layout.prompts)) or "none"
+    return Refused(
+        RefusalCode.INVALID, f"{request.model} has no prompt {request.prompt[:80]!r}; its prompts are: {names}"
+    )
+
+
+def _refuse(request: Embed, code: RefusalCode, message: str) -> PreparedEmbedding:
+    return PreparedEmbedding(request, refused=Refused(code, message))

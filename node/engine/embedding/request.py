@@ -1,0 +1,192 @@
+"""Admitted requests for embeddings: their texts without vectors, and the memory that they reserve."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from node.engine.embedding.pooling import PooledTexts
+from node.engine.kv.kv_cache import LayerCache, create_cache, sum_nbytes
+from node.engine.models.loaded_model import LoadedModel
+from node.engine.models.model_stats import ModelHold
+from node.engine.requests.prepared import PreparedEmbedding
+from wire.capacity.batches import compute_row_bytes
+from wire.capacity.fairness import WeightedKey
+from wire.frames import NUMBER_BYTES, Finished, Timings
+
+
+@dataclass(slots=True, eq=False)
+class PartialText:
+    """Long text whose tokens run in chunks over a cache."""
+
+    place: int
+    """Place of the text in its request."""
+    ids: Sequence[int]
+    """Its tokens."""
+    cache: list[LayerCache]
+    """Keys and values of the tokens so far."""
+    pooled: PooledTexts
+    """Pooled states of the tokens so far."""
+    stored_tokens: int = 0
+    """Number of tokens so far."""
+
+    @property
+    def left(self) -> int:
+        """Number of tokens that have not run."""
+        return len(self.ids) - self.stored_tokens
+
+    def record_chunk(self, tokens: int) -> None:
+        """Record a forward over the next `tokens` tokens."""
+        self.stored_tokens += tokens
+
+
+@dataclass(slots=True, eq=False)
+class EmbeddingRequest:
+    """Admitted request for embeddings. Times are monotonic seconds."""
+
+    prepared: PreparedEmbedding
+    """Its tokens."""
+    loaded_model: LoadedModel
+    """Its model."""
+    hold: ModelHold
+    """Keeps the model in memory."""
+    arrived: float
+    """Time of arrival."""
+    floor: int
+    """Tokens up to which a text never needs a cache."""
+    begun: float = 0.0
+    """Start of its first forward; 0.0 before."""
+    retry_at: float = 0.0
+    """Time of its next attempt, because its last forward had no room; 0.0 without a wait."""
+    alone: bool = False
+    """Whether its texts share no forward with those of other requests, because such a forward failed."""
+    partial: PartialText | None = None
+    """Text in progress over a cache."""
+    waiting: list[int] = field(default_factory=list[int])
+    """Places of texts that have not begun, the longest first."""
+
+    def __post_init__(self) -> None:
+        inputs = self.prepared.inputs
+        self.waiting = sorted(range(len(inputs)), key=lambda place: -len(inputs[place]))
+
+    @property
+    def number(self) -> int:
+        """The coordinator's number of the request."""
+        return self.prepared.request.request
+
+    @property
+    def owner(self) -> WeightedKey:
+        """API key of the request."""
+        return self.prepared.request.owner
+
+    @property
+    def dimensions(self) -> int:
+        """Numbers of each vector."""
+        head = self.loaded_model.head
+        return self.prepared.request.dimensions or (0 if head is None else head.dimensions)
+
+    @property
+    def left(self) -> int:
+        """Number of tokens that have not run."""
+        texts = sum(len(self.prepared.inputs[place]) for place in self.waiting)
+        return texts + (0 if self.partial is None else self.partial.left)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of its texts have vectors."""
+        return not self.waiting and self.partial is None
+
+    def compute_reserved_bytes(self) -> int:
+        """Return the bytes of its vectors and of the cache of its longest text, without the part in use."""
+        texts = len(self.waiting) + (self.partial is not None)
+        vectors = texts * self.dimensions * NUMBER_BYTES
+        return vectors + compute_cache_bytes(self.loaded_model, self._find_longest(), self.floor) - self._count_stored()
+
+    def _find_longest(self) -> int:
+        if self.partial is not None:
+            return len(self.partial.ids)
+        return len(self.prepared.inputs[self.waiting[0]]) if self.waiting else 0
+
+    def _count_stored(self) -> int:
+        if self.partial is None:
+            return 0
+        most = compute_cache_bytes(self.loaded_model, len(self.partial.ids), 0)
+        return min(most, sum_nbytes(self.partial.cache))
+
+    def mark_begun(self, now: float) -> None:
+        """Record the start of a forward at the monotonic time `now`; the first one counts."""
+        self.begun = self.begun or now
+        self.retry_at = 0.0
+
+    def delay(self, until: float) -> None:
+        """Wait until a monotonic time, because a forward has no room."""
+        self.retry_at = until
+
+    def run_alone(self) -> None:
+        """Run its texts in forwards of their own from now on."""
+        self.alone = True
+
+    def take(self, places: Sequence[int]) -> None:
+        """Remove texts from the waiting ones, because they have vectors."""
+        done = set(places)
+        self.waiting = [place for place in self.waiting if place not in done]
+
+    def begin_partial(self, place: int, pooled: PooledTexts) -> PartialText:
+        """Begin a long text over a cache of its own."""
+        self.waiting.remove(place)
+        cache = create_cache(self.loaded_model.model)
+        self.partial = PartialText(place, self.prepared.inputs[place], cache, pooled)
+        return self.partial
+
+    def end_partial(self) -> None:
+        """End the text in progress and release its cache."""
+        if self.partial is not None:
+            self.partial.cache.clear()
+        self.partial = None
+
+    def build_finished(self, now: float) -> Finished:
+        """Return the end of the request at the monotonic time `now`."""
+        timings = Timings(self.begun - self.arrived, now - self.begun)
+        return Finished(self.number, (), self.prepared.tokens, 0, timings=timings)
+
+
+def compute_cache_bytes(loaded_model: LoadedModel, tokens: int, floor: int) -> int:
+    """Return the bytes of the cache of a text. A text of at most `floor` tokens needs none."""
+    return compute_row_bytes(loaded_model.kv, tokens) if tokens > floor else 0
+
+
+class EmbeddingTable:
+    """Live requests for embeddings, by number. Their memory counts as reserved."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, EmbeddingRequest] = {}
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._live
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __iter__(self) -> Iterator[EmbeddingRequest]:
+        return iter(tuple(self._live.values()))
+
+    def find(self, number: int) -> EmbeddingRequest | None:
+        """Return a request; None if it has ended or is unknown."""
+        return self._live.get(number)
+
+    def add(self, request: EmbeddingRequest) -> None:
+        """Add an admitted request."""
+        self._live[request.number] = request
+
+    def remove(self, request: EmbeddingRequest, now: float) -> None:
+        """Remove a request that ends at the monotonic time `now`, and release its memory and its model."""
+        del self._live[request.number]
+        request.end_partial()
+        request.hold.release()
+        request.loaded_model.usage.mark_used(now)
+
+    def count_tokens(self) -> int:
+        """Return the tokens of all requests that have not run."""
+        return sum(request.left for request in self._live.values())
+
+    def compute_reserved_bytes(self) -> int:
+        """Return the bytes that all requests reserve."""
+        return sum(request.compute_reserved_bytes() for request in self._live.values())

@@ -1,0 +1,142 @@
+"""Forwards of texts for embeddings, each through the gate: several short texts at once, or one chunk of a long text."""
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from node.engine.embedding.head import EmbeddingHead, cut_vectors
+from node.engine.embedding.request import EmbeddingRequest, PartialText
+from node.engine.kv.kv_cache import grow_caches, measure_extent
+from node.engine.memory.gate import GateSite
+from node.engine.memory.gated_forward import GatedForwards
+from node.engine.models.loaded_model import LoadedModel
+from node.engine.process.interface import NativeCallKind
+from node.engine.scheduling.rules.chunk_policy import generate_chunk_sizes
+from wire.frames import Frame, split_vectors
+from wire.refusals import Refused
+
+PAD_TOKEN = 0
+
+
+class WaitingText(NamedTuple):
+    """Text of a request that has no vector."""
+
+    request: EmbeddingRequest
+    place: int
+    """Place of the text in its request."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Tokens of the text."""
+        return self.request.prepared.inputs[self.place]
+
+
+class NotFiniteError(ValueError):
+    """Vectors with a number that is not finite, because the weights of the model are damaged."""
+
+
+class EmbeddingRunner:
+    """Runner of forwards for embeddings. `floor`: tokens of the smallest chunk."""
+
+    def __init__(self, forwards: GatedForwards, floor: int) -> None:
+        self._forwards = forwards
+        self._floor = floor
+
+    def select_fitting(self, texts: Sequence[WaitingText]) -> Sequence[WaitingText]:
+        """Return the texts that pass the gate in one forward: all, or the first half, halved as often as necessary.
+        Return none if not even the first one passes."""
+        while texts:
+            loaded_model, head = _get_model(texts[0].request)
+            longest = max(len(text.ids) for text in texts)
+            need = loaded_model.estimator.estimate_packed(len(texts), longest)
+            if self._forwards.check_optional(GateSite.EMBED, need + head.estimate_bytes(len(texts) * longest)):
+                return texts
+            self._forwards.count_shrink()
+            texts = texts[: (len(texts) + 1) // 2] if len(texts) > 1 else ()
+        return texts
+
+    def run_texts(self, texts: Sequence[WaitingText], now: float) -> list[Frame]:
+        """Run whole texts of one model in one forward. Return the frames with their vectors, and remove them from
+        their requests. Exceptions of the forward propagate."""
+        loaded_model, head = _get_model(texts[0].request)
+        lengths = [len(text.ids) for text in texts]
+        longest, requests = max(lengths), list(dict.fromkeys(text.request for text in texts))
+        rows = [(*text.ids, *(PAD_TOKEN,) * (longest - len(text.ids))) for text in texts]
+        for request in requests:
+            request.mark_begun(now)
+        pooled, count = head.start(lengths), len(texts) * longest
+        number = requests[0].number if len(requests) == 1 else 0
+        expected = loaded_model.stats.estimate_prefill_seconds(count)
+        with self._forwards.run_native(NativeCallKind.EMBED, loaded_model.name, number, expected) as call:
+            head.run(rows, pooled)
+            vectors = head.finish(pooled)
+        loaded_model.stats.record_prefill(count, time.monotonic() - call.since, longest / 2)
+        taken = self._forwards.peak_tracker.measure_peak_above_mark() - head.estimate_bytes(count)
+        loaded_model.estimator.observe_packed(len(texts), longest, taken)
+        _check_finite(vectors)
+        frames: list[Frame] = []
+        for request in requests:
+            rows_of = [row for row, text in enumerate(texts) if text.request is request]
+            places = [texts[row].place for row in rows_of]
+            frames += _build_frames(request, places, vectors[mx.array(rows_of)])
+            request.take(places)
+        return frames
+
+    def run_chunk(self, request: EmbeddingRequest, wanted: int, now: float) -> list[Frame] | Refused:
+        """Run the next chunk of a long text, of at most `wanted` tokens. Return the frames with its vector after the
+        last chunk, or the refusal if not even the smallest chunk has room. Exceptions of the forward propagate."""
+        loaded_model, head = _get_model(request)
+        ids = request.prepared.inputs[request.waiting[-1]] if request.partial is None else request.partial.ids
+        stored = 0 if request.partial is None else request.partial.stored_tokens
+        count = self._forwards.check_shrinking(
+            GateSite.EMBED,
+            generate_chunk_sizes(min(wanted, len(ids) - stored), min(self._floor, len(ids) - stored)),
+            lambda tokens: loaded_model.estimator.estimate_chunk(tokens, stored) + head.estimate_bytes(tokens),
+        )
+        if isinstance(count, Refused):
+            return count
+        request.mark_begun(now)
+        text = request.partial or request.begin_partial(request.waiting[-1], head.start([len(ids)]))
+        self._run_forward(request, text, count)
+        if text.left:
+            return []
+        vectors = head.finish(text.pooled)
+        request.end_partial()
+        _check_finite(vectors)
+        return _build_frames(request, [text.place], vectors)
+
+    def _run_forward(self, request: EmbeddingRequest, text: PartialText, count: int) -> None:
+        loaded_model, head = _get_model(request)
+        piece = text.ids[text.stored_tokens : text.stored_tokens + count]
+        before = measure_extent(text.cache)
+        grow_caches(text.cache, count, len(text.ids))
+        expected = loaded_model.stats.estimate_prefill_seconds(count)
+        with self._forwards.run_native(NativeCallKind.EMBED, loaded_model.name, request.number, expected) as call:
+            head.run([piece], text.pooled, text.cache)
+        stored = text.stored_tokens
+        text.record_chunk(count)
+        loaded_model.stats.record_prefill(count, time.monotonic() - call.since, stored + count / 2)
+        after = measure_extent(text.cache)
+        written = after.size - before.size + head.estimate_bytes(count)
+        taken = self._forwards.peak_tracker.measure_peak_above_mark() - written
+        loaded_model.estimator.observe_prefill(count, stored, taken, grew=after.capacity > before.capacity)
+
+
+def _get_model(request: EmbeddingRequest) -> tuple[LoadedModel, EmbeddingHead]:
+    head = request.loaded_model.head
+    assert head is not None  # noqa: S101 only a model with a head admits such a request
+    return request.loaded_model, head
+
+
+def _check_finite(vectors: mx.array) -> None:
+    if not mx.isfinite(vectors).all().item():
+        raise NotFiniteError("the model computed numbers that are not finite: its weights may be damaged")
+
+
+def _build_frames(request: EmbeddingRequest, places: Sequence[int], vectors: mx.array) -> list[Frame]:
+    head = request.loaded_model.head
+    normalized = head is not None and head.layout.normalize
+    data = cut_vectors(vectors, request.prepared.request.dimensions, normalized=normalized)
+    return list(split_vectors(request.number, places, data))

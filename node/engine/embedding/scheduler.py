@@ -1,0 +1,194 @@
+"""Scheduler of requests for embeddings: the choice of the next texts, and the handling of refusals and faults.
+
+    start ─► forwards of texts, or of chunks of a long text ─► Vectors … ─► Finished
+                 └── waits while other work may release memory ◄─┘   └► Refusal (no room), Failed (fault)
+
+Rules
+- Gate: every forward is checked before it runs (`runner`). A batch is halved before it is refused.
+- Turns: a turn is one forward. The engine alternates these turns with those of prefills.
+- Time: while rows decode, a forward may take `FORWARD_PER_STEP` times a decode step. Otherwise the gaps between tokens
+  would grow with the number of texts, which may be thousands.
+- Fairness: as for prefills (`chunk_policy.next_prefill`): the shortest request and the next key take turns.
+- Batches: texts of similar length run together, also those of other requests for the same model.
+- Faults: a shared forward that raises has no known culprit. Its requests then run alone, and the faulty one fails.
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import count
+
+import structlog
+
+from node.engine.embedding.request import EmbeddingRequest, EmbeddingTable
+from node.engine.embedding.runner import EmbeddingRunner, WaitingText
+from node.engine.memory.gated_forward import GatedForwards
+from node.engine.scheduling.batch_recovery import format_error
+from node.engine.scheduling.rules.chunk_policy import IDLE_CHUNK_SECONDS, next_prefill
+from node.engine.scheduling.rules.commitment_length import GATE_RETRY_SECONDS
+from node.engine.scheduling.scheduler import Scheduler
+from wire.capacity.fairness import PrefillFairness
+from wire.frames import Failed, Frame, Refusal
+from wire.refusals import FailureCode, RefusalCode, Refused
+
+FORWARD_PER_STEP = 0.4
+"""Seconds of a forward per second of a decode step: the gaps between tokens stay below 1.5 times the usual ones."""
+
+log = structlog.get_logger("engine.embedding")
+
+
+class EmbeddingScheduler:
+    """Scheduler of the requests for embeddings of all models.
+
+    `table` has the live requests, `scheduler` the rows that decode. `chunk`: maximum tokens of a forward. `floor`:
+    tokens of the smallest chunk.
+    """
+
+    def __init__(
+        self, table: EmbeddingTable, forwards: GatedForwards, scheduler: Scheduler, chunk: int, floor: int
+    ) -> None:
+        self._table = table
+        self._forwards = forwards
+        self._scheduler = scheduler
+        self._chunk = chunk
+        self._floor = floor
+        self._runner = EmbeddingRunner(forwards, floor)
+        self._fairness = PrefillFairness()
+        self._turns = count(1)
+        self._output: list[Frame] = []
+
+    # state
+
+    def next_step_at(self, now: float) -> float | None:
+        """Return the monotonic time of the next turn: `now` if there is work or output; None without a request."""
+        if self._output:
+            return now
+        times = (max(now, request.retry_at) for request in self._table)
+        return min(times, default=None)
+
+    def has_work(self, now: float) -> bool:
+        """Return whether a forward may run at the monotonic time `now`."""
+        return any(request.retry_at <= now for request in self._table)
+
+    # events
+
+    def cancel(self, number: int, now: float) -> bool:
+        """Cancel a request without a further frame. Return False if it has ended or is unknown."""
+        request = self._table.find(number)
+        if request is not None:
+            self._table.remove(request, now)
+        return request is not None
+
+    def end_newest(self, refused: Refused, now: float) -> bool:
+        """Refuse the newest request, to release its memory; return whether there was one."""
+        newest = max(self._table, key=lambda request: request.arrived, default=None)
+        if newest is not None:
+            self._refuse(newest, refused, now)
+        return newest is not None
+
+    def drain_output(self) -> list[Frame]:
+        """Return the frames to send since the last call."""
+        frames, self._output = self._output, []
+        return frames
+
+    def close(self, now: float) -> None:
+        """Release the memory of all requests, because the process ends."""
+        for request in self._table:
+            self._table.remove(request, now)
+
+    # turns
+
+    def run_turn(self, now: float) -> None:
+        """Run one forward at the monotonic time `now`. Do nothing if no request may continue. Raise `Halted` if the
+        engine was halted."""
+        choices = [request for request in self._table if request.retry_at <= now]
+        if not choices:
+            return
+        waiting = [(request.left, request.arrived, request.owner) for request in choices]
+        first = choices[next_prefill(waiting, next(self._turns), self._fairness)]
+        self._scheduler.synchronize()
+        tokens = self._compute_tokens(first)
+        texts = self._select_texts(first, choices, tokens)
+        involved = list(dict.fromkeys(text.request for text in texts)) or [first]
+        before = {request.number: request.left for request in involved}
+        try:
+            refused = self._run(first, texts, tokens, now)
+        except Exception as error:
+            self._handle_fault(involved, error, now)
+            return
+        for request in involved:
+            self._fairness.count_prefilled(request.owner, before[request.number] - request.left)
+            if request.has_ended:
+                self._output.append(request.build_finished(time.monotonic()))
+                self._table.remove(request, now)
+        over = self._forwards.check_cap() if refused is None else None
+        if over is not None:
+            self.end_newest(over, now)
+        if refused is not None:
+            self._delay(first, refused, now)
+
+    def _run(self, first: EmbeddingRequest, texts: Sequence[WaitingText], tokens: int, now: float) -> Refused | None:
+        """Run whole texts in one forward if any fit; else the next chunk of the first request."""
+        fitting = self._runner.select_fitting(texts)
+        frames = self._runner.run_texts(fitting, now) if fitting else self._runner.run_chunk(first, tokens, now)
+        if isinstance(frames, Refused):
+            return frames
+        self._output += frames
+        return None
+
+    def _compute_tokens(self, request: EmbeddingRequest) -> int:
+        """Return the tokens that fit into the time of the next forward, at least those of the smallest chunk."""
+        step = self._scheduler.sum_step_seconds()
+        seconds = FORWARD_PER_STEP * step if step else IDLE_CHUNK_SECONDS
+        past = 0 if request.partial is None else request.partial.stored_tokens
+        return max(self._floor, request.loaded_model.stats.pace.fit_tokens(seconds, past, self._chunk))
+
+    def _select_texts(
+        self, first: EmbeddingRequest, choices: Sequence[EmbeddingRequest], tokens: int
+    ) -> list[WaitingText]:
+        """Return the texts to run in one forward, of at most `tokens` tokens with padding.
+
+        They are those of `first` from the shortest on, then similar ones of other requests. Return none if the next
+        text needs several forwards.
+        """
+        if first.partial is not None:
+            return []
+        chosen: list[WaitingText] = []
+        others: Sequence[EmbeddingRequest] = () if first.alone else choices
+        longest = 0
+        for request in (first, *(one for one in others if one is not first)):
+            if request is not first and (request.alone or request.loaded_model is not first.loaded_model):
+                continue
+            for place in reversed(request.waiting):
+                size = max(longest, len(request.prepared.inputs[place]))
+                if (len(chosen) + 1) * size > tokens or (request is not first and size > longest):
+                    break
+                chosen.append(WaitingText(request, place))
+                longest = size
+        return chosen
+
+    # ends
+
+    def _handle_fault(self, involved: Sequence[EmbeddingRequest], error: Exception, now: float) -> None:
+        first = involved[0]
+        log.error("forward", request=first.number, requests=len(involved), error=format_error(error), exc_info=error)
+        if len(involved) > 1:
+            for request in involved:
+                request.run_alone()
+            return
+        text = f"the forward of its texts failed: {format_error(error)}"
+        self._output.append(Failed(first.number, FailureCode.ENGINE_ERROR, text))
+        self._forwards.count_failure(by_engine=True)
+        self._table.remove(first, now)
+
+    def _delay(self, request: EmbeddingRequest, refused: Refused, now: float) -> None:
+        """Delay a request that has no room now, while other work may release memory; else refuse it."""
+        others = any(one is not request and one.retry_at <= now for one in self._table)
+        waits = others or self._scheduler.next_step_at(now) is not None
+        if refused.code is RefusalCode.NO_ROOM and (waits or self._forwards.find_peak_expiry() is not None):
+            request.delay(now + GATE_RETRY_SECONDS)
+        else:
+            self._refuse(request, refused, now)
+
+    def _refuse(self, request: EmbeddingRequest, refused: Refused, now: float) -> None:
+        self._output.append(Refusal(request.number, refused))
+        self._table.remove(request, now)

@@ -1,0 +1,199 @@
+"""Files of sentence-transformers next to a model: how its hidden states become vectors. Only their content is read.
+
+`modules.json` lists the modules after the transformer: a Pooling, then Dense layers, then perhaps a Normalize. An
+unknown module, pooling or activation is the reason why the model is not served: without it, all vectors would be wrong.
+Folders of modules have fixed names, so that a list of modules names no other file of the machine.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import cast
+
+from node.models.embedding_layout import Activation, DenseLayer, EmbeddingLayout, Pooling
+from node.models.weight_files import Config, parse_json_object, parse_json_value, read_header
+
+MODULES = "modules.json"
+POOLING = "1_Pooling/config.json"
+PROMPTS = "config_sentence_transformers.json"
+LENGTH = "sentence_bert_config.json"
+DENSE_FOLDERS = ("2_Dense", "3_Dense", "4_Dense")
+DENSE_FILES = tuple(f"{folder}/{name}" for folder in DENSE_FOLDERS for name in ("config.json", "model.safetensors"))
+MAX_FILE_BYTES = 1024 * 1024
+"""Maximum bytes of each file, without the weights of Dense layers."""
+MAX_PROMPTS = 64
+_POOLING_FOLDER = POOLING.partition("/")[0]
+_IGNORED = frozenset({"word_embedding_dimension", "embedding_dimension", "include_prompt"})
+
+
+_MODES = {
+    "pooling_mode_cls_token": Pooling.CLS,
+    "pooling_mode_max_tokens": Pooling.MAX,
+    "pooling_mode_mean_tokens": Pooling.MEAN,
+    "pooling_mode_mean_sqrt_len_tokens": Pooling.MEAN_SQRT_LENGTH,
+    "pooling_mode_weightedmean_tokens": Pooling.WEIGHTED_MEAN,
+    "pooling_mode_lasttoken": Pooling.LAST,
+}
+
+
+class EmbeddingFilesError(ValueError):
+    """Files of modules that Macpool cannot follow. The text completes "its files …"."""
+
+
+def has_embedding_files(folder: Path) -> bool:
+    """Return whether a folder has files that define vectors."""
+    return (folder / MODULES).exists() or (folder / POOLING).exists()
+
+
+def read_embedding_layout(folder: Path, config: Config) -> EmbeddingLayout:
+    """Read how a model computes vectors from the files in its folder. `config` is its config.json.
+
+    Without `modules.json` and a pooling file the layout is the default one: the state of the last token, normalized.
+    Raise `EmbeddingFilesError` for files that Macpool cannot follow, OSError for unreadable ones.
+    """
+    poolings, dense, normalize = (Pooling.LAST,), tuple[DenseLayer, ...](), True
+    if has_embedding_files(folder):
+        kinds = _list_modules(folder)
+        poolings = _read_pooling(folder)
+        dense = tuple(_read_dense(folder, path) for kind, path in kinds if kind == "Dense")
+        normalize = any(kind == "Normalize" for kind, _ in kinds)
+    prompts, default = _read_prompts(folder)
+    lengths = _list_lengths(config)
+    return EmbeddingLayout(
+        poolings=poolings,
+        dense=dense,
+        normalize=normalize,
+        prompts=prompts,
+        default_prompt=default,
+        max_tokens=_read_max_tokens(folder),
+        can_shorten=bool(lengths) or config.get("is_matryoshka") is True,
+        lengths=lengths,
+    )
+
+
+def _list_lengths(config: Config) -> tuple[int, ...]:
+    """Return the lengths that a config allows for shorter vectors, in numbers."""
+    sizes: object = config.get("matryoshka_dimensions")
+    found = cast("list[object]", sizes) if isinstance(sizes, list) else []
+    return tuple(sorted(cast("int", size) for size in found if _is_count(size)))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _read(folder: Path, name: str) -> bytes | None:
+    """Return the content of a file; None if there is none."""
+    file = folder / name
+    if not file.exists():
+        return None
+    if file.stat().st_size > MAX_FILE_BYTES:
+        raise EmbeddingFilesError(f"have a {name} of more than {MAX_FILE_BYTES} bytes")
+    return file.read_bytes()
+
+
+def _read_object(folder: Path, name: str) -> Config:
+    """Return the JSON object in a file; empty if there is no file."""
+    raw = _read(folder, name)
+    try:
+        return {} if raw is None else parse_json_object(raw)
+    except ValueError as error:
+        raise EmbeddingFilesError(f"have a {name} that is not a JSON object: {error}") from None
+
+
+def _list_modules(folder: Path) -> list[tuple[str, str]]:
+    """Return kind and path of each module in order; those of a bare pooling file without `modules.json`."""
+    raw = _read(folder, MODULES)
+    if raw is None:
+        return [("Transformer", ""), ("Pooling", _POOLING_FOLDER)]
+    try:
+        found = parse_json_value(raw)
+    except ValueError as error:
+        raise EmbeddingFilesError(f"have a {MODULES} that is not JSON: {error}") from None
+    if not isinstance(found, list) or not 2 <= len(cast("list[object]", found)) <= 3 + len(DENSE_FOLDERS):
+        raise EmbeddingFilesError(f"have a {MODULES} without a list of 2 to {3 + len(DENSE_FOLDERS)} modules")
+    kinds: list[tuple[str, str]] = []
+    for one in cast("list[object]", found):
+        module: Config = cast("Config", one) if isinstance(one, dict) else {}
+        kinds.append((str(module.get("type", "")).rpartition(".")[2][:80], str(module.get("path", ""))[:80]))
+    _check_order(kinds)
+    return kinds
+
+
+def _check_order(kinds: Sequence[tuple[str, str]]) -> None:
+    """Raise `EmbeddingFilesError` unless the modules are a Transformer, a Pooling, Dense layers, and a Normalize."""
+    names = [kind for kind, _ in kinds]
+    count = names.count("Dense")
+    known = ["Transformer", "Pooling", *["Dense"] * count]
+    if names not in (known, [*known, "Normalize"]):
+        raise EmbeddingFilesError(
+            f"list the modules {', '.join(names)}: known are Transformer, Pooling, Dense and Normalize in this order"
+        )
+    if kinds[0][1]:
+        raise EmbeddingFilesError(f"have the transformer in {kinds[0][1]!r}, known is the folder of the model itself")
+    if kinds[1][1] != _POOLING_FOLDER:
+        raise EmbeddingFilesError(f"have the pooling in {kinds[1][1]!r}, known is {_POOLING_FOLDER}")
+    for kind, path in kinds:
+        if kind == "Dense" and path not in DENSE_FOLDERS:
+            raise EmbeddingFilesError(f"have a Dense layer in {path!r}, known are {', '.join(DENSE_FOLDERS)}")
+
+
+def _read_pooling(folder: Path) -> tuple[Pooling, ...]:
+    """Return the poolings of a model, in the order in which they are joined."""
+    found = _read_object(folder, POOLING)
+    named = found.get("pooling_mode")
+    if named is not None:
+        names = cast("list[object]", named) if isinstance(named, list) else [named]
+        try:
+            return tuple(Pooling(str(name)) for name in names)
+        except ValueError as error:
+            raise EmbeddingFilesError(f"name an unknown pooling: {str(error)[:200]}") from None
+    unknown = [key for key in found if key not in _MODES and key not in _IGNORED and found[key]]
+    if unknown:
+        raise EmbeddingFilesError(f"name an unknown pooling: {', '.join(unknown)[:200]}")
+    chosen = tuple(pooling for key, pooling in _MODES.items() if found.get(key) is True)
+    if not chosen:
+        raise EmbeddingFilesError(f"choose no pooling in {POOLING}")
+    if found.get("include_prompt") is False:
+        raise EmbeddingFilesError("exclude the prompt from the pooling, which Macpool does not support")
+    return chosen
+
+
+def _read_dense(folder: Path, path: str) -> DenseLayer:
+    """Read the shape of a Dense layer from its config and the header of its weights."""
+    config, weights = _read_object(folder, f"{path}/config.json"), f"{path}/model.safetensors"
+    name = str(config.get("activation_function", Activation.TANH)).rpartition(".")[2]
+    if name not in [one.value for one in Activation]:
+        raise EmbeddingFilesError(f"name an unknown activation after {path}: {name[:80]}")
+    if not (folder / weights).exists():
+        raise EmbeddingFilesError(f"lack {weights}")
+    try:
+        raw, size = read_header(folder / weights)
+        shape: object = cast("Config", parse_json_object(raw)["linear.weight"])["shape"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise EmbeddingFilesError(f"have invalid weights in {weights}: {error}") from None
+    inputs, outputs, bias = config.get("in_features"), config.get("out_features"), config.get("bias", True)
+    if shape != [outputs, inputs] or not _is_count(inputs) or not _is_count(outputs):
+        raise EmbeddingFilesError(
+            f"have weights of the shape {shape} in {weights}, not {[outputs, inputs]} as configured"
+        )
+    return DenseLayer(weights, cast("int", inputs), cast("int", outputs), bool(bias), Activation(name), size)
+
+
+def _read_prompts(folder: Path) -> tuple[Mapping[str, str], str]:
+    """Return the prompts of a model by name, and the name of the default one; empty without."""
+    found = _read_object(folder, PROMPTS)
+    named = found.get("prompts")
+    texts: Config = cast("Config", named) if isinstance(named, dict) else {}
+    prompts = {str(name): text for name, text in texts.items() if isinstance(text, str)}
+    if len(prompts) != len(texts) or len(prompts) > MAX_PROMPTS:
+        raise EmbeddingFilesError(f"have more than {MAX_PROMPTS} prompts or one that is not a text, in {PROMPTS}")
+    default = found.get("default_prompt_name") or ""
+    if default and default not in prompts:
+        raise EmbeddingFilesError(f"name a default prompt that {PROMPTS} does not have: {str(default)[:80]}")
+    return prompts, str(default)
+
+
+def _read_max_tokens(folder: Path) -> int:
+    """Return the maximum tokens of an input; 0 if the files name none."""
+    value = _read_object(folder, LENGTH).get("max_seq_length")
+    return cast("int", value) if _is_count(value) else 0

@@ -1,0 +1,1 @@
+"""Embeddings in the shapes of OpenAI and Ollama."""

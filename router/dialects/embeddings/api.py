@@ -1,0 +1,140 @@
+"""`/v1/embeddings`, `/api/embed` and `/api/embeddings`: one request for all texts, answered with their vectors."""
+
+from collections.abc import Sequence
+from typing import cast
+
+import msgspec
+
+from router.dialects.embeddings.response import encode_embeddings, encode_ollama_embed, encode_ollama_embedding
+from router.dialects.embeddings.schema import (
+    EMBEDDINGS,
+    OLLAMA_EMBED,
+    OLLAMA_EMBEDDINGS,
+    EmbeddingsBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+)
+from router.dialects.ollama.api import strip_latest_tag
+from router.dialects.ollama.response import OLLAMA
+from router.dialects.shared.field_table import sanitize_names
+from router.dialects.shared.interface import OPENAI, AnswerReader, Chunks
+from router.dispatch.request import CompleteAnswer, EmbeddingInput, RequestSpec
+from router.dispatch.resource_demand import compute_embedding_demand
+from router.errors import Problem
+from wire.frames import Finished, GenerationParams
+
+PARAMS = GenerationParams(max_tokens=1)
+"""Parameters of a request without an answer text."""
+
+
+class ParsedEmbedding(msgspec.Struct, frozen=True, gc=False):
+    """Parsed body of `/v1/embeddings`, and the base of those of Ollama's routes."""
+
+    model: str
+    embed: EmbeddingInput
+    ignored: tuple[str, ...] = ()
+    as_base64: bool = False
+    """Whether the answer has the base64 of the bytes of each vector."""
+
+    def to_specs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
+        """Return the request for the dispatcher; see `router.dialects.shared.interface.ParsedRequest`."""
+        demand = compute_embedding_demand(self.model, self.embed)
+        return (
+            RequestSpec(
+                demand, key, request_id, (), PARAMS, created, stream=False, ignored=self.ignored, embed=self.embed
+            ),
+        )
+
+    def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+        """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        return encode_embeddings(spec, answer, finished, as_base64=self.as_base64)
+
+    def create_chunk_encoder(self, reader: AnswerReader) -> Chunks:
+        """Raise `NotImplementedError`, because embeddings are never streamed."""
+        raise NotImplementedError
+
+
+class OllamaEmbedRequest(ParsedEmbedding, frozen=True, gc=False):
+    """Parsed body of `/api/embed`."""
+
+    def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+        """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        return encode_ollama_embed(spec, answer, finished)
+
+
+class OllamaEmbeddingsRequest(ParsedEmbedding, frozen=True, gc=False):
+    """Parsed body of `/api/embeddings`."""
+
+    def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+        """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        return encode_ollama_embedding(spec, answer, finished)
+
+
+class EmbeddingsRoute:
+    """Dialect of `/v1/embeddings`. With `strict`, unknown fields are refused."""
+
+    style = OPENAI
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+
+    def parse(self, body: bytes, key: str) -> ParsedEmbedding | Problem:
+        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
+        found = EMBEDDINGS.read(body, strict=self._strict)
+        if isinstance(found, Problem):
+            return found
+        asked: EmbeddingsBody = found.body
+        texts, ids = _split_input(asked.input)
+        embed = EmbeddingInput(texts, ids, asked.dimensions or 0, bool(asked.truncate), asked.prompt_name or "")
+        return ParsedEmbedding(
+            asked.model, embed, sanitize_names(found.ignored), as_base64=asked.encoding_format == "base64"
+        )
+
+
+class OllamaEmbedRoute:
+    """Dialect of `/api/embed`. With `strict`, unknown fields are refused."""
+
+    style = OLLAMA
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+
+    def parse(self, body: bytes, key: str) -> ParsedEmbedding | Problem:
+        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
+        found = OLLAMA_EMBED.read(body, strict=self._strict)
+        if isinstance(found, Problem):
+            return found
+        asked: OllamaEmbedBody = found.body
+        texts, ids = _split_input(asked.input)
+        embed = EmbeddingInput(texts, ids, asked.dimensions or 0, asked.truncate is not False)
+        return OllamaEmbedRequest(strip_latest_tag(asked.model), embed, sanitize_names(found.ignored))
+
+
+class OllamaEmbeddingsRoute:
+    """Dialect of `/api/embeddings`, the older route for one text. With `strict`, unknown fields are refused."""
+
+    style = OLLAMA
+
+    def __init__(self, *, strict: bool = False) -> None:
+        self._strict = strict
+
+    def parse(self, body: bytes, key: str) -> ParsedEmbedding | Problem:
+        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
+        found = OLLAMA_EMBEDDINGS.read(body, strict=self._strict)
+        if isinstance(found, Problem):
+            return found
+        asked: OllamaEmbeddingsBody = found.body
+        embed = EmbeddingInput((asked.prompt,), (), 0, True)
+        return OllamaEmbeddingsRequest(strip_latest_tag(asked.model), embed, sanitize_names(found.ignored))
+
+
+def _split_input(given: object) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+    """Return the texts of an input, or its lists of token ids."""
+    if isinstance(given, str):
+        return (given,), ()
+    items = cast("list[object]", given)
+    if isinstance(items[0], int):
+        return (), (tuple(cast("list[int]", items)),)
+    if isinstance(items[0], str):
+        return tuple(cast("list[str]", items)), ()
+    return (), tuple(tuple(ids) for ids in cast("list[list[int]]", items))

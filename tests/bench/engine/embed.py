@@ -1,0 +1,139 @@
+"""Rows of embeddings: 2,048 texts during eight chats, and their speed compared with the bare model."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import load_model
+
+from tests.bench.engine.chats import words
+from tests.bench.engine.rows import MIB, ROWS, Server, between, missing, model, one_node, prompts
+from tests.bench.row import Row, at_least, at_most, in_turn, not_measured, p99, ratio_of, spread
+from tests.support.engine.embedders import MODULE, write_json
+
+TEXTS = 2048
+SPEED_TEXTS = 256
+"""Texts of the comparison with the bare model."""
+TEXT_WORDS = 16
+ROUNDS = 2
+STEPS = 150
+"""Decode steps of each phase."""
+BATCH_TOKENS = 2048
+"""Tokens of a forward of the bare model, padding included."""
+VECTORS = "vectors"
+
+
+def make_embedder(folder: Path) -> Path:
+    """Link the benchmark's model into a folder, as an embedding model."""
+    made = folder / VECTORS
+    made.mkdir(parents=True)
+    for file in model().iterdir():
+        (made / file.name).symlink_to(file)
+    write_json(made / "1_Pooling/config.json", {"pooling_mode_lasttoken": True})
+    kinds = (("Transformer", ""), ("Pooling", "1_Pooling"), ("Normalize", "2_Normalize"))
+    write_json(made / "modules.json", [{"type": MODULE + kind, "path": path} for kind, path in kinds])
+    return made
+
+
+def make_texts(seed: int, count: int) -> list[str]:
+    """Return texts of different lengths that no round has used."""
+    random = Random(seed)
+    return [words(random, random.randint(1, 2 * TEXT_WORDS)) for _ in range(count)]
+
+
+def bench_embed(folder: Path) -> list[Row]:
+    """Measure the gaps between tokens of eight chats during 2,048 texts, and the seconds of these texts alone."""
+    gaps, peer = f"gap between tokens p99 of {ROWS} chats during {TEXTS} texts for embeddings", "quiet"
+    speed, bare = f"{SPEED_TEXTS} texts for embeddings, alone", "the bare model"
+    if missing():
+        return [not_measured(gaps, f"<= 1.5 x {peer}", missing()), not_measured(speed, f">= 0.9 x {bare}", missing())]
+    made = make_embedder(folder / "models")
+    with one_node(folder, folder / "models", VECTORS) as (_, server):
+        found = [asyncio.run(_measure_gaps(server, number)) for number in range(ROUNDS)]
+        compute = load_bare(made)
+
+        def over_http(number: int) -> float:
+            texts = make_texts(number, SPEED_TEXTS)
+            return SPEED_TEXTS / _time(lambda: asyncio.run(embed(server, texts)))
+
+        def alone(number: int) -> float:
+            texts = make_texts(number, SPEED_TEXTS)
+            return SPEED_TEXTS / _time(lambda: compute(texts))
+
+        mine, other, share, shares = ratio_of(in_turn(over_http, alone, ROUNDS))
+    loud, quiet, ratio, ratios = ratio_of([(p99(one), p99(still)) for one, still in found])
+    figure = f"({loud * 1000:.0f} against {quiet * 1000:.0f} ms; by round {spread(ratios)})"
+    speeds = f"({mine:.0f} against {other:.0f} texts/s; by round {spread(shares)})"
+    return [at_most(gaps, 1.5, ratio, figure, peer), at_least(speed, 0.9, share, speeds, bare)]
+
+
+async def embed(server: Server, texts: list[str]) -> None:
+    """Send texts for embeddings, and read their vectors as OpenAI's library does."""
+    body = {"model": VECTORS, "input": texts, "encoding_format": "base64"}
+    headers = {"authorization": f"Bearer {server.key}"}
+    async with httpx.AsyncClient(timeout=300, trust_env=False, verify=False) as client:
+        answer = await client.post(f"{server.base}/v1/embeddings", json=body, headers=headers)
+    assert len(answer.raise_for_status().json()["data"]) == len(texts)
+
+
+def load_bare(folder: Path) -> Callable[[list[str]], None]:
+    """Load the model and its tokenizer in this process. Return a function that computes the vectors of texts."""
+    mx.set_cache_limit(64 * MIB)
+    bare: Any = load_model(folder)[0]
+    tokenizer: Any = load_tokenizer(folder)
+
+    def compute(texts: list[str]) -> None:
+        rows = sorted((tokenizer.encode(text) for text in texts), key=len)
+        while rows:
+            count = 1
+            while count < len(rows) and (count + 1) * len(rows[count]) <= BATCH_TOKENS:
+                count += 1
+            batch, rows = rows[:count], rows[count:]
+            longest = len(batch[-1])
+            states = bare.model(mx.array([[*ids, *[0] * (longest - len(ids))] for ids in batch]))
+            last = states[mx.arange(count), mx.array([len(ids) - 1 for ids in batch])]
+            mx.eval(last / mx.linalg.norm(last, axis=-1, keepdims=True))
+
+    compute(texts=["warm"])
+    return compute
+
+
+def _time(work: Callable[[], None]) -> float:
+    begun = time.monotonic()
+    work()
+    return time.monotonic() - begun
+
+
+async def _measure_gaps(server: Server, number: int) -> tuple[list[float], list[float]]:
+    """Return the gaps in seconds during the texts, and those before them. The texts are cancelled after that."""
+    times: list[list[float]] = [[] for _ in range(ROWS)]
+    asked = prompts(f"embed {number}", ROWS)
+    chats = [
+        asyncio.ensure_future(server.chat(one, 4000, lambda row=row: row.append(time.monotonic())))
+        for one, row in zip(asked, times, strict=True)
+    ]
+
+    async def wait_for(steps: int) -> None:
+        while min(map(len, times)) < steps:  # noqa: ASYNC110  the chats report tokens to lists
+            await asyncio.sleep(0.02)
+
+    texts: list[asyncio.Future[None]] = []
+    try:
+        await asyncio.wait_for(wait_for(STEPS), 120)
+        begun, settled = time.monotonic(), max(row[0] for row in times)
+        texts.append(asyncio.ensure_future(embed(server, make_texts(number, TEXTS))))
+        reached = max(map(len, times))
+        await asyncio.wait_for(wait_for(reached + STEPS), 240)
+        ended = time.monotonic()
+        assert not texts[0].done(), "the texts ended before the phase"
+    finally:
+        for one in (*chats, *texts):
+            one.cancel()
+        await asyncio.gather(*chats, *texts, return_exceptions=True)
+    return between(times, begun, ended), between(times, settled, begun)

@@ -1,0 +1,53 @@
+"""A real pool with a chat model and an embedding model: routes, kinds and accounting from end to end."""
+
+import base64
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+
+from tests.models import EMBEDDED
+from tests.support.cluster.engine_pool import MLX, api, counts, greets, link
+from tests.support.engine.embedders import make_embedder
+from tests.support.processes import Pool, pool, until
+
+TEXTS = ["hello", "a longer text about rivers", "x" * 3000]
+
+
+@pytest.fixture(scope="module")
+def made() -> Iterator[Pool]:
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as one:
+        place = link(Path(folder) / "models", chat=EMBEDDED)
+        make_embedder(place / "vectors")
+        one.up()
+        one.join("studio", *MLX, f"models.folders={place}")
+        until(lambda: len(one.get("/v1/models")["data"]) == 2, what="both models")
+        yield one
+
+
+def test_vectors_of_a_pool(made: Pool):
+    client = api(made)
+    answer = client.embeddings.create(model="vectors", input=TEXTS)
+    rows = np.array([row.embedding for row in answer.data], np.float32)
+    raw = client.embeddings.create(model="vectors", input=TEXTS, encoding_format="base64")
+    same = [np.frombuffer(base64.b64decode(str(row.embedding)), np.float32) for row in raw.data]
+    assert np.stack(same) == pytest.approx(rows, abs=1e-6)
+    assert np.linalg.norm(rows, axis=1) == pytest.approx(1.0, abs=1e-6)
+    assert counts(made, "studio")["refusals"] == 0
+    assert answer.usage.prompt_tokens > len(TEXTS)
+    assert greets(client, "chat")
+
+
+def test_kinds_are_known_and_respected(made: Pool):
+    client = api(made)
+    kinds = {row["name"]: row["kind"] for row in made.get("/api/v1/models")["models"]}
+    assert kinds == {"chat": "chat", "vectors": "embed"}
+    with pytest.raises(openai.BadRequestError, match="/v1/embeddings"):
+        client.chat.completions.create(model="vectors", messages=[{"role": "user", "content": "hello"}])
+    with pytest.raises(openai.BadRequestError, match="/v1/chat/completions"):
+        client.embeddings.create(model="chat", input="hello")
+    with pytest.raises(openai.BadRequestError, match="cannot be shortened"):
+        client.embeddings.create(model="vectors", input="hello", dimensions=16)

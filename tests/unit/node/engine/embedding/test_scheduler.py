@@ -1,0 +1,235 @@
+"""Embeddings on a real engine with a tiny model: vectors, turns, the gate, and faults."""
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from node.engine.memory.gate import GateSite
+from tests.support.engine.embedders import make_embedder
+from tests.support.engine.text_engine import Driver
+from wire.frames import Admitted, Failed, Finished, GenerationParams, Refusal, Vectors
+from wire.refusals import FailureCode, RefusalCode, Refused
+
+TEXTS = ("hello", "what is the capital of France?", "x", "a longer text about rivers and mountains " * 12)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    make_embedder(root / "plain", is_matryoshka=True)
+    return root
+
+
+@pytest.fixture
+def driver(folder: Path) -> Iterator[Driver]:
+    made = Driver(folder)
+    yield made
+    made.engine.close()
+
+
+def reference(driver: Driver, text: str) -> np.ndarray:
+    """Return the vector of a text by a forward of the model alone: the state of the last token, normalized."""
+    ids = driver.tokenizer().encode(text, plain=True)
+    model: Any = driver.resident().model
+    state = np.array(model.model(mx.array([list(ids)]))[0, -1])
+    return state / np.linalg.norm(state)
+
+
+def test_a_batch_has_the_vectors_of_single_texts(driver: Driver):
+    number = driver.embed(*TEXTS)
+    together = driver.vectors(number)
+    alone = np.concatenate([driver.vectors(driver.embed(text)) for text in TEXTS])
+    assert np.abs(together - alone).max() < 1e-6
+    assert np.abs(together - np.stack([reference(driver, text) for text in TEXTS])).max() < 1e-6
+    (admitted,) = [frame for frame in driver.said[number] if isinstance(frame, Admitted)]
+    end = driver.ended(number)
+    assert isinstance(end, Finished)
+    tokens = sum(len(driver.tokenizer().encode(text, plain=True)) for text in TEXTS)
+    assert (admitted.prompt_tokens, end.prompt_tokens, end.completion_tokens) == (tokens, tokens, 0)
+
+
+def test_a_long_text_runs_in_chunks_over_a_cache(folder: Path):
+    driver = Driver(folder, prefill_step_size=32, min_prefill_step=16)
+    text = "a text of many words " * 40
+    vectors = driver.vectors(driver.embed(text, "short"))
+    assert driver.gate.checks[GateSite.EMBED] > 5
+    assert np.abs(vectors[0] - reference(driver, text)).max() < 1e-6
+    assert driver.engine.report(0.0).memory.reserved == 0
+
+
+def test_shorter_vectors_are_normalized_again(driver: Driver):
+    whole, cut = (driver.vectors(driver.embed("hello", dimensions=size))[0] for size in (0, 16))
+    assert cut.shape == (16,)
+    assert np.abs(cut - whole[:16] / np.linalg.norm(whole[:16])).max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "text"),
+    [
+        ({"dimensions": 129}, RefusalCode.INVALID, "1 to 128"),
+        ({"ids": ((5, 512),)}, RefusalCode.INVALID, "512 is outside of 0..511"),
+        ({"prompt": "query"}, RefusalCode.INVALID, "no prompt 'query'"),
+    ],
+)
+def test_an_improper_request_is_refused(driver: Driver, fields: dict[str, Any], code: RefusalCode, text: str):
+    end = driver.end(driver.embed(*(() if "ids" in fields else ("hello",)), **fields))
+    assert isinstance(end, Refusal)
+    assert (end.refused.code, end.prompt_tokens) == (code, None)
+    assert text in end.refused.message
+
+
+def test_vectors_are_not_shortened_unless_the_model_says_so(tmp_path: Path):
+    make_embedder(tmp_path / "fixed", matryoshka_dimensions=[32, 64])
+    driver = Driver(tmp_path)
+    end = driver.end(driver.embed("hello", dimensions=16))
+    assert isinstance(end, Refusal)
+    assert "32, 64" in end.refused.message
+    assert driver.vectors(driver.embed("hello", dimensions=64)).shape == (1, 64)
+
+
+def test_a_text_longer_than_the_context_is_refused_or_cut(tmp_path: Path):
+    make_embedder(tmp_path / "short", max_position_embeddings=32)
+    driver = Driver(tmp_path)
+    text = "one two three four " * 20
+    end = driver.end(driver.embed("x", text))
+    count = len(driver.tokenizer().encode(text, plain=True))
+    assert isinstance(end, Refusal)
+    assert end.refused.code is RefusalCode.CONTEXT
+    assert f"input 1 has {count} tokens" in end.refused.message
+    assert "has 32" in end.refused.message
+    cut = driver.vectors(driver.embed(text, truncate=True))
+    ids = driver.tokenizer().encode(text, plain=True)[:32]
+    assert np.abs(cut - driver.vectors(driver.embed(ids=(ids,)))).max() < 1e-6
+
+
+def test_prompts_and_dense_layers_follow_the_files(tmp_path: Path):
+    tanh, none = "torch.nn.modules.activation.Tanh", "torch.nn.modules.linear.Identity"
+    modes = ("pooling_mode_mean_tokens", "pooling_mode_max_tokens")
+    prompts = {"query": "find: ", "document": "text: "}
+    folder = make_embedder(
+        tmp_path / "dense", modes=modes, dense=((24, tanh), (12, none)), prompts=prompts, default_prompt="document"
+    )
+    driver = Driver(tmp_path)
+    by_default, as_query = (driver.vectors(driver.embed("hello", prompt=name))[0] for name in ("", "query"))
+    model: Any = driver.resident().model
+
+    def compute(text: str) -> np.ndarray:
+        states = np.array(model.model(mx.array([list(driver.tokenizer().encode(text, plain=True))]))[0])
+        vector = np.concatenate([states.max(axis=0), states.mean(axis=0)])
+        for number, function in ((2, np.tanh), (3, lambda array: array)):
+            layer: Any = mx.load(str(folder / f"{number}_Dense/model.safetensors"))
+            vector = function(np.array(layer["linear.weight"]) @ vector + np.array(layer["linear.bias"]))
+        return vector / np.linalg.norm(vector)
+
+    assert np.abs(by_default - compute("text: hello")).max() < 1e-5
+    assert np.abs(as_query - compute("find: hello")).max() < 1e-5
+    assert by_default.shape == (12,)
+
+
+def test_every_forward_asks_the_gate_and_a_batch_shrinks(driver: Driver):
+    driver.vectors(driver.embed("warm"))
+    small = driver.resident().estimator.estimate_packed(1, 8) + 1
+    driver.gate.asked.clear()
+    driver.gate.refuses = lambda site, estimate: site is GateSite.EMBED and estimate > 2 * small
+    forwards = driver.engine.report(0.0).counts.forwards
+    assert len(driver.vectors(driver.embed(*["hello"] * 8))) == 8
+    asked = [estimate for site, estimate in driver.gate.asked if site is GateSite.EMBED]
+    ran = driver.engine.report(0.0).counts.forwards - forwards
+    assert ran == sum(estimate <= 2 * small for estimate in asked) > 1
+    assert max(asked) > 2 * small
+
+
+def test_no_forward_runs_without_room(driver: Driver):
+    driver.vectors(driver.embed("warm"))
+    driver.gate.refuses = lambda site, estimate: site is GateSite.EMBED
+    forwards = driver.engine.report(0.0).counts.forwards
+    end = driver.end(driver.embed("hello", "you"))
+    assert isinstance(end, Refusal)
+    assert end.refused.code is RefusalCode.NO_ROOM
+    assert driver.engine.report(0.0).counts.forwards == forwards
+    assert driver.resident().usage.users == 0
+
+
+def test_results_and_caches_count_as_reserved(driver: Driver):
+    driver.vectors(driver.embed("warm"))
+    before = driver.engine.report(0.0).memory.reserved
+    number = driver.embed("hello", "word " * 2000)
+    reserved = driver.engine.report(0.0).memory.reserved - before
+    assert reserved >= 2 * 128 * 4 + 2000 * driver.resident().kv.per_token
+    driver.cancel(number)
+    assert driver.engine.report(0.0).memory.reserved == before
+    assert driver.resident().usage.users == 0
+    assert driver.ended(number) is None
+
+
+def test_a_fault_ends_its_own_request_only(driver: Driver):
+    driver.vectors(driver.embed("warm"))
+    loaded, head = driver.resident(), driver.resident().head
+    assert head is not None
+
+    def run_layers(ids: mx.array, **more: Any) -> mx.array:
+        if 7 in np.array(ids):
+            raise ValueError("token 7")
+        return head.run_layers(ids, **more)
+
+    broken = dataclasses.replace(head, run_layers=run_layers)
+    driver.engine.parts.models.put(dataclasses.replace(loaded, head=broken))
+    good, bad = driver.embed(ids=((5, 6), (8, 9))), driver.embed(ids=((5, 7),))
+    assert len(driver.vectors(good)) == 2
+    end = driver.end(bad)
+    assert isinstance(end, Failed)
+    assert end.code == FailureCode.ENGINE_ERROR
+    assert len(driver.vectors(driver.embed("hello"))) == 1
+
+
+def test_numbers_that_are_not_finite_are_an_error(driver: Driver):
+    driver.vectors(driver.embed("warm"))
+    head = driver.resident().head
+    assert head is not None
+    broken = dataclasses.replace(head, run_layers=lambda ids, **more: head.run_layers(ids, **more) * mx.array(mx.nan))
+    driver.engine.parts.models.put(dataclasses.replace(driver.resident(), head=broken))
+    number = driver.embed("hello")
+    end = driver.end(number)
+    assert isinstance(end, Failed)
+    assert "not finite" in end.message
+    assert not [frame for frame in driver.said[number] if isinstance(frame, Vectors)]
+
+
+def test_tokens_arrive_between_the_forwards_of_many_texts(tmp_path: Path):
+    make_embedder(tmp_path / "vectors")
+    make_embedder(tmp_path / "chat", normalize=False)
+    (tmp_path / "chat/modules.json").unlink()
+    (tmp_path / "chat/1_Pooling/config.json").unlink()
+    driver = Driver(tmp_path)
+    driver.answer("hello", GenerationParams(max_tokens=2), model="chat")
+    driver.vectors(driver.embed("warm", model="vectors"))
+    chat = driver.ask("count", GenerationParams(max_tokens=200, logit_bias=((0, -100.0),)), model="chat")
+    driver.until(lambda: driver.ids[chat, 0])
+    number = driver.embed(*["a text of some words " * 4] * 64, model="vectors")
+    begun, forwards = len(driver.ids[chat, 0]), driver.gate.checks[GateSite.EMBED]
+    driver.until(lambda: driver.ended(number) or driver.ended(chat))
+    tokens, ran = len(driver.ids[chat, 0]) - begun, driver.gate.checks[GateSite.EMBED] - forwards
+    assert tokens >= ran - 1 > 1, "no two forwards run without a step between them"
+
+
+def test_a_request_is_ended_to_release_its_memory(driver: Driver):
+    driver.vectors(driver.embed("warm"))
+    number = driver.embed("word " * 3000)
+    driver.turn()
+    assert driver.engine.parts.embeddings.end_newest(Refused(RefusalCode.NO_ROOM, "over the cap"), 0.0)
+    driver.turn()
+    assert isinstance(driver.ended(number), Refusal)
+    assert driver.resident().usage.users == 0
+
+
+def test_a_chat_is_refused_with_the_route(driver: Driver):
+    end = driver.end(driver.ask("hello"))
+    assert isinstance(end, Refusal)
+    assert end.refused.code is RefusalCode.UNSUPPORTED
+    assert "/v1/embeddings" in end.refused.message
+    assert driver.engine.report(0.0).models[0].features == ("embed",)

@@ -1,0 +1,63 @@
+"""Frames of requests for embeddings, which end with Finished, Refusal or Failed as all requests do."""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+from msgspec import Meta
+
+from wire.bounds import Ids, Long, Natural, Number, Tokens, Word
+from wire.capacity.fairness import WeightedKey
+from wire.frames.frame import Frame
+
+MAX_INPUTS = 2048
+"""Maximum texts of one request."""
+MAX_VECTORS_BYTES = 48 * 1024
+"""Maximum bytes of the vectors of one frame, and of one vector: 12,288 numbers. The frame is below
+`wire.codec.MAX_PLAIN_BYTES`, because a fragmented frame could be overtaken by the Finished of its request."""
+NUMBER_BYTES = 4
+"""Bytes of a number in single precision."""
+
+
+class Embed(Frame, frozen=True, array_like=True, gc=False):
+    """Coordinator → engine: compute a vector for each text. The texts are `texts` or `ids`."""
+
+    request: Number
+    seq: Number
+    """Sequence number, as in Generate."""
+    request_id: Word
+    """Request id for logs, as the client knows it."""
+    model: Word
+    texts: Annotated[tuple[Long, ...], Meta(max_length=MAX_INPUTS)] = ()
+    ids: Annotated[tuple[Ids, ...], Meta(max_length=MAX_INPUTS)] = ()
+    """Texts as token ids of the model, which get no further token."""
+    dimensions: Tokens = 0
+    """Numbers of each vector; 0: all that the model computes."""
+    truncate: bool = False
+    """Whether a text longer than the context is cut. Without `truncate`, the request is refused."""
+    prompt: Word = ""
+    """Name of the model's prompt that precedes each text; empty for the default of the model."""
+    owner: WeightedKey = WeightedKey()
+    """Key for fair shares."""
+
+    @property
+    def count(self) -> int:
+        """Number of texts."""
+        return len(self.texts) or len(self.ids)
+
+
+class Vectors(Frame, frozen=True, array_like=True, gc=False):
+    """Engine → coordinator: vectors of some texts of a request. Finished follows after the last of them."""
+
+    request: Number
+    places: Annotated[tuple[Natural, ...], Meta(max_length=MAX_INPUTS)]
+    """Place of each text in the request, from 0."""
+    data: Annotated[bytes, Meta(max_length=MAX_VECTORS_BYTES)]
+    """Numbers of all vectors in that order, in single precision, little endian. All vectors have the same length."""
+
+
+def split_vectors(request: int, places: Sequence[int], data: bytes) -> Iterator[Vectors]:
+    """Yield the frames with the vectors of a request, each with at most MAX_VECTORS_BYTES. `data` is as in Vectors."""
+    size = len(data) // len(places)
+    most = MAX_VECTORS_BYTES // size
+    for at in range(0, len(places), most):
+        yield Vectors(request, tuple(places[at : at + most]), data[at * size : (at + most) * size])

@@ -1,0 +1,1 @@
+"""Models: their files, versions and kinds, and the query of a hub."""

@@ -1,0 +1,26 @@
+"""Kinds of models by the requests that they serve. A report names the kind among the features of a model."""
+
+from collections.abc import Collection
+from enum import StrEnum
+
+
+class ModelKind(StrEnum):
+    """Kind of a model. Each kind but CHAT is a feature in the report of the model, by its value."""
+
+    CHAT = "chat"
+    EMBED = "embed"
+
+
+ROUTES = {ModelKind.CHAT: "/v1/chat/completions", ModelKind.EMBED: "/v1/embeddings"}
+"""Route that serves models of a kind, for messages."""
+
+
+def get_kind(features: Collection[str]) -> ModelKind:
+    """Return the kind of a model with these features. A model whose features name no kind is a chat model."""
+    return ModelKind.EMBED if ModelKind.EMBED in features else ModelKind.CHAT
+
+
+def explain_other_kind(model: str, kind: ModelKind) -> str:
+    """Return the sentence for a request of another kind than its model, with the route to use."""
+    what = "computes embeddings and generates no text" if kind is ModelKind.EMBED else "computes no embeddings"
+    return f"the model {model} {what}: use {ROUTES[kind]}, or another model"
