@@ -5,7 +5,7 @@ from typing import Any
 from coordinator.cli.commands.models import format_model_label
 from coordinator.cli.memory_breakdown import NO_MARGIN, OFF, UNARMED, describe_breaker, format_age, get_guard_state
 from wire.node_state import SILENT, NodeState
-from wire.units import GIB, show_size
+from wire.units import GIB, MIB, show_size
 
 NARROW = ("NAME", "STATE", "MEMORY", "HEADROOM", "IN FLIGHT", "MODELS", "VIDEO")
 """Columns for 80 characters."""
@@ -84,10 +84,11 @@ def format_state(node: dict[str, Any]) -> str:
 
 
 def format_memory(node: dict[str, Any]) -> str:
-    """Return current memory of ceiling, as `12.3/24.0 GiB`; `-` if they are unknown or outdated."""
+    """Return current memory of ceiling in the unit of the ceiling, `12.3/24.0 GiB`; `-` if unknown or outdated."""
     if node["state"] in SILENT or node["current"] is None or not node["ceiling"]:
         return "-"
-    return f"{node['current'] / GIB:.1f}/{show_size(node['ceiling'])}"
+    unit = GIB if node["ceiling"] >= GIB else MIB
+    return f"{node['current'] / unit:.1f}/{node['ceiling'] / unit:.1f} {'GiB' if unit == GIB else 'MiB'}"
 
 
 def format_model_count(node: dict[str, Any]) -> str:

@@ -274,6 +274,7 @@ def raise_for_status(status: int, raw: bytes) -> NoReturn:
         409: REFUSED,
         429: REFUSED,
         503: REFUSED,
+        507: REFUSED,
         504: TIMED_OUT,
     }.get(status, 1)
     raise CommandError(REFUSED if status == 400 and b"memory" in raw else code, message)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from coordinator.cli.commands import logs_and_top, nodes
 from coordinator.cli.commands.models import print_models
-from coordinator.cli.node_table import NARROW
+from coordinator.cli.node_table import NARROW, format_memory
 from coordinator.cluster.member_state import Member
 from coordinator.observe.node_rows import NodeFacts, build_node_row
 from coordinator.state.rows import MemberRow
@@ -22,7 +22,7 @@ from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.identity import NodeId
 from wire.node_state import NodeState
 from wire.report import EngineState, Hardware
-from wire.units import GIB
+from wire.units import GIB, MIB
 
 NAMES = ("macbook-pro-anna", "studio", "mini-wohnzimmer")
 SIZES = [(80, 2), (80, 12), (80, 40), (120, 2), (120, 12), (120, 40), (200, 2), (200, 12), (200, 40)]
@@ -159,3 +159,15 @@ def test_the_live_view_fits(width: int, models: int):
     assert max(len(line.rstrip()) for line in lines) <= width
     assert all(line.startswith(name) for line, name in zip(lines[1:], NAMES, strict=True))
     assert "ready, cordoned" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("current", "ceiling", "text"),
+    [
+        (int(12.34 * GIB), 24 * GIB, "12.3/24.0 GiB"),
+        (92 * MIB, 260 * MIB, "92.0/260.0 MiB"),
+        (92 * MIB, 2 * GIB, "0.1/2.0 GiB"),
+    ],
+)
+def test_memory_is_shown_in_the_unit_of_the_ceiling(current: int, ceiling: int, text: str):
+    assert format_memory({"state": "ready", "current": current, "ceiling": ceiling}) == text
