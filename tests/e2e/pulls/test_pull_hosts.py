@@ -157,7 +157,7 @@ def _pull_to_full_disks(lab: PullLab, disk: str) -> None:
     lab.hub.add("tests/large", {**TINY, PADDING: bytes(70_000_000)})
     refused = lab.type_command("pull", "tests/large", "--node", "three")
     text = "three: needs 69.3 MiB of disk, has 64.0 MiB free and keeps 3.2 MiB"
-    assert (refused.returncode, text in refused.stderr) == (1, True), refused.stderr
+    assert (refused.returncode, text in refused.stderr) == (6, True), refused.stderr
 
     lab.hub.add("tests/filling", {**TINY, PADDING: bytes(30_000_000)})
     lab.hub.faults.chunk_seconds = 0.02
