@@ -31,7 +31,7 @@ from wire.frames import Failed, Frame, Refusal
 from wire.refusals import FailureCode, RefusalCode, Refused
 
 FORWARD_PER_STEP = 0.4
-"""Seconds of a forward per second of a decode step: the gaps between tokens stay below 1.5 times the usual ones."""
+"""Seconds of a forward per second of a decode step. It bounds the gaps between tokens."""
 
 log = structlog.get_logger("engine.embedding")
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from router.admission.request_limits import MAX_INPUTS, MAX_NAME_CHARS, MAX_PROMPT_IDS, MAX_TOKEN_ID, MAX_TOKENS
-from router.dialects.shared.common_fields import KEEP, Named, StrictPart
+from router.admission.request_limits import MAX_INPUTS, MAX_NAME_CHARS, MAX_PROMPT_IDS, MAX_TOKENS
+from router.dialects.shared.common_fields import KEEP, Named, StrictPart, Text, TokenIds, get_input_tag
 from router.dialects.shared.field_table import FieldTable
 
 _NODE = "the vectors of a model depend on its files only"
@@ -33,27 +33,15 @@ OLLAMA_INSTEAD: Mapping[str, str] = MappingProxyType(
     }
 )
 
-TokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)
-]
-Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
 ManyIds = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
-
-
-def _get_input_tag(value: object) -> str:
-    if not isinstance(value, list):
-        return "text_part"
-    first = cast("list[object]", value)[0] if value else ""
-    return "ids_part" if isinstance(first, int) else "many_part" if isinstance(first, list) else "texts_part"
-
 
 Input = Annotated[
     Annotated[Text, Tag("text_part")]
     | Annotated[Texts, Tag("texts_part")]
     | Annotated[TokenIds, Tag("ids_part")]
     | Annotated[ManyIds, Tag("many_part")],
-    Discriminator(_get_input_tag),
+    Discriminator(get_input_tag),
 ]
 OllamaInput = Annotated[
     Annotated[Text, Tag("text_part")] | Annotated[Texts, Tag("texts_part")],

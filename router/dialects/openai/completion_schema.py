@@ -2,12 +2,20 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, cast
+from typing import Annotated
 
 from pydantic import Discriminator, Field, Tag
 
-from router.admission.request_limits import MAX_PROMPT_IDS, MAX_PROMPTS, MAX_TOKEN_ID, MAX_TOKENS, MAX_TOP_LOGPROBS
-from router.dialects.shared.common_fields import OTHER_SERVERS, SESSION_NOTE, Named, Tokens
+from router.admission.request_limits import MAX_PROMPT_IDS, MAX_PROMPTS, MAX_TOP_LOGPROBS
+from router.dialects.shared.common_fields import (
+    OTHER_SERVERS,
+    SESSION_NOTE,
+    Named,
+    Text,
+    TokenIds,
+    Tokens,
+    get_input_tag,
+)
 from router.dialects.shared.field_table import FieldTable
 from router.dialects.shared.formats import FORMS, FormattedBody
 
@@ -31,27 +39,15 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
     }
 )
 
-TokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)
-]
-Text = Annotated[str, Field(min_length=1)]
 Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
 ManyIds = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
-
-
-def _get_prompt_tag(prompt: object) -> str:
-    if not isinstance(prompt, list):
-        return "text_part"
-    first = cast("list[object]", prompt)[0] if prompt else ""
-    return "ids_part" if isinstance(first, int) else "many_part" if isinstance(first, list) else "texts_part"
-
 
 Prompt = Annotated[
     Annotated[Text, Tag("text_part")]
     | Annotated[Texts, Tag("texts_part")]
     | Annotated[TokenIds, Tag("ids_part")]
     | Annotated[ManyIds, Tag("many_part")],
-    Discriminator(_get_prompt_tag),
+    Discriminator(get_input_tag),
 ]
 
 

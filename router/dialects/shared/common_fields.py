@@ -12,6 +12,7 @@ from router.admission.request_limits import (
     MAX_NAME_CHARS,
     MAX_STOP_CHARS,
     MAX_STOPS,
+    MAX_TOKEN_ID,
     MAX_TOKENS,
     MAX_TOP_K,
 )
@@ -82,6 +83,10 @@ Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Named = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)
+]
+Text = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
@@ -131,6 +136,14 @@ YIELDING = BeforeValidator(_return_unchanged)
 The interpreter switches threads in Python code only, and pydantic checks a whole list in one native call. With this
 validator, the event loop can run between two items.
 """
+
+
+def get_input_tag(value: object) -> str:
+    """Return the tag of an input: a text, texts, token ids, or several of these."""
+    if not isinstance(value, list):
+        return "text_part"
+    first = cast("list[object]", value)[0] if value else ""
+    return "ids_part" if isinstance(first, int) else "many_part" if isinstance(first, list) else "texts_part"
 
 
 def _get_content_tag(content: object) -> str:

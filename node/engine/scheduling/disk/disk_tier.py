@@ -1,6 +1,6 @@
 """Disk tier of the prefix cache in the scheduler: lookup of prompts, their restoration part by part, and writing.
 
-    find ─► (gate) ─► restore_part ─► … ─► the prefill starts with what was read
+    find ─► (gate) ─► restore_part ─► … ─► the prefill starts with the restored tokens
      ▲                     │ a file is missing or invalid
      └─────────────────────┘
 

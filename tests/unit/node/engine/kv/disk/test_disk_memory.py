@@ -1,4 +1,4 @@
-"""Bytes in the queue of the disk cache count as cached, and are the first to go."""
+"""Bytes in the queue of the disk cache count as cached, and are dropped first."""
 
 from pathlib import Path
 
@@ -27,4 +27,4 @@ def test_the_queue_goes_before_any_entry(tmp_path: Path):
     assert memory.nbytes >= 4 * 64 * MIB
     memory.evict_until(iter([False, True]).__next__)
     assert (len(store), disk.writer.drops > 0) == (1, True)
-    assert memory.nbytes <= 10 + 2 * 64 * MIB, "what is being written stays"
+    assert memory.nbytes <= 10 + 2 * 64 * MIB, "the part in progress stays"
