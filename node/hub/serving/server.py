@@ -26,7 +26,10 @@ import msgspec
 from node.hub.serving.served_repository import ServedFile, ServedRepository
 from wire.models.files import ModelFile
 
-READ_BYTES = 1024 * 1024
+READ_BYTES = 2 * 1024 * 1024
+"""Bytes that a thread reads at once, while the bytes before them are sent. A change of threads takes 0.2 ms."""
+SEND_BYTES = 1024 * 1024
+"""Bytes that are encrypted at once. Other connections take their turn between two parts."""
 READ_THREADS = 4
 POLL_SECONDS = 0.05
 """Seconds between two checks for bytes of a file that is still being downloaded."""
@@ -162,30 +165,46 @@ class HubServer:
         )
 
     async def _send_span(self, opened: ServedFile, span: _Span, receive: Receive, send: Send) -> None:
-        """Send the bytes of a span. Return early, which closes the connection, if they do not arrive in time."""
+        """Send the bytes of a span. Return early, which closes the connection, if they cannot be read in time."""
         disconnected = asyncio.create_task(_wait_disconnect(receive))
+        at, reading = span.start, self._start_read(opened, span.start, span.end)
         try:
-            at = span.start
-            while at < span.end and not disconnected.done():
-                available = await self._wait_available(opened, at)
-                data = await self._read(opened, at, min(available, READ_BYTES, span.end - at))
-                if not data:
-                    return
-                at += len(data)
-                self.sent_bytes += len(data)
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-            if at == span.end:
-                await send({"type": "http.response.body", "body": b""})
+            with contextlib.suppress(OSError):
+                while at < span.end and not disconnected.done():
+                    block = await reading
+                    if not block and not await self._wait_available(opened, at):
+                        return
+                    at += len(block)
+                    reading = self._start_read(opened, at, span.end)
+                    await self._send_block(block, send)
+                if at == span.end:
+                    await send({"type": "http.response.body", "body": b""})
         finally:
             disconnected.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await disconnected
+            await asyncio.gather(disconnected, reading, return_exceptions=True)
 
-    async def _read(self, opened: ServedFile, start: int, size: int) -> bytes:
-        """Return at most `size` bytes; none if the read fails, because the status was already sent."""
-        with contextlib.suppress(OSError):
-            return await self._run(lambda: opened.read(start, size))
-        return b""
+    async def _send_block(self, block: bytes, send: Send) -> None:
+        for start in range(0, len(block), SEND_BYTES):
+            part = block[start : start + SEND_BYTES]
+            self.sent_bytes += len(part)
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+
+    def _start_read(self, opened: ServedFile, start: int, end: int) -> asyncio.Future[bytes]:
+        """Read in a thread at most `READ_BYTES` of `start` to `end`; none if none are available yet.
+
+        The future raises OSError if the read fails.
+        """
+
+        def read() -> bytes:
+            size = min(opened.count_available(start), READ_BYTES, end - start)
+            if size <= 0:
+                return b""
+            data = opened.read(start, size)
+            if not data:
+                raise OSError(f"the file ends at byte {start}")
+            return data
+
+        return asyncio.get_running_loop().run_in_executor(self._threads, read)
 
     async def _wait_available(self, opened: ServedFile, start: int) -> int:
         """Return the number of bytes that can be read from `start`; 0 if there are none after `wait_seconds`."""

@@ -125,12 +125,17 @@ def test_two_pulls_of_one_repository_are_one(pulls: FaultyPulls) -> None:
 def test_another_commit_waits_for_the_pull_in_progress(pulls: FaultyPulls) -> None:
     repo = "tests/changed"
     add(pulls, repo, 2_000_000, b"1")
-    pulls.hub.faults.chunk_seconds = 0.1
+    pulls.hub.faults.chunk_seconds = 1.0
     pulls.pull(repo, "--detach")
     until(lambda: pulls.list_caches(repo), 30, "the first pull writes")
     files = add(pulls, repo, 2_000_000, b"2")
-    text = pulls.pull(repo)
-    assert f"this node pulls {repo} at commit " in text
+    cause = f"this node pulls {repo} at commit "
+    with ThreadPoolExecutor(1) as threads:
+        second = threads.submit(pulls.pull, repo)
+        until(lambda: cause in str(pulls.pool.get("/api/v1/pulls")), 60, "the second pull waits")
+        pulls.hub.faults.chunk_seconds = 0.0
+        text = second.result()
+    assert cause in text
     assert text.count(": completed, ") == 2
     for folder in pulls.list_caches(repo):
         commit = (folder / "refs" / "main").read_text()
