@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType
 from typing import NoReturn, TypeVar
 
@@ -19,9 +18,6 @@ from wire.frames.model_files import ModelOrderCode
 from wire.models.files import PIECE_BYTES, ModelManifest, ModelSource
 
 T = TypeVar("T")
-
-NICENESS = 10
-"""Niceness of a child: requests on the same machine come first."""
 
 CONNECTIONS = 4
 """Parallel ranges of a download."""
@@ -168,13 +164,11 @@ class ChildChannel:
 def perform_order(
     kind: type[T], work: Callable[[T, ChildChannel], ChildEnd], on_agent_end: Callable[[T], object] = lambda order: None
 ) -> NoReturn:
-    """Perform the order of the standard input with low priority, send its end, and end the process.
+    """Perform the order of the standard input, send its end, and end the process.
 
     Threads that still work end with the process. `on_agent_end` is called with the order, in a thread, when the agent
     has ended.
     """
-    with suppress(OSError):
-        os.nice(NICENESS)
     channel = ChildChannel()
     channel.stop_on_sigterm()
     try:

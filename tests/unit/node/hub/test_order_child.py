@@ -1,5 +1,6 @@
 """Children of orders that fail: each order ends, and no process is left."""
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from node.hub.child_messages import ChildProgress, VerifyOrder
-from node.hub.order_child import OrderChild
+from node.hub.order_child import NICENESS, OrderChild
 from tests.support.hub.downloads import list_children
 from wire.frames.model_files import ModelOrderCode
 
@@ -54,8 +55,17 @@ async def test_a_child_that_sends_garbage_is_killed(tmp_path: Path, monkeypatch:
     began = time.monotonic()
     content = 'import time; print(\'{"type": "progress", "phase": "checking"}\\n[\', flush=True); time.sleep(60)'
     code, _, progress = await run(make_module(tmp_path, monkeypatch, content))
-    assert (code, [one.phase for one in progress]) == (ModelOrderCode.FAILED, ["checking"])
+    assert (code, [message.phase for message in progress]) == (ModelOrderCode.FAILED, ["checking"])
     assert time.monotonic() - began < 30
+
+
+async def test_a_child_has_a_low_priority_before_it_reads_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    content = (
+        "import os, sys; sys.stdin.readline(); "
+        'print(\'{"type": "progress", "phase": "checking", "done": %d}\' % os.nice(0), flush=True)'
+    )
+    _, _, progress = await run(make_module(tmp_path, monkeypatch, content))
+    assert [message.done - os.nice(0) for message in progress] == [NICENESS]
 
 
 async def test_a_cancelled_child_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
