@@ -1,4 +1,8 @@
-"""Errors that the pure state machines share: events in, actions out, with a table of legal transitions."""
+"""Errors of the pure state machines (events in, actions out, with a table of legal transitions), and their count."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from enum import StrEnum
 
 
 class InvariantError(AssertionError):
@@ -10,3 +14,29 @@ class IllegalEventError(Exception):
 
     The cause is a bug of the caller, or a peer that should have been denied.
     """
+
+
+class StateMachine(StrEnum):
+    """State machines of the coordinator whose illegal events are counted."""
+
+    REQUEST = "request"
+    MEMBERSHIP = "membership"
+    PULL = "pull"
+    WISH = "wish"
+    VIDEO_JOB = "video_job"
+
+
+class IllegalEventCounts(dict[StateMachine, int]):
+    """Number of illegal events by state machine. Any number but 0 is a bug."""
+
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys(StateMachine, 0))
+
+    @contextmanager
+    def count_errors(self, machine: StateMachine) -> Generator[None]:
+        """Count `IllegalEventError` and `InvariantError` of the block, and raise them again."""
+        try:
+            yield
+        except (IllegalEventError, InvariantError):
+            self[machine] += 1
+            raise

@@ -234,8 +234,8 @@ RULES = (
         _WARNING,
         Comparison(_build_increase("illegal_events", 600), ">", 0),
         0,
-        "the {machine} state machine got an event that it does not allow: one request ended with an error",
-        '`cluster logs` has the event and the state under "illegal event": report a bug with it',
+        "the {machine} state machine got an event that it does not allow, and kept its state",
+        "`cluster logs` has the error with the state and the event: report a bug with it",
     ),
     AlertRule(
         "NodeIllegalEvent",

@@ -21,6 +21,7 @@ from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.state.database import Database
+from wire.state_machine import IllegalEventCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,7 @@ def assemble_pool(
     approvals: ApprovalQueue,
     links: NodeLinks,
     listener: RegistryListener,
+    illegal_events: IllegalEventCounts,
     *,
     wall: Callable[[], float],
     on_superseded: Callable[[SupersededMark], None],
@@ -70,7 +72,7 @@ def assemble_pool(
     """
     authentication, barrier = MemberAuthentication(store, fence.authority, wall), StoreBarrier(store.flush)
     records, table = NodeRecords(store), links.table
-    registry = Registry(store, records, table, authentication, barrier, listener)
+    registry = Registry(store, records, table, authentication, barrier, listener, illegal_events)
     admission = LinkAdmission(identity, fence, authentication, registry, records, table, on_superseded)
     queries = MemberQueries(authentication)
     relay = RelayServer(links.transfers, authentication)

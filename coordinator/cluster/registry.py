@@ -39,6 +39,7 @@ from coordinator.tls.cluster_ca import CertificateRequestError
 from router.placement.cluster_view import ClusterView, NodeView
 from wire.frames import CertificateRenewed, Denied, Frame, Goodbye, GoodbyeReason, Hello, RenewCertificate, Report
 from wire.identity import NodeId
+from wire.state_machine import IllegalEventCounts, StateMachine
 
 log = structlog.get_logger("coordinator.cluster.registry")
 MAX_IMMEDIATE_MEMBERS = 32
@@ -78,6 +79,7 @@ class Registry:
         authentication: MemberAuthentication,
         barrier: StoreBarrier,
         listener: RegistryListener,
+        illegal_events: IllegalEventCounts,
     ) -> None:
         self._store = store
         self._records = records
@@ -85,6 +87,7 @@ class Registry:
         self._authentication = authentication
         self._barrier = barrier
         self._listener = listener
+        self._illegal_events = illegal_events
         self._loop = asyncio.get_running_loop()
         members = [row for row in store.members.values() if row.removed is None]
         self._pool = membership.restore_membership(
@@ -156,7 +159,7 @@ class Registry:
             return
         self._records.record_report(node, report, self._loop.time())
         event = MemberReported(number, report.draining, report.sharing.paused)
-        self._pool, actions = membership.advance(self._pool, node, event, self._loop.time())
+        actions = self._advance(node, event)
         self._perform_actions(actions)
         if not actions:
             self.publish_view()
@@ -193,8 +196,12 @@ class Registry:
 
         Raise `IllegalEventError` if the event is illegal in the node's state; nothing has changed then.
         """
-        self._pool, actions = membership.advance(self._pool, node, event, self._loop.time())
-        self._perform_actions(actions)
+        self._perform_actions(self._advance(node, event))
+
+    def _advance(self, node: NodeId, event: Event) -> tuple[Action, ...]:
+        with self._illegal_events.count_errors(StateMachine.MEMBERSHIP):
+            self._pool, actions = membership.advance(self._pool, node, event, self._loop.time())
+        return actions
 
     def tick(self, now: float | None = None) -> None:
         """Apply the transitions that are due at `now`, in seconds of the loop's clock; None for the current time."""

@@ -13,8 +13,9 @@ from coordinator.metrics.families import (
 )
 from coordinator.metrics.pool_readers import MODEL_LABEL, NODE_LABEL, read_by_model, read_by_node
 from coordinator.metrics.pool_snapshot import PoolSnapshot
-from router.dispatch.counters import MACHINES, OUTCOMES, UPSTREAM_OUTCOMES
+from router.dispatch.counters import OUTCOMES, UPSTREAM_OUTCOMES
 from wire.refusals import RefusalCode
+from wire.state_machine import StateMachine
 
 UPSTREAM_LABEL = (("upstream", "an upstream of the settings"),)
 _G, _C, _H = MetricKind.GAUGE, MetricKind.COUNTER, MetricKind.HISTOGRAM
@@ -119,9 +120,9 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
     MetricFamily(
         "illegal_events",
         _C,
-        "Events that a state machine did not allow; each ended one request. A value above 0 is a bug.",
-        lambda p: [((machine,), count) for machine, count in p.counters.illegal_events.items()],
-        (("machine", ", ".join(f"`{machine}`" for machine in MACHINES)),),
+        "Events that a state machine of the coordinator does not allow. A value above 0 is a bug.",
+        lambda p: [((machine.value,), count) for machine, count in p.counters.illegal_events.items()],
+        (("machine", ", ".join(f"`{machine}`" for machine in StateMachine)),),
     ),
     MetricFamily(
         "router_breaker_open",

@@ -53,6 +53,7 @@ from wire.identity import NodeId
 from wire.models.files import ModelManifest, ModelSource, SourceKind
 from wire.node_state import LINKED
 from wire.refusals import RefusalCode, Refused
+from wire.state_machine import IllegalEventCounts, StateMachine
 from wire.units import show_size
 
 MODEL_ORDER_FRAMES = (ModelOrderProgress, ModelOrderEnded)
@@ -82,12 +83,14 @@ class PullController:
         send: Callable[[NodeId, Frame], bool],
         transfers: RelayTransfers,
         epoch: int,
+        illegal_events: IllegalEventCounts,
         *,
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.hub = hub
         self._send = send
         self._transfers = transfers
+        self._illegal_events = illegal_events
         self._wall = wall
         self._loop = asyncio.get_running_loop()
         self._records = PullRecords(state)
@@ -216,7 +219,8 @@ class PullController:
 
     def _apply(self, pull: str, event: Event) -> None:
         before = self.pulls[pull]
-        state, actions = step(before.state, event, self._loop.time())
+        with self._illegal_events.count_errors(StateMachine.PULL):
+            state, actions = step(before.state, event, self._loop.time())
         record = self.pulls[pull] = before.set_state(state, self._wall())
         self._log_changes(before, record)
         for action in actions:

@@ -19,6 +19,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.request import RequestFailure
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
+from wire.state_machine import StateMachine
 
 log = structlog.get_logger("coordinator.models.wish_runner")
 ROUND_SECONDS = 1.0
@@ -38,6 +39,7 @@ class WishRunner:
     ) -> None:
         self._wishes = wishes
         self._dispatcher = dispatcher
+        self._illegal_events = dispatcher.counters.illegal_events
         self._operations = operations
         self._clock = clock
         self._history = ActionHistory(clock())
@@ -74,7 +76,8 @@ class WishRunner:
                 await self._woken.wait()
                 self._woken.clear()
                 try:
-                    self._begin_round()
+                    with self._illegal_events.count_errors(StateMachine.WISH):
+                        self._begin_round()
                 except Exception:
                     log.exception("wish round failed")
                 await asyncio.sleep(ROUND_SECONDS)
@@ -163,7 +166,8 @@ class WishRunner:
         elif failure is not None:
             outcome = ActionOutcome.FAILED
         why = "" if failure is None else failure.message
-        self._history = step(self._history, ActionEnded(action.node, why, headroom), self._clock())
+        with self._illegal_events.count_errors(StateMachine.WISH):
+            self._history = step(self._history, ActionEnded(action.node, why, headroom), self._clock())
         self._counters.count_end(action, outcome)
         verb = "load" if isinstance(action, LoadWish) else "unload"
         log.info(f"wish {verb} ended", model=action.model, node=action.name, outcome=outcome, why=why)

@@ -58,10 +58,12 @@ async def start_cluster(
     """
     links = create_links()
     dispatcher = _create_dispatcher(options, state.epoch, links.table, access.ring)
+    illegal_events = dispatcher.counters.illegal_events
     video_controller = VideoController(
-        state.state, options.settings.video, links.table.send, links.fetches.fetch_source
+        state.state, options.settings.video, links.table.send, links.fetches.fetch_source, illegal_events
     )
-    pulls = PullController(state.state, HubClient(options.settings.hub), links.table.send, links.transfers, state.epoch)
+    hub = HubClient(options.settings.hub)
+    pulls = PullController(state.state, hub, links.table.send, links.transfers, state.epoch, illegal_events)
     dispatcher.placer.watch_pulls(pulls.find_waiting_refusal)
     operations = ModelOperations(dispatcher, time.monotonic)
     wishes = WishRunner(state.store.wishes, dispatcher, operations, time.monotonic)
@@ -73,6 +75,7 @@ async def start_cluster(
         access.approvals,
         links,
         ListenerFanout(dispatcher, video_controller, pulls, wishes.wake),
+        illegal_events,
         wall=time.time,
         on_superseded=on_superseded,
     )

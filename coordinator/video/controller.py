@@ -34,6 +34,7 @@ from router.placement.cluster_view import ClusterView, NodeView
 from wire.frames import Frame, LeaseEnded, LeaseGranted, LeaseRefused, LeaseRelease, LeaseRequest
 from wire.identity import NodeId
 from wire.refusals import FailureCode
+from wire.state_machine import IllegalEventCounts, StateMachine
 
 log = structlog.get_logger("coordinator.video")
 
@@ -61,6 +62,7 @@ class VideoController:
         settings: VideoSettings,
         send: Callable[[NodeId, Frame], bool],
         fetch: FetchFromNode,
+        illegal_events: IllegalEventCounts,
         *,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] | None = None,
@@ -68,6 +70,7 @@ class VideoController:
         self.settings = settings
         self.artifacts = ArtifactFolder(folder / "videos", fetch)
         self._send = send
+        self._illegal_events = illegal_events
         self._wall = wall
         self._clock = clock or asyncio.get_running_loop().time
         store = VideoStore(folder)
@@ -219,7 +222,8 @@ class VideoController:
 
     def _process_event(self, event: events.Event) -> None:
         before = self.table
-        self.table, actions = advance(before, event, self._wall())
+        with self._illegal_events.count_errors(StateMachine.VIDEO_JOB):
+            self.table, actions = advance(before, event, self._wall())
         for action in actions:
             self._perform_action(action)
         self._history.record(before, self.table)

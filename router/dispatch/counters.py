@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from wire.histogram import Histogram
 from wire.identity import NodeId
 from wire.refusals import FailureCode, RefusalCode
+from wire.state_machine import IllegalEventCounts
 
 TTFT_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320)
 ITL_BOUNDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -26,8 +27,6 @@ MAX_PACES = 4096
 each."""
 MAX_KEY_MODELS = 1024
 """Maximum pairs of key and model that are counted; tokens of further pairs are left out."""
-MACHINES = ("request",)
-"""Names of the state machines whose illegal events are counted."""
 OTHER = "other"
 FAILED = "failed"
 OUTCOMES = frozenset(
@@ -137,8 +136,7 @@ class Counters:
     """Requests moved off a node that drains or fell silent, or moved to an idle node."""
     swaps: dict[str, int] = field(default_factory=lambda: {"done": 0, "dropped": 0})
     """Model swaps, `done` and `dropped`."""
-    illegal_events: dict[str, int] = field(default_factory=lambda: dict.fromkeys(MACHINES, 0))
-    """Events that a state machine did not allow, by machine. Any number but 0 is a bug."""
+    illegal_events: IllegalEventCounts = field(default_factory=IllegalEventCounts)
     slow_clients: int = 0
     queue_entries: int = 0
     """Number of times that a request was queued."""
@@ -247,10 +245,6 @@ class Counters:
     def count_queue_entry(self) -> None:
         """Count a request that enters the queue."""
         self.queue_entries += 1
-
-    def count_illegal_event(self, machine: str) -> None:
-        """Count an event that a state machine did not allow. `machine` names the state machine, as in `MACHINES`."""
-        self.illegal_events[machine] += 1
 
     def count_swap(self, *, done: bool) -> None:
         """Count a model swap that has ended: `done`, or dropped."""

@@ -44,7 +44,7 @@ from wire.frames import Deltas, Frame, Vectors
 from wire.identity import NodeId
 from wire.node_state import SERVING, NodeState
 from wire.refusals import FailureCode
-from wire.state_machine import IllegalEventError, InvariantError
+from wire.state_machine import IllegalEventError, InvariantError, StateMachine
 
 log = structlog.get_logger("router.dispatch.dispatcher")
 STOPPING = "the coordinator is stopping: retry when it runs again"
@@ -117,9 +117,9 @@ class Dispatcher:
         An illegal event ends only this request, and is counted.
         """
         try:
-            actions = request.step(event, self._clock())
+            with self.counters.illegal_events.count_errors(StateMachine.REQUEST):
+                actions = request.step(event, self._clock())
         except (IllegalEventError, InvariantError) as error:
-            self.counters.count_illegal_event("request")
             log.exception("illegal event", request_id=request.spec.request_id, state=request.state.value)
             text = f"the request ended because of an internal error of the router: retry, and report its log ({error})"
             self.apply(request, Stopped(RequestFailure(FailureCode.ROUTER_ERROR, text)))

@@ -11,6 +11,7 @@ import pytest
 
 from coordinator.video import artifacts as artifacts_module
 from coordinator.video.artifacts import ArtifactFolder
+from coordinator.video.state.events import JobPlaced
 from coordinator.video.state.jobs import JobFault, JobState
 from tests.contract.test_videos import Pool, pool
 from tests.support.cluster.cluster_port import opened
@@ -19,6 +20,7 @@ from tests.support.video.peer import CLIP, VideoPeer, artifacts_of
 from tests.unit.coordinator.state.test_forgetting import found
 from tests.unit.coordinator.video.state.test_job_table import a_job
 from wire.frames import AllowVideo, Generate, LeaseGranted, LeaseRefused, LeaseRelease, LeaseRequest
+from wire.state_machine import IllegalEventCounts, IllegalEventError
 from wire.units import GIB
 from wire.video import Artifact
 
@@ -320,3 +322,13 @@ async def test_a_full_disk_is_a_clear_error_and_the_node_may_drop_its_files(
         await one.port.until(lambda: one.peer.ended == {})
         folder = one.conductor.artifacts.get_folder(video)
         await one.port.until(lambda: not folder.exists())
+
+
+async def test_an_illegal_event_of_a_video_job_is_counted(tmp_path: Path):
+    async with pool(tmp_path) as one:
+        counts = one.port.application.dispatcher.counters.illegal_events
+        with pytest.raises(IllegalEventError, match="unknown is not to be placed on node-1 now"):
+            one.conductor.apply_event(JobPlaced("unknown", "node-1", "lease"))
+        assert counts == IllegalEventCounts() | {"video_job": 1}
+        await asked(one)
+        assert counts == IllegalEventCounts() | {"video_job": 1}, "later events are legal"

@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from wire.state_machine import IllegalEventError
+
 
 class JobState(StrEnum):
     """State of a job. `leasing`: a node was asked for a lease. `finalizing`: the worker has finished, and the files are
@@ -39,7 +41,7 @@ FETCHING_PROGRESS = 99
 """Percent of a job while its files are fetched."""
 
 
-class IllegalTransitionError(ValueError):
+class IllegalTransitionError(IllegalEventError):
     """Raised for a state transition that is not in `TRANSITIONS`, which is a bug."""
 
 

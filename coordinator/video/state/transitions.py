@@ -32,13 +32,14 @@ from coordinator.video.state.jobs import JobFaultCode, JobState, VideoJob, chang
 from coordinator.video.state.lease_transitions import apply_answer, apply_node_away, apply_node_removed, apply_report
 from coordinator.video.state.retention import apply_retention
 from coordinator.video.state.transition import MAX_PAUSE_SECONDS, Transition
+from wire.state_machine import IllegalEventError
 from wire.video import LeaseEndCode, ReleaseCause
 
 
 def advance(table: JobTable, event: Event, now: float) -> tuple[JobTable, Actions]:
     """Apply an event at `now` (Unix seconds). Return the new table and the actions in order.
 
-    Raise `ValueError` for a `JobPlaced` whose job is not `table.head`, or whose node already has a lease hold.
+    Raise `IllegalEventError` for a `JobPlaced` whose job is not `table.head`, or whose node already has a lease hold.
     """
     turn = Transition(table, now)
     match event:
@@ -74,7 +75,7 @@ def advance(table: JobTable, event: Event, now: float) -> tuple[JobTable, Action
 def _apply_placed(turn: Transition, table: JobTable, event: JobPlaced) -> None:
     head = table.head
     if head is None or head.id != event.job or table.find_hold(event.node) is not None:
-        raise ValueError(f"{event.job} is not to be placed on {event.node} now")
+        raise IllegalEventError(f"{event.job} is not to be placed on {event.node} now")
     generation = head.generation + 1
     fail_at = turn.compute_headroom_deadline(head)
     job = turn.put_job(

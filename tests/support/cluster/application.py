@@ -106,8 +106,11 @@ async def application(
         if over is not None:
             dispatcher = over.dispatcher
             over.limits = ring.get_limits
-        conductor = VideoController(folder, video or VideoSettings(), links.table.send, links.fetches.fetch_source)
-        pulls = PullController(folder, HubClient(settings.hub), links.table.send, links.transfers, 1)
+        illegal_events = dispatcher.counters.illegal_events
+        conductor = VideoController(
+            folder, video or VideoSettings(), links.table.send, links.fetches.fetch_source, illegal_events
+        )
+        pulls = PullController(folder, HubClient(settings.hub), links.table.send, links.transfers, 1, illegal_events)
         stack.callback(pulls.close)
         loads = ModelOperations(dispatcher, time.monotonic)
         wishes = WishRunner(store.wishes, dispatcher, loads, time.monotonic)
@@ -119,6 +122,7 @@ async def application(
             approvals,
             links,
             ListenerFanout(dispatcher, conductor, pulls, wishes.wake),
+            illegal_events,
             wall=time.time,
             on_superseded=superseded.append,
             enrollment_limit=limit,

@@ -29,7 +29,7 @@ from wire.frames import Denied, Finished, Frame, Goodbye, Hello, MemberQuery, Re
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
 from wire.node_state import NodeState
 from wire.report import EngineState, Hardware, MemoryLevel
-from wire.state_machine import IllegalEventError
+from wire.state_machine import IllegalEventCounts, IllegalEventError
 from wire.units import GIB
 
 HARDWARE = Hardware("M4 Max", 128 * GIB, 16, "macOS 26.1", "3.11")
@@ -68,6 +68,7 @@ class Coordinator:
         self.store.create_cluster(self.authority.cluster, "home")
         tokens, approvals = JoinTokens(self.store, self.authority.ca, time.time), ApprovalQueue()
         self.epoch = self.store.increment_epoch()
+        self.illegal_events = IllegalEventCounts()
         self.placed, self.superseded = Placed(), list[SupersededMark]()
         self.nodes = assemble_pool(
             self.store,
@@ -77,6 +78,7 @@ class Coordinator:
             approvals,
             create_links(),
             self.placed,
+            self.illegal_events,
             wall=lambda: WALL,
             on_superseded=self.superseded.append,
         )
@@ -192,6 +194,7 @@ async def test_a_cordon_that_is_refused_is_not_stored(start: Callable[[], Coordi
         with pytest.raises(IllegalEventError, match="cannot happen"):
             first.nodes.administration.set_cordoned(studio, on=on)
     assert first.store.members[studio] == before
+    assert first.illegal_events == IllegalEventCounts() | {"membership": 2}
     await first.stop()
     assert start().store.members[studio] == before
 

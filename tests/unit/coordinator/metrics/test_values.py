@@ -20,6 +20,7 @@ from wire.identity import NodeId
 from wire.node_state import NodeState
 from wire.refusals import RefusalCode
 from wire.report import EngineState, Memory, Sharing
+from wire.state_machine import StateMachine
 
 A, B = NodeId("a"), NodeId("b")
 Numbers = dict[str, float]
@@ -238,7 +239,7 @@ def counters() -> Counters:
     made.get_model("big").add_tokens(119, 120, 121)
     made.get_node(A).prompt_tokens, made.get_node(A).generated_tokens = 122, 123
     made.keys = {("k1", "tiny"): 124, ("k2", "tiny"): 125, ("k2", "big"): 126, ("gone", "big"): 999}
-    made.illegal_events = {"request": 127}
+    made.illegal_events.update({machine: 127 + place for place, machine in enumerate(StateMachine)})
     made.count_upstream("office", "ok", 128, 129)
     made.count_upstream("office", "failed", 2, 1)
     made.queue_wait.observe(0.75)
@@ -321,7 +322,10 @@ POOL_NUMBERS: Numbers = {
     'router_reserved_bytes{node="a"}': 303,
     'router_reserved_bytes{node="b"}': 304,
     "router_reservation_leaks": 305,
-    'illegal_events_total{machine="request"}': 127,
+    **{
+        f'illegal_events_total{{machine="{machine}"}}': 127 + place
+        for place, machine in enumerate(("request", "membership", "pull", "wish", "video_job"))
+    },
     'upstream_requests_total{outcome="ok",upstream="office"}': 1,
     'upstream_requests_total{outcome="failed",upstream="office"}': 1,
     'upstream_tokens_total{kind="prompt",upstream="office"}': 130,

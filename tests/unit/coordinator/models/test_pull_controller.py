@@ -3,6 +3,7 @@
 import asyncio
 import os
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from coordinator.cluster.links.relay import RelayTransfers
 from coordinator.models.hub_client import HubClient, TokenFileError
 from coordinator.models.pull_controller import MAX_OPEN_PULLS, PullController, TooManyPullsError
 from coordinator.models.pull_rows import build_pull_row
+from coordinator.models.pull_values import PullStage
 from coordinator.models.settings import HubSettings
 from router.placement.cluster_view import ClusterView, NodeView
 from wire.frames import (
@@ -27,6 +29,7 @@ from wire.frames import (
 )
 from wire.identity import PROTOCOL, NodeId
 from wire.models.files import ModelFile, ModelManifest, SourceKind
+from wire.state_machine import IllegalEventCounts, InvariantError
 
 A, B = NodeId("a"), NodeId("b")
 MANIFEST = ModelManifest("pub/model", "c" * 40, (ModelFile("config.json", 5, "a" * 64),))
@@ -40,7 +43,10 @@ class Pool:
         self.linked = {A, B}
         hub = HubClient(HubSettings(endpoint="http://hub.test", token_file=token_file))
         self.transfers = RelayTransfers()
-        self.controller = PullController(folder, hub, self.send, self.transfers, epoch, wall=lambda: 1000.0)
+        self.illegal_events = IllegalEventCounts()
+        self.controller = PullController(
+            folder, hub, self.send, self.transfers, epoch, self.illegal_events, wall=lambda: 1000.0
+        )
         self.show(A, B)
 
     def send(self, node: NodeId, frame: Frame) -> bool:
@@ -213,3 +219,12 @@ async def test_an_awaited_order_ends_with_its_frame_or_with_the_link(pool: Pool)
     assert "link" in (await lost).message
     pool.linked.clear()
     assert "not linked" in (await pool.controller.orders.run(RemoveModel, A, "pub/model")).message
+
+
+async def test_a_contradiction_in_a_pull_is_counted(pool: Pool) -> None:
+    record = pool.controller.start_pull(MANIFEST, (A,), "key")
+    broken = replace(record.state, nodes={A: replace(record.state.nodes[A], stage=PullStage.PULLING, order=0)})
+    pool.controller.pulls[record.id] = record.set_state(broken, 1000.0)
+    with pytest.raises(InvariantError):
+        pool.controller.handle_frame(A, ModelOrderProgress(1, ModelOrderPhase.DOWNLOADING))
+    assert pool.illegal_events == IllegalEventCounts() | {"pull": 1}

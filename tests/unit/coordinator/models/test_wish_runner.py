@@ -1,17 +1,22 @@
 """The loop of the wishes in a complete coordinator, with nodes on real links whose answers a test sets."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator.cluster.model_operations import ModelOperations
+from coordinator.models.wish_runner import WishRunner
+from coordinator.models.wishes import Wish
 from tests.support.cluster.cluster_port import Line, Port, a_report, opened
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.frames import Admitted, Finished, Generate, LoadModel, Refusal, Report, UnloadModel
 from wire.refusals import RefusalCode, Refused
 from wire.report import Model
+from wire.state_machine import IllegalEventCounts, InvariantError
 from wire.units import GIB
 
 BIG = "publisher/big-model"
@@ -213,3 +218,27 @@ async def test_wishes_need_an_admin_key(port: Port):
     async with port.client("infer") as client:
         assert (await client.put(PATH, json={})).status_code == 403
         assert (await client.get("/api/v1/models/plan")).status_code == 403
+
+
+async def test_a_contradiction_in_a_round_is_counted_and_the_next_round_runs(port: Port):
+    class BrokenOnce(dict[str, Wish]):
+        def values(self) -> Any:
+            if not rounds.done():
+                rounds.set_result(None)
+                raise InvariantError("a wish twice")
+            ended.set()
+            return super().values()
+
+    rounds, ended = asyncio.get_running_loop().create_future(), asyncio.Event()
+    dispatcher = port.application.dispatcher
+    runner = WishRunner(
+        BrokenOnce({"m": Wish("m")}), dispatcher, ModelOperations(dispatcher, time.monotonic), time.monotonic
+    )
+    loop = asyncio.create_task(runner.run())
+    runner.wake()
+    await asyncio.wait_for(rounds, 30)
+    runner.wake()
+    await asyncio.wait_for(ended.wait(), 30)
+    loop.cancel()
+    assert dispatcher.counters.illegal_events == IllegalEventCounts() | {"wish": 1}
+    assert entries(port, "wish round failed")

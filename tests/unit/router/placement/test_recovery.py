@@ -28,6 +28,7 @@ from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, Gener
 from wire.identity import NodeId
 from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import Model
+from wire.state_machine import IllegalEventCounts
 
 
 @pytest.fixture
@@ -613,7 +614,7 @@ class Story:
         dispatcher.ledger.check()
         for request in self.tickets:
             request.check()
-        assert dispatcher.counters.illegal_events == {"request": 0}
+        assert dispatcher.counters.illegal_events == IllegalEventCounts()
         self.check()
 
     def node_says(self, action: str, ticket: ActiveRequest, node: NodeId) -> None:

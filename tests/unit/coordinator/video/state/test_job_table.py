@@ -45,6 +45,7 @@ from coordinator.video.state.jobs import (
 )
 from coordinator.video.state.transitions import advance
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
+from wire.state_machine import IllegalEventError
 from wire.video import Artifact, LeaseState, ReleaseCause
 
 FILES = (StoredFile("video.mp4", 100, "ab"),)
@@ -168,10 +169,10 @@ def test_first_come_first_served_and_one_question_at_a_time():
     assert story.board.head.id == "video_1", "it keeps its place"
     assert story.board.head.phase == "waiting for x"
     assert story.board.pauses == {"a": story.now + 5}
-    with pytest.raises(ValueError, match="not to be placed"):
+    with pytest.raises(IllegalEventError, match="not to be placed"):
         story.tell(JobPlaced("video_2", "a", "lease_x"))
     story.grant(story.place("a"))
-    with pytest.raises(ValueError, match="not to be placed"):
+    with pytest.raises(IllegalEventError, match="not to be placed"):
         story.tell(JobPlaced("video_2", "a", "lease_x"))
     assert story.place("b").id == "video_2"
 
@@ -289,7 +290,7 @@ def test_a_cancelled_job_has_ended_at_once_and_its_memory_when_the_node_says_so(
     assert (story.job(1).fault or JobFault("", "")).code == "cancelled"
     assert story.job(1).generation == job.generation + 1, "later reports of the worker are outdated"
     story.submit(2)
-    with pytest.raises(ValueError, match="not to be placed"):
+    with pytest.raises(IllegalEventError, match="not to be placed"):
         story.tell(JobPlaced("video_2", "a", "lease_x"))
     assert story.report("a", state_of(job)) == [], "the end was reported already"
     assert story.end(job, ReleaseCause.CANCELLED)[-1] == ReleaseLease(
