@@ -240,16 +240,16 @@ def _find_invalid_entries(kind: type[T], flat: Flat, known: Mapping[str, Setting
 def build_setting_rows(resolved: ResolvedSettings[T]) -> tuple[dict[str, object], ...]:
     """Return all settings in force as dictionaries with `key`, `value`, `origin` and `description`."""
     rows: list[dict[str, object]] = []
-    for one in list_settings(type(resolved.value)):
+    for setting in list_settings(type(resolved.value)):
         value: object = resolved.value
-        for step in one.key.split("."):
+        for step in setting.key.split("."):
             value = getattr(value, step)
-        origin = resolved.origins.get(one.key, "default")
+        origin = resolved.origins.get(setting.key, "default")
         if isinstance(value, dict):
             value = msgspec.to_builtins(value)
-            entries = (key for key in resolved.origins if key.startswith(one.key + "."))
+            entries = (key for key in resolved.origins if key.startswith(setting.key + "."))
             origin = next((resolved.origins[key] for key in entries), origin)
-        rows.append({"key": one.key, "value": value, "origin": origin, "description": one.description})
+        rows.append({"key": setting.key, "value": value, "origin": origin, "description": setting.description})
     return tuple(rows)
 
 

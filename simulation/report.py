@@ -127,7 +127,7 @@ def compute_fair_shares(demands: Mapping[str, float], total: float) -> dict[str,
     """
     shares: dict[str, float] = {}
     left = total
-    for number, (key, wanted) in enumerate(sorted(demands.items(), key=lambda one: one[1])):
+    for number, (key, wanted) in enumerate(sorted(demands.items(), key=lambda item: item[1])):
         shares[key] = min(wanted, left / (len(demands) - number))
         left -= shares[key]
     return shares

@@ -123,7 +123,7 @@ def _compute_mean(lengths: Lengths) -> float:
     """Return the mean of the drawn values from 999 quantiles, because the limit `most` changes it."""
     normal = NormalDist()
     drawn = (lengths.median * math.exp(lengths.sigma * normal.inv_cdf(part / 1000)) for part in range(1, 1000))
-    return sum(min(lengths.most, max(lengths.least, one)) for one in drawn) / 999
+    return sum(min(lengths.most, max(lengths.least, request)) for request in drawn) / 999
 
 
 def draw_length(lengths: Lengths, random: Random) -> float:

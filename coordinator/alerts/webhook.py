@@ -114,11 +114,11 @@ def select_address(address: WebhookAddress, candidates: Sequence[str]) -> str:
     Raise `WebhookError` if there are none or any is forbidden. Without TLS, raise it also if any is not loopback.
     """
     for text in candidates:
-        for one in find_destinations(text.partition("%")[0]):
-            if is_forbidden(one):
-                raise WebhookError(f"{address.host} resolves to {one}, which is forbidden")
-            if not address.tls and not one.is_loopback:
-                raise WebhookError(f"{address.host} resolves to {one}, which is not this machine")
+        for destination in find_destinations(text.partition("%")[0]):
+            if is_forbidden(destination):
+                raise WebhookError(f"{address.host} resolves to {destination}, which is forbidden")
+            if not address.tls and not destination.is_loopback:
+                raise WebhookError(f"{address.host} resolves to {destination}, which is not this machine")
     if not candidates:
         raise WebhookError(f"{address.host} has no address")
     return candidates[0]

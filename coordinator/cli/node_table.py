@@ -48,7 +48,7 @@ def build_narrow_row(node: dict[str, Any]) -> tuple[str, ...]:
 def build_wide_row(node: dict[str, Any]) -> tuple[str, ...]:
     """Return a node's cells for `WIDE`."""
     cap, phys, margin = (show_size(node[name] or None) for name in ("cap", "phys", "margin"))
-    models = ", ".join(format_model_label(one["name"], one) for one in node["models"]) or "-"
+    models = ", ".join(format_model_label(model["name"], model) for model in node["models"]) or "-"
     return (
         node["name"],
         format_state(node),
@@ -94,7 +94,7 @@ def format_memory(node: dict[str, Any]) -> str:
 def format_model_count(node: dict[str, Any]) -> str:
     """Return the number of loaded models of all models of a node, as `1 of 3`; `-` without models."""
     known = node["models"]
-    return f"{sum(one['model'] == 'loaded' for one in known)} of {len(known)}" if known else "-"
+    return f"{sum(model['model'] == 'loaded' for model in known)} of {len(known)}" if known else "-"
 
 
 def describe_video(video: dict[str, Any] | None) -> str:
@@ -103,7 +103,9 @@ def describe_video(video: dict[str, Any] | None) -> str:
         return "-"
     lent = [lease for lease in video["leases"] if lease["size"]]
     if lent:
-        return ", ".join(f"leases {show_size(one['size'])}, {one['phase']} {one['progress']} %" for one in lent)
+        return ", ".join(
+            f"leases {show_size(record['size'])}, {record['phase']} {record['progress']} %" for record in lent
+        )
     if not video["allowed"]:
         return "not allowed"
     return "ready" if video["ready"] and video["ray"] else "not ready"

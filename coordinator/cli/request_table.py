@@ -11,8 +11,8 @@ from wire.units import show_size
 def print_placement(answer: dict[str, Any]) -> None:
     """Print the candidates of a placement with their memory, and the chosen node. Name the passed-over models of an
     alias."""
-    for one in answer.get("passed_over", ()):
-        click.echo(f"passed over {one['model']}: {one['reason']}")
+    for row in answer.get("passed_over", ()):
+        click.echo(f"passed over {row['model']}: {row['reason']}")
     sizes = ("need", "headroom", "ceiling", "current", "reserved", "margin")
     print_table(
         ("NODE", *[size.upper() for size in sizes], "VERDICT"),
@@ -36,18 +36,18 @@ def print_requests(answer: dict[str, Any]) -> None:
         ("ID", "MODEL", "KEY", "SECONDS", "OUTCOME", "PROMPT", "CACHED", "ANSWER", "WAY"),
         [
             (
-                one["request_id"],
-                one["model"] or "-",
-                one["key"],
-                f"{one['seconds']:.2f}",
-                one["outcome"],
-                str(one["prompt_tokens"] or "-"),
-                str(one["cached_tokens"]),
-                str(one["completion_tokens"]),
-                " ".join(f"{step['what'].partition(':')[0]} {step['node']}".strip() for step in one["steps"])
-                or one["message"],
+                request["request_id"],
+                request["model"] or "-",
+                request["key"],
+                f"{request['seconds']:.2f}",
+                request["outcome"],
+                str(request["prompt_tokens"] or "-"),
+                str(request["cached_tokens"]),
+                str(request["completion_tokens"]),
+                " ".join(f"{step['what'].partition(':')[0]} {step['node']}".strip() for step in request["steps"])
+                or request["message"],
             )
-            for one in answer["requests"]
+            for request in answer["requests"]
         ],
         alarming=(),
     )
@@ -77,7 +77,7 @@ def print_request(answer: dict[str, Any]) -> None:
             f"  tokens: {one['prompt_tokens']} prompt ({one['cached_tokens']} cached), "
             f"{one['completion_tokens']} generated"
         )
-    several = len({one["demand"]["model"] for one in answer["decisions"]}) > 1
+    several = len({decision["demand"]["model"] for decision in answer["decisions"]}) > 1
     for one in answer["decisions"]:
         about = f" about {one['demand']['model']}" if several else ""
         verdict = one["refused"] or "placed"
@@ -87,7 +87,7 @@ def print_request(answer: dict[str, Any]) -> None:
 
 def _describe_passed_over(passed_over: list[dict[str, Any]]) -> str:
     """Describe the candidates of an alias before the model that answered; empty without any."""
-    return "".join(f"\n    {one['model']} passed over: {one['reason']}" for one in passed_over)
+    return "".join(f"\n    {row['model']} passed over: {row['reason']}" for row in passed_over)
 
 
 def _print_steps(steps: list[dict[str, Any]]) -> None:

@@ -61,7 +61,7 @@ def read_running_settings(session: ApiSession, node: Mapping[str, Any]) -> Runni
     if ours is not None:
         halves = {"coordinator": {"settings": ours, "drift": _find_drifts(session.state, ours)}, **halves}
     rows = tuple(row for half in halves.values() for row in half["settings"])
-    return RunningProcesses(tuple(halves), rows, tuple(one for half in halves.values() for one in half["drift"]))
+    return RunningProcesses(tuple(halves), rows, tuple(change for half in halves.values() for change in half["drift"]))
 
 
 def _read_coordinator_settings(session: ApiSession) -> list[dict[str, Any]] | None:
@@ -86,8 +86,8 @@ def _find_drifts(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[st
     try:
         tree = from_tree(tomllib.loads(file.read_text()) if file.exists() else {})
         return [
-            asdict(one)
-            for one in find_changed_settings(
+            asdict(setting)
+            for setting in find_changed_settings(
                 [row for row in ours if row["key"] not in URL_SETTINGS], CoordinatorSettings, tree, NODE_SECTIONS
             )
         ]
@@ -122,8 +122,8 @@ def inspect_settings(
         tree = from_tree(tomllib.loads(text))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         defaults = [
-            {"key": one.key, "value": one.default, "origin": "default", "description": one.description}
-            for one in list_settings(CoordinatorSettings)
+            {"key": setting.key, "value": setting.default, "origin": "default", "description": setting.description}
+            for setting in list_settings(CoordinatorSettings)
         ]
         return SettingsReport(tuple(defaults), (build_syntax_fault(str(file), str(error)),))
     try:
@@ -135,14 +135,14 @@ def inspect_settings(
     for origin, flat in layers:
         found = find_invalid_settings(CoordinatorSettings, flat, NODE_SECTIONS)
         found += [
-            InvalidSetting(**one)
-            for one in node["faults"]
-            if one["key"] in flat and one["key"].split(".")[0] in NODE_SECTIONS
+            InvalidSetting(**fault)
+            for fault in node["faults"]
+            if fault["key"] in flat and fault["key"].split(".")[0] in NODE_SECTIONS
         ]
         wrong += locate_faults(origin, found, text if origin == str(file) else "")
     if node["error"] and not wrong:
         wrong.append(ConfigFault(str(file), 0, "", node["error"]))
-    bad = {one.key for one in wrong}
+    bad = {fault.key for fault in wrong}
     right = [(origin, {key: flat[key] for key in flat if not _is_part_of(key, bad)}) for origin, flat in layers]
     rows = redact_rows(build_setting_rows(resolve_layers(CoordinatorSettings, right, NODE_SECTIONS)))
     return SettingsReport(rows + tuple(node["settings"]), tuple(wrong))

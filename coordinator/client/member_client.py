@@ -51,7 +51,7 @@ def read_member_identity(state: Path) -> MemberIdentity | None:
         return None
     try:
         kept = json.loads((folder / "identity.json").read_text())
-        addresses = tuple(str(one) for one in kept.get("addresses", ()))
+        addresses = tuple(str(address) for address in kept.get("addresses", ()))
         return MemberIdentity(
             folder,
             str(kept["cluster"]),

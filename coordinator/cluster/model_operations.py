@@ -78,7 +78,9 @@ class ModelOperations:
 
         Profile on `node`; else on every node that has the model loaded; else on the best node for a load.
         """
-        holders = [one for one in self._dispatcher.view.nodes if one.state not in GONE and _is_loaded(one, model)]
+        holders = [
+            member for member in self._dispatcher.view.nodes if member.state not in GONE and _is_loaded(member, model)
+        ]
         nodes = [node] if node is not None else holders
         if not nodes:
             choice = self._dispatcher.placer.choose_load_node(model, {})
@@ -86,7 +88,7 @@ class ModelOperations:
                 return [], choice
             answers = [await self._send_command(ProfileModel, choice.node, choice.name, model)]
         else:
-            answers = await asyncio.gather(*(self._profile_on(model, one) for one in nodes))
+            answers = await asyncio.gather(*(self._profile_on(model, member) for member in nodes))
         return _split_results(answers, "measured")
 
     async def _profile_on(self, model: str, node: NodeView) -> CommandOutcome:
@@ -103,11 +105,11 @@ class ModelOperations:
         person cordons a node to let its requests end.
         """
         view = self._dispatcher.view
-        holders = [one for one in view.nodes if one.state not in GONE and _is_loaded(one, model)]
+        holders = [member for member in view.nodes if member.state not in GONE and _is_loaded(member, model)]
         nodes = [node] if node is not None else holders
         if not nodes:
             return [], Refused(RefusalCode.NO_MODEL, f"{model} is loaded on no node")
-        answers = await asyncio.gather(*(self._unload_from(model, one) for one in nodes))
+        answers = await asyncio.gather(*(self._unload_from(model, member) for member in nodes))
         return _split_results(answers, "unloaded")
 
     async def _unload_from(self, model: str, node: NodeView) -> CommandOutcome:
@@ -142,7 +144,7 @@ def _split_results(
     wrong = [answer for answer in answers if not isinstance(answer, CommandResult)]
     if not wrong:
         return done, None
-    text = "; ".join(one.message for one in wrong)
+    text = "; ".join(fault.message for fault in wrong)
     if done:
-        text += f"; {verb} on {', '.join(one.name for one in done)}"
+        text += f"; {verb} on {', '.join(node.name for node in done)}"
     return done, changed(wrong[0], message=text)

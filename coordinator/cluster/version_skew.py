@@ -52,7 +52,7 @@ def compare_versions(coordinator: str, members: Iterable[MemberVersion]) -> list
 
     Return one result per member, in order.
     """
-    return [_compare_member(parse_version(coordinator), one) for one in members]
+    return [_compare_member(parse_version(coordinator), member) for member in members]
 
 
 def _compare_member(coordinator: tuple[int, ...], member: MemberVersion) -> SkewAdvice:

@@ -142,7 +142,7 @@ def check_memory(here: HostProbe) -> Finding:
 def check_disk(here: HostProbe) -> Finding:
     """Check the free space on the disks of the model folders and the state folder."""
     inspection = here.read_inspection()
-    folders = [Path(one) for one in (inspection["folders"] if inspection else ())]
+    folders = [Path(path) for path in (inspection["folders"] if inspection else ())]
     rows = [(folder, _read_free_disk_bytes(folder), MIN_MODEL_DISK_BYTES) for folder in folders] + [
         (here.state, _read_free_disk_bytes(here.state), MIN_STATE_DISK_BYTES)
     ]
@@ -324,7 +324,7 @@ def check_panics(here: HostProbe) -> Finding:
         return warn(f"the panic reports cannot be read: {error.strerror}", f"list {folder} with sudo")
     if not reports:
         return ok(f"no kernel panic in {MAX_PANIC_AGE_DAYS} days", panics=0, of_gpu=0)
-    ours = [one for one in reports if macos.parse_panic(one[2])[1]]
+    ours = [report for report in reports if macos.parse_panic(report[2])[1]]
     at, name, text = max(ours or reports)
     date = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d}"
     what = f"{name} of {date}: {macos.parse_panic(text)[0] or 'no message'}"

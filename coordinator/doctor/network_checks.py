@@ -21,7 +21,7 @@ def check_local_network(here: HostProbe) -> Finding:
     gateway = macos.parse_gateway(here.run_tool("/sbin/route", "-n", "get", "default"))
     inspection = here.read_inspection() if here.has_node else None
     others = (
-        [(one["address"], one["errno"] if one["errno"] is not None else -1) for one in inspection["dialled"]]
+        [(dial["address"], dial["errno"] if dial["errno"] is not None else -1) for dial in inspection["dialled"]]
         if inspection
         else []
     )

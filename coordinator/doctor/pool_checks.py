@@ -48,7 +48,7 @@ def check_settings(here: HostProbe) -> Finding:
         text += f"; the running processes have {flags} from flags or their environment"
     if found.faults:
         return fail(
-            "; ".join(one.render() for one in found.faults[:3]),
+            "; ".join(fault.render() for fault in found.faults[:3]),
             "correct it: `cluster config check` lists all errors",
             wrong=len(found.faults),
         )
@@ -101,11 +101,11 @@ def assess_dials(dialled: Sequence[dict[str, Any]]) -> Finding:
 
     `dialled` are the rows of `node.inspect.report`. The finding is ok if one peer proved to be the coordinator.
     """
-    text = "; ".join(f"{one['address']}: {_describe_dial(one)}" for one in dialled) or "no address is stored"
-    numbers = {one["address"]: one["seconds"] for one in dialled}
-    if any(one["proven"] for one in dialled):
+    text = "; ".join(f"{dial['address']}: {_describe_dial(dial)}" for dial in dialled) or "no address is stored"
+    numbers = {dial["address"]: dial["seconds"] for dial in dialled}
+    if any(dial["proven"] for dial in dialled):
         return Finding("ok", text, "", numbers)
-    if any(one["proven"] is False for one in dialled):
+    if any(dial["proven"] is False for dial in dialled):
         return Finding(
             "fail",
             f"{text}; the process that answers is not the coordinator that this node joined",
@@ -174,7 +174,7 @@ def _read_expiries(here: HostProbe) -> dict[str, float]:
     inspection = here.read_inspection() if here.has_node else None
     if inspection and inspection["identity"]:
         found["node"] = inspection["identity"]["expires"]
-        shown = [one["expires"] for one in inspection["dialled"] if one["expires"]]
+        shown = [dial["expires"] for dial in inspection["dialled"] if dial["expires"]]
         found |= {"coordinator": min(shown)} if shown else {}
     return found
 

@@ -87,8 +87,8 @@ def run_checks(here: HostProbe, checks: Sequence[Check] = CHECKS) -> Iterator[Ch
     """
     began = time.monotonic()
     running = [_RunningCheck(check, here) for check in checks]
-    for one in running:
-        yield one.wait_for_result(began + here.timeout_seconds - time.monotonic())
+    for order in running:
+        yield order.wait_for_result(began + here.timeout_seconds - time.monotonic())
 
 
 class _RunningCheck:

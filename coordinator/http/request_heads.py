@@ -74,7 +74,7 @@ def serialize_without_upgrade(method: bytes, target: bytes, version: str, header
     """
     kept = [(name, value) for name, value in headers if name not in (b"connection", b"upgrade", b"http2-settings")]
     options = [one.strip() for name, value in headers if name == b"connection" for one in value.split(b",")]
-    options = [one for one in options if one.lower() not in (b"upgrade", b"http2-settings", b"")]
+    options = [option for option in options if option.lower() not in (b"upgrade", b"http2-settings", b"")]
     if options:
         kept.append((b"connection", b", ".join(options)))
     lines = [b"%s %s HTTP/%s" % (method, target, version.encode()), *(b"%s: %s" % header for header in kept)]

@@ -62,8 +62,10 @@ class Server(uvicorn.Server):
         timeout = None if self._tls is None else HANDSHAKE_TIMEOUT_SECONDS
         loop = asyncio.get_running_loop()
         self.servers = [
-            cast("asyncio.Server", Listener(one, self._slots, partial(self._connect, loop, protocol_class, timeout)))
-            for one in sockets or ()
+            cast(
+                "asyncio.Server", Listener(listener, self._slots, partial(self._connect, loop, protocol_class, timeout))
+            )
+            for listener in sockets or ()
         ]
         self.started = True
 

@@ -148,7 +148,7 @@ class ApprovalQueue:
         address, most = by_address.most_common(1)[0]
         if most <= fewer + 1:
             return False
-        code = next(code for code, one in self._requests.items() if get_network(one.waiting.address) == address)
+        code = next(code for code, request in self._requests.items() if get_network(request.waiting.address) == address)
         self._requests.pop(code).displace()
         return True
 

@@ -22,7 +22,7 @@ class SnapshotCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families as metrics of prometheus-client."""
-        return (_to_metric(one) for one in self._collected)
+        return (_to_metric(collector) for collector in self._collected)
 
     def describe(self) -> list[Metric]:
         """Return no families, because they are unknown before a scrape."""

@@ -78,7 +78,9 @@ class CollectedFamily(NamedTuple, Generic[P]):
 
 def collect_families(families: Iterable[MetricFamily[P]], snapshot: P) -> list[CollectedFamily[P]]:
     """Read each family from one snapshot. Omit values that are not finite."""
-    return [CollectedFamily(one, [row for row in one.read(snapshot) if _is_finite(row[1])]) for one in families]
+    return [
+        CollectedFamily(family, [row for row in family.read(snapshot) if _is_finite(row[1])]) for family in families
+    ]
 
 
 def _is_finite(value: Value) -> bool:

@@ -99,8 +99,8 @@ class Benchmark:
             text = f"the context of the model is {context} tokens"
             return BenchmarkRun(prompt_tokens=tokens, parallel=parallel, skipped=text)
         outcomes = await self._send(tokens, ANSWER_TOKENS, parallel)
-        finished = [one for one in outcomes if isinstance(one, Finished)]
-        failed = next((one for one in outcomes if not isinstance(one, Finished)), None)
+        finished = [outcome for outcome in outcomes if isinstance(outcome, Finished)]
+        failed = next((outcome for outcome in outcomes if not isinstance(outcome, Finished)), None)
         if isinstance(failed, Refused) and failed.code in _SKIPPED:
             return BenchmarkRun(prompt_tokens=tokens, parallel=parallel, skipped=failed.message)
         return failed or summarize_run(tokens, finished)
@@ -140,10 +140,10 @@ def summarize_run(tokens: int, finished: Sequence[Finished]) -> BenchmarkRun:
     The prefill of all requests ends when the last one has waited for and done its own. Decode lasts as long as that of
     the slowest request. The first token of an answer belongs to prefill.
     """
-    prefill = max(one.timings.waiting + one.timings.prefill for one in finished)
-    decode = max(one.timings.decode for one in finished)
-    read = sum(one.prompt_tokens - one.cached_tokens for one in finished)
-    generated = sum(one.completion_tokens for one in finished)
+    prefill = max(answer.timings.waiting + answer.timings.prefill for answer in finished)
+    decode = max(answer.timings.decode for answer in finished)
+    read = sum(answer.prompt_tokens - answer.cached_tokens for answer in finished)
+    generated = sum(answer.completion_tokens for answer in finished)
     has_decode = decode > 0 and generated >= MIN_GENERATED_TOKENS * len(finished)
     return BenchmarkRun(
         prompt_tokens=tokens,

@@ -78,7 +78,7 @@ class BenchmarkRecords:
 
     def __init__(self, state: Path) -> None:
         self._file = state / "benchmarks.json"
-        self._records: Mapping[tuple[str, ...], BenchmarkRecord] = {one.key: one for one in self._load()}
+        self._records: Mapping[tuple[str, ...], BenchmarkRecord] = {record.key: record for record in self._load()}
 
     def _load(self) -> list[BenchmarkRecord]:
         try:
@@ -91,7 +91,7 @@ class BenchmarkRecords:
 
     def list_all(self) -> list[BenchmarkRecord]:
         """Return all records, the newest first."""
-        return sorted(self._records.values(), key=lambda one: one.measured, reverse=True)
+        return sorted(self._records.values(), key=lambda record: record.measured, reverse=True)
 
     def find(self, node: NodeId, model: str, fingerprint: str) -> BenchmarkRecord | None:
         """Return the newest record of a model version on a node; None without one."""
@@ -103,4 +103,4 @@ class BenchmarkRecords:
         records = {**self._records, record.key: record}
         newest = sorted(records.values(), key=lambda one: one.measured, reverse=True)[:MAX_RECORDS]
         write_private(self._file, msgspec.json.encode(newest))
-        self._records = {one.key: one for one in newest}
+        self._records = {entry.key: entry for entry in newest}

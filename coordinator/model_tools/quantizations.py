@@ -108,7 +108,9 @@ class Quantizations:
         self._send = send
         self._number = number
         self._wall = wall
-        self._all: dict[str, QuantizationRecord] = {one.id: replace(one, is_linked=False) for one in self._load()}
+        self._all: dict[str, QuantizationRecord] = {
+            record.id: replace(record, is_linked=False) for record in self._load()
+        }
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def _load(self) -> list[QuantizationRecord]:
@@ -150,7 +152,7 @@ class Quantizations:
             id=f"quantize-{secrets.token_hex(6)}", node=node, order=order, started=self._wall(), actor=actor
         )
         self._all[started.id] = started
-        for one in [one for one in self._all.values() if one.ended is not None][:-MAX_ENDED]:
+        for one in [record for record in self._all.values() if record.ended is not None][:-MAX_ENDED]:
             del self._all[one.id]
         log.info("quantization started", quantization=started.id, model=model, bits=bits, name=name, node=node)
         self._store()
@@ -174,7 +176,9 @@ class Quantizations:
 
     def handle_frame(self, node: NodeId, frame: ModelOrderProgress | ModelOrderEnded) -> None:
         """Apply a frame of a node about its order. Ignore frames about other orders."""
-        found = next((one for one in self._list_open() if (one.node, one.order.order) == (node, frame.order)), None)
+        found = next(
+            (record for record in self._list_open() if (record.node, record.order.order) == (node, frame.order)), None
+        )
         if found is None:
             return
         self._cancel_timer(found.id)
@@ -202,19 +206,19 @@ class Quantizations:
 
     def apply_links(self, lost: Collection[NodeId], linked: Collection[NodeId]) -> None:
         """Apply lost links and new links of nodes. A node that is back must report within `RETURN_TIMEOUT_SECONDS`."""
-        for one in self._list_open():
-            if one.node in lost or one.node in linked:
-                self._cancel_timer(one.id)
-                self._all[one.id] = replace(one, is_linked=one.node in linked)
-            if one.node in linked:
+        for record in self._list_open():
+            if record.node in lost or record.node in linked:
+                self._cancel_timer(record.id)
+                self._all[record.id] = replace(record, is_linked=record.node in linked)
+            if record.node in linked:
                 loop = asyncio.get_running_loop()
-                self._timers[one.id] = loop.call_later(RETURN_TIMEOUT_SECONDS, self._fail_unreported, one.id)
+                self._timers[record.id] = loop.call_later(RETURN_TIMEOUT_SECONDS, self._fail_unreported, record.id)
 
     def remove_node(self, node: NodeId) -> None:
         """End the quantizations of a node that is no longer a member."""
-        for one in self._list_open():
-            if one.node == node:
-                self._fail(one, "the node has left the pool")
+        for record in self._list_open():
+            if record.node == node:
+                self._fail(record, "the node has left the pool")
 
     def _fail_unreported(self, quantization: str) -> None:
         self._timers.pop(quantization, None)
@@ -233,4 +237,4 @@ class Quantizations:
             timer.cancel()
 
     def _list_open(self) -> list[QuantizationRecord]:
-        return [one for one in self._all.values() if one.stage is QuantizationStage.RUNNING]
+        return [record for record in self._all.values() if record.stage is QuantizationStage.RUNNING]

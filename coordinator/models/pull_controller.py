@@ -125,7 +125,9 @@ class PullController:
         the record cannot be written.
         """
         opened = [record for record in self.pulls.values() if record.ended is None]
-        same = next((one for one in opened if one.manifest == manifest and set(one.state.nodes) >= set(nodes)), None)
+        same = next(
+            (entry for entry in opened if entry.manifest == manifest and set(entry.state.nodes) >= set(nodes)), None
+        )
         if same is not None:
             return same
         if len(opened) >= MAX_OPEN_PULLS:

@@ -68,11 +68,11 @@ class PullPlan:
     @property
     def chosen(self) -> tuple[NodeId, ...]:
         """Nodes that get the model, first those that have a model of this name and may have the files."""
-        return tuple(one.node for one in sorted(self.nodes, key=lambda one: not one.has_model) if one.is_chosen)
+        return tuple(node.node for node in sorted(self.nodes, key=lambda node: not node.has_model) if node.is_chosen)
 
     def explain(self) -> str:
         """Return why no node is chosen, with the reason of each node."""
-        reasons = "; ".join(f"{one.name}: {one.reason}" for one in self.nodes if one.reason)
+        reasons = "; ".join(f"{node.name}: {node.reason}" for node in self.nodes if node.reason)
         return f"no node can get the model: {reasons or 'the pool has no nodes'}"
 
 

@@ -93,11 +93,14 @@ class PullState:
         wrong = [
             "an order number twice" * (len(orders) != len(set(orders))),
             "an order number from the future" * any(order >= self.next_order for order in orders),
-            "pulling without an order" * any(is_pulling(one) and not one.order for one in self.nodes.values()),
+            "pulling without an order" * any(is_pulling(member) and not member.order for member in self.nodes.values()),
             "a mirror after the end" * (self.has_ended and self.mirror is not None),
             "a mirror without files" * (self.mirror is not None and not has_files(self.nodes[self.mirror.node])),
             "two nodes download from the hub although a mirror is possible"
-            * (len([one for one in self.nodes.values() if is_downloading(one) and not one.rejects_mirror]) > 1)
+            * (
+                len([member for member in self.nodes.values() if is_downloading(member) and not member.rejects_mirror])
+                > 1
+            )
             * (not self.no_mirror),
         ]
         if any(wrong):

@@ -130,7 +130,7 @@ def _find_value_faults(made: dict[str, Any]) -> list[str]:
         *(made[key] for key in ("WorkingDirectory", "StandardOutPath", "StandardErrorPath") if key in made),
     ]
     found += [f"{path!r} is not absolute" for path in paths if not str(path).startswith("/")]
-    found += [f"{one!r} is not a string" for one in program if not isinstance(one, str)]
+    found += [f"{word!r} is not a string" for word in program if not isinstance(word, str)]
     variables = made.get("EnvironmentVariables", {})
     found += [f"{name} is not a string" for name, value in variables.items() if not isinstance(value, str)]
     found += [f"{name} would not be expanded" for name, value in variables.items() if str(value).startswith(("~", "$"))]

@@ -79,8 +79,8 @@ class ServiceState:
 
 def explain_refused_arguments(arguments: tuple[str, ...]) -> str | None:
     """Return why these arguments cannot be in a unit; None if they can. Every user of the machine can read a unit."""
-    for one in arguments:
-        name = one.partition("=")[0]
+    for argument in arguments:
+        name = argument.partition("=")[0]
         if name in ("--token", "--token-file", "--state"):
             return f"{name} cannot be passed to a service: " + (
                 "use the option of `cluster service install`"
@@ -88,7 +88,7 @@ def explain_refused_arguments(arguments: tuple[str, ...]) -> str | None:
                 else "every user of this machine could read it; join once by hand "
                 "(`cluster join URL --token-file FILE`), then install the service"
             )
-        if any(not letter.isprintable() for letter in one):
+        if any(not letter.isprintable() for letter in argument):
             return "an argument contains an unprintable character"
     return None
 

@@ -149,7 +149,7 @@ class AccessAdmin:
         An actor that is a key has its name in `actor_name`.
         """
         names = {row.id: row.name for row in self.store.keys.values()}
-        acts = [{**asdict(one), "actor_name": names.get(one.actor, "")} for one in list(self.store.audit)[-last:]]
+        acts = [{**asdict(entry), "actor_name": names.get(entry.actor, "")} for entry in list(self.store.audit)[-last:]]
         return {"schema": 1, "acts": acts}
 
     def store_usage(self, usage: UsageCounter) -> None:

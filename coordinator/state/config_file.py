@@ -94,8 +94,8 @@ def locate_faults(origin: str, faults: Sequence[InvalidSetting], text: str = "")
     """
     lines = find_line_numbers(text)
     found = [
-        ConfigFault(origin, find_line_number(one.key, lines), one.key, one.text, one.near, one.meaning)
-        for one in faults
+        ConfigFault(origin, find_line_number(fault.key, lines), fault.key, fault.text, fault.near, fault.meaning)
+        for fault in faults
     ]
     return sorted(found, key=lambda one: (one.line, one.key))
 

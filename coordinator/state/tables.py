@@ -170,7 +170,7 @@ class UsageTable:
 
     def delete_before(self, before: str) -> None:
         """Delete the usage of all days before `before` (`2026-01-31`)."""
-        old = [one for one in self._rows if one[2] < before]
+        old = [row for row in self._rows if row[2] < before]
         for one in old:
             del self._rows[one]
         if old:

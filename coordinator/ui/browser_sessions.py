@@ -53,7 +53,7 @@ class BrowserSessions:
         """
         self._delete_expired()
         digest = _compute_digest(code)
-        found = next((one for one in self._codes if hmac.compare_digest(one, digest)), None)
+        found = next((issued for issued in self._codes if hmac.compare_digest(issued, digest)), None)
         if found is None:
             return None
         del self._codes[found]

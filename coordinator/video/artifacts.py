@@ -60,7 +60,7 @@ class ArtifactFolder:
         Return the fault if files are invalid or cannot be stored; the job then fails. Raise `FetchInterrupted` if the
         node does not answer now.
         """
-        wanted = [one for one in artifacts[:MAX_FILES] if self._is_usable(one)]
+        wanted = [file for file in artifacts[:MAX_FILES] if self._is_usable(file)]
         for artifact in wanted:
             most = compute_max_bytes(job, get_kind(artifact.name))
             if artifact.size > most:
@@ -68,7 +68,7 @@ class ArtifactFolder:
                     LeaseEndCode.OUTPUT_INVALID,
                     f"{artifact.name} has {artifact.size} bytes, this job makes {most} at most",
                 )
-        if not any(get_kind(one.name) == VIDEO for one in wanted):
+        if not any(get_kind(file.name) == VIDEO for file in wanted):
             return JobFault(LeaseEndCode.OUTPUT_INVALID, "its node has made no video that can be read here")
         kept: list[StoredFile] = []
         for artifact in wanted:

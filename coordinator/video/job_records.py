@@ -41,7 +41,9 @@ class JobRecords:
 
         Do nothing if the peak is not above 0, or if the job's node does not have the package in `view`.
         """
-        package = next((one for node, one in find_packages(view, job.wanted.model) if node.id == job.node), None)
+        package = next(
+            (offered for node, offered in find_packages(view, job.wanted.model) if node.id == job.node), None
+        )
         if package is None or peak <= 0:
             return
         key = get_profile_key(package)

@@ -74,7 +74,7 @@ def build_lease_row(hold: LeaseHold, table: JobTable, view: ClusterView) -> dict
 
 
 def _find_reported_state(hold: LeaseHold, video: VideoState) -> LeaseState:
-    return next((one for one in video.leases if one.lease == hold.lease), LeaseState(hold.lease, hold.generation))
+    return next((lease for lease in video.leases if lease.lease == hold.lease), LeaseState(hold.lease, hold.generation))
 
 
 def _is_running(hold: LeaseHold, job: VideoJob | None) -> bool:
@@ -90,5 +90,5 @@ def build_video_row(video: VideoState, *, allowed: bool) -> dict[str, Any]:
         "ray": video.ray,
         "ray_cause": video.ray_cause,
         "packages": [asdict(package) for package in video.packages],
-        "leases": [asdict(one) for one in video.leases],
+        "leases": [asdict(lease) for lease in video.leases],
     }

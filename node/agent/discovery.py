@@ -165,7 +165,7 @@ async def locate_coordinator(
     async def find_announced() -> str | None:
         services = await find_services(seconds, identity.cluster, interfaces=interfaces)
         return await find_first_proven(
-            _exclude([one for found in services for one in found.candidates], besides), is_proven
+            _exclude([candidate for found in services for candidate in found.candidates], besides), is_proven
         )
 
     known = _exclude(identity.addresses, besides)

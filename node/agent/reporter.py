@@ -131,7 +131,7 @@ class Reporter:
         state, snapshot = self._supervisor.state, self._supervisor.reports.latest
         ceiling = snapshot.memory.ceiling if snapshot else 0
         models = snapshot.models if snapshot else ()
-        loaded = tuple((one.name, one.loaded, one.loading, bool(one.cause)) for one in models)
+        loaded = tuple((model.name, model.loaded, model.loading, bool(model.cause)) for model in models)
         acked = snapshot.acked_seq if snapshot else 0
         video = self._build_video_state()
         offered = (video.ready, video.cause, video.ray, video.ray_cause, video.allowed, len(video.packages))
@@ -178,12 +178,12 @@ class Reporter:
         """
         if self._sharing.sharing_state.shared:
             return ()
-        return tuple(replace(one, loaded=False, loading=False, groups=()) for one in self._models)
+        return tuple(replace(model, loaded=False, loading=False, groups=()) for model in self._models)
 
 
 def measure_disk(folder: Path) -> Disk:
     """Return the size and the free bytes of the disk of a folder, which may not exist yet. Both are 0 if unreadable."""
-    existing = next((one for one in (folder, *folder.parents) if one.exists()), folder)
+    existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), folder)
     try:
         usage = shutil.disk_usage(existing)
     except OSError:

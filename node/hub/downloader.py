@@ -100,7 +100,7 @@ class Download:
         finally:
             self.fetched = pool.fetched
             pool.close()
-            self._digests |= {self._folder.get_blob(etag): one for etag, one in transfer.list_digests().items()}
+            self._digests |= {self._folder.get_blob(etag): digest for etag, digest in transfer.list_digests().items()}
 
     def _publish(self) -> str:
         """Create the links and references, remove partial files, and return the content hash."""

@@ -234,7 +234,7 @@ class ModelFileOrders:
         if fault:
             raise ModelFileError(ModelOrderCode.INVALID, fault)
         pulls = (one for one in self._running if one.commit and not one.cancelled)
-        running = next((one for one in pulls if one.key == manifest.repo), None)
+        running = next((pull for pull in pulls if pull.key == manifest.repo), None)
         if running is not None and running.commit == manifest.commit:
             running.numbers.add(order.order)
             return
@@ -249,7 +249,7 @@ class ModelFileOrders:
             digests=str(self._digests),
             cluster=replace(self._cluster, coordinator=link.address),
         )
-        log.info("pull", model=manifest.repo, commit=manifest.commit, sources=[one.kind for one in order.sources])
+        log.info("pull", model=manifest.repo, commit=manifest.commit, sources=[source.kind for source in order.sources])
         self._start_child(_RunningOrder(order.order, manifest.repo, manifest.commit), _DOWNLOADER, message)
 
     def _start_mirror(self, order: ServeModel, link: CoordinatorLink) -> None:

@@ -77,12 +77,12 @@ def report_settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]
         resolved = resolve_settings(layers, COORDINATOR_SECTIONS)
     except (OSError, ValueError) as error:
         wrong = [
-            one
+            setting
             for _, flat in layers
-            for one in find_invalid_settings(NodeSettings, flat, COORDINATOR_SECTIONS, check_settings)
+            for setting in find_invalid_settings(NodeSettings, flat, COORDINATOR_SECTIONS, check_settings)
         ]
-        resolved = _resolve_without(layers, {one.key for one in wrong})
-        report: dict[str, Any] = {"error": str(error), "faults": [asdict(one) for one in wrong]}
+        resolved = _resolve_without(layers, {fault.key for fault in wrong})
+        report: dict[str, Any] = {"error": str(error), "faults": [asdict(fault) for fault in wrong]}
     else:
         report = {"error": "", "faults": []}
     return {**report, "settings": list(build_setting_rows(resolved)), "made": resolved.value}
@@ -101,7 +101,7 @@ def report_running(now: ResolvedSettings[NodeSettings], file: Path) -> dict[str,
         )
     except (OSError, ValueError):
         later = []  # faults of the file are reported as faults
-    return {"settings": rows, "drift": [asdict(one) for one in later]}
+    return {"settings": rows, "drift": [asdict(setting) for setting in later]}
 
 
 def _resolve_without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> ResolvedSettings[NodeSettings]:

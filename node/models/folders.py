@@ -88,7 +88,7 @@ def _find_snapshot(folder: Path, marker: str) -> Path | None:
     if revision and (named / marker).exists():
         return named
     snapshots = [folder / "snapshots" / name for name in list_names(folder / "snapshots")]
-    found = next((one for one in snapshots if (one / marker).exists()), None)
+    found = next((snapshot for snapshot in snapshots if (snapshot / marker).exists()), None)
     if found is None and marker == MODEL:
-        found = next((one for one in snapshots if has_gguf(list_names(one))), None)
+        found = next((snapshot for snapshot in snapshots if has_gguf(list_names(snapshot))), None)
     return found

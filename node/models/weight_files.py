@@ -81,9 +81,11 @@ def read_tensor_sizes(file: Path, digest: Digest) -> tuple[int, int, int]:
     raw, end = read_header(file)
     tensors = [cast("Config", one) for key, one in parse_json_object(raw).items() if key != "__metadata__"]
     digest.update(raw)
-    _hash_samples(file, 8 + len(raw), [one["data_offsets"] for one in tensors], digest)
-    fp8 = sum(one["data_offsets"][1] - one["data_offsets"][0] for one in tensors if one.get("dtype") in _FP8)
-    return end, max((NUMBER_BYTES.get(str(one.get("dtype")), 0) for one in tensors), default=0), fp8
+    _hash_samples(file, 8 + len(raw), [tensor["data_offsets"] for tensor in tensors], digest)
+    fp8 = sum(
+        tensor["data_offsets"][1] - tensor["data_offsets"][0] for tensor in tensors if tensor.get("dtype") in _FP8
+    )
+    return end, max((NUMBER_BYTES.get(str(tensor.get("dtype")), 0) for tensor in tensors), default=0), fp8
 
 
 def _hash_samples(file: Path, begin: int, extents: Iterable[Sequence[int]], digest: Digest) -> None:
@@ -117,7 +119,7 @@ def read_header(file: Path) -> tuple[bytes, int]:
     if len(raw) < length:
         raise ValueError(f"the file ends within its header, at {size} bytes: download it again")
     tensors = [cast("Config", one) for key, one in parse_json_object(raw).items() if key != "__metadata__"]
-    end = max((int(one["data_offsets"][1]) for one in tensors), default=0)
+    end = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
     if 8 + length + end > size:
         raise ValueError(f"the file is incomplete: it has {size} of {8 + length + end} bytes: download it again")
     return raw, end

@@ -79,7 +79,7 @@ class VideoCapability:
             return "video is switched off on this node (worker.enabled)"
         if self._found.missing:
             return self._found.missing
-        if not any(not one.described.cause for one in self._found.packages.values()):
+        if not any(not package.described.cause for package in self._found.packages.values()):
             return "this node has no usable video package: download one, or add its folder to models.folders"
         return ""
 

@@ -111,7 +111,7 @@ def install_environment(folder: Path, wheelhouse: Path | None = None) -> Path:
         facts = {
             "engine": read_engine_version(files),
             "python": platform.python_version(),
-            "locks": [one.name for one in files],
+            "locks": [file.name for file in files],
         }
         write_private(built / READY, json.dumps(facts).encode())
         shutil.rmtree(environment, ignore_errors=True)

@@ -108,12 +108,12 @@ class LeaseManager:
 
     def compute_report_key(self) -> tuple[object, ...]:
         """Return the values of all leases whose change causes a report."""
-        return tuple((one.lease, one.phase, one.progress, one.size) for one in self.list_states())
+        return tuple((state.lease, state.phase, state.progress, state.size) for state in self.list_states())
 
     def build_video_state(self) -> VideoState:
         """Return the video part of the report, without the fields of Ray."""
         offer = self._offer
-        packages = tuple(one.described for one in offer.packages.values()) if offer.enabled else ()
+        packages = tuple(package.described for package in offer.packages.values()) if offer.enabled else ()
         return VideoState(not offer.unready, offer.unready, "", packages, self.list_states())
 
     def find_artifact(self, name: str) -> Path | None:

@@ -93,9 +93,11 @@ class LeaseStore:
     def find_artifact(self, name: str) -> Path | None:
         """Return the file that `artifact:LEASE/NAME` names; None if no ended lease of this node has this artifact."""
         lease, _, file = name.removeprefix(PREFIX).partition("/")
-        record = next((one for one in self.ended if one.lease == lease), None)
+        record = next((entry for entry in self.ended if entry.lease == lease), None)
         known = (
-            record is not None and record.ended is not None and any(one.name == file for one in record.ended.artifacts)
+            record is not None
+            and record.ended is not None
+            and any(artifact.name == file for artifact in record.ended.artifacts)
         )
         return self.get_folder(record) / OUT / file if record is not None and known else None
 

@@ -100,23 +100,27 @@ class LeaseLedger(Struct, frozen=True, kw_only=True):
 
     def find(self, lease: str, generation: int) -> LeaseRecord | None:
         """Return the lease with this id and generation; None if there is none."""
-        return next((one for one in self.leases if (one.lease, one.generation) == (lease, generation)), None)
+        return next(
+            (record for record in self.leases if (record.lease, record.generation) == (lease, generation)), None
+        )
 
     @property
     def holding(self) -> LeaseRecord | None:
         """Lease that has not ended; None if there is none."""
-        return next((one for one in self.leases if one.ended is None), None)
+        return next((lease for lease in self.leases if lease.ended is None), None)
 
     def put(self, record: LeaseRecord) -> "LeaseLedger":
         """Return a ledger with this lease in place of its earlier state."""
-        others = tuple(one for one in self.leases if (one.lease, one.generation) != (record.lease, record.generation))
+        others = tuple(
+            lease for lease in self.leases if (lease.lease, lease.generation) != (record.lease, record.generation)
+        )
         newest = {job: number for job, number in self.newest if job != record.job}
         newest[record.job] = max(record.generation, dict(self.newest).get(record.job, 0))
         return replace(self, leases=(*others, record), newest=tuple(newest.items())[-MAX_JOBS_REMEMBERED:])
 
     def drop(self, lease: str, generation: int) -> "LeaseLedger":
         """Return a ledger without this lease. The generation of its job stays stored."""
-        left = tuple(one for one in self.leases if (one.lease, one.generation) != (lease, generation))
+        left = tuple(record for record in self.leases if (record.lease, record.generation) != (lease, generation))
         return replace(self, leases=left)
 
 

@@ -93,9 +93,9 @@ def describe_package(name: str, folder: Path) -> VideoPackage | None:
         digest.hexdigest()[:32],
         pipeline,
         "",
-        max((one.bits for one in experts), default=0),
-        sum(one.size for one in parts.values()),
-        max((one.size for one in experts), default=0),
+        max((expert.bits for expert in experts), default=0),
+        sum(component.size for component in parts.values()),
+        max((expert.size for expert in experts), default=0),
         max(1, len(experts)),
         side,
         _read_vae_config(folder).get("scale_factor_temporal", 4),
@@ -108,7 +108,7 @@ def describe_package(name: str, folder: Path) -> VideoPackage | None:
 
 def _find_cause(folder: Path, index: dict[str, Any], parts: dict[str, PackageComponent]) -> str:
     """Return why a package cannot be used; empty when it can."""
-    broken = next((f"{part}: {one.cause}" for part, one in parts.items() if one.cause), "")
+    broken = next((f"{part}: {component.cause}" for part, component in parts.items() if component.cause), "")
     missing = [part for part in NEEDED if not parts[part].size]
     if _is_named(index, "transformer_2") and not parts["transformer_2"].size:
         missing.append("transformer_2")

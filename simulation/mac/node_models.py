@@ -129,7 +129,7 @@ class NodeModels:
 
     def list_costs(self) -> dict[str, tuple[float, int]]:
         """Return the active parameters in billions and the KV bytes of a token, by model."""
-        return {name: (one.spec.active, one.model.kv_per_token) for name, one in self._models.items()}
+        return {name: (model.spec.active, model.model.kv_per_token) for name, model in self._models.items()}
 
     def load(self, model: SimulatedModel, now: float) -> None:
         """Load a model after all models whose load was requested before. Ignore a model that is loading."""
@@ -166,4 +166,4 @@ class NodeModels:
 
 def sum_weights(models: Iterable[SimulatedModel]) -> int:
     """Return the bytes of the weights of these models."""
-    return sum(one.model.weights for one in models)
+    return sum(model.model.weights for model in models)

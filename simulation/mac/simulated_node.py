@@ -102,11 +102,11 @@ class SimulatedNode:
 
     def _list_queued(self) -> list[ScriptedSequence]:
         """Return the requests whose prefill has not ended, and those that wait for their model."""
-        return [*self._engine.table.queue, *(one.sequence for one in self._awaiting_model)]
+        return [*self._engine.table.queue, *(request.sequence for request in self._awaiting_model)]
 
     def list_sequences(self) -> list[ScriptedSequence]:
         """Return all requests on this node."""
-        return [one.sequence for one in self._requests.values()]
+        return [request.sequence for request in self._requests.values()]
 
     # frames from the router
 
@@ -243,13 +243,13 @@ class SimulatedNode:
 
     def _next_at(self, now: float) -> float | None:
         times = (self._engine.turns.next_at(now), self.models.next_loaded_at())
-        return min((one for one in times if one is not None), default=None)
+        return min((time for time in times if time is not None), default=None)
 
     def _process(self, now: float) -> None:
         loaded = self.models.end_load(now)
         if loaded is not None:
             self.dirty = True
-            for request in [one for one in self._awaiting_model if one.model is loaded]:
+            for request in [waiting for waiting in self._awaiting_model if waiting.model is loaded]:
                 self._awaiting_model.remove(request)
                 self._engine.table.enqueue(request.sequence)
         before = self.preemptions
@@ -301,10 +301,10 @@ class SimulatedNode:
             "ready",
             running=len(table.running),
             waiting=len(queued) + len(table.preempted),
-            queued_tokens=sum(one.left for one in queued),
+            queued_tokens=sum(request.left for request in queued),
             counts=EngineCounters(preemptions=self.preemptions),
             cache=self._chats.to_report(),
             rows=self._rows,
         )
-        models = tuple(one.to_report(now) for one in self.models)
+        models = tuple(model.to_report(now) for model in self.models)
         return Report(self._sequence, self._memory.read(now, reported=True), engine, models, self._acked)

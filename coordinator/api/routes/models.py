@@ -161,7 +161,7 @@ def _build_command_answer(
     """Return the nodes that carried out a command. Raise the problem if a node did not."""
     if wrong is not None:
         raise ProblemError(_to_problem(wrong))
-    return {"schema": 1, "model": body.model, "nodes": [one.to_row() for one in done]}
+    return {"schema": 1, "model": body.model, "nodes": [step.to_row() for step in done]}
 
 
 def _to_problem(answer: Refused | RequestFailure) -> Problem:

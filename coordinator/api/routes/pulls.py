@@ -122,7 +122,7 @@ class PullRoutes:
     def build_rows(self, max_ended: int = MAX_ENDED_RECORDS) -> list[dict[str, object]]:
         """Return the rows of all open pulls and of the newest `max_ended` ended pulls, the newest first."""
         records = list(reversed(self._pulls.pulls.values()))
-        older = {record.id for record in [one for one in records if one.ended is not None][max_ended:]}
+        older = {record.id for record in [entry for entry in records if entry.ended is not None][max_ended:]}
         return [build_pull_row(record, self._get_name) for record in records if record.id not in older]
 
     async def pull_state(self, pull: str) -> dict[str, Any]:

@@ -69,7 +69,7 @@ class RequestRoutes:
             "schema": 1,
             "alias": target.alias,
             "model": model,
-            "passed_over": [{"model": one.model, "reason": one.reason} for one in passed_over],
+            "passed_over": [{"model": row.model, "reason": row.reason} for row in passed_over],
             "node": None,
             "name": None,
             "refused": None,
@@ -112,7 +112,9 @@ class RequestRoutes:
         Each decision has the memory arithmetic of every node."""
         history = self._traffic.history
         records, decisions = history.find_requests(request_id), history.find_decisions(request_id)
-        open_requests = [one for one in self._traffic.list_open_requests() if one.spec.request_id == request_id]
+        open_requests = [
+            request for request in self._traffic.list_open_requests() if request.spec.request_id == request_id
+        ]
         if not records and not decisions and not open_requests:
             raise ProblemError(
                 Problem(
@@ -123,18 +125,18 @@ class RequestRoutes:
             )
         return {
             "schema": 1,
-            "under_way": [_build_open_row(one, self._traffic.get_time()) for one in open_requests],
+            "under_way": [_build_open_row(open_request, self._traffic.get_time()) for open_request in open_requests],
             "requests": self._build_rows(records),
             "decisions": [
                 {
-                    "seconds_ago": round(self._traffic.get_time() - one.at, 3),
-                    "demand": msgspec.to_builtins(one.demand),
-                    "chosen": one.chosen,
-                    "refused": None if one.refused is None else one.refused.message,
-                    "nodes": one.nodes,
-                    "candidates": one.to_rows(),
+                    "seconds_ago": round(self._traffic.get_time() - decision.at, 3),
+                    "demand": msgspec.to_builtins(decision.demand),
+                    "chosen": decision.chosen,
+                    "refused": None if decision.refused is None else decision.refused.message,
+                    "nodes": decision.nodes,
+                    "candidates": decision.to_rows(),
                 }
-                for one in decisions
+                for decision in decisions
             ],
         }
 

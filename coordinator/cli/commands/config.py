@@ -52,7 +52,7 @@ def show(prefix: str, state: Path | None, pairs: tuple[str, ...], changed: bool,
     if prefix and not [row for row in found.rows if row["key"].startswith(prefix)]:
         raise CommandError(NOT_FOUND, f"there is no setting {prefix}: docs/settings.md lists them")
     if output == "json":
-        wrong = [asdict(one) for one in found.faults]
+        wrong = [asdict(fault) for fault in found.faults]
         click.echo(json.dumps({"schema": 1, "settings": rows, "wrong": wrong}, default=str))
     else:
         print_table(
@@ -80,7 +80,7 @@ def check(file: Path | None, state: Path | None, output: str) -> None:
             click.echo(f"there is no {place}: every setting has its default")
     found = inspect_settings(folder, place, os.environ if file is None else {}, ())
     if output == "json":
-        click.echo(json.dumps({"schema": 1, "file": str(place), "wrong": [asdict(one) for one in found.faults]}))
+        click.echo(json.dumps({"schema": 1, "file": str(place), "wrong": [asdict(fault) for fault in found.faults]}))
     _raise_faults(found.faults)
     if output == "text":
         changed = sum(row["origin"] != "default" for row in found.rows)
@@ -89,7 +89,7 @@ def check(file: Path | None, state: Path | None, output: str) -> None:
 
 def _raise_faults(wrong: Sequence[Any]) -> None:
     if wrong:
-        raise CommandError(2, "\n".join(one.render() for one in wrong))
+        raise CommandError(2, "\n".join(fault.render() for fault in wrong))
 
 
 def _format_value(value: object) -> str:

@@ -169,10 +169,10 @@ def _render_pool(session: ApiSession, width: int) -> "Group":
     found: list[RenderableType] = [head, Text()]
     found += [
         Text(
-            replace_control_characters(f"{one['name']}: {one['summary']}"),
-            "bold red" if one["severity"] == "critical" else "yellow",
+            replace_control_characters(f"{condition['name']}: {condition['summary']}"),
+            "bold red" if condition["severity"] == "critical" else "yellow",
         )
-        for one in status["conditions"]
+        for condition in status["conditions"]
     ]
     return Group(*found, render_node_table(nodes, width), Text("█ current  ▒ reserved  ░ margin  · free", "dim"))
 

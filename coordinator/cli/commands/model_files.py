@@ -154,9 +154,9 @@ def _run_orders(session: ApiSession, verb: str, copies: list[Copy]) -> None:
 
 
 def _print_done(answer: dict[str, Any]) -> None:
-    for one in answer["done"]:
-        name = one["node"]["name"]
-        if one["content"]:
-            click.echo(f"{one['model']} on {name}: all files read, content {one['content'][:12]}")
+    for step in answer["done"]:
+        name = step["node"]["name"]
+        if step["content"]:
+            click.echo(f"{step['model']} on {name}: all files read, content {step['content'][:12]}")
         else:
-            click.echo(f"{one['model']} deleted on {name}, {show_size(one['freed'])} freed")
+            click.echo(f"{step['model']} deleted on {name}, {show_size(step['freed'])} freed")

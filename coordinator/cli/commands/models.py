@@ -66,9 +66,9 @@ model.add_command(list_models, "list")
 def show_model(session: ApiSession, name: str) -> None:
     """Show one model, with its sizes and speeds on each node."""
     answer = session.request_json("GET", "/api/v1/models")
-    found = [one for one in answer["models"] if one["name"].casefold() == name.casefold()]
+    found = [entry for entry in answer["models"] if entry["name"].casefold() == name.casefold()]
     if not found:
-        known = ", ".join(one["name"] for one in answer["models"]) or "none"
+        known = ", ".join(entry["name"] for entry in answer["models"]) or "none"
         raise CommandError(NOT_FOUND, f"no node has the model {name}; models: {known}")
     session.print_answer(
         {"schema": 1, "model": found[0]}, lambda one: print_models({"models": [one["model"]]}, wide=True)
@@ -82,7 +82,12 @@ def print_models(answer: dict[str, Any], *, wide: bool) -> None:
     """
     if wide:
         rows = [
-            (m["name"], ", ".join(_format_place(one) for one in m["nodes"]), show_size(m["weights"]), str(m["context"]))
+            (
+                m["name"],
+                ", ".join(_format_place(member) for member in m["nodes"]),
+                show_size(m["weights"]),
+                str(m["context"]),
+            )
             for m in answer["models"]
         ]
         print_table(("MODEL", "NODES", "WEIGHTS", "CONTEXT"), rows, full_width=True)
@@ -125,14 +130,14 @@ def _describe_alias(alias: dict[str, Any]) -> str:
 def _format_loaded_on(model: dict[str, Any]) -> str:
     """Return the nodes that have a model in memory, or load it now."""
     loading = [
-        one for one in model["nodes"] if one["model"] in ("loaded", "loading") and one["state"] != NodeState.LEFT
+        node for node in model["nodes"] if node["model"] in ("loaded", "loading") and node["state"] != NodeState.LEFT
     ]
     return ", ".join(_format_place(one) for one in loading) or "-"
 
 
 def _count_holders(model: dict[str, Any]) -> int:
     """Return how many nodes have a model on their disk."""
-    return sum(one["state"] != NodeState.LEFT for one in model["nodes"])
+    return sum(node["state"] != NodeState.LEFT for node in model["nodes"])
 
 
 def _describe_conflict(model: dict[str, Any]) -> str:

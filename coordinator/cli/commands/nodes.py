@@ -40,11 +40,13 @@ def print_status(answer: dict[str, Any]) -> None:
     click.echo(f"nodes     {states}")
     click.echo(f"models    {_shorten_names(answer['models'])}")
     click.echo(f"requests  {answer['in_flight']} in flight, {answer['queued']} queued")
-    for one in answer.get("conditions", []):
+    for condition in answer.get("conditions", []):
         click.secho(
-            f"{one['severity']:<9} {one['name']}: {one['summary']}", fg="red", bold=one["severity"] == "critical"
+            f"{condition['severity']:<9} {condition['name']}: {condition['summary']}",
+            fg="red",
+            bold=condition["severity"] == "critical",
         )
-        click.echo(f"          {one['remedy']}")
+        click.echo(f"          {condition['remedy']}")
     dangers = answer.get("dangers", [])
     for warning in answer["warnings"]:
         click.secho(f"warning   {warning}", fg="red" if warning in dangers else "yellow")
@@ -82,9 +84,9 @@ def print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
     With `wide`, print every column.
     """
     if wide:
-        print_table(WIDE, [build_wide_row(one) for one in answer["nodes"]], ALARMING, full_width=True)
+        print_table(WIDE, [build_wide_row(member) for member in answer["nodes"]], ALARMING, full_width=True)
     else:
-        columns, rows = NARROW, [build_narrow_row(one) for one in answer["nodes"]]
+        columns, rows = NARROW, [build_narrow_row(member) for member in answer["nodes"]]
         if all(row[-1] == "-" for row in rows):
             columns, rows = columns[:-1], [row[:-1] for row in rows]
         print_table(columns, rows, numbers=("HEADROOM", "IN FLIGHT"), fold=("NAME", "STATE", "VIDEO"))
@@ -241,7 +243,7 @@ def drain(session: ApiSession, node: str, wait: float | None) -> None:
 @session_options
 def label(session: ApiSession, node: str, labels: tuple[str, ...]) -> None:
     """Replace the LABELS of a node. API keys can be limited to labels."""
-    wrong = next((one for one in labels if not LABEL.fullmatch(one)), None)
+    wrong = next((text for text in labels if not LABEL.fullmatch(text)), None)
     if wrong is not None:
         raise click.UsageError(
             f"{wrong!r} is not a valid label: use 1 to 63 letters, digits, `.`, `-`, `_`, `=`, as in gpu=large"

@@ -79,8 +79,8 @@ def install(
     if output == "json":
         click.echo(json.dumps(answer))
         return
-    for one in done or [f"nothing to do: the service runs, process {service_state.pid}"]:
-        click.echo(one)
+    for step in done or [f"nothing to do: the service runs, process {service_state.pid}"]:
+        click.echo(step)
     click.echo(f"it runs as {plan.user} with the state folder {plan.state}; `cluster service status` shows its state")
 
 

@@ -160,7 +160,7 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) 
             raise CommandError(REFUSED, str(error)) from None
     found = inspect_settings(folder, folder / "config.toml", os.environ, pairs)
     if found.faults:
-        raise CommandError(2, "\n".join(one.render() for one in found.faults))
+        raise CommandError(2, "\n".join(fault.render() for fault in found.faults))
     for row in found.rows:
         for place in row["value"] if row["key"] == "models.folders" else ():
             if not Path(place).expanduser().is_dir():

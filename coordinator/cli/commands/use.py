@@ -153,7 +153,7 @@ def _request_answer(
         body["max_tokens"] = max_tokens
     pause = threading.Event()
     while True:
-        served = [one["id"] for one in session.request_json("GET", "/v1/models")["data"]]
+        served = [row["id"] for row in session.request_json("GET", "/v1/models")["data"]]
         late = time.monotonic() >= until
         if served or late:
             if not (model or served):
@@ -274,7 +274,7 @@ def version(session: ApiSession, all_nodes: bool) -> None:
         answer["nodes"] = {node["name"]: node["version"] for node in nodes}
         answer["members"] = _compare_members(coordinator["version"], nodes)
     session.print_answer(answer, _print_version)
-    if not all(one["joinable"] for one in answer.get("members", [])):
+    if not all(member["joinable"] for member in answer.get("members", [])):
         click.get_current_context().exit(PROTOCOL)
 
 
@@ -286,15 +286,15 @@ def _compare_members(coordinator: str, nodes: list[dict[str, Any]]) -> list[dict
     )
     return [
         {
-            "name": one.member.name,
-            "state": one.member.state,
-            "version": one.member.version,
-            "protocol": one.member.protocol,
-            "ok": one.ok,
-            "joinable": one.joinable,
-            "advice": one.advice,
+            "name": line.member.name,
+            "state": line.member.state,
+            "version": line.member.version,
+            "protocol": line.member.protocol,
+            "ok": line.ok,
+            "joinable": line.joinable,
+            "advice": line.advice,
         }
-        for one in lines
+        for line in lines
     ]
 
 
@@ -303,8 +303,14 @@ def _print_version(answer: dict[str, Any]) -> None:
     if "coordinator" in answer:
         rows = [("coordinator", "", answer["coordinator"], str(answer["coordinator_protocol"]), "")]
         rows += [
-            (one["name"], one["state"], one["version"] or "-", str(one["protocol"] or "-"), one["advice"] or "ok")
-            for one in answer["members"]
+            (
+                member["name"],
+                member["state"],
+                member["version"] or "-",
+                str(member["protocol"] or "-"),
+                member["advice"] or "ok",
+            )
+            for member in answer["members"]
         ]
         print_table(("MEMBER", "STATE", "VERSION", "PROTOCOL", "NEXT STEP"), rows)
 

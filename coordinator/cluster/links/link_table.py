@@ -26,7 +26,7 @@ class LinkTable:
     def _replace(self, older: Connection, hello: Hello) -> None:
         same = older.hello is not None and older.hello.instance == hello.instance
         if same and hello.takeover:
-            for retired in [one for one in self._retired if one.node == older.node]:
+            for retired in [link for link in self._retired if link.node == older.node]:
                 retired.close("a third connection of the same node replaced this one")
             self._retired.add(older)
         else:

@@ -70,7 +70,9 @@ class PartFile:
         with suppress(OSError):
             journal = parse_journal(self._folder.get_journal(self._file.etag).read_bytes())
             if journal is not None and (journal.size, journal.piece_bytes) == (self._file.size, self._piece_bytes):
-                return {piece: one for piece, one in journal.pieces.items() if self._has_checksum(piece, one)}
+                return {
+                    piece: checksum for piece, checksum in journal.pieces.items() if self._has_checksum(piece, checksum)
+                }
         return {}
 
     def _has_checksum(self, piece: int, checksum: int) -> bool:

@@ -115,7 +115,7 @@ class SourcePool:
     def choose(self, excluded: frozenset[DownloadSource]) -> DownloadSource | None:
         """Return the source for the next request; None if all are lost or excluded."""
         with self.lock:
-            found = next((one for one in self.sources if one.lost is None and one not in excluded), None)
+            found = next((source for source in self.sources if source.lost is None and source not in excluded), None)
             if found is not None:
                 self.current = found
                 found.begin()
@@ -135,19 +135,19 @@ class SourcePool:
     def describe_faults(self) -> str:
         """Return the faults of the sources that are lost or wait, as text; empty without faults."""
         with self.lock:
-            faults = [str(one.lost) if one.lost is not None else one.waiting for one in self.sources]
+            faults = [str(source.lost) if source.lost is not None else source.waiting for source in self.sources]
         return "; ".join(fault for fault in faults if fault)
 
     def build_error(self) -> ModelFileError:
         """Return the error of a download without any source left."""
-        lost = [one.lost for one in self.sources if one.lost is not None]
+        lost = [source.lost for source in self.sources if source.lost is not None]
         if not self.sources:
             reasons = "; ".join(self.unusable) or "the order names none"
             return ModelFileError(ModelOrderCode.SOURCE_LOST, f"this node can use no source: {reasons}")
-        telling = next((one for one in reversed(lost) if one.code in _TELLING), None)
+        telling = next((error for error in reversed(lost) if error.code in _TELLING), None)
         if telling is not None or (len(lost) == 1 and not self.unusable):
             return telling or lost[0]
-        reasons = "; ".join((*self.unusable, *(str(one) for one in lost)))
+        reasons = "; ".join((*self.unusable, *(str(error) for error in lost)))
         return ModelFileError(ModelOrderCode.SOURCE_LOST, f"all sources are lost, the received pieces stay: {reasons}")
 
     def close(self) -> None:

@@ -259,7 +259,7 @@ class Transfer:
             raise self._disk.build_error(self._count_missing()) from None
 
     def _count_missing(self) -> int:
-        return sum(one.missing_bytes for one in self._tasks)
+        return sum(task.missing_bytes for task in self._tasks)
 
     # verifier
 

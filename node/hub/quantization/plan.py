@@ -107,7 +107,7 @@ def choose_folder(settings: ModelSettings, own: Path) -> Path:
 
     A folder that is a model itself is not searched for further models. Raise ModelFileError if there is none.
     """
-    for folder in (Path(one).expanduser() for one in settings.folders):
+    for folder in (Path(path).expanduser() for path in settings.folders):
         if folder != own and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) and not _is_model(folder):
             return folder
     try:
@@ -154,7 +154,7 @@ def _check_source(model: str, folder: Path) -> None:
 def _check_name(name: str) -> None:
     """Raise ModelFileError if the catalogue would not find a model of this name below a model folder."""
     parts = name.split("/")
-    wrong = not is_valid_model(name) or any(not one or one.startswith((".", "models--")) for one in parts)
+    wrong = not is_valid_model(name) or any(not part or part.startswith((".", "models--")) for part in parts)
     if wrong or len(parts) > MAX_DEPTH:
         raise ModelFileError(
             ModelOrderCode.INVALID,

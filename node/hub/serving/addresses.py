@@ -23,9 +23,7 @@ def choose_hosts(linked: str, own: Iterable[str] | None = None) -> tuple[str, ..
 
 def _list_own_addresses() -> list[str]:
     return [
-        str(one.ip if isinstance(one.ip, str) else one.ip[0])
-        for adapter in ifaddr.get_adapters()
-        for one in adapter.ips
+        str(ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for adapter in ifaddr.get_adapters() for ip in adapter.ips
     ]
 
 

@@ -137,7 +137,7 @@ class WorkerJob:
 
 
 def _describe_exit(code: int) -> str:
-    names = {int(one): one.name for one in signal.Signals}
+    names = {int(member): member.name for member in signal.Signals}
     return f"with exit code {code}" if code >= 0 else f"by {names.get(-code, f'signal {-code}')}"
 
 

@@ -205,7 +205,7 @@ def _parse_options(
 def _collect_tools(body: OllamaChatBody, sent: Body, *, strict: bool) -> ToolSet | Problem:
     raw = cast("list[Body]", sent.get("tools") or [])
     offered = (
-        OfferedTool(clean_function(raw[at])) for at, one in enumerate(body.tools or ()) if isinstance(one, ChatTool)
+        OfferedTool(clean_function(raw[at])) for at, tool in enumerate(body.tools or ()) if isinstance(tool, ChatTool)
     )
     return collect_tools(offered, body.tools, strict=strict)
 

@@ -155,7 +155,7 @@ def _collect_tools(body: ChatBody, fields: Body, *, strict: bool) -> ToolSet | P
     if not body.tools:
         return NO_TOOLS
     raw = cast("list[Body]", fields["tools"])
-    offered = (_convert_tool(one, raw[at]) for at, one in enumerate(body.tools) if not isinstance(one, ForeignPart))
+    offered = (_convert_tool(tool, raw[at]) for at, tool in enumerate(body.tools) if not isinstance(tool, ForeignPart))
     return collect_tools(offered, body.tools, strict=strict, include_text=body.tool_choice != "none")
 
 

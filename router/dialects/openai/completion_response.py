@@ -124,7 +124,7 @@ def convert_logprobs(logprobs: Iterable[Logprob], top: int, offset: int) -> Lega
     its bytes, as in OpenAI's answers.
     """
     known = list(logprobs)
-    alternatives = encoded_list(dict(_render_token(*each) for each in one.top[:top]) for one in known)
+    alternatives = encoded_list(dict(_render_token(*each) for each in token.top[:top]) for token in known)
     found = LegacyLogprobs([], [], alternatives, [])
     for one in known:
         text, value = _render_token(one.token, one.logprob)

@@ -61,8 +61,11 @@ def build_stored_response(body: bytes, messages: tuple[Message, ...]) -> StoredR
     bytes of `body`, plus the characters of the messages, plus `MESSAGE_BYTES` for each message.
     """
     size = sum(
-        MESSAGE_BYTES + len(one.content) + len(one.reasoning) + sum(len(call.arguments) for call in one.tool_calls)
-        for one in messages
+        MESSAGE_BYTES
+        + len(message.content)
+        + len(message.reasoning)
+        + sum(len(call.arguments) for call in message.tool_calls)
+        for message in messages
     )
     return StoredResponse(body, messages, len(body) + size)
 

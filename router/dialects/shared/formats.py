@@ -233,7 +233,7 @@ def select_single_grammar(
     if len(specs) > 1:
         names = sorted(specs)
         return build_invalid(f"{', '.join(names)} exclude each other: send only one", names[0])
-    if whitespace and not any(isinstance(one, GrammarSpec) and one.kind in _JSON_KINDS for one in specs.values()):
+    if whitespace and not any(isinstance(spec, GrammarSpec) and spec.kind in _JSON_KINDS for spec in specs.values()):
         return build_invalid(
             "whitespace_pattern needs a JSON format: add one, or leave whitespace_pattern out", "whitespace_pattern"
         )

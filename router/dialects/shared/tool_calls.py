@@ -78,10 +78,10 @@ def convert_logprobs(logprobs: Iterable[Logprob], top: int) -> Logprobs:
     return Logprobs(
         encoded_list(
             _Token(
-                *render_token(one.token, one.logprob),
-                [_Alternative(*render_token(*each)) for each in one.top[:top]],
+                *render_token(logprob.token, logprob.logprob),
+                [_Alternative(*render_token(*each)) for each in logprob.top[:top]],
             )
-            for one in logprobs
+            for logprob in logprobs
         )
     )
 

@@ -103,10 +103,10 @@ def clean_function(tool: Body) -> Body:
 
 def find_server_tools(tools: Sequence[object] | None, path: str = "tools") -> Iterator[tuple[str, str]]:
     """Yield the tools that would have to run on a server, including those in namespaces, as (path, type)."""
-    for at, one in enumerate(tools or ()):
-        if isinstance(one, ForeignPart):
-            yield f"{path}[{at}].type", one.type
-        yield from find_server_tools(getattr(one, "tools", None), f"{path}[{at}].tools")
+    for at, tool in enumerate(tools or ()):
+        if isinstance(tool, ForeignPart):
+            yield f"{path}[{at}].type", tool.type
+        yield from find_server_tools(getattr(tool, "tools", None), f"{path}[{at}].tools")
 
 
 def collect_tools(

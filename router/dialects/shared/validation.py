@@ -63,17 +63,17 @@ def has_only_unknown_fields(error: ValidationError) -> bool:
     ignored.
     """
     return all(
-        one.type == "extra_forbidden"
-        and one.loc[-1] not in _LATER
-        and (one.loc[0] not in _QUESTIONS if len(one.loc) == 1 else one.loc[0] not in _FORMS)
-        for one in _list_errors(error)
+        cause.type == "extra_forbidden"
+        and cause.loc[-1] not in _LATER
+        and (cause.loc[0] not in _QUESTIONS if len(cause.loc) == 1 else cause.loc[0] not in _FORMS)
+        for cause in _list_errors(error)
     )
 
 
 def _list_errors(error: ValidationError) -> list[_Error]:
     return [
-        _Error(one["type"], one["loc"], one["msg"], one["input"])
-        for one in error.errors(include_url=False, include_context=False)
+        _Error(cause["type"], cause["loc"], cause["msg"], cause["input"])
+        for cause in error.errors(include_url=False, include_context=False)
     ]
 
 

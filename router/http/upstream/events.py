@@ -110,4 +110,4 @@ def read_usage(answer: dict[str, Any]) -> Usage | None:
 
 def is_finished(choices: list[Any]) -> bool:
     """Return whether a chunk ends a choice."""
-    return any(isinstance(one, dict) and cast("dict[str, Any]", one).get("finish_reason") for one in choices)
+    return any(isinstance(choice, dict) and cast("dict[str, Any]", choice).get("finish_reason") for choice in choices)

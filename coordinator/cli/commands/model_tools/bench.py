@@ -35,7 +35,7 @@ def bench(session: ApiSession, name: str | None, nodes: tuple[str, ...], force: 
         return
     if name is None:
         raise click.UsageError("name a MODEL, or give --show")
-    found = [one for one in session.request_json("GET", "/api/v1/models")["models"] if one["name"] == name]
+    found = [model for model in session.request_json("GET", "/api/v1/models")["models"] if model["name"] == name]
     places = [
         node
         for node in (found[0]["nodes"] if found else ())
@@ -60,15 +60,18 @@ def bench(session: ApiSession, name: str | None, nodes: tuple[str, ...], force: 
 
 def _print_benchmarks(answer: dict[str, Any]) -> None:
     header = ("NODE", "PROMPT", "AT ONCE", "PREFILL", "DECODE")
-    for one in answer["benchmarks"]:
-        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["measured"]))
-        click.echo(f"{one['model']} on {one['node']['name']}, {date}: longest prompt {one['max_prompt']} tokens")
+    for benchmark in answer["benchmarks"]:
+        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(benchmark["measured"]))
+        click.echo(
+            f"{benchmark['model']} on {benchmark['node']['name']}, {date}: "
+            f"longest prompt {benchmark['max_prompt']} tokens"
+        )
         rows = [
-            (one["node"]["name"], str(run["prompt_tokens"]), str(run["parallel"]), *_format_run(run))
-            for run in one["runs"]
+            (benchmark["node"]["name"], str(run["prompt_tokens"]), str(run["parallel"]), *_format_run(run))
+            for run in benchmark["runs"]
         ]
         print_table(header, rows, numbers=header[1:])
-        for run in one["runs"]:
+        for run in benchmark["runs"]:
             if run["skipped"]:
                 click.echo(f"{run['parallel']} x {run['prompt_tokens']} tokens skipped: {run['skipped']}")
 

@@ -40,8 +40,8 @@ def quantize(session: ApiSession, name: str, bits: str, node: str | None, result
     if detach:
         session.print_answer(
             {"schema": 1, "quantization": started},
-            lambda one: click.echo(
-                f"{one['quantization']['id']} started: `cluster models quantizations` shows its progress"
+            lambda answer: click.echo(
+                f"{answer['quantization']['id']} started: `cluster models quantizations` shows its progress"
             ),
         )
         return
@@ -49,7 +49,9 @@ def quantize(session: ApiSession, name: str, bits: str, node: str | None, result
     if ended["state"] != "completed":
         where = ended["node"]["name"]
         raise CommandError(REFUSED, f"{where}: {ended['message'] or 'the quantization was cancelled'}")
-    session.print_answer({"schema": 1, "quantization": ended}, lambda one: click.echo(describe(one["quantization"])))
+    session.print_answer(
+        {"schema": 1, "quantization": ended}, lambda answer: click.echo(describe(answer["quantization"]))
+    )
 
 
 def _wait_for_end(session: ApiSession, started: dict[str, Any]) -> dict[str, Any]:
@@ -107,7 +109,10 @@ def quantizations(session: ApiSession) -> None:
 
 
 def _print_quantizations(answer: dict[str, Any]) -> None:
-    rows = [(one["id"], one["name"], one["node"]["name"], one["state"]) for one in answer["quantizations"]]
+    rows = [
+        (quantization["id"], quantization["name"], quantization["node"]["name"], quantization["state"])
+        for quantization in answer["quantizations"]
+    ]
     print_table(("ID", "RESULT", "NODE", "STATE"), rows, alarming=("failed",), fold=("RESULT",))
     for one in answer["quantizations"]:
         if one["state"] in ("running", "failed"):

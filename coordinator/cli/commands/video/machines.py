@@ -45,8 +45,8 @@ def _print_calibration(answer: dict[str, Any]) -> None:
     print_table(
         ("SIZE", "STATE", "PEAK", "SECONDS", "ERROR"),
         [
-            (one["size"], one["status"], show_size(one["peak"]), str(one["seconds"] or "-"), one["error"][:80])
-            for one in answer["clips"]
+            (clip["size"], clip["status"], show_size(clip["peak"]), str(clip["seconds"] or "-"), clip["error"][:80])
+            for clip in answer["clips"]
         ],
         alarming=("failed",),
     )

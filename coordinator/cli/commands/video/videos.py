@@ -40,16 +40,16 @@ def list_videos(session: ApiSession, last: int) -> None:
 def _print_list(answer: dict[str, Any]) -> None:
     rows = [
         (
-            one["id"],
-            one["status"],
-            f"{one['progress']} %",
-            one["model"],
-            one["size"],
-            f"{one['seconds']} s",
-            format_minute(one["created_at"]),
-            replace_control_characters(one["error"]["message"] if one["error"] else one["phase"])[:80],
+            row["id"],
+            row["status"],
+            f"{row['progress']} %",
+            row["model"],
+            row["size"],
+            f"{row['seconds']} s",
+            format_minute(row["created_at"]),
+            replace_control_characters(row["error"]["message"] if row["error"] else row["phase"])[:80],
         )
-        for one in answer["data"]
+        for row in answer["data"]
     ]
     print_table(("ID", "STATE", "DONE", "MODEL", "SIZE", "LENGTH", "ASKED", "PHASE"), rows, alarming=("failed",))
 
@@ -101,7 +101,7 @@ def create(session: ApiSession, prompt: tuple[str, ...], waits: bool, output_fil
         _raise_if_failed(made)
     if output_file is not None:
         _download(session, made["id"], output_file, "video")
-    session.print_answer({"schema": 1, **made}, lambda one: click.echo(one["id"]))
+    session.print_answer({"schema": 1, **made}, lambda answer: click.echo(answer["id"]))
 
 
 @video.command()
@@ -125,7 +125,7 @@ def wait(session: ApiSession, video: str, timeout: float | None) -> None:
     Exit codes: 6 the video failed, 7 timeout.
     """
     made = _wait_for_video(session, video, timeout)
-    session.print_answer({"schema": 1, **made}, lambda one: click.echo(f"{one['id']} {one['status']}"))
+    session.print_answer({"schema": 1, **made}, lambda answer: click.echo(f"{answer['id']} {answer['status']}"))
     _raise_if_failed(made)
 
 
@@ -141,7 +141,7 @@ def get(session: ApiSession, video: str, output_file: Path | None, thumbnail: bo
     size = _download(session, video, file, variant)
     session.print_answer(
         {"schema": 1, "id": video, "file": str(file), "bytes": size},
-        lambda one: click.echo(f"{one['file']}: {show_size(one['bytes'])}"),
+        lambda answer: click.echo(f"{answer['file']}: {show_size(answer['bytes'])}"),
     )
 
 
@@ -256,17 +256,17 @@ def list_leases(session: ApiSession) -> None:
 def _print_leases(answer: dict[str, Any]) -> None:
     rows = [
         (
-            one["name"],
-            show_size(one["size"]),
-            one["job"],
-            one["phase"],
-            f"{one['progress']} %",
-            show_size(one["footprint"]),
-            show_size(one["peak"]),
-            format_minute(one["since"]),
-            "being returned" if one["orphan"] else "",
+            lease["name"],
+            show_size(lease["size"]),
+            lease["job"],
+            lease["phase"],
+            f"{lease['progress']} %",
+            show_size(lease["footprint"]),
+            show_size(lease["peak"]),
+            format_minute(lease["since"]),
+            "being returned" if lease["orphan"] else "",
         )
-        for one in answer["leases"]
+        for lease in answer["leases"]
     ]
     print_table(("NODE", "LENT", "VIDEO", "PHASE", "DONE", "FOOTPRINT", "PEAK", "SINCE", ""), rows)
 
@@ -331,7 +331,7 @@ def select_model(session: ApiSession, model: str | None) -> str:
     """
     if model is not None:
         return model
-    names = [one["name"] for one in fetch_video_models(session)["models"]]
+    names = [video_model["name"] for video_model in fetch_video_models(session)["models"]]
     if len(names) > 1:
         raise click.UsageError(f"name a model with --model: {', '.join(names)}")
     return names[0]
