@@ -7,6 +7,7 @@ from textwrap import dedent
 import pytest
 
 from tests.suite import main
+from tests.support.effort import rotate_cases
 
 FLAKY = """
     from pathlib import Path
@@ -112,3 +113,11 @@ def test_a_suite_that_cannot_be_collected_fails(tmp_path: Path, capfd: pytest.Ca
     code, _, kept = _suite(tmp_path, "import nothing_of_this_name", capfd)
     assert code > 1
     assert kept == []
+
+
+def test_rotate_cases_reaches_every_case_within_a_month() -> None:
+    cases = list(range(7))
+    days = [rotate_cases(cases, 2, seed=20261101 + day, is_nightly=False) for day in range(30)]
+    assert {len(set(day)) for day in days} == {2}
+    assert set().union(*days) == set(cases)
+    assert rotate_cases(cases, 2, seed=20261101, is_nightly=True) == cases

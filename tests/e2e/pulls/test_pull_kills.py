@@ -11,13 +11,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.cluster.hosts import Hosts, unsupported
+from tests.support.effort import SEED
 from tests.support.hub.pull_lab import NAMES, PADDING, TINY, PullLab, count_descriptors, kill
 from tests.support.processes import Process, pool, until
 from wire.models.files import PIECE_BYTES
@@ -25,7 +25,6 @@ from wire.models.files import PIECE_BYTES
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROUNDS = int(os.environ.get("MACPOOL_KILL_ROUNDS", "8"))
-SEED = int(os.environ.get("HYPOTHESIS_SEED") or f"{date.today():%Y%m%d}")
 DOWNLOADER, MIRROR = "node.hub.downloader", "node.hub.serving.mirror"
 VICTIMS = ("downloader", "mirror", "follower", "agent", "coordinator", "hub")
 REPOSITORY_BYTES = 24 * 1024 * 1024
