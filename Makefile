@@ -22,10 +22,10 @@ test: $(READY) lint types
 	$(SUITE) -n 4 --dist worksteal --durations 25 --durations-min 5 tests
 	$(FAST) $(BIN)/python -m tests.neuter --changed
 
-# The suite as a scheduler may start it: no terminal, SIGINT ignored, both cores busy with something else.
+# The suite as a scheduler may start it, with all drawn cases: no terminal, SIGINT ignored, both cores busy.
 nightly: $(READY) lint types
 	for core in 1 2; do timeout 5400 sh -c 'while :; do :; done' & busy="$$busy $$!"; done; \
-	trap "kill $$busy" EXIT; trap '' INT; nohup $(SUITE) -n 2 --dist worksteal tests </dev/null
+	trap "kill $$busy" EXIT; trap '' INT; nohup env MACPOOL_NIGHTLY=1 $(SUITE) -n 2 --dist worksteal tests </dev/null
 
 # Another Python than the one of .venv/, 3.11 to 3.14: unit and contract tests run with it, too.
 OTHER ?= $(shell own=$$($(BIN)/python -c 'import sys; print(sys.version_info[1])'); \

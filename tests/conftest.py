@@ -9,7 +9,6 @@ import os
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from tests import models
+from tests.effort import SEED
 from tests.support.processes import Pool, pool
 
 JUNK = {
@@ -45,7 +45,6 @@ settings.register_profile(
     database=DirectoryBasedExampleDatabase(Path(__file__).parents[1] / ".hypothesis" / "examples"),
 )
 settings.load_profile("macpool")
-SEED = int(os.environ.get("HYPOTHESIS_SEED") or f"{date.today():%Y%m%d}")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # under nohup: children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 MODEL_SECONDS = 900

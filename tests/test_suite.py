@@ -6,6 +6,7 @@ from textwrap import dedent
 
 import pytest
 
+from tests.effort import thin_cases
 from tests.suite import main
 
 FLAKY = """
@@ -112,3 +113,10 @@ def test_a_suite_that_cannot_be_collected_fails(tmp_path: Path, capfd: pytest.Ca
     code, _, kept = _suite(tmp_path, "import nothing_of_this_name", capfd)
     assert code > 1
     assert kept == []
+
+
+def test_thin_cases_reaches_every_case_within_a_week() -> None:
+    cases = list(range(7))
+    days = [thin_cases(cases, 3, seed=20261128 + day, is_nightly=False) for day in range(3)]
+    assert sorted(case for day in days for case in day) == cases
+    assert thin_cases(cases, 3, seed=20261128, is_nightly=True) == cases

@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from coordinator.http.origin_check import OriginCheck
-from tests.conftest import SEED
+from tests.effort import SEED
 from tests.support.cluster import whole_pool
 from tests.support.cluster.whole_pool import OPERATIONS, Served
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from simulation.report import RunStatistics
 from simulation.routers import CLAIRVOYANT, NAMES
 from simulation.run import compare, load_scenario_texts, run_scenario, select_policies
 from simulation.scenario import Scenario, read_scenario
+from tests.effort import thin_cases
 from tests.sim.offline_loads import PlannedRequest, count_fewest_loads
 from tests.sim.simulation import STORIES, told
 from wire.units import parse_size
@@ -117,19 +117,20 @@ from pathlib import Path
 from simulation.run import run_scenario
 from simulation.scenario import read_scenario
 log = []
-figures, pool = run_scenario(read_scenario(Path(sys.argv[1]).read_text()), "balanced", 3, Path(), log.append)
+figures, pool = run_scenario(read_scenario(sys.stdin.read()), "balanced", 3, Path(), log.append)
 print(repr(figures))
-print(hashlib.sha256(repr((log, pool.outcomes)).encode()).hexdigest())
+print(len(log), hashlib.sha256(repr((log, pool.outcomes)).encode()).hexdigest())
 """
 
 
-@pytest.mark.parametrize("name", ["death", "two-models"])
-def test_a_scenario_is_the_same_in_every_process(name: str):
-    """No choice depends on the order of a set, which differs between processes."""
-    command = [sys.executable, "-c", PRINT_RUN, str(SCENARIOS / f"{name}.toml")]
+@pytest.mark.parametrize("name", ["death", "six-models"])
+def test_a_scenario_is_the_same_bit_for_bit_in_every_process(name: str):
+    """No choice depends on the order of a set or on the global generator, which differ between processes."""
+    text = (SCENARIOS / f"{name}.toml").read_text().replace("seconds = 1800", "seconds = 900")
     runs = [
         subprocess.run(
-            command,
+            [sys.executable, "-c", PRINT_RUN],
+            input=text,
             capture_output=True,
             text=True,
             check=True,
@@ -140,20 +141,7 @@ def test_a_scenario_is_the_same_in_every_process(name: str):
     ]
     assert runs[0] == runs[1]
     assert "served" in runs[0]
-
-
-@pytest.mark.parametrize("name", ["death", "six-models"])
-def test_a_scenario_is_the_same_bit_for_bit_with_the_same_seed(name: str):
-    """The global generator is in another state each time: no choice depends on it."""
-    text = (SCENARIOS / f"{name}.toml").read_text()
-    runs: list[tuple[list[str], str, str]] = []
-    for state in (1, 2):
-        random.seed(state)
-        log: list[str] = []
-        figures, pool = run_scenario(read_scenario(text), "balanced", 3, NOWHERE, log.append)
-        runs.append((log, repr(figures), repr(pool.outcomes)))
-    assert runs[0] == runs[1]
-    assert len(runs[0][0]) > 500
+    assert int(runs[0].splitlines()[1].split()[0]) > 400, "log entries"
 
 
 def test_of_a_burst_between_two_reports_few_are_refused_at_first_and_none_at_last():
@@ -240,7 +228,7 @@ think = { median = 10, sigma = 0.5, least = 5, most = 30 }
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed == 5 else pytest.mark.slow) for seed in range(1, 9)]
+    "seed", [5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in thin_cases([1, 2, 3, 4, 6, 7, 8], 7))]
 )
 def test_six_models_on_memory_for_three_are_all_served(seed: int):
     figures, pool = played((SCENARIOS / "six-models.toml").read_text(), seed=seed)
@@ -254,7 +242,7 @@ def test_six_models_on_memory_for_three_are_all_served(seed: int):
     assert figures.loads <= 1.2 * fewest, f"{figures.loads} loads, the best offline plan has {fewest}"
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [1, *thin_cases([2], 2)])
 def test_a_second_model_gets_its_turn_beside_steady_traffic(seed: int):
     """With seed 1, ten of eighteen requests for the second model ended in 503 when no model in use was unloaded."""
     figures, pool = played((SCENARIOS / "two-models.toml").read_text(), seed=seed)
@@ -268,7 +256,7 @@ def test_a_second_model_gets_its_turn_beside_steady_traffic(seed: int):
     )
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [1, *thin_cases([2], 2)])
 def test_two_models_with_steady_traffic_take_turns(seed: int):
     text = (SCENARIOS / "two-models.toml").read_text()
     figures, pool = played(text.replace("rate = 0.06", "rate = 0.04").replace("rate = 0.008", "rate = 0.04"), seed=seed)

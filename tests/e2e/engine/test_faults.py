@@ -134,7 +134,7 @@ def ward(tiny_model: Callable[..., Path]) -> Iterator[Ward]:
             until(lambda name=name: made.serves(name), 60, f"{name} serves")
         client = api(made)
         with cordoned(made, "other"):
-            answer = threads.submit(ask, client, "ice", max_tokens=200)
+            answer = threads.submit(ask, client, "ice", max_tokens=100)
             until(lambda: made.node("icy")["running"] == 1, what="it writes")
             engine = engine_of(made, "icy")
             engine.suspend()
@@ -193,10 +193,10 @@ def test_killed_in_decode(ward: Ward) -> None:
             ward.load("written")
             restarts, models = ward.restarts(), ward.loaded()
             begun = ward.client.chat.completions.create(
-                model="written", messages=said(HELLO), stream=True, max_tokens=300
+                model="written", messages=said(HELLO), stream=True, max_tokens=120
             )
             next(begun)
-            asked = [start(ward.ask, "written", f"{HELLO} {n}", max_tokens=300) for n in range(2)]
+            asked = [start(ward.ask, "written", f"{HELLO} {n}", max_tokens=120) for n in range(2)]
             until(lambda: ward.pool.node("victim")["running"] == 3, what="all decode")
         ward.kill()
         rest = list(begun)
@@ -250,7 +250,7 @@ def test_killed_twice_by_one_model_is_kept_out(ward: Ward) -> None:
 def test_frozen(ward: Ward) -> None:
     """A stopped process answers no ping. After 30 s it is replaced, and its requests are answered elsewhere."""
     text, _, node = ward.frozen.answer.result(60)
-    assert (len(text) > 100, node) == (True, "other")
+    assert (len(text) > 50, node) == (True, "other")
     assert "the engine hung: no answer to a ping for" in ward.back("icy", 1, {"ice"})
     assert time.monotonic() - ward.frozen.since > 25
     assert not ward.frozen.engine.is_running()

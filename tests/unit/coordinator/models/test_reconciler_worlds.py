@@ -12,14 +12,14 @@ from coordinator.models.action_history import BACKOFF_SECONDS
 from coordinator.models.wishes import LoadWish, Plan, UnloadReason, UnloadWish, Wish, WishAction
 from router.placement.cluster_view import NodeView
 from router.placement.reservations import SwapTurn
-from tests.conftest import SEED
+from tests.effort import SEED, scale_examples
 from tests.support.cluster.wish_pool import WishNode, WishPool
 from wire.capacity.arithmetic import Fits, judge
 from wire.identity import NodeId
 from wire.report import EngineState
 from wire.units import GIB
 
-WORLDS = 10_000
+WORLDS = scale_examples(10_000)
 PARTS = 4
 """Tests into which the worlds are divided, for tests that run side by side."""
 MODELS = tuple("pqrst")

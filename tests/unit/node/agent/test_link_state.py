@@ -24,6 +24,7 @@ from node.agent.link_state import (
     WokeUp,
     step,
 )
+from tests.effort import scale_examples
 from wire.state_machine import IllegalEventError, InvariantError
 
 NEW = LinkLife()
@@ -131,7 +132,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=2000)
+@settings(max_examples=scale_examples(2000))
 @given(st.lists(events, max_size=40))
 def test_in_every_order_of_events_the_invariants_hold_and_a_wait_has_its_bounds(sequence: list[Event]):
     life, retry_after = NEW, 0.0

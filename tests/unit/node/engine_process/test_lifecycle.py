@@ -35,6 +35,7 @@ from node.engine_process.lifecycle import (
     step,
 )
 from node.engine_process.timeouts import ExitUrgency, SupervisorTimeouts
+from tests.effort import scale_examples
 from wire.node_state import EngineStage
 from wire.refusals import RefusalCode, Refused
 from wire.units import GIB
@@ -294,7 +295,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=2000)
+@settings(max_examples=scale_examples(2000))
 @given(st.booleans(), st.lists(events, max_size=30))
 def test_in_every_order_of_events_the_invariants_hold_and_requests_reach_only_a_ready_child(
     preloads: bool, sequence: list[Event]

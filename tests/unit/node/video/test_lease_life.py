@@ -31,6 +31,7 @@ from node.video.lease_life import (
 )
 from node.video.leases import LeaseRecord
 from node.video.worker.watchdog_policy import EndWorker
+from tests.effort import scale_examples
 from wire.frames import LeaseRefused, LeaseRequest
 from wire.state_machine import IllegalEventError, InvariantError
 from wire.units import GIB
@@ -197,7 +198,7 @@ events = st.one_of(
 )
 
 
-@settings(max_examples=2000)
+@settings(max_examples=scale_examples(2000))
 @given(st.lists(events, max_size=40))
 def test_in_every_order_of_events_one_lease_is_granted_at_a_time_and_an_order_is_kept_to_its_end(
     sequence: list[Event],

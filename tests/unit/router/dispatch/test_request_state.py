@@ -35,6 +35,7 @@ from router.dispatch.request_state import (
 )
 from router.placement.candidate import Candidate
 from router.placement.recovery import MAX_LOSSES
+from tests.effort import scale_examples
 from tests.sim.requests import event_of, play
 from wire.frames import Admitted, Finished
 from wire.identity import NodeId
@@ -127,7 +128,7 @@ def read(verb: str, attempt: int, number: int) -> Event:
     return event_of(word, attempt, rest)
 
 
-@settings(max_examples=10_000, deadline=None)
+@settings(max_examples=scale_examples(10_000), deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(VERBS), st.booleans()), max_size=24))
 def test_step_keeps_the_invariants_in_any_order_of_events(events: list[tuple[str, bool]]):
     life, world, number = RequestLife(0.0), World(), 0

@@ -10,6 +10,7 @@ from coordinator.video.state.events import JobSubmitted, JobTick, JobWaited, Lea
 from coordinator.video.state.jobs import JobState, VideoJob
 from coordinator.video.state.lease_placement import LeaseChoice, NoLeaseChoice, choose_node
 from router.placement.cluster_view import ClusterView
+from tests.effort import scale_examples
 from tests.unit.coordinator.video.state.test_job_table import Story, a_job
 from tests.unit.coordinator.video.state.test_lease_placement import a_node
 from wire.frames import LeaseRefused
@@ -53,7 +54,7 @@ class World:
 
 
 @given(st.integers(0, 2**32), st.lists(st.sampled_from(["refuses", "silent", "full", "moody", "grants"]), max_size=3))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=scale_examples(1000), deadline=None)
 def test_a_lease_is_granted_or_refused_for_good_within_room_seconds(seed: int, kinds: list[str]):
     story = Story(headroom_seconds=60.0, lease_seconds=10.0, attempts=1)
     for number in range(1, 4):

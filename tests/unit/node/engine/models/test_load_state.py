@@ -19,6 +19,7 @@ from node.engine.models.load_state import (
     step,
 )
 from node.engine.models.model_descriptor import ModelDescriptor
+from tests.effort import scale_examples
 from wire.state_machine import IllegalEventError
 
 QUEUED = ModelLoad(ModelDescriptor("m", PurePath("m")))
@@ -74,7 +75,7 @@ def test_an_illegal_event_names_the_phase_and_the_event():
         step(QUEUED, LoadFinished())
 
 
-@settings(max_examples=5_000)
+@settings(max_examples=scale_examples(5_000))
 @given(st.lists(EVENTS, max_size=20))
 def test_whatever_events_arrive_the_numbers_agree_and_an_end_is_final(events: list[LoadEvent]):
     """Illegal events are refused and change nothing."""

@@ -3,6 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.engine.scheduling.rules.row_state import TABLE, RowEvent, RowState, step
+from tests.effort import scale_examples
 from wire.state_machine import IllegalEventError
 
 WAY = (RowEvent.CHUNK, RowEvent.CHUNK, RowEvent.PREFILLED, RowEvent.JOINED, RowEvent.FINISHED)
@@ -47,7 +48,7 @@ def test_a_request_is_released_in_every_state(state: RowState):
     assert step(state, RowEvent.RELEASED) is RowState.ENDED
 
 
-@settings(max_examples=5_000)
+@settings(max_examples=scale_examples(5_000))
 @given(st.lists(st.sampled_from(RowEvent), max_size=40))
 def test_whatever_events_arrive_a_row_decodes_only_prefilled_and_joined_and_never_leaves_its_end(
     events: list[RowEvent],
