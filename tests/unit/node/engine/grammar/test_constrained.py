@@ -11,6 +11,7 @@ from node.engine.grammar.logits_mask import LogitsMask
 from node.engine.grammar.matcher import GrammarFailed, GrammarMatcher
 from tests import models
 from tests.models.conversations import TOOLS
+from tests.support.effort import thin_cases
 from tests.support.engine.text_engine import GREEDY, Driver
 from tests.support.schemas import violations
 from wire.frames import Channel, Failed, Finished, GenerationParams, GrammarSpec, Refusal
@@ -175,7 +176,7 @@ def test_a_resumed_answer_goes_on_at_every_cut(driver: Driver, prompt: str, gram
     number = driver.ask(prompt, params, request_id="r")
     end = finished(driver, number)
     ids = driver.ids[number, 0]
-    for cut in range(1, len(ids), 3):
+    for cut in thin_cases(range(1, len(ids)), 9):
         again = other.ask(prompt, params, request_id="r", resume=(tuple(ids[:cut]),))
         assert finished(other, again).reasons == end.reasons
         assert other.ids[again, 0] == ids[cut:]

@@ -1,6 +1,7 @@
 """An answer that begins on one engine and resumes on another: no token is repeated, lost or decoded again.
 
-The first engine's answer is cut after every token. The second engine gets the tokens that were received until then.
+The first engine's answer is cut after every token, in CI after a part of them. The second engine gets the tokens that
+were received until then.
 """
 
 import json
@@ -15,6 +16,7 @@ from node.engine.models.model_stats import ModelStats
 from node.engine.scheduling import prefill
 from node.engine.scheduling.sampling import SamplingParameters
 from tests import models
+from tests.support.effort import thin_cases
 from tests.support.engine.text_engine import GREEDY, Driver
 from wire.frames import Admitted, Channel, Delta, Finished, GenerationParams, Logprob, Refusal
 from wire.refusals import RefusalCode
@@ -97,7 +99,7 @@ def resumed_at_every_cut(
     number = first.ask(prompt, params, request_id="r")
     end, deltas = end_of(first, number), first.deltas[number, 0]
     whole = heard(deltas)
-    for cut in range(1, len(whole.ids) + 1):
+    for cut in thin_cases(range(1, len(whole.ids) + 1), 3):
         prefilled.clear()
         before = steps(second)
         known = tuple(whole.ids[:cut])
@@ -174,7 +176,7 @@ def test_a_tool_call_has_the_name_that_it_would_have_had(monkeypatch: pytest.Mon
     whole = heard(deltas)
     assert end.reasons == ("tool_calls",)
     assert [json.loads(call)["id"] for call in whole.calls] == ["call_r_0", "call_r_1"]
-    for cut in range(1, len(ids) + 1):
+    for cut in thin_cases(range(1, len(ids) + 1), 4):
         resume = (tuple(ids[:cut]),)
         again = second.ask("What is the weather?", GREEDY, request_id="r", tools=TOOLS, resume=resume)
         assert end_of(second, again).reasons == end.reasons

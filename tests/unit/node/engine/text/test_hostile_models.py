@@ -78,6 +78,7 @@ def test_a_crash_of_a_trial_names_its_signal(tmp_path: Path):
         children[0].send_signal(signal.SIGSEGV)
         with pytest.raises(TokenizerError, match="the trial of its template and tokenizer ended by SIGSEGV"):
             trial.result(60)
+    trials.run(a_model(tmp_path / "other"), "f2", 1000)
 
 
 @pytest.mark.slow
@@ -99,7 +100,6 @@ def test_what_means_harm_ends_in_its_process_and_is_named(tmp_path: Path, how: d
     assert time.monotonic() - began < 60
     with pytest.raises(TokenizerError, match=said):  # and is not tried again
         trials.run(model, "f1", 1000)
-    trials.run(a_model(tmp_path / "other"), "f2", 1000)
 
 
 @pytest.mark.parametrize("length", [10_000, tokenizer.LONG_TEXT_CHARS + 1000], ids=["short", "long"])
@@ -208,13 +208,13 @@ def test_the_door_tries_a_model_before_it_loads_its_tokenizer(tmp_path: Path, ti
     folder = shutil.copytree(tiny_model("llama"), tmp_path / "harmful")
     vocabulary.configure(folder, chat_template=FOREVER)
     driver = Driver(folder)
-    door = RequestPreparer(driver.engine.parts.catalogue, trials=TokenizerTrials(None, cpu=6))
+    door = RequestPreparer(driver.engine.parts.catalogue, trials=TokenizerTrials(None, cpu=1))
     frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
     assert door.compute_need_bytes(frame) > 512 * MIB
     assert not door.can_prepare_inline(frame)
     prepared = door.prepare(frame)
     assert prepared.refused is not None
-    assert (prepared.refused.code, "took more than 6 s" in prepared.refused.message) == (RefusalCode.LOAD_FAILED, True)
+    assert (prepared.refused.code, "took more than 1 s" in prepared.refused.message) == (RefusalCode.LOAD_FAILED, True)
     assert not door.tokenizers
 
 
@@ -222,12 +222,12 @@ def test_the_door_tries_a_model_before_it_loads_its_tokenizer(tmp_path: Path, ti
 def test_an_engine_reports_why_a_model_is_not_used(tmp_path: Path, tiny_model: Callable[..., Path]):
     folder = shutil.copytree(tiny_model("llama"), tmp_path / "harmful")
     vocabulary.configure(folder, chat_template=FOREVER)
-    driver = Driver(folder, trials=TokenizerTrials(None, cpu=6))
+    driver = Driver(folder, trials=TokenizerTrials(None, cpu=1))
     engine = driver.engine
     frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
     assert engine.parts.preparer.prepare(frame).refused is not None
     (model,) = [one for one in engine.report(0.0).models if one.name == driver.default]
-    assert "took more than 6 s" in model.cause
+    assert "took more than 1 s" in model.cause
 
 
 def test_a_model_that_is_kept_out_is_not_even_read(tiny_model: Callable[..., Path]):
