@@ -7,11 +7,13 @@ import signal
 import ssl
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,7 +23,7 @@ import pytest
 from openai import DefaultHttpxClient, OpenAI
 
 from tests.support.cluster.engine_pool import engine_of
-from tests.support.processes import CLI, ROOT, Pool, Process, environment, gone, until
+from tests.support.processes import CLI, ROOT, Pool, Process, environment, gone, pool, until
 
 pytestmark = pytest.mark.slow
 
@@ -37,15 +39,37 @@ def api_of(made: Pool, key: str, retries: int = 0) -> OpenAI:
     return OpenAI(base_url=made.facts["base_url"], api_key=key, max_retries=retries, http_client=direct)
 
 
-def test_one_command_each_and_a_streamed_chat(cluster_pool: Pool) -> None:
-    facts = cluster_pool.up()
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pool]:
+    """Start `studio` and `macbook`, for tests that change neither."""
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
+        made.up()
+        made.join("studio", "memory.cap=64GiB")
+        made.join("macbook", "engine.scripted.memory=36GiB")
+        yield made
+
+
+@pytest.fixture(scope="module")
+def single() -> Iterator[Pool]:
+    """Start a coordinator and the node `one`, with umask 0: a file that is made without a mode is writable for all
+    users. A test that cordons the node ends that."""
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
+        before = os.umask(0)
+        try:
+            made.up()
+            made.join("one")
+        finally:
+            os.umask(before)
+        yield made
+
+
+def test_one_command_each_and_a_streamed_chat(pair: Pool) -> None:
+    facts = pair.facts
     assert facts["schema"] == 1
     assert facts["ready"] is True
     assert facts["base_url"].endswith("/v1")
     assert facts["cluster_url"] in facts["join"]
-    cluster_pool.join("studio")
-    cluster_pool.join("macbook", "engine.scripted.memory=36GiB")
-    api = client(cluster_pool)
+    api = client(pair)
     assert [model.id for model in api.models.list()] == ["scripted-1"]
     stream = api.chat.completions.create(
         model="scripted-1", messages=MESSAGES, stream=True, max_tokens=10, stream_options={"include_usage": True}
@@ -62,10 +86,8 @@ def test_one_command_each_and_a_streamed_chat(cluster_pool: Pool) -> None:
     assert whole.parse().choices[0].message.content == text
 
 
-def test_what_the_scripted_engine_does_not_offer_is_a_clear_400(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    cluster_pool.join("studio")
-    api = client(cluster_pool)
+def test_what_the_scripted_engine_does_not_offer_is_a_clear_400(pair: Pool) -> None:
+    api = client(pair)
     tool: Any = {"type": "function", "function": {"name": "now"}}
     with pytest.raises(openai.BadRequestError, match="no node supports tools with scripted-1") as caught:
         api.chat.completions.create(model="scripted-1", messages=MESSAGES, tools=[tool])
@@ -74,10 +96,8 @@ def test_what_the_scripted_engine_does_not_offer_is_a_clear_400(cluster_pool: Po
         api.chat.completions.create(model="scripted-1", messages=MESSAGES, logprobs=True, stream=True)
 
 
-def test_nodes_list_holds_the_arithmetic(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    cluster_pool.join("studio", "memory.cap=64GiB")
-    (node,) = cluster_pool.cli("nodes")["nodes"]
+def test_nodes_list_holds_the_arithmetic(pair: Pool) -> None:
+    (node,) = [node for node in pair.cli("nodes")["nodes"] if node["name"] == "studio"]
     for field in (
         "id",
         "name",
@@ -97,14 +117,14 @@ def test_nodes_list_holds_the_arithmetic(cluster_pool: Pool) -> None:
     assert node["cap"] == 64 * 2**30
     assert node["gate_armed"] is True
     assert node["headroom"] == node["ceiling"] - node["margin"] - node["current"] - node["reserved"]
-    inspected = cluster_pool.cli("node", "show", "studio")["node"]
+    inspected = pair.cli("node", "show", "studio")["node"]
     assert (inspected["bound_by"], inspected["cap_bound_by"], inspected["tier"]) == ("setting", "setting", "custom")
     assert inspected["remedy"] == "raise memory.cap"
     assert inspected["enforcement"]["level"] == "ok"
     assert inspected["enforcement"]["polls"] > 0
     assert inspected["enforcement"]["phys"] > 0
     assert inspected["system_memory"]["available"] > 0
-    shown = cluster_pool.run("node", "show", "studio", "--state", str(cluster_pool.state)).stdout
+    shown = pair.run("node", "show", "studio", "--state", str(pair.state)).stdout
     for line in (
         "cap       64.0 GiB, limited by setting, tier custom",
         "headroom  ",
@@ -113,7 +133,7 @@ def test_nodes_list_holds_the_arithmetic(cluster_pool: Pool) -> None:
         "counts    ",
     ):
         assert line in shown
-    table = cluster_pool.run("nodes", "--state", str(cluster_pool.state)).stdout
+    table = pair.run("nodes", "--state", str(pair.state)).stdout
     assert "raise memory.cap" not in table, "no advice where all is well"
     assert "64.0 GiB" in table
 
@@ -582,15 +602,11 @@ def test_many_streams_of_mixed_lengths_all_end(cluster_pool: Pool) -> None:
     )
 
 
-def test_a_second_coordinator_and_a_second_node_in_one_folder_are_refused(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    cluster_pool.join("one")
-    other = cluster_pool.run(
-        "up", "--state", str(cluster_pool.state), "--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0"
-    )
+def test_a_second_coordinator_and_a_second_node_in_one_folder_are_refused(single: Pool) -> None:
+    other = single.run("up", "--state", str(single.state), "--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0")
     assert other.returncode == 1
     assert "in use" in other.stderr
-    twin = cluster_pool.run("join", "--state", str(cluster_pool.folder / "one"))
+    twin = single.run("join", "--state", str(single.folder / "one"))
     assert twin.returncode == 1
     assert "already running" in twin.stderr
 
@@ -620,70 +636,56 @@ def test_mistakes_at_the_command_are_told_with_the_next_step(
     assert (done.returncode, words in done.stderr) == (code, True), done.stderr
 
 
-@pytest.fixture
-def generous() -> Iterator[None]:
-    """Set the umask to 0: a file that is made without a mode is writable for all users."""
-    before = os.umask(0)
-    yield
-    os.umask(before)
-
-
-@pytest.mark.usefixtures("generous")
-def test_secrets_are_private_and_nowhere_else(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    token = cluster_pool.token()
-    cluster_pool.join("one")
-    client(cluster_pool).chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=2)
-    secrets = [cluster_pool.key, cluster_pool.secret, token.rsplit(".", 1)[1]]
-    for file in (path for name in ("coordinator", "one") for path in (cluster_pool.folder / name).rglob("*")):
+def test_secrets_are_private_and_nowhere_else(single: Pool) -> None:
+    token = single.token()
+    client(single).chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=2)
+    secrets = [single.key, single.secret, token.rsplit(".", 1)[1]]
+    for file in (path for name in ("coordinator", "one") for path in (single.folder / name).rglob("*")):
         assert file.is_symlink() or file.stat().st_mode & 0o077 == 0, f"{file} can be read by others"
         if file.is_file() and file.name != "run.json":
             content = file.read_bytes()
             assert not any(secret.encode() in content for secret in secrets), file
-    for process in (cluster_pool.coordinator, *cluster_pool.nodes.values()):
+    for process in (single.coordinator, *single.nodes.values()):
         assert process is not None
         for each in [psutil.Process(process.pid), *process.children()]:
             assert not any(secret in " ".join(each.cmdline()) for secret in secrets)
 
 
-def test_load_and_unload_end_with_the_code_that_the_help_lists(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    cluster_pool.join("one")
-    loaded = cluster_pool.cli("model", "load", "scripted-1")
+def test_load_and_unload_end_with_the_code_that_the_help_lists(single: Pool) -> None:
+    loaded = single.cli("model", "load", "scripted-1")
     assert (loaded["node"]["name"], loaded["node"]["already"]) == ("one", True)
-    assert "no node serves the model" in cluster_pool.cli("model", "load", "nothing", code=5)["stderr"]
-    assert "is loaded on no node" in cluster_pool.cli("model", "unload", "nothing", code=5)["stderr"]
-    assert "no node 'nowhere'" in cluster_pool.cli("model", "load", "scripted-1", "--node", "nowhere", code=5)["stderr"]
-    cluster_pool.cli("node", "cordon", "one")
-    assert "one is cordoned" in cluster_pool.cli("model", "load", "scripted-1", "--node", "one", code=6)["stderr"]
+    assert "no node serves the model" in single.cli("model", "load", "nothing", code=5)["stderr"]
+    assert "is loaded on no node" in single.cli("model", "unload", "nothing", code=5)["stderr"]
+    assert "no node 'nowhere'" in single.cli("model", "load", "scripted-1", "--node", "nowhere", code=5)["stderr"]
+    single.cli("node", "cordon", "one")
+    assert "one is cordoned" in single.cli("model", "load", "scripted-1", "--node", "one", code=6)["stderr"]
+    single.cli("node", "uncordon", "one")
 
 
-def test_status_env_version_models_chat(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    cluster_pool.join("one")
-    status = cluster_pool.cli("status")
+def test_status_env_version_models_chat(single: Pool) -> None:
+    status = single.cli("status")
     assert status["nodes"]["ready"] == 1
     assert status["warnings"] == []
-    assert cluster_pool.cli("env")["OPENAI_BASE_URL"] == cluster_pool.facts["base_url"]
-    version = cluster_pool.cli("version", "--cluster")
+    assert single.cli("env")["OPENAI_BASE_URL"] == single.facts["base_url"]
+    version = single.cli("version", "--cluster")
     assert version["nodes"] == {"one": version["version"]}
-    (model,) = cluster_pool.cli("models")["models"]
+    (model,) = single.cli("models")["models"]
     assert [(node["name"], node["model"]) for node in model["nodes"]] == [("one", "loaded")]
-    shown = cluster_pool.run("models", "-o", "wide", "--state", str(cluster_pool.state)).stdout
+    shown = single.run("models", "-o", "wide", "--state", str(single.state)).stdout
     assert re.search(r"scripted-1 on one: prefill [\d,]+ tokens/s, decode [\d,]+ tokens/s for one request", shown)
-    assert len(cluster_pool.cli("chat", "hello", "--max-tokens", "4")["choices"][0]["message"]["content"].split()) == 4
-    spoken = cluster_pool.run("chat", "hello", "--max-tokens", "4", "--state", str(cluster_pool.state))
+    assert len(single.cli("chat", "hello", "--max-tokens", "4")["choices"][0]["message"]["content"].split()) == 4
+    spoken = single.run("chat", "hello", "--max-tokens", "4", "--state", str(single.state))
     assert len(spoken.stdout.split()) == 4
-    logs = cluster_pool.run("node", "logs", "one", "--state", str(cluster_pool.state))
+    logs = single.run("node", "logs", "one", "--state", str(single.state))
     assert "linked" in logs.stdout
     for shell in ("bash", "zsh", "fish"):
-        assert "_CLUSTER_COMPLETE" in cluster_pool.run("completion", shell).stdout
-    cluster_pool.cli("node", "cordon", "one")
-    assert cluster_pool.node("one")["cordoned"] is True
+        assert "_CLUSTER_COMPLETE" in single.run("completion", shell).stdout
+    single.cli("node", "cordon", "one")
+    assert single.node("one")["cordoned"] is True
     with pytest.raises(urllib.error.HTTPError, match="503"):
-        cluster_pool.get("/health")
-    cluster_pool.cli("node", "uncordon", "one")
-    assert cluster_pool.get("/health")["status"] == "ok"
+        single.get("/health")
+    single.cli("node", "uncordon", "one")
+    assert single.get("/health")["status"] == "ok"
 
 
 def test_guard_off_is_said_everywhere(cluster_pool: Pool) -> None:

@@ -37,15 +37,19 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "the condition") -> Any:
-    """Poll a condition of other processes until it holds; raise AssertionError after `seconds`."""
-    deadline = time.monotonic() + seconds
+    """Poll a condition of other processes until it holds; raise AssertionError after `seconds`.
+
+    The interval grows from 0.02 s to 0.1 s, because most conditions are requests to the API.
+    """
+    began, pause = time.monotonic(), 0.02
     while True:
         found = condition()
         if found:
             return found
-        if time.monotonic() >= deadline:
+        if time.monotonic() - began >= seconds:
             raise AssertionError(f"{what}: not within {seconds:.0f} s")
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause = min(0.1, pause * 1.05)
 
 
 class Process:
@@ -248,8 +252,8 @@ class Pool:
         return str(file)
 
     def token(self) -> str:
-        """Make a join token."""
-        return self.cli("token", "create")["token"]
+        """Make a join token by the API, which takes less time than the command."""
+        return self._request("POST", "/api/v1/tokens", {})["token"]
 
     def cli(self, *arguments: str, code: int = 0) -> dict[str, Any]:
         """Run a verb with -o json against this pool; return its answer, or its output if it failed as expected."""
@@ -296,8 +300,13 @@ class Pool:
 
     def get(self, path: str) -> dict[str, Any]:
         """Send a GET with the admin key."""
+        return self._request("GET", path)
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         run = json.loads((self.state / "run.json").read_text())
-        request = urllib.request.Request(run["url"] + path, headers={"Authorization": f"Bearer {run['secret']}"})
+        headers = {"Authorization": f"Bearer {run['secret']}", "Content-Type": "application/json"}
+        content = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(run["url"] + path, content, headers, method=method)
 
         opener = _opener(run["ca"])
 
