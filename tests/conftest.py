@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
 from tests import models
-from tests.support.effort import SEED
+from tests.effort import SEED
 from tests.support.processes import Pool, pool
 
 JUNK = {

@@ -6,8 +6,8 @@ from textwrap import dedent
 
 import pytest
 
+from tests.effort import thin_cases
 from tests.suite import main
-from tests.support.effort import thin_cases
 
 FLAKY = """
     from pathlib import Path

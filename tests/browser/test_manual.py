@@ -11,7 +11,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser
 
 from tests.browser.conftest import CHROMIUM
-from tests.support.effort import thin_cases
+from tests.effort import thin_cases
 from tests.support.processes import ROOT, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]

@@ -20,9 +20,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from coordinator.http.origin_check import OriginCheck
+from tests.effort import SEED
 from tests.support.cluster import whole_pool
 from tests.support.cluster.whole_pool import OPERATIONS, Served
-from tests.support.effort import SEED
 
 HELD = [status_code_conformance, content_type_conformance, response_schema_conformance]
 OURS = {501, 503}

@@ -15,9 +15,9 @@ from simulation.report import RunStatistics
 from simulation.routers import CLAIRVOYANT, NAMES
 from simulation.run import compare, load_scenario_texts, run_scenario, select_policies
 from simulation.scenario import Scenario, read_scenario
+from tests.effort import thin_cases
 from tests.sim.offline_loads import PlannedRequest, count_fewest_loads
 from tests.sim.simulation import STORIES, told
-from tests.support.effort import thin_cases
 from wire.units import parse_size
 
 NOWHERE = Path("nowhere")

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.effort import IS_NIGHTLY, SEED
 from tests.support.cluster.hosts import Hosts, unsupported
-from tests.support.effort import IS_NIGHTLY, SEED
 from tests.support.hub.pull_lab import NAMES, PADDING, TINY, PullLab, count_descriptors, kill
 from tests.support.processes import Process, pool, until
 from wire.models.files import PIECE_BYTES

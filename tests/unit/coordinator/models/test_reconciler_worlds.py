@@ -12,8 +12,8 @@ from coordinator.models.action_history import BACKOFF_SECONDS
 from coordinator.models.wishes import LoadWish, Plan, UnloadReason, UnloadWish, Wish, WishAction
 from router.placement.cluster_view import NodeView
 from router.placement.reservations import SwapTurn
+from tests.effort import SEED, scale_examples
 from tests.support.cluster.wish_pool import WishNode, WishPool
-from tests.support.effort import SEED, scale_examples
 from wire.capacity.arithmetic import Fits, judge
 from wire.identity import NodeId
 from wire.report import EngineState

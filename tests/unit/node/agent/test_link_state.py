@@ -24,7 +24,7 @@ from node.agent.link_state import (
     WokeUp,
     step,
 )
-from tests.support.effort import scale_examples
+from tests.effort import scale_examples
 from wire.state_machine import IllegalEventError, InvariantError
 
 NEW = LinkLife()

@@ -35,7 +35,7 @@ from node.engine_process.lifecycle import (
     step,
 )
 from node.engine_process.timeouts import ExitUrgency, SupervisorTimeouts
-from tests.support.effort import scale_examples
+from tests.effort import scale_examples
 from wire.node_state import EngineStage
 from wire.refusals import RefusalCode, Refused
 from wire.units import GIB

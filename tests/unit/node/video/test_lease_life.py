@@ -31,7 +31,7 @@ from node.video.lease_life import (
 )
 from node.video.leases import LeaseRecord
 from node.video.worker.watchdog_policy import EndWorker
-from tests.support.effort import scale_examples
+from tests.effort import scale_examples
 from wire.frames import LeaseRefused, LeaseRequest
 from wire.state_machine import IllegalEventError, InvariantError
 from wire.units import GIB

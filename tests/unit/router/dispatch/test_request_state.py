@@ -35,8 +35,8 @@ from router.dispatch.request_state import (
 )
 from router.placement.candidate import Candidate
 from router.placement.recovery import MAX_LOSSES
+from tests.effort import scale_examples
 from tests.sim.requests import event_of, play
-from tests.support.effort import scale_examples
 from wire.frames import Admitted, Finished
 from wire.identity import NodeId
 from wire.state_machine import IllegalEventError, InvariantError

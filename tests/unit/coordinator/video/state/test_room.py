@@ -10,7 +10,7 @@ from coordinator.video.state.events import JobSubmitted, JobTick, JobWaited, Lea
 from coordinator.video.state.jobs import JobState, VideoJob
 from coordinator.video.state.lease_placement import LeaseChoice, NoLeaseChoice, choose_node
 from router.placement.cluster_view import ClusterView
-from tests.support.effort import scale_examples
+from tests.effort import scale_examples
 from tests.unit.coordinator.video.state.test_job_table import Story, a_job
 from tests.unit.coordinator.video.state.test_lease_placement import a_node
 from wire.frames import LeaseRefused

@@ -10,8 +10,8 @@ import pytest
 from node.engine.grammar.logits_mask import LogitsMask
 from node.engine.grammar.matcher import GrammarFailed, GrammarMatcher
 from tests import models
+from tests.effort import thin_cases
 from tests.models.conversations import TOOLS
-from tests.support.effort import thin_cases
 from tests.support.engine.text_engine import GREEDY, Driver
 from tests.support.schemas import violations
 from wire.frames import Channel, Failed, Finished, GenerationParams, GrammarSpec, Refusal

@@ -19,7 +19,7 @@ from node.engine.models.load_state import (
     step,
 )
 from node.engine.models.model_descriptor import ModelDescriptor
-from tests.support.effort import scale_examples
+from tests.effort import scale_examples
 from wire.state_machine import IllegalEventError
 
 QUEUED = ModelLoad(ModelDescriptor("m", PurePath("m")))

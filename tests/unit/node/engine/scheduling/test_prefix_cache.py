@@ -13,7 +13,7 @@ from node.engine.kv.kv_cache import Layers, sum_nbytes
 from node.engine.kv.prefix_store import CachedPrefix
 from node.engine.memory.footprint import release_free_memory
 from tests import models
-from tests.support.effort import scale_examples, thin_cases
+from tests.effort import scale_examples, thin_cases
 from tests.support.engine.text_engine import GREEDY, ROOMY, Driver
 from wire.capacity.arithmetic import estimate_request_need
 from wire.frames import Admitted, Channel, Finished, GenerationParams, MemoryLimits, Message, Refusal, UnloadModel

@@ -16,7 +16,7 @@ from node.engine.models.model_stats import ModelStats
 from node.engine.scheduling import prefill
 from node.engine.scheduling.sampling import SamplingParameters
 from tests import models
-from tests.support.effort import thin_cases
+from tests.effort import thin_cases
 from tests.support.engine.text_engine import GREEDY, Driver
 from wire.frames import Admitted, Channel, Delta, Finished, GenerationParams, Logprob, Refusal
 from wire.refusals import RefusalCode

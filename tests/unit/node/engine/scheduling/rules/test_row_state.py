@@ -3,7 +3,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.engine.scheduling.rules.row_state import TABLE, RowEvent, RowState, step
-from tests.support.effort import scale_examples
+from tests.effort import scale_examples
 from wire.state_machine import IllegalEventError
 
 WAY = (RowEvent.CHUNK, RowEvent.CHUNK, RowEvent.PREFILLED, RowEvent.JOINED, RowEvent.FINISHED)
