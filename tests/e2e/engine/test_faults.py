@@ -41,8 +41,8 @@ pytestmark = pytest.mark.slow
 
 SLOW = ("read", "written", "fetched", "left")
 """Names of the slow model on `victim` and `other`; only `victim` has `cursed`."""
-LONG = "word " * 400
-"""A prompt whose prefill takes a node about a second, in several forwards."""
+LONG = "word " * 600
+"""A prompt whose prefill takes a node a second or two, in several forwards."""
 ENDLESS = "word " * 8000
 Answer = tuple[str, int, str]
 """The text, the attempts, and the node that answered."""
