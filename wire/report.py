@@ -282,6 +282,8 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     """Forwards after which the engine found itself above its cap."""
     departures: Natural = 0
     """Models that were unloaded because they were idle for long."""
+    prefill_tokens: Natural = 0
+    """Prompt tokens that forwards have computed. Tokens from the prefix cache are not among them."""
 
 
 class CacheState(WireStruct, frozen=True, gc=False):
@@ -323,6 +325,8 @@ class CacheState(WireStruct, frozen=True, gc=False):
     """Number of files that were deleted for newer ones."""
     store: Word = ""
     """Identity of the folder of the disk cache, which outlives the engine process; empty without a disk cache."""
+    disk_waiting: Natural = 0
+    """Number of prefixes and parts that wait to be written."""
 
 
 class EngineState(WireStruct, frozen=True, array_like=True, gc=False):

@@ -223,6 +223,7 @@ def _sanitize_cache(cache: CacheState) -> CacheState:
         disk_errors=max(0, cache.disk_errors),
         disk_evictions=max(0, cache.disk_evictions),
         store=_make_printable(cache.store),
+        disk_waiting=max(0, cache.disk_waiting),
     )
 
 

@@ -183,6 +183,7 @@ class PrefillRunner:
             loaded_model.name,
             prefill.sequence.number,
             loaded_model.stats.estimate_prefill_seconds(count),
+            prefill_tokens=count,
         ) as call:
             widened = bool(self._batches) and grow_cache(cache, count, len(prefill.ids))
             logits = run_forward(loaded_model.model, piece, cache, last=last)

@@ -156,6 +156,7 @@ class ScriptedEngine:
                 batch.steps,
                 sheds=self._sheds,
                 preemptions=self._preemptor.preemptions,
+                prefill_tokens=batch.prefill_tokens,
             ),
             limits_number=gate.limits_number,
             enforced=self._enforced,

@@ -73,7 +73,7 @@ class BlockWriter:
         self._budget = budget
         self._queue: deque[QueuedPart] = deque()
         self._changed = threading.Condition()
-        self._nbytes = 0
+        self._nbytes = self._unfinished = 0
         self._resume_at = 0.0
         self.saves = self.persisted = self.drops = self.errors = self.evictions = 0
         threading.Thread(target=self._run, name="disk-cache-writer", daemon=True).start()
@@ -82,6 +82,9 @@ class BlockWriter:
     def nbytes(self) -> int:
         """Bytes of the parts that wait or are being written."""
         return self._nbytes
+
+    def __len__(self) -> int:
+        return self._unfinished
 
     def can_accept(self) -> bool:
         """Return whether another part may be queued now."""
@@ -93,6 +96,7 @@ class BlockWriter:
         with self._changed:
             self._queue.append(QueuedPart(name, arrays, size))
             self._nbytes += size
+            self._unfinished += 1
             self.saves += 1
             self._changed.notify()
 
@@ -102,6 +106,7 @@ class BlockWriter:
             dropped = sum(part.nbytes for part in self._queue)
             self.drops += len(self._queue)
             self._nbytes -= dropped
+            self._unfinished -= len(self._queue)
             self._queue.clear()
         return dropped
 
@@ -120,6 +125,7 @@ class BlockWriter:
                 self.clear()
             with self._changed:
                 self._nbytes -= part.nbytes
+                self._unfinished -= 1
             del part
 
     def _write(self, part: QueuedPart) -> None:

@@ -137,6 +137,7 @@ class DiskCache:
             disk_errors=self.faults + (0 if writer is None else writer.errors),
             disk_evictions=0 if writer is None else writer.evictions,
             store=self.store_id,
+            disk_waiting=len(self._pending) + (0 if writer is None else len(writer)),
         )
 
     @property

@@ -70,6 +70,7 @@ def test_after_a_kill_another_process_restores_the_prompt_and_answers_the_same(
     assert ids == wanted
     assert end.cached_tokens >= 0.9 * end.prompt_tokens
     assert sum(prefilled) == end.prompt_tokens - end.cached_tokens, "counted at the forwards"
+    assert driver.engine.report(0.0).counts.prefill_tokens == sum(prefilled)
     state = driver.engine.report(0.0).cache
     assert (state.disk_hits, state.disk_hit_tokens, state.disk_errors) == (1, end.cached_tokens, 0)
     assert driver.gate.checks[GateSite.RESTORE] >= end.cached_tokens // BLOCK_TOKENS
