@@ -22,7 +22,7 @@ Rules
 - Snapshots: Of caches that cannot be cut, snapshots are taken within the prompt (`rules.snapshots`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from node.engine.kv.kv_cache import (
@@ -81,11 +81,19 @@ class PrefixCacheManager:
         """Entries, least recently used first."""
         return self._store.entries
 
-    def get_state(self) -> CacheState:
+    def get_state(self, fingerprints: Mapping[str, str]) -> CacheState:
         """Return the bytes, the entries and the counts since the start, with the prompt hashes of the last
-        evictions."""
-        state = self._store.get_state()
-        return state if self.disk.cache is None else self.disk.cache.describe(state)
+        evictions. `fingerprints` are those of the node's models by name."""
+        return self.disk.describe(self._store.get_state(), self._store.describe_models(), fingerprints)
+
+    def clear(self, model: str, fingerprint: str) -> None:
+        """Delete the entries of a model in memory and on the disk, or of all models if its fingerprint is empty. Raise
+        OSError if files cannot be deleted."""
+        for entry in self._store.entries:
+            entry.mark_written(False)
+            if not fingerprint or entry.model == model:
+                self._store.evict_entry(entry)
+        self.disk.clear(fingerprint)
 
     def evict_until(self, enough: Callable[[], bool]) -> None:
         """Evict the least recently used entries until `enough()` or none is left."""
@@ -168,7 +176,7 @@ class PrefixCacheManager:
             prefill.sequence.set_cached(hit.length)
             past.discard_lookup()
         if hit.length:
-            self._store.count_hit(hit.length)
+            self._store.count_hit(prefill.loaded_model.name, hit.length)
         return True
 
     def record_chunk(self, prefill: Prefill, count: int) -> None:

@@ -206,3 +206,31 @@ def test_each_turn_of_a_conversation_prefills_only_the_new_turn(made: Pool):
         assert prefilled == count - cached
         assert prefilled <= allowed, f"turn {turn}: {count} tokens, {cached} cached, {new} new"
         whole = count
+
+
+def test_the_commands_show_and_clear_the_cache(made: Pool):
+    chat(made, build_prompt(40))
+    chat(made, build_prompt(41), model=SECOND)
+    settle(made)
+
+    def list_models() -> dict[str, dict[str, Any]]:
+        (node,) = made.cli("cache", "status")["nodes"]
+        return {entry["model"]: entry for entry in node["cache"]["models"]}
+
+    shown = list_models()
+    assert set(shown) == {FIRST, SECOND}
+    assert all(entry["nbytes"] and entry["disk_files"] and entry["disk_bytes"] for entry in shown.values())
+    table = made.run("cache", "status", "--model", FIRST, "--state", str(made.state)).stdout
+    assert FIRST in table
+    assert SECOND not in table
+    assert "may be written now" in table
+    refused = made.cli("cache", "clear", "--model", FIRST, code=2)
+    assert "add --yes" in refused["stderr"]
+    assert set(list_models()) == {FIRST, SECOND}
+    assert [one["name"] for one in made.cli("cache", "clear", "--model", FIRST, "--yes")["nodes"]] == ["studio"]
+    until(lambda: set(list_models()) == {SECOND}, what="the report without the first model")
+    assert chat(made, build_prompt(40))[2] <= 64
+    made.cli("cache", "clear", "--node", "studio", "--yes")
+    until(lambda: not list_models(), what="the report of an empty cache")
+    folder = made.folder / "studio"
+    assert not [path for suffix in "tws" for path in folder.rglob(f"*.{suffix}")]
