@@ -318,7 +318,7 @@ class CacheState(WireStruct, frozen=True, gc=False):
     stores: Natural = 0
     """Number of prefixes that were stored."""
     evictions: Natural = 0
-    """Number of prefixes that were evicted from memory and were not written to the disk."""
+    """Number of prefixes that are no longer cached, neither in memory nor on the disk."""
     evicted: Annotated[tuple[Blob, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Prompt hashes (`Admitted.prompt_hash`) of the newest evictions, oldest first. The last one belongs to the
     newest of all `evictions`."""

@@ -1,7 +1,7 @@
-"""Files of the disk cache: mutated files are read by the reader of the engine, and compared with what was written.
+"""Files of the disk cache: mutated files are read by the reader of the engine, and compared with the original.
 
-A file is damaged, or its header is changed and sealed with fresh checksums as by someone who can write to the folder. A
-damaged file is never restored. A sealed one is restored only with the arrays that the model has. Neither raises.
+A file is damaged, or its header is changed and gets new checksums, as by a program that can write to the folder. A
+damaged file is never restored. A changed header is restored only with arrays that suit the model. Neither raises.
 """
 
 import itertools

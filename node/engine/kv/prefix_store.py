@@ -31,6 +31,25 @@ MIN_PREFIX_TOKENS = 16
 MAX_EVICTIONS_REPORTED = 64
 """Maximum number of evictions whose prompt hashes are reported."""
 
+
+@dataclass(slots=True, eq=False)
+class DiskCopy:
+    """Copy of a stored sequence on the disk. Its eviction is reported once neither memory nor disk has it."""
+
+    prompt_hash: bytes
+    """Hash of the prompt, as in `CachedPrefix`."""
+    in_memory: bool = True
+    on_disk: bool = True
+
+    def leave_memory(self) -> None:
+        """Record that the sequence was evicted from memory."""
+        self.in_memory = False
+
+    def leave_disk(self) -> None:
+        """Record that the copy was deleted."""
+        self.on_disk = False
+
+
 V = TypeVar("V")
 Cuts = tuple[tuple[int, int], ...]
 """Ranges of lengths in tokens, both ends included."""
@@ -71,8 +90,8 @@ class CachedPrefix(Generic[V]):
     """Name of the API key, or the scope of all keys."""
     cuts: Cuts | None = None
     """Lengths to which the cache can be cut, besides its own; None: the mode of the model's caches decides."""
-    is_written: bool = False
-    """Whether it is on the disk as well."""
+    copy: DiskCopy | None = None
+    """Its copy on the disk, if it was written."""
 
     @property
     def length(self) -> int:
@@ -97,9 +116,9 @@ class CachedPrefix(Generic[V]):
         wanted = (*(other.cuts or ()), (other.length, other.length))
         return all(any(a <= first and last <= b for a, b in self.cuts) for first, last in wanted)
 
-    def mark_written(self, is_written: bool = True) -> None:
-        """Record whether the entry is on the disk as well."""
-        self.is_written = is_written
+    def set_copy(self, copy: DiskCopy | None) -> None:
+        """Set the copy of the entry on the disk."""
+        self.copy = copy
 
     def clear(self) -> None:
         """Release the cache, because the entry is removed."""
@@ -255,10 +274,16 @@ class PrefixCache(Generic[V]):
 
     def evict_entry(self, entry: CachedPrefix[V]) -> None:
         """Remove a live entry. It counts as an eviction unless it is on the disk."""
-        if not entry.is_written:
-            self._evictions += 1
-            self._evicted.append(entry.prompt_hash)
+        if entry.copy is not None and entry.copy.on_disk:
+            entry.copy.leave_memory()
+        else:
+            self.count_eviction(entry.prompt_hash)
         self.pop(entry)
+
+    def count_eviction(self, prompt_hash: bytes) -> None:
+        """Count a prompt that is no longer cached, neither in memory nor on the disk."""
+        self._evictions += 1
+        self._evicted.append(prompt_hash)
 
     def describe_models(self) -> dict[str, ModelCache]:
         """Return the bytes, the entries and the hits of each model that has any, by its name."""

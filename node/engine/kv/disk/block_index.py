@@ -6,7 +6,7 @@ access for each block of 256 tokens.
 
 import os
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from node.engine.kv.radix_trie import ID_BYTES
 
 MAX_EVICTIONS_PER_SAVE = 32
 """Maximum files that are deleted for one new file, because each deletion delays the writer."""
+MAX_REMOVED = 4096
 TEMPORARY = ".new"
 """Suffix of a file that is being written."""
 
@@ -38,6 +39,8 @@ class BlockIndex:
         self._states: dict[bytes, dict[int, set[str]]] = {}
         """Files of states by the block before them and their number of tokens."""
         self._nbytes = 0
+        self.removed: deque[str] = deque(maxlen=MAX_REMOVED)
+        """Names of the newest files that were removed, until the disk cache takes them."""
         self._models: dict[str, FolderSize] = {}
         """Files and bytes of each model, by its fingerprint."""
 
@@ -67,6 +70,7 @@ class BlockIndex:
             size, name = self._sizes.pop(file, None), parse_name(file)
             if size is not None and name is not None:
                 self._count(name.model, -1, -size)
+                self.removed.append(file)
             if name is not None and name.part is BlockPart.STATE:
                 places = self._states.get(name.parent, {})
                 places.get(name.tokens, set()).discard(file)

@@ -35,7 +35,7 @@ from node.engine.kv.disk.block_reader import DiskRestore, PlannedPart, ReadPlan
 from node.engine.kv.disk.block_writer import DAILY_DISK_SHARE, BlockWriter, WriteBudget, compute_quota
 from node.engine.kv.disk.layer_parts import count_window_blocks, cut_part
 from node.engine.kv.kv_cache import Layers
-from node.engine.kv.prefix_store import BLOCK_TOKENS, CachedPrefix
+from node.engine.kv.prefix_store import BLOCK_TOKENS, MAX_EVICTIONS_REPORTED, CachedPrefix, DiskCopy
 from node.engine.kv.radix_trie import ID_BYTES
 from wire.report import CacheState
 from wire.units import GIB, show_size
@@ -70,6 +70,8 @@ class PendingEntry(NamedTuple):
     entry: CachedPrefix[Layers]
     parts: Iterator[tuple[BlockName, int, int]]
     """Names of its parts, with the positions of their first and last tokens."""
+    key_file: str
+    """File without which the others are of no use: the state, or the first block."""
 
 
 class DiskCache:
@@ -86,6 +88,8 @@ class DiskCache:
         self._index = BlockIndex()
         self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         self._pending: deque[PendingEntry] = deque()
+        self._copies: dict[str, dict[bytes, DiskCopy]] = {}
+        """Copies of entries by the file without which a copy is of no use, and by the hash of the prompt."""
         self._read_speed = FIRST_READ_SPEED
         self._next_at = 0.0
         self.unwritten = 0
@@ -153,6 +157,24 @@ class DiskCache:
     def clear_queue(self) -> int:
         """Drop the parts that wait for the writer, because memory is short; return their bytes."""
         return 0 if self.writer is None else self.writer.clear()
+
+    def take_lost(self) -> list[bytes]:
+        """Return the hashes of the prompts that left memory earlier and the disk since the last call."""
+        lost, removed = list[bytes](), self._index.removed
+        while removed:
+            for copy in self._copies.pop(removed.popleft(), {}).values():
+                copy.leave_disk()
+                if not copy.in_memory:
+                    lost.append(copy.prompt_hash)
+        return lost
+
+    def _add_copy(self, entry: CachedPrefix[Layers], file: str) -> None:
+        """Record that an entry is on the disk, where it is of no use without `file`."""
+        entry.set_copy(DiskCopy(entry.prompt_hash))
+        copies = self._copies.setdefault(file, {})
+        copies[entry.prompt_hash] = entry.copy
+        if len(copies) > MAX_EVICTIONS_REPORTED:
+            del copies[next(iter(copies))]
 
     def list_models(self) -> dict[str, FolderSize]:
         """Return the files and bytes of each model that has files, by its fingerprint."""
@@ -239,6 +261,10 @@ class DiskCache:
                 with contextlib.suppress(OSError):
                     (self._folder / part.name.file).unlink()
 
+    def remove_entry(self, entry: CachedPrefix[Layers], shape: CacheShape) -> None:
+        """Remove the files of an entry, because its request has failed."""
+        self.remove_parts([PlannedPart(name, start) for name, start, _ in _list_parts(entry, shape)])
+
     # writing
 
     def offer(self, entry: CachedPrefix[Layers], shape: CacheShape, prefill_seconds: float) -> None:
@@ -246,7 +272,11 @@ class DiskCache:
         saved = prefill_seconds - self.estimate_read_seconds(entry.nbytes)
         if not shape.parts or saved < self.min_seconds or not self._open_writer():
             return
-        self._pending.append(PendingEntry(entry, _list_parts(entry, shape)))
+        parts = list(_list_parts(entry, shape))
+        if not parts:
+            return
+        key_part = parts[-1] if BlockPart.STATE in shape.parts else parts[0]
+        self._pending.append(PendingEntry(entry, iter(parts), key_part[0].file))
         if len(self._pending) > MAX_PENDING:
             self._pending.popleft()
             self.unwritten += 1
@@ -264,7 +294,7 @@ class DiskCache:
             self._next_at = now + RETRY_SECONDS
             return
         self._next_at = now + BUSY_WRITE_INTERVAL_SECONDS if busy else 0.0
-        entry, parts = self._pending[0]
+        entry, parts, key_file = self._pending[0]
         if entry.value is None:
             self._pending.popleft()
             self.unwritten += 1
@@ -276,7 +306,7 @@ class DiskCache:
             if arrays is not None:
                 self.writer.put(name, arrays)
                 return
-        entry.mark_written()
+        self._add_copy(entry, key_file)
         self._pending.popleft()
 
 

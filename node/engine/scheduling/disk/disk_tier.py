@@ -97,12 +97,15 @@ class DiskTier:
         prefill.end_chunk(0, compute_mean_capacity(cache), None)
         prefill.sequence.set_cached(plan.length)
         past.record_restored(plan.parts)
+        past.record_snapshot(plan.length)
 
     def remove_restored(self, prefill: Prefill) -> None:
-        """Remove the files from which a prefill started that has failed."""
+        """Remove the files from which a prefill started that has failed, and those of its own snapshots."""
         past = prefill.past
         if self.cache is not None and past is not None:
             self.cache.remove_parts(past.restored)
+            for entry in past.snapshots:
+                self.cache.remove_entry(entry, self._get_shape(prefill.loaded_model))
 
     # entries
 
@@ -140,6 +143,10 @@ class DiskTier:
                     disk_hits=hits[fingerprint],
                 )
         return replace(state, models=tuple(models[name] for name in sorted(models)[:MAX_ITEMS]))
+
+    def take_lost(self) -> list[bytes]:
+        """Return the hashes of the prompts that left memory earlier and the disk since the last call."""
+        return [] if self.cache is None else self.cache.take_lost()
 
     def clear(self, fingerprint: str) -> None:
         """Delete the files of a model, or of all models if its fingerprint is empty, also if the disk cache is off.

@@ -42,7 +42,7 @@ def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
 
 
 def store(driver: Driver, seed: int, wanted: dict[int, list[int]]) -> None:
-    """Answer a prompt as without a cache, and write what can be written."""
+    """Answer a prompt as without a cache, and wait for the writer."""
     end, ids = answer(driver, words(COUNT, seed))
     assert (ids, end.cached_tokens < 64) == (wanted[seed], True)
     write_all(driver)

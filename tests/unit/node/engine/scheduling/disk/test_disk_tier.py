@@ -9,6 +9,7 @@ import pytest
 from node.engine.build import build
 from node.engine.kv.disk.block_chain import parse_name
 from node.engine.kv.disk.block_file import decode_block
+from node.engine.kv.disk.block_reader import PlannedPart
 from node.engine.kv.kv_cache import Layers, TextModel
 from node.engine.kv.prefix_store import BLOCK_TOKENS
 from node.engine.memory.gate import GateSite
@@ -20,7 +21,7 @@ from tests.support.cluster.engine_pool import link
 from tests.support.engine.disk import BRIEF, answer, fill_and_kill, get_disk, open_driver, words, write_all
 from tests.support.engine.text_engine import Driver
 from wire.capacity.fairness import WeightedKey
-from wire.frames import ClearCache, Finished, GenerationParams, Refusal
+from wire.frames import Admitted, ClearCache, Finished, GenerationParams, Refusal
 from wire.report import Memory
 
 COUNT = 1000
@@ -318,3 +319,28 @@ def test_what_waits_to_be_written_is_cleared_as_well(folder: Path):
     write_all(driver)
     assert not list_files(folder)
     assert driver.engine.report(0.0).cache.disk_files == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_an_eviction_is_reported_once_both_tiers_have_lost_the_prompt(name: str, folder: Path):
+    driver = open_driver(models.path(name), folder)
+    number = driver.ask(words(300), BRIEF)
+    driver.end(number)
+    write_all(driver)
+    first = driver.said[number][0]
+    assert isinstance(first, Admitted)
+    driver.engine.parts.prefix_cache.evict_until(lambda: False)
+    assert driver.engine.report(0.0).cache.evictions == 0, "it is on the disk"
+    disk = get_disk(driver)
+    disk.remove_parts([PlannedPart(parsed, 0) for file in list_files(folder) if (parsed := parse_name(file))])
+    state = driver.engine.report(0.0).cache
+    assert state.evictions >= 1
+    assert first.prompt_hash in state.evicted
+    _, ids = answer(driver, words(300))
+    write_all(driver)
+    before = driver.engine.report(0.0).cache.evictions
+    disk.remove_parts([PlannedPart(parsed, 0) for file in list_files(folder) if (parsed := parse_name(file))])
+    assert driver.engine.report(0.0).cache.evictions == before, "it is in memory"
+    driver.engine.parts.prefix_cache.evict_until(lambda: False)
+    assert driver.engine.report(0.0).cache.evictions > before
+    assert ids == driver.ids[number, 0]
