@@ -91,10 +91,10 @@ def _seal(random: Random, content: bytes) -> bytes:
 MUTATIONS: tuple[Callable[[Random, bytes], bytes], ...] = (_flip, _cut, _insert, _splice, _swap, _seal, _seal)
 
 
-def _restore(folder: Path, content: bytes) -> tuple[DiskRestore, KVCache]:
+def _restore(folder: Path, content: bytes) -> tuple[DiskRestore, Any]:
     """Read a file as the only part of a prompt into an empty cache; return the ended restoration and that cache."""
     (folder / NAMES[0].file).write_bytes(content)
-    cache = KVCache()
+    cache: Any = KVCache()
     plan = ReadPlan(BLOCK_TOKENS, (PlannedPart(NAMES[0], 0),), len(content))
     restore = DiskRestore(folder, plan, Layers([cache]))
     if not restore.step(TIMEOUT_SECONDS):

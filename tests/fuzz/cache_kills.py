@@ -11,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
@@ -38,10 +39,10 @@ def _build_ids(seed: int) -> list[int]:
 
 def _build_cache(ids: list[int]) -> Layers:
     values = mx.broadcast_to(mx.array(ids, mx.float32).reshape(1, 1, -1, 1), (1, 1, len(ids), 64))
-    layers = Layers([KVCache(), KVCache()])
+    layers: list[Any] = [KVCache(), KVCache()]
     for layer in layers:
         layer.update_and_fetch(values, -values)
-    return layers
+    return Layers(layers)
 
 
 def _save_forever(folder: Path, seed: int) -> None:
@@ -67,8 +68,8 @@ def _check(folder: Path, seed: int) -> list[str]:
         plan = disk.find(SHAPE, "", pack([*ids, 0]))
         if plan is None:
             continue
-        layers = Layers([KVCache(), KVCache()])
-        restore = disk.begin_restore(plan, layers)
+        layers: list[Any] = [KVCache(), KVCache()]
+        restore = disk.begin_restore(plan, Layers(layers))
         while not restore.step(TIMEOUT_SECONDS):
             pass
         if restore.layers is None:

@@ -15,6 +15,7 @@ from node.engine.kv.radix_trie import ID_BYTES
 
 BLOCK_BYTES = BLOCK_TOKENS * ID_BYTES
 HASH_BYTES = 16
+_PARTS = {part.value: part for part in BlockPart}
 
 
 class BlockName(NamedTuple):
@@ -36,7 +37,7 @@ class BlockName(NamedTuple):
         stem = self.chain.hex()
         if self.part is BlockPart.STATE:
             stem = f"{self.parent.hex()}-{self.tokens}-{stem}"
-        return f"{self.model}/{stem}.{self.part}"
+        return f"{self.model}/{stem}.{self.part.value}"
 
 
 def compute_root(fingerprint: str, versions: str, scope: str) -> bytes:
@@ -70,7 +71,7 @@ def parse_name(file: str) -> BlockName | None:
             parent, tokens, chain = stem.split("-")
             name = BlockName(model, BlockPart.STATE, bytes.fromhex(chain), int(tokens), bytes.fromhex(parent))
         else:
-            name = BlockName(model, BlockPart(suffix), bytes.fromhex(stem))
-    except ValueError:
+            name = BlockName(model, _PARTS[suffix], bytes.fromhex(stem))
+    except (KeyError, ValueError):
         return None
     return name if model and name.file == file else None

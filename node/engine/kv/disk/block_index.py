@@ -41,7 +41,7 @@ class BlockIndex:
         self._nbytes = 0
         self.removed: deque[str] = deque(maxlen=MAX_REMOVED)
         """Names of the newest files that were removed, until the disk cache takes them."""
-        self._models: dict[str, FolderSize] = {}
+        self._models: dict[str, list[int]] = {}
         """Files and bytes of each model, by its fingerprint."""
 
     @property
@@ -58,11 +58,14 @@ class BlockIndex:
     def add(self, name: BlockName, size: int) -> None:
         """Add a file, or replace its size. It is the most recently used from now on."""
         with self._lock:
-            before = self._sizes.pop(name.file, None)
-            self._sizes[name.file] = size
-            self._count(name.model, int(before is None), size - (before or 0))
-            if name.part is BlockPart.STATE:
-                self._states.setdefault(name.parent, {}).setdefault(name.tokens, set()).add(name.file)
+            self._put(name.file, name, size)
+
+    def _put(self, file: str, name: BlockName, size: int) -> None:
+        before = self._sizes.pop(file, None)
+        self._sizes[file] = size
+        self._count(name.model, int(before is None), size - (before or 0))
+        if name.part is BlockPart.STATE:
+            self._states.setdefault(name.parent, {}).setdefault(name.tokens, set()).add(file)
 
     def remove(self, file: str) -> bool:
         """Remove a file by its name; return whether it was there."""
@@ -81,14 +84,15 @@ class BlockIndex:
         return size is not None
 
     def _count(self, model: str, files: int, nbytes: int) -> None:
-        before = self._models.get(model, FolderSize())
-        self._models[model] = FolderSize(before.files + files, before.nbytes + nbytes)
+        size = self._models.setdefault(model, [0, 0])
+        size[0] += files
+        size[1] += nbytes
         self._nbytes += nbytes
 
     def list_models(self) -> dict[str, FolderSize]:
         """Return the files and bytes of each model that has files, by its fingerprint."""
         with self._lock:
-            return {model: size for model, size in self._models.items() if size.files}
+            return {model: FolderSize(*size) for model, size in self._models.items() if size[0]}
 
     def list_files(self, model: str) -> list[str]:
         """Return the names of all files of a model, by its fingerprint."""
@@ -142,22 +146,24 @@ class BlockIndex:
     def scan(self, folder: Path, *, clean: bool) -> None:
         """Add the files in the folders of all models, oldest first, by names and sizes alone. With `clean`, delete
         files that were not completed."""
-        found = list[tuple[float, BlockName, int]]()
+        found = list[tuple[float, str, BlockName, int]]()
         with os.scandir(folder) as models:
             for model in models:
                 if model.is_dir(follow_symlinks=False):
                     found += _scan_model(Path(model.path), clean=clean)
-        for _, name, size in sorted(found, key=lambda one: one[0]):
-            self.add(name, size)
+        with self._lock:
+            for _, file, name, size in sorted(found, key=lambda one: one[0]):
+                self._put(file, name, size)
 
 
-def _scan_model(folder: Path, *, clean: bool) -> Iterator[tuple[float, BlockName, int]]:
-    """Yield time, name and size of each file of a model."""
+def _scan_model(folder: Path, *, clean: bool) -> Iterator[tuple[float, str, BlockName, int]]:
+    """Yield time, name as text, name and size of each file of a model."""
+    model = folder.name
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(TEMPORARY):
                 if clean:
                     os.unlink(entry.path)
-            elif (name := parse_name(f"{folder.name}/{entry.name}")) is not None:
+            elif (name := parse_name(file := f"{model}/{entry.name}")) is not None:
                 stat = entry.stat(follow_symlinks=False)
-                yield stat.st_mtime, name, stat.st_size
+                yield stat.st_mtime, file, name, stat.st_size

@@ -71,7 +71,7 @@ class PendingEntry(NamedTuple):
     parts: Iterator[tuple[BlockName, int, int]]
     """Names of its parts, with the positions of their first and last tokens."""
     key_file: str
-    """File without which the others are of no use: the state, or the first block."""
+    """File without which the entry is of no use: the state, or the first block."""
 
 
 class DiskCache:
@@ -170,9 +170,9 @@ class DiskCache:
 
     def _add_copy(self, entry: CachedPrefix[Layers], file: str) -> None:
         """Record that an entry is on the disk, where it is of no use without `file`."""
-        entry.set_copy(DiskCopy(entry.prompt_hash))
         copies = self._copies.setdefault(file, {})
-        copies[entry.prompt_hash] = entry.copy
+        copies[entry.prompt_hash] = copy = DiskCopy(entry.prompt_hash)
+        entry.set_copy(copy)
         if len(copies) > MAX_EVICTIONS_REPORTED:
             del copies[next(iter(copies))]
 
