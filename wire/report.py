@@ -282,6 +282,26 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     """Forwards after which the engine found itself above its cap."""
     departures: Natural = 0
     """Models that were unloaded because they were idle for long."""
+    prefill_tokens: Natural = 0
+    """Prompt tokens that forwards have computed. Tokens from the prefix cache are not among them."""
+
+
+class ModelCache(WireStruct, frozen=True, gc=False):
+    """Cached prefixes of a model, in memory and on the disk. Hits count since the engine process started."""
+
+    model: Word = ""
+    """Name of the model, or the fingerprint of a model that the node has no longer."""
+    nbytes: Size = 0
+    """Bytes in memory."""
+    entries: Natural = 0
+    """Number of prefixes in memory."""
+    hits: Natural = 0
+    """Number of requests that reused a prefix in memory."""
+    disk_bytes: Size = 0
+    """Bytes of the files. Models with the same files share them; the first name counts them."""
+    disk_files: Natural = 0
+    disk_hits: Natural = 0
+    """Number of prompts that were restored from the disk."""
 
 
 class CacheState(WireStruct, frozen=True, gc=False):
@@ -298,7 +318,7 @@ class CacheState(WireStruct, frozen=True, gc=False):
     stores: Natural = 0
     """Number of prefixes that were stored."""
     evictions: Natural = 0
-    """Number of prefixes that were evicted from memory and were not written to the disk."""
+    """Number of prefixes that are no longer cached, neither in memory nor on the disk."""
     evicted: Annotated[tuple[Blob, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Prompt hashes (`Admitted.prompt_hash`) of the newest evictions, oldest first. The last one belongs to the
     newest of all `evictions`."""
@@ -323,6 +343,14 @@ class CacheState(WireStruct, frozen=True, gc=False):
     """Number of files that were deleted for newer ones."""
     store: Word = ""
     """Identity of the folder of the disk cache, which outlives the engine process; empty without a disk cache."""
+    disk_waiting: Natural = 0
+    """Number of prefixes and parts that wait to be written."""
+    disk_quota: Size = 0
+    """Bytes that the files may have now (setting `engine.mlx.disk_cache_size`)."""
+    disk_budget: Size = 0
+    """Bytes that may be written now: a share of the disk per day, of which at most one day is saved up."""
+    models: Annotated[tuple[ModelCache, ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Cached prefixes by model."""
 
 
 class EngineState(WireStruct, frozen=True, array_like=True, gc=False):
@@ -354,21 +382,6 @@ class EngineState(WireStruct, frozen=True, array_like=True, gc=False):
     """Wired bytes that ended engines left behind. Only a restart of the machine frees them."""
 
 
-class SystemMemory(WireStruct, frozen=True, array_like=True, gc=False):
-    """Memory of the machine, as the agent reads it."""
-
-    available: Size | None = None
-    """Bytes that can be allocated without displacing other programs; None if unknown."""
-    pressure: Word = ""
-    """Memory pressure of the system: `normal`, `warn`, `critical`, or empty if unknown."""
-    source: Word = ""
-    """Source of both values."""
-    age: Seconds = 0.0
-    """Age of both values when the report was written."""
-    worker: Size = 0
-    """Footprint of the node's video worker."""
-
-
 class Sharing(WireStruct, frozen=True, array_like=True, gc=False):
     """Whether a node accepts work, by the sharing rule of the Mac's owner or a pause."""
 
@@ -381,13 +394,3 @@ class Sharing(WireStruct, frozen=True, array_like=True, gc=False):
     """Unix time at which the pause ends, by the node's clock; None if unknown."""
     by_hand: bool = False
     """Whether a person paused the node."""
-
-
-class Disk(WireStruct, frozen=True, array_like=True, gc=False):
-    """Disk on which a node stores pulled models."""
-
-    free: Size = 0
-    """Bytes that this user can write; 0 if unknown."""
-    total: Size = 0
-    folder: Text = ""
-    """Folder of the Hugging Face cache."""

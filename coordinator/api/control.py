@@ -19,6 +19,7 @@ from coordinator.api.errors import install_error_handlers
 from coordinator.api.live_snapshot import SnapshotSources
 from coordinator.api.route import PUBLIC_SCOPE, Route
 from coordinator.api.routes.benchmarks import BenchmarkRoutes
+from coordinator.api.routes.cache import CacheRoutes
 from coordinator.api.routes.joining import JoinRoutes
 from coordinator.api.routes.keys import KeyRoutes
 from coordinator.api.routes.logs_and_events import LogRoutes
@@ -120,6 +121,7 @@ class ControlApi:
             pool,
             members,
             models,
+            CacheRoutes(nodes, loads),
             wanted,
             joins,
             VideoRoutes(nodes.registry, controller, ring),

@@ -36,6 +36,7 @@ SECTIONS = {
     "Groups": {
         "node": ("coordinator.cli.commands.nodes:node", "List, show, cordon, drain, label or remove nodes."),
         "model": ("coordinator.cli.commands.models:model", "List, show, load, unload or measure models."),
+        "cache": ("coordinator.cli.commands.cache:cache", "Show or delete cached prompts, in memory and on the disk."),
         "pulls": (
             "coordinator.cli.commands.pulls:pulls",
             "List, follow or cancel pulls.",

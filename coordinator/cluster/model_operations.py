@@ -1,4 +1,4 @@
-"""Load, unload and profile models on request of `/api/v1/models`: choose nodes, send commands, collect the results."""
+"""Commands about models to nodes: load, unload, profile, and clear caches. Choose nodes and collect the results."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from router.dispatch.node_commands import Kind
 from router.dispatch.request import RequestFailure
 from router.placement.cluster_view import NodeView
 from router.placement.model_load import LoadPlacement
-from wire.frames import Finished, LoadModel, ProfileModel, UnloadModel
+from wire.frames import ClearCache, Finished, LoadModel, ProfileModel, UnloadModel
 from wire.identity import NodeId
 from wire.node_state import GONE
 from wire.refusals import RefusalCode, Refused
@@ -42,7 +42,7 @@ CommandOutcome = CommandResult | Refused | RequestFailure
 
 
 class ModelOperations:
-    """Load, unload and profile commands to nodes, through the dispatcher. `clock` returns monotonic seconds."""
+    """Commands about models to nodes, through the dispatcher. `clock` returns monotonic seconds."""
 
     def __init__(self, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:
         self._dispatcher = dispatcher
@@ -116,6 +116,25 @@ class ModelOperations:
         away = self._dispatcher.placer.find_unavailable_refusal(replace(node, cordoned=False))
         return away or await self._send_command(UnloadModel, node.id, node.name, model)
 
+    async def clear_cache(
+        self, model: str, node: NodeView | None
+    ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
+        """Delete the cached prompts of a model (empty: of all models) on `node`, or on every node that may have them.
+
+        Return the results, and an error for the nodes that failed or None. A node that is away is such a node, because
+        its files remain.
+        """
+        members = [one for one in self._dispatcher.view.nodes if one.state not in GONE]
+        nodes = [one for one in members if _may_cache(one, model)] if node is None else [node]
+        if not nodes:
+            return [], Refused(RefusalCode.NO_MODEL, f"no node has cached prompts of {model or 'any model'}")
+        answers = await asyncio.gather(*(self._clear_cache_of(model, one) for one in nodes))
+        return _split_results(answers, "cleared")
+
+    async def _clear_cache_of(self, model: str, node: NodeView) -> CommandOutcome:
+        away = self._dispatcher.placer.find_unavailable_refusal(replace(node, cordoned=False))
+        return away or await self._send_command(ClearCache, node.id, node.name, model)
+
     async def _send_command(self, kind: Kind, node: NodeId, name: str, model: str) -> CommandOutcome:
         begun = self._clock()
         ended = await self._dispatcher.commands.send(kind, node, name, model)
@@ -126,6 +145,11 @@ class ModelOperations:
 
 def _is_loaded(node: NodeView, model: str) -> bool:
     return model in node.models and node.models[model].loaded
+
+
+def _may_cache(node: NodeView, model: str) -> bool:
+    """Return whether a node may have cached prompts of a model, by its name or fingerprint; empty: of any model."""
+    return not model or model in node.models or any(entry.model == model for entry in node.engine.cache.models)
 
 
 def _join_refusals(tried: dict[NodeId, Refused]) -> Refused | None:

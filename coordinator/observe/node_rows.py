@@ -127,7 +127,11 @@ def _build_engine_row(engine: EngineState, *, reported: bool) -> dict[str, Any]:
         "wired": engine.wired,
         "leaked": engine.leaked,
         "counts": asdict(engine.counts),
-        "cache": {**asdict(engine.cache), "evicted": [eviction.hex() for eviction in engine.cache.evicted]},
+        "cache": {
+            **asdict(engine.cache),
+            "evicted": [eviction.hex() for eviction in engine.cache.evicted],
+            "models": [asdict(model) for model in engine.cache.models],
+        },
     }
 
 

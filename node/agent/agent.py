@@ -35,6 +35,7 @@ from wire.frames import (
     Cancel,
     CancelModelOrder,
     CertificateRenewed,
+    ClearCache,
     CountTokens,
     Denied,
     Embed,
@@ -62,7 +63,7 @@ from wire.node_state import EngineStage
 from wire.refusals import RefusalCode, Refused
 from wire.report import Hardware
 
-_FOR_ENGINE = (Generate, Embed, LoadModel, UnloadModel, ProfileModel, CountTokens)
+_FOR_ENGINE = (Generate, Embed, LoadModel, UnloadModel, ProfileModel, ClearCache, CountTokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +158,7 @@ class Agent:
 
     def _forward_to_engine(self, link: CoordinatorLink, tag: int, body: bytes) -> None:
         request, kind = decode_request_number(body), TAGS[tag]
-        if not self._parts.sharing.sharing_state.shared and kind is not UnloadModel:
+        if not self._parts.sharing.sharing_state.shared and kind not in (UnloadModel, ClearCache):
             link.send(Refusal(request, self._build_paused_refusal()))
             return
         link.requests.add(request)

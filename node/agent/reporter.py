@@ -23,7 +23,8 @@ from node.video.ray.local_ray import LocalRay
 from wire.bounds import MAX_MODELS
 from wire.codec import MAX_REPORT_BYTES, encode
 from wire.frames import Report
-from wire.report import Disk, Hardware, Memory, Model
+from wire.machine import Disk
+from wire.report import Hardware, Memory, Model
 from wire.video import VideoState
 
 MIN_REPORT_GAP_SECONDS = 0.2

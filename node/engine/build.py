@@ -136,7 +136,7 @@ def compose(
         footprint.reset_peak,
         disk,
     )
-    prefix_cache = PrefixCacheManager(prefixes, prefix_memory, DiskTier(disk, prefix_memory))
+    prefix_cache = PrefixCacheManager(prefixes, prefix_memory, DiskTier(disk, prefix_memory, disk_folder))
     reserve = EmergencyReserve(settings.memory.reserve, memory.read_now)
     running_sweep = RunningSweep()
     profiler = Profiler(

@@ -46,9 +46,11 @@ from wire.capacity.arithmetic import build_shed_refusal, compute_excess, compute
 from wire.capacity.batches import compute_waste_bytes
 from wire.frames import (
     Cancel,
+    ClearCache,
     CountTokens,
     Embed,
     EngineReport,
+    Failed,
     Finished,
     Frame,
     Generate,
@@ -63,6 +65,7 @@ from wire.frames import (
     RestoreModels,
     UnloadModel,
 )
+from wire.refusals import FailureCode, RefusalCode, Refused
 from wire.report import MemoryLevel
 from wire.units import show_size
 
@@ -187,6 +190,8 @@ class TextEngine:
                 return parts.commands.unload(work)
             case ProfileModel():
                 return parts.commands.profile(work, now)
+            case ClearCache():
+                return [self._clear_cache(work)]
             case RestoreModels():
                 parts.commands.restore(work, now)
             case Finished() | Refusal():
@@ -279,7 +284,7 @@ class TextEngine:
             queued_tokens=queued + parts.waiting.count_tokens() + parts.embedding_table.count_tokens(),
             acked_seq=parts.admission.acked,
             counts=replace(parts.forwards.get_counts(), evictions=unloader.evictions, departures=unloader.departures),
-            cache=parts.prefix_cache.get_state(),
+            cache=parts.prefix_cache.get_state(parts.catalogue.get_fingerprints()),
             limits_number=self.gate.limits_number,
             enforced=self._enforced,
             unreturned=unloader.leak_check.unreturned,
@@ -328,6 +333,18 @@ class TextEngine:
             limit_buffers(limits.cap)
             for loaded_model in parts.models.loaded.values():
                 loaded_model.ledger.set_waste(compute_waste_bytes(limits.cap))
+
+    def _clear_cache(self, order: ClearCache) -> Frame:
+        """Delete cached prefixes on order; return the answer. The fingerprint of a model without files is its name."""
+        fingerprint = self.parts.catalogue.get_fingerprints().get(order.model) or order.model
+        try:
+            self.parts.prefix_cache.clear(order.model, fingerprint)
+        except BlockingIOError as error:
+            return Refusal(order.request, Refused(RefusalCode.NOT_READY, f"{error}: retry after its end", None, 2.0))
+        except OSError as error:
+            return Failed(order.request, FailureCode.ENGINE_ERROR, f"files of the disk cache remain: {error}")
+        self.parts.footprint.reset_peak()
+        return Finished(order.request, (), 0, 0)
 
     def _is_memory_ok(self) -> bool:
         return compute_level(self.parts.memory.read_now()) <= MemoryLevel.OK

@@ -49,6 +49,7 @@ from wire.frames import (
     TAGS,
     Admitted,
     Cancel,
+    ClearCache,
     CountTokens,
     Deltas,
     Embed,
@@ -71,7 +72,7 @@ MAX_UNSENT_BYTES = 64 * MIB
 """Maximum unreceived bytes in the child's socket buffer. Above that, new requests are refused."""
 
 log = structlog.get_logger("supervise")
-_BEGINS = (Generate, Embed, LoadModel, UnloadModel, ProfileModel, CountTokens)
+_BEGINS = (Generate, Embed, LoadModel, UnloadModel, ProfileModel, ClearCache, CountTokens)
 
 
 class Supervisor:

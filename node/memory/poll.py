@@ -20,7 +20,8 @@ from node.memory.timer import Timer
 from wire.capacity.arithmetic import Fits, judge_load
 from wire.enforcement import Enforcement
 from wire.frames import MemoryLimits
-from wire.report import Memory, MemoryLevel, SystemMemory
+from wire.machine import SystemMemory
+from wire.report import Memory, MemoryLevel
 
 WARNING_INTERVAL_SECONDS = 600.0
 """Seconds between log events about settings that weaken the memory safety of this node."""

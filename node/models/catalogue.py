@@ -82,6 +82,10 @@ class ModelCatalogue:
         """Return all models by name, including those that cannot be served (`ModelDescriptor.cause`)."""
         return {**self._known, **self._pinned}
 
+    def get_fingerprints(self) -> Mapping[str, str]:
+        """Return the fingerprints of all models by name."""
+        return {name: found.fingerprint for name, found in self.get_models().items()}
+
     def find(self, name: str) -> ModelDescriptor | None:
         """Return a model by its name; None if it is unknown."""
         return self._pinned.get(name) or self._known.get(name)

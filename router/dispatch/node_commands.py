@@ -1,4 +1,4 @@
-"""Commands to a node's engine with an awaited result: load, unload or measure a model, count a prompt.
+"""Commands to a node's engine with an awaited result: load, unload or measure a model, clear its cache, count a prompt.
 
 The commands run next to the dispatcher, on its event loop. A command is open from its frame until the node's Finished,
 Refusal or Failed for its number. It also ends with the loss of the node, the end of this process, or
@@ -16,6 +16,7 @@ from router.dispatch.request import RequestFailure
 from wire.frames import (
     Admitted,
     Cancel,
+    ClearCache,
     CountTokens,
     Failed,
     Finished,
@@ -37,11 +38,12 @@ COMMAND_TIMEOUT_SECONDS = 3600.0
 _DIED = frozenset({FailureCode.ENGINE_CRASHED, FailureCode.ENGINE_LOST})
 
 CommandResult = Finished | Refused | RequestFailure
-Kind = type[LoadModel] | type[UnloadModel] | type[ProfileModel]
+Kind = type[LoadModel] | type[UnloadModel] | type[ProfileModel] | type[ClearCache]
 _DID: dict[type[Frame], str] = {
     LoadModel: "loaded",
     UnloadModel: "unloaded",
     ProfileModel: "measured",
+    ClearCache: "cleared the cache of",
     CountTokens: "counted a prompt for",
 }
 
@@ -62,7 +64,7 @@ class _OpenCommand:
     @property
     def doing(self) -> str:
         """Text for the node's activity, to follow its name."""
-        return f"while it {_DID[self.kind]} {self.model}"
+        return f"while it {_DID[self.kind]} {self.model or 'all models'}"
 
 
 class NodeCommands:

@@ -12,15 +12,14 @@ from functools import cached_property
 from wire.capacity.arithmetic import compute_headroom, compute_occupied
 from wire.enforcement import Enforcement
 from wire.identity import NodeId
+from wire.machine import Disk, SystemMemory
 from wire.models.version import UNKNOWN_VERSION, ModelVersion
 from wire.node_state import NodeState
 from wire.report import (
-    Disk,
     EngineState,
     Memory,
     Model,
     Sharing,
-    SystemMemory,
 )
 from wire.video import VideoState
 

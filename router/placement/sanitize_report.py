@@ -17,17 +17,17 @@ from router.placement.cluster_view import NodeView
 from wire.enforcement import Enforcement
 from wire.frames import Report
 from wire.identity import NodeId, is_valid_model, is_valid_name
+from wire.machine import Disk, SystemMemory
 from wire.report import (
     BatchGroup,
     CacheState,
-    Disk,
     EngineCounters,
     EngineState,
     Memory,
     MemoryLevel,
     Model,
+    ModelCache,
     Sharing,
-    SystemMemory,
 )
 from wire.video import LeaseState, VideoPackage, VideoState
 
@@ -202,6 +202,11 @@ def _sanitize_engine(engine: EngineState) -> EngineState:
     )
 
 
+def _sanitize_model_cache(entry: ModelCache) -> ModelCache:
+    name, *counts = msgspec.structs.astuple(entry)
+    return ModelCache(_make_printable(name), *(max(0, count) for count in counts))
+
+
 def _sanitize_cache(cache: CacheState) -> CacheState:
     evicted = tuple(prompt_hash[:MAX_HASH_BYTES] for prompt_hash in cache.evicted[-MAX_EVICTIONS:])
     return CacheState(
@@ -223,6 +228,10 @@ def _sanitize_cache(cache: CacheState) -> CacheState:
         disk_errors=max(0, cache.disk_errors),
         disk_evictions=max(0, cache.disk_evictions),
         store=_make_printable(cache.store),
+        disk_waiting=max(0, cache.disk_waiting),
+        disk_quota=max(0, cache.disk_quota),
+        disk_budget=max(0, cache.disk_budget),
+        models=tuple(_sanitize_model_cache(entry) for entry in cache.models),
     )
 
 

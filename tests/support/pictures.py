@@ -18,7 +18,8 @@ from wire.enforcement import Enforcement
 from wire.frames import Report
 from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, HistogramSnapshot, NodeMeasures
 from wire.identity import NodeId
-from wire.report import CacheState, EngineCounters, EngineState, Memory, MemoryLevel, Model, SystemMemory
+from wire.machine import SystemMemory
+from wire.report import CacheState, EngineCounters, EngineState, Memory, MemoryLevel, Model, ModelCache
 from wire.units import GIB
 
 NOW = 1000.0
@@ -79,9 +80,14 @@ DISTINCT = Report(
             preemptions=2013,
             overs=2014,
             departures=2015,
+            prefill_tokens=2111,
         ),
         cache=CacheState(
-            2016, 2017, 2018, 2019, 2020, 2021, (), 2101, 2102, 2103, 2104, 2105, 2106, 2107, 2108, 2109, 2110, "s"
+            *(2016, 2017, 2018, 2019, 2020, 2021, (), 2101, 2102, 2103, 2104, 2105, 2106, 2107, 2108, 2109, 2110, "s"),
+            disk_waiting=2112,
+            disk_quota=2113,
+            disk_budget=2114,
+            models=(ModelCache("m", 2115, 2116, 2117, 2118, 2119, 2120),),
         ),
         recycles=2022,
         rows=2023,

@@ -27,6 +27,7 @@ from wire.frames.model_files import (
 from wire.frames.requests import (
     Admitted,
     Cancel,
+    ClearCache,
     CountTokens,
     Deltas,
     Failed,
@@ -88,6 +89,7 @@ TAGS: dict[int, type[Frame]] = {
     40: CountTokens,
     41: Embed,
     42: Vectors,
+    43: ClearCache,
     50: MemoryLimits,
     51: EngineReport,
     52: RestoreModels,

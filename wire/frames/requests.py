@@ -213,6 +213,15 @@ class UnloadModel(Frame, frozen=True, array_like=True, gc=False):
     model: Word
 
 
+class ClearCache(Frame, frozen=True, array_like=True, gc=False):
+    """Coordinator → engine: delete the cached prefixes of a model, in memory and on the disk. The answer is Finished,
+    Refusal or Failed."""
+
+    request: Number
+    model: Word
+    """Name of the model, or the fingerprint of a model that the node has no longer; empty: all models."""
+
+
 class ProfileModel(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → engine: measure the forwards of a model, from small ones to the largest that fit.
 

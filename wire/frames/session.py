@@ -20,14 +20,13 @@ from wire.bounds import (
 )
 from wire.enforcement import Enforcement
 from wire.frames.frame import Frame
+from wire.machine import Disk, SystemMemory
 from wire.report import (
-    Disk,
     EngineState,
     Hardware,
     Memory,
     Model,
     Sharing,
-    SystemMemory,
 )
 from wire.video import VideoState
 

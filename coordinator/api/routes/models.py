@@ -25,7 +25,7 @@ from wire.identity import is_valid_model
 from wire.models.kind import get_kind
 from wire.refusals import Refused
 
-_COMMAND_ERRORS = (404, 409, 429, 500, 502, 503, 504)
+COMMAND_ERRORS = (404, 409, 429, 500, 502, 503, 504)
 """Possible error statuses of a command to a node."""
 
 
@@ -52,9 +52,9 @@ class ModelRoutes:
         """Return the routes of models."""
         return (
             Route("GET", "/api/v1/models", "infer", self.models),
-            Route("POST", "/api/v1/models/load", "admin", self.load, _COMMAND_ERRORS),
-            Route("POST", "/api/v1/models/unload", "admin", self.unload, _COMMAND_ERRORS),
-            Route("POST", "/api/v1/models/profile", "admin", self.profile, _COMMAND_ERRORS),
+            Route("POST", "/api/v1/models/load", "admin", self.load, COMMAND_ERRORS),
+            Route("POST", "/api/v1/models/unload", "admin", self.unload, COMMAND_ERRORS),
+            Route("POST", "/api/v1/models/profile", "admin", self.profile, COMMAND_ERRORS),
         )
 
     def build_rows(self, limits: KeyLimits | None = None) -> list[dict[str, Any]]:
@@ -113,21 +113,21 @@ class ModelRoutes:
 
     async def load(self, body: ModelBody) -> dict[str, Any]:
         """Load a model on a node, or on the best node. The answer follows once the model is loaded."""
-        answer = await self._operations.load_model(_check_model_name(body), self._find_node_view(body))
+        answer = await self._operations.load_model(check_model_name(body.model), self._find_node_view(body))
         if not isinstance(answer, CommandResult):
             raise ProblemError(_to_problem(answer))
         return {"schema": 1, "model": body.model, "node": answer.to_row()}
 
     async def unload(self, body: ModelBody) -> dict[str, Any]:
         """Unload a model from a node, or from every node that has it loaded."""
-        return _build_command_answer(
-            body, *await self._operations.unload_model(_check_model_name(body), self._find_node_view(body))
+        return build_command_answer(
+            body.model, *await self._operations.unload_model(check_model_name(body.model), self._find_node_view(body))
         )
 
     async def profile(self, body: ModelBody) -> dict[str, Any]:
         """Measure the memory of a model again: on a node, all nodes that have it loaded, or the best node."""
-        return _build_command_answer(
-            body, *await self._operations.profile_model(_check_model_name(body), self._find_node_view(body))
+        return build_command_answer(
+            body.model, *await self._operations.profile_model(check_model_name(body.model), self._find_node_view(body))
         )
 
     def _find_node_view(self, body: ModelBody) -> NodeView | None:
@@ -149,19 +149,20 @@ def _build_alias_row(visible: VisibleModels, alias: str) -> dict[str, Any]:
     }
 
 
-def _check_model_name(body: ModelBody) -> str:
-    if not is_valid_model(body.model):
+def check_model_name(model: str) -> str:
+    """Return a name of a model. Raise the problem if it cannot be one."""
+    if not is_valid_model(model):
         raise ProblemError(build_invalid("model: this cannot be the name of a model", "model"))
-    return body.model
+    return model
 
 
-def _build_command_answer(
-    body: ModelBody, done: list[CommandResult], wrong: Refused | RequestFailure | None
+def build_command_answer(
+    model: str | None, done: list[CommandResult], wrong: Refused | RequestFailure | None
 ) -> dict[str, Any]:
     """Return the nodes that carried out a command. Raise the problem if a node did not."""
     if wrong is not None:
         raise ProblemError(_to_problem(wrong))
-    return {"schema": 1, "model": body.model, "nodes": [step.to_row() for step in done]}
+    return {"schema": 1, "model": model, "nodes": [result.to_row() for result in done]}
 
 
 def _to_problem(answer: Refused | RequestFailure) -> Problem:

@@ -69,7 +69,9 @@ class EmbeddingRunner:
         pooled, count = head.start(lengths), len(texts) * longest
         number = requests[0].number if len(requests) == 1 else 0
         expected = loaded_model.stats.estimate_prefill_seconds(count)
-        with self._forwards.run_native(NativeCallKind.EMBED, loaded_model.name, number, expected) as call:
+        with self._forwards.run_native(
+            NativeCallKind.EMBED, loaded_model.name, number, expected, prefill_tokens=sum(lengths)
+        ) as call:
             head.run(rows, pooled)
             vectors = head.finish(pooled)
         loaded_model.stats.record_prefill(count, time.monotonic() - call.since, longest / 2)
@@ -113,7 +115,9 @@ class EmbeddingRunner:
         before = measure_extent(text.cache)
         grow_caches(text.cache, count, len(text.ids))
         expected = loaded_model.stats.estimate_prefill_seconds(count)
-        with self._forwards.run_native(NativeCallKind.EMBED, loaded_model.name, request.number, expected) as call:
+        with self._forwards.run_native(
+            NativeCallKind.EMBED, loaded_model.name, request.number, expected, prefill_tokens=count
+        ) as call:
             head.run([piece], text.pooled, text.cache)
         stored = text.stored_tokens
         text.record_chunk(count)

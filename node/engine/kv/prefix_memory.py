@@ -100,6 +100,12 @@ class PrefixMemory:
         """Return whether `size` bytes fit without an eviction."""
         return _fits(self._memory(), size)
 
+    def has_spare(self, size: int) -> bool:
+        """Return whether an entry of `size` bytes fits into the limit of the cache and the memory without an
+        eviction."""
+        memory = self._memory()
+        return self.nbytes + size <= self._limit(memory.cap) and _fits(memory, size)
+
     def make_room(self, size: int, transient: int = 0) -> bool:
         """Evict older entries until `size` bytes fit into the limit of the cache and the memory; return whether they
         fit. `transient` is bytes that are needed for a moment in addition. Evict nothing if all would not suffice."""

@@ -15,14 +15,14 @@ The caches are opaque here (`value`); the caller counts their bytes. A holder of
 before use. A removed entry has no value, and a forgotten reference therefore keeps no memory.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Generic, Protocol, TypeVar
 
 from node.engine.kv.radix_trie import ID_BYTES, RadixTrie
-from wire.report import CacheState
+from wire.report import CacheState, ModelCache
 
 BLOCK_TOKENS = 256
 """Tokens of a block of the hash."""
@@ -30,6 +30,25 @@ MIN_PREFIX_TOKENS = 16
 """Minimum tokens of a prefix that is stored or used: chat templates alone share as many."""
 MAX_EVICTIONS_REPORTED = 64
 """Maximum number of evictions whose prompt hashes are reported."""
+
+
+@dataclass(slots=True, eq=False)
+class DiskCopy:
+    """Copy of a stored sequence on the disk. Its eviction is reported once neither memory nor disk has it."""
+
+    prompt_hash: bytes
+    """Hash of the prompt, as in `CachedPrefix`."""
+    in_memory: bool = True
+    on_disk: bool = True
+
+    def leave_memory(self) -> None:
+        """Record that the sequence was evicted from memory."""
+        self.in_memory = False
+
+    def leave_disk(self) -> None:
+        """Record that the copy was deleted."""
+        self.on_disk = False
+
 
 V = TypeVar("V")
 Cuts = tuple[tuple[int, int], ...]
@@ -71,8 +90,8 @@ class CachedPrefix(Generic[V]):
     """Name of the API key, or the scope of all keys."""
     cuts: Cuts | None = None
     """Lengths to which the cache can be cut, besides its own; None: the mode of the model's caches decides."""
-    is_written: bool = False
-    """Whether it is on the disk as well."""
+    copy: DiskCopy | None = None
+    """Its copy on the disk, if it was written."""
 
     @property
     def length(self) -> int:
@@ -97,9 +116,9 @@ class CachedPrefix(Generic[V]):
         wanted = (*(other.cuts or ()), (other.length, other.length))
         return all(any(a <= first and last <= b for a, b in self.cuts) for first, last in wanted)
 
-    def mark_written(self) -> None:
-        """Record that the entry is on the disk as well."""
-        self.is_written = True
+    def set_copy(self, copy: DiskCopy | None) -> None:
+        """Set the copy of the entry on the disk."""
+        self.copy = copy
 
     def clear(self) -> None:
         """Release the cache, because the entry is removed."""
@@ -146,6 +165,7 @@ class PrefixCache(Generic[V]):
         """Tries by model and scope."""
         self._order: dict[CachedPrefix[V], None] = {}
         self._nbytes = self._hits = self._hit_tokens = self._stores = self._evictions = 0
+        self._model_hits: Counter[str] = Counter()
         self._evicted: deque[bytes] = deque(maxlen=MAX_EVICTIONS_REPORTED)
 
     @property
@@ -183,9 +203,10 @@ class PrefixCache(Generic[V]):
         self._order[entry] = self._order.pop(entry)
         return PrefixHit(entry, length, match.shared)
 
-    def count_hit(self, tokens: int) -> None:
+    def count_hit(self, model: str, tokens: int) -> None:
         """Count a hit of which `tokens` cached tokens are used."""
         self._hits += 1
+        self._model_hits[model] += 1
         self._hit_tokens += tokens
 
     def covers(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> bool:
@@ -237,13 +258,13 @@ class PrefixCache(Generic[V]):
         bytes."""
         before = self._nbytes
         while self._order and before - self._nbytes < size:
-            self._evict(next(iter(self._order)))
+            self.evict_entry(next(iter(self._order)))
         return before - self._nbytes
 
     def evict_model(self, model: str) -> None:
         """Evict all entries of a model."""
         for entry in [entry for entry in self._order if entry.model == model]:
-            self._evict(entry)
+            self.evict_entry(entry)
 
     def remove_redundant(self, entries: Iterable[CachedPrefix[V]]) -> None:
         """Remove redundant entries. They do not count as evictions, because no prompt loses a prefix."""
@@ -251,11 +272,27 @@ class PrefixCache(Generic[V]):
             if entry.is_stored:
                 self.pop(entry)
 
-    def _evict(self, entry: CachedPrefix[V]) -> None:
-        if not entry.is_written:
-            self._evictions += 1
-            self._evicted.append(entry.prompt_hash)
+    def evict_entry(self, entry: CachedPrefix[V]) -> None:
+        """Remove a live entry. It counts as an eviction unless it is on the disk."""
+        if entry.copy is not None and entry.copy.on_disk:
+            entry.copy.leave_memory()
+        else:
+            self.count_eviction(entry.prompt_hash)
         self.pop(entry)
+
+    def count_eviction(self, prompt_hash: bytes) -> None:
+        """Count a prompt that is no longer cached, neither in memory nor on the disk."""
+        self._evictions += 1
+        self._evicted.append(prompt_hash)
+
+    def describe_models(self) -> dict[str, ModelCache]:
+        """Return the bytes, the entries and the hits of each model that has any, by its name."""
+        nbytes, entries = Counter[str](), Counter[str]()
+        for entry in self._order:
+            nbytes[entry.model] += entry.nbytes
+            entries[entry.model] += 1
+        names = nbytes.keys() | self._model_hits.keys()
+        return {name: ModelCache(name, nbytes[name], entries[name], self._model_hits[name]) for name in names}
 
     def get_state(self) -> CacheState:
         """Return the bytes, the entries and the counts since the start, with the prompt hashes of the last

@@ -64,7 +64,7 @@ class GatedForwards:
         self._reader = memory
         self._free_memory = free_memory
         self._give_up_load = give_up_load
-        self._forwards = self._steps = 0
+        self._forwards = self._steps = self._prefill_tokens = 0
         self._last_check: tuple[GateSite, int, Memory] | None = None
         self._weights = weights
         self._clock = clock or system_clocks()[0]
@@ -151,18 +151,21 @@ class GatedForwards:
         return self._reader.find_peak_expiry(time.monotonic())
 
     @contextmanager
-    def run_native(self, kind: NativeCallKind, model: str, request: int, expected: float) -> Generator[NativeCall]:
+    def run_native(
+        self, kind: NativeCallKind, model: str, request: int, expected: float, *, prefill_tokens: int = 0
+    ) -> Generator[NativeCall]:
         """Run a native call as the context: record it for the case of a crash, publish it, and measure its peak.
 
         Yield the published call. Prefills, joins and forwards for embeddings are counted as forwards, decode steps as
         steps, other calls not.
         `request` is the number of the request; 0 for several or none. `expected` is the duration in seconds with wired
-        weights. Raise `Halted` if no call may begin.
+        weights. `prefill_tokens` is the number of prompt tokens, without padding. Raise `Halted` if no call may begin.
         """
         if self.halted:
             raise Halted
         self._forwards += kind in _FORWARDS
         self._steps += kind is NativeCallKind.DECODE
+        self._prefill_tokens += prefill_tokens
         self._recorder.begin(kind, model, request)
         self.peak_tracker.mark()
         try:
@@ -217,7 +220,7 @@ class GatedForwards:
 
     def get_counts(self) -> EngineCounters:
         """Return the counts since the engine started: checks, refusals, forwards, steps, failures, sheds, shrinks,
-        preemptions and overs.
+        preemptions, overs and prefill tokens.
 
         `evictions` and `departures` are 0, because the model unloader counts them.
         """
@@ -231,4 +234,5 @@ class GatedForwards:
             shrinks=self.shrinks,
             preemptions=self.preemptions,
             overs=self.overs,
+            prefill_tokens=self._prefill_tokens,
         )

@@ -86,7 +86,10 @@ class PackedPrefill:
         rows = [prefill.ids[:-1] + [PAD_TOKEN] * (longest + 1 - len(prefill.ids)) for prefill in members]
         cache, count = create_cache(loaded_model.model), len(rows) * longest
         expected = loaded_model.stats.estimate_prefill_seconds(count)
-        with self._forwards.run_native(NativeCallKind.PREFILL, loaded_model.name, 0, expected) as call:
+        tokens = sum(len(prefill.ids) for prefill in members)  # the join computes the last token of each
+        with self._forwards.run_native(
+            NativeCallKind.PREFILL, loaded_model.name, 0, expected, prefill_tokens=tokens
+        ) as call:
             prefill_rows(loaded_model.model, rows, cache)
         loaded_model.stats.record_prefill(count, time.monotonic() - call.since, longest / 2)
         loaded_model.estimator.observe_packed(

@@ -8,7 +8,7 @@ import mlx.core as mx
 from node.engine.grammar.logits_mask import LogitsMask
 from node.engine.kv.disk.block_reader import DiskRestore, PlannedPart, ReadPlan
 from node.engine.kv.kv_cache import Layers
-from node.engine.kv.prefix_store import PrefixHit
+from node.engine.kv.prefix_store import CachedPrefix, PrefixHit
 from node.engine.kv.window_history import WindowHistory
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.requests.sequence import Row, Sequence
@@ -40,6 +40,10 @@ class PrefixState:
     """Tokens of the entry that this prefill removed from the prefix cache for its own use."""
     stops: list[int] = field(default_factory=list[int])
     """Positions in the prompt, in tokens, at which a snapshot is wanted."""
+    snapshot_at: int = 0
+    """Tokens at which the last snapshot was taken, or with which the prefill started."""
+    snapshots: list[CachedPrefix[Layers]] = field(default_factory=list[CachedPrefix[Layers]])
+    """Snapshots that were taken because the prompt is long, oldest first."""
     history: WindowHistory | None = None
     """History of the sliding windows so far; None without windows, or if memory was short."""
 
@@ -58,6 +62,18 @@ class PrefixState:
         """Clear the result of the lookup: it was used, or the prompt is prefilled from its first token."""
         self.hit, self.plan = NO_PREFIX, None
         self.set_restoring(None)
+
+    def record_snapshot(self, tokens: int, entry: CachedPrefix[Layers] | None = None) -> None:
+        """Record a snapshot at `tokens` tokens. `entry` is one that was taken because the prompt is long."""
+        self.snapshot_at = tokens
+        if entry is not None:
+            self.snapshots.append(entry)
+
+    def take_snapshots(self, count: int) -> list[CachedPrefix[Layers]]:
+        """Remove and return all snapshots of a long prompt but the newest `count`."""
+        taken = self.snapshots[: max(0, len(self.snapshots) - count)]
+        self.snapshots = self.snapshots[len(taken) :]
+        return taken
 
     def record_removal(self, tokens: int) -> None:
         """Set the tokens of the entry that this prefill removed from the prefix cache; 0 once its prompt is stored."""

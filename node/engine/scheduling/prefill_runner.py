@@ -108,6 +108,7 @@ class PrefillRunner:
             log.exception("prefill", request=sequence.number, request_id=sequence.request.request_id)
             self._prefixes.invalidate(prefill.loaded_model.name)
             self._prefixes.disk.remove_restored(prefill)
+            self._prefixes.remove_snapshots(prefill)
             self._recovery.fail_request(
                 sequence, FailureCode.ENGINE_ERROR, f"the prefill of its prompt failed: {format_error(error)}"
             )
@@ -183,6 +184,7 @@ class PrefillRunner:
             loaded_model.name,
             prefill.sequence.number,
             loaded_model.stats.estimate_prefill_seconds(count),
+            prefill_tokens=count,
         ) as call:
             widened = bool(self._batches) and grow_cache(cache, count, len(prefill.ids))
             logits = run_forward(loaded_model.model, piece, cache, last=last)

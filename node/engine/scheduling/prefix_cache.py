@@ -22,7 +22,7 @@ Rules
 - Snapshots: Of caches that cannot be cut, snapshots are taken within the prompt (`rules.snapshots`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from node.engine.kv.kv_cache import (
@@ -50,7 +50,11 @@ from node.engine.requests.sequence import Row
 from node.engine.scheduling.decode_batch import DecodeBatch
 from node.engine.scheduling.disk.disk_tier import DiskTier
 from node.engine.scheduling.prefill import NO_PREFIX, Prefill, PrefixState
-from node.engine.scheduling.rules.snapshots import choose_snapshot_positions
+from node.engine.scheduling.rules.snapshots import (
+    MAX_LONG_SNAPSHOTS,
+    choose_snapshot_positions,
+    is_long_snapshot_due,
+)
 from wire.capacity.batches import compute_row_bytes
 from wire.frames import SHARED_SCOPE
 from wire.report import CacheState
@@ -81,11 +85,21 @@ class PrefixCacheManager:
         """Entries, least recently used first."""
         return self._store.entries
 
-    def get_state(self) -> CacheState:
+    def get_state(self, fingerprints: Mapping[str, str]) -> CacheState:
         """Return the bytes, the entries and the counts since the start, with the prompt hashes of the last
-        evictions."""
-        state = self._store.get_state()
-        return state if self.disk.cache is None else self.disk.cache.describe(state)
+        evictions. `fingerprints` are those of the node's models by name."""
+        for prompt_hash in self.disk.take_lost():
+            self._store.count_eviction(prompt_hash)
+        return self.disk.describe(self._store.get_state(), self._store.describe_models(), fingerprints)
+
+    def clear(self, model: str, fingerprint: str) -> None:
+        """Delete the entries of a model in memory and on the disk, or of all models if its fingerprint is empty. Raise
+        OSError if files cannot be deleted."""
+        for entry in self._store.entries:
+            entry.set_copy(None)
+            if not fingerprint or entry.model == model:
+                self._store.evict_entry(entry)
+        self.disk.clear(fingerprint)
 
     def evict_until(self, enough: Callable[[], bool]) -> None:
         """Evict the least recently used entries until `enough()` or none is left."""
@@ -167,8 +181,9 @@ class PrefixCacheManager:
         if past is not None:
             prefill.sequence.set_cached(hit.length)
             past.discard_lookup()
+            past.record_snapshot(hit.length)
         if hit.length:
-            self._store.count_hit(hit.length)
+            self._store.count_hit(prefill.loaded_model.name, hit.length)
         return True
 
     def record_chunk(self, prefill: Prefill, count: int) -> None:
@@ -189,6 +204,28 @@ class PrefixCacheManager:
             history is None or history.is_lost or prefill.stored_tokens == past.shared
         ):
             self._take_snapshot(prefill, past, cache)
+            past.record_snapshot(prefill.stored_tokens)
+        elif self._get_trim_mode(prefill.loaded_model) is CacheTrimMode.EXACT:
+            self._take_long_snapshot(prefill, past, cache)
+
+    def _take_long_snapshot(self, prefill: Prefill, past: PrefixState, cache: Layers) -> None:
+        """Store a snapshot of a long prompt if that is due and needs no eviction; remove the oldest one beyond
+        `MAX_LONG_SNAPSHOTS`."""
+        tokens, size = prefill.stored_tokens - past.snapshot_at, sum_nbytes(cache)
+        seconds = prefill.loaded_model.stats.estimate_prefill_seconds(tokens)
+        if not prefill.left or not is_long_snapshot_due(tokens, seconds) or not self.memory.has_spare(size):
+            return
+        key = past.key[: prefill.stored_tokens * ID_BYTES]
+        entry = self._store_entry(
+            prefill.loaded_model, key, materialize(cache), past.prompt_hash, past.scope, snapshot=True
+        )
+        past.record_snapshot(prefill.stored_tokens, entry)
+        self._store.remove_redundant(past.take_snapshots(MAX_LONG_SNAPSHOTS))
+
+    def remove_snapshots(self, prefill: Prefill) -> None:
+        """Remove the snapshots of a long prompt, because its request was cancelled or has failed."""
+        if prefill.past is not None:
+            self._store.remove_redundant(prefill.past.take_snapshots(0))
 
     def _take_snapshot(self, prefill: Prefill, past: PrefixState, cache: Layers) -> None:
         """Store a snapshot of a prefill, if it is not cached and memory suffices."""
@@ -300,9 +337,9 @@ class PrefixCacheManager:
         scope: str,
         *,
         snapshot: bool = False,
-    ) -> None:
+    ) -> CachedPrefix[Layers] | None:
         if len(key) < MIN_PREFIX_TOKENS * ID_BYTES:
-            return
+            return None
         mode = self._get_trim_mode(loaded_model)
         cuts = compute_cuts(layers) if mode is CacheTrimMode.WINDOW else None
         entry = CachedPrefix(loaded_model.name, key, layers, sum_nbytes(layers), prompt_hash, snapshot, scope, cuts)
@@ -311,6 +348,7 @@ class PrefixCacheManager:
             self._store.remove_redundant(other for other in earlier if entry.covers_cuts(other))
         self._store.store(entry)
         self.disk.offer(loaded_model, entry)
+        return entry
 
     def _get_trim_mode(self, loaded_model: LoadedModel) -> CacheTrimMode:
         mode = self._trim_modes.get(loaded_model.name)

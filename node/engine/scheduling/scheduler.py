@@ -198,6 +198,7 @@ class Scheduler:
         for prefill in self._requests.prefills:
             if prefill.sequence is sequence:
                 self._prefixes.put_back(prefill)
+                self._prefixes.remove_snapshots(prefill)
         self.recovery.release_request(sequence)
         self._requests.record_ends(now)
         return True

@@ -39,7 +39,7 @@ class ScriptedBatch:
         self._prefills = prefills
         self._silent_joins = silent_joins
         self._crash = crash
-        self.forwards = self.steps = 0
+        self.forwards = self.steps = self.prefill_tokens = 0
 
     def find_newest(self) -> ScriptedSequence | None:
         """Return the newest request that holds memory; None if none does."""
@@ -78,6 +78,7 @@ class ScriptedBatch:
             tokens = one.left if chunk.packed else min(one.left, chunk.tokens * turns)
             one.prefill(tokens)
             self._prefills.count_prefilled(one, tokens)
+            self.prefill_tokens += tokens
             if not one.left:
                 self._join(one, deltas, ends, now, silent=chunk.packed or self._silent_joins)
         return [*split_deltas(deltas), *ends, *self._preemptor.drain_ends()]

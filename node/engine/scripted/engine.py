@@ -38,6 +38,7 @@ from wire.capacity.arithmetic import build_shed_refusal
 from wire.frames import (
     Admitted,
     Cancel,
+    ClearCache,
     CountTokens,
     Embed,
     EngineReport,
@@ -116,6 +117,8 @@ class ScriptedEngine:
             self._freed_order = work.number  # nothing here could be freed
         elif isinstance(work, LoadModel | UnloadModel | ProfileModel):
             return [self._answer_order(work)]
+        elif isinstance(work, ClearCache):
+            return [Finished(work.request, (), 0, 0)]  # nothing is cached here
         elif isinstance(work, CountTokens):
             return [self._answer_count(work)]
         return []
@@ -156,6 +159,7 @@ class ScriptedEngine:
                 batch.steps,
                 sheds=self._sheds,
                 preemptions=self._preemptor.preemptions,
+                prefill_tokens=batch.prefill_tokens,
             ),
             limits_number=gate.limits_number,
             enforced=self._enforced,

@@ -57,7 +57,8 @@ class AnswerShape:
         return {**self._about, **({"message": message} if self._chat else message), "done": False, **(end or {})}
 
     def build_end_fields(self, finished: Finished) -> Line:
-        """Return the additional fields of the last line: stop reason, token counts, and durations in nanoseconds."""
+        """Return the additional fields of the last line: stop reason, token counts, and durations in nanoseconds.
+        `cached_tokens` is an additional field: the prompt tokens from the prefix cache."""
         timings = finished.timings
         waiting, prefill, decode = map(_to_nanoseconds, (timings.waiting, timings.prefill, timings.decode))
         cut = bool(finished.reasons) and finished.reasons[0] == "length"
@@ -67,6 +68,7 @@ class AnswerShape:
             "total_duration": waiting + prefill + decode,
             "load_duration": waiting,
             "prompt_eval_count": finished.prompt_tokens,
+            "cached_tokens": finished.cached_tokens,
             "prompt_eval_duration": prefill,
             "eval_count": finished.completion_tokens,
             "eval_duration": decode,

@@ -94,6 +94,7 @@ WITH_BODY = [
     "POST /api/v1/nodes/{node}/drain",
     "POST /api/v1/nodes/{node}/pause",
     "PUT /api/v1/nodes/{node}/labels",
+    "POST /api/v1/cache/clear",
     "POST /api/v1/models/load",
     "POST /api/v1/models/unload",
     "POST /api/v1/models/profile",

@@ -1,7 +1,7 @@
 // Health of the pool, its load now and in the last hour, and a memory bar for each present Mac.
 import { html, useState } from "/ui/vendor/preact.js";
 import { Chart } from "/ui/chart.js";
-import { Nothing, PRESENT, Wrong, ask, count, rate, seconds, size, useAction, useHistory } from "/ui/pool.js";
+import { Nothing, PRESENT, Table, Wrong, ask, count, rate, seconds, size, useAction, useHistory } from "/ui/pool.js";
 
 const PARTS = [["current", "in use"], ["reserved", "reserved"], ["margin", "margin"], ["lease", "leased to video"]];
 const LIMITS = { static: "system reserve", dynamic: "other apps", metal: "Metal", setting: "memory.cap", container: "the container", leases: "video leases", unreadable: "an unreadable footprint" };
@@ -111,6 +111,15 @@ function Away({ node }) {
   return html`<p class=${node.state === "lost" ? "bad" : ""}>${node.state === "lost" ? "Lost" : node.state === "asleep" ? "Asleep" : node.state}${ago}.${node.state === "lost" ? " Check its power and network." : ""}</p>`;
 }
 
+// Cached prompts by model, in memory and on the disk.
+function Cache({ cache }) {
+  if (!cache.models.length) return null;
+  const disk = cache.store ? `, ${size(cache.disk_bytes)} of ${size(cache.disk_quota)} on the disk` : "";
+  return html`<details><summary class="small">Cached prompts: ${size(cache.nbytes)} in memory${disk}</summary>
+    <${Table} caption="Cached prompts" head=${["model", "#memory", "#prompts", "#hits", "#disk", "#files", "#disk hits"]}
+      rows=${cache.models.map((one) => ({ key: one.model, cells: [one.model, size(one.nbytes), count(one.entries), count(one.hits), size(one.disk_bytes), count(one.disk_files), count(one.disk_hits)] }))} /></details>`;
+}
+
 function Present({ node }) {
   const loaded = node.models.filter((model) => model.loaded);
   return html`<${Bar} node=${node} />
@@ -121,7 +130,8 @@ function Present({ node }) {
       ${isFailing(node) ? html`<dt>failing</dt><dd class="bad">gets no requests ${node.breaker.state === "open" ? `until ${new Date(node.breaker.until * 1000).toLocaleTimeString()}` : "except one trial request"}: ${node.breaker.why}</dd>` : null}
       ${node.heard_seconds ? html`<dt>last report</dt><dd class="warn">${seconds(node.heard_seconds)} ago</dd>` : null}
       ${node.remedy && isOver(node) ? html`<dt>more room</dt><dd>${node.remedy}</dd>` : null}
-    </dl>`;
+    </dl>
+    <${Cache} cache=${node.engine.cache} />`;
 }
 
 function Node({ node, own, history, open }) {

@@ -15,11 +15,14 @@ from node.engine.kv.radix_trie import ID_BYTES
 
 BLOCK_BYTES = BLOCK_TOKENS * ID_BYTES
 HASH_BYTES = 16
+_PARTS = {part.value: part for part in BlockPart}
 
 
 class BlockName(NamedTuple):
     """Name of a file of the disk cache."""
 
+    model: str
+    """Fingerprint of the model, which names the folder of the file."""
     part: BlockPart
     chain: bytes
     """Hash after the last token of the part."""
@@ -30,10 +33,11 @@ class BlockName(NamedTuple):
 
     @property
     def file(self) -> str:
-        """Name of the file."""
+        """Name of the file, with the folder of its model."""
+        stem = self.chain.hex()
         if self.part is BlockPart.STATE:
-            return f"{self.parent.hex()}-{self.tokens}-{self.chain.hex()}.{self.part}"
-        return f"{self.chain.hex()}.{self.part}"
+            stem = f"{self.parent.hex()}-{self.tokens}-{stem}"
+        return f"{self.model}/{stem}.{self.part.value}"
 
 
 def compute_root(fingerprint: str, versions: str, scope: str) -> bytes:
@@ -51,21 +55,23 @@ def compute_chain(root: bytes, key: bytes) -> list[bytes]:
     return chain
 
 
-def name_state(parent: bytes, tail: bytes) -> BlockName:
-    """Return the name of the state after the packed ids `tail`, which follow the block `parent`."""
+def name_state(model: str, parent: bytes, tail: bytes) -> BlockName:
+    """Return the name of the state after the packed ids `tail`, which follow the block `parent`. `model` is the
+    fingerprint."""
     chain = blake2b(b"state" + parent + tail, digest_size=HASH_BYTES).digest()
-    return BlockName(BlockPart.STATE, chain, len(tail) // ID_BYTES, parent)
+    return BlockName(model, BlockPart.STATE, chain, len(tail) // ID_BYTES, parent)
 
 
 def parse_name(file: str) -> BlockName | None:
-    """Return the name that a file of the cache has; None for any other file."""
-    stem, _, suffix = file.rpartition(".")
+    """Return the name that a file of the cache has, with its folder; None for any other file."""
+    model, _, last = file.rpartition("/")
+    stem, _, suffix = last.rpartition(".")
     try:
         if suffix == BlockPart.STATE.value:
             parent, tokens, chain = stem.split("-")
-            name = BlockName(BlockPart.STATE, bytes.fromhex(chain), int(tokens), bytes.fromhex(parent))
+            name = BlockName(model, BlockPart.STATE, bytes.fromhex(chain), int(tokens), bytes.fromhex(parent))
         else:
-            name = BlockName(BlockPart(suffix), bytes.fromhex(stem))
-    except ValueError:
+            name = BlockName(model, _PARTS[suffix], bytes.fromhex(stem))
+    except (KeyError, ValueError):
         return None
-    return name if name.file == file else None
+    return name if model and name.file == file else None

@@ -6,9 +6,10 @@ access for each block of 256 tokens.
 
 import os
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from node.engine.kv.disk.block_chain import BlockName, name_state, parse_name
 from node.engine.kv.disk.block_file import BlockPart
@@ -17,8 +18,16 @@ from node.engine.kv.radix_trie import ID_BYTES
 
 MAX_EVICTIONS_PER_SAVE = 32
 """Maximum files that are deleted for one new file, because each deletion delays the writer."""
+MAX_REMOVED = 4096
 TEMPORARY = ".new"
 """Suffix of a file that is being written."""
+
+
+class FolderSize(NamedTuple):
+    """Size of the files of a model."""
+
+    files: int = 0
+    nbytes: int = 0
 
 
 class BlockIndex:
@@ -30,6 +39,10 @@ class BlockIndex:
         self._states: dict[bytes, dict[int, set[str]]] = {}
         """Files of states by the block before them and their number of tokens."""
         self._nbytes = 0
+        self.removed: deque[str] = deque(maxlen=MAX_REMOVED)
+        """Names of the newest files that were removed, until the disk cache takes them."""
+        self._models: dict[str, list[int]] = {}
+        """Files and bytes of each model, by its fingerprint."""
 
     @property
     def nbytes(self) -> int:
@@ -45,17 +58,22 @@ class BlockIndex:
     def add(self, name: BlockName, size: int) -> None:
         """Add a file, or replace its size. It is the most recently used from now on."""
         with self._lock:
-            self._nbytes += size - self._sizes.pop(name.file, 0)
-            self._sizes[name.file] = size
-            if name.part is BlockPart.STATE:
-                self._states.setdefault(name.parent, {}).setdefault(name.tokens, set()).add(name.file)
+            self._put(name.file, name, size)
+
+    def _put(self, file: str, name: BlockName, size: int) -> None:
+        before = self._sizes.pop(file, None)
+        self._sizes[file] = size
+        self._count(name.model, int(before is None), size - (before or 0))
+        if name.part is BlockPart.STATE:
+            self._states.setdefault(name.parent, {}).setdefault(name.tokens, set()).add(file)
 
     def remove(self, file: str) -> bool:
         """Remove a file by its name; return whether it was there."""
         with self._lock:
-            size = self._sizes.pop(file, None)
-            self._nbytes -= size or 0
-            name = parse_name(file)
+            size, name = self._sizes.pop(file, None), parse_name(file)
+            if size is not None and name is not None:
+                self._count(name.model, -1, -size)
+                self.removed.append(file)
             if name is not None and name.part is BlockPart.STATE:
                 places = self._states.get(name.parent, {})
                 places.get(name.tokens, set()).discard(file)
@@ -64,6 +82,22 @@ class BlockIndex:
                 if not places:
                     self._states.pop(name.parent, None)
         return size is not None
+
+    def _count(self, model: str, files: int, nbytes: int) -> None:
+        size = self._models.setdefault(model, [0, 0])
+        size[0] += files
+        size[1] += nbytes
+        self._nbytes += nbytes
+
+    def list_models(self) -> dict[str, FolderSize]:
+        """Return the files and bytes of each model that has files, by its fingerprint."""
+        with self._lock:
+            return {model: FolderSize(*size) for model, size in self._models.items() if size[0]}
+
+    def list_files(self, model: str) -> list[str]:
+        """Return the names of all files of a model, by its fingerprint."""
+        with self._lock:
+            return [file for file in self._sizes if file.startswith(f"{model}/")]
 
     def mark_used(self, files: Sequence[str]) -> None:
         """Mark files as used, the first ones last, because the other blocks are of no use without the first."""
@@ -84,22 +118,23 @@ class BlockIndex:
                 over -= nbytes
         return chosen
 
-    def count_blocks(self, chain: Sequence[bytes]) -> int:
-        """Return the number of whole blocks from the first on whose tokens are stored."""
+    def count_blocks(self, model: str, chain: Sequence[bytes]) -> int:
+        """Return the number of whole blocks from the first on whose tokens are stored. `model` is the fingerprint."""
         for place, link in enumerate(chain[1:]):
-            if f"{link.hex()}.t" not in self._sizes:
+            if f"{model}/{link.hex()}.t" not in self._sizes:
                 return place
         return len(chain) - 1
 
-    def find_state(self, chain: Sequence[bytes], key: bytes, most: int) -> tuple[int, BlockName] | None:
+    def find_state(self, model: str, chain: Sequence[bytes], key: bytes, most: int) -> tuple[int, BlockName] | None:
         """Return the longest stored state of a prompt with at most `most` tokens, with its length in tokens. `key` has
-        the packed ids, `chain` its hashes whose blocks are stored."""
+        the packed ids, `chain` its hashes whose blocks are stored. `model` is the fingerprint."""
         with self._lock:
             for place in range(len(chain) - 1, -1, -1):
                 for tokens in sorted(self._states.get(chain[place], ()), reverse=True):
                     length = place * BLOCK_TOKENS + tokens
                     if length <= most and length * ID_BYTES <= len(key):
-                        name = name_state(chain[place], key[place * BLOCK_TOKENS * ID_BYTES : length * ID_BYTES])
+                        tail = key[place * BLOCK_TOKENS * ID_BYTES : length * ID_BYTES]
+                        name = name_state(model, chain[place], tail)
                         if name.file in self._sizes:
                             return length, name
         return None
@@ -109,16 +144,26 @@ class BlockIndex:
         return self._sizes.get(name.file, 0)
 
     def scan(self, folder: Path, *, clean: bool) -> None:
-        """Add the files of a folder, oldest first, by names and sizes alone. With `clean`, delete files that were not
-        completed."""
-        found = list[tuple[float, BlockName, int]]()
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.endswith(TEMPORARY):
-                    if clean:
-                        os.unlink(entry.path)
-                elif (name := parse_name(entry.name)) is not None:
-                    stat = entry.stat(follow_symlinks=False)
-                    found.append((stat.st_mtime, name, stat.st_size))
-        for _, name, size in sorted(found, key=lambda one: one[0]):
-            self.add(name, size)
+        """Add the files in the folders of all models, oldest first, by names and sizes alone. With `clean`, delete
+        files that were not completed."""
+        found = list[tuple[float, str, BlockName, int]]()
+        with os.scandir(folder) as models:
+            for model in models:
+                if model.is_dir(follow_symlinks=False):
+                    found += _scan_model(Path(model.path), clean=clean)
+        with self._lock:
+            for _, file, name, size in sorted(found, key=lambda one: one[0]):
+                self._put(file, name, size)
+
+
+def _scan_model(folder: Path, *, clean: bool) -> Iterator[tuple[float, str, BlockName, int]]:
+    """Yield time, name as text, name and size of each file of a model."""
+    model = folder.name
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(TEMPORARY):
+                if clean:
+                    os.unlink(entry.path)
+            elif (name := parse_name(file := f"{model}/{entry.name}")) is not None:
+                stat = entry.stat(follow_symlinks=False)
+                yield stat.st_mtime, file, name, stat.st_size

@@ -41,10 +41,13 @@ class WriteBudget:
         self._left = daily
         self._at = now
 
+    def compute_left(self, now: float) -> float:
+        """Return the bytes that are left at the monotonic time `now`."""
+        return min(self._daily, self._left + (now - self._at) / SECONDS_PER_DAY * self._daily)
+
     def take(self, size: int, now: float) -> bool:
         """Take `size` bytes from the budget at the monotonic time `now`; return False if they are not left."""
-        self._left = min(self._daily, self._left + (now - self._at) / SECONDS_PER_DAY * self._daily)
-        self._at = now
+        self._left, self._at = self.compute_left(now), now
         if size > self._left:
             return False
         self._left -= size
@@ -73,8 +76,12 @@ class BlockWriter:
         self._budget = budget
         self._queue: deque[QueuedPart] = deque()
         self._changed = threading.Condition()
-        self._nbytes = 0
+        self._nbytes = self._unfinished = 0
+        self._discard = False
+        """Whether the part that is being written is removed."""
         self._resume_at = 0.0
+        self.quota = quota()
+        """Bytes that all files may have, as of the last write."""
         self.saves = self.persisted = self.drops = self.errors = self.evictions = 0
         threading.Thread(target=self._run, name="disk-cache-writer", daemon=True).start()
 
@@ -82,6 +89,14 @@ class BlockWriter:
     def nbytes(self) -> int:
         """Bytes of the parts that wait or are being written."""
         return self._nbytes
+
+    def __len__(self) -> int:
+        return self._unfinished
+
+    @property
+    def budget_bytes(self) -> int:
+        """Bytes that may be written now."""
+        return int(self._budget.compute_left(time.monotonic()))
 
     def can_accept(self) -> bool:
         """Return whether another part may be queued now."""
@@ -93,24 +108,32 @@ class BlockWriter:
         with self._changed:
             self._queue.append(QueuedPart(name, arrays, size))
             self._nbytes += size
+            self._unfinished += 1
             self.saves += 1
             self._changed.notify()
 
     def clear(self) -> int:
-        """Drop the parts that are not being written yet, because memory is short; return their bytes."""
+        """Drop the parts that are not being written yet; return their bytes."""
         with self._changed:
             dropped = sum(part.nbytes for part in self._queue)
             self.drops += len(self._queue)
             self._nbytes -= dropped
+            self._unfinished -= len(self._queue)
             self._queue.clear()
         return dropped
+
+    def discard(self) -> None:
+        """Drop all parts that wait, and remove the one that is being written once it is complete."""
+        with self._changed:
+            self._discard = True
+        self.clear()
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 while not self._queue:
                     self._changed.wait()
-                part = self._queue.popleft()
+                part, self._discard = self._queue.popleft(), False
             try:
                 self._write(part)
             except OSError as error:
@@ -120,12 +143,13 @@ class BlockWriter:
                 self.clear()
             with self._changed:
                 self._nbytes -= part.nbytes
+                self._unfinished -= 1
             del part
 
     def _write(self, part: QueuedPart) -> None:
         pieces = encode_block(part.name.chain, part.name.part, part.name.tokens, part.arrays)
         size = sum(map(len, pieces))
-        quota = self._quota()
+        quota = self.quota = self._quota()
         if size > quota or not self._budget.take(size, time.monotonic()):
             self.drops += 1
             return
@@ -138,6 +162,7 @@ class BlockWriter:
             self.drops += 1
             return
         target = self._folder / part.name.file
+        target.parent.mkdir(mode=0o700, exist_ok=True)
         temporary = target.with_name(target.name + TEMPORARY)
         try:
             with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -147,7 +172,11 @@ class BlockWriter:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-        self._index.add(part.name, size)
+        with self._changed:
+            if self._discard:
+                target.unlink(missing_ok=True)
+                return
+            self._index.add(part.name, size)
         self.persisted += 1
 
 

@@ -18,7 +18,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -30,12 +30,12 @@ from msgspec.structs import replace
 from host.private_files import create_private_folder, write_private
 from node.engine.kv.disk.block_chain import BlockName, compute_chain, compute_root, name_state
 from node.engine.kv.disk.block_file import BlockPart
-from node.engine.kv.disk.block_index import BlockIndex
+from node.engine.kv.disk.block_index import BlockIndex, FolderSize
 from node.engine.kv.disk.block_reader import DiskRestore, PlannedPart, ReadPlan
 from node.engine.kv.disk.block_writer import DAILY_DISK_SHARE, BlockWriter, WriteBudget, compute_quota
 from node.engine.kv.disk.layer_parts import count_window_blocks, cut_part
 from node.engine.kv.kv_cache import Layers
-from node.engine.kv.prefix_store import BLOCK_TOKENS, CachedPrefix
+from node.engine.kv.prefix_store import BLOCK_TOKENS, MAX_EVICTIONS_REPORTED, CachedPrefix, DiskCopy
 from node.engine.kv.radix_trie import ID_BYTES
 from wire.report import CacheState
 from wire.units import GIB, show_size
@@ -49,6 +49,7 @@ RETRY_SECONDS = 0.05
 """Seconds until the next try while the writer is behind or memory is short."""
 MAX_PENDING = 256
 """Maximum entries that wait to be written. The oldest is dropped first."""
+LOCK, IDENTITY = "lock", "identity"
 VERSIONS = f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
 
 log = structlog.get_logger("engine.disk_cache")
@@ -69,6 +70,8 @@ class PendingEntry(NamedTuple):
     entry: CachedPrefix[Layers]
     parts: Iterator[tuple[BlockName, int, int]]
     """Names of its parts, with the positions of their first and last tokens."""
+    key_file: str
+    """File without which the entry is of no use: the state, or the first block."""
 
 
 class DiskCache:
@@ -78,11 +81,15 @@ class DiskCache:
     def __init__(self, folder: Path, size: str | int, min_seconds: float) -> None:
         self.min_seconds = min_seconds
         self.hits = self.hit_tokens = self.read_bytes = self.faults = 0
+        self.model_hits: Counter[str] = Counter()
+        """Hits by the fingerprint of the model."""
         self._folder = create_private_folder(folder)
         self._size = size
         self._index = BlockIndex()
-        self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         self._pending: deque[PendingEntry] = deque()
+        self._copies: dict[str, dict[bytes, DiskCopy]] = {}
+        """Copies of entries by the file without which a copy is of no use, and by the hash of the prompt."""
         self._read_speed = FIRST_READ_SPEED
         self._next_at = 0.0
         self.unwritten = 0
@@ -91,7 +98,7 @@ class DiskCache:
         """Writer; None if another process writes to this folder."""
         if not self._open_writer():
             log.warning("disk cache in use", folder=str(folder), effect="this engine only reads it")
-        self.store_id = _read_identity(self._folder / "identity")
+        self.store_id = _read_identity(self._folder / IDENTITY)
         """Identity of the folder, made with it."""
         self._index.scan(self._folder, clean=self.writer is not None)
         log.info("disk cache", folder=str(folder), files=len(self._index), size=show_size(self._index.nbytes))
@@ -137,6 +144,9 @@ class DiskCache:
             disk_errors=self.faults + (0 if writer is None else writer.errors),
             disk_evictions=0 if writer is None else writer.evictions,
             store=self.store_id,
+            disk_quota=0 if writer is None else writer.quota,
+            disk_budget=0 if writer is None else writer.budget_bytes,
+            disk_waiting=len(self._pending) + (0 if writer is None else len(writer)),
         )
 
     @property
@@ -147,6 +157,42 @@ class DiskCache:
     def clear_queue(self) -> int:
         """Drop the parts that wait for the writer, because memory is short; return their bytes."""
         return 0 if self.writer is None else self.writer.clear()
+
+    def take_lost(self) -> list[bytes]:
+        """Return the hashes of the prompts that left memory earlier and the disk since the last call."""
+        lost, removed = list[bytes](), self._index.removed
+        while removed:
+            for copy in self._copies.pop(removed.popleft(), {}).values():
+                copy.leave_disk()
+                if not copy.in_memory:
+                    lost.append(copy.prompt_hash)
+        return lost
+
+    def _add_copy(self, entry: CachedPrefix[Layers], file: str) -> None:
+        """Record that an entry is on the disk, where it is of no use without `file`."""
+        copies = self._copies.setdefault(file, {})
+        copies[entry.prompt_hash] = copy = DiskCopy(entry.prompt_hash)
+        entry.set_copy(copy)
+        if len(copies) > MAX_EVICTIONS_REPORTED:
+            del copies[next(iter(copies))]
+
+    def list_models(self) -> dict[str, FolderSize]:
+        """Return the files and bytes of each model that has files, by its fingerprint."""
+        return self._index.list_models()
+
+    def clear(self, model: str) -> None:
+        """Delete the files of a model by its fingerprint, or of all models if that is empty; drop all that waits to be
+        written. Raise OSError if files cannot be deleted, or if another process writes to the folder."""
+        if not self._open_writer() or self.writer is None:
+            raise BlockingIOError(f"another process writes to {self._folder}")
+        self._pending.clear()
+        self.writer.discard()
+        for fingerprint in [model] if model else self.list_models():
+            for file in self._index.list_files(fingerprint):
+                self._index.remove(file)
+        delete_files(self._folder, model)
+        if not model:
+            self.store_id = _read_identity(self._folder / IDENTITY)
 
     def close(self) -> None:
         """Release the lock of the folder, because the process ends."""
@@ -159,20 +205,21 @@ class DiskCache:
         least one token of the prompt is left out."""
         if not shape.parts or not len(self._index):
             return None
-        chain, most = compute_chain(compute_root(shape.fingerprint, VERSIONS, scope), key), len(key) // ID_BYTES - 1
-        blocks = min(self._index.count_blocks(chain), most // BLOCK_TOKENS)
+        model, most = shape.fingerprint, len(key) // ID_BYTES - 1
+        chain = compute_chain(compute_root(model, VERSIONS, scope), key)
+        blocks = min(self._index.count_blocks(model, chain), most // BLOCK_TOKENS)
         if BlockPart.STATE in shape.parts:
-            state = self._index.find_state(chain[: blocks + 1], key, most)
+            state = self._index.find_state(model, chain[: blocks + 1], key, most)
             if state is None:
                 return None
             length, name = state
             blocks = length // BLOCK_TOKENS
-            return self._plan(length, [*_list_blocks(chain, 0, blocks, BlockPart.TOKENS), (name, blocks)])
+            return self._plan(length, [*_list_blocks(model, chain, 0, blocks, BlockPart.TOKENS), (name, blocks)])
         behind = count_window_blocks(shape.window)
         while blocks:
-            windows = _list_blocks(chain, max(0, blocks - behind), blocks, BlockPart.WINDOW) if behind else []
+            windows = _list_blocks(model, chain, max(0, blocks - behind), blocks, BlockPart.WINDOW) if behind else []
             if all(name in self._index for name, _ in windows):
-                tokens = _list_blocks(chain, 0, blocks, BlockPart.TOKENS)
+                tokens = _list_blocks(model, chain, 0, blocks, BlockPart.TOKENS)
                 return self._plan(blocks * BLOCK_TOKENS, [*windows, *tokens])
             blocks -= 1
         return None
@@ -197,6 +244,7 @@ class DiskCache:
             return
         plan = restore.plan
         self.hits += 1
+        self.model_hits[plan.parts[0].name.model] += 1
         self.hit_tokens += plan.length
         self.read_bytes += plan.nbytes
         speed = plan.nbytes / max(restore.seconds, 1e-6)
@@ -213,6 +261,10 @@ class DiskCache:
                 with contextlib.suppress(OSError):
                     (self._folder / part.name.file).unlink()
 
+    def remove_entry(self, entry: CachedPrefix[Layers], shape: CacheShape) -> None:
+        """Remove the files of an entry, because its request has failed."""
+        self.remove_parts([PlannedPart(name, start) for name, start, _ in _list_parts(entry, shape)])
+
     # writing
 
     def offer(self, entry: CachedPrefix[Layers], shape: CacheShape, prefill_seconds: float) -> None:
@@ -220,7 +272,11 @@ class DiskCache:
         saved = prefill_seconds - self.estimate_read_seconds(entry.nbytes)
         if not shape.parts or saved < self.min_seconds or not self._open_writer():
             return
-        self._pending.append(PendingEntry(entry, _list_parts(entry, shape)))
+        parts = list(_list_parts(entry, shape))
+        if not parts:
+            return
+        key_part = parts[-1] if BlockPart.STATE in shape.parts else parts[0]
+        self._pending.append(PendingEntry(entry, iter(parts), key_part[0].file))
         if len(self._pending) > MAX_PENDING:
             self._pending.popleft()
             self.unwritten += 1
@@ -238,7 +294,7 @@ class DiskCache:
             self._next_at = now + RETRY_SECONDS
             return
         self._next_at = now + BUSY_WRITE_INTERVAL_SECONDS if busy else 0.0
-        entry, parts = self._pending[0]
+        entry, parts, key_file = self._pending[0]
         if entry.value is None:
             self._pending.popleft()
             self.unwritten += 1
@@ -250,12 +306,34 @@ class DiskCache:
             if arrays is not None:
                 self.writer.put(name, arrays)
                 return
-        entry.mark_written()
+        self._add_copy(entry, key_file)
         self._pending.popleft()
 
 
-def _list_blocks(chain: list[bytes], first: int, last: int, part: BlockPart) -> list[tuple[BlockName, int]]:
-    return [(BlockName(part, chain[block + 1]), block) for block in range(first, last)]
+def clear_folder(folder: Path, model: str) -> None:
+    """Delete files in a folder that no disk cache of this process uses, as `DiskCache.clear` does."""
+    if not folder.exists():
+        return
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        delete_files(folder, model)
+    finally:
+        os.close(lock)
+
+
+def delete_files(folder: Path, model: str) -> None:
+    """Delete the folder of a model by its fingerprint. If that is empty, delete those of all models and the identity.
+    Raise OSError if that fails."""
+    for path in list(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink() and model in ("", path.name):
+            shutil.rmtree(path)
+    if not model:
+        (folder / IDENTITY).unlink(missing_ok=True)
+
+
+def _list_blocks(model: str, chain: list[bytes], first: int, last: int, part: BlockPart) -> list[tuple[BlockName, int]]:
+    return [(BlockName(model, part, chain[block + 1]), block) for block in range(first, last)]
 
 
 def _list_parts(entry: CachedPrefix[Layers], shape: CacheShape) -> Iterator[tuple[BlockName, int, int]]:
@@ -264,10 +342,10 @@ def _list_parts(entry: CachedPrefix[Layers], shape: CacheShape) -> Iterator[tupl
     for block, link in enumerate(chain[1:]):
         for part in (BlockPart.TOKENS, BlockPart.WINDOW):
             if part in shape.parts:
-                yield BlockName(part, link), block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS
+                yield BlockName(shape.fingerprint, part, link), block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS
     if BlockPart.STATE in shape.parts:
         start = (len(chain) - 1) * BLOCK_TOKENS
-        yield name_state(chain[-1], entry.key[start * ID_BYTES :]), start, entry.length
+        yield name_state(shape.fingerprint, chain[-1], entry.key[start * ID_BYTES :]), start, entry.length
 
 
 def _read_identity(file: Path) -> str:

@@ -8,7 +8,13 @@ A restoring prefill has no cache yet. Other rows decode between two parts. All p
 of the row. If the restoration fails, the prompt is looked up again without the file that failed.
 """
 
-from node.engine.kv.disk.disk_cache import CacheShape, DiskCache
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from node.engine.kv.disk.block_index import FolderSize
+from node.engine.kv.disk.disk_cache import CacheShape, DiskCache, clear_folder
 from node.engine.kv.disk.layer_parts import get_window, list_parts
 from node.engine.kv.kv_cache import Layers, compute_mean_capacity, create_cache
 from node.engine.kv.prefix_memory import PrefixMemory
@@ -17,7 +23,9 @@ from node.engine.kv.radix_trie import ID_BYTES
 from node.engine.kv.window_history import begin_history, restore_layers
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.scheduling.prefill import Prefill, PrefixState
+from wire.bounds import MAX_ITEMS
 from wire.frames import SHARED_SCOPE
+from wire.report import CacheState, ModelCache
 from wire.units import MIB
 
 READ_TIMEOUT_SECONDS = 0.02
@@ -27,10 +35,12 @@ WRITE_ROOM_BYTES = 64 * MIB
 
 
 class DiskTier:
-    """Disk tier of the prefix cache (see the module's docstring). `cache` None: there is none."""
+    """Disk tier of the prefix cache (see the module's docstring). `cache` None: there is none. `folder` may have files
+    of an earlier process then; None if the engine knows no folder."""
 
-    def __init__(self, cache: DiskCache | None, memory: PrefixMemory) -> None:
+    def __init__(self, cache: DiskCache | None, memory: PrefixMemory, folder: Path | None = None) -> None:
         self.cache = cache
+        self._folder = folder
         self._memory = memory
         self._shapes: dict[str, CacheShape] = {}
 
@@ -87,12 +97,15 @@ class DiskTier:
         prefill.end_chunk(0, compute_mean_capacity(cache), None)
         prefill.sequence.set_cached(plan.length)
         past.record_restored(plan.parts)
+        past.record_snapshot(plan.length)
 
     def remove_restored(self, prefill: Prefill) -> None:
-        """Remove the files from which a prefill started that has failed."""
+        """Remove the files from which a prefill started that has failed, and those of its own snapshots."""
         past = prefill.past
         if self.cache is not None and past is not None:
             self.cache.remove_parts(past.restored)
+            for entry in past.snapshots:
+                self.cache.remove_entry(entry, self._get_shape(prefill.loaded_model))
 
     # entries
 
@@ -111,6 +124,37 @@ class DiskTier:
         due = self.find_next_write()
         if self.cache is not None and due is not None and due <= now:
             self.cache.write_next(now, busy=busy, has_room=self._memory.has_room(WRITE_ROOM_BYTES))
+
+    # for the engine
+
+    def describe(self, state: CacheState, models: dict[str, ModelCache], fingerprints: Mapping[str, str]) -> CacheState:
+        """Return the state of the prefix cache with the fields of the disk cache. `models` are the models in memory by
+        name, `fingerprints` those of all models of the node."""
+        if self.cache is not None:
+            state = self.cache.describe(state)
+            names = {fingerprint: name for name, fingerprint in sorted(fingerprints.items(), reverse=True)}
+            sizes, hits = self.cache.list_models(), self.cache.model_hits
+            for fingerprint in sizes.keys() | hits.keys():
+                name, size = names.get(fingerprint, fingerprint), sizes.get(fingerprint, FolderSize())
+                models[name] = replace(
+                    models.get(name, ModelCache(name)),
+                    disk_bytes=size.nbytes,
+                    disk_files=size.files,
+                    disk_hits=hits[fingerprint],
+                )
+        return replace(state, models=tuple(models[name] for name in sorted(models)[:MAX_ITEMS]))
+
+    def take_lost(self) -> list[bytes]:
+        """Return the hashes of the prompts that left memory earlier and the disk since the last call."""
+        return [] if self.cache is None else self.cache.take_lost()
+
+    def clear(self, fingerprint: str) -> None:
+        """Delete the files of a model, or of all models if its fingerprint is empty, also if the disk cache is off.
+        Raise OSError if that fails."""
+        if self.cache is not None:
+            self.cache.clear(fingerprint)
+        elif self._folder is not None:
+            clear_folder(self._folder, fingerprint)
 
     def close(self) -> None:
         """Release the folder, because the process ends."""

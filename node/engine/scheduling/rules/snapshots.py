@@ -5,6 +5,8 @@
 - Branches: At the end of the prefix shared with a stored prompt. Another request has the same start, most likely a
   system prompt. The third such request finds the snapshot.
 - System prompts: After a system prompt that all keys share.
+- Long prompts: After each `LONG_SNAPSHOT_TOKENS` that took at least `LONG_SNAPSHOT_SECONDS`. A prompt that parts later,
+  or a prefill that is interrupted, does not start again at its first token. A prompt has the newest of these only.
 """
 
 from collections.abc import Collection
@@ -17,6 +19,18 @@ MAX_TEMPLATE_TOKENS = 8
 """Tokens that a template may append to the user's message where no token ends a turn."""
 MIN_SNAPSHOT_TOKENS = 64
 """Tokens beyond the cached ones from which a shared prefix is worth a snapshot."""
+
+LONG_SNAPSHOT_TOKENS = 2048
+"""Minimum tokens between two snapshots of a long prompt."""
+LONG_SNAPSHOT_SECONDS = 2.0
+"""Minimum seconds of prefill between them."""
+MAX_LONG_SNAPSHOTS = 4
+"""Snapshots of a long prompt that are stored at once: the newest ones."""
+
+
+def is_long_snapshot_due(tokens: int, seconds: float) -> bool:
+    """Return whether a long prompt is worth a snapshot after `tokens` tokens without one, which took `seconds`."""
+    return tokens >= LONG_SNAPSHOT_TOKENS and seconds >= LONG_SNAPSHOT_SECONDS
 
 
 def choose_snapshot_positions(

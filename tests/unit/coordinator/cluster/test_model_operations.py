@@ -7,13 +7,14 @@ from typing import Any
 
 import httpx
 import pytest
+from msgspec.structs import replace
 
 from node.agent.identity import NodeIdentity
 from tests.support.cluster.cluster_port import Line, Port, a_report, opened
 from tests.support.cluster.loopback_cluster import a_memory, a_model
-from wire.frames import Failed, Finished, LoadModel, ProfileModel, Refusal, Report, UnloadModel
-from wire.refusals import MemoryNumbers, RefusalCode, Refused
-from wire.report import Model
+from wire.frames import ClearCache, Failed, Finished, LoadModel, ProfileModel, Refusal, Report, UnloadModel
+from wire.refusals import FailureCode, MemoryNumbers, RefusalCode, Refused
+from wire.report import CacheState, EngineState, Model, ModelCache
 from wire.units import GIB
 
 BIG = "publisher/big-model"
@@ -234,3 +235,43 @@ async def test_a_model_that_is_loaded_nowhere_is_measured_where_it_would_be_load
     answer = await asking
     assert answer.status_code == 503
     assert error(answer)["message"] == "studio: the profile failed: lower engine.mlx.prefill_step_size"
+
+
+async def clear(port: Port, **body: str) -> asyncio.Task[httpx.Response]:
+    async def call() -> httpx.Response:
+        async with port.client("admin") as client:
+            return await client.post("/api/v1/cache/clear", json=body)
+
+    return asyncio.create_task(call())
+
+
+async def test_caches_are_cleared_on_all_nodes_or_those_that_may_have_the_model(port: Port):
+    gone = EngineState("mlx", "ready", cache=CacheState(models=(ModelCache("0123abcd"),)))
+    _, mini = await node(port, "mini", big())
+    who = port.member("studio")
+    studio = await port.link(who, replace(report(), engine=gone))
+    await port.until(lambda: port.state(who) == "ready")
+    for body, lines in (({}, (mini, studio)), ({"model": BIG}, (mini,)), ({"model": "0123abcd"}, (studio,))):
+        asking = await clear(port, **body)
+        for line in lines:
+            order = await line.until(ClearCache)
+            assert order.model == body.get("model", "")
+            line.send(Finished(order.request, (), 0, 0))
+        answer = await asking
+        assert answer.status_code == 200
+        assert len(answer.json()["nodes"]) == len(lines)
+    assert error(await (await clear(port, model="unknown")))["code"] == "model_not_found"
+
+
+async def test_a_node_that_does_not_clear_is_named_with_those_that_did(port: Port):
+    _, first = await node(port, "first", big())
+    _, second = await node(port, "second", big())
+    asking = await clear(port)
+    order = await first.until(ClearCache)
+    first.send(Finished(order.request, (), 0, 0))
+    order = await second.until(ClearCache)
+    second.send(Failed(order.request, FailureCode.ENGINE_ERROR, "files of the disk cache remain: no access"))
+    answer = await asking
+    assert answer.status_code == 500
+    assert "second failed while it cleared the cache of all models: files" in error(answer)["message"]
+    assert "cleared on first" in error(answer)["message"]

@@ -6,7 +6,7 @@ from coordinator.models.pull_plan import NodeSelection, PullPlan, plan_pull
 from router.placement.cluster_view import ClusterView, NodeView
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.identity import NodeId
-from wire.report import Disk
+from wire.machine import Disk
 from wire.units import GIB
 
 SIZE = 10 * GIB

@@ -197,6 +197,7 @@ def test_a_row_of_a_node_has_every_value_in_its_place():
                 "preemptions": 2013,
                 "overs": 2014,
                 "departures": 2015,
+                "prefill_tokens": 2111,
             },
             "cache": {
                 "nbytes": 2016,
@@ -217,6 +218,20 @@ def test_a_row_of_a_node_has_every_value_in_its_place():
                 "disk_errors": 2109,
                 "disk_evictions": 2110,
                 "store": "s",
+                "disk_waiting": 2112,
+                "disk_quota": 2113,
+                "disk_budget": 2114,
+                "models": [
+                    {
+                        "model": "m",
+                        "nbytes": 2115,
+                        "entries": 2116,
+                        "hits": 2117,
+                        "disk_bytes": 2118,
+                        "disk_files": 2119,
+                        "disk_hits": 2120,
+                    }
+                ],
             },
         },
     }

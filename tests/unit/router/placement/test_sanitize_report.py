@@ -21,7 +21,8 @@ from wire.capacity.arithmetic import Fits, estimate_request_need, judge
 from wire.enforcement import Enforcement
 from wire.frames import Report
 from wire.identity import NodeId
-from wire.report import BatchGroup, EngineState, Memory, MemoryLevel, Model, SystemMemory, TransientModel
+from wire.machine import SystemMemory
+from wire.report import BatchGroup, EngineState, Memory, MemoryLevel, Model, TransientModel
 
 wild_ints = st.integers(-(2**63), 2**63 - 1)
 wild_floats = st.floats(allow_nan=True, allow_infinity=True)

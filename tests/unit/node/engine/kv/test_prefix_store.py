@@ -229,8 +229,8 @@ def test_the_state_counts_hits_stores_and_evictions_and_names_the_newest():
     entries = [entry(number, nbytes=10 + number) for number in range(MAX_EVICTIONS_REPORTED + 2)]
     for one in entries:
         kept.store(one)
-    kept.count_hit(30)
-    kept.count_hit(12)
+    kept.count_hit("m", 30)
+    kept.count_hit("m", 12)
     total = sum(one.nbytes for one in entries)
     assert kept.get_state() == CacheState(total, MAX_EVICTIONS_REPORTED + 2, 2, 42, MAX_EVICTIONS_REPORTED + 2, 0, ())
     assert (kept.evict(0), kept.evict(10)) == (0, 10)

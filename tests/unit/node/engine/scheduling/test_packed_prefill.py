@@ -75,12 +75,17 @@ def verbatim(driver: Driver, numbers: list[int]) -> None:
 
 
 def test_what_waits_is_read_at_once_and_answered_verbatim(driver: Driver, shared: list[int]):
-    before = driver.engine.report(0.0).counts.forwards
-    verbatim(driver, ask(driver, 6))
+    before = driver.engine.report(0.0).counts
+    numbers = ask(driver, 6)
+    verbatim(driver, numbers)
+    ends = [driver.end(number) for number in numbers]
+    prefilled = sum(end.prompt_tokens - end.cached_tokens for end in ends if isinstance(end, Finished))
+    counts = driver.engine.report(0.0).counts
+    assert counts.prefill_tokens - before.prefill_tokens == prefilled
     assert max(shared) >= 3
     assert sum(shared) <= 6, "no prompt is prefilled twice"
     alone = 6 - sum(shared)
-    assert driver.engine.report(0.0).counts.forwards - before == 2 * (len(shared) + alone), "a forward, a join"
+    assert counts.forwards - before.forwards == 2 * (len(shared) + alone), "a forward, a join"
 
 
 @pytest.mark.parametrize("count", [1, 5])

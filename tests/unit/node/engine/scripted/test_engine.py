@@ -139,6 +139,7 @@ def test_an_answer_from_admitted_to_finished():
     assert bench.text[number, 0].startswith("lorem ipsum dolor sit ")
     assert bench.ids[number, 0] == list(range(16))
     assert (end.reasons, end.prompt_tokens, end.completion_tokens) == (("stop",), 7, 16)
+    assert bench.engine.report(bench.now).counts.prefill_tokens == 7
     assert end.timings.decode == pytest.approx(16 * STEP)
 
 

@@ -23,6 +23,7 @@ END = {
     "total_duration": 3_750_000_000,
     "load_duration": 500_000_000,
     "prompt_eval_count": 20,
+    "cached_tokens": 12,
     "prompt_eval_duration": 1_250_000_000,
     "eval_count": 9,
     "eval_duration": 2_000_000_000,

@@ -19,7 +19,7 @@ CHAIN = compute_chain(ROOT, pack(IDS))
 
 
 def block(number: int) -> BlockName:
-    return BlockName(BlockPart.TOKENS, bytes([number % 256, number // 256]) + bytes(14))
+    return BlockName("m", BlockPart.TOKENS, bytes([number % 256, number // 256]) + bytes(14))
 
 
 def test_a_chain_names_the_model_the_scope_and_all_tokens_before():
@@ -33,7 +33,7 @@ def test_a_chain_names_the_model_the_scope_and_all_tokens_before():
 
 @given(st.binary(min_size=16, max_size=16), st.binary(max_size=1023), st.sampled_from(BlockPart))
 def test_a_name_is_read_back(chain: bytes, tail: bytes, part: BlockPart):
-    name = name_state(chain, tail) if part is BlockPart.STATE else BlockName(part, chain)
+    name = name_state("m", chain, tail) if part is BlockPart.STATE else BlockName("m", part, chain)
     assert parse_name(name.file) == name
 
 
@@ -46,24 +46,24 @@ def test_other_files_have_no_name():
 def test_blocks_are_found_from_the_first_on():
     index = BlockIndex()
     for link in (CHAIN[1], CHAIN[3]):
-        index.add(BlockName(BlockPart.TOKENS, link), 10)
-    assert index.count_blocks(CHAIN) == 1
-    index.add(BlockName(BlockPart.TOKENS, CHAIN[2]), 10)
-    assert index.count_blocks(CHAIN) == 3
-    index.remove(BlockName(BlockPart.TOKENS, CHAIN[1]).file)
-    assert (index.count_blocks(CHAIN), index.nbytes) == (0, 20)
+        index.add(BlockName("m", BlockPart.TOKENS, link), 10)
+    assert index.count_blocks("m", CHAIN) == 1
+    index.add(BlockName("m", BlockPart.TOKENS, CHAIN[2]), 10)
+    assert index.count_blocks("m", CHAIN) == 3
+    index.remove(BlockName("m", BlockPart.TOKENS, CHAIN[1]).file)
+    assert (index.count_blocks("m", CHAIN), index.nbytes) == (0, 20)
 
 
 def test_the_longest_state_of_the_same_tokens_is_found():
     index, key = BlockIndex(), pack(IDS)
     for length in (300, 2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS + 20):
         whole = length // BLOCK_TOKENS
-        index.add(name_state(CHAIN[whole], key[whole * BLOCK_TOKENS * 4 : length * 4]), 1)
-    found = [index.find_state(CHAIN, key, most) for most in (len(IDS), 700, 400, 299)]
+        index.add(name_state("m", CHAIN[whole], key[whole * BLOCK_TOKENS * 4 : length * 4]), 1)
+    found = [index.find_state("m", CHAIN, key, most) for most in (len(IDS), 700, 400, 299)]
     assert [None if one is None else one[0] for one in found] == [3 * BLOCK_TOKENS + 20, 512, 300, None]
     other = pack([*IDS[: 3 * BLOCK_TOKENS], 9, *IDS[3 * BLOCK_TOKENS :]])
-    assert index.find_state(CHAIN, other, len(IDS))[0] == 512  # type: ignore[index]
-    assert index.find_state(CHAIN[:2], key, len(IDS))[0] == 300, "not behind a missing block"  # type: ignore[index]
+    assert index.find_state("m", CHAIN, other, len(IDS))[0] == 512  # type: ignore[index]
+    assert index.find_state("m", CHAIN[:2], key, len(IDS))[0] == 300, "not behind a missing block"  # type: ignore[index]
 
 
 def test_at_most_32_files_go_for_a_new_one_and_the_quota_is_reached_again():
@@ -89,6 +89,7 @@ def test_of_used_files_the_first_block_goes_last():
 
 
 def test_a_folder_is_read_by_its_names_in_order_of_use(tmp_path: Path):
+    (tmp_path / "m").mkdir()
     for number, age in ((1, 5), (2, 50), (3, 20)):
         path = tmp_path / block(number).file
         path.write_bytes(b"x" * number)
@@ -108,8 +109,8 @@ def test_a_folder_is_read_by_its_names_in_order_of_use(tmp_path: Path):
 def test_a_chain_of_60000_tokens_is_looked_up_in_a_few_milliseconds():
     key, index = pack(range(60_000)), BlockIndex()
     for link in compute_chain(ROOT, key):
-        index.add(BlockName(BlockPart.TOKENS, link), 1)
+        index.add(BlockName("m", BlockPart.TOKENS, link), 1)
     began = time.process_time()
     for _ in range(10):
-        assert index.count_blocks(compute_chain(ROOT, key)) == 234
+        assert index.count_blocks("m", compute_chain(ROOT, key)) == 234
     assert (time.process_time() - began) / 10 < 0.01

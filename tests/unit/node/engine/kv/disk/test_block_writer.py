@@ -1,6 +1,7 @@
 """The writer of the disk cache: complete files, limits, and a disk that fails."""
 
 import stat
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ ARRAYS = [BlockArray("float32", np.zeros((1, 1, 4, 8), np.float32))]
 
 
 def block(number: int) -> BlockName:
-    return BlockName(BlockPart.TOKENS, bytes([number]) * 16, 4)
+    return BlockName("m", BlockPart.TOKENS, bytes([number]) * 16, 4)
 
 
 def writer(folder: Path, quota: Callable[[], int] = lambda: GIB, daily: float = GIB) -> tuple[BlockWriter, BlockIndex]:
@@ -37,8 +38,9 @@ def test_a_part_is_a_private_file_under_its_name(tmp_path: Path):
     made, index = writer(tmp_path)
     made.put(block(1), ARRAYS)
     wait(made)
-    (file,) = tmp_path.iterdir()
-    assert file.name == block(1).file
+    (file,) = tmp_path.glob("*/*")
+    assert file == tmp_path / block(1).file
+    assert stat.S_IMODE(file.parent.stat().st_mode) == 0o700
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert index.nbytes == file.stat().st_size
     assert decode_block(file.read_bytes(), block(1).chain, BlockPart.TOKENS, 4)
@@ -52,7 +54,7 @@ def test_a_burst_loses_nothing_and_the_quota_is_kept(tmp_path: Path):
     wait(made)
     assert made.saves == made.persisted == 100
     assert made.evictions == 100 - len(index)
-    assert index.nbytes == sum(file.stat().st_size for file in tmp_path.iterdir()) <= 2000
+    assert index.nbytes == sum(file.stat().st_size for file in tmp_path.glob("*/*")) <= 2000
     assert block(99) in index
 
 
@@ -87,6 +89,30 @@ def test_queued_parts_are_dropped_when_memory_is_short(tmp_path: Path):
     assert dropped == made.drops * large[0].nbytes
     assert made.drops >= 1
     assert made.persisted + made.drops == 4
+
+
+def test_a_discarded_part_is_removed_although_it_is_being_written(tmp_path: Path):
+    writing, may = threading.Event(), threading.Event()
+    may.set()
+
+    def wait_quota() -> int:
+        writing.set()
+        assert may.wait(10)
+        return GIB
+
+    made, index = writer(tmp_path, wait_quota)
+    writing.clear()
+    may.clear()
+    for number in (1, 2):
+        made.put(block(number), ARRAYS)
+    assert writing.wait(10)
+    made.discard()
+    may.set()
+    wait(made)
+    assert (len(index), made.persisted, list(tmp_path.glob("*/*"))) == (0, 0, [])
+    made.put(block(3), ARRAYS)
+    wait(made)
+    assert len(index) == 1
 
 
 def test_a_budget_saves_up_one_day_at_most():

@@ -23,7 +23,7 @@ def test_the_queue_goes_before_any_entry(tmp_path: Path):
     assert disk.writer is not None
     part = [BlockArray("float32", np.zeros((1, 1, 256, 64 * 1024), np.float32))]
     for number in range(6):
-        disk.writer.put(BlockName(BlockPart.TOKENS, bytes([number]) * 16), part)
+        disk.writer.put(BlockName("m", BlockPart.TOKENS, bytes([number]) * 16), part)
     assert memory.nbytes >= 4 * 64 * MIB
     memory.evict_until(iter([False, True]).__next__)
     assert (len(store), disk.writer.drops > 0) == (1, True)

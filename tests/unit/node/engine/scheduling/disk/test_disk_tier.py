@@ -1,6 +1,5 @@
 """Prompts that are restored from the disk by another engine: fewer prefill tokens, and the same answers."""
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from node.engine.build import build
 from node.engine.kv.disk.block_chain import parse_name
 from node.engine.kv.disk.block_file import decode_block
+from node.engine.kv.disk.block_reader import PlannedPart
 from node.engine.kv.kv_cache import Layers, TextModel
 from node.engine.kv.prefix_store import BLOCK_TOKENS
 from node.engine.memory.gate import GateSite
@@ -18,10 +18,11 @@ from node.engine.models.loaded_model import run_forward
 from node.engine.process.crash_recorder import CrashRecorder
 from node.settings import EngineSettings, MlxSettings, ModelSettings, NodeSettings
 from tests import models
+from tests.support.cluster.engine_pool import link
 from tests.support.engine.disk import BRIEF, answer, fill_and_kill, get_disk, open_driver, words, write_all
 from tests.support.engine.text_engine import Driver
 from wire.capacity.fairness import WeightedKey
-from wire.frames import Finished, GenerationParams
+from wire.frames import Admitted, ClearCache, Finished, GenerationParams, Refusal
 from wire.report import Memory
 
 COUNT = 1000
@@ -30,6 +31,13 @@ MODELS = (
     *("llama", "gemma3_text", "qwen3_next"),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "qwen3_moe", "lfm2")),
 )
+
+
+def list_files(folder: Path) -> set[str]:
+    """Return the names of the files of blocks."""
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*.*")}
+    assert all(map(parse_name, found)), "no other file"
+    return found
 
 
 @pytest.fixture
@@ -80,6 +88,7 @@ def test_after_a_kill_another_process_restores_the_prompt_and_answers_the_same(
     assert ids == wanted
     assert end.cached_tokens >= 0.9 * end.prompt_tokens
     assert sum(prefilled) == end.prompt_tokens - end.cached_tokens, "counted at the forwards"
+    assert driver.engine.report(0.0).counts.prefill_tokens == sum(prefilled)
     state = driver.engine.report(0.0).cache
     assert (state.disk_hits, state.disk_hit_tokens, state.disk_errors) == (1, end.cached_tokens, 0)
     assert driver.gate.checks[GateSite.RESTORE] >= end.cached_tokens // BLOCK_TOKENS
@@ -155,16 +164,16 @@ def test_a_second_engine_reads_the_folder_and_does_not_write(filled: tuple[Path,
     first, second = (open_driver(models.path("llama"), folder) for _ in range(2))
     end, ids = answer(second, words(COUNT))
     assert (ids, end.cached_tokens > 0) == (wanted, True)
-    files = len(list(folder.iterdir()))
+    files = len(list_files(folder))
     answer(second, words(COUNT, seed=2))
     for _ in range(20):
         second.turn()
-    assert len(list(folder.iterdir())) == files
+    assert len(list_files(folder)) == files
     assert second.engine.report(0.0).cache.disk_saves == 0
     first.engine.close()
     answer(second, words(COUNT, seed=3))
     write_all(second)
-    assert len(list(folder.iterdir())) > files, "the first has ended"
+    assert len(list_files(folder)) > files, "the first has ended"
 
 
 def test_others_decode_while_a_prompt_is_restored(filled: tuple[Path, list[int]]):
@@ -225,11 +234,11 @@ def test_a_failed_request_removes_its_own_files_only(filled: tuple[Path, list[in
     driver = open_driver(models.path("llama"), folder)
     answer(driver, words(COUNT, seed=2))
     write_all(driver)
-    files = {file for file in os.listdir(folder) if parse_name(file)}
+    files = list_files(folder)
     with monkeypatch.context() as patch:
         patch.setattr("node.engine.scheduling.prefill_runner.run_forward", lambda *_, **__: 1 / 0)
         driver.end(driver.ask(words(COUNT), BRIEF))
-    left = {file for file in os.listdir(folder) if parse_name(file)}
+    left = list_files(folder)
     assert left < files
     assert len(files) - len(left) == 10, "the blocks of the other prompt stay"
 
@@ -265,3 +274,81 @@ def test_the_engine_process_opens_the_folder_of_its_environment(folder: Path, mo
     engine.close()
     assert identity
     assert build(settings, CrashRecorder()).report(0.0).cache.store == identity
+
+
+def clear(driver: Driver, model: str = "") -> object:
+    """Clear the cache of a model, or of all models; return the answer."""
+    driver.number += 1
+    driver.take(ClearCache(driver.number, model))
+    return driver.said[driver.number][-1]
+
+
+def test_the_cache_of_one_model_is_cleared_in_memory_and_on_the_disk(folder: Path):
+    driver = Driver(
+        link(folder.with_name("models"), llama=models.path("llama"), qwen3=models.path("qwen3")),
+        disk_folder=folder,
+        disk_cache_size="1GiB",
+        disk_cache_min_seconds=0.0,
+    )
+    for name in ("llama", "qwen3"):
+        end = driver.end(driver.ask(words(300), BRIEF, model=name))
+        assert isinstance(end, Finished)
+    write_all(driver)
+    before = {entry.model: entry for entry in driver.engine.report(0.0).cache.models}
+    assert all(entry.nbytes and entry.entries and entry.disk_files and entry.disk_bytes for entry in before.values())
+    assert isinstance(clear(driver, "llama"), Finished)
+    assert driver.engine.report(0.0).cache.models == (before["qwen3"],)
+    fingerprint = driver.resident("qwen3").descriptor.fingerprint
+    assert {name.partition("/")[0] for name in list_files(folder)} == {fingerprint}
+    end = driver.end(driver.ask(words(300), BRIEF, model="llama"))
+    assert isinstance(end, Finished)
+    assert end.cached_tokens == 0
+    store = driver.engine.report(0.0).cache.store
+    assert isinstance(clear(driver), Finished)
+    assert driver.engine.report(0.0).cache.models == ()
+    assert not list_files(folder)
+    assert driver.engine.report(0.0).cache.store != store, "the router forgets its links"
+
+
+def test_files_of_an_earlier_process_are_cleared_where_the_disk_cache_is_off(filled: tuple[Path, list[int]]):
+    folder, _ = filled
+    holder, off = open_driver(models.path("llama"), folder), open_driver(models.path("llama"), folder, size="off")
+    assert isinstance(clear(off), Refusal), "another engine writes there"
+    holder.engine.close()
+    assert isinstance(clear(off), Finished)
+    assert not list_files(folder)
+
+
+def test_what_waits_to_be_written_is_cleared_as_well(folder: Path):
+    driver = open_driver(models.path("llama"), folder)
+    answer(driver, words(COUNT))
+    driver.turn()
+    assert isinstance(clear(driver), Finished)
+    write_all(driver)
+    assert not list_files(folder)
+    assert driver.engine.report(0.0).cache.disk_files == 0
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_next"])
+def test_an_eviction_is_reported_once_both_tiers_have_lost_the_prompt(name: str, folder: Path):
+    driver = open_driver(models.path(name), folder)
+    number = driver.ask(words(300), BRIEF)
+    driver.end(number)
+    write_all(driver)
+    first = driver.said[number][0]
+    assert isinstance(first, Admitted)
+    driver.engine.parts.prefix_cache.evict_until(lambda: False)
+    assert driver.engine.report(0.0).cache.evictions == 0, "it is on the disk"
+    disk = get_disk(driver)
+    disk.remove_parts([PlannedPart(parsed, 0) for file in list_files(folder) if (parsed := parse_name(file))])
+    state = driver.engine.report(0.0).cache
+    assert state.evictions >= 1
+    assert first.prompt_hash in state.evicted
+    _, ids = answer(driver, words(300))
+    write_all(driver)
+    before = driver.engine.report(0.0).cache.evictions
+    disk.remove_parts([PlannedPart(parsed, 0) for file in list_files(folder) if (parsed := parse_name(file))])
+    assert driver.engine.report(0.0).cache.evictions == before, "it is in memory"
+    driver.engine.parts.prefix_cache.evict_until(lambda: False)
+    assert driver.engine.report(0.0).cache.evictions > before
+    assert ids == driver.ids[number, 0]

@@ -1,0 +1,39 @@
+"""Route of cached prompts: delete them on the nodes, in memory and on the disk."""
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from coordinator.api.body import Body
+from coordinator.api.route import Route
+from coordinator.api.routes.models import COMMAND_ERRORS, build_command_answer, check_model_name
+from coordinator.api.routes.nodes import find_node
+from coordinator.cluster.assembly import NodePool
+from coordinator.cluster.model_operations import ModelOperations
+
+
+class CacheBody(Body):
+    """Body of the deletion of cached prompts: the model and the node (name or id), or none for all."""
+
+    model: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    node: Annotated[str, Field(min_length=1, max_length=100)] | None = None
+
+
+class CacheRoutes:
+    """Route of `cluster cache clear`."""
+
+    def __init__(self, nodes: NodePool, operations: ModelOperations) -> None:
+        self._nodes = nodes
+        self._operations = operations
+
+    def list_routes(self) -> tuple[Route, ...]:
+        """Return the routes of cached prompts."""
+        return (Route("POST", "/api/v1/cache/clear", "admin", self.clear, COMMAND_ERRORS),)
+
+    async def clear(self, body: CacheBody) -> dict[str, Any]:
+        """Delete the cached prompts of a model, or of all models, on a node or on all nodes, in memory and on the disk.
+        `model` may be the fingerprint of a model that a node has no longer."""
+        model = "" if body.model is None else check_model_name(body.model)
+        view = self._nodes.registry.build_view()
+        node = None if body.node is None else view.find_node(find_node(self._nodes.directory, body.node))
+        return build_command_answer(body.model, *await self._operations.clear_cache(model, node))

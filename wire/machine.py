@@ -1,0 +1,29 @@
+"""Parts of a node's report about its machine: memory of the system and disk of the models."""
+
+from wire.bounds import Seconds, Size, Text, Word
+from wire.report import WireStruct
+
+
+class SystemMemory(WireStruct, frozen=True, array_like=True, gc=False):
+    """Memory of the machine, as the agent reads it."""
+
+    available: Size | None = None
+    """Bytes that can be allocated without displacing other programs; None if unknown."""
+    pressure: Word = ""
+    """Memory pressure of the system: `normal`, `warn`, `critical`, or empty if unknown."""
+    source: Word = ""
+    """Source of both values."""
+    age: Seconds = 0.0
+    """Age of both values when the report was written."""
+    worker: Size = 0
+    """Footprint of the node's video worker."""
+
+
+class Disk(WireStruct, frozen=True, array_like=True, gc=False):
+    """Disk on which a node stores pulled models."""
+
+    free: Size = 0
+    """Bytes that this user can write; 0 if unknown."""
+    total: Size = 0
+    folder: Text = ""
+    """Folder of the Hugging Face cache."""
