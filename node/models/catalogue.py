@@ -37,6 +37,7 @@ from node.models.memory_prediction import (
     predict_kv,
     predict_transient,
 )
+from node.models.rerank_files import is_reranker, read_rerank_layout
 from node.models.weight_files import Config, parse_json_object, read_tensor_sizes, read_weight_headers
 from node.settings import ModelSettings
 from wire.identity import is_valid_model
@@ -217,7 +218,7 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
         config = parse_json_object((folder / "config.json").read_bytes())
     except ValueError as error:
         return ModelDescriptor(name, folder, cause=f"its config.json is not a JSON object: {error}")
-    found = find_kind(folder, config, kind)
+    found = find_kind(name, folder, config, kind)
     if found is None:
         return None
     if config.get("model_file") is not None:
@@ -230,7 +231,7 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
     missing = find_unknown_dimensions(config)
     if missing:
         log.warning("dimensions unknown", model=name, missing=", ".join(missing), foreseen=0)
-    layout, cause = _read_layout(folder, config) if found is ModelKind.EMBED else (None, "")
+    layout, cause = _read_layout(folder, config, found)
     dense = 0 if layout is None else sum(layer.nbytes for layer in layout.dense)
     context = get_context_tokens(config)
     if layout is not None and layout.max_tokens:
@@ -252,27 +253,33 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
     )
 
 
-def _read_layout(folder: Path, config: Config) -> tuple[EmbeddingLayout | None, str]:
-    """Return how an embedding model computes vectors, or the reason why it cannot be served."""
+def _read_layout(folder: Path, config: Config, kind: ModelKind) -> tuple[EmbeddingLayout | None, str]:
+    """Return how a model computes vectors or scores, or the reason why it cannot be served. A chat model computes
+    neither."""
+    if kind is ModelKind.CHAT:
+        return None, ""
     if config["model_type"] in ENCODERS:
         return None, f"it is an encoder ({config['model_type']}): only decoders, such as Qwen3-Embedding, can be served"
     try:
-        return read_embedding_layout(folder, config), ""
+        read = read_rerank_layout if kind is ModelKind.RERANK else read_embedding_layout
+        return read(folder, config), ""
     except EmbeddingFilesError as error:
         return None, f"its files {error}"
 
 
-def find_kind(folder: Path, config: Config, kind: str = "") -> ModelKind | None:
+def find_kind(name: str, folder: Path, config: Config, kind: str = "") -> ModelKind | None:
     """Return the kind of a model by its files; None for a folder without a text model.
 
     `kind` is the kind by setting, which has priority; empty without one. A model with the files of
-    sentence-transformers computes vectors, even if it could generate text.
+    sentence-transformers computes vectors or scores, even if it could generate text.
     """
     embeds = has_embedding_files(folder)
     if not is_text_model(config) and not (embeds and is_bare_model(config)):
         return None
     if kind:
         return ModelKind(kind)
+    if is_reranker(folder, name, config):
+        return ModelKind.RERANK
     return ModelKind.EMBED if embeds else ModelKind.CHAT
 
 

@@ -1,4 +1,5 @@
-"""Steps from the hidden states of a model to its vectors, as values. `embedding_files` reads them. Pure."""
+"""Steps from the hidden states of a model to its vectors or scores, as values. `embedding_files` and `rerank_files`
+read them. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,8 +42,21 @@ class DenseLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerTokens:
+    """Tokens whose logits after a query and a document are the score of the document: a decoder's yes and no."""
+
+    true: int
+    """Token of a relevant document."""
+    false: int | None
+    """Token of any other document; None: the score is the logit of `true` alone."""
+    has_template: bool
+    """Whether the chat template of the model has the roles `query` and `document`. Otherwise the prompt is that of
+    Qwen3-Reranker."""
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddingLayout:
-    """Steps from the hidden states of a model to its vectors."""
+    """Steps from the hidden states of a model to its vectors or scores."""
 
     poolings: tuple[Pooling, ...] = (Pooling.LAST,)
     dense: tuple[DenseLayer, ...] = ()
@@ -58,3 +72,5 @@ class EmbeddingLayout:
     """Whether vectors may be cut to fewer numbers."""
     lengths: tuple[int, ...] = ()
     """Lengths to which vectors may be cut, in numbers; empty for any, if `can_shorten`."""
+    answers: AnswerTokens | None = None
+    """Tokens of a score; None if the model is no decoder that scores documents."""

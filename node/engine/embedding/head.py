@@ -1,4 +1,5 @@
-"""Embedding head: the steps of a loaded model from pooled states to vectors, with the weights of its Dense layers."""
+"""Embedding head: the steps of a loaded model from pooled states to vectors or scores, with the weights of its Dense
+layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from node.engine.embedding.pooling import PooledTexts
+from node.engine.embedding.scoring import Scorer, create_answer_scorer
 from node.engine.kv.kv_cache import LayerCache, TextModel, evaluate
 from node.models.embedding_layout import Activation, EmbeddingLayout, Pooling
 from wire.frames import MAX_VECTORS_BYTES, NUMBER_BYTES
@@ -44,6 +46,8 @@ class EmbeddingHead:
     """Numbers of a vector."""
     token_bytes: int = 0
     """Bytes of a token's state in single precision while it is pooled; 0 if no pooling reads all states."""
+    score: Scorer | None = None
+    """Computes the logits of scores; None if the model computes vectors."""
 
     def estimate_bytes(self, tokens: int) -> int:
         """Return the bytes for pooling the states of `tokens` tokens, padding included."""
@@ -68,7 +72,10 @@ class EmbeddingHead:
         evaluate(*pooled.arrays, *([] if cache is None else [layer.state for layer in cache]))
 
     def finish(self, pooled: PooledTexts) -> mx.array:
-        """Return the vectors of texts whose tokens were all added, shape (texts, dimensions), in single precision."""
+        """Return the vectors of texts whose tokens were all added, shape (texts, dimensions), in single precision.
+
+        Those of a model for rerank are the scores, from 0 to 1.
+        """
         vectors = pooled.compute()
         for layer, weights in zip(self.layout.dense, self.dense, strict=True):
             vectors = vectors @ weights["linear.weight"].astype(mx.float32).T
@@ -76,6 +83,7 @@ class EmbeddingHead:
                 vectors = vectors + weights["linear.bias"].astype(mx.float32)
             vectors = _ACTIVATIONS[layer.activation](vectors)
         vectors = normalize(vectors) if self.layout.normalize else vectors
+        vectors = vectors if self.score is None else mx.sigmoid(self.score(vectors))
         evaluate(vectors)
         return vectors
 
@@ -112,8 +120,11 @@ def load_head(folder: Path, layout: EmbeddingLayout, model: TextModel) -> Embedd
         raise EmbeddingHeadError(
             f"its vectors have {features} numbers, the limit is {MAX_VECTORS_BYTES // NUMBER_BYTES}"
         )
+    score, answers = None, layout.answers
+    if answers is not None:
+        score, features = create_answer_scorer(model, answers), 1
     reads_all = not _SINGLE.issuperset(layout.poolings)
-    return EmbeddingHead(layout, layers, tuple(dense), features, hidden * NUMBER_BYTES if reads_all else 0)
+    return EmbeddingHead(layout, layers, tuple(dense), features, hidden * NUMBER_BYTES if reads_all else 0, score)
 
 
 def find_layers(model: TextModel) -> HiddenStates:

@@ -1,10 +1,12 @@
-"""Preparation of requests for embeddings: tokenize all texts, or refuse the request. As in `requests.preparer`."""
+"""Preparation of requests for embeddings and scores: tokenize all texts, or refuse the request. As in
+`requests.preparer`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import structlog
 
+from node.engine.embedding.pairs import PromptPairs
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.process.interface import CallRecording
 from node.engine.requests.prepared import PreparedEmbedding
@@ -21,8 +23,8 @@ log = structlog.get_logger("engine.door")
 
 
 class EmbeddingPreparer:
-    """Tokenization of requests for embeddings. `tokenizers` has the tokenizers, `context(found)` returns the maximum
-    tokens of a text of a model."""
+    """Tokenization of requests for embeddings and scores. `tokenizers` has the tokenizers, `context(found)` returns the
+    maximum tokens of a text of a model."""
 
     def __init__(
         self,
@@ -57,7 +59,8 @@ class EmbeddingPreparer:
         return self._recorder.record_tokenization(request.model, request.request)
 
     def _prepare(self, request: Embed) -> PreparedEmbedding:
-        tokenizer = self._tokenizers.find_tokenizer(request.model, ModelKind.EMBED)
+        kind = ModelKind.RERANK if request.query else ModelKind.EMBED
+        tokenizer = self._tokenizers.find_tokenizer(request.model, kind)
         if isinstance(tokenizer, Refused):
             return PreparedEmbedding(request, refused=tokenizer)
         found = self._catalogue.find(request.model)
@@ -67,10 +70,8 @@ class EmbeddingPreparer:
         refused = _refuse_prompt(request, layout)
         if refused is not None:
             return PreparedEmbedding(request, refused=refused)
-        prompt = layout.prompts.get(request.prompt or layout.default_prompt, "")
         most = self._context(found)
-        inputs = [self._cut(ids, most, request) for ids in request.ids]
-        inputs += [tokenize_text(tokenizer, prompt + text, most, truncate=request.truncate) for text in request.texts]
+        inputs = list(_tokenize(tokenizer, request, layout, most))
         for place, ids in enumerate(inputs):
             if not ids:
                 return _refuse(request, RefusalCode.INVALID, f"input {place} has no tokens: send a text")
@@ -82,8 +83,15 @@ class EmbeddingPreparer:
                 return _refuse(request, RefusalCode.CONTEXT, text)
         return PreparedEmbedding(request, tuple(inputs))
 
-    def _cut(self, ids: tuple[int, ...], most: int, request: Embed) -> tuple[int, ...]:
-        return ids[:most] if request.truncate else ids
+
+def _tokenize(tokenizer: Tokenizer, request: Embed, layout: EmbeddingLayout, most: int) -> Iterator[tuple[int, ...]]:
+    """Yield the tokens of each text of a request, of at most `most` tokens with `truncate`."""
+    if layout.answers is not None:
+        yield from map(PromptPairs(tokenizer, layout.answers, request, most).tokenize, request.texts)
+        return
+    prompt = layout.prompts.get(request.prompt or layout.default_prompt, "")
+    yield from (ids[:most] if request.truncate else ids for ids in request.ids)
+    yield from (tokenize_text(tokenizer, prompt + text, most, truncate=request.truncate) for text in request.texts)
 
 
 def tokenize_text(tokenizer: Tokenizer, text: str, most: int, *, truncate: bool) -> tuple[int, ...]:

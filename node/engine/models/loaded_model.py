@@ -70,7 +70,7 @@ class LoadedModel:
     usage: ModelUsage = field(default_factory=ModelUsage)
     """Its users."""
     head: EmbeddingHead | None = None
-    """How it computes vectors; None if it is no embedding model."""
+    """How it computes vectors or scores; None if it is a chat model."""
 
     @property
     def name(self) -> str:
@@ -106,8 +106,10 @@ def load(
     checkpoint propagate. Closing the generator releases the loaded pieces.
     """
     folder = Path(descriptor.folder)
-    model, config = load_model(folder, lazy=True) if descriptor.layout is None else load_bare_model(folder)
-    head = None if descriptor.layout is None else load_head(folder, descriptor.layout, model)
+    layout = descriptor.layout
+    bare = layout is not None and layout.answers is None
+    model, config = load_bare_model(folder) if bare else load_model(folder, lazy=True)
+    head = None if layout is None else load_head(folder, layout, model)
     arrays = [*_list_arrays(model), *([] if head is None else head.arrays)]
     left = weights = sum(array.nbytes for array in arrays)
     converted = weights > UNCONVERTED * descriptor.stored
