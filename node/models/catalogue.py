@@ -27,6 +27,12 @@ import structlog
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.models.embedding_files import EmbeddingFilesError, has_embedding_files, read_embedding_layout
 from node.models.embedding_layout import EmbeddingLayout
+from node.models.encoder_files import (
+    is_cross_encoder,
+    is_encoder,
+    predict_encoder_transient,
+    read_encoder_shape,
+)
 from node.models.folders import MODEL, find_model_folders, find_snapshots, get_hub_folder, has_gguf, list_names
 from node.models.identity_files import IDENTITY_FILES
 from node.models.memory_prediction import (
@@ -42,13 +48,12 @@ from node.models.weight_files import Config, parse_json_object, read_tensor_size
 from node.settings import ModelSettings
 from wire.identity import is_valid_model
 from wire.models.kind import ModelKind
+from wire.report import KvParameters
 
 SCAN_VALID_SECONDS = 2.0
 """Seconds for which a scan is not repeated because of an unknown name."""
 SCAN_INTERVAL_SECONDS = 30.0
 """Seconds between two scans of an idle node."""
-ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "modernbert", "nomic_bert", "new"})
-"""Types of models whose tokens attend in both directions. The engine cannot run them."""
 EMBEDDED = Path(__file__).with_name("macpool-tiny")
 GGUF = "it is in GGUF, the format of llama.cpp: download its MLX or safetensors build, for example from mlx-community"
 
@@ -233,7 +238,11 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
         log.warning("dimensions unknown", model=name, missing=", ".join(missing), foreseen=0)
     layout, cause = _read_layout(folder, config, found)
     dense = 0 if layout is None else sum(layer.nbytes for layer in layout.dense)
-    context = get_context_tokens(config)
+    context, kv = get_context_tokens(config), predict_kv(config, weights.float_size)
+    forward = predict_transient(config, weights.float_size)
+    if layout is not None and layout.encoder is not None:
+        context, kv = layout.encoder.context, KvParameters(0)
+        forward = predict_encoder_transient(forward)
     if layout is not None and layout.max_tokens:
         context = min(context, layout.max_tokens)
     return ModelDescriptor(
@@ -242,9 +251,9 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
         fingerprint=digest.hexdigest()[:32],
         weights=estimate_loaded_bytes(config, weights) + dense,
         context=context,
-        kv=predict_kv(config, weights.float_size),
+        kv=kv,
         cause=weights.cause or cause,
-        forward=predict_transient(config, weights.float_size),
+        forward=forward,
         quantization=name_quantization(config, weights.float_size),
         removable=folder != EMBEDDED,
         stored=weights.size + dense,
@@ -257,12 +266,13 @@ def _read_layout(folder: Path, config: Config, kind: ModelKind) -> tuple[Embeddi
     """Return how a model computes vectors or scores, or the reason why it cannot be served. A chat model computes
     neither."""
     if kind is ModelKind.CHAT:
-        return None, ""
-    if config["model_type"] in ENCODERS:
-        return None, f"it is an encoder ({config['model_type']}): only decoders, such as Qwen3-Embedding, can be served"
+        return None, "it is an encoder, which generates no text" if is_encoder(config) else ""
     try:
+        encoder = read_encoder_shape(config) if is_encoder(config) else None
+        if encoder is not None and kind is ModelKind.EMBED and not has_embedding_files(folder):
+            return None, "it is an encoder without files that name its pooling (1_Pooling/config.json)"
         read = read_rerank_layout if kind is ModelKind.RERANK else read_embedding_layout
-        return read(folder, config), ""
+        return read(folder, config, encoder), ""
     except EmbeddingFilesError as error:
         return None, f"its files {error}"
 
@@ -274,7 +284,8 @@ def find_kind(name: str, folder: Path, config: Config, kind: str = "") -> ModelK
     sentence-transformers computes vectors or scores, even if it could generate text.
     """
     embeds = has_embedding_files(folder)
-    if not is_text_model(config) and not (embeds and is_bare_model(config)):
+    has_layers = embeds and (is_bare_model(config) or is_encoder(config))
+    if not (is_text_model(config) or has_layers or is_cross_encoder(config)):
         return None
     if kind:
         return ModelKind(kind)

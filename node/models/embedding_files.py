@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from node.models.embedding_layout import Activation, DenseLayer, EmbeddingLayout, Pooling
+from node.models.embedding_layout import Activation, DenseLayer, EmbeddingLayout, EncoderShape, Pooling
 from node.models.weight_files import Config, parse_json_object, parse_json_value, read_header
 
 MODULES = "modules.json"
@@ -44,8 +44,9 @@ def has_embedding_files(folder: Path) -> bool:
     return (folder / MODULES).exists() or (folder / POOLING).exists()
 
 
-def read_embedding_layout(folder: Path, config: Config) -> EmbeddingLayout:
-    """Read how a model computes vectors from the files in its folder. `config` is its config.json.
+def read_embedding_layout(folder: Path, config: Config, encoder: EncoderShape | None = None) -> EmbeddingLayout:
+    """Read how a model computes vectors from the files in its folder. `config` is its config.json, `encoder` the shape
+    of an encoder.
 
     Without `modules.json` and a pooling file the layout is the default one: the state of the last token, normalized.
     Raise `EmbeddingFilesError` for files that Macpool cannot follow, OSError for unreadable ones.
@@ -67,6 +68,7 @@ def read_embedding_layout(folder: Path, config: Config) -> EmbeddingLayout:
         max_tokens=read_max_tokens(folder),
         can_shorten=bool(lengths) or config.get("is_matryoshka") is True,
         lengths=lengths,
+        encoder=encoder,
     )
 
 

@@ -54,6 +54,45 @@ class AnswerTokens:
     Qwen3-Reranker."""
 
 
+class EncoderFamily(StrEnum):
+    """Architecture of an encoder."""
+
+    BERT = "bert"
+    ROBERTA = "roberta"
+    """BERT with other positions and without segments; also XLM-RoBERTa."""
+    MODERNBERT = "modernbert"
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderShape:
+    """Shape of an encoder, by its config."""
+
+    family: EncoderFamily
+    layers: int
+    heads: int
+    """Attention heads of a layer."""
+    hidden: int
+    """Features of a state."""
+    epsilon: float
+    """Small number in the divisor of a normalization."""
+    vocabulary: int
+    """Number of token ids."""
+    context: int
+    """Maximum tokens of a text."""
+    first_position: int
+    """Position of the first token."""
+    window: int
+    """Tokens on each side that a token attends to in a layer with a window; 0: all layers attend to all tokens."""
+    global_interval: int
+    """Interval of layers that attend to all tokens, from the first on."""
+    global_theta: float
+    """Base of the rotary positions of layers that attend to all tokens."""
+    local_theta: float
+    """Base of the rotary positions of layers with a window."""
+    has_classifier: bool
+    """Whether a classifier of one label follows: the model scores pairs of texts."""
+
+
 @dataclass(frozen=True, slots=True)
 class EmbeddingLayout:
     """Steps from the hidden states of a model to its vectors or scores."""
@@ -74,3 +113,5 @@ class EmbeddingLayout:
     """Lengths to which vectors may be cut, in numbers; empty for any, if `can_shorten`."""
     answers: AnswerTokens | None = None
     """Tokens of a score; None if the model is no decoder that scores documents."""
+    encoder: EncoderShape | None = None
+    """Shape of an encoder; None for a decoder."""

@@ -1,5 +1,7 @@
 """Files of a model that scores documents for a query: how its hidden states become a score. Only their content is read.
 
+A cross-encoder has a classifier (`encoder_files`).
+
 A decoder answers yes or no. sentence-transformers stores the two tokens in `1_LogitScore`. The prompt is a chat
 template with the roles `query` and `document`. The published files of Qwen3-Reranker have neither. Its tokens and its
 prompt are therefore part of Macpool (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).
@@ -9,7 +11,8 @@ from pathlib import Path
 from typing import cast
 
 from node.models.embedding_files import EmbeddingFilesError, read_file, read_max_tokens, read_object
-from node.models.embedding_layout import AnswerTokens, EmbeddingLayout, Pooling
+from node.models.embedding_layout import AnswerTokens, EmbeddingLayout, EncoderShape, Pooling
+from node.models.encoder_files import is_cross_encoder, read_classifier_pooling
 from node.models.weight_files import Config
 
 LOGIT_SCORE = "1_LogitScore/config.json"
@@ -25,15 +28,25 @@ DECODERS = frozenset({"qwen2", "qwen3", "llama", "mistral"})
 def is_reranker(folder: Path, name: str, config: Config) -> bool:
     """Return whether a model scores documents: by its files, or by the name of a known family."""
     known = QWEN in name.lower() and config.get("model_type") == _QWEN_TYPE
-    return known or (folder / LOGIT_SCORE).exists()
+    return known or is_cross_encoder(config) or (folder / LOGIT_SCORE).exists()
 
 
-def read_rerank_layout(folder: Path, config: Config) -> EmbeddingLayout:
-    """Read how a model scores documents from the files in its folder. `config` is its config.json.
+def read_rerank_layout(folder: Path, config: Config, encoder: EncoderShape | None = None) -> EmbeddingLayout:
+    """Read how a model scores documents from the files in its folder. `config` is its config.json, `encoder` the shape
+    of an encoder.
 
     Raise `EmbeddingFilesError` for files that Macpool cannot follow, OSError for unreadable ones.
     """
     kind = str(config.get("model_type"))
+    if encoder is not None:
+        if not encoder.has_classifier:
+            raise EmbeddingFilesError("have no classifier, which a score of an encoder needs")
+        return EmbeddingLayout(
+            poolings=(read_classifier_pooling(config),),
+            normalize=False,
+            max_tokens=read_max_tokens(folder),
+            encoder=encoder,
+        )
     if kind not in DECODERS:
         raise EmbeddingFilesError(f"are those of the type {kind[:80]}: known are {', '.join(sorted(DECODERS))}")
     return EmbeddingLayout(

@@ -1,7 +1,7 @@
 """Tokens of a query and a document, from which a model computes the score of the document."""
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from node.engine.text.chat_template import ChatTemplate
 from node.engine.text.tokenizer import Tokenizer
@@ -20,6 +20,14 @@ _QWEN_MIDDLE: Final = "\n<Document>: "
 _QWEN_TAIL: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
+class TokenizedPair(NamedTuple):
+    """Tokens of a query and a document."""
+
+    ids: tuple[int, ...]
+    segment: int = 0
+    """Place of the first token of the document, if the model has segments; otherwise 0."""
+
+
 class PromptPairs:
     """Prompts of a decoder for the documents of one request, which differ in the document only.
 
@@ -34,7 +42,7 @@ class PromptPairs:
         self._head_tokens = len(tokenizer.encode(self._head, plain=False))
         self._tail = tokenizer.encode(tail, plain=False)
 
-    def tokenize(self, document: str) -> tuple[int, ...]:
+    def tokenize(self, document: str) -> TokenizedPair:
         """Return the tokens of the prompt for a document, which is cut as the request demands.
 
         Raise `TooLong` for a document that is clearly longer than the model allows, or a query without room for any
@@ -48,7 +56,36 @@ class PromptPairs:
         )
         if self._request.max_tokens:
             body = body[: self._head_tokens + self._request.max_tokens]
-        return (*(body[:room] if truncate else body), *self._tail)
+        return TokenizedPair((*(body[:room] if truncate else body), *self._tail))
+
+
+class EncoderPairs:
+    """Pairs of the query of one request and a document for a cross-encoder, joined as its tokenizer joins two texts.
+
+    `most`: maximum tokens of a pair. Raise `TemplateFailed` for a tokenizer that joins no texts.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, request: Embed, most: int) -> None:
+        if tokenizer.rust is None:
+            raise TemplateFailed("its tokenizer joins no pairs of texts: its folder needs a tokenizer.json")
+        self._rust = tokenizer.rust
+        self._request = request
+        self._most = most
+
+    def tokenize(self, document: str) -> TokenizedPair:
+        """Return the tokens of the pair with a document, which is cut as the request demands.
+
+        Raise `TooLong` for a query without room for any document.
+        """
+        found = self._rust.encode(self._request.query, document)
+        ids, own = found.ids, [place for place, text in enumerate(found.sequence_ids) if text == 1]
+        cut = max(0, len(own) - self._request.max_tokens) if self._request.max_tokens else 0
+        cut = max(cut, len(ids) - self._most) if self._request.truncate else cut
+        if cut and cut >= len(own):
+            raise TooLong(f"the query has {len(ids) - len(own)} tokens")
+        gone = set(own[len(own) - cut :])
+        kept = tuple(token for place, token in enumerate(ids) if place not in gone)
+        return TokenizedPair(kept, found.type_ids.index(1) if 1 in found.type_ids else 0)
 
 
 def _render(tokenizer: Tokenizer, answers: AnswerTokens, request: Embed) -> tuple[str, str]:

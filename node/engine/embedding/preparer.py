@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import structlog
 
-from node.engine.embedding.pairs import PromptPairs
+from node.engine.embedding.pairs import EncoderPairs, PromptPairs, TokenizedPair
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.process.interface import CallRecording
 from node.engine.requests.prepared import PreparedEmbedding
@@ -71,7 +71,8 @@ class EmbeddingPreparer:
         if refused is not None:
             return PreparedEmbedding(request, refused=refused)
         most = self._context(found)
-        inputs = list(_tokenize(tokenizer, request, layout, most))
+        pairs = list(_tokenize(tokenizer, request, layout, most))
+        inputs = tuple(pair.ids for pair in pairs)
         for place, ids in enumerate(inputs):
             if not ids:
                 return _refuse(request, RefusalCode.INVALID, f"input {place} has no tokens: send a text")
@@ -81,17 +82,23 @@ class EmbeddingPreparer:
                     "shorten the text, or set truncate"
                 )
                 return _refuse(request, RefusalCode.CONTEXT, text)
-        return PreparedEmbedding(request, tuple(inputs))
+        segments = tuple(pair.segment for pair in pairs) if layout.encoder is not None else ()
+        return PreparedEmbedding(request, inputs, segments=segments)
 
 
-def _tokenize(tokenizer: Tokenizer, request: Embed, layout: EmbeddingLayout, most: int) -> Iterator[tuple[int, ...]]:
-    """Yield the tokens of each text of a request, of at most `most` tokens with `truncate`."""
+def _tokenize(tokenizer: Tokenizer, request: Embed, layout: EmbeddingLayout, most: int) -> Iterator[TokenizedPair]:
+    """Yield the tokens of each text of a request, of at most `most` tokens with `truncate`. The texts of a request for
+    scores are pairs with its query."""
     if layout.answers is not None:
         yield from map(PromptPairs(tokenizer, layout.answers, request, most).tokenize, request.texts)
-        return
-    prompt = layout.prompts.get(request.prompt or layout.default_prompt, "")
-    yield from (ids[:most] if request.truncate else ids for ids in request.ids)
-    yield from (tokenize_text(tokenizer, prompt + text, most, truncate=request.truncate) for text in request.texts)
+    elif request.query:
+        yield from map(EncoderPairs(tokenizer, request, most).tokenize, request.texts)
+    else:
+        prompt, cuts = layout.prompts.get(request.prompt or layout.default_prompt, ""), request.truncate
+        yield from (TokenizedPair(ids[:most] if cuts else ids) for ids in request.ids)
+        yield from (
+            TokenizedPair(tokenize_text(tokenizer, prompt + text, most, truncate=cuts)) for text in request.texts
+        )
 
 
 def tokenize_text(tokenizer: Tokenizer, text: str, most: int, *, truncate: bool) -> tuple[int, ...]:

@@ -111,11 +111,11 @@ def test_other_modules_are_another_model(tmp_path: Path):
     assert len({one.fingerprint for one in found if one is not None}) == 4
 
 
-def test_an_encoder_is_listed_with_the_reason(tmp_path: Path):
-    folder = make_embedder(tmp_path / "e", model_type="bert", architectures=["BertModel"])
+def test_an_unknown_encoder_is_listed_with_the_reason(tmp_path: Path):
+    folder = make_embedder(tmp_path / "e", model_type="nomic_bert", architectures=["NomicBertModel"])
     found = describe_folder("e", folder)
     assert found is not None
-    assert "it is an encoder (bert)" in found.cause
+    assert "an encoder of the type nomic_bert: known are bert, roberta, xlm-roberta, modernbert" in found.cause
 
 
 def test_the_layers_of_a_decoder_without_its_output_are_a_model(tmp_path: Path):
