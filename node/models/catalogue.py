@@ -25,7 +25,12 @@ from typing import cast
 import structlog
 
 from node.engine.models.model_descriptor import ModelDescriptor
-from node.models.embedding_files import EmbeddingFilesError, has_embedding_files, read_embedding_layout
+from node.models.embedding_files import (
+    EmbeddingFilesError,
+    has_embedding_files,
+    is_known_matryoshka,
+    read_embedding_layout,
+)
 from node.models.embedding_layout import EmbeddingLayout
 from node.models.encoder_files import (
     is_cross_encoder,
@@ -236,7 +241,7 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
     missing = find_unknown_dimensions(config)
     if missing:
         log.warning("dimensions unknown", model=name, missing=", ".join(missing), foreseen=0)
-    layout, cause = _read_layout(folder, config, found)
+    layout, cause = _read_layout(name, folder, config, found)
     dense = 0 if layout is None else sum(layer.nbytes for layer in layout.dense)
     context, kv = get_context_tokens(config), predict_kv(config, weights.float_size)
     forward = predict_transient(config, weights.float_size)
@@ -262,7 +267,7 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
     )
 
 
-def _read_layout(folder: Path, config: Config, kind: ModelKind) -> tuple[EmbeddingLayout | None, str]:
+def _read_layout(name: str, folder: Path, config: Config, kind: ModelKind) -> tuple[EmbeddingLayout | None, str]:
     """Return how a model computes vectors or scores, or the reason why it cannot be served. A chat model computes
     neither."""
     if kind is ModelKind.CHAT:
@@ -271,8 +276,9 @@ def _read_layout(folder: Path, config: Config, kind: ModelKind) -> tuple[Embeddi
         encoder = read_encoder_shape(config) if is_encoder(config) else None
         if encoder is not None and kind is ModelKind.EMBED and not has_embedding_files(folder):
             return None, "it is an encoder without files that name its pooling (1_Pooling/config.json)"
-        read = read_rerank_layout if kind is ModelKind.RERANK else read_embedding_layout
-        return read(folder, config, encoder), ""
+        if kind is ModelKind.RERANK:
+            return read_rerank_layout(folder, config, encoder), ""
+        return read_embedding_layout(folder, config, encoder, can_shorten=is_known_matryoshka(name, config)), ""
     except EmbeddingFilesError as error:
         return None, f"its files {error}"
 

@@ -21,6 +21,8 @@ DENSE_FILES = tuple(f"{folder}/{name}" for folder in DENSE_FOLDERS for name in (
 MAX_FILE_BYTES = 1024 * 1024
 """Maximum bytes of each file, without the weights of Dense layers."""
 MAX_PROMPTS = 64
+QWEN = "qwen3-embedding"
+"""Part of the names of a family with Matryoshka vectors, in lower case (https://huggingface.co/Qwen/Qwen3-Embedding-0.6B)."""
 _POOLING_FOLDER = POOLING.partition("/")[0]
 _IGNORED = frozenset({"word_embedding_dimension", "embedding_dimension", "include_prompt"})
 
@@ -44,9 +46,16 @@ def has_embedding_files(folder: Path) -> bool:
     return (folder / MODULES).exists() or (folder / POOLING).exists()
 
 
-def read_embedding_layout(folder: Path, config: Config, encoder: EncoderShape | None = None) -> EmbeddingLayout:
+def is_known_matryoshka(name: str, config: Config) -> bool:
+    """Return whether a model belongs to a family whose vectors may be cut, although its files do not say that."""
+    return QWEN in name.lower() and config.get("model_type") == "qwen3"
+
+
+def read_embedding_layout(
+    folder: Path, config: Config, encoder: EncoderShape | None = None, *, can_shorten: bool = False
+) -> EmbeddingLayout:
     """Read how a model computes vectors from the files in its folder. `config` is its config.json, `encoder` the shape
-    of an encoder.
+    of an encoder. With `can_shorten`, vectors may be cut without any field that says so.
 
     Without `modules.json` and a pooling file the layout is the default one: the state of the last token, normalized.
     Raise `EmbeddingFilesError` for files that Macpool cannot follow, OSError for unreadable ones.
@@ -66,7 +75,7 @@ def read_embedding_layout(folder: Path, config: Config, encoder: EncoderShape | 
         prompts=prompts,
         default_prompt=default,
         max_tokens=read_max_tokens(folder),
-        can_shorten=bool(lengths) or config.get("is_matryoshka") is True,
+        can_shorten=can_shorten or bool(lengths) or config.get("is_matryoshka") is True,
         lengths=lengths,
         encoder=encoder,
     )

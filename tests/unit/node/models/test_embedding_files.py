@@ -142,3 +142,18 @@ def test_a_setting_names_the_kind(tmp_path: Path):
 def test_a_setting_without_a_name_or_a_kind_is_refused(entry: str):
     with pytest.raises(ValueError, match=r"models\.kinds"):
         check_settings(NodeSettings(models=ModelSettings(kinds=(entry,))))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "can"),
+    [
+        ("mlx-community/Qwen3-Embedding-0.6B-8bit", "qwen3", True),
+        ("my-embedder", "qwen3", False),
+        ("qwen3-embedding", "llama", False),
+    ],
+)
+def test_vectors_of_a_known_family_may_be_cut(tmp_path: Path, name: str, kind: str, can: bool):
+    found = describe_folder(name, make_embedder(tmp_path / "e", model_type=kind))
+    assert found is not None
+    assert found.layout is not None
+    assert found.layout.can_shorten is can
