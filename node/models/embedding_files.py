@@ -55,7 +55,7 @@ def read_embedding_layout(
     folder: Path, config: Config, encoder: EncoderShape | None = None, *, can_shorten: bool = False
 ) -> EmbeddingLayout:
     """Read how a model computes vectors from the files in its folder. `config` is its config.json, `encoder` the shape
-    of an encoder. With `can_shorten`, vectors may be cut without any field that says so.
+    of an encoder. With `can_shorten`, vectors may be cut although no field allows it.
 
     Without `modules.json` and a pooling file the layout is the default one: the state of the last token, normalized.
     Raise `EmbeddingFilesError` for files that Macpool cannot follow, OSError for unreadable ones.

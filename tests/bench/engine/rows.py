@@ -487,7 +487,7 @@ def bench_torture(folder: Path) -> list[Row]:
 def _torture_with_texts(
     folder: Path, cap: int, room: int, costs: Mapping[torture.Kind, torture.Cost], name: str
 ) -> Row:
-    """Run more than fits, with requests for embeddings and scores beside the chats."""
+    """Run more than fits, with chats and requests for embeddings and scores."""
     seconds = TORTURE_SECONDS / 3
     seen = asyncio.run(torture.torture(folder, cap, seconds, texts=True))
     held, _, _ = torture.verdict(seen, costs, room * MIB, seconds)
