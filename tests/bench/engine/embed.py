@@ -147,8 +147,9 @@ async def _measure_gaps(server: Server, number: int) -> tuple[list[float], list[
 
     texts: list[asyncio.Future[None]] = []
     try:
-        while not all(times):  # noqa: ASYNC110  the chats report tokens to lists
-            await asyncio.sleep(0.02)
+        async with asyncio.timeout(60):
+            while not all(times):  # noqa: ASYNC110  the chats report tokens to lists
+                await asyncio.sleep(0.02)
         settled = max(row[0] for row in times)
         await asyncio.wait_for(run_phase(settled), 120)
         begun = time.monotonic()

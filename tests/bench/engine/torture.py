@@ -332,7 +332,10 @@ async def settled(node: Node) -> int:
 
 
 async def torture(folder: Path, cap: int, seconds: float, *, guard: bool = True, texts: bool = False) -> Seen:
-    """Ask for more than fits for `seconds`, and return the results. With `texts`, ask for embeddings and scores as well."""
+    """Ask for more than fits for `seconds`, and return the results.
+
+    With `texts`, ask for embeddings and scores as well.
+    """
     seen = Seen()
     memory: dict[str, object] = {"cap": cap, "margin": MARGIN, "guard": "on" if guard else "off"}
     async with started(folder, memory) as node:

@@ -171,11 +171,12 @@ def test_a_fault_ends_its_own_request_only(driver: Driver):
     driver.vectors(driver.embed("warm"))
     loaded, head = driver.resident(), driver.resident().head
     assert head is not None
+    layers: Any = head.run_layers
 
     def run_layers(ids: mx.array, **more: Any) -> mx.array:
         if 7 in np.array(ids):
             raise ValueError("token 7")
-        return head.run_layers(ids, **more)
+        return layers(ids, **more)
 
     broken = dataclasses.replace(head, run_layers=run_layers)
     driver.engine.parts.models.put(dataclasses.replace(loaded, head=broken))
@@ -191,7 +192,8 @@ def test_numbers_that_are_not_finite_are_an_error(driver: Driver):
     driver.vectors(driver.embed("warm"))
     head = driver.resident().head
     assert head is not None
-    broken = dataclasses.replace(head, run_layers=lambda ids, **more: head.run_layers(ids, **more) * mx.array(mx.nan))
+    layers: Any = head.run_layers
+    broken = dataclasses.replace(head, run_layers=lambda ids, **more: layers(ids, **more) * mx.array(mx.nan))
     driver.engine.parts.models.put(dataclasses.replace(driver.resident(), head=broken))
     number = driver.embed("hello")
     end = driver.end(number)
