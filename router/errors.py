@@ -59,6 +59,7 @@ _ROUTES: Mapping[str, str] = MappingProxyType(
                 "videos",
                 "messages",
                 "messages/count_tokens",
+                "rerank",
             ),
             "/v1/",
         ),

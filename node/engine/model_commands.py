@@ -71,7 +71,12 @@ class ModelCommands:
         return []
 
     def profile(self, order: ProfileModel, now: float) -> list[Frame]:
-        """Measure a model on order, after a load if necessary. The answer follows at the end of the sweep."""
+        """Measure a model on order, after a load if necessary. The answer follows at the end of the sweep. An encoder
+        is refused."""
+        found = self._catalogue.find(order.model)
+        if found is not None and found.layout is not None and found.layout.encoder is not None:
+            text = f"{order.model} is an encoder: its texts have no cache, so that there is no profile to measure"
+            return [Refusal(order.request, Refused(RefusalCode.UNSUPPORTED, text))]
         refused = None if order.model in self._table.loaded else self._request_load(order.model, now)
         if refused is not None:
             return [Refusal(order.request, refused)]

@@ -206,7 +206,7 @@ class RequestAdmission:
         if refused is not None:
             return [Refusal(number, refused)]
         request = EmbeddingRequest(prepared, loaded_model, loaded_model.usage.hold(), arrived, self._floor)
-        first = min(prepared.longest, self._floor)
+        first = prepared.longest if head.runs_whole_texts else min(prepared.longest, self._floor)
         held = request.compute_reserved_bytes()
         total = held + loaded_model.estimator.estimate_chunk(first, 0) + head.estimate_bytes(first)
         shape = self._limits.compute_shape(prepared, loaded_model.descriptor)

@@ -25,8 +25,19 @@ from typing import cast
 import structlog
 
 from node.engine.models.model_descriptor import ModelDescriptor
-from node.models.embedding_files import EmbeddingFilesError, has_embedding_files, read_embedding_layout
+from node.models.embedding_files import (
+    EmbeddingFilesError,
+    has_embedding_files,
+    is_known_matryoshka,
+    read_embedding_layout,
+)
 from node.models.embedding_layout import EmbeddingLayout
+from node.models.encoder_files import (
+    is_cross_encoder,
+    is_encoder,
+    predict_encoder_transient,
+    read_encoder_shape,
+)
 from node.models.folders import MODEL, find_model_folders, find_snapshots, get_hub_folder, has_gguf, list_names
 from node.models.identity_files import IDENTITY_FILES
 from node.models.memory_prediction import (
@@ -37,17 +48,17 @@ from node.models.memory_prediction import (
     predict_kv,
     predict_transient,
 )
+from node.models.rerank_files import is_reranker, read_rerank_layout
 from node.models.weight_files import Config, parse_json_object, read_tensor_sizes, read_weight_headers
 from node.settings import ModelSettings
 from wire.identity import is_valid_model
 from wire.models.kind import ModelKind
+from wire.report import KvParameters
 
 SCAN_VALID_SECONDS = 2.0
 """Seconds for which a scan is not repeated because of an unknown name."""
 SCAN_INTERVAL_SECONDS = 30.0
 """Seconds between two scans of an idle node."""
-ENCODERS = frozenset({"bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "modernbert", "nomic_bert", "new"})
-"""Types of models whose tokens attend in both directions. The engine cannot run them."""
 EMBEDDED = Path(__file__).with_name("macpool-tiny")
 GGUF = "it is in GGUF, the format of llama.cpp: download its MLX or safetensors build, for example from mlx-community"
 
@@ -221,7 +232,7 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
         config = parse_json_object((folder / "config.json").read_bytes())
     except ValueError as error:
         return ModelDescriptor(name, folder, cause=f"its config.json is not a JSON object: {error}")
-    found = find_kind(folder, config, kind)
+    found = find_kind(name, folder, config, kind)
     if found is None:
         return None
     if config.get("model_file") is not None:
@@ -234,9 +245,13 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
     missing = find_unknown_dimensions(config)
     if missing:
         log.warning("dimensions unknown", model=name, missing=", ".join(missing), foreseen=0)
-    layout, cause = _read_layout(folder, config) if found is ModelKind.EMBED else (None, "")
+    layout, cause = _read_layout(name, folder, config, found)
     dense = 0 if layout is None else sum(layer.nbytes for layer in layout.dense)
-    context = get_context_tokens(config)
+    context, kv = get_context_tokens(config), predict_kv(config, weights.float_size)
+    forward = predict_transient(config, weights.float_size)
+    if layout is not None and layout.encoder is not None:
+        context, kv = layout.encoder.context, KvParameters(0)
+        forward = predict_encoder_transient(forward)
     if layout is not None and layout.max_tokens:
         context = min(context, layout.max_tokens)
     return ModelDescriptor(
@@ -245,9 +260,9 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
         fingerprint=digest.hexdigest()[:32],
         weights=estimate_loaded_bytes(config, weights) + dense,
         context=context,
-        kv=predict_kv(config, weights.float_size),
+        kv=kv,
         cause=weights.cause or cause,
-        forward=predict_transient(config, weights.float_size),
+        forward=forward,
         quantization=name_quantization(config, weights.float_size),
         removable=folder != EMBEDDED,
         stored=weights.size + dense,
@@ -256,27 +271,36 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
     )
 
 
-def _read_layout(folder: Path, config: Config) -> tuple[EmbeddingLayout | None, str]:
-    """Return how an embedding model computes vectors, or the reason why it cannot be served."""
-    if config["model_type"] in ENCODERS:
-        return None, f"it is an encoder ({config['model_type']}): only decoders, such as Qwen3-Embedding, can be served"
+def _read_layout(name: str, folder: Path, config: Config, kind: ModelKind) -> tuple[EmbeddingLayout | None, str]:
+    """Return how a model computes vectors or scores, or the reason why it cannot be served. A chat model computes
+    neither."""
+    if kind is ModelKind.CHAT:
+        return None, "it is an encoder, which generates no text" if is_encoder(config) else ""
     try:
-        return read_embedding_layout(folder, config), ""
+        encoder = read_encoder_shape(config) if is_encoder(config) else None
+        if encoder is not None and kind is ModelKind.EMBED and not has_embedding_files(folder):
+            return None, "it is an encoder without files that name its pooling (1_Pooling/config.json)"
+        if kind is ModelKind.RERANK:
+            return read_rerank_layout(folder, config, encoder), ""
+        return read_embedding_layout(folder, config, encoder, can_shorten=is_known_matryoshka(name, config)), ""
     except EmbeddingFilesError as error:
         return None, f"its files {error}"
 
 
-def find_kind(folder: Path, config: Config, kind: str = "") -> ModelKind | None:
+def find_kind(name: str, folder: Path, config: Config, kind: str = "") -> ModelKind | None:
     """Return the kind of a model by its files; None for a folder without a text model.
 
     `kind` is the kind by setting, which has priority; empty without one. A model with the files of
-    sentence-transformers computes vectors, even if it could generate text.
+    sentence-transformers computes vectors or scores, even if it could generate text.
     """
     embeds = has_embedding_files(folder)
-    if not is_text_model(config) and not (embeds and is_bare_model(config)):
+    has_layers = embeds and (is_bare_model(config) or is_encoder(config))
+    if not (is_text_model(config) or has_layers or is_cross_encoder(config)):
         return None
     if kind:
         return ModelKind(kind)
+    if is_reranker(folder, name, config):
+        return ModelKind.RERANK
     return ModelKind.EMBED if embeds else ModelKind.CHAT
 
 

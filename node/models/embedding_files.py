@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
-from node.models.embedding_layout import Activation, DenseLayer, EmbeddingLayout, Pooling
+from node.models.embedding_layout import Activation, DenseLayer, EmbeddingLayout, EncoderShape, Pooling
 from node.models.weight_files import Config, parse_json_object, parse_json_value, read_header
 
 MODULES = "modules.json"
@@ -21,6 +21,8 @@ DENSE_FILES = tuple(f"{folder}/{name}" for folder in DENSE_FOLDERS for name in (
 MAX_FILE_BYTES = 1024 * 1024
 """Maximum bytes of each file, without the weights of Dense layers."""
 MAX_PROMPTS = 64
+QWEN = "qwen3-embedding"
+"""Part of the names of a family with Matryoshka vectors, in lower case (https://huggingface.co/Qwen/Qwen3-Embedding-0.6B)."""
 _POOLING_FOLDER = POOLING.partition("/")[0]
 _IGNORED = frozenset({"word_embedding_dimension", "embedding_dimension", "include_prompt"})
 
@@ -44,8 +46,16 @@ def has_embedding_files(folder: Path) -> bool:
     return (folder / MODULES).exists() or (folder / POOLING).exists()
 
 
-def read_embedding_layout(folder: Path, config: Config) -> EmbeddingLayout:
-    """Read how a model computes vectors from the files in its folder. `config` is its config.json.
+def is_known_matryoshka(name: str, config: Config) -> bool:
+    """Return whether a model belongs to a family whose vectors may be cut, although its files do not say that."""
+    return QWEN in name.lower() and config.get("model_type") == "qwen3"
+
+
+def read_embedding_layout(
+    folder: Path, config: Config, encoder: EncoderShape | None = None, *, can_shorten: bool = False
+) -> EmbeddingLayout:
+    """Read how a model computes vectors from the files in its folder. `config` is its config.json, `encoder` the shape
+    of an encoder. With `can_shorten`, vectors may be cut although no field allows it.
 
     Without `modules.json` and a pooling file the layout is the default one: the state of the last token, normalized.
     Raise `EmbeddingFilesError` for files that Macpool cannot follow, OSError for unreadable ones.
@@ -64,9 +74,10 @@ def read_embedding_layout(folder: Path, config: Config) -> EmbeddingLayout:
         normalize=normalize,
         prompts=prompts,
         default_prompt=default,
-        max_tokens=_read_max_tokens(folder),
-        can_shorten=bool(lengths) or config.get("is_matryoshka") is True,
+        max_tokens=read_max_tokens(folder),
+        can_shorten=can_shorten or bool(lengths) or config.get("is_matryoshka") is True,
         lengths=lengths,
+        encoder=encoder,
     )
 
 
@@ -81,7 +92,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _read(folder: Path, name: str) -> bytes | None:
+def read_file(folder: Path, name: str) -> bytes | None:
     """Return the content of a file; None if there is none."""
     file = folder / name
     if not file.exists():
@@ -91,9 +102,9 @@ def _read(folder: Path, name: str) -> bytes | None:
     return file.read_bytes()
 
 
-def _read_object(folder: Path, name: str) -> Config:
+def read_object(folder: Path, name: str) -> Config:
     """Return the JSON object in a file; empty if there is no file."""
-    raw = _read(folder, name)
+    raw = read_file(folder, name)
     try:
         return {} if raw is None else parse_json_object(raw)
     except ValueError as error:
@@ -102,7 +113,7 @@ def _read_object(folder: Path, name: str) -> Config:
 
 def _list_modules(folder: Path) -> list[tuple[str, str]]:
     """Return kind and path of each module in order; those of a bare pooling file without `modules.json`."""
-    raw = _read(folder, MODULES)
+    raw = read_file(folder, MODULES)
     if raw is None:
         return [("Transformer", ""), ("Pooling", _POOLING_FOLDER)]
     try:
@@ -139,7 +150,7 @@ def _check_order(kinds: Sequence[tuple[str, str]]) -> None:
 
 def _read_pooling(folder: Path) -> tuple[Pooling, ...]:
     """Return the poolings of a model, in the order in which they are joined."""
-    found = _read_object(folder, POOLING)
+    found = read_object(folder, POOLING)
     named = found.get("pooling_mode")
     if named is not None:
         names = cast("list[object]", named) if isinstance(named, list) else [named]
@@ -160,7 +171,7 @@ def _read_pooling(folder: Path) -> tuple[Pooling, ...]:
 
 def _read_dense(folder: Path, path: str) -> DenseLayer:
     """Read the shape of a Dense layer from its config and the header of its weights."""
-    config, weights = _read_object(folder, f"{path}/config.json"), f"{path}/model.safetensors"
+    config, weights = read_object(folder, f"{path}/config.json"), f"{path}/model.safetensors"
     name = str(config.get("activation_function", Activation.TANH)).rpartition(".")[2]
     if name not in [one.value for one in Activation]:
         raise EmbeddingFilesError(f"name an unknown activation after {path}: {name[:80]}")
@@ -181,7 +192,7 @@ def _read_dense(folder: Path, path: str) -> DenseLayer:
 
 def _read_prompts(folder: Path) -> tuple[Mapping[str, str], str]:
     """Return the prompts of a model by name, and the name of the default one; empty without."""
-    found = _read_object(folder, PROMPTS)
+    found = read_object(folder, PROMPTS)
     named = found.get("prompts")
     texts: Config = cast("Config", named) if isinstance(named, dict) else {}
     prompts = {str(name): text for name, text in texts.items() if isinstance(text, str)}
@@ -193,7 +204,7 @@ def _read_prompts(folder: Path) -> tuple[Mapping[str, str], str]:
     return prompts, str(default)
 
 
-def _read_max_tokens(folder: Path) -> int:
+def read_max_tokens(folder: Path) -> int:
     """Return the maximum tokens of an input; 0 if the files name none."""
-    value = _read_object(folder, LENGTH).get("max_seq_length")
+    value = read_object(folder, LENGTH).get("max_seq_length")
     return cast("int", value) if _is_count(value) else 0

@@ -1,4 +1,5 @@
-"""Steps from the hidden states of a model to its vectors, as values. `embedding_files` reads them. Pure."""
+"""Steps from the hidden states of a model to its vectors or scores, as values. `embedding_files` and `rerank_files`
+read them. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,8 +42,60 @@ class DenseLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerTokens:
+    """Tokens whose logits after a query and a document are the score of the document: a decoder's yes and no."""
+
+    true: int
+    """Token of a relevant document."""
+    false: int | None
+    """Token of any other document; None: the score is the logit of `true` alone."""
+    has_template: bool
+    """Whether the chat template of the model has the roles `query` and `document`. Otherwise the prompt is that of
+    Qwen3-Reranker."""
+
+
+class EncoderFamily(StrEnum):
+    """Architecture of an encoder."""
+
+    BERT = "bert"
+    ROBERTA = "roberta"
+    """BERT with other positions and without segments; also XLM-RoBERTa."""
+    MODERNBERT = "modernbert"
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderShape:
+    """Shape of an encoder, by its config."""
+
+    family: EncoderFamily
+    layers: int
+    heads: int
+    """Attention heads of a layer."""
+    hidden: int
+    """Features of a state."""
+    epsilon: float
+    """Small number in the divisor of a normalization."""
+    vocabulary: int
+    """Number of token ids."""
+    context: int
+    """Maximum tokens of a text."""
+    first_position: int
+    """Position of the first token."""
+    window: int
+    """Tokens on each side that a token attends to in a layer with a window; 0: all layers attend to all tokens."""
+    global_interval: int
+    """Interval of layers that attend to all tokens, from the first on."""
+    global_theta: float
+    """Base of the rotary positions of layers that attend to all tokens."""
+    local_theta: float
+    """Base of the rotary positions of layers with a window."""
+    has_classifier: bool
+    """Whether a classifier of one label follows: the model scores pairs of texts."""
+
+
+@dataclass(frozen=True, slots=True)
 class EmbeddingLayout:
-    """Steps from the hidden states of a model to its vectors."""
+    """Steps from the hidden states of a model to its vectors or scores."""
 
     poolings: tuple[Pooling, ...] = (Pooling.LAST,)
     dense: tuple[DenseLayer, ...] = ()
@@ -58,3 +111,7 @@ class EmbeddingLayout:
     """Whether vectors may be cut to fewer numbers."""
     lengths: tuple[int, ...] = ()
     """Lengths to which vectors may be cut, in numbers; empty for any, if `can_shorten`."""
+    answers: AnswerTokens | None = None
+    """Tokens of a score; None if the model is no decoder that scores documents."""
+    encoder: EncoderShape | None = None
+    """Shape of an encoder; None for a decoder."""

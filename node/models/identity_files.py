@@ -20,6 +20,7 @@ IDENTITY_FILES = (
     "processor_config.json",
     "modules.json",
     "1_Pooling/config.json",
+    "1_LogitScore/config.json",
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
     "2_Dense/config.json",

@@ -141,6 +141,10 @@ class ScriptedSettings(Section, frozen=True):
             ),
         ),
     ] = 0
+    reranks: Annotated[
+        bool,
+        Meta(description="Score documents instead of answering chats: by the words that a document and a query share."),
+    ] = False
     refuse: Annotated[
         str,
         Meta(
@@ -310,8 +314,8 @@ class ModelSettings(Section, frozen=True):
         tuple[str, ...],
         Meta(
             description=(
-                'Kinds of models, as "NAME=embed" or "NAME=chat", for models whose files name another kind or none. '
-                "Without files for embeddings, a vector is the state of the last token, normalized."
+                'Kinds of models, as "NAME=embed", "NAME=rerank" or "NAME=chat", for models whose files name another '
+                "kind or none. Without files for embeddings, a vector is the state of the last token, normalized."
             )
         ),
     ] = ()

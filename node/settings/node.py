@@ -124,6 +124,8 @@ def check_settings(settings: NodeSettings) -> None:
     _check_hours(settings.sharing)
     _check_battery(settings.sharing)
     _check_kinds(settings.models)
+    if settings.engine.scripted.reranks and settings.engine.scripted.dimensions:
+        raise SettingsError("settings engine.scripted.reranks and engine.scripted.dimensions: set one of them only")
     if not is_valid_model(settings.engine.scripted.model):
         raise SettingsError("setting engine.scripted.model: a name has 1 to 200 letters, digits, spaces or ._:/@+()-")
 

@@ -28,7 +28,9 @@ MAX_PARTS = 4096
 MAX_PROMPTS = 64
 """Maximum prompts of one completion: each is a separate request to the cluster."""
 MAX_INPUTS = 2048
-"""Maximum texts of one request for embeddings: OpenAI's limit."""
+"""Maximum texts of one request for embeddings or scores: OpenAI's limit."""
+MAX_QUERY_CHARS = 16 * 1024
+"""Maximum characters of a query for scores, which is tokenized with each of the documents."""
 MAX_TOKEN_ID = 2**31 - 1
 MAX_STOP_CHARS = 512
 MAX_MESSAGES = 16_384

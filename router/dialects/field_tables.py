@@ -11,6 +11,7 @@ from router.dialects.openai.chat_schema import CHAT
 from router.dialects.openai.completion_schema import COMPLETION
 from router.dialects.openai.responses_schema import RESPONSES
 from router.dialects.openai.video_schema import VIDEO
+from router.dialects.rerank import schema as rerank_body
 from router.dialects.shared.field_table import FieldTable
 
 TABLES: Mapping[str, FieldTable[Any]] = MappingProxyType(
@@ -25,6 +26,8 @@ TABLES: Mapping[str, FieldTable[Any]] = MappingProxyType(
         "/v1/embeddings": embeddings_body.EMBEDDINGS,
         "/api/embed": embeddings_body.OLLAMA_EMBED,
         "/api/embeddings": embeddings_body.OLLAMA_EMBEDDINGS,
+        "/v1/rerank": rerank_body.RERANK,
+        "/v2/rerank": rerank_body.COHERE_RERANK,
         "/v1/videos": VIDEO,
         "options of /api/chat and /api/generate": ollama_body.OPTIONS,
     }

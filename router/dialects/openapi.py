@@ -14,6 +14,7 @@ from router.dialects.openai.chat_schema import ChatBody
 from router.dialects.openai.completion_schema import CompletionBody
 from router.dialects.openai.responses_schema import ResponsesBody
 from router.dialects.openai.video_schema import VideoBody
+from router.dialects.rerank.schema import CohereRerankBody, RerankBody
 
 _KEPT = "/v1/responses"
 _REF = "#/components/schemas/{model}"
@@ -62,6 +63,12 @@ _OLLAMA_ERROR: dict[str, Any] = {
     "description": "An error in Ollama's format.",
     "required": ["error", "code", "param", "request_id"],
     "properties": {"error": {"type": "string"}, "code": {"type": "string"}, "request_id": {"type": "string"}},
+}
+_COHERE_ERROR: dict[str, Any] = {
+    "type": "object",
+    "description": "An error in Cohere's format.",
+    "required": ["id", "message", "code", "param"],
+    "properties": {"id": {"type": "string"}, "message": {"type": "string"}, "code": {"type": "string"}},
 }
 REASONS = {
     400: "the request is invalid or can never fit: change it",
@@ -132,6 +139,8 @@ _BODIES: dict[str, tuple[type[BaseModel], str, str, str]] = {
         "Compute the vector of a text, in the format of Ollama's older route",
         "",
     ),
+    "/v1/rerank": (RerankBody, "rerank", "Score documents for a query, in one response", ""),
+    "/v2/rerank": (CohereRerankBody, "cohere_rerank", "Score documents for a query, in Cohere's format", ""),
     "/api/show": (OllamaShowBody, "ollama_show", "Return one model, in Ollama's format", ""),
 }
 """Routes with a body: its model, the operation, its summary, and the content type of its stream, if any."""
@@ -147,6 +156,8 @@ def describe_error(path: str, status: int) -> dict[str, Any]:
     own = "AnthropicError" if path.startswith("/v1/messages") else "Error"
     if path.startswith("/api/") and not path.startswith("/api/v1/"):
         own = "OllamaError"
+    if path.startswith("/v2/"):
+        own = "CohereError"
     refs = [{"$ref": _REF.format(model=name)} for name in dict.fromkeys((own, "Error"))]
     schema = {"anyOf": refs} if status in _EARLY and len(refs) > 1 else refs[0]
     return {"description": REASONS[status], "content": {"application/json": {"schema": schema}}}
@@ -288,7 +299,13 @@ def _build_post_operation(path: str, body: type[BaseModel], name: str, summary: 
 def build_openapi_schemas() -> dict[str, Any]:
     """Return the OpenAPI component schemas, by name, to which the path items refer."""
     _, found = models_json_schema([(body, "validation") for body in _list_bodies()], ref_template=_REF)
-    return {**found.get("$defs", {}), "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR, "OllamaError": _OLLAMA_ERROR}
+    return {
+        **found.get("$defs", {}),
+        "Error": _ERROR,
+        "AnthropicError": _ANTHROPIC_ERROR,
+        "CohereError": _COHERE_ERROR,
+        "OllamaError": _OLLAMA_ERROR,
+    }
 
 
 def _list_bodies() -> list[type[BaseModel]]:

@@ -10,13 +10,15 @@ from wire.refusals import FailureCode, Refused
 
 
 class EmbeddingInput(msgspec.Struct, frozen=True, gc=False):
-    """Texts of a request for embeddings. Fields mean the same as in `wire.frames.Embed`."""
+    """Texts of a request for embeddings or scores. Fields mean the same as in `wire.frames.Embed`."""
 
     texts: tuple[str, ...] = ()
     ids: tuple[tuple[int, ...], ...] = ()
     dimensions: int = 0
     truncate: bool = False
     prompt: str = ""
+    query: str = ""
+    max_tokens: int = 0
 
     @property
     def count(self) -> int:
@@ -60,7 +62,7 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     context_limit: int = 0
     """Most tokens of prompt and answer together, by the profile; 0: the context of the model."""
     embed: EmbeddingInput | None = None
-    """Texts of a request for embeddings; None for any other request."""
+    """Texts of a request for embeddings or scores; None for any other request."""
 
 
 class CompleteAnswer(msgspec.Struct, frozen=True, gc=False):
@@ -75,7 +77,7 @@ class CompleteAnswer(msgspec.Struct, frozen=True, gc=False):
     fingerprint: str = ""
     """Fingerprint of the model that generated the answer."""
     vectors: tuple[bytes, ...] = ()
-    """Vectors of the texts of a request for embeddings, in single precision and little endian."""
+    """Vectors of the texts of a request for embeddings or scores, in single precision and little endian."""
 
 
 class RequestFailure(msgspec.Struct, frozen=True, gc=False):

@@ -33,10 +33,12 @@ def compute_plain_demand(model: str, text: str, ids: tuple[int, ...], params: Ge
 
 
 def compute_embedding_demand(model: str, embed: EmbeddingInput) -> ResourceDemand:
-    """Return the demand of texts for embeddings. A token id counts as the bytes of a usual token."""
-    sizes = [len(text.encode()) for text in embed.texts] + [BYTES_PER_ID * len(ids) for ids in embed.ids]
-    longest = max(sizes)
-    return ResourceDemand(model, longest, max_tokens=1, kind=ModelKind.EMBED, other_bytes=sum(sizes) - longest)
+    """Return the demand of texts for embeddings or scores. A token id counts as the bytes of a usual token, and the
+    query with each document."""
+    query = len(embed.query.encode())
+    sizes = [query + len(text.encode()) for text in embed.texts] + [BYTES_PER_ID * len(ids) for ids in embed.ids]
+    longest, kind = max(sizes), ModelKind.RERANK if query else ModelKind.EMBED
+    return ResourceDemand(model, longest, max_tokens=1, kind=kind, other_bytes=sum(sizes) - longest)
 
 
 def _count_extra_bytes(message: Message) -> int:

@@ -30,6 +30,7 @@ from router.dialects.openai.chat import ChatRoute
 from router.dialects.openai.completion import CompletionRoute
 from router.dialects.openai.responses import ResponsesRoute
 from router.dialects.openapi import build_openapi_paths, build_openapi_schemas
+from router.dialects.rerank.api import CohereRerankRoute, RerankRoute
 from router.dialects.shared.interface import Dialect, ParsedRequest
 from router.dispatch import count_tokens
 from router.dispatch.active_request import ActiveRequest
@@ -111,6 +112,8 @@ class RouterApp:
             EMBEDDINGS: EmbeddingsRoute(strict=strict),
             "/api/embed": OllamaEmbedRoute(strict=strict),
             "/api/embeddings": OllamaEmbeddingsRoute(strict=strict),
+            "/v1/rerank": RerankRoute(strict=strict),
+            "/v2/rerank": CohereRerankRoute(strict=strict),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -33,8 +33,8 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
     kind: ModelKind = ModelKind.CHAT
     """Kind of the model that the request needs."""
     other_bytes: int = 0
-    """Bytes of all texts but the longest, which is `prompt_bytes`, in a request for embeddings. No two of them are in
-    memory as one row."""
+    """Bytes of all texts but the longest, which is `prompt_bytes`, in a request for embeddings or scores. No two of
+    them are in memory as one row."""
     known_tokens: int = 0
     """Generated tokens of the longest choice that are already known, because the answer began on another node."""
 

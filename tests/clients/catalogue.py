@@ -4,6 +4,11 @@ pool."""
 from dataclasses import dataclass, field
 
 MODEL = "macpool-tiny"
+OTHERS = {
+    "vectors": ("engine.scripted.model=vectors", "engine.scripted.dimensions=8"),
+    "scores": ("engine.scripted.model=scores", "engine.scripted.reranks=true"),
+}
+"""Settings of the nodes for embeddings and rerank, by their model."""
 NODE = "NODE_EXTRA_CA_CERTS"
 
 
@@ -84,6 +89,19 @@ print([model.model for model in client.list().models], client.show("macpool-tiny
 said = [{"role": "user", "content": "Hello!"}]
 print("".join(chunk.message.content for chunk in client.chat("macpool-tiny", messages=said, stream=True)))
 """
+_RETRIEVAL = """
+import os
+import cohere, ollama, openai
+from langchain_openai import OpenAIEmbeddings
+texts = ["Hello!", "Hello!"]
+print(len(openai.OpenAI().embeddings.create(model="vectors", input=texts).data))
+print(len(ollama.Client().embed(model="vectors", input=texts).embeddings))
+print(len(OpenAIEmbeddings(model="vectors", check_embedding_ctx_length=False).embed_documents(texts)))
+url, key = os.environ["OPENAI_BASE_URL"].removesuffix("/v1"), os.environ["OPENAI_API_KEY"]
+for client in (cohere.Client(key, base_url=url), cohere.ClientV2(key, base_url=url)):
+    results = client.rerank(model="scores", query="Hello!", documents=texts, top_n=1).results
+    print([(one.index, one.relevance_score) for one in results])
+"""
 _CONTINUE = """
 name: Macpool
 version: 1.0.0
@@ -133,6 +151,7 @@ CLIENTS = (
     _program("langchain", _LANGCHAIN, "langchain-openai"),
     _program("llama-index", _LLAMA_INDEX, "llama-index-llms-openai-like"),
     _program("ollama", _OLLAMA, "ollama"),
+    _program("retrieval", _RETRIEVAL, "openai", "ollama", "langchain-openai", "cohere"),
     Client(
         "aider",
         (

@@ -20,7 +20,7 @@ from typing import Any, cast
 
 from coordinator.cli.commands.clients.trust_ca import write_bundle
 from coordinator.cli.commands.use import BUNDLE_VARIABLES
-from tests.clients.catalogue import CLIENTS, Client
+from tests.clients.catalogue import CLIENTS, OTHERS, Client
 from tests.clients.recorder import Recorder, recording
 from tests.support.cluster.engine_pool import MLX
 from tests.support.processes import ROOT, Pool, environment, pool
@@ -138,6 +138,8 @@ def _pool() -> Iterator[Pool]:
         authority = made.cli("trust-ca", "--print")
         write_bundle(made.state, authority["pem"], authority["fingerprint"], made.base)
         made.join("mini", *MLX)
+        for name, settings in OTHERS.items():
+            made.join(name, *settings)
         yield made
 
 

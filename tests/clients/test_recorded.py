@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.clients.agent import section, sessions
-from tests.clients.catalogue import CLIENTS
+from tests.clients.catalogue import CLIENTS, OTHERS
 from tests.clients.test_agent import check
 from tests.support.cluster.engine_pool import MLX
 from tests.support.processes import Pool, pool
@@ -35,6 +35,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     with pool(tmp_path_factory.mktemp("clients")) as made:
         made.up("router.queue_timeout_seconds=60", "http.tls=on")
         made.join("mini", *MLX)
+        for name, settings in OTHERS.items():
+            made.join(name, *settings)
         yield made
 
 
@@ -100,11 +102,22 @@ def of_ollama(body: Exchange, text: str) -> None:
 
 
 def of_models(_: Exchange, text: str) -> None:
-    assert [model["id"] for model in json.loads(text)["data"]] == ["macpool-tiny"]
+    assert [model["id"] for model in json.loads(text)["data"]] == ["macpool-tiny", "scores", "vectors"]
 
 
 def of_tags(_: Exchange, text: str) -> None:
-    assert [model["name"] for model in json.loads(text)["models"]] == ["macpool-tiny"]
+    assert [model["name"] for model in json.loads(text)["models"]] == ["macpool-tiny", "scores", "vectors"]
+
+
+def of_embeddings(body: Exchange, text: str) -> None:
+    rows = json.loads(text)["data"]
+    assert [row["index"] for row in rows] == [0, 1]
+    assert {type(row["embedding"]) for row in rows} == {str if body.get("encoding_format") == "base64" else list}
+
+
+def of_rerank(body: Exchange, text: str) -> None:
+    (result,) = json.loads(text)["results"]
+    assert (result["index"], result["relevance_score"]) == (0, 1.0)
 
 
 SHAPES = {
@@ -115,6 +128,10 @@ SHAPES = {
     "/v1/models": of_models,
     "/api/chat": of_ollama,
     "/api/tags": of_tags,
+    "/v1/embeddings": of_embeddings,
+    "/api/embed": lambda _, text: json.loads(text)["embeddings"][1],
+    "/v1/rerank": of_rerank,
+    "/v2/rerank": of_rerank,
     "/api/show": lambda _, text: json.loads(text)["capabilities"],
     "/": lambda _, text: None,
 }

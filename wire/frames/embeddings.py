@@ -19,7 +19,10 @@ NUMBER_BYTES = 4
 
 
 class Embed(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → engine: compute a vector for each text. The texts are `texts` or `ids`."""
+    """Coordinator → engine: compute a vector for each text. The texts are `texts` or `ids`.
+
+    With a `query`, the texts are documents, and the vector of each is a single number: its score, from 0 to 1.
+    """
 
     request: Number
     seq: Number
@@ -38,6 +41,10 @@ class Embed(Frame, frozen=True, array_like=True, gc=False):
     """Name of the model's prompt that precedes each text; empty for the default of the model."""
     owner: WeightedKey = WeightedKey()
     """Key for fair shares."""
+    query: Long = ""
+    """Query that the documents are scored for; empty for embeddings."""
+    max_tokens: Tokens = 0
+    """Tokens of each document at which it is cut; 0: no cut."""
 
     @property
     def count(self) -> int:

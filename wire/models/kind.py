@@ -9,18 +9,27 @@ class ModelKind(StrEnum):
 
     CHAT = "chat"
     EMBED = "embed"
+    RERANK = "rerank"
 
 
-ROUTES = {ModelKind.CHAT: "/v1/chat/completions", ModelKind.EMBED: "/v1/embeddings"}
+ROUTES = {
+    ModelKind.CHAT: "/v1/chat/completions",
+    ModelKind.EMBED: "/v1/embeddings",
+    ModelKind.RERANK: "/v1/rerank",
+}
 """Route that serves models of a kind, for messages."""
+_PURPOSES = {
+    ModelKind.CHAT: "computes no embeddings and no scores",
+    ModelKind.EMBED: "computes embeddings only",
+    ModelKind.RERANK: "computes the scores of documents only",
+}
 
 
 def get_kind(features: Collection[str]) -> ModelKind:
     """Return the kind of a model with these features. A model whose features name no kind is a chat model."""
-    return ModelKind.EMBED if ModelKind.EMBED in features else ModelKind.CHAT
+    return next((kind for kind in (ModelKind.EMBED, ModelKind.RERANK) if kind in features), ModelKind.CHAT)
 
 
 def explain_other_kind(model: str, kind: ModelKind) -> str:
     """Return the sentence for a request of another kind than its model, with the route to use."""
-    what = "computes embeddings and generates no text" if kind is ModelKind.EMBED else "computes no embeddings"
-    return f"the model {model} {what}: use {ROUTES[kind]}, or another model"
+    return f"the model {model} {_PURPOSES[kind]}: use {ROUTES[kind]}, or another model"

@@ -61,8 +61,8 @@ class ModelRoutes:
         """Return a row for each model that a key with these limits may use, sorted by name.
 
         `fingerprint` and `content` identify the version that new requests use. `identity` is the grade at which a node
-        has that version. `kind` is that of its requests, chat or embed. `conflict`: nodes have different models of this
-        name.
+        has that version. `kind` is that of its requests: chat, embed or rerank. `conflict`: nodes have different models
+        of this name.
         """
         found: dict[str, dict[str, Any]] = {}
         view = filter_view(self._nodes.registry.build_view(), limits)

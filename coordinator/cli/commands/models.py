@@ -23,6 +23,7 @@ from wire.units import show_size
 LOAD_TIMEOUT_SECONDS = 3700.0
 """Timeout of a load, unload or measurement, in seconds. The coordinator abandons a load after an hour."""
 SPINNER_DELAY_SECONDS = 1.0
+_PURPOSES = {ModelKind.EMBED: "for embeddings", ModelKind.RERANK: "for rerank"}
 _WISH_PATH = "/api/v1/models/wishes/"
 
 
@@ -31,9 +32,9 @@ _WISH_PATH = "/api/v1/models/wishes/"
 def models(session: ApiSession) -> None:
     """List the models and the nodes that have them, or keep models loaded.
 
-    For each model: where it is loaded, how many nodes have it, and why a node cannot load it. Models for embeddings are
-    named below, and aliases with their candidates. `-o wide` names every node with the speeds and sizes that were
-    measured there.
+    For each model: where it is loaded, how many nodes have it, and why a node cannot load it. Models for embeddings and
+    for rerank are named below, and aliases with their candidates. `-o wide` names every node with the speeds and sizes
+    that were measured there.
     """
     if click.get_current_context().invoked_subcommand is None:
         _list_models(session)
@@ -99,9 +100,10 @@ def print_models(answer: dict[str, Any], *, wide: bool) -> None:
         print_table(
             ("MODEL", "LOADED ON", "NODES", "WEIGHTS", "CONTEXT"), rows, numbers=("NODES", "WEIGHTS", "CONTEXT")
         )
-    embedders = [m["name"] for m in answer["models"] if m.get("kind") == ModelKind.EMBED]
-    if embedders:
-        click.echo(f"for embeddings: {', '.join(embedders)}")
+    for kind, purpose in _PURPOSES.items():
+        names = [m["name"] for m in answer["models"] if m.get("kind") == kind]
+        if names:
+            click.echo(f"{purpose}: {', '.join(names)}")
     for alias in answer.get("aliases", ()):
         click.echo(_describe_alias(alias))
     for model in answer["models"]:

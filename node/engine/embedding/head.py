@@ -1,4 +1,5 @@
-"""Embedding head: the steps of a loaded model from pooled states to vectors, with the weights of its Dense layers."""
+"""Embedding head: the steps of a loaded model from pooled states to vectors or scores, with the weights of its Dense
+layers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,7 +8,9 @@ from typing import Any, cast
 
 import mlx.core as mx
 
+from node.engine.embedding.encoders.encoder import Encoder
 from node.engine.embedding.pooling import PooledTexts
+from node.engine.embedding.scoring import Scorer, create_answer_scorer
 from node.engine.kv.kv_cache import LayerCache, TextModel, evaluate
 from node.models.embedding_layout import Activation, EmbeddingLayout, Pooling
 from wire.frames import MAX_VECTORS_BYTES, NUMBER_BYTES
@@ -36,14 +39,21 @@ class EmbeddingHead:
 
     layout: EmbeddingLayout
     """Steps as its files define them."""
-    run_layers: HiddenStates
-    """Runs its layers."""
+    run_layers: HiddenStates | Encoder
+    """Runs its layers: those of a decoder, or an encoder."""
     dense: tuple[dict[str, mx.array], ...]
     """Weights of its Dense layers."""
     dimensions: int
     """Numbers of a vector."""
     token_bytes: int = 0
     """Bytes of a token's state in single precision while it is pooled; 0 if no pooling reads all states."""
+    score: Scorer | None = None
+    """Computes the logits of scores; None if the model computes vectors."""
+
+    @property
+    def runs_whole_texts(self) -> bool:
+        """Whether a text runs in one forward only, because the model is an encoder."""
+        return isinstance(self.run_layers, Encoder)
 
     def estimate_bytes(self, tokens: int) -> int:
         """Return the bytes for pooling the states of `tokens` tokens, padding included."""
@@ -58,17 +68,29 @@ class EmbeddingHead:
         """Return the empty pooling of texts with these lengths in tokens."""
         return PooledTexts(self.layout.poolings, lengths)
 
-    def run(self, rows: Sequence[Sequence[int]], pooled: PooledTexts, cache: list[LayerCache] | None = None) -> None:
+    def run(
+        self,
+        rows: Sequence[Sequence[int]],
+        pooled: PooledTexts,
+        cache: list[LayerCache] | None = None,
+        segments: Sequence[int] = (),
+    ) -> None:
         """Run the layers over the next tokens of some texts, padded to one length, and add their states to `pooled`.
 
-        Evaluate the pooled states, and the cache if there is one.
+        Evaluate the pooled states, and the cache if there is one. `segments` are those of `Encoder.run`.
         """
-        ids = mx.array([list(row) for row in rows])
-        pooled.add(self.run_layers(ids) if cache is None else self.run_layers(ids, cache=cache))
+        if isinstance(self.run_layers, Encoder):
+            pooled.add(self.run_layers.run(rows, pooled.lengths, segments))
+        else:
+            ids = mx.array([list(row) for row in rows])
+            pooled.add(self.run_layers(ids) if cache is None else self.run_layers(ids, cache=cache))
         evaluate(*pooled.arrays, *([] if cache is None else [layer.state for layer in cache]))
 
     def finish(self, pooled: PooledTexts) -> mx.array:
-        """Return the vectors of texts whose tokens were all added, shape (texts, dimensions), in single precision."""
+        """Return the vectors of texts whose tokens were all added, shape (texts, dimensions), in single precision.
+
+        Those of a model for rerank are the scores, from 0 to 1.
+        """
         vectors = pooled.compute()
         for layer, weights in zip(self.layout.dense, self.dense, strict=True):
             vectors = vectors @ weights["linear.weight"].astype(mx.float32).T
@@ -76,6 +98,7 @@ class EmbeddingHead:
                 vectors = vectors + weights["linear.bias"].astype(mx.float32)
             vectors = _ACTIVATIONS[layer.activation](vectors)
         vectors = normalize(vectors) if self.layout.normalize else vectors
+        vectors = vectors if self.score is None else mx.sigmoid(self.score(vectors))
         evaluate(vectors)
         return vectors
 
@@ -94,10 +117,13 @@ def cut_vectors(vectors: mx.array, dimensions: int, *, normalized: bool) -> byte
     return memoryview(cast("Any", mx.contiguous(vectors))).tobytes()
 
 
-def load_head(folder: Path, layout: EmbeddingLayout, model: TextModel) -> EmbeddingHead:
+def load_head(folder: Path, layout: EmbeddingLayout, model: TextModel | Encoder) -> EmbeddingHead:
     """Return the lazy head of a model. Raise `EmbeddingHeadError` if its parts do not fit together."""
-    layers = find_layers(model)
-    hidden = layers(mx.array([[0]])).shape[-1]  # lazy: only the shape is computed
+    if isinstance(model, Encoder):
+        layers, hidden = model, model.shape.hidden
+    else:
+        layers = find_layers(model)
+        hidden = layers(mx.array([[0]])).shape[-1]  # lazy: only the shape is computed
     features = hidden * len(layout.poolings)
     dense: list[dict[str, mx.array]] = []
     for layer in layout.dense:
@@ -112,8 +138,17 @@ def load_head(folder: Path, layout: EmbeddingLayout, model: TextModel) -> Embedd
         raise EmbeddingHeadError(
             f"its vectors have {features} numbers, the limit is {MAX_VECTORS_BYTES // NUMBER_BYTES}"
         )
+    score = _find_scorer(layout, model)
+    features = features if score is None else 1
     reads_all = not _SINGLE.issuperset(layout.poolings)
-    return EmbeddingHead(layout, layers, tuple(dense), features, hidden * NUMBER_BYTES if reads_all else 0)
+    return EmbeddingHead(layout, layers, tuple(dense), features, hidden * NUMBER_BYTES if reads_all else 0, score)
+
+
+def _find_scorer(layout: EmbeddingLayout, model: TextModel | Encoder) -> Scorer | None:
+    """Return the function that computes the logits of scores; None if the model computes vectors."""
+    if isinstance(model, Encoder):
+        return model.classify if model.shape.has_classifier else None
+    return None if layout.answers is None else create_answer_scorer(model, layout.answers)
 
 
 def find_layers(model: TextModel) -> HiddenStates:

@@ -19,6 +19,8 @@ class PooledTexts:
     def __init__(self, poolings: Sequence[Pooling], lengths: Sequence[int]) -> None:
         self._poolings = tuple(dict.fromkeys(poolings))
         self._order = poolings
+        self.lengths = lengths
+        """Tokens of each text."""
         self._lengths = mx.array(list(lengths))[:, None]
         self._start = 0
         self._parts: dict[Pooling, mx.array] = {}

@@ -1,10 +1,12 @@
-"""Preparation of requests for embeddings: tokenize all texts, or refuse the request. As in `requests.preparer`."""
+"""Preparation of requests for embeddings and scores: tokenize all texts, or refuse the request. As in
+`requests.preparer`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import structlog
 
+from node.engine.embedding.pairs import EncoderPairs, PromptPairs, TokenizedPair
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.process.interface import CallRecording
 from node.engine.requests.prepared import PreparedEmbedding
@@ -21,8 +23,8 @@ log = structlog.get_logger("engine.door")
 
 
 class EmbeddingPreparer:
-    """Tokenization of requests for embeddings. `tokenizers` has the tokenizers, `context(found)` returns the maximum
-    tokens of a text of a model."""
+    """Tokenization of requests for embeddings and scores. `tokenizers` has the tokenizers, `context(found)` returns the
+    maximum tokens of a text of a model."""
 
     def __init__(
         self,
@@ -57,7 +59,8 @@ class EmbeddingPreparer:
         return self._recorder.record_tokenization(request.model, request.request)
 
     def _prepare(self, request: Embed) -> PreparedEmbedding:
-        tokenizer = self._tokenizers.find_tokenizer(request.model, ModelKind.EMBED)
+        kind = ModelKind.RERANK if request.query else ModelKind.EMBED
+        tokenizer = self._tokenizers.find_tokenizer(request.model, kind)
         if isinstance(tokenizer, Refused):
             return PreparedEmbedding(request, refused=tokenizer)
         found = self._catalogue.find(request.model)
@@ -67,10 +70,9 @@ class EmbeddingPreparer:
         refused = _refuse_prompt(request, layout)
         if refused is not None:
             return PreparedEmbedding(request, refused=refused)
-        prompt = layout.prompts.get(request.prompt or layout.default_prompt, "")
         most = self._context(found)
-        inputs = [self._cut(ids, most, request) for ids in request.ids]
-        inputs += [tokenize_text(tokenizer, prompt + text, most, truncate=request.truncate) for text in request.texts]
+        pairs = list(_tokenize(tokenizer, request, layout, most))
+        inputs = tuple(pair.ids for pair in pairs)
         for place, ids in enumerate(inputs):
             if not ids:
                 return _refuse(request, RefusalCode.INVALID, f"input {place} has no tokens: send a text")
@@ -80,10 +82,23 @@ class EmbeddingPreparer:
                     "shorten the text, or set truncate"
                 )
                 return _refuse(request, RefusalCode.CONTEXT, text)
-        return PreparedEmbedding(request, tuple(inputs))
+        segments = tuple(pair.segment for pair in pairs) if layout.encoder is not None else ()
+        return PreparedEmbedding(request, inputs, segments=segments)
 
-    def _cut(self, ids: tuple[int, ...], most: int, request: Embed) -> tuple[int, ...]:
-        return ids[:most] if request.truncate else ids
+
+def _tokenize(tokenizer: Tokenizer, request: Embed, layout: EmbeddingLayout, most: int) -> Iterator[TokenizedPair]:
+    """Yield the tokens of each text of a request, of at most `most` tokens with `truncate`. The texts of a request for
+    scores are pairs with its query."""
+    if layout.answers is not None:
+        yield from map(PromptPairs(tokenizer, layout.answers, request, most).tokenize, request.texts)
+    elif request.query:
+        yield from map(EncoderPairs(tokenizer, request, most).tokenize, request.texts)
+    else:
+        prompt, cuts = layout.prompts.get(request.prompt or layout.default_prompt, ""), request.truncate
+        yield from (TokenizedPair(ids[:most] if cuts else ids) for ids in request.ids)
+        yield from (
+            TokenizedPair(tokenize_text(tokenizer, prompt + text, most, truncate=cuts)) for text in request.texts
+        )
 
 
 def tokenize_text(tokenizer: Tokenizer, text: str, most: int, *, truncate: bool) -> tuple[int, ...]:

@@ -32,6 +32,12 @@ class WaitingText(NamedTuple):
         """Tokens of the text."""
         return self.request.prepared.inputs[self.place]
 
+    @property
+    def segment(self) -> int:
+        """Place of the first token of the second text of a pair; 0 without one."""
+        segments = self.request.prepared.segments
+        return segments[self.place] if segments else 0
+
 
 class NotFiniteError(ValueError):
     """Vectors with a number that is not finite, because the weights of the model are damaged."""
@@ -67,12 +73,13 @@ class EmbeddingRunner:
         for request in requests:
             request.mark_begun(now)
         pooled, count = head.start(lengths), len(texts) * longest
+        segments = [text.segment for text in texts]
         number = requests[0].number if len(requests) == 1 else 0
         expected = loaded_model.stats.estimate_prefill_seconds(count)
         with self._forwards.run_native(
             NativeCallKind.EMBED, loaded_model.name, number, expected, prefill_tokens=sum(lengths)
         ) as call:
-            head.run(rows, pooled)
+            head.run(rows, pooled, segments=segments)
             vectors = head.finish(pooled)
         loaded_model.stats.record_prefill(count, time.monotonic() - call.since, longest / 2)
         taken = self._forwards.peak_tracker.measure_peak_above_mark() - head.estimate_bytes(count)
@@ -88,8 +95,13 @@ class EmbeddingRunner:
 
     def run_chunk(self, request: EmbeddingRequest, wanted: int, now: float) -> list[Frame] | Refused:
         """Run the next chunk of a long text, of at most `wanted` tokens. Return the frames with its vector after the
-        last chunk, or the refusal if not even the smallest chunk has room. Exceptions of the forward propagate."""
+        last chunk, or the refusal if not even the smallest chunk has room. Exceptions of the forward propagate.
+
+        An encoder runs the whole text.
+        """
         loaded_model, head = _get_model(request)
+        if head.runs_whole_texts:
+            return self._run_whole(WaitingText(request, request.waiting[-1]), now)
         ids = request.prepared.inputs[request.waiting[-1]] if request.partial is None else request.partial.ids
         stored = 0 if request.partial is None else request.partial.stored_tokens
         count = self._forwards.check_shrinking(
@@ -108,6 +120,14 @@ class EmbeddingRunner:
         request.end_partial()
         _check_finite(vectors)
         return _build_frames(request, [text.place], vectors)
+
+    def _run_whole(self, text: WaitingText, now: float) -> list[Frame] | Refused:
+        """Run a text in one forward, however long it takes; or return the refusal if it has no room."""
+        loaded_model, head = _get_model(text.request)
+        tokens = len(text.ids)
+        need = loaded_model.estimator.estimate_packed(1, tokens) + head.estimate_bytes(tokens)
+        refused = self._forwards.check(GateSite.EMBED, need)
+        return self.run_texts([text], now) if refused is None else refused
 
     def _run_forward(self, request: EmbeddingRequest, text: PartialText, count: int) -> None:
         loaded_model, head = _get_model(request)

@@ -128,27 +128,27 @@ class EmbeddingScheduler:
 
     def _run(self, first: EmbeddingRequest, texts: Sequence[WaitingText], tokens: int, now: float) -> Refused | None:
         """Run whole texts in one forward if any fit; else the next chunk of the first request."""
-        fitting = self._runner.select_fitting(texts)
-        frames = self._runner.run_texts(fitting, now) if fitting else self._runner.run_chunk(first, tokens, now)
+        fitting, chunk = self._runner.select_fitting(texts), max(self._floor, tokens)
+        frames = self._runner.run_texts(fitting, now) if fitting else self._runner.run_chunk(first, chunk, now)
         if isinstance(frames, Refused):
             return frames
         self._output += frames
         return None
 
     def _compute_tokens(self, request: EmbeddingRequest) -> int:
-        """Return the tokens that fit into the time of the next forward, at least those of the smallest chunk."""
+        """Return the tokens that fit into the time of the next forward."""
         step = self._scheduler.sum_step_seconds()
         seconds = FORWARD_PER_STEP * step if step else IDLE_CHUNK_SECONDS
         past = 0 if request.partial is None else request.partial.stored_tokens
-        return max(self._floor, request.loaded_model.stats.pace.fit_tokens(seconds, past, self._chunk))
+        return request.loaded_model.stats.pace.fit_tokens(seconds, past, self._chunk)
 
     def _select_texts(
         self, first: EmbeddingRequest, choices: Sequence[EmbeddingRequest], tokens: int
     ) -> list[WaitingText]:
         """Return the texts to run in one forward, of at most `tokens` tokens with padding.
 
-        They are those of `first` from the shortest on, then similar ones of other requests. Return none if the next
-        text needs several forwards.
+        They are those of `first` from the shortest on, then similar ones of other requests. One text of at most the
+        smallest chunk may exceed `tokens`. Return none if the next text needs several forwards.
         """
         if first.partial is not None:
             return []
@@ -160,7 +160,8 @@ class EmbeddingScheduler:
                 continue
             for place in reversed(request.waiting):
                 size = max(longest, len(request.prepared.inputs[place]))
-                if (len(chosen) + 1) * size > tokens or (request is not first and size > longest):
+                most = tokens if chosen else max(tokens, self._floor)
+                if (len(chosen) + 1) * size > most or (request is not first and size > longest):
                     break
                 chosen.append(WaitingText(request, place))
                 longest = size

@@ -19,6 +19,7 @@ from mlx_lm.utils import load_model
 from msgspec.structs import replace
 
 from node.engine.embedding.bare_model import load_bare_model
+from node.engine.embedding.encoders.encoder import Encoder, load_encoder
 from node.engine.embedding.head import EmbeddingHead, load_head
 from node.engine.kv.commitments import CommitmentLedger
 from node.engine.kv.kv_cache import Layers, TextModel, create_cache, evaluate, is_plain, measure_kv_parameters
@@ -28,6 +29,7 @@ from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.models.model_stats import ModelStats, ModelUsage, create_warmed_stats
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
 from node.engine.scheduling.sampling import SamplingDefaults, choose_greedily, parse_defaults
+from node.models.embedding_layout import EmbeddingLayout
 from wire.capacity.arithmetic import compute_last_chunk_tokens, estimate_prefill_transient
 from wire.capacity.batches import compute_row_bytes
 from wire.report import KvParameters
@@ -70,12 +72,17 @@ class LoadedModel:
     usage: ModelUsage = field(default_factory=ModelUsage)
     """Its users."""
     head: EmbeddingHead | None = None
-    """How it computes vectors; None if it is no embedding model."""
+    """How it computes vectors or scores; None if it is a chat model."""
 
     @property
     def name(self) -> str:
         """Name of the model."""
         return self.descriptor.name
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether it can run rows over a cache, as every decoder can."""
+        return self.head is None or not self.head.runs_whole_texts
 
     @property
     def kv(self) -> KvParameters:
@@ -106,8 +113,9 @@ def load(
     checkpoint propagate. Closing the generator releases the loaded pieces.
     """
     folder = Path(descriptor.folder)
-    model, config = load_model(folder, lazy=True) if descriptor.layout is None else load_bare_model(folder)
-    head = None if descriptor.layout is None else load_head(folder, descriptor.layout, model)
+    layout = descriptor.layout
+    model, config = _open_model(folder, layout)
+    head = None if layout is None else load_head(folder, layout, model)
     arrays = [*_list_arrays(model), *([] if head is None else head.arrays)]
     left = weights = sum(array.nbytes for array in arrays)
     converted = weights > UNCONVERTED * descriptor.stored
@@ -122,7 +130,7 @@ def load(
         + compute_row_bytes(descriptor.kv, WARMUP_TOKENS + 2),
     )
     on_weighed(weights)
-    warmth = _warm_up(model)
+    warmth = _warm_up_encoder(head) if head is not None and head.runs_whole_texts else _warm_up(model)
     yield LoadedModel(
         descriptor=descriptor,
         model=model,
@@ -130,14 +138,16 @@ def load(
         vocabulary=warmth.vocabulary,
         defaults=_read_defaults(folder, config),
         ledger=CommitmentLedger(warmth.kv),
-        estimator=TransientEstimator(replace(descriptor.forward, logits=4.0 * warmth.vocabulary)),
-        plain=is_plain(create_cache(model)),
+        estimator=TransientEstimator(replace(descriptor.forward, logits=warmth.logit_bytes)),
+        plain=warmth.plain,
         stats=create_warmed_stats(warmth.prefill_speed, warmth.step_seconds),
         head=head,
     )
 
 
-def _list_arrays(model: TextModel) -> list[mx.array]:
+def _list_arrays(model: TextModel | Encoder) -> list[mx.array]:
+    if isinstance(model, Encoder):
+        return model.arrays
     flat = cast("list[tuple[str, mx.array]]", cast("Any", mlx_utils).tree_flatten(cast("Any", model).parameters()))
     return [array for _, array in flat]
 
@@ -167,6 +177,33 @@ class WarmupResult:
     """Tokens per second of a prefill."""
     step_seconds: float
     """Seconds of a decode step."""
+    plain: bool = False
+    """Whether prompts may be padded (`kv_cache.is_plain`)."""
+    logit_bytes: float = 0.0
+    """Bytes of the logits of a token; 0 if no forward computes logits."""
+
+
+def _open_model(folder: Path, layout: EmbeddingLayout | None) -> tuple[TextModel, dict[str, Any]]:
+    """Return the lazy model in a folder and its config: complete, without its output layer, or an encoder."""
+    if layout is None or layout.answers is not None:
+        model, config = load_model(folder, lazy=True)
+        return cast("TextModel", model), config
+    if layout.encoder is None:
+        return load_bare_model(folder)
+    return cast("TextModel", load_encoder(folder, layout.encoder)), {}
+
+
+def _warm_up_encoder(head: EmbeddingHead) -> WarmupResult:
+    """Run a short text twice: the first run compiles kernels, the second is measured."""
+    seconds = 0.0
+    for _ in range(2):
+        begun = time.monotonic()
+        pooled = head.start([WARMUP_TOKENS])
+        head.run([[0] * WARMUP_TOKENS], pooled)
+        head.finish(pooled)
+        seconds = max(time.monotonic() - begun, 1e-6)
+    vocabulary = 0 if head.layout.encoder is None else head.layout.encoder.vocabulary
+    return WarmupResult(KvParameters(0), vocabulary, WARMUP_TOKENS / seconds, seconds)
 
 
 def _warm_up(model: TextModel) -> WarmupResult:
@@ -190,7 +227,9 @@ def _try_out(model: TextModel) -> WarmupResult:
     joined = time.monotonic()
     (token,) = batch.step()
     batch.wait()
-    return WarmupResult(kv, token.logprobs.shape[-1], speed, time.monotonic() - joined)
+    vocabulary = token.logprobs.shape[-1]
+    seconds, plain = time.monotonic() - joined, is_plain(create_cache(model))
+    return WarmupResult(kv, vocabulary, speed, seconds, plain, 4.0 * vocabulary)
 
 
 def _read_defaults(folder: Path, config: dict[str, Any]) -> SamplingDefaults:

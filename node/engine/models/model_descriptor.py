@@ -40,7 +40,7 @@ class ModelDescriptor:
     kind: ModelKind = ModelKind.CHAT
     """Kind of its requests."""
     layout: EmbeddingLayout | None = None
-    """How it computes vectors; None if it is no embedding model."""
+    """How it computes vectors or scores; None if it is a chat model."""
 
     @property
     def version(self) -> ModelVersion:

@@ -95,8 +95,9 @@ class Profiler:
         """Set the profile of a model: the stored one, or a new one measured in one forward per step.
 
         With `alone`, the longest row is then checked against a reading. A failure is logged and does not end the load.
+        An encoder has no rows and gets no profile.
         """
-        if not self._enabled:
+        if not self._enabled or not loaded_model.has_rows:
             return
         key = build_key(loaded_model.descriptor.fingerprint, self._hardware)
         stored = self._profiles.read(key)

@@ -29,7 +29,7 @@ FLUSH_INTERVAL_SECONDS = 0.5
 """Seconds for which tokens of a request without streaming are gathered."""
 MAX_CANCELLED_REMEMBERED = 1024
 """Maximum number of cancelled requests that are remembered until their `Generate` arrives."""
-ROUTES: Final = ("chat", "completions", "embeddings")
+ROUTES: Final = ("chat", "completions", "embeddings", "rerank")
 """Kinds of requests that every engine kind serves, and that its gate therefore guards."""
 
 

@@ -77,6 +77,8 @@ class PreparedEmbedding:
     """Tokens of each text; none with `refused`."""
     refused: Refused | None = None
     """Refusal of the request; None: it is accepted."""
+    segments: tuple[int, ...] = ()
+    """Place of the first token of the second text of each pair; empty without pairs."""
 
     @property
     def tokens(self) -> int:

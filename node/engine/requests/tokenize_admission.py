@@ -63,9 +63,13 @@ class TokenizeResult:
 
 
 def count_text_bytes(frame: Generate | CountTokens | Embed) -> int:
-    """Return the bytes of all texts of a request, with tools and earlier calls. A given token id counts as one byte."""
+    """Return the bytes of all texts of a request, with tools and earlier calls. A given token id counts as one byte.
+
+    A query is part of the prompt of each document.
+    """
     if isinstance(frame, Embed):
-        return sum(map(len, frame.ids)) + sum(map(_count_bytes, frame.texts))
+        texts = sum(map(_count_bytes, frame.texts)) + len(frame.texts) * _count_bytes(frame.query)
+        return sum(map(len, frame.ids)) + texts
     texts = [frame.tools]
     for message in frame.messages:
         texts += (message.content, message.name, message.reasoning)

@@ -1,12 +1,14 @@
-"""Embeddings of the scripted engine: vectors that follow from the words of a text, admitted and run through the gate.
+"""Embeddings and scores of the scripted engine. They follow from the words of a text, and pass admission and the gate.
 
 The vector of a word follows from its hash, that of a text is the normalized sum. Equal texts have equal vectors, and
-texts with common words similar ones. A forward takes no time.
+texts with common words similar ones. The score of a document is its share of the words of document and query that both
+have. A forward takes no time.
 """
 
 import hashlib
 import math
 import struct
+import sys
 from collections.abc import Sequence
 
 from node.engine.memory.gate import GateSite
@@ -20,13 +22,14 @@ _RANGE = 2**31
 
 
 class ScriptedEmbeddings:
-    """Requests for embeddings of the scripted engine, whose model computes `dimensions` numbers and reads at most
-    `max_tokens` tokens of a text."""
+    """Requests for embeddings and scores of the scripted engine, whose model is of the kind `kind` and computes
+    `dimensions` numbers. The model reads at most `max_tokens` tokens of a text."""
 
-    def __init__(self, memory: ScriptedMemory, model: str, dimensions: int, max_tokens: int) -> None:
+    def __init__(self, memory: ScriptedMemory, model: str, kind: ModelKind, dimensions: int, max_tokens: int) -> None:
         self._memory = memory
         self._model = model
-        self._dimensions = dimensions
+        self._kind = kind
+        self._dimensions = 1 if kind is ModelKind.RERANK else dimensions
         self._max_tokens = max_tokens
         self._waiting: dict[int, tuple[Embed, int, float]] = {}
         self.forwards = 0
@@ -52,8 +55,8 @@ class ScriptedEmbeddings:
     def _refuse_improper(self, request: Embed, lengths: Sequence[int]) -> Refused | None:
         if request.model != self._model:
             return Refused(RefusalCode.NO_MODEL, f"this node serves {self._model}, not {request.model}")
-        if not self._dimensions:
-            return Refused(RefusalCode.UNSUPPORTED, explain_other_kind(self._model, ModelKind.CHAT))
+        if self._kind is not (ModelKind.RERANK if request.query else ModelKind.EMBED):
+            return Refused(RefusalCode.UNSUPPORTED, explain_other_kind(self._model, self._kind))
         if request.dimensions > self._dimensions:
             return Refused(RefusalCode.INVALID, f"the vectors of {self._model} have {self._dimensions} numbers at most")
         if request.prompt:
@@ -81,24 +84,32 @@ class ScriptedEmbeddings:
                 frames.append(Refusal(number, refused))
                 continue
             self.forwards += 1
-            size = request.dimensions or self._dimensions
-            data = b"".join(self._compute_vector(words, size) for words in _list_words(request, self._max_tokens))
+            data = b"".join(self._compute(words, request) for words in _list_words(request, self._max_tokens))
             frames += split_vectors(number, range(request.count), data)
             frames.append(Finished(number, (), tokens, 0, timings=Timings(now - arrived)))
         return frames
 
-    def _compute_vector(self, words: Sequence[str], dimensions: int) -> bytes:
+    def _compute(self, words: Sequence[str], request: Embed) -> bytes:
+        """Return the vector or the score of a text."""
+        if request.query:
+            mine, asked = set(words), set(request.query.split())
+            return struct.pack("<f", len(mine & asked) / len(mine | asked))
+        dimensions = request.dimensions or self._dimensions
         sums = [sum(values) for values in zip(*(_hash_word(word, dimensions) for word in words), strict=True)]
         length = math.hypot(*sums) or 1.0
         return struct.pack(f"<{dimensions}f", *(value / length for value in sums))
 
 
 def _count_tokens(request: Embed) -> list[int]:
-    return [len(ids) for ids in request.ids] + [max(1, count_words(text)) for text in request.texts]
+    """Return the tokens of each text. Those of a document include the query."""
+    query, most = count_words(request.query), request.max_tokens or sys.maxsize
+    lengths = [query + min(most, max(1, count_words(text))) for text in request.texts]
+    return [len(ids) for ids in request.ids] + lengths
 
 
 def _list_words(request: Embed, most: int) -> list[list[str]]:
     """Return the words of each text. A token id counts as a word."""
+    most = min(most, request.max_tokens or most)
     return [[str(token) for token in ids[:most]] for ids in request.ids] + [
         text.split()[:most] or [text] for text in request.texts
     ]

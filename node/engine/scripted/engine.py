@@ -92,7 +92,9 @@ class ScriptedEngine:
             leap=False,
             crash=lambda number: recorder.crash(settings.model, number),
         )
-        self._embeddings = ScriptedEmbeddings(self._memory, settings.model, settings.dimensions, settings.max_context)
+        self._embeddings = ScriptedEmbeddings(
+            self._memory, settings.model, _get_kind(settings), settings.dimensions, settings.max_context
+        )
         self.gate = self._memory.gate
         self._acked = self._enforced = self._sheds = self._freed_order = 0
         self._cancelled: dict[int, None] = {}
@@ -291,9 +293,16 @@ class ScriptedEngine:
 
 
 def _list_features(settings: ScriptedSettings) -> tuple[str, ...]:
-    if settings.dimensions:
-        return (ModelKind.EMBED.value,)
+    kind = _get_kind(settings)
+    if kind is not ModelKind.CHAT:
+        return (kind.value,)
     return ("tools",) if settings.tools else ()
+
+
+def _get_kind(settings: ScriptedSettings) -> ModelKind:
+    if settings.reranks:
+        return ModelKind.RERANK
+    return ModelKind.EMBED if settings.dimensions else ModelKind.CHAT
 
 
 def build(settings: NodeSettings, recorder: CallRecording) -> ScriptedEngine:

@@ -19,7 +19,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
     {
         "input": f"a text, token ids, or up to {MAX_INPUTS} of either, none of them empty",
         "encoding_format": "float (default) or base64: numbers in single precision, little endian",
-        "dimensions": "only for models whose files allow shorter vectors",
+        "dimensions": "only for models whose files or family (Qwen3-Embedding) allow shorter vectors",
         "truncate": "true cuts a text that is longer than the model allows; otherwise it is refused",
         "prompt_name": "name of a prompt of the model that precedes each text, such as `query`",
     }

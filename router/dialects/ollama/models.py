@@ -85,8 +85,9 @@ def show_model(models: VisibleModels, body: bytes, created: int) -> bytes | Prob
 
 
 def _list_capabilities(model: Model) -> list[str]:
-    if get_kind(model.features) is ModelKind.EMBED:
-        return ["embedding"]
+    kind = get_kind(model.features)
+    if kind is not ModelKind.CHAT:
+        return ["embedding" if kind is ModelKind.EMBED else kind.value]
     return ["completion", *(["tools"] if "tools" in model.features else [])]
 
 

@@ -20,7 +20,16 @@ OWNER = "macpool"
 ALIAS_OWNER = "macpool-alias"
 """Owner of an alias in the list of models."""
 _ALWAYS = ("max_tokens", "stop", "seed", "temperature", "top_p")
-_EMBED = ("dimensions", "encoding_format", "truncate", "prompt_name")
+_PARAMETERS = {
+    ModelKind.EMBED: ("dimensions", "encoding_format", "truncate", "prompt_name"),
+    ModelKind.RERANK: ("top_n", "return_documents", "truncate", "max_tokens_per_doc"),
+}
+_OUTPUTS = {
+    ModelKind.CHAT: ("llm", "text"),
+    ModelKind.EMBED: ("embeddings", "embeddings"),
+    ModelKind.RERANK: ("rerank", "rerank"),
+}
+"""Type of a model and modality of its output, by kind."""
 _BY_FEATURE = {
     TOOLS: ("tools", "tool_choice", "parallel_tool_calls"),
     GRAMMAR: ("response_format", "structured_outputs"),
@@ -63,13 +72,14 @@ def _build_model(model: Model, created: int, *, loaded: bool) -> dict[str, objec
     weights.
     """
     kind = get_kind(model.features)
+    named, output = _OUTPUTS[kind]
     length, more = model.context or None, (_BY_FEATURE.get(feature, ()) for feature in model.features)
     return {
         "id": model.name,
         "object": "model",
         "created": created,
         "owned_by": OWNER,
-        "type": "embeddings" if kind is ModelKind.EMBED else "llm",
+        "type": named,
         "context_length": length,
         "max_model_len": length,
         "max_context_length": length,
@@ -79,10 +89,10 @@ def _build_model(model: Model, created: int, *, loaded: bool) -> dict[str, objec
         "size": model.weights,
         "capabilities": ["tool_use"] if TOOLS in model.features else [],
         "features": [kind, *(feature for feature in model.features if feature != kind)],
-        "supported_parameters": list(_EMBED) if kind is ModelKind.EMBED else [*_ALWAYS, *chain.from_iterable(more)],
+        "supported_parameters": list(_PARAMETERS.get(kind, (*_ALWAYS, *chain.from_iterable(more)))),
         "architecture": {
             "input_modalities": ["text"],
-            "output_modalities": ["embeddings" if kind is ModelKind.EMBED else "text"],
+            "output_modalities": [output],
         },
         "meta": {"n_ctx_train": length, "size": model.weights},
     }

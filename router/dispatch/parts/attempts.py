@@ -173,4 +173,6 @@ def _build_embed(request: ActiveRequest, action: Send, embed: EmbeddingInput) ->
         truncate=embed.truncate,
         prompt=embed.prompt,
         owner=request.weighted_key,
+        query=embed.query,
+        max_tokens=embed.max_tokens,
     )

@@ -90,6 +90,8 @@ WITH_BODY = [
     "POST /v1/embeddings",
     "POST /api/embed",
     "POST /api/embeddings",
+    "POST /v1/rerank",
+    "POST /v2/rerank",
     "POST /api/show",
     "POST /api/v1/nodes/{node}/drain",
     "POST /api/v1/nodes/{node}/pause",
@@ -163,7 +165,8 @@ def request(
 
 def message_of(answer: bytes) -> str:
     """Return the message of an error in any dialect, empty for any other answer."""
-    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    body = json.loads(answer.partition(b"\r\n\r\n")[2])
+    error = body["error"] if "error" in body else body["message"]
     return error if isinstance(error, str) else error["message"]
 
 

@@ -53,6 +53,8 @@ TABLE: dict[str, dict[str, str]] = {
     "POST /v1/embeddings": GENERATES,
     "POST /api/embed": GENERATES,
     "POST /api/embeddings": GENERATES,
+    "POST /v1/rerank": GENERATES,
+    "POST /v2/rerank": GENERATES,
     "POST /v1/messages/count_tokens": GENERATES | {"waiting": AT_ONCE, "priority": AT_ONCE},
     "POST /v1/videos": GENERATES | {"tokens_per_minute": NO_TEXT, "priority": IN_TURN},
     "GET /v1/models": SHOWS,
@@ -99,14 +101,20 @@ BODIES: dict[str, dict[str, Any]] = {
     "POST /v1/embeddings": {"input": "hello " * 20},
     "POST /api/embed": {"input": "hello " * 20},
     "POST /api/embeddings": {"prompt": "hello " * 20},
+    "POST /v1/rerank": {"query": "hello", "documents": ["hello " * 20]},
+    "POST /v2/rerank": {"query": "hello", "documents": ["hello " * 20]},
     "POST /v1/videos": {"prompt": "a mouse", "size": "256x256", "frames": 5, "steps": 2},
     "POST /api/show": {},
 }
 TINY, DESK, ATTIC = "tiny", "desk-model", "attic-model"
 SECRET = "secret-video"
-EMBEDS = {"POST /v1/embeddings", "POST /api/embed", "POST /api/embeddings"}
-EMBEDDERS = {name: f"{name}-vectors" for name in (TINY, DESK, ATTIC)}
-"""Embedding models on the nodes of the models for chats."""
+KINDS = {
+    **dict.fromkeys(("POST /v1/embeddings", "POST /api/embed", "POST /api/embeddings"), "embed"),
+    **dict.fromkeys(("POST /v1/rerank", "POST /v2/rerank"), "rerank"),
+}
+"""Kind of the model that a route needs, if it is not a chat."""
+OTHERS = (TINY, DESK, ATTIC)
+"""Models for chats, on whose nodes are models of the other kinds."""
 VIDEOS = "POST /v1/videos"
 USES = BODIES.keys() - {"POST /api/show"}
 """Routes that make nodes work."""
@@ -131,9 +139,9 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 def both(*names: str) -> tuple[Model, ...]:
-    """Return models for chats, and an embedding model for each."""
-    vectors = (a_model(EMBEDDERS[name], features=("embed",)) for name in names)
-    return (*map(a_model, names), *vectors)
+    """Return models for chats, and for each an embedding model and a reranker."""
+    others = (a_model(f"{name}-{kind}", features=(kind,)) for name in names for kind in ("embed", "rerank"))
+    return (*map(a_model, names), *others)
 
 
 def _show(served: Served) -> None:
@@ -171,7 +179,7 @@ def raw(operation: str, key: str, model: str = TINY, **more: object) -> bytes:
     method, path = operation.split(" ")
     path = path.replace("{model}", model)
     named = "wan" if operation == VIDEOS and model == TINY else model
-    named = EMBEDDERS.get(model, model) if operation in EMBEDS else named
+    named = f"{model}-{KINDS[operation]}" if operation in KINDS and model in OTHERS else named
     body = json.dumps({"model": named, **BODIES.get(operation, {}), **more}).encode() if method == "POST" else b""
     head = f"{method} {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {key}\r\n"
     head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"

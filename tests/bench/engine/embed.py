@@ -1,6 +1,8 @@
 """Rows of embeddings: 2,048 texts during eight chats, and their speed compared with the bare model."""
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,18 +14,21 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 
+from tests import models
 from tests.bench.engine.chats import words
 from tests.bench.engine.rows import MIB, ROWS, Server, between, missing, model, one_node, prompts
 from tests.bench.row import Row, at_least, at_most, in_turn, not_measured, p99, ratio_of, spread
 from tests.support.engine.embedders import MODULE, write_json
+from tests.support.processes import ROOT, environment
 
 TEXTS = 2048
-SPEED_TEXTS = 256
+SPEED_TEXTS = 32
 """Texts of the comparison with the bare model."""
 TEXT_WORDS = 16
 ROUNDS = 2
 STEPS = 150
-"""Decode steps of each phase."""
+"""Decode steps of each phase, which ends earlier after PHASE_SECONDS."""
+PHASE_SECONDS = 8.0
 BATCH_TOKENS = 2048
 """Tokens of a forward of the bare model, padding included."""
 VECTORS = "vectors"
@@ -56,15 +61,13 @@ def bench_embed(folder: Path) -> list[Row]:
     made = make_embedder(folder / "models")
     with one_node(folder, folder / "models", VECTORS) as (_, server):
         found = [asyncio.run(_measure_gaps(server, number)) for number in range(ROUNDS)]
-        compute = load_bare(made)
 
         def over_http(number: int) -> float:
             texts = make_texts(number, SPEED_TEXTS)
             return SPEED_TEXTS / _time(lambda: asyncio.run(embed(server, texts)))
 
         def alone(number: int) -> float:
-            texts = make_texts(number, SPEED_TEXTS)
-            return SPEED_TEXTS / _time(lambda: compute(texts))
+            return SPEED_TEXTS / run_bare(made, number)
 
         mine, other, share, shares = ratio_of(in_turn(over_http, alone, ROUNDS))
     loud, quiet, ratio, ratios = ratio_of([(p99(one), p99(still)) for one, still in found])
@@ -80,6 +83,21 @@ async def embed(server: Server, texts: list[str]) -> None:
     async with httpx.AsyncClient(timeout=300, trust_env=False, verify=False) as client:
         answer = await client.post(f"{server.base}/v1/embeddings", json=body, headers=headers)
     assert len(answer.raise_for_status().json()["data"]) == len(texts)
+
+
+def run_bare(folder: Path, seed: int) -> float:
+    """Compute the vectors of a round in a process with the BLAS of the engine, and return its seconds."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.engine.embed", str(folder), str(seed)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        env=environment(**models.fast_blas()),
+    )
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
+    return float(done.stdout.splitlines()[-1])
 
 
 def load_bare(folder: Path) -> Callable[[list[str]], None]:
@@ -119,17 +137,24 @@ async def _measure_gaps(server: Server, number: int) -> tuple[list[float], list[
         for one, row in zip(asked, times, strict=True)
     ]
 
-    async def wait_for(steps: int) -> None:
-        while min(map(len, times)) < steps:  # noqa: ASYNC110  the chats report tokens to lists
+    async def run_phase(begun: float) -> None:
+        """Wait until each chat has STEPS more tokens, or PHASE_SECONDS have passed and each has one more."""
+        reached = max(map(len, times))
+        while (steps := min(map(len, times)) - reached) < STEPS:
+            if steps > 0 and time.monotonic() > begun + PHASE_SECONDS:
+                return
             await asyncio.sleep(0.02)
 
     texts: list[asyncio.Future[None]] = []
     try:
-        await asyncio.wait_for(wait_for(STEPS), 120)
-        begun, settled = time.monotonic(), max(row[0] for row in times)
+        async with asyncio.timeout(60):
+            while not all(times):  # noqa: ASYNC110  the chats report tokens to lists
+                await asyncio.sleep(0.02)
+        settled = max(row[0] for row in times)
+        await asyncio.wait_for(run_phase(settled), 120)
+        begun = time.monotonic()
         texts.append(asyncio.ensure_future(embed(server, make_texts(number, TEXTS))))
-        reached = max(map(len, times))
-        await asyncio.wait_for(wait_for(reached + STEPS), 240)
+        await asyncio.wait_for(run_phase(begun), 120)
         ended = time.monotonic()
         assert not texts[0].done(), "the texts ended before the phase"
     finally:
@@ -137,3 +162,14 @@ async def _measure_gaps(server: Server, number: int) -> tuple[list[float], list[
             one.cancel()
         await asyncio.gather(*chats, *texts, return_exceptions=True)
     return between(times, begun, ended), between(times, settled, begun)
+
+
+def main() -> None:
+    """Print the seconds in which the bare model in a folder computes the vectors of a round."""
+    compute = load_bare(Path(sys.argv[1]))
+    texts = make_texts(int(sys.argv[2]), SPEED_TEXTS)
+    print(_time(lambda: compute(texts)))
+
+
+if __name__ == "__main__":
+    main()

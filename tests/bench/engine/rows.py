@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -474,12 +474,27 @@ def bench_torture(folder: Path) -> list[Row]:
         )
         below = (cap - seen.highest) / MIB
         rows.append(Row(name.format(room), target, f"{share:.2f} x, {below:.1f} MiB below; {words}", ok, commit()))
+        if room == ORACLE_FROM:
+            rows.append(_torture_with_texts(folder, cap, room, costs, name.format(room)))
         free = asyncio.run(torture.torture(folder, cap, TORTURE_SECONDS / 3, guard=False))
         above = (free.highest - cap) / MIB
         rows.append(
             Row(f"{name.format(room)}, guard off", "over the cap", f"{above:.1f} MiB over", above > 0, commit())
         )
     return rows
+
+
+def _torture_with_texts(
+    folder: Path, cap: int, room: int, costs: Mapping[torture.Kind, torture.Cost], name: str
+) -> Row:
+    """Run more than fits, with chats and requests for embeddings and scores."""
+    seconds = TORTURE_SECONDS / 3
+    seen = asyncio.run(torture.torture(folder, cap, seconds, texts=True))
+    held, _, _ = torture.verdict(seen, costs, room * MIB, seconds)
+    ok = held and seen.texts.keys() <= torture.CLEAN and seen.texts["done"] > 0
+    below = (cap - seen.highest) / MIB
+    words = f"{seen.over} of {seen.samples} samples over, {below:.1f} MiB below; texts {dict(seen.texts)}"
+    return Row(f"{name}, with embeddings and scores", "0 over, 0 lost", words, ok, commit())
 
 
 def bench_steady(folder: Path) -> list[Row]:

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from random import Random
 
@@ -33,9 +34,11 @@ from node.memory.poll import MemoryPoll
 from node.memory.sensor import open_machine, open_sensor
 from node.settings import resolve_settings
 from tests import models
+from tests.support.engine.embedders import make_embedder, make_reranker
 from wire.codec import decode, encode
 from wire.frames import (
     TAGS,
+    Embed,
     Failed,
     Finished,
     Frame,
@@ -66,7 +69,9 @@ FLOOR = 64
 BATCH = 32
 """Rows that decode at once at most, as the engine's settings have it."""
 MARGIN = 6 * MIB
-MODEL, SECOND = "chat", "second"
+MODEL, SECOND, VECTORS, SCORES = "chat", "second", "vectors", "scores"
+TEXTS_AT_ONCE = 48
+"""Texts of one request for embeddings or scores, of 4 to 400 words."""
 TOKENS_PER_WORD = 3
 
 
@@ -128,6 +133,8 @@ class Seen:
     asked: list[Asked] = field(default_factory=list[Asked])
     leases: list[tuple[float, float, int]] = field(default_factory=list[tuple[float, float, int]])
     orders: list[str] = field(default_factory=list[str])
+    texts: Counter[str] = field(default_factory=Counter[str])
+    """Ends of the requests for embeddings and scores."""
     samples: int = 0
     over: int = 0
     highest: int = 0
@@ -218,7 +225,14 @@ class Node:
             lambda number: Generate(number, number, f"r{number}", model, (message,), params, 0, expected or kind.answer)
         )
 
-    async def _sent(self, frame: Callable[[int], Generate | LoadModel | UnloadModel]) -> Frame:
+    async def embed(self, seed: int) -> Frame:
+        """Send one request for embeddings or for scores, whose texts follow from the seed, and return its end."""
+        random, scores = Random(seed), seed % 2
+        texts = tuple("word " * random.choice((4, 40, 400)) for _ in range(TEXTS_AT_ONCE))
+        model, query = (SCORES, "which word?") if scores else (VECTORS, "")
+        return await self._sent(lambda number: Embed(number, number, f"r{number}", model, texts, query=query))
+
+    async def _sent(self, frame: Callable[[int], Embed | Generate | LoadModel | UnloadModel]) -> Frame:
         self._number += 1
         number = self._number
         end = self._ends[number] = asyncio.get_running_loop().create_future()
@@ -257,6 +271,8 @@ def lay_out(folder: Path) -> None:
     (folder / "models").mkdir(parents=True, exist_ok=True)
     for name, architecture in ((MODEL, "llama"), (SECOND, "qwen3")):
         (folder / "models" / name).symlink_to(models.path(architecture))
+    make_embedder(folder / "models" / VECTORS, modes=("pooling_mode_mean_tokens",))
+    make_reranker(folder / "models" / SCORES)
 
 
 # Measured before a run
@@ -315,8 +331,11 @@ async def settled(node: Node) -> int:
 # the load
 
 
-async def torture(folder: Path, cap: int, seconds: float, *, guard: bool = True) -> Seen:
-    """Ask for more than fits for `seconds`, and return the results."""
+async def torture(folder: Path, cap: int, seconds: float, *, guard: bool = True, texts: bool = False) -> Seen:
+    """Ask for more than fits for `seconds`, and return the results.
+
+    With `texts`, ask for embeddings and scores as well.
+    """
     seen = Seen()
     memory: dict[str, object] = {"cap": cap, "margin": MARGIN, "guard": "on" if guard else "off"}
     async with started(folder, memory) as node:
@@ -331,6 +350,7 @@ async def torture(folder: Path, cap: int, seconds: float, *, guard: bool = True)
                 _watch(node, seen, cap),
                 _lend(node, seen, max(MIB, cap - rest) // LEASE_SHARE, begun),
                 _load(node, seen),
+                *((_embed(node, seen),) if texts else ()),
             )
         ]
         try:
@@ -420,6 +440,16 @@ async def _load(node: Node, seen: Seen) -> None:
             word = "done" if isinstance(end, Finished) else str(end.refused.code) if isinstance(end, Refusal) else "?"
             seen.orders.append(f"{kind.__name__.lower()} {word}")
             await asyncio.sleep(LOAD_FOR)
+
+
+async def _embed(node: Node, seen: Seen) -> None:
+    """Ask for embeddings and for scores in turn, one request after the other."""
+    for seed in count():
+        end = await node.embed(seed)
+        code = end.refused.code if isinstance(end, Refusal) else end.code if isinstance(end, Failed) else "done"
+        seen.texts[str(code)] += 1
+        if code != "done":
+            await asyncio.sleep(ASK_AGAIN)
 
 
 def verdict(seen: Seen, costs: Mapping[Kind, Cost], room: int, until: float) -> tuple[bool, float, str]:

@@ -246,7 +246,7 @@ class LoopbackCluster:
         )
 
     def _embed(self, node: LoopbackNode, asked: Embed) -> None:
-        """Answer a request for embeddings, the last text first."""
+        """Answer a request for embeddings or scores, the last text first."""
         node.acked_seq = max(node.acked_seq, asked.seq)
         if node.silent:
             return
@@ -257,6 +257,8 @@ class LoopbackCluster:
         tokens = sum(map(len, asked.ids)) + sum(len(text) // 4 + 1 for text in asked.texts)
         self.say(node, Admitted(asked.request, tokens))
         vectors = [vector(one, asked.dimensions or 8) for one in asked.ids or asked.texts]
+        if asked.query:
+            vectors = [score(asked.query, text) for text in asked.texts]
         for place in () if node.mute else reversed(range(asked.count)):
             self.say(node, Vectors(asked.request, (place,), vectors[place]))
         self.say(node, Finished(asked.request, (), tokens, 0))
@@ -338,6 +340,12 @@ def vector(text: object, dimensions: int = 8) -> bytes:
     """Return the vector of a text or of token ids on a loopback node: numbers that need all digits of fp32."""
     raw = hashlib.shake_128(repr(text).encode()).digest(4 * dimensions)
     return struct.pack(f"<{dimensions}f", *(number / 2**31 for number in struct.unpack(f"<{dimensions}i", raw)))
+
+
+def score(query: str, document: str) -> bytes:
+    """Return the score of a document on a loopback node, as bytes: it follows from both texts, equal ones are equal."""
+    raw = hashlib.shake_128(f"{query}|{document}".encode()).digest(2)
+    return struct.pack("<f", int.from_bytes(raw, "little") / 2**16)
 
 
 def _counted(node: LoopbackNode, asked: CountTokens) -> Frame:

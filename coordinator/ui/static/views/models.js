@@ -6,6 +6,7 @@ import { NewPull, Pulls } from "/ui/views/pulls.js";
 const RELOAD_MS = 5000;
 const MAX_REPLICAS = 1000;
 const STATES = { known: "on disk", failed: "cannot load" };
+const PURPOSES = { embed: "for embeddings, ", rerank: "for rerank, " };
 const IDENTITIES = { content: "same content", sampled: "same samples" };
 
 // A Mac that is not here: neither its state of the past nor a button.
@@ -82,7 +83,7 @@ function Model({ name, model, wish, own, announce }) {
   const places = model?.nodes.filter((place) => place.state !== "left") ?? [];
   const loadable = places.some((place) => PRESENT.includes(place.state) && place.model === "known");
   return html`<section class="card" aria-label=${name}><h3>${name}</h3>
-    <p class="quiet small">${model ? `${model.kind === "embed" ? "for embeddings, " : ""}${size(model.weights)}, context of ${count(model.context)} tokens` : "No Mac has this model."}</p>
+    <p class="quiet small">${model ? `${PURPOSES[model.kind] ?? ""}${size(model.weights)}, context of ${count(model.context)} tokens` : "No Mac has this model."}</p>
     ${model?.conflict ? html`<p class="warn small">Macs hold different models under this name: requests go to one of them only.</p>` : null}
     ${wish ? html`<${WishState} wish=${wish} />` : null}
     ${places.length ? html`<ul class="places">${places.map((place) => PRESENT.includes(place.state) ? html`<${Place} key=${place.id} model=${model} place=${place} own=${own} announce=${announce} />` : html`<${Away} key=${place.id} place=${place} />`)}</ul>` : null}

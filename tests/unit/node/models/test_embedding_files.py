@@ -111,11 +111,11 @@ def test_other_modules_are_another_model(tmp_path: Path):
     assert len({one.fingerprint for one in found if one is not None}) == 4
 
 
-def test_an_encoder_is_listed_with_the_reason(tmp_path: Path):
-    folder = make_embedder(tmp_path / "e", model_type="bert", architectures=["BertModel"])
+def test_an_unknown_encoder_is_listed_with_the_reason(tmp_path: Path):
+    folder = make_embedder(tmp_path / "e", model_type="nomic_bert", architectures=["NomicBertModel"])
     found = describe_folder("e", folder)
     assert found is not None
-    assert "it is an encoder (bert)" in found.cause
+    assert "an encoder of the type nomic_bert: known are bert, roberta, xlm-roberta, modernbert" in found.cause
 
 
 def test_the_layers_of_a_decoder_without_its_output_are_a_model(tmp_path: Path):
@@ -142,3 +142,18 @@ def test_a_setting_names_the_kind(tmp_path: Path):
 def test_a_setting_without_a_name_or_a_kind_is_refused(entry: str):
     with pytest.raises(ValueError, match=r"models\.kinds"):
         check_settings(NodeSettings(models=ModelSettings(kinds=(entry,))))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "can"),
+    [
+        ("mlx-community/Qwen3-Embedding-0.6B-8bit", "qwen3", True),
+        ("my-embedder", "qwen3", False),
+        ("qwen3-embedding", "llama", False),
+    ],
+)
+def test_vectors_of_a_known_family_may_be_cut(tmp_path: Path, name: str, kind: str, can: bool):
+    found = describe_folder(name, make_embedder(tmp_path / "e", model_type=kind))
+    assert found is not None
+    assert found.layout is not None
+    assert found.layout.can_shorten is can

@@ -396,11 +396,18 @@ def test_a_feature_that_the_model_lacks_rules_the_node_out():
 
 def test_a_request_goes_to_models_of_its_kind_only():
     vectors = node("vectors", None, a_model(features=("embed",)))
-    chat, embed = (ResourceDemand("tiny", 400, kind=kind) for kind in ModelKind)
+    scores = node("scores", None, a_model(features=("rerank",)))
+    chat, embed, rerank = (ResourceDemand("tiny", 400, kind=kind) for kind in ModelKind)
     assert chosen(decide(node("plain"), vectors, ask=chat)) == "plain"
     assert chosen(decide(node("plain"), vectors, ask=embed)) == "vectors"
+    assert chosen(decide(node("plain"), vectors, scores, ask=rerank)) == "scores"
     assert "for embed requests" in why(decide(node("plain"), vectors, ask=chat), "vectors")
-    for serving, ask, route in ((vectors, chat, "/v1/embeddings"), (node("plain"), embed, "/v1/chat/completions")):
+    for serving, ask, route in (
+        (vectors, chat, "/v1/embeddings"),
+        (vectors, rerank, "/v1/embeddings"),
+        (scores, embed, "/v1/rerank"),
+        (node("plain"), embed, "/v1/chat/completions"),
+    ):
         refusal = refused(decide(serving, ask=ask))
         assert refusal.code is RefusalCode.UNSUPPORTED
         assert route in refusal.message

@@ -171,11 +171,12 @@ def test_a_fault_ends_its_own_request_only(driver: Driver):
     driver.vectors(driver.embed("warm"))
     loaded, head = driver.resident(), driver.resident().head
     assert head is not None
+    layers: Any = head.run_layers
 
     def run_layers(ids: mx.array, **more: Any) -> mx.array:
         if 7 in np.array(ids):
             raise ValueError("token 7")
-        return head.run_layers(ids, **more)
+        return layers(ids, **more)
 
     broken = dataclasses.replace(head, run_layers=run_layers)
     driver.engine.parts.models.put(dataclasses.replace(loaded, head=broken))
@@ -191,7 +192,8 @@ def test_numbers_that_are_not_finite_are_an_error(driver: Driver):
     driver.vectors(driver.embed("warm"))
     head = driver.resident().head
     assert head is not None
-    broken = dataclasses.replace(head, run_layers=lambda ids, **more: head.run_layers(ids, **more) * mx.array(mx.nan))
+    layers: Any = head.run_layers
+    broken = dataclasses.replace(head, run_layers=lambda ids, **more: layers(ids, **more) * mx.array(mx.nan))
     driver.engine.parts.models.put(dataclasses.replace(driver.resident(), head=broken))
     number = driver.embed("hello")
     end = driver.end(number)
@@ -215,6 +217,25 @@ def test_tokens_arrive_between_the_forwards_of_many_texts(tmp_path: Path):
     driver.until(lambda: driver.ended(number) or driver.ended(chat))
     tokens, ran = len(driver.ids[chat, 0]) - begun, driver.gate.checks[GateSite.EMBED] - forwards
     assert tokens >= ran - 1 > 1, "no two forwards run without a step between them"
+
+
+def test_short_texts_take_no_longer_than_a_part_of_a_step(tmp_path: Path):
+    make_embedder(tmp_path / "vectors")
+    make_embedder(tmp_path / "chat", normalize=False)
+    (tmp_path / "chat/modules.json").unlink()
+    (tmp_path / "chat/1_Pooling/config.json").unlink()
+    driver = Driver(tmp_path, min_prefill_step=512)
+    driver.answer("hello", GenerationParams(max_tokens=2), model="chat")
+    driver.vectors(driver.embed("warm", model="vectors"))
+    stats = driver.resident("vectors").stats
+    stats.record_prefill(64, 1.0, 0)
+    chat = driver.ask("count", GenerationParams(max_tokens=200, logit_bias=((0, -100.0),)), model="chat")
+    driver.until(lambda: driver.ids[chat, 0])
+    before = driver.gate.checks[GateSite.EMBED]
+    number = driver.embed(*["a text of some words " * 4] * 4, model="vectors")
+    driver.until(lambda: driver.gate.checks[GateSite.EMBED] > before)
+    texts = sum(len(frame.places) for frame in driver.said[number] if isinstance(frame, Vectors))
+    assert texts < 4, "the smallest chunk of a long text is no measure for short ones"
 
 
 def test_a_request_is_ended_to_release_its_memory(driver: Driver):

@@ -1,6 +1,8 @@
 """Every registered kind × every route: a kind whose gate does not check a route fails here."""
 
 import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,8 @@ from node.engine.process.interface import ROUTES, Engine, EngineKindError, impor
 from node.engine.process.kinds import KINDS
 from node.engine.requests.tokenize_admission import UntokenizedPrompt
 from node.settings import EngineSettings, ModelSettings, NodeSettings, ScriptedSettings
+from tests.models import EMBEDDED
+from tests.support.engine.embedders import make_embedder, make_reranker
 from wire.frames import Admitted, Cancel, Embed, Frame, Generate, GenerationParams, MemoryLimits, Message, Refusal
 from wire.refusals import RefusalCode
 from wire.units import GIB
@@ -21,16 +25,31 @@ MAKE = {
         number, number, "r", model, (), GenerationParams(), 0, text="hi there " * 9
     ),
     "embeddings": lambda model, number: Embed(number, number, "r", model, ("hi there " * 9, "you")),
+    "rerank": lambda model, number: Embed(number, number, "r", model, ("hi there " * 9, "you"), query="who"),
 }
 JOINS = {"chat", "completions"}
 """Routes whose rows decode."""
 
 
-def made(kind: str, route: str = "chat") -> Engine:
-    embeds = route == "embeddings"
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the folder of a model for each route."""
+    root = tmp_path_factory.mktemp("models")
+    others = {"embeddings": make_embedder(root / "embeddings"), "rerank": make_reranker(root / "rerank")}
+    return others | dict.fromkeys(JOINS, EMBEDDED)
+
+
+@pytest.fixture
+def make(folders: dict[str, Path]) -> Callable[[str, str], Engine]:
+    """Return the function that makes an engine of a kind with a model for a route."""
+    return lambda kind, route: made(kind, route, folders)
+
+
+def made(kind: str, route: str, folders: Mapping[str, Path]) -> Engine:
+    scripted = ScriptedSettings(dimensions=8 * (route == "embeddings"), reranks=route == "rerank")
     settings = NodeSettings(
-        engine=EngineSettings(kind=kind, scripted=ScriptedSettings(dimensions=8 * embeds)),
-        models=ModelSettings(use_huggingface_cache=False, trial=False, kinds=("macpool-tiny=embed",) * embeds),
+        engine=EngineSettings(kind=kind, scripted=scripted),
+        models=ModelSettings(folders=(str(folders[route]),), use_huggingface_cache=False, trial=False),
     )
     return import_builder(kind)(settings, CrashRecorder())
 
@@ -63,8 +82,8 @@ def test_every_route_has_a_request():
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_passes_before_the_first_limits(kind: str, route: str):
-    engine = made(kind, route)
+def test_nothing_passes_before_the_first_limits(make: Callable[[str, str], Engine], kind: str, route: str):
+    engine = make(kind, route)
     (answer,) = ask(engine, route, 1)
     assert isinstance(answer, Refusal)
     assert answer.refused.code is RefusalCode.NOT_READY
@@ -74,8 +93,8 @@ def test_nothing_passes_before_the_first_limits(kind: str, route: str):
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_prefill_and_every_join_asks_the_gate(kind: str, route: str):
-    engine = made(kind, route)
+def test_every_prefill_and_every_join_asks_the_gate(make: Callable[[str, str], Engine], kind: str, route: str):
+    engine = make(kind, route)
     engine.handle(FITS, 0.0)
     assert isinstance(ask(engine, route, 1)[0], Admitted)
     assert engine.report(0.0).memory.armed is True
@@ -89,8 +108,8 @@ def test_every_prefill_and_every_join_asks_the_gate(kind: str, route: str):
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_room_at_the_door_and_none_before_the_forward(kind: str, route: str):
-    engine = made(kind, route)
+def test_no_room_at_the_door_and_none_before_the_forward(make: Callable[[str, str], Engine], kind: str, route: str):
+    engine = make(kind, route)
     engine.handle(FITS, 0.0)
     assert isinstance(ask(engine, route, 1)[0], Admitted)
     engine.handle(Cancel(1), 0.0)

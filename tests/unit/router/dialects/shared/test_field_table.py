@@ -26,6 +26,7 @@ from router.dialects.openai.completion import CompletionRoute
 from router.dialects.openai.responses import ResponsesRoute
 from router.dialects.openai.responses_store import build_stored_response
 from router.dialects.openai.video_schema import VIDEO
+from router.dialects.rerank.api import CohereRerankRoute, RerankRoute
 from router.dialects.shared.field_table import FieldRow, FieldTable
 from router.errors import Problem
 from wire.frames import Message
@@ -59,6 +60,8 @@ BASE: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"model": "m", "input": "x"},
     "/api/embed": {"model": "m", "input": "x"},
     "/api/embeddings": {"model": "m", "prompt": "x"},
+    "/v1/rerank": {"model": "m", "query": "q", "documents": ["x"]},
+    "/v2/rerank": {"model": "m", "query": "q", "documents": ["x"]},
     OPTIONS: {},
 }
 PARSE: dict[str, Callable[[bytes], object]] = {
@@ -73,6 +76,8 @@ PARSE: dict[str, Callable[[bytes], object]] = {
     "/v1/embeddings": lambda body: EmbeddingsRoute().parse(body, "key"),
     "/api/embed": lambda body: OllamaEmbedRoute().parse(body, "key"),
     "/api/embeddings": lambda body: OllamaEmbeddingsRoute().parse(body, "key"),
+    "/v1/rerank": lambda body: RerankRoute().parse(body, "key"),
+    "/v2/rerank": lambda body: CohereRerankRoute().parse(body, "key"),
     OPTIONS: lambda body: OllamaChatRoute().parse(
         json.dumps({"model": "m", "messages": HELLO, "options": json.loads(body)}).encode(), "key"
     ),
@@ -134,6 +139,8 @@ SDK: dict[str, set[str]] = {
     "/v1/embeddings": set(EmbeddingCreateParams.__annotations__),
     "/api/embed": {"model", "input", "truncate", "options", "keep_alive", "dimensions"},
     "/api/embeddings": {"model", "prompt", "options", "keep_alive"},
+    "/v1/rerank": {"model", "query", "documents", "top_n", "return_documents"},
+    "/v2/rerank": {"model", "query", "documents", "top_n", "max_tokens_per_doc", "priority"},
     OPTIONS: {
         "numa",
         "num_ctx",
@@ -236,6 +243,11 @@ WITH: dict[str, dict[str, Any]] = {
     "dimensions": {"dimensions": 5},
     "encoding_format": {"encoding_format": "base64"},
     "prompt_name": {"prompt_name": "query"},
+    "query": {"query": "another"},
+    "documents": {"documents": ["x", {"text": "y"}]},
+    "top_n": {"top_n": 1},
+    "max_tokens_per_doc": {"max_tokens_per_doc": 9},
+    "return_documents": {"return_documents": False},
     "usage": STREAM | {"usage": {"include": True}},
     "enable_thinking": {"enable_thinking": False},
 }
@@ -253,6 +265,7 @@ EVEN: dict[tuple[str, str], dict[str, Any]] = {
     ("/v1/messages", "metadata"): {"metadata": {"user_id": "mine"}},
     ("/v1/embeddings", "truncate"): {"truncate": True},
     ("/api/embed", "truncate"): {"truncate": False},
+    ("/v1/rerank", "truncate"): {"truncate": True},
 }
 CHOICE: dict[str, tuple[dict[str, Any], object]] = {
     "/v1/chat/completions": (TOOLS, "none"),

@@ -1,0 +1,64 @@
+"""Encoder of a loaded model: hidden states of whole texts, and the logits of a cross-encoder."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from node.engine.embedding.encoders.bert import classify_bert, list_bert_names, list_bert_rows, run_bert
+from node.engine.embedding.encoders.modernbert import (
+    classify_modernbert,
+    list_modernbert_names,
+    list_modernbert_rows,
+    run_modernbert,
+)
+from node.engine.embedding.encoders.weights import EncoderWeights, read_arrays, read_quantization
+from node.models.embedding_layout import EncoderFamily, EncoderShape
+from node.models.weight_files import parse_json_object
+
+
+class Encoder:
+    """Encoder with its weights. A text runs in one forward without a cache, because all tokens are attended."""
+
+    def __init__(self, shape: EncoderShape, weights: EncoderWeights) -> None:
+        self.shape = shape
+        self._weights = weights
+        self._is_modern = shape.family is EncoderFamily.MODERNBERT
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """All weights."""
+        return list(self._weights.arrays.values())
+
+    def run(self, rows: Sequence[Sequence[int]], lengths: Sequence[int], segments: Sequence[int] = ()) -> mx.array:
+        """Return the hidden states of texts, padded to one length, lazily: shape (texts, tokens, features).
+
+        `lengths` are the tokens of each text without padding. `segments` has the place of the first token of each
+        second text, 0 without a second text; empty if no text has one.
+        """
+        ids = mx.array([list(row) for row in rows])
+        places, tokens = mx.arange(ids.shape[1])[None], ids.shape[1]
+        mask = None
+        if min(lengths) < tokens:
+            mask = (places < mx.array(list(lengths))[:, None])[:, None, None]
+        if self._is_modern:
+            return run_modernbert(self._weights, self.shape, ids, mask)
+        begins = mx.array([begin or tokens for begin in segments])[:, None] if any(segments) else None
+        second = None if begins is None else (places >= begins).astype(ids.dtype)
+        return run_bert(self._weights, self.shape, ids, mask, second)
+
+    def classify(self, states: mx.array) -> mx.array:
+        """Return the logits of pooled states, shape (texts, 1), lazily."""
+        classify = classify_modernbert if self._is_modern else classify_bert
+        return classify(self._weights, self.shape, states)
+
+
+def load_encoder(folder: Path, shape: EncoderShape) -> Encoder:
+    """Return the lazy encoder in a folder. Raise `EncoderWeightsError` if a weight is missing or has too few rows."""
+    is_modern = shape.family is EncoderFamily.MODERNBERT
+    names = list_modernbert_names(shape) if is_modern else list_bert_names(shape)
+    config = parse_json_object((folder / "config.json").read_bytes())
+    weights = EncoderWeights(read_arrays(folder), names, read_quantization(config))
+    for name, rows in (list_modernbert_rows if is_modern else list_bert_rows)(shape).items():
+        weights.check_rows(name, rows)
+    return Encoder(shape, weights)

@@ -1,0 +1,116 @@
+"""Weights of an encoder by their names in the checkpoint, and the layers that use them."""
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+
+PREFIXES = ("", "bert.", "roberta.", "model.")
+"""Prefixes of the names of an encoder within a larger model."""
+_OLDER = {".gamma": ".weight", ".beta": ".bias"}
+"""Older ends of names of normalizations."""
+
+
+class EncoderWeightsError(ValueError):
+    """Checkpoint that lacks a weight of its encoder."""
+
+
+class EncoderWeights:
+    """Weights of an encoder. `names` are those that the encoder uses, optional ones with a question mark at the end.
+
+    `quantization` are bits and group size of quantized weights; None without. Raise `EncoderWeightsError` for a missing
+    weight.
+    """
+
+    def __init__(
+        self, arrays: Mapping[str, mx.array], names: Iterable[str], quantization: tuple[int, int] | None
+    ) -> None:
+        self._quantization = quantization
+        found: dict[str, mx.array] = {}
+        for name in names:
+            bare = name.removesuffix("?")
+            array = next((arrays[prefix + bare] for prefix in PREFIXES if prefix + bare in arrays), None)
+            if array is None and bare == name:
+                raise EncoderWeightsError(f"its checkpoint has no weight {name}")
+            found |= {} if array is None else {bare: array}
+        self.arrays = found
+        """Weights by name."""
+
+    def check_rows(self, name: str, rows: int) -> None:
+        """Raise `EncoderWeightsError` if an embedding has fewer than `rows` rows: MLX does not check indices."""
+        found = self.arrays[f"{name}.weight"].shape[0]
+        if found < rows:
+            raise EncoderWeightsError(f"its checkpoint has {found} rows of {name}, its config needs {rows}")
+
+    def take_rows(self, name: str, ids: mx.array) -> mx.array:
+        """Return the rows of an embedding for ids."""
+        weight = self.arrays[f"{name}.weight"]
+        if f"{name}.scales" not in self.arrays or self._quantization is None:
+            return weight[ids]
+        bits, group = self._quantization
+        scales, biases = self.arrays[f"{name}.scales"][ids], self.arrays[f"{name}.biases"][ids]
+        return mx.dequantize(weight[ids], scales, biases, group_size=group, bits=bits)
+
+    def apply_linear(self, name: str, states: mx.array) -> mx.array:
+        """Return the output of a linear layer."""
+        weight, bias = self.arrays[f"{name}.weight"], self.arrays.get(f"{name}.bias")
+        if f"{name}.scales" in self.arrays and self._quantization is not None:
+            bits, group = self._quantization
+            scales, biases = self.arrays[f"{name}.scales"], self.arrays[f"{name}.biases"]
+            states = mx.quantized_matmul(states, weight, scales, biases, transpose=True, group_size=group, bits=bits)
+        else:
+            states = states @ weight.T
+        return states if bias is None else states + bias
+
+    def normalize(self, name: str, states: mx.array, epsilon: float) -> mx.array:
+        """Return the output of a layer normalization."""
+        return mx.fast.layer_norm(states, self.arrays[f"{name}.weight"], self.arrays.get(f"{name}.bias"), epsilon)
+
+
+def list_layer_names(name: str, *, bias: bool | None = True) -> list[str]:
+    """Return the names of the weights of a layer, with those of its quantization. `bias` None: the bias is optional."""
+    names = [f"{name}.weight", f"{name}.scales?", f"{name}.biases?"]
+    return names if bias is False else [*names, f"{name}.bias" if bias else f"{name}.bias?"]
+
+
+def read_arrays(folder: Path) -> dict[str, mx.array]:
+    """Return all weights in a folder, lazily, by their current names. Exceptions of faulty files propagate."""
+    arrays: dict[str, mx.array] = {}
+    for file in sorted(folder.glob("model*.safetensors")):
+        arrays |= cast("dict[str, mx.array]", mx.load(str(file)))
+    return {_rename(name): array for name, array in arrays.items()}
+
+
+def read_quantization(config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return bits and group size of quantized weights; None without."""
+    found: object = config.get("quantization")
+    if not isinstance(found, dict):
+        return None
+    parts = cast("dict[str, Any]", found)
+    return int(parts["bits"]), int(parts["group_size"])
+
+
+def _rename(name: str) -> str:
+    end = next((end for end in _OLDER if name.endswith(end)), "")
+    return name.removesuffix(end) + _OLDER[end] if end else name
+
+
+def apply_gelu(states: mx.array) -> mx.array:
+    """Return the exact Gaussian error linear unit of states."""
+    return states * (1 + mx.erf(states / math.sqrt(2))) / 2
+
+
+def compute_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None) -> mx.array:
+    """Return the attention of all heads, shape (texts, tokens, features). The inputs have the shape (texts, heads,
+    tokens, size). `mask` is True where a token may be seen."""
+    texts, heads, tokens, size = queries.shape
+    mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=size**-0.5, mask=mask)
+    return mx.reshape(mx.transpose(mixed, (0, 2, 1, 3)), (texts, tokens, heads * size))
+
+
+def split_heads(states: mx.array, heads: int) -> mx.array:
+    """Return states by head, shape (texts, heads, tokens, size)."""
+    texts, tokens, features = states.shape
+    return mx.transpose(mx.reshape(states, (texts, tokens, heads, features // heads)), (0, 2, 1, 3))

@@ -1,0 +1,83 @@
+"""Files of a model that scores documents for a query: how its hidden states become a score. Only their content is read.
+
+A cross-encoder has a classifier (`encoder_files`).
+
+A decoder answers yes or no. sentence-transformers stores the two tokens in `1_LogitScore`. The prompt is a chat
+template with the roles `query` and `document`. The published files of Qwen3-Reranker have neither. Its tokens and its
+prompt are therefore part of Macpool (https://huggingface.co/Qwen/Qwen3-Reranker-0.6B).
+"""
+
+from pathlib import Path
+from typing import cast
+
+from node.models.embedding_files import EmbeddingFilesError, read_file, read_max_tokens, read_object
+from node.models.embedding_layout import AnswerTokens, EmbeddingLayout, EncoderShape, Pooling
+from node.models.encoder_files import is_cross_encoder, read_classifier_pooling
+from node.models.weight_files import Config
+
+LOGIT_SCORE = "1_LogitScore/config.json"
+QWEN = "qwen3-reranker"
+"""Part of the names of a known family, in lower case."""
+_QWEN_TYPE = "qwen3"
+_QWEN_TOKENS = (9693, 2152)
+"""Tokens `yes` and `no` of Qwen3."""
+DECODERS = frozenset({"qwen2", "qwen3", "llama", "mistral"})
+"""Types of decoders whose logits are the product of the last state and the output layer, without a further step."""
+
+
+def is_reranker(folder: Path, name: str, config: Config) -> bool:
+    """Return whether a model scores documents: by its files, or by the name of a known family."""
+    known = QWEN in name.lower() and config.get("model_type") == _QWEN_TYPE
+    return known or is_cross_encoder(config) or (folder / LOGIT_SCORE).exists()
+
+
+def read_rerank_layout(folder: Path, config: Config, encoder: EncoderShape | None = None) -> EmbeddingLayout:
+    """Read how a model scores documents from the files in its folder. `config` is its config.json, `encoder` the shape
+    of an encoder.
+
+    Raise `EmbeddingFilesError` for files that Macpool cannot follow, OSError for unreadable ones.
+    """
+    kind = str(config.get("model_type"))
+    if encoder is not None:
+        if not encoder.has_classifier:
+            raise EmbeddingFilesError("have no classifier, which a score of an encoder needs")
+        return EmbeddingLayout(
+            poolings=(read_classifier_pooling(config),),
+            normalize=False,
+            max_tokens=read_max_tokens(folder),
+            encoder=encoder,
+        )
+    if kind not in DECODERS:
+        raise EmbeddingFilesError(f"are those of the type {kind[:80]}: known are {', '.join(sorted(DECODERS))}")
+    return EmbeddingLayout(
+        poolings=(Pooling.LAST,),
+        normalize=False,
+        max_tokens=read_max_tokens(folder),
+        answers=_read_answers(folder, kind),
+    )
+
+
+def _read_answers(folder: Path, kind: str) -> AnswerTokens:
+    """Return the tokens of a score by the files, or those of Qwen3-Reranker without files."""
+    has_template = _has_template(folder)
+    if (folder / LOGIT_SCORE).exists():
+        found = read_object(folder, LOGIT_SCORE)
+        true, false = found.get("true_token_id"), found.get("false_token_id")
+        if not _is_token(true) or not (false is None or _is_token(false)):
+            raise EmbeddingFilesError(f"have no token ids in {LOGIT_SCORE}: true_token_id is {str(true)[:40]}")
+    else:
+        true, false = _QWEN_TOKENS
+    if not has_template and kind != _QWEN_TYPE:
+        raise EmbeddingFilesError("have no chat template with the roles query and document")
+    return AnswerTokens(cast("int", true), cast("int | None", false), has_template)
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _has_template(folder: Path) -> bool:
+    """Return whether the chat template has roles for a query and a document."""
+    raw = read_file(folder, "chat_template.jinja")
+    text = str(read_object(folder, "tokenizer_config.json").get("chat_template", "")) if raw is None else raw.decode()
+    return all(f'"{role}"' in text or f"'{role}'" in text for role in ("query", "document"))

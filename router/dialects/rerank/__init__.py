@@ -1,0 +1,1 @@
+"""Rerank in the shapes of Jina and Cohere."""

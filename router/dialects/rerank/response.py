@@ -1,0 +1,68 @@
+"""Answers with the scores of documents, in the shapes of Jina and Cohere."""
+
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from router.dialects.shared.interface import DialectStyle
+from router.dispatch.request import CompleteAnswer, RequestSpec
+from router.errors import Problem
+from wire.frames import Finished
+
+DOCUMENTS_PER_UNIT = 100
+"""Documents of one search unit, as Cohere counts them."""
+
+
+def encode_cohere_error(problem: Problem, request_id: str) -> bytes:
+    """Encode an error in Cohere's shape: a message, with additional fields next to it."""
+    error: dict[str, object] = {"id": request_id, "message": problem.message}
+    error |= {"code": problem.code, "param": problem.param}
+    if problem.memory is not None:
+        error["memory"] = msgspec.structs.asdict(problem.memory)
+    return msgspec.json.encode(error)
+
+
+COHERE = DialectStyle(encode_cohere_error)
+
+
+def encode_rerank(
+    spec: RequestSpec, answer: CompleteAnswer, finished: Finished, top_n: int | None, *, with_documents: bool
+) -> bytes:
+    """Encode the answer of `/v1/rerank`."""
+    documents = spec.embed.texts if with_documents and spec.embed is not None else ()
+    tokens = finished.prompt_tokens
+    body = {
+        "id": spec.request_id,
+        "object": "list",
+        "model": spec.demand.model,
+        "results": rank_documents(answer.vectors, top_n, documents),
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+    return msgspec.json.encode(body)
+
+
+def encode_cohere_rerank(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, top_n: int | None) -> bytes:
+    """Encode the answer of `/v2/rerank`."""
+    meta = {
+        "api_version": {"version": "2"},
+        "billed_units": {"search_units": -(-len(answer.vectors) // DOCUMENTS_PER_UNIT)},
+        "tokens": {"input_tokens": finished.prompt_tokens},
+    }
+    return msgspec.json.encode({"id": spec.request_id, "results": rank_documents(answer.vectors, top_n), "meta": meta})
+
+
+def rank_documents(
+    vectors: Sequence[bytes], top_n: int | None, documents: Sequence[str] = ()
+) -> list[dict[str, object]]:
+    """Return the results of a request, the highest score first. Equal scores keep the order of their documents.
+
+    `vectors` has the score of each document, in single precision and little endian. `documents` are their texts; none:
+    without texts.
+    """
+    scores: list[float] = [struct.unpack_from("<f", vector)[0] for vector in vectors]
+    order = sorted(range(len(scores)), key=lambda place: -scores[place])
+    results: list[dict[str, object]] = [{"index": place, "relevance_score": scores[place]} for place in order[:top_n]]
+    for result, place in zip(results if documents else (), order, strict=False):
+        result["document"] = {"text": documents[place]}
+    return results
