@@ -34,6 +34,7 @@ from wire.capacity.arithmetic import Fits, compute_headroom, estimate_request_ne
 from wire.frames import (
     Admitted,
     Cancel,
+    ClearCache,
     CountTokens,
     Delta,
     Deltas,
@@ -214,6 +215,8 @@ class LoopbackCluster:
             asyncio.get_running_loop().call_soon(self._embed, node, frame)
         elif isinstance(frame, CountTokens):
             asyncio.get_running_loop().call_soon(self.say, node, _counted(node, frame))
+        elif isinstance(frame, ClearCache):
+            asyncio.get_running_loop().call_soon(self.say, node, Finished(frame.request, (), 0, 0))
         elif isinstance(frame, Cancel):
             node.cancelled.add(frame.request)
             node.reserved.pop(frame.request, None)
