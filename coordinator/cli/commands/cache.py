@@ -28,7 +28,10 @@ def cache() -> None:
 @click.option("--model", help="Only this model.")
 @session_options
 def status(session: ApiSession, node: str | None, model: str | None) -> None:
-    """Show the cached prompts of each node and model: bytes in memory and on the disk, hits, quota and write budget."""
+    """Show the cached prompts of each node and model.
+
+    Bytes and hits are those in memory and on the disk. The quota and the write budget are those of the disk cache.
+    """
     nodes = _select_nodes(session.request_json("GET", "/api/v1/nodes")["nodes"], node, model)
     session.print_answer({"schema": 1, "nodes": nodes}, _print_status)
 
