@@ -26,7 +26,7 @@ WORDS = 420
 """Words of a prompt of about 1,100 tokens: four blocks."""
 TURNS = 20
 REPORT_SECONDS = 0.5
-"""Seconds after which a report shows what had happened before."""
+"""Seconds from an event until a report shows it."""
 Answer = tuple[str, int, int]
 """The text, the tokens of the prompt, and how many of them were cached."""
 
