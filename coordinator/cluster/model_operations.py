@@ -14,7 +14,7 @@ from router.placement.cluster_view import NodeView
 from router.placement.model_load import LoadPlacement
 from wire.frames import ClearCache, Finished, LoadModel, ProfileModel, UnloadModel
 from wire.identity import NodeId
-from wire.node_state import GONE
+from wire.node_state import GONE, NodeState
 from wire.refusals import RefusalCode, Refused
 from wire.report import Model
 
@@ -124,11 +124,11 @@ class ModelOperations:
         Return the results, and an error for the nodes that failed or None. A node that is away is such a node, because
         its files remain.
         """
-        members = [one for one in self._dispatcher.view.nodes if one.state not in GONE]
-        nodes = [one for one in members if _may_cache(one, model)] if node is None else [node]
+        members = [member for member in self._dispatcher.view.nodes if member.state is not NodeState.LEFT]
+        nodes = [member for member in members if _may_cache(member, model)] if node is None else [node]
         if not nodes:
             return [], Refused(RefusalCode.NO_MODEL, f"no node has cached prompts of {model or 'any model'}")
-        answers = await asyncio.gather(*(self._clear_cache_of(model, one) for one in nodes))
+        answers = await asyncio.gather(*(self._clear_cache_of(model, member) for member in nodes))
         return _split_results(answers, "cleared")
 
     async def _clear_cache_of(self, model: str, node: NodeView) -> CommandOutcome:

@@ -275,3 +275,17 @@ async def test_a_node_that_does_not_clear_is_named_with_those_that_did(port: Por
     assert answer.status_code == 500
     assert "second failed while it cleared the cache of all models: files" in error(answer)["message"]
     assert "cleared on first" in error(answer)["message"]
+
+
+async def test_a_node_that_is_away_is_named_because_its_files_remain(port: Port):
+    _, first = await node(port, "first", big())
+    who, second = await node(port, "second", big())
+    second.close()
+    await port.until(lambda: port.state(who) == "lost")
+    asking = await clear(port)
+    order = await first.until(ClearCache)
+    first.send(Finished(order.request, (), 0, 0))
+    answer = await asking
+    assert answer.status_code == 503
+    assert "second" in error(answer)["message"]
+    assert "cleared on first" in error(answer)["message"]
