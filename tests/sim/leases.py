@@ -34,6 +34,7 @@ from node.video.lease_life import (
     step,
 )
 from node.video.leases import LeaseRecord
+from tests.sim.script import play_script
 from wire.frames import LeaseRequest
 from wire.state_machine import IllegalEventError
 from wire.units import GIB
@@ -52,27 +53,25 @@ EVENTS: dict[str, Event] = {
 
 def play(script: str) -> str:
     """Return the script with the results after every event."""
-    life = LeaseLife()
-    lines: list[str] = []
-    for line in script.splitlines():
-        if line.startswith("    "):
-            continue
-        lines.append(line)
-        if line and not line.startswith("#"):
-            life, results = _apply(life, line)
-            lines += ["    " + result for result in results]
-    return "\n".join(lines) + "\n"
+    return play_script(script, _Story().do)
 
 
-def _apply(life: LeaseLife, line: str) -> tuple[LeaseLife, list[str]]:
-    verb, *words = line.split()
-    try:
-        after, actions = step(life, _read(verb, words))
-    except IllegalEventError as error:
-        return life, [f"illegal: {error}"]
-    after.check()
-    results = list(map(_show_action, actions))
-    return after, results if after == life else [*results, *_show_life(after)]
+class _Story:
+    def __init__(self) -> None:
+        self.life = LeaseLife()
+
+    def do(self, line: str) -> Iterator[str]:
+        verb, *words = line.split()
+        before = self.life
+        try:
+            self.life, actions = step(self.life, _read(verb, words))
+        except IllegalEventError as error:
+            yield f"illegal: {error}"
+            return
+        self.life.check()
+        yield from map(_show_action, actions)
+        if self.life != before:
+            yield _show_life(self.life)
 
 
 def _read(verb: str, words: list[str]) -> Event:
@@ -104,11 +103,11 @@ def _show_action(action: Action) -> str:
             return "check the lease"
 
 
-def _show_life(life: LeaseLife) -> Iterator[str]:
+def _show_life(life: LeaseLife) -> str:
     words = [life.stage.value]
     words += [life.lease] if life.lease else []
     words += ["with a worker"] if life.has_worker else []
     words += [f"ordered to end ({life.end.code}: {life.end.message})"] if life.end else []
     words += [f"paused ({life.paused})"] if life.paused else []
     words += ["stopping"] if life.stopping else []
-    yield " ".join(words)
+    return " ".join(words)

@@ -32,21 +32,14 @@ from coordinator.cluster.member_state import (
     ResumeRequests,
 )
 from coordinator.cluster.membership import Membership, advance, next_deadline, restore_membership, tick
+from tests.sim.script import play_script
 from wire.identity import NodeId
 from wire.state_machine import IllegalEventError
 
 
 def play(script: str) -> str:
     """Return the script with the results after every command."""
-    story = _Story()
-    lines: list[str] = []
-    for line in script.splitlines():
-        if line.startswith("    "):
-            continue
-        lines.append(line)
-        if line and not line.startswith("#"):
-            lines += ["    " + outcome for outcome in story.do(line)]
-    return "\n".join(lines) + "\n"
+    return play_script(script, _Story().do)
 
 
 class _Story:

@@ -51,6 +51,7 @@ from router.dispatch.request_events import (
 from router.dispatch.request_state import RequestLife, step
 from router.placement.candidate import Candidate, NoPlacement
 from router.placement.recovery import LossKind
+from tests.sim.script import play_script
 from wire.frames import Admitted, Finished
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
@@ -62,15 +63,7 @@ LOSSES = {kind.name.lower(): kind for kind in LossKind}
 
 def play(script: str) -> str:
     """Return the script with the results after every event."""
-    story = _Story()
-    lines: list[str] = []
-    for line in script.splitlines():
-        if line.startswith("    "):
-            continue
-        lines.append(line)
-        if line and not line.startswith("#"):
-            lines += ["    " + outcome for outcome in story.do(line)]
-    return "\n".join(lines) + "\n"
+    return play_script(script, _Story().do)
 
 
 class _Story:
