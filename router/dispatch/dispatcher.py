@@ -117,9 +117,9 @@ class Dispatcher:
         An illegal event ends only this request, and is counted.
         """
         try:
-            with self.counters.illegal_events.count_errors(StateMachine.REQUEST):
-                actions = request.step(event, self._clock())
+            actions = request.step(event, self._clock())
         except (IllegalEventError, InvariantError) as error:
+            self.counters.illegal_events[StateMachine.REQUEST] += 1
             log.exception("illegal event", request_id=request.spec.request_id, state=request.state.value)
             text = f"the request ended because of an internal error of the router: retry, and report its log ({error})"
             self.apply(request, Stopped(RequestFailure(FailureCode.ROUTER_ERROR, text)))
