@@ -34,6 +34,7 @@ class CacheRoutes:
         """Delete the cached prompts of a model, or of all models, on a node or on all nodes, in memory and on the disk.
         `model` may be the fingerprint of a model that a node has no longer."""
         model = "" if body.model is None else check_model_name(body.model)
-        view = self._nodes.registry.build_view()
-        node = None if body.node is None else view.find_node(find_node(self._nodes.directory, body.node))
+        node = None
+        if body.node is not None:
+            node = self._nodes.registry.get_node_view(find_node(self._nodes.directory, body.node))
         return build_command_answer(body.model, *await self._operations.clear_cache(model, node))
