@@ -125,12 +125,14 @@ def main() -> None:
     from node.engine.build import build
     from node.engine.process.crash_recorder import CrashRecorder
     from node.memory.sensor import open_sensor
-    from node.settings import ModelSettings, NodeSettings
+    from node.settings import MemorySettings, ModelSettings, NodeSettings
     from wire.frames import Channel, Deltas, Finished, Generate, GenerationParams, MemoryLimits, Message
     from wire.units import GIB
 
     sensor = open_sensor(os.getpid())
-    engine = build(NodeSettings(models=ModelSettings(use_huggingface_cache=False)), CrashRecorder())
+    # after seconds with room the engine would take its emergency reserve, which MLX does not count
+    settings = NodeSettings(models=ModelSettings(use_huggingface_cache=False), memory=MemorySettings(reserve="off"))
+    engine = build(settings, CrashRecorder())
     engine.handle(MemoryLimits(8 * GIB, 8 * GIB, 0, "static"), time.monotonic())
     first = Generate(0, 0, "r", MODEL.name, (Message("user", "Hello!"),), GenerationParams(max_tokens=1), 0)
     deliver_frame(engine, first)

@@ -25,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 READY_SECONDS = 40.0
 JUNK = ("MACPOOL_", "OPENAI_", "ANTHROPIC_")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+ENGINE_MODULE = "node.engine.process.main"
 CLI = (sys.executable, "-P", "-m", "coordinator.cli")
 
 
@@ -104,6 +105,14 @@ class Process:
             return psutil.Process(self.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
+
+    @property
+    def engine(self) -> psutil.Process:
+        """Return the engine process of this node. An engine has children of its own for a short time, such as the
+        sandbox of grammars."""
+        direct = psutil.Process(self.pid).children()
+        (engine,) = (child for child in direct if ENGINE_MODULE in child.cmdline())
+        return engine
 
     def signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""

@@ -114,8 +114,12 @@ async def test_many_peers_without_certificate_keep_no_node_out(tmp_path: Path) -
     """One address may have a quarter of MAX_UNLINKED. A machine that wants to join from there must retry until they
     have timed out; a node that shows its certificate need not."""
     async with opened(tmp_path, RateLimit(6000, 1000)) as port, port.undisturbed():
-        crowd = [line for line in await asyncio.gather(*(_idle(port) for _ in range(300))) if line is not None]
-        assert port.said("strangers are connected")
+        crowd = [
+            line
+            for line in await asyncio.gather(*(_idle(port) for _ in range(2 * MAX_UNLINKED // 3)))
+            if line is not None
+        ]
+        await port.until(lambda: port.said("strangers are connected"))
         late = await port.link(port.member("late"))
         assert await (await port.dial()).ended(30) == []
         ends = [the_no(frames).reason for line in crowd if (frames := await line.ended(12))]

@@ -95,7 +95,7 @@ def test_an_engine_over_its_cap_is_ended_only_when_it_does_not_answer(cluster_po
     until(lambda: int(str(enforcement()["polls"])) > polls + 8, what="more polls")
     assert (enforcement()["kills"], cluster_pool.node("small")["engine"]["restarts"]) == (0, 0), "it answers"
     assert any("over its cap of 16.0 MiB" in danger for danger in cluster_pool.cli("status")["dangers"])
-    (engine,) = process.children()
+    engine = process.engine
     engine.suspend()
     begun = time.monotonic()
     until(lambda: not engine.is_running() or engine.pid not in [one.pid for one in process.children()], what="its end")
@@ -188,8 +188,7 @@ def test_wired_memory_that_ended_engines_leave_behind_is_said_everywhere(cluster
 
     for leak in (1, 2):
         readings.read(wired=(3 + 20 * leak) * GIB)
-        (child,) = process.children()
-        child.kill()
+        process.engine.kill()
         until(lambda leak=leak: engine()["leaked"] == 20 * leak * GIB, what="the leak")
         if leak == 1:
             until(lambda: cluster_pool.serves("leaky"), what="another engine")

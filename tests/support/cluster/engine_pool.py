@@ -98,8 +98,7 @@ def forwards_of_one(made: Pool, client: OpenAI, node: str, model: str) -> tuple[
 
 def engine_of(made: Pool, node: str) -> psutil.Process:
     """Return the engine process of a node."""
-    (engine,) = made.nodes[node].children()
-    return engine
+    return made.nodes[node].engine
 
 
 def order(made: Pool, path: str) -> None:

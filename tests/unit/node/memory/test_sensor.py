@@ -2,6 +2,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,26 +64,41 @@ def test_a_real_machine_tells_what_is_wired():
     assert 0 <= wired <= describe_machine().memory
 
 
-def test_other_processes_of_ours_are_read_by_their_group_and_the_dead_are_none_of_it():
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
-    assert list_group_members(child.pid) == (child.pid,)
-    mark = read_process_identity(child.pid)
+@pytest.fixture
+def idle_child() -> Iterator[subprocess.Popen[bytes]]:
+    """Start a process in a group of its own that waits on its standard input, and has started."""
+    program = "print('ready', flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as child:
+        try:
+            assert child.stdout
+            assert child.stdout.readline() == b"ready\n"
+            yield child
+        finally:
+            child.kill()
+
+
+def _read_child(pid: int) -> tuple[tuple[int, ...], str, int | None]:
+    return list_group_members(pid), read_process_identity(pid), measure_group_footprint(pid)
+
+
+def test_other_processes_of_ours_are_read_by_their_group(idle_child: subprocess.Popen[bytes]):
+    pid = idle_child.pid
+    members, mark, footprint = _read_child(pid)
+    assert members == (pid,)
     assert mark
     assert mark != read_process_identity(os.getpid())
-    assert measure_group_footprint(child.pid) == pytest.approx(open_sensor(child.pid).read_footprint().phys, rel=0.2)
-    child.kill()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert (list_group_members(child.pid), read_process_identity(child.pid), measure_group_footprint(child.pid)) == (
-        (),
-        "",
-        None,
-    ), "a zombie holds nothing"
-    child.communicate()
-    assert (list_group_members(child.pid), read_process_identity(child.pid), measure_group_footprint(child.pid)) == (
-        (),
-        "",
-        None,
-    )
+    assert footprint == pytest.approx(open_sensor(pid).read_footprint().phys, rel=0.2)
+
+
+def test_a_dead_process_holds_nothing_as_a_zombie_and_after(idle_child: subprocess.Popen[bytes]):
+    pid = idle_child.pid
+    idle_child.kill()
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert _read_child(pid) == ((), "", None), "a zombie holds nothing"
+    idle_child.wait()
+    assert _read_child(pid) == ((), "", None)
 
 
 def test_what_the_system_has_left_has_a_source_and_a_time():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from node.engine.grammar import sandbox
 from node.engine.grammar.compiler import MAX_CACHED_GRAMMARS, MAX_SCHEMA_CHARS, GrammarCompiler
 from node.engine.grammar.constrained_splitter import CallPlaces, ReasoningStart
-from node.engine.grammar.sandbox import TOO_LONG, SandboxClient
+from node.engine.grammar.sandbox import CPU_LIMIT_SECONDS, TOO_LONG, SandboxClient
 from node.engine.grammar.tool_spec import MAX_JSON_DEPTH, UnsupportedSchema
 from node.engine.requests.preflight import RequestShape, refuse_impossible
 from node.engine.requests.preparer import RequestPreparer
@@ -25,8 +25,9 @@ from wire.frames import Generate, GenerationParams, GrammarSpec, Message
 from wire.refusals import RefusalCode
 from wire.report import Model
 
-SECONDS = 0.5
-"""Limit in seconds of a refusal here, on a busy machine; the benchmark measures 0.1 s."""
+CPU_SECONDS = 0.5
+"""Limit of CPU seconds for a refusal, in this process and in the sandbox. The sandbox has CPU_LIMIT_SECONDS of them at
+most. The benchmark measures 0.1 s in all."""
 PROMPT = TokenizedPrompt((1,), thinking=False)
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
@@ -117,10 +118,10 @@ def test_what_is_wrong_or_means_harm_is_refused_in_no_time(
     name: str, tokenizer: Tokenizer, grammars: GrammarCompiler, asked: Asked
 ):
     asked.find_fault('{"grammars":[{"lark_grammar":"start: \\"a\\""}]}')  # its process may have to start first
-    begun = time.perf_counter()
+    begun = time.process_time()
     with pytest.raises(UnsupportedSchema) as found:
         grammars.compile(tokenizer, HOSTILE[name], "", PROMPT, one_call=False)
-    assert time.perf_counter() - begun < SECONDS
+    assert time.process_time() - begun < CPU_SECONDS - CPU_LIMIT_SECONDS
     assert 0 < len(str(found.value)) < 500
 
 
