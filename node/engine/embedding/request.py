@@ -4,7 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from node.engine.embedding.pooling import PooledTexts
-from node.engine.kv.kv_cache import LayerCache, create_cache, sum_nbytes
+from node.engine.embedding.shared_beginning import find_shared_beginning
+from node.engine.kv.kv_cache import LayerCache, create_cache, repeat_row, sum_nbytes
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.models.model_stats import ModelHold
 from node.engine.requests.prepared import PreparedEmbedding
@@ -12,13 +13,16 @@ from wire.capacity.batches import compute_row_bytes
 from wire.capacity.fairness import WeightedKey
 from wire.frames import NUMBER_BYTES, Finished, Timings
 
+BEGINNING = -1
+"""Place of the shared beginning of a request's texts, which has no vector."""
+
 
 @dataclass(slots=True, eq=False)
 class PartialText:
     """Long text whose tokens run in chunks over a cache."""
 
     place: int
-    """Place of the text in its request."""
+    """Place of the text in its request; `BEGINNING` for the shared beginning of its texts."""
     ids: Sequence[int]
     """Its tokens."""
     cache: list[LayerCache]
@@ -62,10 +66,15 @@ class EmbeddingRequest:
     """Text in progress over a cache."""
     waiting: list[int] = field(default_factory=list[int])
     """Places of texts that have not begun, the longest first."""
+    beginning: tuple[int, ...] = ()
+    """Tokens with which all texts begin, if their cache serves all texts; else empty."""
+    beginning_cache: list[LayerCache] = field(default_factory=list[LayerCache])
+    """Keys and values of `beginning`; empty until they are computed."""
 
     def __post_init__(self) -> None:
         inputs = self.prepared.inputs
         self.waiting = sorted(range(len(inputs)), key=lambda place: -len(inputs[place]))
+        self.beginning = find_shared_beginning(self.loaded_model, inputs)
 
     @property
     def number(self) -> int:
@@ -86,19 +95,40 @@ class EmbeddingRequest:
     @property
     def left(self) -> int:
         """Number of tokens that have not run."""
-        texts = sum(len(self.prepared.inputs[place]) for place in self.waiting)
-        return texts + (0 if self.partial is None else self.partial.left)
+        texts = sum(self.count_own_tokens(place) for place in self.waiting)
+        return (
+            texts
+            + (len(self.beginning) if self.needs_beginning else 0)
+            + (0 if self.partial is None else self.partial.left)
+        )
+
+    @property
+    def needs_beginning(self) -> bool:
+        """Whether the cache of the shared beginning has to be computed and is not in progress."""
+        return bool(self.beginning) and not self.beginning_cache and self.partial is None
 
     @property
     def has_ended(self) -> bool:
         """Whether all of its texts have vectors."""
         return not self.waiting and self.partial is None
 
+    def count_beginning(self) -> int:
+        """Return the tokens of the shared beginning whose cache is complete."""
+        return len(self.beginning) if self.beginning_cache else 0
+
+    def count_own_tokens(self, place: int) -> int:
+        """Return the tokens of a text after the shared beginning."""
+        return len(self.prepared.inputs[place]) - len(self.beginning)
+
     def compute_reserved_bytes(self) -> int:
-        """Return the bytes of its vectors and of the cache of its longest text, without the part in use."""
+        """Return the bytes of its vectors, and of the caches of its longest text and of the shared beginning, without
+        the parts in use."""
         texts = len(self.waiting) + (self.partial is not None)
         vectors = texts * self.dimensions * NUMBER_BYTES
-        return vectors + compute_cache_bytes(self.loaded_model, self._find_longest(), self.floor) - self._count_stored()
+        beginning = compute_cache_bytes(self.loaded_model, len(self.beginning), 0)
+        longest = compute_cache_bytes(self.loaded_model, self._find_longest(), 0 if self.beginning else self.floor)
+        held = min(beginning, sum_nbytes(self.beginning_cache))
+        return vectors + beginning + longest - held - self._count_stored()
 
     def _find_longest(self) -> int:
         if self.partial is not None:
@@ -129,18 +159,40 @@ class EmbeddingRequest:
         done = set(places)
         self.waiting = [place for place in self.waiting if place not in done]
 
-    def begin_partial(self, place: int, pooled: PooledTexts) -> PartialText:
-        """Begin a long text over a cache of its own."""
-        self.waiting.remove(place)
-        cache = create_cache(self.loaded_model.model)
-        self.partial = PartialText(place, self.prepared.inputs[place], cache, pooled)
-        return self.partial
+    def create_next(self) -> PartialText:
+        """Return the shared beginning if it is needed, else the shortest waiting text, to run over a cache of its
+        own. The cache of a text continues that of the shared beginning."""
+        head = self.loaded_model.head
+        assert head is not None  # noqa: S101 only a model with a head admits such a request
+        if self.needs_beginning:
+            pooled = head.start([len(self.beginning)])  # it is not read
+            return PartialText(BEGINNING, self.beginning, create_cache(self.loaded_model.model), pooled)
+        place, start = self.waiting[-1], len(self.beginning)
+        cache = repeat_row(self.beginning_cache, 1) if start else create_cache(self.loaded_model.model)
+        pooled = head.start([self.count_own_tokens(place)])
+        return PartialText(place, self.prepared.inputs[place], cache, pooled, start)
+
+    def begin_partial(self, text: PartialText) -> None:
+        """Make a text the one in progress."""
+        if self.partial is None and text.place != BEGINNING:
+            self.waiting.remove(text.place)
+        self.partial = text
+
+    def end_beginning(self) -> None:
+        """Keep the cache of the shared beginning, which is complete."""
+        assert self.partial is not None  # noqa: S101 it is in progress
+        self.beginning_cache, self.partial = self.partial.cache, None
 
     def end_partial(self) -> None:
         """End the text in progress and release its cache."""
         if self.partial is not None:
             self.partial.cache.clear()
         self.partial = None
+
+    def release(self) -> None:
+        """Release all caches, because the request ends."""
+        self.end_partial()
+        self.beginning_cache.clear()
 
     def build_finished(self, now: float) -> Finished:
         """Return the end of the request at the monotonic time `now`."""
@@ -179,7 +231,7 @@ class EmbeddingTable:
     def remove(self, request: EmbeddingRequest, now: float) -> None:
         """Remove a request that ends at the monotonic time `now`, and release its memory and its model."""
         del self._live[request.number]
-        request.end_partial()
+        request.release()
         request.hold.release()
         request.loaded_model.usage.mark_used(now)
 

@@ -10,6 +10,7 @@ Rules
   would grow with the number of texts, which may be thousands.
 - Fairness: as for prefills (`chunk_policy.next_prefill`): the shortest request and the next key take turns.
 - Batches: texts of similar length run together, also those of other requests for the same model.
+- Shared beginning: it runs once for all texts of a request (`shared_beginning`), and its texts run after it.
 - Faults: a shared forward that raises has no known culprit. Its requests then run alone, and the faulty one fails.
 """
 
@@ -139,7 +140,7 @@ class EmbeddingScheduler:
         """Return the tokens that fit into the time of the next forward."""
         step = self._scheduler.sum_step_seconds()
         seconds = FORWARD_PER_STEP * step if step else IDLE_CHUNK_SECONDS
-        past = 0 if request.partial is None else request.partial.stored_tokens
+        past = request.count_beginning() if request.partial is None else request.partial.stored_tokens
         return request.loaded_model.stats.pace.fit_tokens(seconds, past, self._chunk)
 
     def _select_texts(
@@ -148,18 +149,21 @@ class EmbeddingScheduler:
         """Return the texts to run in one forward, of at most `tokens` tokens with padding.
 
         They are those of `first` from the shortest on, then similar ones of other requests. One text of at most the
-        smallest chunk may exceed `tokens`. Return none if the next text needs several forwards.
+        smallest chunk may exceed `tokens`. Texts after a shared beginning run with those of the same request only.
+        Return none if the next text needs several forwards, or the shared beginning is needed first.
         """
-        if first.partial is not None:
+        if first.partial is not None or first.needs_beginning:
             return []
         chosen: list[WaitingText] = []
-        others: Sequence[EmbeddingRequest] = () if first.alone else choices
+        others: Sequence[EmbeddingRequest] = () if first.alone or first.beginning else choices
         longest = 0
         for request in (first, *(one for one in others if one is not first)):
-            if request is not first and (request.alone or request.loaded_model is not first.loaded_model):
+            if request is not first and (
+                request.alone or request.beginning or request.loaded_model is not first.loaded_model
+            ):
                 continue
             for place in reversed(request.waiting):
-                size = max(longest, len(request.prepared.inputs[place]))
+                size = max(longest, request.count_own_tokens(place))
                 most = tokens if chosen else max(tokens, self._floor)
                 if (len(chosen) + 1) * size > most or (request is not first and size > longest):
                     break

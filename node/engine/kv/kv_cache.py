@@ -173,10 +173,25 @@ def view_row(layers: Iterable[LayerCache], place: int, length: int) -> Layers:
 
 
 def _view_layer(layer: Any, place: int, length: int) -> LayerCache:
-    row = cast("Any", KVCache)()
-    row.keys, row.values = (array[place : place + 1, :, :length, :] for array in (layer.keys, layer.values))
-    row.offset = length
-    return row
+    return _create_plain(*(array[place : place + 1, :, :length, :] for array in (layer.keys, layer.values)))
+
+
+def repeat_row(layers: Iterable[LayerCache], rows: int) -> Layers:
+    """Return plain caches of `rows` equal rows, from the plain caches of one row. The arrays are copied at the next
+    write."""
+    return [_repeat_layer(layer, rows) for layer in layers]
+
+
+def _repeat_layer(layer: Any, rows: int) -> LayerCache:
+    arrays = (array[..., : layer.offset, :] for array in (layer.keys, layer.values))
+    return _create_plain(*(mx.broadcast_to(array, (rows, *array.shape[1:])) for array in arrays))
+
+
+def _create_plain(keys: mx.array, values: mx.array) -> LayerCache:
+    """Return the plain cache of a layer with these keys and values, shape (rows, heads, tokens, features)."""
+    layer = cast("Any", KVCache)()
+    layer.keys, layer.values, layer.offset = keys, values, keys.shape[2]
+    return layer
 
 
 class CacheTrimMode(Enum):

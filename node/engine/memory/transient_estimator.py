@@ -175,14 +175,14 @@ class TransientEstimator:
         """
         return estimate_prefill_transient(self.transient, tokens, past, last=last, grows=grows)
 
-    def estimate_packed(self, rows: int, tokens: int) -> int:
-        """Return the bytes that one forward over `rows` prompts needs, each padded to `tokens` tokens, with the charge
-        of `compute_uncovered_bytes`.
+    def estimate_packed(self, rows: int, tokens: int, past: int = 0) -> int:
+        """Return the bytes that one forward over `rows` prompts needs, each padded to `tokens` tokens after `past`
+        cached ones, with the charge of `compute_uncovered_bytes`.
 
         The transient is the sum of single prefills. That is more than the real cost, because the fixed part of a
         forward occurs once.
         """
-        return rows * self.estimate_prefill(tokens, 0) + self.compute_uncovered_bytes(CHUNKS, rows * tokens)
+        return rows * self.estimate_prefill(tokens, past) + self.compute_uncovered_bytes(CHUNKS, rows * tokens)
 
     def set_profiled_range(self, tokens: int, rows: int, narrowed: Callable[[], int]) -> None:
         """Set the sizes that a new profile covers: tokens of a chunk, and rows of a join and of a decode step.
@@ -230,16 +230,17 @@ class TransientEstimator:
         if self._chunks.unfitted:
             self._fit_chunks()
 
-    def observe_packed(self, rows: int, tokens: int, taken: int) -> None:
-        """Record one forward over `rows` prompts of `tokens` tokens that took `taken` bytes in addition to its KV.
+    def observe_packed(self, rows: int, tokens: int, taken: int, past: int = 0) -> None:
+        """Record one forward over `rows` prompts of `tokens` tokens after `past` cached ones, which took `taken` bytes
+        in addition to its KV.
 
         The forward becomes a sample, and the coefficients are fitted again, only if it exceeded its estimate. Below the
         estimate the share of a single row is unknown.
         """
-        self.highest, foreseen = max(self.highest, taken), rows * self.estimate_prefill(tokens, 0)
+        self.highest, foreseen = max(self.highest, taken), rows * self.estimate_prefill(tokens, past)
         self._record_excess(CHUNKS, rows * tokens, taken - foreseen)
         if taken > foreseen:
-            self._chunks.add((tokens, 0, True), taken / rows, self._estimate_prefill_shape)
+            self._chunks.add((tokens, past, True), taken / rows, self._estimate_prefill_shape)
             self._fit_chunks()
 
     def _record_excess(self, kind: str, size: int, above: int) -> None:

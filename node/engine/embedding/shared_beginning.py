@@ -1,0 +1,39 @@
+"""Shared beginning of the texts of one request: its keys and values are computed once, and serve all texts.
+
+The prompts of a generative reranker begin with the same instruction and query. Texts for embeddings may begin with the
+same prompt.
+"""
+
+from collections.abc import Sequence
+
+from node.engine.kv.kv_cache import create_cache, is_plain
+from node.engine.models.loaded_model import LoadedModel
+from node.models.embedding_layout import Pooling
+
+MIN_TOKENS = 32
+"""Tokens from which a beginning is computed separately. The forward of a shorter one costs as much as it saves."""
+MIN_TEXTS = 3
+"""Texts from which a beginning is computed separately."""
+
+
+def find_shared_beginning(loaded_model: LoadedModel, texts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Return the tokens with which all texts begin; at least one token of each text is left out. Return none if they
+    are too few to be computed separately, or the model cannot continue from them.
+
+    A model can if it is a decoder that reads the state of the last token only. Its layers must all keep keys and values
+    by position.
+    """
+    head = loaded_model.head
+    if len(texts) < MIN_TEXTS or head is None or head.runs_whole_texts:
+        return ()
+    if set(head.layout.poolings) != {Pooling.LAST} or not is_plain(create_cache(loaded_model.model)):
+        return ()
+    count = count_shared_tokens(texts)
+    return tuple(texts[0][:count]) if count >= MIN_TOKENS else ()
+
+
+def count_shared_tokens(texts: Sequence[Sequence[int]]) -> int:
+    """Return the number of tokens with which all texts begin, less than the tokens of each text."""
+    first, last = min(texts), max(texts)  # in their order, each other text is between these two
+    most = min(len(text) for text in texts) - 1
+    return next((place for place in range(most) if first[place] != last[place]), most)
