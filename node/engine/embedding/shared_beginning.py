@@ -16,7 +16,7 @@ MIN_TEXTS = 3
 """Texts from which a beginning is computed separately."""
 
 
-def find_shared_beginning(loaded_model: LoadedModel, texts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def find_shared_beginning(loaded_model: LoadedModel, texts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """Return the tokens with which all texts begin; at least one token of each text is left out. Return none if they
     are too few to be computed separately, or the model cannot continue from them.
 
@@ -29,10 +29,10 @@ def find_shared_beginning(loaded_model: LoadedModel, texts: Sequence[Sequence[in
     if set(head.layout.poolings) != {Pooling.LAST} or not is_plain(create_cache(loaded_model.model)):
         return ()
     count = count_shared_tokens(texts)
-    return tuple(texts[0][:count]) if count >= MIN_TOKENS else ()
+    return texts[0][:count] if count >= MIN_TOKENS else ()
 
 
-def count_shared_tokens(texts: Sequence[Sequence[int]]) -> int:
+def count_shared_tokens(texts: Sequence[tuple[int, ...]]) -> int:
     """Return the number of tokens with which all texts begin, less than the tokens of each text."""
     first, last = min(texts), max(texts)  # in their order, each other text is between these two
     most = min(len(text) for text in texts) - 1
