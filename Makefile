@@ -12,14 +12,16 @@ READY := .venv/.ready
 # A process that may not keep its bytecode compiles all that it imports: an engine then takes 2.2 s of CPU to start, not 1.1.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test nightly other quick lint types models unit bench neuter mutants coverage fuzz docs screenshots clients walks manual lock clean mac-check
+.PHONY: demo test nightly other quick lint types rewritten models unit bench neuter mutants coverage fuzz docs screenshots clients walks manual lock clean mac-check
 
 demo: $(READY)
 	$(BIN)/python -m tests.support.demo
 
-# Four workers on two cores: many tests wait for processes.
-test: $(READY) lint types
-	$(SUITE) -n 4 --dist worksteal --durations 25 --durations-min 5 tests
+# Three workers on two cores: many tests wait for processes. pytest rewrites the assertions of a new clone once, beside the
+# other checks, and not once in every worker.
+test: $(READY)
+	$(MAKE) -j 3 lint types rewritten
+	$(SUITE) -n 3 --dist worksteal --durations 25 --durations-min 5 tests
 	$(FAST) $(BIN)/python -m tests.neuter --changed
 
 # The suite as a scheduler may start it, with all drawn cases: no terminal, SIGINT ignored, both cores busy.
@@ -38,6 +40,9 @@ other: $(READY)
 	$(UV) pip sync --quiet --python .venv/other/bin/python requirements/dev.txt
 	$(UV) pip install --quiet --python .venv/other/bin/python --no-build-isolation --no-deps --editable .
 	$(FAST) .venv/other/bin/python -m tests.suite -n 2 --dist worksteal -m "not hosts and not slow" tests/unit tests/contract
+
+rewritten: $(READY)
+	$(PYTEST) --collect-only -q tests > /dev/null
 
 quick: $(READY) lint types unit
 
