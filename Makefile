@@ -57,7 +57,7 @@ models: $(READY)
 	$(BIN)/python -m tests.models
 
 types: $(READY)
-	$(BIN)/basedpyright --threads 2 --level error
+	$(BIN)/basedpyright --level error
 
 unit: $(READY)
 	$(SUITE) -n 2 --dist worksteal -m "not hosts and not slow" tests

@@ -4,14 +4,15 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers.utils import import_utils
 
 from node.engine.transformers_import import Structure, create_reader
 
+import_utils: Any = import_module("transformers.utils.import_utils")
 SHOW = (
     "import transformers, transformers.models, json; "
     "print(json.dumps([sorted(transformers.__all__), transformers._class_to_module, "
@@ -48,8 +49,7 @@ class Counted:
     def __call__(self, path: Path, prefix: str | None = None) -> Structure:
         self.calls += 1
         import_utils.create_import_structure_from_path.cache_clear()
-        module: Any = import_utils
-        return module.spread_import_structure(module.create_import_structure_from_path(path))
+        return import_utils.spread_import_structure(import_utils.create_import_structure_from_path(path))
 
 
 def load(program: str, environment: dict[str, str] | None = None) -> Any:
