@@ -72,7 +72,7 @@ class QuantizationRun:
         evaluate: Callable[[mx.array], None] = core.eval
         trees: Any = mlx_utils
         weights = cast("dict[str, mx.array]", dict(trees.tree_flatten(model.parameters())))
-        self._began, total, done = time.monotonic(), sum(one.nbytes for one in weights.values()), 0
+        self._began, total, done = time.monotonic(), sum(weight.nbytes for weight in weights.values()), 0
         shards = cast("list[dict[str, mx.array]]", make_shards(weights, SHARD_BYTES // GIB))
         files = {name: _name_file(at, len(shards)) for at, shard in enumerate(shards) for name in shard}
         # A tensor that the model still holds would keep its unquantized weights in memory.

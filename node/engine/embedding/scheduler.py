@@ -157,7 +157,7 @@ class EmbeddingScheduler:
         chosen: list[WaitingText] = []
         others: Sequence[EmbeddingRequest] = () if first.alone or first.beginning else choices
         longest = 0
-        for request in (first, *(one for one in others if one is not first)):
+        for request in (first, *(other for other in others if other is not first)):
             if request is not first and (
                 request.alone or request.beginning or request.loaded_model is not first.loaded_model
             ):
@@ -187,7 +187,7 @@ class EmbeddingScheduler:
 
     def _delay(self, request: EmbeddingRequest, refused: Refused, now: float) -> None:
         """Delay a request that has no room now, while other work may release memory; else refuse it."""
-        others = any(one is not request and one.retry_at <= now for one in self._table)
+        others = any(other is not request and other.retry_at <= now for other in self._table)
         waits = others or self._scheduler.next_step_at(now) is not None
         if refused.code is RefusalCode.NO_ROOM and (waits or self._forwards.find_peak_expiry() is not None):
             request.delay(now + GATE_RETRY_SECONDS)

@@ -64,23 +64,23 @@ class ScriptedBatch:
             self._table.rows or self._prefills.list_choices(now) or self._memory.compute_peak_expiry(now) is not None
         ):
             return
-        waiting = (one for one in self._table.queue if one.retry_at > now)
-        self._preemptor.release_memory(max(waiting, key=lambda one: one.age), refused, now)
+        waiting = (request for request in self._table.queue if request.retry_at > now)
+        self._preemptor.release_memory(max(waiting, key=lambda request: request.age), refused, now)
 
     def end_prefill(self, chunk: PrefillChunk, turns: int, now: float) -> list[Frame]:
         """Record a prefill of `turns` equal turns. Prompts that are complete join the decode batch through the gate."""
         deltas: list[Delta] = []
         ends: list[Frame] = []
-        for one in chunk.members:
-            if one not in self._table.queue:  # it was cancelled or preempted meanwhile
+        for member in chunk.members:
+            if member not in self._table.queue:  # it was cancelled or preempted meanwhile
                 continue
-            one.start()
-            tokens = one.left if chunk.packed else min(one.left, chunk.tokens * turns)
-            one.prefill(tokens)
-            self._prefills.count_prefilled(one, tokens)
+            member.start()
+            tokens = member.left if chunk.packed else min(member.left, chunk.tokens * turns)
+            member.prefill(tokens)
+            self._prefills.count_prefilled(member, tokens)
             self.prefill_tokens += tokens
-            if not one.left:
-                self._join(one, deltas, ends, now, silent=chunk.packed or self._silent_joins)
+            if not member.left:
+                self._join(member, deltas, ends, now, silent=chunk.packed or self._silent_joins)
         return [*split_deltas(deltas), *ends, *self._preemptor.drain_ends()]
 
     def _join(
@@ -124,9 +124,9 @@ class ScriptedBatch:
     def count_steady_steps(self) -> int:
         """Return the number of decode steps in which no row certainly ends or must grow before the last one."""
         return min(
-            min(row.count_steps_left(one.last), row.commitment.committed_tokens - row.commitment.stored_tokens)
-            for one in self._table.running
-            for row in one.list_active_rows()
+            min(row.count_steps_left(request.last), row.commitment.committed_tokens - row.commitment.stored_tokens)
+            for request in self._table.running
+            for row in request.list_active_rows()
         )
 
     def decode(self, steps: int, now: float) -> list[Frame]:
@@ -158,9 +158,9 @@ class ScriptedBatch:
     def flush(self) -> Sequence[Frame]:
         """Return all tokens of decoding requests that were not sent yet."""
         unsent = [
-            row.gather(one.number)
-            for one in self._table.running
-            for row in one.list_active_rows()
+            row.gather(request.number)
+            for request in self._table.running
+            for row in request.list_active_rows()
             if row.produced > row.sent
         ]
         return split_deltas(unsent)

@@ -101,7 +101,7 @@ class ScriptedPreemptor:
 
     def share_rows(self, first: ScriptedSequence) -> None:
         """Preempt requests of the key that holds most rows for `first`, the next prompt, while it has too few."""
-        holding = [(one, self._count_held_rows(one)) for one in self._table.list_active()]
+        holding = [(request, self._count_held_rows(request)) for request in self._table.list_active()]
         missing = first.width - self._table.count_free_rows()
         for sequence in choose_for_key(first.owner, first.width, missing, holding):
             self.preempt(sequence, for_key=True)

@@ -36,8 +36,8 @@ class PrefillChunk(NamedTuple):
 
     def start(self) -> None:
         """Record that its prompts have caches."""
-        for one in self.members:
-            one.start()
+        for member in self.members:
+            member.start()
 
     @property
     def packed(self) -> bool:
@@ -79,14 +79,18 @@ class ScriptedPrefills:
         if not table.queue:
             return []
         found = select_startable(table.queue, table.count_free_rows(), table.count_rows_by_key)
-        return [one for one in found if one.retry_at <= now]
+        return [request for request in found if request.retry_at <= now]
 
     def compute_packing_time(self, choices: Sequence[ScriptedSequence]) -> float:
         """Return the time until which `choices` wait for packing; 0.0 without a wait."""
         table = self._table
-        if table.rows or any(one.started for one in choices) or sum(one.width for one in choices) >= table.most:
+        if (
+            table.rows
+            or any(choice.started for choice in choices)
+            or sum(choice.width for choice in choices) >= table.most
+        ):
             return 0.0
-        return compute_packing_time([one.arrived for one in choices], table.crowded_at)
+        return compute_packing_time([choice.arrived for choice in choices], table.crowded_at)
 
     def schedule(
         self, choices: Sequence[ScriptedSequence], step: float, *, leap: bool
@@ -114,14 +118,16 @@ class ScriptedPrefills:
 
     def _sort_after_start(self, choices: Sequence[ScriptedSequence], *chunks: PrefillChunk) -> list[ScriptedSequence]:
         """Return `choices` in their order after the start of `chunks`: started prompts come first."""
-        starting = [one for chunk in chunks for one in chunk.members]
-        started = [one for one in self._table.queue if one in choices and (one.started or one in starting)]
-        return [*started, *(one for one in choices if one not in started)]
+        starting = [member for chunk in chunks for member in chunk.members]
+        started = [
+            request for request in self._table.queue if request in choices and (request.started or request in starting)
+        ]
+        return [*started, *(choice for choice in choices if choice not in started)]
 
     def _count_equal_rounds(self, first: PrefillChunk, second: PrefillChunk, step: float) -> int:
         """Return how often two prefills alternate before a chunk or a choice would differ."""
-        rounds = min(self._count_equal_chunks(one, step) for one in (first, second))
-        shorter, longer = sorted((first, second), key=lambda one: one.members[0].left)
+        rounds = min(self._count_equal_chunks(chunk, step) for chunk in (first, second))
+        shorter, longer = sorted((first, second), key=lambda chunk: chunk.members[0].left)
         lead = longer.members[0].left - shorter.members[0].left
         if longer is first:  # the shorter one is chosen after a chunk of the longer one
             lead -= longer.tokens
@@ -140,11 +146,11 @@ class ScriptedPrefills:
 
     def _is_crowded(self, choices: Sequence[ScriptedSequence]) -> bool:
         """Return whether fairness between keys may choose another prompt in every turn."""
-        return max(Counter(one.owner.name for one in choices).values()) > CROWDED_PROMPTS
+        return max(Counter(choice.owner.name for choice in choices).values()) > CROWDED_PROMPTS
 
     def _choose_prompt(self, choices: Sequence[ScriptedSequence], ahead: int) -> ScriptedSequence:
         """Return the prompt of the turn that is `ahead` turns after the last one."""
-        shown = [(one.left, one.arrived, one.owner) for one in choices]
+        shown = [(choice.left, choice.arrived, choice.owner) for choice in choices]
         return choices[next_prefill(shown, self._turn + ahead, self._fairness)]
 
     def _build_chunk(self, first: ScriptedSequence, choices: Sequence[ScriptedSequence], step: float) -> PrefillChunk:
@@ -154,7 +160,7 @@ class ScriptedPrefills:
         if len(members) == 1:
             tokens = min(most, first.left)
             return PrefillChunk((first,), tokens, pace.estimate_seconds(tokens, past) if tokens else 0.0)
-        longest = max(one.left for one in members) - 1
+        longest = max(member.left for member in members) - 1
         return PrefillChunk(tuple(members), 0, pace.estimate_seconds(len(members) * longest, 0))
 
     def _select_members(
@@ -166,13 +172,16 @@ class ScriptedPrefills:
         batch = _get_batch_number(first)
         members = [first]
         members += [
-            one
-            for one in choices
-            if one is not first and one.model == first.model and _is_packable(one) and _get_batch_number(one) == batch
+            choice
+            for choice in choices
+            if choice is not first
+            and choice.model == first.model
+            and _is_packable(choice)
+            and _get_batch_number(choice) == batch
         ]
         seconds = compute_shared_budget(step, len(choices), self._table.rows)
         most = self._costs.get_pace(first.model).fit_tokens(seconds, 0, self._chunk)
-        return [members[place] for place in select_batch([one.length - 1 for one in members], most)]
+        return [members[place] for place in select_batch([member.length - 1 for member in members], most)]
 
     def count_turns(self, turns: int) -> None:
         """Count turns with a prefill, which decide between the shortest and the oldest prompt."""

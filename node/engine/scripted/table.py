@@ -47,26 +47,26 @@ class ScriptedTable:
     def find(self, number: int) -> ScriptedSequence | None:
         """Return the request of this number; None if there is none."""
         every = chain(self._queue, self._running, self._preempted)
-        return next((one for one in every if one.number == number), None)
+        return next((request for request in every if request.number == number), None)
 
     def list_active(self) -> list[ScriptedSequence]:
         """Return the requests that are not preempted, oldest first."""
-        return sorted((*self._queue, *self._running), key=lambda one: one.age)
+        return sorted((*self._queue, *self._running), key=lambda request: request.age)
 
     def count_rows_by_key(self) -> Counter[str]:
         """Return the number of decoding rows of each API key."""
         rows = Counter[str]()
-        for one in self._running:
-            rows[one.owner.name] += one.width
+        for request in self._running:
+            rows[request.owner.name] += request.width
         return rows
 
     def compute_loads(self) -> dict[str, DecodeLoad]:
         """Return the decoding rows by model, with their committed tokens."""
         loads: dict[str, DecodeLoad] = {}
-        for one in self._running:
-            for row in one.list_active_rows():
-                rows, tokens = loads.get(one.model, (0, 0))
-                loads[one.model] = DecodeLoad(rows + 1, tokens + row.commitment.committed_tokens)
+        for request in self._running:
+            for row in request.list_active_rows():
+                rows, tokens = loads.get(request.model, (0, 0))
+                loads[request.model] = DecodeLoad(rows + 1, tokens + row.commitment.committed_tokens)
         return loads
 
     def count_free_rows(self) -> int:

@@ -43,8 +43,8 @@ class RunningTurns(NamedTuple):
         if not period:
             return turns * self.step
         rounds, rest = divmod(turns, period)
-        whole = sum(one.seconds for one in self.chunks)
-        return turns * self.step + rounds * whole + sum(one.seconds for one in self.chunks[:rest])
+        whole = sum(chunk.seconds for chunk in self.chunks)
+        return turns * self.step + rounds * whole + sum(chunk.seconds for chunk in self.chunks[:rest])
 
     def compute_end(self) -> float:
         """Return the time at which the last turn ends."""
@@ -110,7 +110,7 @@ class ScriptedTurns:
         choices = [] if self._costs.free_prefill else self._prefills.list_choices(now)
         if choices or self._table.rows:
             return max(now, self._prefills.compute_packing_time(choices)) if choices else now
-        waiting = [one.retry_at for one in self._table.queue]
+        waiting = [request.retry_at for request in self._table.queue]
         if self._table.preempted:
             waiting.append(self._preemptor.return_at)
         return max(now, min(waiting)) if waiting else None
@@ -187,13 +187,16 @@ class ScriptedTurns:
         if not self._batch.has_room(chunks[0], at):
             return (), 1
         chunks[0].start()
-        if not all(self._batch.has_room(one, at) for one in chunks[1:]):
+        if not all(self._batch.has_room(chunk, at) for chunk in chunks[1:]):
             return (chunks[0],), 1
         return tuple(chunks), turns
 
     def _share_rows(self) -> None:
         """Preempt requests of the key that holds most rows for the next one of a key that holds fewer."""
-        if len({one.owner.name for one in self._table.queue}) == 0 or self._table.count_free_rows() >= self._table.most:
+        if (
+            len({request.owner.name for request in self._table.queue}) == 0
+            or self._table.count_free_rows() >= self._table.most
+        ):
             return
         first = self._prefills.next_unstarted()
         if first is not None and not first.retry_at:
@@ -204,7 +207,7 @@ class ScriptedTurns:
         turns = running.turns if running.chunks else math.inf
         if running.step:
             turns = min(turns, self._batch.count_steady_steps())
-        waits = [one.retry_at for one in self._table.queue if one.retry_at > at]
+        waits = [request.retry_at for request in self._table.queue if request.retry_at > at]
         if self._table.preempted:
             waits.append(max(at, self._preemptor.return_at))
         if waits:

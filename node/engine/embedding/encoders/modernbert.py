@@ -69,7 +69,9 @@ def _run_layer(
     )
     theta = shape.global_theta if layer % shape.global_interval == 0 else shape.local_theta
     size = shape.hidden // shape.heads
-    query, key = (mx.fast.rope(one, size, traditional=False, base=theta, scale=1.0, offset=0) for one in (query, key))
+    query, key = (
+        mx.fast.rope(projected, size, traditional=False, base=theta, scale=1.0, offset=0) for projected in (query, key)
+    )
     states = states + weights.apply_linear(f"{name}.attn.Wo", compute_attention(query, key, value, mask))
     inner = weights.apply_linear(f"{name}.mlp.Wi", weights.normalize(f"{name}.mlp_norm", states, shape.epsilon))
     passed, gate = mx.split(inner, 2, axis=-1)

@@ -152,7 +152,7 @@ class BlockIndex:
                 if model.is_dir(follow_symlinks=False):
                     found += _scan_model(Path(model.path), clean=clean)
         with self._lock:
-            for _, file, name, size in sorted(found, key=lambda one: one[0]):
+            for _, file, name, size in sorted(found, key=lambda entry: entry[0]):
                 self._put(file, name, size)
 
 

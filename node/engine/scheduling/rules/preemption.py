@@ -55,7 +55,7 @@ R = TypeVar("R", bound=LiveRequest)
 
 def find_newest_holder(live: Iterable[R]) -> R | None:
     """Return the newest request that holds memory; None if no request does."""
-    return max((one for one in live if one.holds_memory), key=_get_age, default=None)
+    return max((request for request in live if request.holds_memory), key=_get_age, default=None)
 
 
 def choose_victim(live: Sequence[R]) -> R | None:
@@ -64,13 +64,13 @@ def choose_victim(live: Sequence[R]) -> R | None:
     `live` are the requests that are not preempted.
     """
     rows, waiting, holding = Counter[str](), list[R](), list[R]()
-    for one in live:
-        rows[one.owner.name] += one.width
-        (holding if one.holds_memory else waiting).append(one)
-    waiting = [one for one in waiting if not one.delivered]
+    for request in live:
+        rows[request.owner.name] += request.width
+        (holding if request.holds_memory else waiting).append(request)
+    waiting = [request for request in waiting if not request.delivered]
 
-    def compute_loss(one: R) -> tuple[float, float, int]:
-        return one.owner.load(rows[one.owner.name]), *one.age
+    def compute_loss(request: R) -> tuple[float, float, int]:
+        return request.owner.load(rows[request.owner.name]), *request.age
 
     return max(waiting or holding, key=compute_loss, default=None)
 
@@ -85,7 +85,7 @@ def should_preempt(request: LiveRequest, *, unreadable: bool, others: bool) -> b
 
 def next_to_return(preempted: Iterable[R], free_rows: int) -> R | None:
     """Return the preempted request that returns next, while `free_rows` rows are free; None if no request may."""
-    ready = (one for one in preempted if not one.yielded or free_rows >= one.width)
+    ready = (request for request in preempted if not request.yielded or free_rows >= request.width)
     return min(ready, key=_get_age, default=None)
 
 
@@ -95,7 +95,7 @@ def find_first_preempted(preempted: Iterable[R], key: str | None) -> R | None:
     Requests that were preempted for another key precede only requests of their own key. With `key` None, all preempted
     requests count.
     """
-    ahead = (one for one in preempted if key in (None, one.owner.name) or not one.yielded)
+    ahead = (request for request in preempted if key in (None, request.owner.name) or not request.yielded)
     return min(ahead, key=_get_age, default=None)
 
 
@@ -106,8 +106,8 @@ def choose_for_key(owner: WeightedKey, need: int, missing: int, holding: Sequenc
     The request needs `need` rows or bytes, of which `missing` are not free. `holding` are the running requests in order
     of arrival, each with the rows or bytes that it holds.
     """
-    held = [(one, size) for one, size in holding if size]
-    places = choose_preemptions(owner, need, missing, [RunningRequest(one.owner, size) for one, size in held])
+    held = [(request, size) for request, size in holding if size]
+    places = choose_preemptions(owner, need, missing, [RunningRequest(request.owner, size) for request, size in held])
     return [held[place][0] for place in places]
 
 

@@ -43,7 +43,7 @@ P = TypeVar("P", bound=QueuedPrompt)
 
 def count_started_rows(queue: Sequence[QueuedPrompt]) -> int:
     """Return the number of rows of all started prompts."""
-    return sum(one.width for one in queue if one.started)
+    return sum(prompt.width for prompt in queue if prompt.started)
 
 
 def iterate_in_service_order(queue: Sequence[P], decoding: Mapping[str, int]) -> Iterator[P]:
@@ -52,12 +52,14 @@ def iterate_in_service_order(queue: Sequence[P], decoding: Mapping[str, int]) ->
     `decoding` are the decoding rows of each API key.
     """
     taken, waiting = dict(decoding), list[P]()
-    for one in queue:
-        if one.started:
-            taken[one.owner.name] = taken.get(one.owner.name, 0) + one.width
+    for prompt in queue:
+        if prompt.started:
+            taken[prompt.owner.name] = taken.get(prompt.owner.name, 0) + prompt.width
         else:
-            waiting.append(one)
-    for place in compute_service_order([WaitingRequest(one.owner, one.width, one.answered) for one in waiting], taken):
+            waiting.append(prompt)
+    for place in compute_service_order(
+        [WaitingRequest(prompt.owner, prompt.width, prompt.answered) for prompt in waiting], taken
+    ):
         yield waiting[place]
 
 
@@ -67,13 +69,13 @@ def select_startable(queue: Sequence[P], free_rows: int, decoding: Callable[[], 
     A prompt that needs many rows is not overtaken. `free_rows` are the rows that neither decode nor have started.
     `decoding()` returns the decoding rows of each API key.
     """
-    found = [one for one in queue if one.started]
+    found = [prompt for prompt in queue if prompt.started]
     if free_rows > 0 and len(found) < len(queue):
-        for one in iterate_in_service_order(queue, decoding()):
-            free_rows -= one.width
+        for prompt in iterate_in_service_order(queue, decoding()):
+            free_rows -= prompt.width
             if free_rows < 0:
                 break
-            found.append(one)
+            found.append(prompt)
     return found
 
 
