@@ -58,7 +58,9 @@ RATE = 3.0
 PATIENCE = 10.0
 """Seconds for which a client asks again, as a request waits in the router's queue."""
 ASK_AGAIN = 0.25
-HUNG = 60.0
+HUNG = 180.0
+"""Seconds after which a request counts as hung. Requests arrive at a fixed rate: on a machine that computes slower than
+they arrive, the last ones wait for more than a minute."""
 SAMPLE = 0.02
 CLEAN = frozenset({"done", *RefusalCode})
 """Allowed ends of a request. Any other end, "hung" or a fault, breaks a guarantee. A request that the enforcer ended
@@ -458,11 +460,11 @@ def verdict(seen: Seen, costs: Mapping[Kind, Cost], room: int, until: float) -> 
     share = mine / max(1.0, best)
     outcomes = seen.outcomes()
     broken = seen.over + seen.restarts + sum(count for word, count in outcomes.items() if word not in CLEAN)
-    counts = seen.counts
+    counts, longest = seen.counts, max((asked.ended - asked.at for asked in seen.asked), default=0.0)
     words = (
         f"{seen.over} of {seen.samples} samples over, {seen.restarts} restarts, {mine} tokens of {best:.0f} at most; "
-        f"ends {outcomes}; orders {dict(Counter(seen.orders))}; {counts.checks} checks, {counts.shrinks} shrinks, "
-        f"{counts.preemptions} preemptions, {counts.sheds} sheds, {counts.overs} forwards over"
+        f"ends {outcomes}, after {longest:.0f} s at most; orders {dict(Counter(seen.orders))}; {counts.checks} checks, "
+        f"{counts.shrinks} shrinks, {counts.preemptions} preemptions, {counts.sheds} sheds, {counts.overs} forwards over"
     )
     return broken == 0, share, words
 
