@@ -464,7 +464,8 @@ def verdict(seen: Seen, costs: Mapping[Kind, Cost], room: int, until: float) -> 
     words = (
         f"{seen.over} of {seen.samples} samples over, {seen.restarts} restarts, {mine} tokens of {best:.0f} at most; "
         f"ends {outcomes}, after {longest:.0f} s at most; orders {dict(Counter(seen.orders))}; {counts.checks} checks, "
-        f"{counts.shrinks} shrinks, {counts.preemptions} preemptions, {counts.sheds} sheds, {counts.overs} forwards over"
+        f"{counts.shrinks} shrinks, {counts.preemptions} preemptions, {counts.sheds} sheds, "
+        f"{counts.overs} forwards over"
     )
     return broken == 0, share, words
 
