@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import certifi
 import hypothesis
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
+from host.structlog_import import import_structlog
 from tests import models
 from tests.effort import SEED
-from tests.support.processes import Pool, pool
+from tests.support.processes import ROOT, Pool, pool
 
 JUNK = {
     "MACPOOL_STATE": "/nonexistent/state",
@@ -34,6 +36,8 @@ JUNK = {
     "ALL_PROXY": "http://127.0.0.1:1",
 }
 os.environ.update(JUNK)
+# With rich, which some tests import, structlog would spend 5 s of CPU on each traceback that it logs.
+import_structlog()
 # The duration of an example is no property of the code, because the machine may be busy. pytest's own limit ends
 # hanging tests.
 settings.register_profile(
@@ -52,6 +56,25 @@ MODEL_SECONDS = 900
 UNLISTED_SKIP = 10
 """Exit code of pytest when a skip is not listed in CI. It differs from pytest's own, because a second try must not hide
 it."""
+
+
+def write_one_ca(bundle: Path) -> str:
+    """Write the first certificate of a bundle to a file, and return its path.
+
+    Every client of httpx reads the bundle of certifi. All its certificates take 36 ms of CPU, one takes 3 ms. No test
+    connects to a public host.
+    """
+    end = "-----END CERTIFICATE-----\n"
+    file = ROOT / ".cache" / "one_ca.pem"
+    file.parent.mkdir(exist_ok=True)
+    written = file.with_suffix(f".{os.getpid()}")
+    written.write_text(bundle.read_text().partition(end)[0] + end)
+    written.replace(file)
+    return str(file)
+
+
+ONE_CA = write_one_ca(Path(certifi.where()))
+certifi.where = lambda: ONE_CA
 
 
 @pytest.fixture

@@ -121,7 +121,9 @@ def play(folders: Path) -> Iterator[Play]:
         scripted = ScriptedSettings(model="m", dimensions=DIMENSIONS * embeds, reranks=not embeds, max_context=CONTEXT)
         settings = NodeSettings(
             engine=EngineSettings(kind=engine, scripted=scripted),
-            models=ModelSettings(folders=(str(folders / kind),), use_huggingface_cache=False, trial=False),
+            models=ModelSettings(
+                folders=(str(folders / kind),), use_huggingface_cache=False, trial=False, profile="off"
+            ),
         )
         players.append(Player(import_builder(engine)(settings, CrashRecorder()), "m"))
         return players[-1]

@@ -5,6 +5,7 @@
 
 from pathlib import Path
 
+from simulation.cluster import SimulatedPool
 from simulation.run import load, run_scenario
 
 STORIES = sorted((Path(__file__).parent / "stories").glob("*.toml"))
@@ -12,6 +13,11 @@ STORIES = sorted((Path(__file__).parent / "stories").glob("*.toml"))
 
 def told(path: Path, policy: str = "balanced") -> str:
     """Return the log of a scenario, with its figures at the end."""
+    return play(path, policy)[0]
+
+
+def play(path: Path, policy: str) -> tuple[str, SimulatedPool]:
+    """Play a scenario; return its log, with its figures at the end, and the pool after it."""
     scenario, folder = load(str(path))
     lines = [f"# {scenario.about}"]
     figures, pool = run_scenario(scenario, policy, scenario.seed, folder, lines.append)
@@ -20,4 +26,4 @@ def told(path: Path, policy: str = "balanced") -> str:
         f"TTFT p50 {figures.ttft_p50:.2f} s, p95 {figures.ttft_p95:.2f} s, {figures.loads} loads, "
         f"{pool.reports} reports"
     )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n", pool

@@ -2,7 +2,8 @@
 requests.
 
 Each case runs through the product's protocol class and through the ASGI application alone. `CHECKLIST` names the tests
-of every item. The routes come from the document, therefore a new route is tested without a change here.
+of every item. The routes come from the document, therefore a new route is tested without a change here. CI tries a
+third of the routes each day, except in the test of scopes, which each route declares itself.
 """
 
 import ast
@@ -21,6 +22,7 @@ from coordinator.api.body import BODY_TIMEOUT_SECONDS
 from coordinator.api.route import MAX_PUBLIC_BODY_BYTES
 from coordinator.http.origin_check import OriginCheck
 from router.http.app import serve_not_found
+from tests.effort import thin_cases
 from tests.support.cluster import whole_pool
 from tests.support.cluster.whole_pool import OPERATIONS, Served, answers, status
 from wire.frames import Generate
@@ -78,7 +80,10 @@ CHECKLIST: dict[str, tuple[str, ...]] = {
 
 OPEN = {"GET /health", "GET /livez", "GET /api/v1/ca.pem", "POST /api/v1/page/visits"}
 GUARDED = [operation for operation in OPERATIONS if operation not in OPEN]
-CHANGING = [operation for operation in OPERATIONS if not operation.startswith("GET ")]
+TRIED = sorted([*OPEN, *thin_cases(GUARDED, 3)])
+"""Operations of the checks that run before any route: a third of them, other ones each day."""
+TRIED_GUARDED = [operation for operation in TRIED if operation not in OPEN]
+CHANGING = [operation for operation in TRIED if not operation.startswith("GET ")]
 WITH_BODY = [
     "POST /v1/chat/completions",
     "POST /v1/completions",
@@ -115,6 +120,7 @@ WITH_BODY = [
     "POST /api/v1/page/visits",
     "POST /v1/videos",
 ]
+TRIED_BODIES = thin_cases(WITH_BODY, 3)
 HELLO = [{"role": "user", "content": "hello"}]
 ASKED: dict[str, dict[str, Any]] = {
     "POST /v1/chat/completions": {"messages": HELLO, "max_tokens": 5},
@@ -208,7 +214,7 @@ def test_the_routes_are_those_of_the_document(served: Served):
 # 1: keys
 
 
-@pytest.mark.parametrize("operation", GUARDED)
+@pytest.mark.parametrize("operation", TRIED_GUARDED)
 def test_keys_that_open_nothing(served: Served, operation: str):
     real = served.keys["admin"]
     for key in (
@@ -254,7 +260,7 @@ def test_keys_that_open_something_else(served: Served, operation: str):
 # 2: hosts and targets
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", TRIED)
 def test_hosts_that_are_not_ours(served: Served, operation: str):
     for host in (
         "evil.example",
@@ -289,7 +295,7 @@ def test_hosts_that_are_ours(served: Served, host: str):
     assert status(answer) == 200
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", TRIED)
 def test_targets_and_methods_that_are_not_for_us(served: Served, operation: str):
     path = re.sub(r"{.*?}", "x", operation.split(" ")[1])
     for target in (f"http://evil.example{path}", f"http://127.0.0.1{path}", f"https:{path}", "*", "evil.example:443"):
@@ -338,7 +344,7 @@ def test_pages_of_other_sites(served: Served, operation: str):
     assert status(only(served, plain.replace(b"\r\ncontent-type: application/json", b""))) == 403
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", TRIED)
 def test_no_page_is_let_in_by_a_header(served: Served, operation: str):
     path = re.sub(r"{.*?}", "x", operation.split(" ")[1])
     asks = ("origin: https://evil.example", "access-control-request-method: POST", "access-control-request-headers: *")
@@ -355,7 +361,7 @@ def test_no_page_is_let_in_by_a_header(served: Served, operation: str):
         assert status(answer) != 101
 
 
-@pytest.mark.parametrize("operation", [one for one in OPERATIONS if " /api/v1/" in one])
+@pytest.mark.parametrize("operation", [one for one in TRIED if " /api/v1/" in one])
 def test_answers_of_the_control_api_are_kept_by_no_cache(served: Served, operation: str):
     for key in ("admin", "infer", None):
         answer = only(served, request(served, operation, key=key)) if operation != "GET /api/v1/live" else b""
@@ -401,7 +407,7 @@ FRAMING = [
 ]
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", TRIED)
 def test_ambiguous_framing(served: Served, operation: str):
     """One 4xx at most, then the end of the connection. The bytes behind the body are never read as a request."""
     hidden = request(served, "GET /api/v1/keys")
@@ -416,7 +422,7 @@ def test_ambiguous_framing(served: Served, operation: str):
         assert all(400 <= status(one) < 500 or status(one) == 501 for one in found), (shape, found)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", TRIED)
 def test_heads_without_end(served: Served, operation: str):
     for lines in (["x-long: " + "a" * 40_000], ["x-a: b"] * 10_000, [f"x-{n}: b" for n in range(4000)]):
         for answer in served.ask(request(served, operation, *lines)):
@@ -458,7 +464,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("operation", WITH_BODY)
+@pytest.mark.parametrize("operation", TRIED_BODIES)
 def test_invalid_bodies_are_rejected(served: Served, operation: str):
     for body in BAD:
         answer = only(served, request(served, operation, body=body))
@@ -489,7 +495,7 @@ def test_what_would_break_or_forge_a_list_is_a_400(served: Served, operation: st
     assert status(only(served, request(served, "GET /api/v1/keys"))) == 200
 
 
-@pytest.mark.parametrize("operation", WITH_BODY)
+@pytest.mark.parametrize("operation", TRIED_BODIES)
 def test_long_bodies_are_not_read(served: Served, operation: str):
     raw = request(served, operation, "content-length: 99999999", body=None)
     assert status(only(served, raw)) == 413
@@ -513,7 +519,7 @@ def test_bodies_that_drip(served: Served):
     assert time.monotonic() - began < BODY_TIMEOUT_SECONDS + 5
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", TRIED)
 def test_clients_that_leave_at_once(served: Served, operation: str):
     """They disconnect after a part of the head, after a part of the body, and after all of it, without reading."""
     body = honest(operation) if operation in ASKED else b"{}"
@@ -526,7 +532,7 @@ def test_clients_that_leave_at_once(served: Served, operation: str):
         assert time.monotonic() < deadline, "the dispatcher still holds the request"
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", TRIED)
 def test_requests_sent_ahead_are_answered_in_order(served: Served, operation: str):
     body = honest(operation) if operation in ASKED else b"{}"
     one = request(served, operation, "x-request-id: first", body=body)

@@ -14,7 +14,7 @@ from wire.frames import Finished, GenerationParams, MemoryLimits, Refusal
 from wire.units import GIB, KIB
 
 GREEDY_KEY, OTHER = WeightedKey("greedy", 4), WeightedKey("other", 4)
-ROWS, LONG = 4, 200
+ROWS, LONG = 4, 80
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
 FOUR = GenerationParams(temperature=0.0, max_tokens=4)
 ENDLESS = GenerationParams(temperature=0.0, max_tokens=LONG, logit_bias=((EOS, -100.0),))

@@ -18,6 +18,7 @@ import pytest
 import node as package
 from node.hub.child_messages import ChildEnd, ChildMessage, QuantizeOrder
 from tests import models
+from tests.effort import thin_cases
 from tests.models import EMBEDDED
 from tests.support.cluster.cluster_port import Line
 from tests.support.cluster.model_node import ModelNode, wait_end, wait_ready
@@ -106,7 +107,11 @@ async def test_a_model_is_quantized_under_a_lease_and_found(node: ModelNode, tmp
     assert files["tokenizer_config.json"] == (EMBEDDED / "tokenizer_config.json").read_bytes()
 
 
-@pytest.mark.parametrize(("arch", "bits"), [("llama", 4), ("gemma3_text", 3), ("lfm2", 8), ("qwen3_next", 6)])
+CONVERTED = [("llama", 4), ("gemma3_text", 3), ("lfm2", 8), ("qwen3_next", 6)]
+"""Architectures and bits of the comparison with mlx-lm. CI draws a transformer and one with states."""
+
+
+@pytest.mark.parametrize(("arch", "bits"), thin_cases(CONVERTED, 2))
 def test_the_weights_are_those_of_mlx_lms_converter(tmp_path: Path, arch: str, bits: int):
     import mlx.core as mx
 

@@ -910,6 +910,8 @@ async def test_a_real_engine_that_writes_a_prompt_is_stopped_in_order(agent: Cal
     command = [sys.executable, "-c", "from node.engine.process import main as child\n" + textwrap.dedent(slow)]
     settings = {
         "engine.kind": "mlx",
+        "engine.mlx.prefill_step_size": 256,
+        "engine.mlx.min_prefill_step": 64,
         "models.use_huggingface_cache": False,
         "models.trial": False,
         "models.profile": "off",
@@ -918,7 +920,7 @@ async def test_a_real_engine_that_writes_a_prompt_is_stopped_in_order(agent: Cal
     await one.supervisor.start()
     await one.ready()
     await order(one, LoadModel, 1, "macpool-tiny")
-    frame = Generate(2, 2, "r", "macpool-tiny", (Message("user", "word " * 1500),), GenerationParams(), 0)
+    frame = Generate(2, 2, "r", "macpool-tiny", (Message("user", "word " * 300),), GenerationParams(max_tokens=4), 0)
     one.supervisor.send(encode(frame), Generate, 2)
     await asyncio.to_thread(until, lambda: "the forward begins" in one.log_file.read_text(), what="a forward")
     child = one.supervisor.child

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests import models
+from tests.effort import thin_cases
 from tests.models.architectures import ARCHITECTURES, config
 from tests.models.conversations import ENTRIES, topics
 
@@ -70,7 +71,7 @@ def test_a_stored_model_is_of_today_s_shape_and_conversations(arch: str):
         assert (folder / name).read_bytes() == (models.EMBEDDED / name).read_bytes()
 
 
-@pytest.mark.parametrize("arch", models.TRAINED)
+@pytest.mark.parametrize("arch", thin_cases(models.TRAINED, 2))
 def test_a_stored_model_prefers_each_token_that_it_was_taught(arch: str):
     from tests.models.make import lesson
     from tests.models.training import unsure

@@ -30,6 +30,7 @@ from node.engine.text.markers import TOOL
 from node.engine.text.tokenizer import TokenizedPrompt
 from node.engine.text.tokenizer_loader import load
 from node.engine.text.tool_call_parser import ToolCallParser
+from tests.effort import scale_examples
 from tests.support.engine import vocabulary
 from wire.frames import Channel, GrammarSpec
 
@@ -275,7 +276,7 @@ def test_what_is_meant_is_let_through_and_read_as_it_was_meant(parser: str):
         for name, schema in tools.items()
     ]
 
-    @settings(max_examples=30, deadline=None)
+    @settings(max_examples=scale_examples(60), deadline=None)
     @given(st.lists(st.one_of(*made), min_size=1, max_size=2))
     def check(calls: list[tuple[str, dict[str, Any]]]) -> None:
         text = answer(parser, calls)
@@ -548,7 +549,7 @@ def test_text_without_marks_is_all_text_but_that():
     guard = MarkExclusion(("</a>", "</ab>", "<c|", "}"))
     pieces = ("<", "/", "a", "b", ">", "c", "|", "}", "x")
 
-    @settings(max_examples=400, deadline=None)
+    @settings(max_examples=scale_examples(800), deadline=None)
     @given(st.lists(st.sampled_from(pieces), max_size=9).map("".join))
     def check(text: str) -> None:
         assert bool(re.fullmatch(guard.body, text)) == guard.is_free_of_marks(text)
@@ -622,7 +623,7 @@ LOOSE = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=scale_examples(600), deadline=None)
 @given(LOOSE)
 def test_no_tools_are_so_strange_that_anything_raises(found: object):
     tools = [{"function": {"name": "a", "parameters": {"properties": {"a": found}, "$defs": {"a": found}}}}, found]
@@ -715,7 +716,7 @@ STRANGE = st.recursive(
 
 @pytest.mark.parametrize("parser", DIFFERENT)
 def test_no_schema_raises_anything_but_its_refusal(parser: str):
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=scale_examples(100), deadline=None)
     @given(STRANGE, STRANGE, st.booleans())
     def check(one: object, definitions: object, strict: bool) -> None:
         for parameters in (one, {"properties": {"a": one, "b": definitions}, "$defs": {"a": definitions}}):

@@ -58,7 +58,7 @@ def row(driver: Driver, tokens: int) -> int:
 
 
 def test_a_chunk_is_made_smaller_before_it_is_refused(driver: Driver):
-    prompt, wide = "word " * 1500, endless(4)
+    prompt, wide = "word " * 600, endless(4)
     number = driver.ask(prompt, wide)
     driver.end(number)
     expected = driver.ids[number, 0]
@@ -87,9 +87,9 @@ def test_of_four_long_prompts_with_room_for_two_two_run_to_their_end_and_none_is
 
 
 def test_a_prefill_that_does_not_fit_waits_for_those_who_will_end(driver: Driver):
-    first = driver.ask("hello", endless(300))
+    first = driver.ask("hello", endless(100))
     driver.until(lambda: len(driver.ids[first, 0]) > 2)
-    number = driver.ask("word " * 1500, endless(4))
+    number = driver.ask("word " * 600, endless(4))
     driver.turn()
     held = driver.engine.report(time.monotonic()).memory.ceiling
     squeeze(driver, -2 * MIB)
@@ -105,7 +105,7 @@ def test_a_prefill_that_does_not_fit_waits_for_those_who_will_end(driver: Driver
 
 
 def test_a_row_whose_join_has_no_room_joins_later(driver: Driver):
-    first = driver.ask("hello", endless(300))
+    first = driver.ask("hello", endless(100))
     driver.until(lambda: len(driver.ids[first, 0]) > 2)
     driver.gate.refuses = lambda site, need: site is GateSite.JOIN
     number, asked = driver.ask(SHORT[0]["prompt"], endless(8)), driver.gate.checks[GateSite.JOIN]
@@ -121,13 +121,13 @@ def test_a_row_whose_join_has_no_room_joins_later(driver: Driver):
 
 
 def test_a_row_that_outgrows_its_promise_makes_the_newest_give_way_which_comes_back_word_for_word(driver: Driver):
-    asked = [(one["prompt"], endless(200)) for one in SHORT[:3]]
+    asked = [(one["prompt"], endless(90)) for one in SHORT[:3]]
     alone: list[list[int]] = []
     for prompt, params in asked:
         number = driver.ask(prompt, params, expected=16)
         driver.end(number)
         alone.append(driver.ids[number, 0])
-    stays = driver.ask("hello", endless(400), expected=400)
+    stays = driver.ask("hello", endless(250), expected=250)
     numbers = [driver.ask(prompt, params, expected=16) for prompt, params in asked]
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
     squeeze(driver, -8 * MIB)
@@ -150,7 +150,7 @@ def test_who_waits_for_a_row_gives_way_before_any_answer_does_and_first_of_who_h
         models.path("llama"), max_batch_size=2, prefill_step_size=512, min_prefill_step=64, prefix_cache_size="off"
     )
     driver.answer(SHORT[0]["prompt"])
-    running = [driver.ask("hello", endless(200), expected=16, owner=WeightedKey(name)) for name in ("ada", "dia")]
+    running = [driver.ask("hello", endless(90), expected=16, owner=WeightedKey(name)) for name in ("ada", "dia")]
     greedy = [driver.ask("hello", endless(1500), expected=1500, owner=WeightedKey("greedy")) for _ in range(3)]
     bob = driver.ask("hello", endless(1500), expected=1500, owner=WeightedKey("bob"))
     driver.until(lambda: all(driver.ids[number, 0] for number in running))
@@ -181,8 +181,8 @@ def test_who_is_alone_and_outgrows_the_machine_ends_with_the_numbers(driver: Dri
 
 def test_what_gave_way_can_be_cancelled_and_leaves_nothing(driver: Driver):
     """One request whose reservation suffices stays. All preempted requests wait for it."""
-    stays = driver.ask("hello", endless(400), expected=400)
-    numbers = [driver.ask(one["prompt"], endless(300), expected=16) for one in SHORT[:2]]
+    stays = driver.ask("hello", endless(250), expected=250)
+    numbers = [driver.ask(one["prompt"], endless(100), expected=16) for one in SHORT[:2]]
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
     squeeze(driver, -8 * MIB)
     driver.until(lambda: counts(driver).preemptions)
@@ -202,7 +202,7 @@ def test_a_cancelled_prompt_leaves_nothing_in_the_pool(driver: Driver, decodes: 
     driver.until(lambda: first is None or driver.ids[first, 0])
     release_free_memory()
     held = mx.get_active_memory() + mx.get_cache_memory()
-    number = driver.ask("word " * 1500, endless(4))
+    number = driver.ask("word " * 600, endless(4))
     driver.until(lambda: any(one.stored_tokens > 700 for one in driver.engine.parts.scheduler.prefills))
     (prefill,) = driver.engine.parts.scheduler.prefills
     written = sum_nbytes(prefill.cache or [])
@@ -214,7 +214,7 @@ def test_a_cancelled_prompt_leaves_nothing_in_the_pool(driver: Driver, decodes: 
 def test_a_forecast_that_did_not_hold_ends_that_request_and_no_other(driver: Driver):
     first = driver.ask(SHORT[0]["prompt"], endless(60))
     driver.until(lambda: driver.ids[first, 0])
-    number = driver.ask("word " * 1500, endless(4))
+    number = driver.ask("word " * 600, endless(4))
     driver.until(lambda: driver.engine.parts.scheduler.measure_load()[1])
     memory = driver.engine.report(time.monotonic()).memory
     driver.take(MemoryLimits(max(memory.active, memory.phys or 0) + MIB, 8 * GIB, 0, "dynamic"))
@@ -228,7 +228,7 @@ def test_a_forecast_that_did_not_hold_ends_that_request_and_no_other(driver: Dri
 
 
 def test_newcomers_do_not_pass_those_who_gave_way(driver: Driver):
-    numbers = [driver.ask(one["prompt"], endless(300), expected=16) for one in SHORT[:2]]
+    numbers = [driver.ask(one["prompt"], endless(100), expected=16) for one in SHORT[:2]]
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
     squeeze(driver, -8 * MIB)
     driver.until(lambda: counts(driver).preemptions)

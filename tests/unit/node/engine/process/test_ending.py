@@ -15,7 +15,7 @@ import pytest
 from node.engine.memory.footprint import release_free_memory
 from node.engine.process.interface import Halted
 from node.engine.process.main import EXIT_FAILED, encode_settings
-from node.settings import EngineSettings, ModelSettings, NodeSettings
+from node.settings import EngineSettings, MlxSettings, ModelSettings, NodeSettings
 from tests import models
 from tests.support.engine.text_engine import GREEDY, Driver
 from tests.support.processes import until
@@ -50,7 +50,7 @@ def test_all_that_an_engine_holds_is_given_back(tmp_path: Path):
         driver.answer("Hello!", GREEDY, model=name)
         number = driver.ask("Hello!", GenerationParams(temperature=0.0, max_tokens=400), model=name)
         driver.until(lambda number=number: driver.ids[number, 0])
-    driver.ask("word " * 2000, model="a")
+    driver.ask("word " * 300, model="a")
     driver.take(ProfileModel(50, "b"))
     driver.turn()
     driver.take(LoadModel(60, "c"))
@@ -86,7 +86,8 @@ class Process:
             )
         theirs.close()
         settings = ModelSettings(folders=(str(folder),), use_huggingface_cache=False, profile="off", trial=False)
-        self.line.sendall(encode_settings(NodeSettings(engine=EngineSettings(), models=settings)))
+        engine = EngineSettings(mlx=MlxSettings(prefill_step_size=256, min_prefill_step=64))
+        self.line.sendall(encode_settings(NodeSettings(engine=engine, models=settings)))
         self._splitter = Splitter(longest=MAX_JOINED_BYTES)
         self.send(LIMITS)
 
@@ -105,6 +106,7 @@ class Process:
             pong = next(frame for frame in self.frames() if isinstance(frame, Pong))
             if pong.expected:
                 return pong
+            time.sleep(0.002)
         raise AssertionError("no call was ever under way")
 
     def code(self) -> tuple[int, float]:
@@ -151,7 +153,7 @@ SLOW = textwrap.dedent("""
 
 def writes(process: Process) -> None:
     """Start the prefill of a prompt, and wait until the engine is in the forward."""
-    process.send(Generate(1, 1, "r", "a", (Message("user", "word " * 1500),), GenerationParams(), 0))
+    process.send(Generate(1, 1, "r", "a", (Message("user", "word " * 300),), GenerationParams(max_tokens=4), 0))
     while process.busy().expected > 5:  # its load
         pass
 

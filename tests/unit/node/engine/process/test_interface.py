@@ -18,12 +18,11 @@ from wire.frames import Admitted, Cancel, Embed, Frame, Generate, GenerationPara
 from wire.refusals import RefusalCode
 from wire.units import GIB
 
+BRIEF = GenerationParams(max_tokens=8)
 FITS = MemoryLimits(100 * GIB, 100 * GIB, GIB, "static")
 MAKE = {
-    "chat": lambda model, number: Generate(number, number, "r", model, (Message("user", "hi"),), GenerationParams(), 0),
-    "completions": lambda model, number: Generate(
-        number, number, "r", model, (), GenerationParams(), 0, text="hi there " * 9
-    ),
+    "chat": lambda model, number: Generate(number, number, "r", model, (Message("user", "hi"),), BRIEF, 0),
+    "completions": lambda model, number: Generate(number, number, "r", model, (), BRIEF, 0, text="hi there " * 9),
     "embeddings": lambda model, number: Embed(number, number, "r", model, ("hi there " * 9, "you")),
     "rerank": lambda model, number: Embed(number, number, "r", model, ("hi there " * 9, "you"), query="who"),
 }
@@ -49,7 +48,7 @@ def made(kind: str, route: str, folders: Mapping[str, Path]) -> Engine:
     scripted = ScriptedSettings(dimensions=8 * (route == "embeddings"), reranks=route == "rerank")
     settings = NodeSettings(
         engine=EngineSettings(kind=kind, scripted=scripted),
-        models=ModelSettings(folders=(str(folders[route]),), use_huggingface_cache=False, trial=False),
+        models=ModelSettings(folders=(str(folders[route]),), use_huggingface_cache=False, trial=False, profile="off"),
     )
     return import_builder(kind)(settings, CrashRecorder())
 

@@ -112,13 +112,13 @@ def test_a_cache_tells_what_a_row_takes(model: TextModel):
 def test_one_long_row_beside_seven_short_ones_takes_what_the_verdict_says(llama: TextModel):
     kv = measure_kv_parameters(prefilled(llama, prompt(1, 9))[0])
     batch: DecodeBatch[str] = DecodeBatch(llama)
-    join(batch, llama, "long", prompt(0, 6000))
+    join(batch, llama, "long", prompt(0, 3000))
     for number in range(7):
         join(batch, llama, str(number), prompt(number, 40))
     batch.step()
-    said = compute_padded_bytes(BatchGroup(8, 6002), kv)
+    said = compute_padded_bytes(BatchGroup(8, 3002), kv)
     assert batch.sum_nbytes() == pytest.approx(said, rel=0.02)
-    assert batch.sum_nbytes() > 7 * compute_padded_bytes(BatchGroup(1, 6000), kv), (
+    assert batch.sum_nbytes() > 7 * compute_padded_bytes(BatchGroup(1, 3000), kv), (
         "padding is real: eight times the long row"
     )
     batch.drop_rows(["long"])
@@ -130,7 +130,7 @@ def test_one_long_row_beside_seven_short_ones_takes_what_the_verdict_says(llama:
 def test_joining_and_leaving_free_what_they_replace(llama: TextModel):
     batch: DecodeBatch[str] = DecodeBatch(llama)
     for number in range(4):
-        join(batch, llama, str(number), prompt(number, 2000))
+        join(batch, llama, str(number), prompt(number, 1200))
     batch.step()
     mx.clear_cache()
     held = mx.get_active_memory() - batch.sum_nbytes()
@@ -142,13 +142,13 @@ def test_joining_and_leaving_free_what_they_replace(llama: TextModel):
 def test_the_peak_of_a_join_is_about_one_layer_not_one_batch(llama: TextModel):
     batch: DecodeBatch[str] = DecodeBatch(llama)
     for number in range(6):
-        join(batch, llama, str(number), prompt(number, 1500))
-    cache, logits = prefilled(llama, prompt(9, 1500))
+        join(batch, llama, str(number), prompt(number, 900))
+    cache, logits = prefilled(llama, prompt(9, 900))
     batch.step()
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    batch.join([JoiningRow("new", RowSampler(choose_greedily, ()))], prompt(9, 1500), cache, logits)
+    batch.join([JoiningRow("new", RowSampler(choose_greedily, ()))], prompt(9, 900), cache, logits)
     batch.step()
     rose = mx.get_peak_memory() - before
     assert rose < 0.7 * batch.sum_nbytes(), "evaluated whole, the old and the new batch stand side by side"

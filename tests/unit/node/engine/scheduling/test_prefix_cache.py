@@ -22,7 +22,7 @@ from wire.units import GIB, KIB, MIB
 ANSWERS = models.answers()
 SHORT = [one for one in ANSWERS if "system" not in one and "reasoning" not in one and len(one["answer"]) < 80]
 THOUGHT = next(one for one in ANSWERS if "reasoning" in one)
-SEEDED = GenerationParams(seed=4, temperature=0.8, max_tokens=40)
+SEEDED = GenerationParams(seed=4, temperature=0.8, max_tokens=16)
 OTHERS = "qwen3", "gemma3_text", "lfm2", "qwen3_next"
 
 
@@ -41,15 +41,17 @@ def ended(driver: Driver, number: int) -> Finished:
     return end
 
 
-def turns(driver: Driver, first: str, second: str, params: GenerationParams) -> tuple[list[list[int]], list[int]]:
-    """Run a conversation of two turns, the second of them twice; return the ids of the answers and the cached
+def turns(
+    driver: Driver, first: str, second: str, params: GenerationParams, *, repeats: int
+) -> tuple[list[list[int]], list[int]]:
+    """Run a conversation of two turns, the second of them `repeats` times; return the ids of the answers and the cached
     tokens."""
     messages = (Message("user", first),)
     numbers = [driver.ask(messages=messages, params=params)]
     cached = [ended(driver, numbers[0]).cached_tokens]
     answer = driver.text[numbers[0], 0, Channel.CONTENT]
     messages += (Message("assistant", answer), Message("user", second))
-    for _ in range(2):
+    for _ in range(repeats):
         numbers.append(driver.ask(messages=messages, params=params))
         cached.append(ended(driver, numbers[-1]).cached_tokens)
     return [driver.ids[number, 0] for number in numbers], cached
@@ -60,7 +62,10 @@ def turns(driver: Driver, first: str, second: str, params: GenerationParams) -> 
     [
         pytest.param(GREEDY, "llama", id="greedy-llama"),
         pytest.param(SEEDED, "llama", id="seeded-llama"),
-        *(pytest.param(GREEDY, name, id=f"greedy-{name}", marks=pytest.mark.slow) for name in OTHERS),
+        *(
+            pytest.param(GREEDY, name, id=f"greedy-{name}", marks=pytest.mark.slow)
+            for name in ("lfm2", *thin_cases([name for name in OTHERS if name != "lfm2"], 3))
+        ),
         *(pytest.param(SEEDED, name, id=f"seeded-{name}", marks=pytest.mark.slow) for name in thin_cases(OTHERS, 4)),
     ],
 )
@@ -70,12 +75,12 @@ def test_a_second_turn_begins_where_the_first_ended_and_answers_the_same(
     """Also with windows and states that cannot be cut: a window of 64 tokens, and prompts beyond it."""
     folder = tiny_model(name, trained=name != "qwen3_next")
     driver, fresh = Driver(folder), Driver(folder, prefix_cache_size="off")
-    params = GenerationParams(temperature=0.0, max_tokens=40) if params is GREEDY else params
+    params = GenerationParams(temperature=0.0, max_tokens=16) if params is GREEDY else params
     for first in (SHORT[0]["prompt"], SHORT[1]["prompt"] + " " + "Go on. " * 30, THOUGHT["prompt"]):
-        ours, cached = turns(driver, first, SHORT[2]["prompt"], params)
-        theirs, none = turns(fresh, first, SHORT[2]["prompt"], params)
-        assert ours == theirs
-        assert none == [0, 0, 0]
+        ours, cached = turns(driver, first, SHORT[2]["prompt"], params, repeats=2)
+        theirs, none = turns(fresh, first, SHORT[2]["prompt"], params, repeats=1)
+        assert ours == [*theirs, theirs[1]]
+        assert none == [0, 0]
         prompt = ended(driver, driver.number).prompt_tokens
         if name != "qwen3_next" or len(first) > 100:  # the text of an untrained model does not tokenize to the same ids
             assert cached[1] >= 19, "the first user's message at least"
@@ -225,10 +230,10 @@ def test_after_all_is_given_back_the_engine_is_as_it_was(driver: Driver):
     driver.engine.parts.prefix_cache.evict_model(driver.default)
     mx.clear_cache()
     base = mx.get_active_memory()
-    for number in range(50):
+    for number in range(20):
         ended(driver, driver.ask(f"{number} " + "word " * 60, GenerationParams(temperature=0.0, max_tokens=2)))
         assert driver.engine.parts.prefix_cache.nbytes == sum(sum_nbytes(one.value or []) for one in entries(driver))
-    assert len(entries(driver)) == 50
+    assert len(entries(driver)) == 20
     mx.clear_cache()
     assert mx.get_active_memory() >= base + driver.engine.parts.prefix_cache.nbytes - 256 * KIB
     driver.engine.parts.prefix_cache.evict_until(lambda: False)
@@ -253,7 +258,7 @@ def fill(driver: Driver, size: int) -> None:
 
 
 def test_the_cache_goes_before_a_request_is_refused_and_no_more_of_it_than_needed(driver: Driver):
-    fill(driver, 20 * MIB)
+    fill(driver, 10 * MIB)
     release_free_memory()
     room(driver, MIB)
     before = driver.engine.report(0.0).cache
@@ -309,8 +314,8 @@ def test_a_model_that_is_unloaded_takes_its_cache_with_it(driver: Driver):
 @pytest.mark.timeout(300)
 def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
     """Send new prompts while the cache is always full, with room for one further request."""
-    random, count = Random(3), scale_examples(500)
-    fill(driver, 10 * MIB)
+    random, count = Random(3), scale_examples(250)
+    fill(driver, 6 * MIB)
     release_free_memory()
     driver.engine.parts.footprint.reset_peak()
     need = estimate_request_need(driver.engine.report(0.0).models[0], 500, 2)

@@ -18,6 +18,7 @@ from node.engine.models.loaded_model import run_forward
 from node.engine.process.crash_recorder import CrashRecorder
 from node.settings import EngineSettings, MlxSettings, ModelSettings, NodeSettings
 from tests import models
+from tests.effort import thin_cases
 from tests.support.cluster.engine_pool import link
 from tests.support.engine.disk import BRIEF, answer, fill_and_kill, get_disk, open_driver, words, write_all
 from tests.support.engine.text_engine import Driver
@@ -28,8 +29,9 @@ from wire.report import Memory
 COUNT = 1000
 """Words of a prompt of about 2600 tokens, so that its last block is less than a tenth."""
 MODELS = (
-    *("llama", "gemma3_text", "qwen3_next"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "qwen3_moe", "lfm2")),
+    "llama",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in thin_cases(("gemma3_text", "qwen3", "lfm2"), 3)),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in thin_cases(("qwen3_next", "qwen3_moe"), 2)),
 )
 
 
