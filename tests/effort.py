@@ -21,6 +21,11 @@ def scale_examples(nightly: int) -> int:
     return nightly if IS_NIGHTLY else nightly // CI_SHARE
 
 
-def thin_cases(cases: Sequence[Case], step: int, *, seed: int = SEED, is_nightly: bool = IS_NIGHTLY) -> Sequence[Case]:
-    """Return every `step`-th case, other cases with each seed; in the nightly run, return all."""
-    return cases if is_nightly else cases[seed % step :: step]
+def thin_cases(
+    cases: Sequence[Case], step: int, *, kept: int = 0, seed: int = SEED, is_nightly: bool = IS_NIGHTLY
+) -> Sequence[Case]:
+    """Return the first `kept` cases and every `step`-th of the rest, a different part with each seed.
+
+    The nightly run has all cases.
+    """
+    return cases if is_nightly else [*cases[:kept], *cases[kept:][seed % step :: step]]

@@ -119,4 +119,7 @@ def test_thin_cases_reaches_every_case_within_a_week() -> None:
     cases = list(range(7))
     days = [thin_cases(cases, 3, seed=20261128 + day, is_nightly=False) for day in range(3)]
     assert sorted(case for day in days for case in day) == cases
+    kept = [thin_cases(cases, 3, kept=2, seed=20261128 + day, is_nightly=False) for day in range(3)]
+    assert [day[:2] for day in kept] == [[0, 1]] * 3
+    assert sorted(case for day in kept for case in day[2:]) == cases[2:]
     assert thin_cases(cases, 3, seed=20261128, is_nightly=True) == cases

@@ -20,6 +20,7 @@ from node.agent.enrollment import enroll, parse_address
 from node.agent.identity import NodeIdentity, create_authority_context, create_client_context, new_request
 from tests.abuse.http.test_bodies import HOSTILE, forget_peak, peak_bytes
 from tests.abuse.http.test_http_port import CHAT, ask, dial, raw, request, status
+from tests.effort import thin_cases
 from tests.support.cluster.cluster_port import Ended, Line, a_report, hello
 from tests.support.cluster.enrolment import HARDWARE
 from tests.support.cluster.loopback_cluster import a_model
@@ -216,14 +217,14 @@ async def grammars(target: Target) -> None:
 ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
     one.__name__: one
     for one in (
+        send_long_prompts,
+        large_frames,
         send_bodies,
         send_requests_ahead,
         open_connections,
         drip_bodies,
         leave_answers_unread,
-        send_long_prompts,
         flood_of_reports,
-        large_frames,
         answers_of_no_request,
         renewals,
         strangers_at_the_cluster_port,
@@ -232,7 +233,7 @@ ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
 }
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.parametrize("attack", thin_cases(list(ATTACKS), 3, kept=2))
 async def test_no_attack_takes_much_memory_or_keeps_it(target: Target, attack: str) -> None:
     coordinator = target.pool.coordinator
     assert coordinator is not None

@@ -22,7 +22,7 @@ from tests.browser.test_page import ask_for_a_video, go, visit
 from tests.models import EMBEDDED
 from tests.support.cluster.engine_pool import MLX
 from tests.support.hub.hub import running_hub
-from tests.support.processes import Pool, environment, pool, until
+from tests.support.processes import NO_TLS, Pool, environment, pool, until
 from tests.support.video.studio import words
 from wire.units import MIB
 
@@ -63,7 +63,11 @@ def at_work(folder: Path) -> Iterator[Pool]:
         first = ask_for_a_video(made)
         headers = {"authorization": f"Bearer {made.key}"}
         url = f"{made.base}/v1/videos/{first}"
-        until(lambda: httpx.get(url, headers=headers, trust_env=False).json()["status"] == "completed", 120, "a video")
+        until(
+            lambda: httpx.get(url, headers=headers, trust_env=False, verify=NO_TLS).json()["status"] == "completed",
+            120,
+            "a video",
+        )
         made.cli("key", "create", "home-assistant", "--model", "macpool*", "--requests-per-minute", "60")
         made.cli("models", "want", "macpool-tiny", "--replicas", "2")
         hub.faults.chunk_seconds = CHUNK_SECONDS
@@ -85,7 +89,7 @@ def _make_repository() -> dict[str, bytes]:
 @contextmanager
 def _asked(made: Pool) -> Iterator[None]:
     """Send requests that succeed, requests that are refused, and a long request that continues during the block."""
-    direct = DefaultHttpxClient(trust_env=False, timeout=60)
+    direct = DefaultHttpxClient(trust_env=False, verify=NO_TLS, timeout=60)
     client = OpenAI(base_url=f"{made.base}/v1", api_key=made.key, max_retries=0, http_client=direct)
 
     def ask(model: str, text: str, name: str, tokens: int) -> None:

@@ -17,7 +17,7 @@ import pytest
 from coordinator.alerts.rules import render_rules_file
 from coordinator.metrics.prometheus import render_configuration
 from tests.support.cluster.engine_pool import said
-from tests.support.processes import ROOT, Pool, environment, pool, until
+from tests.support.processes import NO_TLS, ROOT, Pool, environment, pool, until
 from tests.support.prometheus import needs, prometheus, token_file
 
 pytestmark = pytest.mark.slow
@@ -68,7 +68,7 @@ def test_a_neutered_gate_is_told_within_half_a_minute(tmp_path: Path, hook: tupl
         made.join(
             "broken", "node.report_idle_seconds=0.5", env=environment(PYTHONPATH=str(neutered(tmp_path / "copy")))
         )
-        key = made.cli("key", "create", "prometheus", "--scope", "metrics")["key"]
+        key = made.create_key("prometheus", "metrics")
         rules = tmp_path / "rules.yml"
         rules.write_text(render_rules_file())
         text = render_configuration(made.base, str(token_file(tmp_path, key))).replace("interval: 15s", "interval: 5s")
@@ -111,6 +111,6 @@ def _holding(made: Pool) -> set[str]:
 def _ask_until(made: Pool, stop: threading.Event) -> None:
     body = {"model": "scripted-1", "messages": said("hello"), "max_tokens": 5}
     headers = {"authorization": f"Bearer {made.key}"}
-    with httpx.Client(trust_env=False, timeout=20) as client:
+    with httpx.Client(trust_env=False, verify=NO_TLS, timeout=20) as client:
         while not stop.wait(0.2):
             client.post(made.base + "/v1/chat/completions", json=body, headers=headers).raise_for_status()

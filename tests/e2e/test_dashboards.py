@@ -17,7 +17,7 @@ from coordinator.metrics.prometheus import render_configuration
 from dashboards.generate import BOARDS
 from dashboards.panels import ANNOTATIONS, Board, Kind, Panel
 from tests.support.cluster.engine_pool import HELLO, MLX, said
-from tests.support.processes import Pool, pool, until
+from tests.support.processes import NO_TLS, Pool, pool, until
 from tests.support.prometheus import Prometheus, needs, prometheus, token_file
 from tests.support.video.chain import until_ray
 from tests.support.video.studio import words
@@ -57,7 +57,7 @@ def load(made: Pool) -> Iterator[None]:
     """
     stop = threading.Event()
     headers = {"authorization": f"Bearer {made.key}"}
-    with httpx.Client(base_url=made.base, headers=headers, trust_env=False, timeout=60) as client:
+    with httpx.Client(base_url=made.base, headers=headers, trust_env=False, verify=NO_TLS, timeout=60) as client:
         asks = [
             *[(0.05, lambda: ask(client, "scripted-1", "hello there", stream=True))] * 6,
             *[(0.05, lambda: ask(client, "scripted-1", "hello there"))] * 4,
@@ -91,7 +91,7 @@ def ask(client: httpx.Client, model: str, text: str, *, stream: bool = False) ->
 def clip(made: Pool, *states: str, **changes: Any) -> None:
     """Request a video, and wait until it is in one of these states."""
     headers = {"authorization": f"Bearer {made.key}"}
-    with httpx.Client(base_url=made.base, headers=headers, trust_env=False, timeout=30) as client:
+    with httpx.Client(base_url=made.base, headers=headers, trust_env=False, verify=NO_TLS, timeout=30) as client:
         job = client.post("/v1/videos", json={**CLIP, **changes}).json()["id"]
         until(lambda: client.get(f"/v1/videos/{job}").json()["status"] in states, 120, f"a video {states}")
 
@@ -135,7 +135,7 @@ def test_every_panel_has_data(tmp_path: Path, record_property: Callable[[str, ob
         made.cli("models", "want", "macpool-tiny")
         made.cli("models", "want", "filmed", "--idle-unload", "1s")  # a scripted model refuses to be unloaded
         until_ray(made, "film")
-        key = made.cli("key", "create", "prometheus", "--scope", "metrics")["key"]
+        key = made.create_key("prometheus", "metrics")
         text = render_configuration(made.base, str(token_file(tmp_path, key)), rules="none.yml", interval_seconds=1)
         with prometheus(tmp_path / "prometheus", text.replace("interval: 15s", "interval: 1s")) as found:
             until(lambda: set(found.up().values()) == {"1"} and len(found.up()) == 6, 60, "all targets are up")

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tests.models.conversations import TOOL_USES, TOOLS
 from tests.support.cluster.engine_pool import GREETING, HELLO, MLX, api
-from tests.support.processes import Pool, pool
+from tests.support.processes import NO_TLS, Pool, pool
 
 pytestmark = pytest.mark.slow
 
@@ -43,7 +43,7 @@ def client(made: Pool) -> OpenAI:
 
 @pytest.fixture
 def claude(made: Pool) -> Iterator[anthropic.Anthropic]:
-    direct = httpx2.Client(trust_env=False, timeout=60)
+    direct = httpx2.Client(trust_env=False, verify=NO_TLS, timeout=60)
     base = made.facts["base_url"].removesuffix("/v1")
     with anthropic.Anthropic(base_url=base, api_key=made.key, max_retries=0, http_client=direct) as one:
         yield one
@@ -155,7 +155,7 @@ def test_ollamas_routes_answer(made: Pool) -> None:
         "options": {"temperature": 0},
         "stream": False,
     }
-    with httpx.Client(trust_env=False, base_url=base, headers=headers, timeout=60) as ollama:
+    with httpx.Client(trust_env=False, verify=NO_TLS, base_url=base, headers=headers, timeout=60) as ollama:
         first = ollama.post("/api/chat", json=asking).json()["message"]
         assert [(one["function"]["name"], one["function"]["arguments"]) for one in first["tool_calls"]] == list(
             USE.calls

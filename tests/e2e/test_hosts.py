@@ -26,7 +26,8 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 from tests.support.cluster.hosts import NET, Hosts, unsupported
 from tests.support.processes import CLI, Pool, Process, environment, pool, until
 from tests.support.video.chain import until_ray
-from tests.support.video.studio import flat
+from tests.support.video.standin import CLIP, standin
+from tests.support.video.studio import words
 from wire.identity import SERVICE_TYPE
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -39,12 +40,6 @@ CLIENT: dict[str, Any] = {"trust_env": False, "timeout": 60, "verify": ssl.SSLCo
 """Settings of HTTP clients. They use no TLS; one context for all saves reading the authorities of this machine each
 time."""
 VIDEO = ("video.max_steps=1000",)
-
-
-def flat_settings(**more: Any) -> list[str]:
-    """Return the settings of a node that makes small videos."""
-    made = flat(**more)
-    return [f"{key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in made.items()]
 
 
 @dataclass
@@ -345,12 +340,14 @@ async def _watch_records() -> list[tuple[str, ServiceStateChange]]:
 
 @pytest.mark.timeout(400)
 def test_a_video_goes_on_while_the_coordinator_moves_to_another_host(lab: Lab, tmp_path: Path) -> None:
+    gate = standin(tmp_path)
+    worker = {"worker__environments": str(gate.environments), "worker__ray_ports": 6480}
     lab.up(*VIDEO)
     for name, number in (("studio", 2), ("macbook", 3)):
-        lab.join(name, number, *flat_settings(worker__ray_ports=6480, node__report_busy_seconds=0.2))
+        lab.join(name, number, *words(**worker, node__report_busy_seconds=0.2))
     for name in ("studio", "macbook"):
         until_ray(lab.pool, name)
-    body = {"model": "tiny-wan", "prompt": "a red fox", "size": "64x48", "frames": 9, "fps": 8, "steps": 100, "seed": 1}
+    body = {"model": "tiny-wan", "prompt": "hold=denoising", "size": "64x48", "frames": 9, "fps": 8, "seed": 1}
     job = lab.on_client(lambda: lab.ask("POST", "/v1/videos", json=body)).result().json()["id"]
 
     def phase() -> str:
@@ -367,6 +364,7 @@ def test_a_video_goes_on_while_the_coordinator_moves_to_another_host(lab: Lab, t
     lab.up_on(4, *VIDEO)
     lab.both_serve()
     assert [one["job"] for one in lab.pool.get("/api/v1/leases")["leases"]] == [job]
+    gate.open(1)
     seen: list[dict[str, Any]] = []
 
     def ended() -> bool:
@@ -377,5 +375,5 @@ def test_a_video_goes_on_while_the_coordinator_moves_to_another_host(lab: Lab, t
     found = seen[-1]
     assert found["status"] == "completed", json.dumps(found)
     clip = lab.on_client(lambda: lab.ask("GET", f"/v1/videos/{job}/content")).result()
-    assert clip.content[4:8] == b"ftyp"
+    assert clip.content == CLIP
     assert lab.pool.node(held["name"])["state"] == "ready"

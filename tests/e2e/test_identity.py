@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.processes import Pool, pool, until
+from tests.support.processes import NO_TLS, Pool, pool, until
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +34,7 @@ def ask(made: Pool, tokens: int = 4) -> str:
         headers={"Authorization": f"Bearer {made.key}"},
         timeout=30,
         trust_env=False,
+        verify=NO_TLS,
     )
     assert answer.status_code == 200, answer.text
     return answer.headers["x-macpool-node"]
@@ -64,7 +65,7 @@ def test_a_stream_ends_where_only_the_other_model_is_left(divided: Pool) -> None
     divided.cli("node", "remove", "--yes", "three")
     error = ""
     with (
-        httpx.Client(trust_env=False, timeout=60) as client,
+        httpx.Client(trust_env=False, verify=NO_TLS, timeout=60) as client,
         client.stream("POST", url, json=body, headers=headers) as answer,
     ):
         assert answer.headers["x-macpool-node"] == "two"

@@ -23,7 +23,7 @@ import pytest
 from openai import DefaultHttpxClient, OpenAI
 
 from tests.support.cluster.engine_pool import engine_of
-from tests.support.processes import CLI, ROOT, Pool, Process, environment, gone, pool, until
+from tests.support.processes import CLI, ENGINE_MODULE, NO_TLS, ROOT, Pool, Process, environment, gone, pool, until
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,7 @@ def client(made: Pool, retries: int = 0) -> OpenAI:
 
 
 def api_of(made: Pool, key: str, retries: int = 0) -> OpenAI:
-    direct = DefaultHttpxClient(trust_env=False, timeout=60)
+    direct = DefaultHttpxClient(trust_env=False, verify=NO_TLS, timeout=60)
     return OpenAI(base_url=made.facts["base_url"], api_key=key, max_retries=retries, http_client=direct)
 
 
@@ -185,6 +185,17 @@ def test_place_prints_every_node_and_why_not(cluster_pool: Pool) -> None:
     assert "nothing" in refused["stderr"]
 
 
+def test_a_prompt_that_can_never_fit_is_400_with_numbers(cluster_pool: Pool) -> None:
+    cluster_pool.up()
+    cluster_pool.join("small", "engine.scripted.memory=8GiB", "engine.scripted.weights=1GiB")
+    words: Any = [{"role": "user", "content": "word " * 30_000}]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client(cluster_pool).chat.completions.create(model="scripted-1", messages=words)
+    error = caught.value.response.json()["error"]
+    assert error["code"] == "prefill_memory_exceeded"
+    assert "GiB" in error["message"]
+
+
 def test_second_start_needs_no_token_and_keys_persist(cluster_pool: Pool) -> None:
     cluster_pool.up()
     first = cluster_pool.join("studio")
@@ -206,43 +217,41 @@ def test_second_start_needs_no_token_and_keys_persist(cluster_pool: Pool) -> Non
     api_of(cluster_pool, made["key"]).models.list()
 
 
-def test_coordinator_killed_and_restarted_nodes_come_back(cluster_pool: Pool) -> None:
+def test_an_engine_and_then_the_coordinator_is_killed_and_the_node_comes_back(cluster_pool: Pool) -> None:
     port = 18000 + (psutil.Process().pid % 2000) * 2
     cluster_pool.up(cluster_listen=f"127.0.0.1:{port}", listen=f"127.0.0.1:{port + 1}")
-    cluster_pool.join("studio")
-    restarts = cluster_pool.node("studio")["engine"]["restarts"]
-    engine = cluster_pool.nodes["studio"].children()
+    node = cluster_pool.join("studio", "engine.scripted.step_ms=50")
+    kill_engine_under_load(cluster_pool, node)
+    engine = node.children()
     assert cluster_pool.coordinator is not None
     cluster_pool.coordinator.kill()
     cluster_pool.up(cluster_listen=f"127.0.0.1:{port}", listen=f"127.0.0.1:{port + 1}")
     until(lambda: cluster_pool.node("studio")["state"] == "ready", what="studio back")
-    assert cluster_pool.node("studio")["engine"]["restarts"] == restarts
-    assert cluster_pool.nodes["studio"].children() == engine, "losing the coordinator must not end the engine"
+    assert cluster_pool.node("studio")["engine"]["restarts"] == 1
+    assert node.children() == engine, "losing the coordinator must not end the engine"
     answer = client(cluster_pool).chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=3)
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_engine_killed_under_load(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    node = cluster_pool.join("studio", "engine.scripted.step_ms=50")
-    api = client(cluster_pool)
-    stream = api.chat.completions.create(model="scripted-1", messages=MESSAGES, stream=True, max_tokens=400)
+def kill_engine_under_load(made: Pool, node: Process) -> None:
+    """Kill the engine of studio during an answer, and check that this answer and the next are complete."""
+    stream = client(made).chat.completions.create(model="scripted-1", messages=MESSAGES, stream=True, max_tokens=100)
     parts = iter(stream)
     words = [next(parts).choices[0].delta.content or ""]
     (engine,) = node.children()
     engine.kill()
     words += [part.choices[0].delta.content or "" for part in parts if part.choices]
-    assert len("".join(words).split()) == 400, "the answer was resumed after the engine's restart"
-    until(lambda: cluster_pool.node("studio")["engine"]["restarts"] == 1, what="a restart")
-    until(lambda: cluster_pool.serves("studio"), what="the engine again")
-    assert "SIGKILL" in cluster_pool.node("studio")["engine"]["cause"]
-    answer = client(cluster_pool, 5).chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=3)
+    assert len("".join(words).split()) == 100, "the answer was resumed after the engine's restart"
+    until(lambda: made.node("studio")["engine"]["restarts"] == 1, what="a restart")
+    until(lambda: made.serves("studio"), what="the engine again")
+    assert "SIGKILL" in made.node("studio")["engine"]["cause"]
+    answer = client(made, 5).chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=3)
     assert answer.usage is not None
     assert answer.usage.completion_tokens == 3
 
 
 def test_a_refusing_node_costs_nothing_and_is_no_failure(cluster_pool: Pool) -> None:
-    cluster_pool.up()
+    cluster_pool.up("router.queue_timeout_seconds=1")
     cluster_pool.join("willing")
     cluster_pool.join("refusing", "engine.scripted.refuse=*", "engine.scripted.memory=256GiB")
     api = client(cluster_pool)
@@ -252,13 +261,14 @@ def test_a_refusing_node_costs_nothing_and_is_no_failure(cluster_pool: Pool) -> 
         nodes.add(raw.headers["x-macpool-node"])
     assert nodes == {"willing"}
     assert cluster_pool.node("refusing")["state"] == "ready"
+    assert cluster_pool.nodes["willing"].stop() == 0
+    refused_with_numbers(cluster_pool)
 
 
-def test_all_refuse_is_503_with_numbers_and_retry_after(cluster_pool: Pool) -> None:
-    cluster_pool.up("router.queue_timeout_seconds=1")
-    cluster_pool.join("full", "engine.scripted.refuse=*")
+def refused_with_numbers(made: Pool) -> None:
+    """Check the answer of a pool whose only node refuses every request: 503, the numbers and Retry-After."""
     with pytest.raises(openai.APIStatusError) as caught:
-        client(cluster_pool).chat.completions.create(model="scripted-1", messages=MESSAGES)
+        client(made).chat.completions.create(model="scripted-1", messages=MESSAGES)
     assert caught.value.status_code == 503
     assert int(caught.value.response.headers["retry-after"]) >= 1
     error = caught.value.response.json()["error"]
@@ -266,28 +276,62 @@ def test_all_refuse_is_503_with_numbers_and_retry_after(cluster_pool: Pool) -> N
     assert set(error["memory"]) >= {"predicted", "ceiling", "current", "reserved", "estimate", "margin", "headroom"}
 
 
-def test_a_prompt_that_can_never_fit_is_400_with_numbers(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    cluster_pool.join("small", "engine.scripted.memory=8GiB", "engine.scripted.weights=1GiB")
-    words: Any = [{"role": "user", "content": "word " * 30_000}]
-    with pytest.raises(openai.BadRequestError) as caught:
-        client(cluster_pool).chat.completions.create(model="scripted-1", messages=words)
-    error = caught.value.response.json()["error"]
-    assert error["code"] == "prefill_memory_exceeded"
-    assert "GiB" in error["message"]
+WORKER = ("engine.scripted.step_ms=20", "engine.scripted.max_batch_size=8")
 
 
-def test_node_killed_mid_stream_is_not_noticed_and_the_other_serves(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    cluster_pool.join("one", "engine.scripted.step_ms=50")
-    cluster_pool.join("two", "engine.scripted.step_ms=50")
-    api = client(cluster_pool)
+@pytest.fixture(scope="module")
+def workers() -> Iterator[Pool]:
+    """Start the nodes `one` and `two`. Each test leaves both ready."""
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
+        made.up()
+        for name in ("one", "two"):
+            made.join(name, *WORKER)
+        yield made
+
+
+def test_many_streams_of_mixed_lengths_all_end(workers: Pool) -> None:
+    api = client(workers)
+
+    def ask(number: int) -> int:
+        count = 1 + number * 7 % 60
+        words: Any = [{"role": "user", "content": "word " * (1 + number * 37 % 900)}]
+        stream = api.chat.completions.create(model="scripted-1", messages=words, stream=True, max_tokens=count)
+        text = "".join(c.choices[0].delta.content or "" for c in stream if c.choices)
+        return len(text.split()) - count
+
+    with ThreadPoolExecutor(32) as threads:
+        assert list(threads.map(ask, range(64))) == [0] * 64
+    until(lambda: all(n["reserved"] == 0 and n["in_flight"] == 0 for n in workers.nodes_now()), 5, "all given back")
+
+
+def test_a_node_is_drained_under_a_stream_and_no_client_notices(workers: Pool) -> None:
+    api = client(workers)
+    asked: Any = {"model": "scripted-1", "messages": MESSAGES, "max_tokens": 150}
+    undisturbed = api.chat.completions.create(**asked).choices[0].message.content
+    response = api.chat.completions.with_raw_response.create(**asked, stream=True)
+    chunks = iter(response.parse())
+    text = [next(chunks).choices[0].delta.content or "" for _ in range(5)]
+    where = response.headers["x-macpool-node"]
+    drained = workers.cli("node", "drain", where, "--wait", "20s")
+    assert drained["left"] == 0
+    text += [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(text) == undisturbed
+    assert workers.node(where)["cordoned"] is True
+    assert workers.node(where)["in_flight"] == 0
+    acts = [(act["action"], act["actor"]) for act in workers.cli("audit")["acts"]]
+    assert ("drain", "local") in acts
+    assert acts.count(("joined", "node")) == 2
+    workers.cli("node", "uncordon", where)
+
+
+def test_node_killed_mid_stream_is_not_noticed_and_the_other_serves(workers: Pool) -> None:
+    api = client(workers)
     raw = api.chat.completions.with_raw_response.create(
         model="scripted-1", messages=MESSAGES, stream=True, max_tokens=100
     )
     parts = iter(raw.parse())
     words = [next(parts).choices[0].delta.content or ""]
-    victim = cluster_pool.nodes[raw.headers["x-macpool-node"]]
+    victim = workers.nodes[raw.headers["x-macpool-node"]]
     below = victim.children()
     victim.kill()
     words += [part.choices[0].delta.content or "" for part in parts if part.choices]
@@ -296,49 +340,50 @@ def test_node_killed_mid_stream_is_not_noticed_and_the_other_serves(cluster_pool
     gone(below, 5)
     for _ in range(10):
         api.chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=1)
+    name = raw.headers["x-macpool-node"]
+    workers.join(name, *WORKER, wait=False)
+    until(lambda: workers.serves(name), what=f"{name} is back")
 
 
-def test_client_gone_is_cancelled_on_the_node(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    cluster_pool.join("one", "engine.scripted.step_ms=20")
-    stream = client(cluster_pool).chat.completions.create(
+def test_client_gone_is_cancelled_on_the_node(workers: Pool) -> None:
+    response = client(workers).chat.completions.with_raw_response.create(
         model="scripted-1", messages=MESSAGES, stream=True, max_tokens=20_000
     )
+    name, stream = response.headers["x-macpool-node"], response.parse()
     next(iter(stream))
-    until(lambda: cluster_pool.node("one")["running"] == 1, what="running")
+    until(lambda: workers.node(name)["running"] == 1, what="running")
     stream.close()
-    until(lambda: cluster_pool.node("one")["running"] == 0, 5, "cancelled")
-    until(lambda: cluster_pool.node("one")["reserved"] == 0, 5, "given back")
-    assert cluster_pool.node("one")["in_flight"] == 0
+    until(lambda: workers.node(name)["running"] == 0, 5, "cancelled")
+    until(lambda: workers.node(name)["reserved"] == 0, 5, "given back")
+    assert workers.node(name)["in_flight"] == 0
 
 
 def test_sigterm_lets_running_requests_end(cluster_pool: Pool) -> None:
+    """Of a node, and then of the coordinator."""
     cluster_pool.up()
     node = cluster_pool.join("one", "engine.scripted.step_ms=50")
-    stream = client(cluster_pool).chat.completions.create(
-        model="scripted-1", messages=MESSAGES, stream=True, max_tokens=40
-    )
-    parts = iter(stream)
-    next(parts)
+    parts = begin_stream(cluster_pool, 40)
     node.popen.send_signal(signal.SIGTERM)
     assert sum(1 for chunk in parts if chunk.choices and chunk.choices[0].delta.content) >= 38
     assert node.popen.wait(30) == 0
 
-
-def test_coordinator_drains_on_sigterm(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    cluster_pool.join("one", "engine.scripted.step_ms=50")
+    cluster_pool.join("one", "engine.scripted.step_ms=50", wait=False)
+    until(lambda: cluster_pool.serves("one"), what="it serves again")
     assert cluster_pool.coordinator is not None
-    stream = client(cluster_pool).chat.completions.create(
-        model="scripted-1", messages=MESSAGES, stream=True, max_tokens=30
-    )
-    parts = iter(stream)
-    next(parts)
+    parts = begin_stream(cluster_pool, 30)
     cluster_pool.coordinator.popen.send_signal(signal.SIGTERM)
     with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
         client(cluster_pool).chat.completions.create(model="scripted-1", messages=MESSAGES)
     assert sum(1 for chunk in parts if chunk.choices and chunk.choices[0].delta.content) >= 28
     assert cluster_pool.coordinator.popen.wait(20) == 0
+
+
+def begin_stream(made: Pool, tokens: int) -> Iterator[Any]:
+    """Start a stream of this length; return the chunks after the first one."""
+    stream = client(made).chat.completions.create(model="scripted-1", messages=MESSAGES, stream=True, max_tokens=tokens)
+    parts = iter(stream)
+    next(parts)
+    return parts
 
 
 def test_requests_on_the_local_node_end_before_it_is_ended(cluster_pool: Pool) -> None:
@@ -355,20 +400,20 @@ def test_requests_on_the_local_node_end_before_it_is_ended(cluster_pool: Pool) -
     assert cluster_pool.coordinator.popen.wait(20) == 0
 
 
-@pytest.mark.parametrize("victim", ["coordinator", "agent", "engine"])
-def test_nothing_is_left_after_kill_9_of_one_process(cluster_pool: Pool, victim: str) -> None:
+def test_nothing_is_left_after_kill_9_of_one_process(cluster_pool: Pool) -> None:
     cluster_pool.up(local_node=True)
     assert cluster_pool.coordinator is not None
     until(lambda: _healthy(cluster_pool), what="healthy")
+    for module in ("node.run", ENGINE_MODULE):
+        everything = cluster_pool.coordinator.children()
+        victim, engine = (next(p for p in everything if name in p.cmdline()) for name in (module, ENGINE_MODULE))
+        victim.kill()
+        gone([engine], 5)
+        until(lambda: _healthy(cluster_pool), 20, f"healthy again after the end of {module}")
     everything = cluster_pool.coordinator.children()
-    agent = next(p for p in everything if "node.run" in p.cmdline())
-    engine = next(p for p in everything if "node.engine.process.main" in p.cmdline())
-    if victim == "coordinator":
-        cluster_pool.coordinator.kill()
-        gone(everything, 8)
-        return
-    {"agent": agent, "engine": engine}[victim].kill()
-    gone([engine], 5)
+    cluster_pool.coordinator.kill()
+    gone(everything, 8)
+    cluster_pool.up(local_node=True)
     until(lambda: _healthy(cluster_pool), 20, "healthy again")
     assert cluster_pool.coordinator.stop() == 0
 
@@ -526,43 +571,42 @@ def test_approval_by_code(cluster_pool: Pool) -> None:
         process.close()
 
 
-def test_tokens_at_the_command(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    token = cluster_pool.cli("token", "create", "--ttl", "10m", "--uses", "2", "--name", "lab")["token"]
-    listed = cluster_pool.cli("token", "list")["tokens"]
+def test_tokens_at_the_command(single: Pool) -> None:
+    token = single.cli("token", "create", "--ttl", "10m", "--uses", "2", "--name", "lab")["token"]
+    listed = single.cli("token", "list")["tokens"]
     assert [entry["uses_left"] for entry in listed if entry["name"] == "lab"] == [2]
     assert token not in json.dumps(listed)
     assert token.rsplit(".", 1)[1] not in json.dumps(listed)
     lab = next(entry["id"] for entry in listed if entry["name"] == "lab")
-    cluster_pool.cli("token", "revoke", "--yes", lab)
-    refused = cluster_pool.run(
+    single.cli("token", "revoke", "--yes", lab)
+    refused = single.run(
         "join",
-        cluster_pool.facts["cluster_url"],
+        single.facts["cluster_url"],
         "--token-file",
-        cluster_pool.token_file("late", token),
+        single.token_file("late", token),
         "--state",
-        str(cluster_pool.folder / "late"),
+        str(single.folder / "late"),
     )
     assert refused.returncode == 4
     assert (
-        cluster_pool.run(
+        single.run(
             "join",
             "127.0.0.1:1",
             "--token-file",
-            cluster_pool.token_file("x", "nonsense"),
+            single.token_file("x", "nonsense"),
             "--state",
-            str(cluster_pool.folder / "x"),
+            str(single.folder / "x"),
         ).returncode
         == 4
     )
     pinned = "mpj1." + "a" * 52 + token[57:]
-    wrong = cluster_pool.run(
+    wrong = single.run(
         "join",
-        cluster_pool.facts["cluster_url"],
+        single.facts["cluster_url"],
         "--token-file",
-        cluster_pool.token_file("y", pinned),
+        single.token_file("y", pinned),
         "--state",
-        str(cluster_pool.folder / "y"),
+        str(single.folder / "y"),
     )
     assert wrong.returncode == 9
     assert "an attacker is on the network" in wrong.stderr
@@ -582,26 +626,6 @@ def test_access_verbs_work_without_a_running_coordinator(cluster_pool: Pool) -> 
         assert json.load(response)["cluster"]["name"] == "home"
 
 
-def test_many_streams_of_mixed_lengths_all_end(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    for name in ("one", "two"):
-        cluster_pool.join(name, "engine.scripted.step_ms=5", "engine.scripted.max_batch_size=8")
-    api = client(cluster_pool)
-
-    def ask(number: int) -> int:
-        count = 1 + number * 7 % 60
-        words: Any = [{"role": "user", "content": "word " * (1 + number * 37 % 900)}]
-        stream = api.chat.completions.create(model="scripted-1", messages=words, stream=True, max_tokens=count)
-        text = "".join(c.choices[0].delta.content or "" for c in stream if c.choices)
-        return len(text.split()) - count
-
-    with ThreadPoolExecutor(32) as threads:
-        assert list(threads.map(ask, range(64))) == [0] * 64
-    until(
-        lambda: all(n["reserved"] == 0 and n["in_flight"] == 0 for n in cluster_pool.nodes_now()), 5, "all given back"
-    )
-
-
 def test_a_second_coordinator_and_a_second_node_in_one_folder_are_refused(single: Pool) -> None:
     other = single.run("up", "--state", str(single.state), "--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0")
     assert other.returncode == 1
@@ -609,31 +633,6 @@ def test_a_second_coordinator_and_a_second_node_in_one_folder_are_refused(single
     twin = single.run("join", "--state", str(single.folder / "one"))
     assert twin.returncode == 1
     assert "already running" in twin.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "words"),
-    [
-        (["up", "--set", "router.polcy=x"], 2, "did you mean router.policy?"),
-        (["up", "--set", "memory.cap=x", "--no-local-node"], 2, "--no-local-node"),
-        (["up", "--listen", "nowhere"], 2, "HOST:PORT"),
-        (["up", "--lan", "--listen", "127.0.0.1:0"], 2, "exclude"),
-        (["join", "127.0.0.1:1", "--set", "memory.cpa=1"], 2, "did you mean memory.cap?"),
-        (["join", "127.0.0.1:1", "--models", "/tmp", "--set", "engine.kind=scripted"], 2, "reads no model folders"),
-        (["join", "not an address"], 1, "HOST:PORT"),
-        (["nods"], 2, "did you mean `cluster nodes`?"),
-        (["nodes"], 3, "cluster up"),
-        (["key", "create", "x"], 5, "no cluster"),
-        (["token", "create", "--ttl", "soon"], 2, "duration"),
-        (["nodes", "--url", "http://127.0.0.1:1"], 4, "--key-file"),
-    ],
-)
-def test_mistakes_at_the_command_are_told_with_the_next_step(
-    cluster_pool: Pool, arguments: list[str], code: int, words: str
-) -> None:
-    state = [] if arguments[0] == "nods" else ["--state", str(cluster_pool.folder / "s")]
-    done = cluster_pool.run(*arguments, *state)
-    assert (done.returncode, words in done.stderr) == (code, True), done.stderr
 
 
 def test_secrets_are_private_and_nowhere_else(single: Pool) -> None:
@@ -729,8 +728,6 @@ def test_https_with_our_own_authority(cluster_pool: Pool) -> None:
 def test_contradicting_tls_settings_are_refused_at_start(cluster_pool: Pool) -> None:
     for pairs, said in (
         (("http.tls=off", "http.tls_cert_file=/x.pem"), "leave one of them out"),
-        (("http.tls_key_file=/x.pem",), "without http.tls_cert_file"),
-        (("http.tls_cert_file=/x.pem",), "No such file"),
         (("http.tls=maybe",), "http.tls"),
     ):
         arguments = [part for pair in pairs for part in ("--set", pair)]
@@ -749,14 +746,11 @@ def test_contradicting_tls_settings_are_refused_at_start(cluster_pool: Pool) -> 
         assert said in refused.stderr
 
 
-def test_a_request_is_explained_and_its_decision_taken_again(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    cluster_pool.join("studio")
-    cluster_pool.join("macbook", "engine.scripted.memory=36GiB")
-    answer = client(cluster_pool).chat.completions.with_raw_response.create(
+def test_a_request_is_explained_and_its_decision_taken_again(pair: Pool) -> None:
+    answer = client(pair).chat.completions.with_raw_response.create(
         model="scripted-1", messages=MESSAGES, max_tokens=5, extra_headers={"x-request-id": "why-there"}
     )
-    told = cluster_pool.cli("explain", "why-there")
+    told = pair.cli("explain", "why-there")
     (story,) = told["requests"]
     assert [step["what"] for step in story["steps"]] == ["sent", "first token"]
     assert story["steps"][0]["node"] == answer.headers["x-macpool-node"]
@@ -764,42 +758,22 @@ def test_a_request_is_explained_and_its_decision_taken_again(cluster_pool: Pool)
     assert any(abs(one - round(one)) > 0.01 for one in milliseconds), "finer than the loop's clock"
     (decision,) = told["decisions"]
     assert {one["name"] for one in decision["candidates"]} == {"studio", "macbook"}
-    shown = cluster_pool.run("explain", "why-there", "--state", str(cluster_pool.state)).stdout
+    shown = pair.run("explain", "why-there", "--state", str(pair.state)).stdout
     assert "first token" in shown
     assert "HEADROOM" in shown
-    assert "why-there" in cluster_pool.run("explain", "--state", str(cluster_pool.state)).stdout
-    file = cluster_pool.folder / "decisions.jsonl"
-    assert cluster_pool.run("explain", "--export", str(file), "--state", str(cluster_pool.state)).returncode == 0
-    again = cluster_pool.run("replay", str(file), "--policy", "most_headroom")
-    assert "1 decisions, 0 of them refusals" in again.stdout
+    assert "why-there" in pair.run("explain", "--state", str(pair.state)).stdout
+    file = pair.folder / "decisions.jsonl"
+    assert pair.run("explain", "--export", str(file), "--state", str(pair.state)).returncode == 0
+    again = pair.run("replay", str(file), "--policy", "most_headroom")
+    exported = [json.loads(line) for line in file.read_text().splitlines()]
+    assert "why-there" in {one["request_id"] for one in exported}
+    refusals = sum(one["refused"] is not None for one in exported)
+    assert f"{len(exported)} decisions, {refusals} of them refusals" in again.stdout
     file.write_text("junk\n")
-    wrong = cluster_pool.run("replay", str(file), "--policy", "balanced")
+    wrong = pair.run("replay", str(file), "--policy", "balanced")
     assert wrong.returncode == 2
     assert "line 1" in wrong.stderr
-    assert cluster_pool.run("explain", "nobody", "--state", str(cluster_pool.state)).returncode == 5
-
-
-def test_a_node_is_drained_under_a_stream_and_no_client_notices(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    for name in ("one", "two"):
-        cluster_pool.join(name, "engine.scripted.step_ms=20")
-    api = client(cluster_pool)
-    asked: Any = {"model": "scripted-1", "messages": MESSAGES, "max_tokens": 150}
-    undisturbed = api.chat.completions.create(**asked).choices[0].message.content
-    response = api.chat.completions.with_raw_response.create(**asked, stream=True)
-    chunks = iter(response.parse())
-    text = [next(chunks).choices[0].delta.content or "" for _ in range(5)]
-    where = response.headers["x-macpool-node"]
-    drained = cluster_pool.cli("node", "drain", where, "--wait", "20s")
-    assert drained["left"] == 0
-    text += [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
-    assert "".join(text) == undisturbed
-    assert cluster_pool.node(where)["cordoned"] is True
-    assert cluster_pool.node(where)["in_flight"] == 0
-    acts = [(act["action"], act["actor"]) for act in cluster_pool.cli("audit")["acts"]]
-    assert ("drain", "local") in acts
-    assert acts.count(("joined", "node")) == 2
-    cluster_pool.cli("node", "uncordon", where)
+    assert pair.run("explain", "nobody", "--state", str(pair.state)).returncode == 5
 
 
 def test_programs_on_this_machine_need_no_key_where_it_was_said(cluster_pool: Pool) -> None:
@@ -807,8 +781,11 @@ def test_programs_on_this_machine_need_no_key_where_it_was_said(cluster_pool: Po
     cluster_pool.join("studio")
     api = api_of(cluster_pool, "ollama")
     assert api.chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=3).choices[0].message.content
-    assert httpx.get(facts["base_url"] + "/models", trust_env=False).status_code == 200
-    assert httpx.get(facts["base_url"].removesuffix("/v1") + "/api/v1/nodes", trust_env=False).status_code == 401
+    assert httpx.get(facts["base_url"] + "/models", trust_env=False, verify=NO_TLS).status_code == 200
+    assert (
+        httpx.get(facts["base_url"].removesuffix("/v1") + "/api/v1/nodes", trust_env=False, verify=NO_TLS).status_code
+        == 401
+    )
     assert [row["key"] for row in cluster_pool.cli("key", "usage")["usage"]] == ["anonymous"]
     refused = cluster_pool.run(
         "up",

@@ -24,7 +24,7 @@ def test_nodes_are_found_scraped_and_missed(made: Pool, tmp_path: Path):
     """`up` follows a node's loss and return, and its series have the name from service discovery."""
     for name in ("one", "two"):
         made.join(name, "node.report_idle_seconds=0.5")
-    key = made.cli("key", "create", "prometheus", "--scope", "metrics")["key"]
+    key = made.create_key("prometheus", "metrics")
     text = render_configuration(made.base, str(token_file(tmp_path, key)), rules="none.yml", interval_seconds=1)
     with prometheus(tmp_path / "prometheus", text.replace("refresh_interval: 15s", "refresh_interval: 1s")) as found:
         until(lambda: found.up() == {"macpool": "1", "one": "1", "two": "1"}, what="every target is up")
@@ -43,7 +43,7 @@ def test_nodes_are_found_scraped_and_missed(made: Pool, tmp_path: Path):
 
 def test_without_the_token_nothing_is_scraped(made: Pool, tmp_path: Path):
     made.join("one")
-    wrong = made.cli("key", "create", "somebody", "--scope", "infer")["key"]
+    wrong = made.create_key("somebody", "infer")
     text = render_configuration(made.base, str(token_file(tmp_path, wrong)), rules="none.yml", interval_seconds=1)
     with prometheus(tmp_path / "prometheus", text) as found:
         until(lambda: found.up() == {"macpool": "0"}, what="the coordinator refuses")

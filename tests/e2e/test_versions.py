@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.cluster.cluster_port import a_report, hello, opened
 from tests.support.cluster.older_protocol import FIELDS, OldCoordinator, old_bytes, old_coordinator
-from tests.support.processes import Pool, Process, until
+from tests.support.processes import NO_TLS, Pool, Process, until
 from wire.codec import encode
 from wire.frames import (
     Admitted,
@@ -137,7 +137,13 @@ class Load:
         text, heard = "", False
         try:
             with httpx.stream(
-                "POST", f"{self.pool.base}/v1/chat/completions", json=body, headers=headers, timeout=60, trust_env=False
+                "POST",
+                f"{self.pool.base}/v1/chat/completions",
+                json=body,
+                headers=headers,
+                timeout=60,
+                trust_env=False,
+                verify=NO_TLS,
             ) as answer:
                 heard = True
                 for piece in answer.iter_text():

@@ -17,7 +17,7 @@ from typing import Any
 from openai import DefaultHttpxClient, OpenAI
 
 from tests import models
-from tests.support.processes import Pool, pool, until
+from tests.support.processes import NO_TLS, Pool, pool, until
 
 NODES = 2
 STREAMS = 12
@@ -106,7 +106,7 @@ def main() -> int:
         for name in ("studio", "macbook"):
             demo.join(name, "engine.kind=mlx", "models.use_huggingface_cache=false", "models.preload=macpool-tiny")
         until(lambda: all(loaded(node) for node in demo.nodes_now()), 120, "the model on both")
-        direct = DefaultHttpxClient(trust_env=False)
+        direct = DefaultHttpxClient(trust_env=False, verify=NO_TLS)
         client = OpenAI(base_url=demo.facts["base_url"], api_key=demo.key, http_client=direct)
         model = client.models.list().data[0].id
         first, *others = known()

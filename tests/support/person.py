@@ -12,9 +12,10 @@ import termios
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from tests.support.cluster.hosts import Host
-from tests.support.processes import CLI, Process, environment, until
+from tests.support.processes import CLI, Pool, Process, environment, until
 
 TRUSTED = ("/etc/ssl", "/usr/local/share", "/etc/ca-certificates")
 """Folders that `cluster trust-ca` changes. Each host gets its own copy."""
@@ -40,6 +41,7 @@ class Person:
             shim.write_text(f'#!/bin/sh\nexec {shlex.join(CLI)} "$@"\n')
             shim.chmod(0o755)
         self._path = bin_folder
+        self._thread = stack.enter_context(host.threads(1))
         for place in (*TRUSTED, MACHINE_ID):
             if Path(place).exists():
                 copy = host.folder / place.strip("/").replace("/", "-")
@@ -51,7 +53,9 @@ class Person:
     def environment(self) -> dict[str, str]:
         """Return the variables of this user's shell."""
         known = environment(HOME=str(self.home), COLUMNS="80", LINES="24", **self.variables)
-        return known | {"PATH": f"{self._path}:{known['PATH']}", "XDG_DATA_HOME": "", "XDG_CONFIG_HOME": ""}
+        # No measurement and no trial of the model: as `MLX` in `engine_pool`.
+        quick = {"MACPOOL_MODELS__PROFILE": "off", "MACPOOL_MODELS__TRIAL": "false"}
+        return known | quick | {"PATH": f"{self._path}:{known['PATH']}", "XDG_DATA_HOME": "", "XDG_CONFIG_HOME": ""}
 
     def type(self, line: str, *, code: int = 0, answer: str = "") -> str:
         """Run a shell line and return its output. Raise AssertionError for another exit code or a traceback."""
@@ -68,6 +72,14 @@ class Person:
         assert done.returncode == code, f"exit code {done.returncode}, not {code}:\n{said}"
         assert "Traceback" not in said, said
         return done.stdout + done.stderr
+
+    def get(self, path: str) -> dict[str, Any]:
+        """Send a GET to the coordinator of this host. A command would take a hundred times the CPU time."""
+        (run,) = self.home.rglob("run.json")
+        made = Pool(run.parents[1])
+        made.home = run.parent.name
+        made.call = lambda ask: self._thread.submit(ask).result()
+        return made.get(path)
 
     def look(self, line: str) -> Sequence[str]:
         """Run a line in a terminal of 80 columns; return the visible lines. AssertionError when one is wider."""

@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import uvicorn
 
+from tests.support.processes import NO_TLS
+
 WORDS = ("Far ", "away ", "answer")
 ROOT = Path(__file__).parents[2]
 MIB = 1024 * 1024
@@ -144,7 +146,7 @@ def running() -> Iterator[str]:
 
 def read_seen(url: str) -> list[dict[str, Any]]:
     """Return the requests that the server at a base URL has got."""
-    return httpx.get(url.removesuffix("/v1") + "/seen", trust_env=False, timeout=20).json()
+    return httpx.get(url.removesuffix("/v1") + "/seen", trust_env=False, verify=NO_TLS, timeout=20).json()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import thin_cases
+from tests.support.cluster.engine_pool import MLX
 from tests.support.processes import CLI, ROOT, Pool, Process, environment, pool, until
 
 pytestmark = pytest.mark.slow
@@ -94,19 +96,19 @@ def test_up_on_a_node_of_another_cluster_is_refused_with_the_ways_out(made: Pool
     assert (done.returncode, "a node of another cluster" in done.stderr) == (6, True), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--models", "/no/such/folder"], "--models: /no/such/folder is not a folder"),
-        (["--set", "models.folders=/no/such/folder"], "models.folders (--set): /no/such/folder is not a folder"),
-        (["--set", "memory.cap=lots"], "is not a size"),
-        (["--set", "router.queue_timeout_seconds=soon"], "router.queue_timeout_seconds"),
-        (["--set", "alerts.webhook_url=here"], "alerts.webhook_url"),
-        (["--set", "http.tls_key_file=/x"], "http.tls_cert_file"),
-        (["--set", "http.tls_cert_file=/x"], "/x"),
-        (["--lan", "--set", "http.anonymous=true"], "http.anonymous"),
-    ],
+IMPOSSIBLE = (
+    (["--models", "/no/such/folder"], "--models: /no/such/folder is not a folder"),
+    (["--set", "http.tls_cert_file=/x"], "/x"),
+    (["--set", "models.folders=/no/such/folder"], "models.folders (--set): /no/such/folder is not a folder"),
+    (["--set", "memory.cap=lots"], "is not a size"),
+    (["--set", "router.queue_timeout_seconds=soon"], "router.queue_timeout_seconds"),
+    (["--set", "alerts.webhook_url=here"], "alerts.webhook_url"),
+    (["--set", "http.tls_key_file=/x"], "http.tls_cert_file"),
+    (["--lan", "--set", "http.anonymous=true"], "http.anonymous"),
 )
+
+
+@pytest.mark.parametrize(("arguments", "words"), thin_cases(IMPOSSIBLE, 3, kept=2))
 def test_a_start_that_cannot_work_creates_nothing(tmp_path: Path, arguments: list[str], words: str):
     listen = [] if "--lan" in arguments else ["--listen", "127.0.0.1:0"]
     command = [*CLI, "up", "--state", str(tmp_path / "s"), *listen, "--cluster-listen", "127.0.0.1:0", *arguments]
@@ -162,7 +164,7 @@ def test_a_joined_mac_asks_over_its_own_link_or_names_the_coordinator(made: Pool
 
 
 def test_ready_means_that_the_first_request_is_answered(made: Pool):
-    made.up("engine.kind=mlx", "models.use_huggingface_cache=false", local_node=True)
+    made.up(*MLX, local_node=True)
     assert made.facts["local_node_ready"] is True
     said = made.run("chat", "hello", "--wait", "0", "--max-tokens", "4", "--state", str(made.state))
     assert (said.returncode, said.stdout.strip() != "") == (0, True), said.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import thin_cases
 from tests.support.cluster.engine_pool import MLX
 from tests.support.processes import CLI, Pool, environment, pool
 
@@ -51,7 +52,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
         yield made
 
 
-@pytest.mark.parametrize(("kind", "text"), [*blocks("examples.md"), *blocks("start.md")])
+@pytest.mark.parametrize(
+    ("kind", "text"), [case for page in ("examples.md", "start.md") for case in thin_cases(blocks(page), 2, kept=1)]
+)
 def test_a_block_works_as_it_is_written(home: Pool, kind: str, text: str, tmp_path: Path):
     base = home.facts["base_url"]
     for told, meant in PLACEHOLDERS.items():

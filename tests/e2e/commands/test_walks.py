@@ -4,7 +4,6 @@ They are a hobbyist with three Macs, an administrator of a lab, and a developer.
 it is in the manual; values that a command printed are pasted from its output. `make walks` prints the sessions.
 """
 
-import json
 import re
 import sys
 import textwrap
@@ -65,7 +64,8 @@ def python(program: str) -> str:
 
 
 def states(person: Person) -> dict[str, str]:
-    return {one["name"]: one["state"] for one in json.loads(person.type("cluster nodes -o json"))["nodes"]}
+    """Return the states of the nodes, from the coordinator of this person's machine."""
+    return {one["name"]: one["state"] for one in person.get("/api/v1/nodes")["nodes"]}
 
 
 def test_a_hobbyist_with_three_macs(people: list[Person]):

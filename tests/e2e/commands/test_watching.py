@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.support.cluster.engine_pool import MLX
-from tests.support.processes import CLI, Pool, environment, pool, until
+from tests.support.processes import CLI, NO_TLS, Pool, environment, pool, until
 from tests.support.prometheus import needs
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,9 @@ def everything_said(made: Pool) -> str:
     ]
     assert len(files) >= 7, files
     texts = [file.read_bytes().decode(errors="replace") for file in files]
-    with httpx.Client(base_url=made.base, headers={"authorization": f"Bearer {made.secret}"}, trust_env=False) as api:
+    with httpx.Client(
+        base_url=made.base, headers={"authorization": f"Bearer {made.secret}"}, trust_env=False, verify=NO_TLS
+    ) as api:
         paths = [
             "/metrics",
             "/prometheus/sd",
@@ -88,7 +90,7 @@ def test_no_prompt_no_key_and_no_token_is_ever_told(tmp_path: Path):
         made.join("one", "engine.scripted.crash=explode", "engine.scripted.refuse=forbidden")
         made.join("mlx", *MLX)
         token, refused = made.token(), list[str]()
-        with httpx.Client(base_url=made.base, trust_env=False, timeout=60) as client:
+        with httpx.Client(base_url=made.base, trust_env=False, verify=NO_TLS, timeout=60) as client:
             for model in ("scripted-1", "macpool-tiny"):
                 for path, body in bodies(PROMPT, model):
                     answer = client.post(path, json=body, headers={"x-api-key": made.key})
@@ -181,26 +183,21 @@ def test_logs_and_events_are_followed(tmp_path: Path):
         assert made.run("logs", "nobody", "--state", str(made.state)).returncode == 5
 
 
-def test_events_that_were_missed_are_told_after_a_break(tmp_path: Path):
+def test_missed_events_and_the_picture_of_every_node(tmp_path: Path):
+    """Events after a break of the connection, and `cluster top` with a condition."""
     with pool(tmp_path) as made:
         made.up()
         headers = {"authorization": f"Bearer {made.secret}"}
-        with httpx.Client(base_url=made.base, headers=headers, trust_env=False, timeout=20) as client:
+        with httpx.Client(base_url=made.base, headers=headers, trust_env=False, verify=NO_TLS, timeout=20) as client:
             first = client.get("/api/v1/events?last=1").text
             number = int(first.split("id: ")[1].split("\n")[0])
-            made.join("one")
+            made.join("one", "memory.guard=off")
             missed = client.get("/api/v1/events?last=1", headers={"last-event-id": str(number)}).text
             assert next(line for line in missed.splitlines() if line.startswith("id: ")) == f"id: {number + 1}"
             assert '"node enrolled"' in missed
             assert client.get("/api/v1/events", headers={"last-event-id": "9" * 400}).status_code == 200
-
-
-def test_the_picture_shows_every_node(tmp_path: Path):
-    with pool(tmp_path) as made:
-        made.up()
-        made.join("one", "memory.guard=off")
         made.join("two")
-        until(lambda: made.cli("status")["conditions"], 20, "a condition")
+        until(lambda: made.get("/api/v1/conditions")["conditions"], 20, "a condition")
         shown = made.run("top", "--once", "--state", str(made.state)).stdout
         assert "GuardOff" in shown
         assert "one" in shown

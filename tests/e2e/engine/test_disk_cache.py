@@ -16,7 +16,7 @@ import pytest
 
 from tests import models
 from tests.support.cluster.engine_pool import MLX, at_rest, counts, engine_of, link, loaded
-from tests.support.processes import Pool, pool, until
+from tests.support.processes import NO_TLS, Pool, pool, until
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ FIRST, SECOND = "llama", "qwen3"
 SETTINGS = ("engine.mlx.disk_cache_size=1GiB", "engine.mlx.disk_cache_min_seconds=0")
 WORDS = 420
 """Words of a prompt of about 1,100 tokens: four blocks."""
-TURNS = 20
+TURNS = 10
 REPORT_SECONDS = 0.5
 """Seconds from an event until a report shows it."""
 Answer = tuple[str, int, int]
@@ -55,14 +55,18 @@ def disk(made: Pool) -> dict[str, Any]:
     return made.node("studio")["engine"]["cache"]
 
 
+def await_report(made: Pool) -> None:
+    """Wait for a report from after this call, which has the counts of all earlier requests."""
+    begun = time.monotonic()
+    until(lambda: made.node("studio")["heard_seconds"] <= time.monotonic() - begun - REPORT_SECONDS, what="a report")
+
+
 def settle(made: Pool) -> None:
     """Wait until the node is at rest and all parts are on the disk, by a report from after this call."""
-    begun = time.monotonic()
+    await_report(made)
 
     def is_written() -> bool:
         cache = disk(made)
-        if made.node("studio")["heard_seconds"] > time.monotonic() - begun - REPORT_SECONDS:
-            return False
         written = cache["disk_persisted"] > 0 and cache["disk_saves"] == cache["disk_persisted"]
         return at_rest(made, "studio") and written and not cache["disk_waiting"]
 
@@ -121,7 +125,7 @@ def post(made: Pool, route: str, model: str, key: str = "", **fields: Any) -> An
     drawn = {} if "options" in fields else {"temperature": 0}
     headers = {"Authorization": f"Bearer {key or made.key}"}
     body = {"model": model, **drawn, **fields}
-    answer = httpx.post(made.base + route, json=body, headers=headers, trust_env=False, timeout=120)
+    answer = httpx.post(made.base + route, json=body, headers=headers, trust_env=False, verify=NO_TLS, timeout=120)
     return read_answer(route, answer.raise_for_status().json())
 
 
@@ -164,11 +168,12 @@ ROUTES: tuple[Callable[[Pool, str], Answer], ...] = (
 )
 
 
-@pytest.mark.parametrize("kill", [kill_engine, kill_node], ids=["engine", "node"])
+@pytest.mark.parametrize(("kill", "routes"), [(kill_engine, ROUTES), (kill_node, ROUTES[:2])], ids=["engine", "node"])
 def test_after_a_kill_every_dialect_reports_the_cached_tokens_and_answers_the_same(
-    made: Pool, kill: Callable[[Pool], None]
+    made: Pool, kill: Callable[[Pool], None], routes: tuple[Callable[[Pool, str], Answer], ...]
 ):
-    prompts = {route: build_prompt(place + 10 * (kill is kill_node)) for place, route in enumerate(ROUTES)}
+    """After the end of the node, two of the dialects: the engine reads the same files again."""
+    prompts = {route: build_prompt(place + 10 * (kill is kill_node)) for place, route in enumerate(routes)}
     before = {route: route(made, prompt) for route, prompt in prompts.items()}
     assert all(cached <= 64 for _, _, cached in before.values()), before
     settle(made)
@@ -181,12 +186,12 @@ def test_after_a_kill_every_dialect_reports_the_cached_tokens_and_answers_the_sa
         assert cached >= 0.9 * count, route
         assert prefilled == count - cached, route
     now = disk(made)
-    assert (now["disk_hits"], now["disk_errors"]) == (len(ROUTES), 0)
+    assert (now["disk_hits"], now["disk_errors"]) == (len(routes), 0)
 
 
 def test_no_other_key_and_no_other_model_finds_what_was_stored(made: Pool):
     prompt = build_prompt(30)
-    alice, mallory = (made.cli("key", "create", name)["key"] for name in ("alice", "mallory"))
+    alice, mallory = (made.create_key(name) for name in ("alice", "mallory"))
     text, count, _ = chat(made, prompt, alice)
     settle(made)
     kill_engine(made)
@@ -199,6 +204,7 @@ def test_no_other_key_and_no_other_model_finds_what_was_stored(made: Pool):
 def test_each_turn_of_a_conversation_prefills_only_the_new_turn(made: Pool):
     said: list[dict[str, str]] = []
     whole = 0
+    await_report(made)
     for turn in range(TURNS):
         said.append({"role": "user", "content": build_prompt(100 + turn, 30)})
         if turn == TURNS // 2:

@@ -13,7 +13,7 @@ import pytest
 from tests.models import EMBEDDED
 from tests.support.cluster.engine_pool import MLX, api, counts, greets, link
 from tests.support.engine.embedders import make_embedder, make_reranker
-from tests.support.processes import Pool, pool, until
+from tests.support.processes import NO_TLS, Pool, pool, until
 
 TEXTS = ["hello", "a longer text about rivers", "x" * 3000]
 
@@ -47,7 +47,7 @@ def test_vectors_of_a_pool(made: Pool):
 def test_scores_of_a_pool(made: Pool, path: str):
     headers = {"Authorization": f"Bearer {made.key}"}
     body = {"model": "scores", "query": "which river?", "documents": TEXTS, "top_n": 2, "max_tokens_per_doc": 99}
-    answer = httpx.post(made.base + path, json=body, headers=headers, trust_env=False, timeout=60).json()
+    answer = httpx.post(made.base + path, json=body, headers=headers, trust_env=False, verify=NO_TLS, timeout=60).json()
     first, second = answer["results"]
     assert 1 > first["relevance_score"] >= second["relevance_score"] > 0
     assert counts(made, "studio")["refusals"] == 0

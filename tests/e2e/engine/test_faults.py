@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -34,14 +35,14 @@ from tests.support.cluster.engine_pool import (
     said,
     side_by_side,
 )
-from tests.support.processes import Pool, pool, until
+from tests.support.processes import NO_TLS, Pool, pool, until
 from wire.units import MIB
 
 pytestmark = pytest.mark.slow
 
 SLOW = ("read", "written", "fetched", "left")
 """Names of the slow model on `victim` and `other`; only `victim` has `cursed`."""
-LONG = "word " * 600
+LONG = "word " * 300
 """A prompt whose prefill takes a node a second or two, in several forwards."""
 ENDLESS = "word " * 8000
 Answer = tuple[str, int, str]
@@ -88,6 +89,13 @@ class Ward:
         assert self.ask(model, max_tokens=1)[2] == "victim"
         until(lambda: model in self.loaded() and at_rest(self.pool, "victim"), what="loaded")
 
+    def unload(self, model: str) -> None:
+        """Unload a model from `victim`, because the next engine loads all models of a crashed one."""
+        headers = {"Authorization": f"Bearer {self.pool.secret}"}
+        body = {"model": model, "node": "victim"}
+        url = f"{self.pool.base}/api/v1/models/unload"
+        httpx.post(url, json=body, headers=headers, trust_env=False, verify=NO_TLS, timeout=30).raise_for_status()
+
     def back(self, node: str, restarts: int, models: set[str]) -> str:
         """Wait until a node's engine serves these models after `restarts` restarts, and return the cause of the
         crash."""
@@ -126,7 +134,7 @@ def ward(tiny_model: Callable[..., Path]) -> Iterator[Ward]:
             made.join(
                 name,
                 *MLX,
-                "engine.mlx.prefill_step_size=128",
+                "engine.mlx.prefill_step_size=64",
                 f"models.folders={','.join(map(str, folders))}",
                 wait=False,
             )
@@ -184,6 +192,7 @@ def test_killed_in_prefill(ward: Ward) -> None:
     assert "it was in the prefill of read" in str(errors[0])
     assert [elsewhere(answer) for answer in answers] == [True, True]
     assert "SIGKILL" in ward.back("victim", restarts + 1, models)
+    ward.unload("read")
 
 
 def test_killed_in_decode(ward: Ward) -> None:
@@ -203,6 +212,7 @@ def test_killed_in_decode(ward: Ward) -> None:
         assert rest[-1].choices[0].finish_reason in ("stop", "length")
         assert [elsewhere(one.result()) for one in asked] == [True, True]
     assert "it was in the decode of written" in ward.back("victim", restarts + 1, models)
+    ward.unload("written")
 
 
 def test_killed_in_load(ward: Ward) -> None:

@@ -13,11 +13,11 @@ import pytest
 
 from tests import models
 from tests.support.cluster.engine_pool import MLX, link, loaded
-from tests.support.processes import Pool, pool, until
+from tests.support.processes import NO_TLS, Pool, pool, until
 
 pytestmark = pytest.mark.slow
 
-ROWS, LONG = 4, 1500
+ROWS, LONG = 4, 400
 MODEL = "llama"
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
 SYSTEM = "You are the assistant of a physician. Answer shortly, and never mention the names of patients. " * 2
@@ -39,8 +39,10 @@ def one() -> Iterator[Pool]:
 
 
 def client(made: Pool, name: str) -> httpx.Client:
-    key = made.cli("key", "create", name)["key"]
-    return httpx.Client(base_url=made.base, headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=120)
+    key = made.create_key(name)
+    return httpx.Client(
+        base_url=made.base, headers={"Authorization": f"Bearer {key}"}, trust_env=False, verify=NO_TLS, timeout=120
+    )
 
 
 def cached(asking: httpx.Client, messages: list[dict[str, str]]) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.effort import thin_cases
 from tests.support.cluster.engine_pool import api
 from tests.support.processes import Pool, environment, until
 from wire.units import GIB
@@ -17,21 +18,24 @@ from wire.units import GIB
 pytestmark = pytest.mark.slow
 
 
+IMPOSSIBLE = (
+    (["memory.cap=0"], ["memory.cap", "cannot be 0", "memory.guard"]),
+    (["memory.cap=64GiB", "memory.tier=safe"], ["memory.tier", "contradicts", "memory.cap = 64GiB", "remove"]),
+    (["memory.cap=-5GiB"], ["memory.cap", "is not a size"]),
+    (
+        ["memory.cap=110GiB"],
+        ["memory.cap", "above the Metal limit of 107.5 GiB", "sysctl", "memory.allow_above_metal_limit"],
+    ),
+    (["memory.cap=200GiB"], ["memory.cap", "more than the RAM of 128.0 GiB"]),
+    (["memory.tier=custom"], ["memory.tier", "custom needs memory.cap"]),
+    (["memory.margin=-1"], ["memory.margin", "is not a size"]),
+    (["memory.guard=maybe"], ["memory.guard", "on, off"]),
+)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
-    [
-        (["memory.cap=0"], ["memory.cap", "cannot be 0", "memory.guard"]),
-        (["memory.cap=-5GiB"], ["memory.cap", "is not a size"]),
-        (
-            ["memory.cap=110GiB"],
-            ["memory.cap", "above the Metal limit of 107.5 GiB", "sysctl", "memory.allow_above_metal_limit"],
-        ),
-        (["memory.cap=200GiB"], ["memory.cap", "more than the RAM of 128.0 GiB"]),
-        (["memory.cap=64GiB", "memory.tier=safe"], ["memory.tier", "contradicts", "memory.cap = 64GiB", "remove"]),
-        (["memory.tier=custom"], ["memory.tier", "custom needs memory.cap"]),
-        (["memory.margin=-1"], ["memory.margin", "is not a size"]),
-        (["memory.guard=maybe"], ["memory.guard", "on, off"]),
-    ],
+    thin_cases(IMPOSSIBLE, 3, kept=2),
     ids=lambda value: value[0] if isinstance(value, list) and "=" in value[0] else "",
 )
 def test_what_cannot_be_is_refused_before_anything_starts(

@@ -13,7 +13,7 @@ import pytest
 
 from tests.effort import IS_NIGHTLY
 from tests.support.cluster.engine_pool import MLX, api, at_rest, link, loaded, said
-from tests.support.processes import Pool, pool, until
+from tests.support.processes import NO_TLS, Pool, pool, until
 from wire.units import MIB
 
 pytestmark = pytest.mark.slow
@@ -114,7 +114,9 @@ def streamed(made: Pool, model: str) -> tuple[list[str], str]:
     address = f"{made.facts['base_url']}/chat/completions"
     lines: list[str] = []
     began, shown = time.monotonic(), False
-    with httpx.stream("POST", address, json=body, headers=headers, trust_env=False, timeout=100) as answer:
+    with httpx.stream(
+        "POST", address, json=body, headers=headers, trust_env=False, verify=NO_TLS, timeout=100
+    ) as answer:
         assert answer.status_code == 200
         request_id = answer.headers["x-request-id"]
         for line in answer.iter_lines():

@@ -1,5 +1,6 @@
 """Tools of a model's owner on real nodes: a model is quantized, found at once, and answers; speeds are measured."""
 
+import json
 import re
 import tempfile
 import threading
@@ -11,17 +12,25 @@ import pytest
 from openai import OpenAI
 
 from tests.models import EMBEDDED
-from tests.support.cluster.engine_pool import MLX, api, greets, link
+from tests.support.cluster.engine_pool import HELLO, MLX, api, greets, link, said, spoiled
 from tests.support.processes import Pool, pool, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
+ANSWER_TOKENS, CONTEXT = 300, 1024
+
+
+def shorten_context(folder: Path) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": CONTEXT}))
+
+
 @pytest.fixture(scope="module")
 def one() -> Iterator[Pool]:
-    """Start a node with the model `tiny`."""
+    """Start a node with the model `tiny`, and the same model as `short` with a context for the shorter prompts."""
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
-        link(Path(folder) / "models", tiny=EMBEDDED)
+        spoiled(link(Path(folder) / "models", tiny=EMBEDDED), "short", shorten_context)
         made.up()
         made.join("studio", *MLX, f"models.folders={made.folder / 'models'}")
         until(lambda: made.node("studio").get("models"), 60, "the model is listed")
@@ -57,27 +66,36 @@ def test_refusals_are_one_sentence(one: Pool):
 
 def test_a_busy_node_is_measured_only_with_force(one: Pool):
     ended = threading.Event()
+    eos = json.loads((EMBEDDED / "config.json").read_text())["eos_token_id"]
 
-    def keep_busy(client: OpenAI) -> int:
-        answers = 0
+    def keep_busy(client: OpenAI) -> list[int]:
+        lengths = list[int]()
         while not ended.is_set():
-            answers += greets(client, "tiny")
-        return answers
+            answer = client.chat.completions.create(
+                model="short", messages=said(HELLO), max_tokens=ANSWER_TOKENS, logit_bias={str(eos): -100}
+            )
+            assert answer.usage is not None
+            lengths.append(answer.usage.completion_tokens)
+        return lengths
 
-    with ThreadPoolExecutor(3) as threads:
-        clients = [threads.submit(keep_busy, api(one)) for _ in range(3)]
+    with ThreadPoolExecutor(2) as threads:
+        clients = [threads.submit(keep_busy, api(one)) for _ in range(2)]
         try:
             until(lambda: one.node("studio")["in_flight"], 20, "requests are in progress")
-            code, text = run(one, "models", "bench", "tiny")
+            code, text = run(one, "models", "bench", "short")
             assert (
                 code,
                 re.search(r"studio is busy with \d requests, which slow it: try later", text) is not None,
             ) == (6, True)
-            forced = one.cli("models", "bench", "tiny", "--force")["benchmarks"]
+            (forced,) = one.cli("models", "bench", "short", "--force")["benchmarks"]
         finally:
             ended.set()
-    assert len(forced) == 1
-    assert all(client.result() for client in clients), "the requests beside the measurement were answered"
+    assert [run["skipped"] for run in forced["runs"]] == [
+        *[""] * 2,
+        *[f"the context of the model is {CONTEXT} tokens"] * 2,
+    ]
+    for client in clients:
+        assert set(client.result()) == {ANSWER_TOKENS}, "the requests beside the measurement were answered"
 
 
 def test_the_speeds_of_a_model_are_measured_and_kept(one: Pool):

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.support.processes import Pool, until
+from tests.support.processes import NO_TLS, Pool, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 SLOW = ("engine.scripted.step_ms=40",)
@@ -28,7 +28,9 @@ def chat(pool: Pool, tokens: int, stream: bool = True) -> tuple[int, str, str]:
         "messages": [{"role": "user", "content": "hi"}],
     }
     headers = {"Authorization": f"Bearer {pool.key}"}
-    answer = httpx.post(f"{pool.base}/v1/chat/completions", json=body, headers=headers, timeout=60, trust_env=False)
+    answer = httpx.post(
+        f"{pool.base}/v1/chat/completions", json=body, headers=headers, timeout=60, trust_env=False, verify=NO_TLS
+    )
     return answer.status_code, answer.headers.get("x-macpool-node", ""), answer.text
 
 

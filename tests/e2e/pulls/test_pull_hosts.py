@@ -20,7 +20,7 @@ from tests.support.processes import environment, pool, until
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(240)]
 
 REPO = "tests/tiny"
-FILES = {**TINY, PADDING: random.Random(27).randbytes(40_000_000)}
+FILES = {**TINY, PADDING: random.Random(27).randbytes(24_000_000)}
 SIZE = sum(map(len, FILES.values()))
 
 

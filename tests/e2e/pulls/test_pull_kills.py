@@ -23,10 +23,10 @@ from wire.models.files import PIECE_BYTES
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROUNDS = int(os.environ.get("MACPOOL_KILL_ROUNDS") or (8 if IS_NIGHTLY else 4))
+ROUNDS = int(os.environ.get("MACPOOL_KILL_ROUNDS") or (8 if IS_NIGHTLY else 3))
 DOWNLOADER, MIRROR = "node.hub.downloader", "node.hub.serving.mirror"
 VICTIMS = ("downloader", "mirror", "follower", "agent", "coordinator", "hub")
-REPOSITORY_BYTES = 24 * 1024 * 1024
+REPOSITORY_BYTES = 16 * 1024 * 1024
 QUERY_BYTES = sum(len(TINY[name]) for name in ("config.json", "tokenizer_config.json")) + 128 * 1024
 """Bytes that the query of a repository reads."""
 OVERHEAD = 1.05

@@ -26,6 +26,7 @@ from node.video.worker import worker_monitor as watch
 from node.video.worker.lease_files import WorkerClaim
 from node.video.worker.watchdog_policy import WorkerBounds
 from tests import models
+from tests.effort import thin_cases
 from tests.support.processes import ROOT, environment, until
 from tests.support.video import studio
 from tests.support.video.standin import standin
@@ -209,17 +210,17 @@ def held(phase: LeasePhase) -> dict[str, object]:
     return {**JOB, "prompt": f"hold={phase}"}
 
 
-@pytest.mark.parametrize(
-    ("victim", "phase", "code", "real"),
-    [
-        *(("worker", phase, "worker_crashed", False) for phase in PHASES),
-        *(("attendant", phase, "worker_lost", False) for phase in PHASES),
-        ("order", LeasePhase.STARTING, "cancelled", False),
-        ("order", LeasePhase.SAVING, "cancelled", False),
-        ("worker", LeasePhase.DENOISING, "worker_crashed", True),
-        ("attendant", LeasePhase.DECODING, "worker_lost", True),
-    ],
+KILLS = (
+    ("worker", LeasePhase.DENOISING, "worker_crashed", True),
+    ("order", LeasePhase.SAVING, "cancelled", False),
+    *(("worker", phase, "worker_crashed", False) for phase in PHASES),
+    *(("attendant", phase, "worker_lost", False) for phase in PHASES),
+    ("order", LeasePhase.STARTING, "cancelled", False),
+    ("attendant", LeasePhase.DECODING, "worker_lost", True),
 )
+
+
+@pytest.mark.parametrize(("victim", "phase", "code", "real"), thin_cases(KILLS, 3, kept=2))
 async def test_the_lease_is_released_for_any_killed_process_at_any_time(
     make: Make, phase: LeasePhase, victim: str, code: str, real: bool, capsys: pytest.CaptureFixture[str]
 ):
@@ -245,7 +246,7 @@ async def test_the_lease_is_released_for_any_killed_process_at_any_time(
     assert seconds < BACK + 3, "on a busy machine; at rest it is below 2 s"
 
 
-@pytest.mark.parametrize("phase", [LeasePhase.STARTING, LeasePhase.DENOISING, LeasePhase.SAVING])
+@pytest.mark.parametrize("phase", [LeasePhase.DENOISING, *thin_cases([LeasePhase.STARTING, LeasePhase.SAVING], 2)])
 async def test_a_killed_agent_takes_the_worker_along_and_its_successor_gives_the_lease_back(
     tmp_path: Path, phase: LeasePhase, capsys: pytest.CaptureFixture[str]
 ):
@@ -403,41 +404,49 @@ async def test_only_the_granted_generation_gets_a_worker_and_only_once(make: Mak
     assert refused.code == "lease_superseded"
 
 
-@pytest.mark.parametrize(
-    ("settings", "size", "job", "code", "word"),
-    [
-        ({"memory.guard": "off"}, LEASE, JOB, "guard_off", "memory.guard is off"),
-        ({"worker.environments": "/nonexistent"}, LEASE, JOB, "video_not_ready", "cluster video install"),
-        ({"worker.enabled": False}, LEASE, JOB, "video_not_ready", "worker.enabled"),
-        ({"models.folders": ""}, LEASE, JOB, "video_not_ready", "no usable video package"),
-        ({}, 200 * GIB, JOB, "lease_too_large", "never fit"),
-        ({}, 0, JOB, "invalid_request", "lease of 0 bytes"),
-        ({}, LEASE, {**JOB, "width": 5}, "invalid_request", "width"),
-        ({}, LEASE, {**JOB, "shell": "rm"}, "invalid_request", "shell"),
-        ({}, LEASE, {"width": 64}, "invalid_request", "prompt"),
-    ],
-    ids=lambda value: value if isinstance(value, str) and "_" in value else "",
-)
-async def test_what_cannot_be_is_refused_by_name_and_takes_nothing(
-    make: Make, settings: dict[str, object], size: int, job: dict[str, object], code: str, word: str
-):
+REFUSALS: dict[str, tuple[dict[str, object], tuple[tuple[int, dict[str, object], str, str], ...]]] = {
+    "guard-off": ({"memory.guard": "off"}, ((LEASE, JOB, "guard_off", "memory.guard is off"),)),
+    "no-environment": (
+        {"worker.environments": "/nonexistent"},
+        ((LEASE, JOB, "video_not_ready", "cluster video install"),),
+    ),
+    "disabled": ({"worker.enabled": False}, ((LEASE, JOB, "video_not_ready", "worker.enabled"),)),
+    "no-package": ({"models.folders": ""}, ((LEASE, JOB, "video_not_ready", "no usable video package"),)),
+    "request": (
+        {},
+        (
+            (200 * GIB, JOB, "lease_too_large", "never fit"),
+            (0, JOB, "invalid_request", "lease of 0 bytes"),
+            (LEASE, {**JOB, "width": 5}, "invalid_request", "width"),
+            (LEASE, {**JOB, "shell": "rm"}, "invalid_request", "shell"),
+            (LEASE, {"width": 64}, "invalid_request", "prompt"),
+        ),
+    ),
+}
+"""Settings of a node, and requests that it refuses: bytes, job, code and a word of the message."""
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+async def test_what_cannot_be_is_refused_by_name_and_takes_nothing(make: Make, case: str):
+    settings, requests = REFUSALS[case]
     node = await make(**{key.replace(".", "__"): value for key, value in settings.items()})
     before = node.ceiling
-    node.ask(size, job)
-    refused = await node.answer()
-    assert isinstance(refused, LeaseRefused)
-    assert (refused.code, refused.need) == (code, size)
-    assert word in refused.message
-    assert (node.ceiling, node.lender.list_states()) == (before, ())
+    for number, (size, job, code, word) in enumerate(requests):
+        node.ask(size, job, lease=f"l-{number}")
+        refused = await node.answer(f"l-{number}")
+        assert isinstance(refused, LeaseRefused)
+        assert (refused.code, refused.need) == (code, size)
+        assert word in refused.message
+        assert (node.ceiling, node.lender.list_states()) == (before, ())
 
 
-@pytest.mark.parametrize("lease", ["../x", "a/b", "", "x" * 97, "a\n"])
-async def test_a_lease_is_never_named_like_a_path(make: Make, lease: str):
+async def test_a_lease_is_never_named_like_a_path(make: Make):
     node = await make()
-    node.ask(lease=lease)
-    refused = await node.answer(lease)
-    assert isinstance(refused, LeaseRefused)
-    assert refused.code == "invalid_request"
+    for lease in ("../x", "a/b", "", "x" * 97, "a\n"):
+        node.ask(lease=lease)
+        refused = await node.answer(lease)
+        assert isinstance(refused, LeaseRefused)
+        assert refused.code == "invalid_request", lease
 
 
 # memory

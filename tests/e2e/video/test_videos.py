@@ -16,7 +16,7 @@ import openai
 import psutil
 import pytest
 
-from tests.support.processes import Pool, environment, pool, until
+from tests.support.processes import NO_TLS, Pool, environment, pool, until
 from tests.support.video.chain import until_ray
 from tests.support.video.standin import Gate, standin
 from tests.support.video.studio import flat
@@ -65,7 +65,7 @@ def up(pool: Pool, *names: str, gate: Gate | None = None, **more: Any) -> openai
 
 def again(pool: Pool, key: str = "") -> openai.OpenAI:
     """Return a client of a running coordinator."""
-    direct = openai.DefaultHttpxClient(trust_env=False, timeout=60)
+    direct = openai.DefaultHttpxClient(trust_env=False, verify=NO_TLS, timeout=60)
     return openai.OpenAI(base_url=pool.facts["base_url"], api_key=key or pool.key, max_retries=0, http_client=direct)
 
 

@@ -18,7 +18,7 @@ import psutil
 from openai import DefaultHttpxClient, OpenAI
 
 from tests.models import EMBEDDED
-from tests.support.processes import Pool, until
+from tests.support.processes import NO_TLS, Pool, until
 
 MLX = (
     "engine.kind=mlx",
@@ -51,7 +51,7 @@ def spoiled(folder: Path, name: str, spoil: Callable[[Path], object]) -> None:
 
 def api(made: Pool, seconds: float = 100.0) -> OpenAI:
     """Return a client without retries that waits `seconds` for an answer."""
-    direct = DefaultHttpxClient(trust_env=False, timeout=seconds)
+    direct = DefaultHttpxClient(trust_env=False, verify=NO_TLS, timeout=seconds)
     return OpenAI(base_url=made.facts["base_url"], api_key=made.key, max_retries=0, http_client=direct)
 
 
@@ -104,7 +104,7 @@ def engine_of(made: Pool, node: str) -> psutil.Process:
 def order(made: Pool, path: str) -> None:
     """POST to the API with the admin key, which is faster than the command."""
     headers = {"Authorization": f"Bearer {made.secret}"}
-    httpx.post(made.base + path, headers=headers, trust_env=False, timeout=10).raise_for_status()
+    httpx.post(made.base + path, headers=headers, trust_env=False, verify=NO_TLS, timeout=10).raise_for_status()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import psutil
 
-from tests.support.processes import Pool, gone, until
+from tests.support.processes import NO_TLS, Pool, gone, until
 from tests.support.video.standin import CLIP, Gate, standin
 from tests.support.video.studio import tiny_wan
 
@@ -70,7 +70,7 @@ class Chain:
         self._ports = ports
         self._settings: dict[str, str] = {}
         self._ours: list[str] = []
-        self._client = httpx.Client(trust_env=False, timeout=30)
+        self._client = httpx.Client(trust_env=False, verify=NO_TLS, timeout=30)
 
     # -- start and recovery ---------------------------------------------------------------------
 
