@@ -19,6 +19,8 @@ from tests.support.processes import CLI, Pool, Process, environment, until
 
 TRUSTED = ("/etc/ssl", "/usr/local/share", "/etc/ca-certificates")
 """Folders that `cluster trust-ca` changes. Each host gets its own copy."""
+QUICK = {"MACPOOL_MODELS__PROFILE": "off", "MACPOOL_MODELS__TRIAL": "false"}
+"""Variables without the measurement and the trial of a model, as `MLX` in `engine_pool`."""
 MACHINE_ID = "/etc/machine-id"
 SECONDS = 60
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -53,9 +55,7 @@ class Person:
     def environment(self) -> dict[str, str]:
         """Return the variables of this user's shell."""
         known = environment(HOME=str(self.home), COLUMNS="80", LINES="24", **self.variables)
-        # No measurement and no trial of the model: as `MLX` in `engine_pool`.
-        quick = {"MACPOOL_MODELS__PROFILE": "off", "MACPOOL_MODELS__TRIAL": "false"}
-        return known | quick | {"PATH": f"{self._path}:{known['PATH']}", "XDG_DATA_HOME": "", "XDG_CONFIG_HOME": ""}
+        return known | {"PATH": f"{self._path}:{known['PATH']}", "XDG_DATA_HOME": "", "XDG_CONFIG_HOME": ""}
 
     def type(self, line: str, *, code: int = 0, answer: str = "") -> str:
         """Run a shell line and return its output. Raise AssertionError for another exit code or a traceback."""

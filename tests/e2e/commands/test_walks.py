@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster.hosts import Hosts, unsupported
-from tests.support.person import Person, Started
+from tests.support.person import QUICK, Person, Started
 from tests.support.processes import until
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -32,13 +32,15 @@ ASK = textwrap.dedent(
 
 @pytest.fixture
 def people(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Person]]:
-    """Four machines: the first is the coordinator, the last is no Mac of the pool."""
+    """Four machines: the first is the coordinator, the last is no Mac of the pool. The hobbyist's have the defaults."""
     why = unsupported()
     if why:
         pytest.skip(why)
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts(tmp_path, 4))
         made = [Person(host, stack) for host in hosts.hosts]
+        for person in made if request.function is not test_a_hobbyist_with_three_macs else ():
+            person.variables.update(QUICK)
         yield made
         if request.config.get_verbosity() > 0:
             print("\n".join(said for person in made for said in person.seen))

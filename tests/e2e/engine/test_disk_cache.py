@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests import models
+from tests.effort import IS_NIGHTLY
 from tests.support.cluster.engine_pool import MLX, at_rest, counts, engine_of, link, loaded
 from tests.support.processes import NO_TLS, Pool, pool, until
 
@@ -24,7 +25,7 @@ FIRST, SECOND = "llama", "qwen3"
 SETTINGS = ("engine.mlx.disk_cache_size=1GiB", "engine.mlx.disk_cache_min_seconds=0")
 WORDS = 420
 """Words of a prompt of about 1,100 tokens: four blocks."""
-TURNS = 10
+TURNS = 20 if IS_NIGHTLY else 10
 REPORT_SECONDS = 0.5
 """Seconds from an event until a report shows it."""
 Answer = tuple[str, int, int]

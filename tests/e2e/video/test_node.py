@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -404,7 +404,7 @@ async def test_only_the_granted_generation_gets_a_worker_and_only_once(make: Mak
     assert refused.code == "lease_superseded"
 
 
-REFUSALS: dict[str, tuple[dict[str, object], tuple[tuple[int, dict[str, object], str, str], ...]]] = {
+REFUSALS: dict[str, tuple[dict[str, object], tuple[tuple[int, Mapping[str, object], str, str], ...]]] = {
     "guard-off": ({"memory.guard": "off"}, ((LEASE, JOB, "guard_off", "memory.guard is off"),)),
     "no-environment": (
         {"worker.environments": "/nonexistent"},
