@@ -191,7 +191,7 @@ BUDGETS = {
     "tokenize": 90,
     "grammar": 60,
     "steady": 160,
-    "embed": 150,
+    "embed": 240,
     "cache": 400,
     "end": 200,
 }

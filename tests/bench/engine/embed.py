@@ -25,10 +25,10 @@ TEXTS = 2048
 SPEED_TEXTS = 32
 """Texts of the comparison with the bare model."""
 TEXT_WORDS = 16
-ROUNDS = 2
+GAP_ROUNDS, SPEED_ROUNDS = 4, 2
 STEPS = 150
 """Decode steps of each phase, which ends earlier after PHASE_SECONDS."""
-PHASE_SECONDS = 8.0
+PHASE_SECONDS = 6.0
 BATCH_TOKENS = 2048
 """Tokens of a forward of the bare model, padding included."""
 VECTORS = "vectors"
@@ -60,7 +60,8 @@ def bench_embed(folder: Path) -> list[Row]:
         return [not_measured(gaps, f"<= 1.5 x {peer}", missing()), not_measured(speed, f">= 0.9 x {bare}", missing())]
     made = make_embedder(folder / "models")
     with one_node(folder, folder / "models", VECTORS) as (_, server):
-        found = [asyncio.run(_measure_gaps(server, number)) for number in range(ROUNDS)]
+        asyncio.run(_measure_gaps(server, GAP_ROUNDS))  # the first forwards of each shape are compiled
+        found = [asyncio.run(_measure_gaps(server, number)) for number in range(GAP_ROUNDS)]
 
         def over_http(number: int) -> float:
             texts = make_texts(number, SPEED_TEXTS)
@@ -69,11 +70,13 @@ def bench_embed(folder: Path) -> list[Row]:
         def alone(number: int) -> float:
             return SPEED_TEXTS / run_bare(made, number)
 
-        mine, other, share, shares = ratio_of(in_turn(over_http, alone, ROUNDS))
-    loud, quiet, ratio, ratios = ratio_of([(p99(one), p99(still)) for one, still in found])
-    figure = f"({loud * 1000:.0f} against {quiet * 1000:.0f} ms; by round {spread(ratios)})"
+        mine, other, share, shares = ratio_of(in_turn(over_http, alone, SPEED_ROUNDS))
+    # In a phase, two steps that copy caches are already its p99: the row compares the gaps of all rounds together.
+    loud, quiet = (p99([gap for phases in found for gap in phases[place]]) for place in (0, 1))
+    ratios = [p99(during) / p99(before) for during, before in found]
+    figure = f"({loud * 1000:.0f} against {quiet * 1000:.0f} ms of all rounds; by round {spread(ratios)})"
     speeds = f"({mine:.0f} against {other:.0f} texts/s; by round {spread(shares)})"
-    return [at_most(gaps, 1.5, ratio, figure, peer), at_least(speed, 0.9, share, speeds, bare)]
+    return [at_most(gaps, 1.5, loud / quiet, figure, peer), at_least(speed, 0.9, share, speeds, bare)]
 
 
 async def embed(server: Server, texts: list[str]) -> None:
