@@ -131,9 +131,8 @@ class EmbeddingRequest:
         return vectors + beginning + longest - held - self._count_stored()
 
     def _find_longest(self) -> int:
-        if self.partial is not None:
-            return len(self.partial.ids)
-        return len(self.prepared.inputs[self.waiting[0]]) if self.waiting else 0
+        partial = 0 if self.partial is None else len(self.partial.ids)
+        return max(partial, len(self.prepared.inputs[self.waiting[0]]) if self.waiting else 0)
 
     def _count_stored(self) -> int:
         if self.partial is None:

@@ -9,6 +9,7 @@ import pytest
 from node.engine.embedding.request import EmbeddingRequest, compute_cache_bytes
 from node.engine.embedding.runner import WaitingText, estimate_batch_bytes
 from node.engine.embedding.shared_beginning import count_shared_tokens
+from node.engine.kv.kv_cache import sum_nbytes
 from node.engine.memory.gate import GateSite
 from tests.support.engine.embedders import make_embedder, make_reranker
 from tests.support.engine.text_engine import Driver
@@ -104,6 +105,18 @@ def test_a_beginning_counts_as_reserved_until_the_request_ends(driver: Driver):
     assert driver.engine.report(0.0).memory.reserved == vectors + sum(caches)
     driver.cancel(request.number)
     assert driver.engine.report(0.0).memory.reserved == 0
+
+
+def test_the_longest_text_stays_reserved_while_the_beginning_runs(folder: Path):
+    driver = Driver(folder, prefill_step_size=32, min_prefill_step=16)
+    request = admit(driver)
+    driver.until(lambda: request.partial is not None)
+    assert request.waiting
+    longest = compute_cache_bytes(driver.resident(), max(map(len, request.prepared.inputs)), 0)
+    beginning = compute_cache_bytes(driver.resident(), len(request.beginning), 0)
+    held = request.partial.cache if request.partial else []
+    assert request.compute_reserved_bytes() + sum_nbytes(held) >= longest + beginning
+    driver.engine.close()
 
 
 def test_the_gate_is_asked_for_the_copies_of_the_beginning(driver: Driver):
