@@ -42,7 +42,7 @@ other: $(READY)
 	$(FAST) .venv/other/bin/python -m tests.suite -n 2 --dist worksteal -m "not hosts and not slow" tests/unit tests/contract
 
 rewritten: $(READY)
-	$(PYTEST) --collect-only -q tests > /dev/null
+	$(PYTEST) --collect-only -q tests > .venv/collected.log || { tail -n 50 .venv/collected.log; exit 1; }
 
 quick: $(READY) lint types unit
 

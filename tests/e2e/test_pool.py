@@ -773,7 +773,7 @@ def test_a_request_is_explained_and_its_decision_taken_again(pair: Pool) -> None
     wrong = pair.run("replay", str(file), "--policy", "balanced")
     assert wrong.returncode == 2
     assert "line 1" in wrong.stderr
-    assert pair.run("explain", "nobody", "--state", str(pair.state)).returncode == 5
+    assert pair.run("explain", "unknown", "--state", str(pair.state)).returncode == 5
 
 
 def test_programs_on_this_machine_need_no_key_where_it_was_said(cluster_pool: Pool) -> None:

@@ -43,7 +43,7 @@ def test_nodes_are_found_scraped_and_missed(made: Pool, tmp_path: Path):
 
 def test_without_the_token_nothing_is_scraped(made: Pool, tmp_path: Path):
     made.join("one")
-    wrong = made.create_key("somebody", "infer")
+    wrong = made.create_key("chats", "infer")
     text = render_configuration(made.base, str(token_file(tmp_path, wrong)), rules="none.yml", interval_seconds=1)
     with prometheus(tmp_path / "prometheus", text) as found:
         until(lambda: found.up() == {"macpool": "0"}, what="the coordinator refuses")
