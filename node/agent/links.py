@@ -22,6 +22,8 @@ class CoordinatorLinks:
         self._links: set[CoordinatorLink] = set()
         self._current: CoordinatorLink | None = None
         self._newest: CoordinatorLink | None = None
+        self.answer_due = Notifier()
+        """Notifies before the `Finished` frame of a request is sent."""
         self.request_ended = Notifier()
         """Notifies after the end of each request."""
 
@@ -103,6 +105,8 @@ class CoordinatorLinks:
         if kind is Deltas:
             self._forward_step(encoded)
             return
+        if kind is Finished:
+            self.answer_due.notify()
         for link in tuple(self._links):
             if request in link.requests:
                 if kind is Admitted:

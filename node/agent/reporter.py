@@ -64,9 +64,11 @@ class Reporter:
         self._ping = 0
         self._reported_at = 0.0
         self._last_report_key: tuple[object, ...] = ()
+        self._reported_models: tuple[object, ...] = ()
         self._next_report = Timer(self.send)
         self._models: tuple[Model, ...] = ()
         self._draining = False
+        links.answer_due.subscribe(self._send_changed_models)
 
     def send(self) -> None:
         """Send a report now and schedule the next. Do nothing without a link."""
@@ -78,6 +80,7 @@ class Reporter:
         self._sequence += 1
         self._reported_at = loop.time()
         self._last_report_key = self._compute_report_key()
+        self._reported_models = self._compute_models_key()
         snapshot = self._supervisor.reports.latest
         if snapshot is not None:
             self._models = snapshot.models
@@ -111,6 +114,11 @@ class Reporter:
             now = asyncio.get_running_loop().time()
             self._next_report.move_forward(max(now, self._reported_at + MIN_REPORT_GAP_SECONDS))
 
+    def _send_changed_models(self) -> None:
+        """Report before an answer if a model was loaded or unloaded. The coordinator then knows it at the answer."""
+        if self._reported_models != self._compute_models_key():
+            self.send()
+
     def answer_ping(self, nonce: int) -> None:
         """Repeat the nonce of a ping in the following reports. Report now if the last report is old."""
         self._ping = nonce
@@ -131,8 +139,6 @@ class Reporter:
         """Return the values whose change causes a report."""
         state, snapshot = self._supervisor.state, self._supervisor.reports.latest
         ceiling = snapshot.memory.ceiling if snapshot else 0
-        models = snapshot.models if snapshot else ()
-        loaded = tuple((model.name, model.loaded, model.loading, bool(model.cause)) for model in models)
         acked = snapshot.acked_seq if snapshot else 0
         video = self._build_video_state()
         offered = (video.ready, video.cause, video.ray, video.ray_cause, video.allowed, len(video.packages))
@@ -142,12 +148,17 @@ class Reporter:
             state.running,
             state.waiting,
             ceiling,
-            loaded,
+            self._compute_models_key(),
             acked,
             self._poll.state.level,
             leases,
             offered,
         )
+
+    def _compute_models_key(self) -> tuple[object, ...]:
+        snapshot = self._supervisor.reports.latest
+        models = snapshot.models if snapshot else ()
+        return tuple((model.name, model.loaded, model.loading, bool(model.cause)) for model in models)
 
     def _build_video_state(self) -> VideoState:
         ray = self._ray

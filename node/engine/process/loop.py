@@ -19,7 +19,7 @@ from node.engine.process.crash_recorder import CrashRecord
 from node.engine.process.interface import Engine, Halted, Work
 from node.engine.requests.tokenize_admission import UntokenizedPrompt
 from node.engine.requests.tokenize_queue import TokenizeQueue
-from wire.frames import EngineReport, Frame
+from wire.frames import Cancel, EngineReport, Failed, Finished, Frame, LoadModel, Refusal, UnloadModel
 
 MIN_REPORT_INTERVAL_SECONDS = 0.1
 """Minimum interval between two published reports, in seconds."""
@@ -56,6 +56,8 @@ class EngineLoop:
         self._publish_at: float | None = 0.0
         self._published_at = 0.0
         self._guard: dict[str, object] = {}
+        self._commands: set[int] = set()
+        """Requests of open loads and unloads."""
         self._prompts, self._long_prompts = TokenizeQueue(), TokenizeQueue()
 
     def put(self, work: Work) -> None:
@@ -128,6 +130,7 @@ class EngineLoop:
     def _run_iteration(self, work: Sequence[Work]) -> None:
         now = time.monotonic()
         for piece in work:
+            self._note_command(piece)
             self._route(self._engine.handle(piece, now))
         due = self._engine.next_step_at(now)
         worked = due is not None and due <= now
@@ -138,12 +141,25 @@ class EngineLoop:
         if self._publish_at is not None and now >= self._publish_at:
             self._publish(now)
 
+    def _note_command(self, piece: Work) -> None:
+        if isinstance(piece, LoadModel | UnloadModel):
+            self._commands.add(piece.request)
+        elif isinstance(piece, Cancel):
+            self._commands.discard(piece.request)
+
     def _route(self, frames: Iterable[Frame | UntokenizedPrompt]) -> None:
+        """Send frames, and queue prompts for the tokenizers.
+
+        A report precedes the end of a load or unload. A client that has the answer therefore sees the new models.
+        """
         for frame in frames:
             if isinstance(frame, UntokenizedPrompt):
                 (self._long_prompts if frame.is_long else self._prompts).put(frame)
-            else:
-                self._send(frame)
+                continue
+            if isinstance(frame, Finished | Refusal | Failed) and frame.request in self._commands:
+                self._commands.discard(frame.request)
+                self._publish(time.monotonic())
+            self._send(frame)
 
     def _publish(self, now: float) -> None:
         """Send a report, unless it equals the last one."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import psutil
 import pytest
@@ -35,7 +34,7 @@ from tests.support.cluster.engine_pool import (
     said,
     side_by_side,
 )
-from tests.support.processes import NO_TLS, Pool, pool, until
+from tests.support.processes import Pool, pool, until
 from wire.units import MIB
 
 pytestmark = pytest.mark.slow
@@ -91,10 +90,7 @@ class Ward:
 
     def unload(self, model: str) -> None:
         """Unload a model from `victim`, because the next engine loads all models of a crashed one."""
-        headers = {"Authorization": f"Bearer {self.pool.secret}"}
-        body = {"model": model, "node": "victim"}
-        url = f"{self.pool.base}/api/v1/models/unload"
-        httpx.post(url, json=body, headers=headers, trust_env=False, verify=NO_TLS, timeout=30).raise_for_status()
+        self.pool.post("/api/v1/models/unload", {"model": model, "node": "victim"})
 
     def back(self, node: str, restarts: int, models: set[str]) -> str:
         """Wait until a node's engine serves these models after `restarts` restarts, and return the cause of the

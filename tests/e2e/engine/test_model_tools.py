@@ -12,7 +12,7 @@ import pytest
 from openai import OpenAI
 
 from tests.models import EMBEDDED
-from tests.support.cluster.engine_pool import HELLO, MLX, api, greets, link, said, spoiled
+from tests.support.cluster.engine_pool import HELLO, MLX, api, greets, link, loaded, said, spoiled
 from tests.support.processes import Pool, pool, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -48,6 +48,14 @@ def test_a_model_is_quantized_and_answers(one: Pool):
     assert (one.folder / "models" / "tiny-8bit" / "config.json").exists()
     until(lambda: "tiny-8bit" in list_names(one), 20, "the result is in the catalogue")
     assert greets(api(one), "tiny-8bit")
+
+
+def test_a_load_or_unload_is_visible_at_its_answer(one: Pool):
+    """A client that reads the state after the answer sees the change, without a wait for the next report."""
+    for _ in range(4):
+        for command, expected in (("load", True), ("unload", False)):
+            one.post(f"/api/v1/models/{command}", {"model": "short", "node": "studio"})
+            assert ("short" in loaded(one, "studio")) is expected, command
 
 
 def run(made: Pool, *words: str) -> tuple[int, str]:
