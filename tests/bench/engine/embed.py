@@ -18,17 +18,18 @@ from tests import models
 from tests.bench.engine.chats import words
 from tests.bench.engine.rows import MIB, ROWS, Server, between, missing, model, one_node, prompts
 from tests.bench.row import Row, at_least, at_most, in_turn, not_measured, p99, ratio_of, spread
+from tests.support.cluster.engine_pool import counts
 from tests.support.engine.embedders import MODULE, write_json
-from tests.support.processes import ROOT, environment
+from tests.support.processes import ROOT, Pool, environment
 
 TEXTS = 2048
 SPEED_TEXTS = 32
 """Texts of the comparison with the bare model."""
 TEXT_WORDS = 16
-GAP_ROUNDS, SPEED_ROUNDS = 4, 2
-STEPS = 150
-"""Decode steps of each phase, which ends earlier after PHASE_SECONDS."""
-PHASE_SECONDS = 6.0
+GAP_ROUNDS, SPEED_ROUNDS = 3, 2
+PHASE_PAIRS = 5
+"""Phases with and without texts of a round. They alternate, so that both see the same caches and machine."""
+PHASE_SECONDS = 2.0
 BATCH_TOKENS = 2048
 """Tokens of a forward of the bare model, padding included."""
 VECTORS = "vectors"
@@ -59,9 +60,9 @@ def bench_embed(folder: Path) -> list[Row]:
     if missing():
         return [not_measured(gaps, f"<= 1.5 x {peer}", missing()), not_measured(speed, f">= 0.9 x {bare}", missing())]
     made = make_embedder(folder / "models")
-    with one_node(folder, folder / "models", VECTORS) as (_, server):
-        asyncio.run(_measure_gaps(server, GAP_ROUNDS))  # the first forwards of each shape are compiled
-        found = [asyncio.run(_measure_gaps(server, number)) for number in range(GAP_ROUNDS)]
+    with one_node(folder, folder / "models", VECTORS) as (made_pool, server):
+        asyncio.run(_measure_gaps(made_pool, server, GAP_ROUNDS))  # the first forwards of each shape are compiled
+        found = [asyncio.run(_measure_gaps(made_pool, server, number)) for number in range(GAP_ROUNDS)]
 
         def over_http(number: int) -> float:
             texts = make_texts(number, SPEED_TEXTS)
@@ -131,8 +132,8 @@ def _time(work: Callable[[], None]) -> float:
     return time.monotonic() - begun
 
 
-async def _measure_gaps(server: Server, number: int) -> tuple[list[float], list[float]]:
-    """Return the gaps in seconds during the texts, and those before them. The texts are cancelled after that."""
+async def _measure_gaps(made_pool: Pool, server: Server, number: int) -> tuple[list[float], list[float]]:
+    """Return the gaps in seconds during texts, and those without. The texts of each phase are cancelled after it."""
     times: list[list[float]] = [[] for _ in range(ROWS)]
     asked = prompts(f"embed {number}", ROWS)
     chats = [
@@ -140,31 +141,39 @@ async def _measure_gaps(server: Server, number: int) -> tuple[list[float], list[
         for one, row in zip(asked, times, strict=True)
     ]
 
-    async def run_phase(begun: float) -> None:
-        """Wait until each chat has STEPS more tokens, or PHASE_SECONDS have passed and each has one more."""
-        reached = max(map(len, times))
-        while (steps := min(map(len, times)) - reached) < STEPS:
-            if steps > 0 and time.monotonic() > begun + PHASE_SECONDS:
-                return
-            await asyncio.sleep(0.02)
+    def count_forwards() -> int:
+        return counts(made_pool, "one")["forwards"]
 
-    texts: list[asyncio.Future[None]] = []
+    async def run_phase() -> tuple[float, float]:
+        """Wait for PHASE_SECONDS, and until each chat has one more token. Return the begin and the end."""
+        before, begun = list(map(len, times)), time.monotonic()
+        async with asyncio.timeout(60):
+            await asyncio.sleep(PHASE_SECONDS)
+            while any(map(int.__eq__, map(len, times), before)):  # noqa: ASYNC110  the chats report tokens to lists
+                await asyncio.sleep(0.02)
+        return begun, time.monotonic()
+
+    during, before = list[float](), list[float]()
+    texts: asyncio.Future[None] | None = None
     try:
         async with asyncio.timeout(60):
             while not all(times):  # noqa: ASYNC110  the chats report tokens to lists
                 await asyncio.sleep(0.02)
-        settled = max(row[0] for row in times)
-        await asyncio.wait_for(run_phase(settled), 120)
-        begun = time.monotonic()
-        texts.append(asyncio.ensure_future(embed(server, make_texts(number, TEXTS))))
-        await asyncio.wait_for(run_phase(begun), 120)
-        ended = time.monotonic()
-        assert not texts[0].done(), "the texts ended before the phase"
+        for pair in range(PHASE_PAIRS):
+            before += between(times, *await run_phase())
+            forwards = await asyncio.to_thread(count_forwards)
+            texts = asyncio.ensure_future(embed(server, make_texts(number * PHASE_PAIRS + pair, TEXTS)))
+            while await asyncio.to_thread(count_forwards) == forwards:
+                assert not texts.done(), "the texts ended before their first forward"
+            during += between(times, *await run_phase())
+            assert not texts.done(), "the texts ended before the phase"
+            texts.cancel()
+            await asyncio.gather(texts, return_exceptions=True)
     finally:
-        for one in (*chats, *texts):
-            one.cancel()
-        await asyncio.gather(*chats, *texts, return_exceptions=True)
-    return between(times, begun, ended), between(times, settled, begun)
+        for future in (*chats, *([texts] if texts else [])):
+            future.cancel()
+        await asyncio.gather(*chats, return_exceptions=True)
+    return during, before
 
 
 def main() -> None:
