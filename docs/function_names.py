@@ -63,6 +63,8 @@ def _list_deviations(
 ) -> Iterator[tuple[int, str]]:
     """Yield line and qualified name of each function without a verb. `routes`: `tree` is a class of route handlers."""
     for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.expr):
+            continue
         if isinstance(node, ast.ClassDef):
             yield from _list_deviations(node, f"{prefix}.{node.name}", rules, routes=node.name.endswith("Routes"))
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
