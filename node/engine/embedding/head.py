@@ -11,6 +11,7 @@ import mlx.core as mx
 from node.engine.embedding.encoders.encoder import Encoder
 from node.engine.embedding.pooling import PooledTexts
 from node.engine.embedding.scoring import Scorer, create_answer_scorer
+from node.engine.embedding.vectors import normalize
 from node.engine.kv.kv_cache import LayerCache, TextModel, evaluate
 from node.models.embedding_layout import Activation, EmbeddingLayout, Pooling
 from wire.frames import MAX_VECTORS_BYTES, NUMBER_BYTES
@@ -101,20 +102,6 @@ class EmbeddingHead:
         vectors = vectors if self.score is None else mx.sigmoid(self.score(vectors))
         evaluate(vectors)
         return vectors
-
-
-def normalize(vectors: mx.array) -> mx.array:
-    """Return vectors of the length 1; a vector of zeros stays."""
-    return vectors / mx.maximum(mx.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
-
-
-def cut_vectors(vectors: mx.array, dimensions: int, *, normalized: bool) -> bytes:
-    """Return the bytes of vectors, cut to `dimensions` numbers each (0: all). Cut vectors are normalized again if
-    `normalized`."""
-    if dimensions and dimensions < vectors.shape[1]:
-        vectors = vectors[:, :dimensions]
-        vectors = normalize(vectors) if normalized else vectors
-    return memoryview(cast("Any", mx.contiguous(vectors))).tobytes()
 
 
 def load_head(folder: Path, layout: EmbeddingLayout, model: TextModel | Encoder) -> EmbeddingHead:

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from node.engine.embedding.head import EmbeddingHead, cut_vectors
+from node.engine.embedding.head import EmbeddingHead
 from node.engine.embedding.request import BEGINNING, EmbeddingRequest, PartialText, compute_cache_bytes
+from node.engine.embedding.vectors import check_finite, cut_vectors
 from node.engine.kv.kv_cache import grow_caches, measure_extent, repeat_row
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
@@ -42,10 +43,6 @@ class WaitingText(NamedTuple):
         """Place of the first token of the second text of a pair; 0 without one."""
         segments = self.request.prepared.segments
         return segments[self.place] if segments else 0
-
-
-class NotFiniteError(ValueError):
-    """Vectors with a number that is not finite, because the weights of the model are damaged."""
 
 
 class EmbeddingRunner:
@@ -92,7 +89,7 @@ class EmbeddingRunner:
         written = head.estimate_bytes(count) + _estimate_copies_bytes(texts)
         taken = self._forwards.peak_tracker.measure_peak_above_mark() - written
         loaded_model.estimator.observe_packed(len(texts), longest, taken, past)
-        _check_finite(vectors)
+        check_finite(vectors)
         frames: list[Frame] = []
         for request in requests:
             rows_of = [row for row, text in enumerate(texts) if text.request is request]
@@ -130,7 +127,7 @@ class EmbeddingRunner:
             return []
         vectors = head.finish(text.pooled)
         request.end_partial()
-        _check_finite(vectors)
+        check_finite(vectors)
         return _build_frames(request, [text.place], vectors)
 
     def _run_whole(self, text: WaitingText, now: float) -> list[Frame] | Refused:
@@ -182,11 +179,6 @@ def _get_model(request: EmbeddingRequest) -> tuple[LoadedModel, EmbeddingHead]:
     head = request.loaded_model.head
     assert head is not None  # noqa: S101 only a model with a head admits such a request
     return request.loaded_model, head
-
-
-def _check_finite(vectors: mx.array) -> None:
-    if not mx.isfinite(vectors).all().item():
-        raise NotFiniteError("the model computed numbers that are not finite: its weights may be damaged")
 
 
 def _build_frames(request: EmbeddingRequest, places: Sequence[int], vectors: mx.array) -> list[Frame]:
