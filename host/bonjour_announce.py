@@ -28,8 +28,8 @@ GOODBYE_TIMEOUT_SECONDS = 3.0
 
 def list_addresses() -> list[str]:
     """Return the addresses of this machine that another machine can dial, best first."""
-    found = [(adapter.name, ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
-    return rank_addresses((name, ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for name, ip in found)
+    pairs = [(adapter.name, ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
+    return rank_addresses((name, ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for name, ip in pairs)
 
 
 class Announcement:

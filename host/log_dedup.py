@@ -40,17 +40,17 @@ class LogDeduplicator:
     """Filter of repeated log events, by counts of recent events for each subject. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, ...], _RecentEvent] = {}
+        self._recent: dict[tuple[str, ...], _RecentEvent] = {}
 
     @property
     def subjects(self) -> int:
         """Number of subjects whose recent events are counted."""
-        return len(self._seen)
+        return len(self._recent)
 
     @property
     def left_out(self) -> int:
         """Number of events that were left out and not yet reported with a later event."""
-        return sum(seen.left_out for seen in self._seen.values())
+        return sum(recent.left_out for recent in self._recent.values())
 
     def admit(self, logger: str, event: str, fields: Mapping[str, Any], now: float) -> int | None:
         """Return None to leave out an event, else the number of events of this subject left out in the last window.
@@ -58,17 +58,19 @@ class LogDeduplicator:
         `logger` and `event` are names, `fields` the values of the event. `now` is in seconds of a monotonic clock.
         """
         key = (logger, event, *(str(fields[name])[:100] for name in _SUBJECT if name in fields))
-        seen = self._seen.get(key)
-        if seen is None:
-            if len(self._seen) >= MAX_SUBJECTS:
+        recent = self._recent.get(key)
+        if recent is None:
+            if len(self._recent) >= MAX_SUBJECTS:
                 self._drop_old_subjects(now)
-            if len(self._seen) >= MAX_SUBJECTS:
+            if len(self._recent) >= MAX_SUBJECTS:
                 key = (logger, event)
-            seen = self._seen.setdefault(key, _RecentEvent(now))
-        left_out = seen.begin_window(now) if now - seen.since >= WINDOW_SECONDS else 0
-        return left_out if seen.count_event() else None
+            recent = self._recent.setdefault(key, _RecentEvent(now))
+        left_out = recent.begin_window(now) if now - recent.since >= WINDOW_SECONDS else 0
+        return left_out if recent.count_event() else None
 
     def _drop_old_subjects(self, now: float) -> None:
-        old = [key for key, seen in self._seen.items() if now - seen.since >= WINDOW_SECONDS and not seen.left_out]
+        old = [
+            key for key, recent in self._recent.items() if now - recent.since >= WINDOW_SECONDS and not recent.left_out
+        ]
         for key in old:
-            del self._seen[key]
+            del self._recent[key]

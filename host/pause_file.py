@@ -32,8 +32,8 @@ class PauseFile:
     def write(self, pause: PauseRecord) -> None:
         """Store a pause in place of an earlier one. Raise OSError if that fails."""
         create_private_folder(self.path.parent)
-        kept = PauseRecord(pause.until, pause.by[:MAX_NAME_CHARS])
-        write_private(self.path, msgspec.json.encode(kept))
+        record = PauseRecord(pause.until, pause.by[:MAX_NAME_CHARS])
+        write_private(self.path, msgspec.json.encode(record))
 
     def remove(self) -> bool:
         """Remove the pause. Return whether there was one. Raise OSError if that fails."""
@@ -44,10 +44,10 @@ class PauseFile:
     def read_stamp(self) -> tuple[int, int] | None:
         """Return a value that changes when the file does; None without a file. Raise OSError for other failures."""
         try:
-            seen = self.path.stat()
+            status = self.path.stat()
         except FileNotFoundError:
             return None
-        return seen.st_mtime_ns, seen.st_ino
+        return status.st_mtime_ns, status.st_ino
 
     def read(self) -> PauseRecord:
         """Return the stored pause. Raise OSError without a readable file, ValueError for an invalid one."""

@@ -56,16 +56,16 @@ def read_power(
     """
     idle = parse_idle_seconds((run or _run_tool)(TOUCHED)) if platform == "darwin" else None
     try:
-        found = battery()
+        reading = battery()
     except (OSError, RuntimeError, psutil.Error):
         return PowerState(idle_s=idle)
-    return PowerState(True, None, idle) if found is None else PowerState(found.power_plugged, found.percent, idle)
+    return PowerState(True, None, idle) if reading is None else PowerState(reading.power_plugged, reading.percent, idle)
 
 
 def parse_idle_seconds(listing: str) -> float | None:
     """Return the idle seconds from the output of `ioreg` (HIDIdleTime, nanoseconds); None if they are missing."""
-    found = re.search(r'"HIDIdleTime"\s*=\s*(\d+)', listing)
-    return None if found is None else int(found[1]) / 1e9
+    match = re.search(r'"HIDIdleTime"\s*=\s*(\d+)', listing)
+    return None if match is None else int(match[1]) / 1e9
 
 
 def _run_tool(command: tuple[str, ...]) -> str:

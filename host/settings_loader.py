@@ -66,17 +66,17 @@ class ResolvedSettings(Generic[T]):
 
 def list_settings(kind: type[msgspec.Struct], prefix: str = "") -> list[Setting]:
     """Return all settings of a type, with default and description. `prefix` is put before each key."""
-    found: list[Setting] = []
+    settings: list[Setting] = []
     hints = get_type_hints(kind, include_extras=True)
     for field in msgspec.structs.fields(kind):
         key = prefix + field.name
         hint = hints[field.name]
         if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-            found += list_settings(hint, key + ".")
+            settings += list_settings(hint, key + ".")
             continue
         default: object = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
-        found.append(Setting(key, default, _find_description(hint), _find_entry_default(hint)))
-    return found
+        settings.append(Setting(key, default, _find_description(hint), _find_entry_default(hint)))
+    return settings
 
 
 def _find_entry_default(hint: Any) -> object:
@@ -187,23 +187,23 @@ def find_invalid_settings(
     which are skipped.
     """
     known = {setting.key: setting for setting in list_settings(kind)}
-    found = _find_invalid_entries(kind, flat, known)
+    invalid = _find_invalid_entries(kind, flat, known)
     for key, value in flat.items():
         if key not in known:
             if _find_table(key, known) is not None:
                 continue
             if key not in others and key.split(".")[0] not in others:
                 near = difflib.get_close_matches(key, [*known, *others], 1, 0.5)
-                found.append(InvalidSetting(key, "unknown setting", near[0] if near else ""))
+                invalid.append(InvalidSetting(key, "unknown setting", near[0] if near else ""))
             continue
         try:
-            made = _convert_settings(kind, {key: _split_list(value, known[key].default)}, {})
+            settings = _convert_settings(kind, {key: _split_list(value, known[key].default)}, {})
             if rule is not None:
-                rule(made)
+                rule(settings)
         except SettingsError as error:
             text = str(error).removeprefix(f"setting {key} (value): ").removeprefix(f"setting {key}: ")
-            found.append(InvalidSetting(key, text, meaning=known[key].description))
-    return found
+            invalid.append(InvalidSetting(key, text, meaning=known[key].description))
+    return invalid
 
 
 def _find_table(key: str, known: Mapping[str, Setting]) -> Setting | None:
@@ -224,7 +224,7 @@ def _find_invalid_entries(kind: type[T], flat: Flat, known: Mapping[str, Setting
         if table is not None:
             name = split_key(key[len(table.key) + 1 :])[0]
             entries.setdefault((table.key, name), {})[key] = _split_list(value, table.entry_default)
-    found: list[InvalidSetting] = []
+    invalid: list[InvalidSetting] = []
     valid: dict[str, object] = {}
     for (table_key, name), values in sorted(entries.items(), key=lambda entry: entry[0][0], reverse=True):
         try:
@@ -233,8 +233,8 @@ def _find_invalid_entries(kind: type[T], flat: Flat, known: Mapping[str, Setting
         except SettingsError as error:
             part = name if _BARE_NAME.fullmatch(name) else json.dumps(name, ensure_ascii=False)
             text = re.sub(r"^setting \S+ \(value\): ", "", str(error))
-            found.append(InvalidSetting(f"{table_key}.{part}", text, meaning=known[table_key].description))
-    return found
+            invalid.append(InvalidSetting(f"{table_key}.{part}", text, meaning=known[table_key].description))
+    return invalid
 
 
 def build_setting_rows(resolved: ResolvedSettings[T]) -> tuple[dict[str, object], ...]:
@@ -283,7 +283,7 @@ def find_changed_settings(
 def _restore_tuples(value: object) -> object:
     """Convert lists from JSON to the tuples that settings use, also in tables."""
     if isinstance(value, dict):
-        return {name: _restore_tuples(one) for name, one in cast("dict[str, object]", value).items()}
+        return {name: _restore_tuples(item) for name, item in cast("dict[str, object]", value).items()}
     return tuple(cast("list[object]", value)) if isinstance(value, list) else value
 
 

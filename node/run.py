@@ -306,9 +306,9 @@ async def _prepare_identity(
 ) -> NodeIdentity:
     folder = options.state / "node" / "identity"
     machine = compute_machine_id(settings.node.machine)
-    found = load_known_identity(folder, machine, token)
-    if found is not None:
-        return enrollment.store_address(found, _normalize_address(options.url)) if options.url else found
+    known = load_known_identity(folder, machine, token)
+    if known is not None:
+        return enrollment.store_address(known, _normalize_address(options.url)) if options.url else known
     if options.leave:
         raise NodeStartError(5, f"there is no node in {options.state}")
     name = choose_node_name(settings, platform.node())
@@ -348,16 +348,16 @@ def _read_token(options: argparse.Namespace) -> JoinToken | None:
 
 
 async def _find_coordinator() -> str:
-    found = await discovery.find_services(FIND_TIMEOUT_SECONDS)
-    if not found:
+    services = await discovery.find_services(FIND_TIMEOUT_SECONDS)
+    if not services:
         raise NodeStartError(
             3,
             "Bonjour found no cluster: run `cluster join HOST:8081 --token-file FILE` with the coordinator's address",
         )
-    if len({one.cluster for one in found}) > 1:
-        names = ", ".join(f"{one.name} at {one.candidates[0]}" for one in found if one.candidates)
+    if len({service.cluster for service in services}) > 1:
+        names = ", ".join(f"{service.name} at {service.candidates[0]}" for service in services if service.candidates)
         raise NodeStartError(2, f"Bonjour found several clusters, choose one by its address: {names}")
-    return found[0].candidates[0]
+    return services[0].candidates[0]
 
 
 def _show_code(code: str, seconds: float) -> None:

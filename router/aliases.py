@@ -50,9 +50,9 @@ def list_candidates(aliases: Aliases, alias: str) -> tuple[str, ...]:
     A candidate that is an alias is replaced by its candidates. Of equal candidates, the first one stays.
     """
     folded = {name.casefold(): name for name in aliases}
-    found: dict[str, str] = {}
-    _collect_candidates(aliases, folded, alias, found, {alias})
-    return tuple(found.values())
+    candidates: dict[str, str] = {}
+    _collect_candidates(aliases, folded, alias, candidates, {alias})
+    return tuple(candidates.values())
 
 
 def is_upstream(candidate: str) -> bool:
@@ -66,16 +66,16 @@ def get_upstream_name(candidate: str) -> str:
 
 
 def _collect_candidates(
-    aliases: Aliases, folded: Mapping[str, str], alias: str, found: dict[str, str], expanded: set[str]
+    aliases: Aliases, folded: Mapping[str, str], alias: str, candidates: dict[str, str], expanded: set[str]
 ) -> None:
-    """Add the candidates of an alias to `found`, by folded name. An alias of `expanded` is not expanded again."""
+    """Add the candidates of an alias to `candidates`, by folded name. An alias of `expanded` is not expanded again."""
     for candidate in aliases[alias]:
         inner = _find_alias_of_candidate(folded, alias, candidate)
         if inner is None:
-            found.setdefault(candidate.casefold(), candidate)
+            candidates.setdefault(candidate.casefold(), candidate)
         elif inner not in expanded:
             expanded.add(inner)
-            _collect_candidates(aliases, folded, inner, found, expanded)
+            _collect_candidates(aliases, folded, inner, candidates, expanded)
 
 
 def _find_alias_of_candidate(folded: Mapping[str, str], alias: str, candidate: str) -> str | None:

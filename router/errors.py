@@ -99,16 +99,16 @@ class Problem:
     def build_headers(self) -> list[Header]:
         """Return the headers that only this problem needs: Retry-After, Allow, x-should-retry, WWW-Authenticate; may be
         empty."""
-        found: list[Header] = []
+        headers: list[Header] = []
         if self.retry_after is not None:
-            found.append((b"retry-after", str(round_retry_seconds(self.retry_after)).encode()))
+            headers.append((b"retry-after", str(round_retry_seconds(self.retry_after)).encode()))
         if self.allow:
-            found.append((b"allow", self.allow.encode()))
+            headers.append((b"allow", self.allow.encode()))
         if self.status in _ONCE:
-            found.append((b"x-should-retry", b"false"))
+            headers.append((b"x-should-retry", b"false"))
         if self.status == HTTPStatus.UNAUTHORIZED:
-            found.append((b"www-authenticate", b"Bearer"))
-        return found
+            headers.append((b"www-authenticate", b"Bearer"))
+        return headers
 
     def _build_error(self, request_id: str) -> dict[str, object]:
         error: dict[str, object] = {

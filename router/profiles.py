@@ -38,21 +38,22 @@ class ProfileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Most tokens of prompt and answer together."""
 
     def apply_to_params(
-        self, params: GenerationParams, given: frozenset[str], *, default_limit: bool
+        self, params: GenerationParams, set_penalties: frozenset[str], *, default_limit: bool
     ) -> GenerationParams:
         """Return the parameters with the defaults of the profile where the request sets none.
 
-        `given` are the penalties that the request sets. With `default_limit`, `max_tokens` is that of the dialect.
+        `set_penalties` are the names of the penalties that the request sets. With `default_limit`, `max_tokens` is that
+        of the dialect.
         """
-        found: dict[str, object] = {}
+        defaults: dict[str, object] = {}
         for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", *PENALTIES):
             value = getattr(self, name)
-            is_set = name in given if name in PENALTIES else getattr(params, name) is not None
+            is_set = name in set_penalties if name in PENALTIES else getattr(params, name) is not None
             if name == "max_tokens" and default_limit:
                 is_set = False
             if value is not None and not is_set:
-                found[name] = value
-        return replace(params, **found)
+                defaults[name] = value
+        return replace(params, **defaults)
 
     def apply_to_template(self, template: str) -> str:
         """Return the template variables (JSON, empty for none) with those of the profile where the request sets

@@ -78,7 +78,9 @@ class ConditionEvaluator:
 
     def list_active(self) -> list[Condition]:
         """Return the active conditions: critical first, then by age."""
-        return sorted(self._active.values(), key=lambda one: (one.rule.severity, one.since, one.rule.name))
+        return sorted(
+            self._active.values(), key=lambda condition: (condition.rule.severity, condition.since, condition.rule.name)
+        )
 
     def get_flags(self) -> Mapping[str, bool]:
         """Return by name for each rule whether it has an active condition."""
@@ -93,8 +95,8 @@ class ConditionEvaluator:
         self._history.add_sample(sample, now)
         holding: dict[_Key, AlertRule] = {}
         for rule in self._rules:
-            found = rule.expression.evaluate(self._history)
-            holding |= {(rule.name, labels): rule for labels in (() if isinstance(found, Scalar) else found)}
+            value = rule.expression.evaluate(self._history)
+            holding |= {(rule.name, labels): rule for labels in (() if isinstance(value, Scalar) else value)}
         self._since = {key: self._since.get(key, now) for key in holding}
         for key in self._active.keys() - holding.keys():
             self._notify_listeners(self._active.pop(key), began=False)

@@ -50,9 +50,9 @@ class SampleHistory:
         """Add the next sample, taken at `now` (Unix seconds)."""
         self.sample, self.now = sample, now
         present = {(name, labels) for name in self._windows for labels in sample.get(name, {})}
-        for gone in self._last.keys() - present:
-            del self._last[gone]
-            self._rises.pop(gone, None)
+        for removed in self._last.keys() - present:
+            del self._last[removed]
+            self._rises.pop(removed, None)
         for key in present:
             self._record_increase(key, sample[key[0]][key[1]], now - max(self._windows[key[0]]))
 
@@ -109,8 +109,8 @@ class Metric(Expression):
 
     def evaluate(self, history: SampleHistory) -> Value:
         """Return the series of the newest sample that have the required labels; empty if there are none."""
-        found = history.sample.get(self.name, {})
-        return {labels: value for labels, value in found.items() if labels.issuperset(self.only)}
+        series = history.sample.get(self.name, {})
+        return {labels: value for labels, value in series.items() if labels.issuperset(self.only)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,8 @@ class Increase(Expression):
         """Return the increases up to the newest sample, by their labels without those in `without`."""
         sums: dict[Labels, float] = {}
         for labels, rise in history.iterate_increases(self.name, self.seconds):
-            kept = frozenset((label, value) for label, value in labels if label not in self.without)
-            sums[kept] = sums.get(kept, 0.0) + rise
+            group = frozenset((label, value) for label, value in labels if label not in self.without)
+            sums[group] = sums.get(group, 0.0) + rise
         return sums
 
 
@@ -160,8 +160,8 @@ class MaxOver(Expression):
 
     def evaluate(self, history: SampleHistory) -> Value:
         """Return the maximum on the newest sample; empty if the expression has no series."""
-        found = self.operand.evaluate(history)
-        return found if isinstance(found, Scalar) else ({frozenset(): max(found.values())} if found else {})
+        value = self.operand.evaluate(history)
+        return value if isinstance(value, Scalar) else ({frozenset(): max(value.values())} if value else {})
 
     def get_operands(self) -> tuple[Expression, ...]:
         """Return the operands."""
@@ -212,7 +212,7 @@ class Comparison(Expression):
         right = self.right.evaluate(history) if isinstance(self.right, Expression) else Scalar(self.right)
         holds = _COMPARE[self.sign]
         return _combine_matching(
-            self.left.evaluate(history), right, lambda one, other: one if holds(one, other) else None
+            self.left.evaluate(history), right, lambda value, other: value if holds(value, other) else None
         )
 
     def get_operands(self) -> tuple[Expression, ...]:
@@ -233,7 +233,7 @@ class Intersection(Expression):
 
     def evaluate(self, history: SampleHistory) -> Value:
         """Return the series of `left` on the newest sample whose labels also occur in `right`."""
-        return _combine_matching(self.left.evaluate(history), self.right.evaluate(history), lambda one, _: one)
+        return _combine_matching(self.left.evaluate(history), self.right.evaluate(history), lambda value, _: value)
 
     def get_operands(self) -> tuple[Expression, ...]:
         """Return the operands."""
@@ -244,15 +244,15 @@ def _combine_matching(
     left: Value, right: Value, combine: Callable[[float, float], float | None]
 ) -> dict[Labels, float]:
     """Apply `combine` to pairs of values with equal labels, or to each value and a plain number. Omit None."""
-    found: dict[Labels, float | None] = {}
+    combined: dict[Labels, float | None] = {}
     if isinstance(left, Scalar):
         if not isinstance(right, Scalar):
-            found = {labels: combine(left.value, value) for labels, value in right.items()}
+            combined = {labels: combine(left.value, value) for labels, value in right.items()}
     elif isinstance(right, Scalar):
-        found = {labels: combine(value, right.value) for labels, value in left.items()}
+        combined = {labels: combine(value, right.value) for labels, value in left.items()}
     else:
-        found = {labels: combine(value, right[labels]) for labels, value in left.items() if labels in right}
-    return {labels: value for labels, value in found.items() if value is not None}
+        combined = {labels: combine(value, right[labels]) for labels, value in left.items() if labels in right}
+    return {labels: value for labels, value in combined.items() if value is not None}
 
 
 def walk_expression(expression: Expression) -> Iterator[Expression]:

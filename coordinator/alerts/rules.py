@@ -328,12 +328,12 @@ WATCHED = tuple(rule for rule in RULES if rule.name not in EXTERNAL_RULES)
 
 def collect_windows() -> Mapping[str, frozenset[float]]:
     """Return for each counter the windows over which rules use its increase, in seconds."""
-    found: dict[str, set[float]] = {}
+    windows: dict[str, set[float]] = {}
     for rule in WATCHED:
         for part in walk_expression(rule.expression):
             if isinstance(part, Increase):
-                found.setdefault(part.name, set()).add(part.seconds)
-    return {name: frozenset(seconds) for name, seconds in found.items()}
+                windows.setdefault(part.name, set()).add(part.seconds)
+    return {name: frozenset(seconds) for name, seconds in windows.items()}
 
 
 def build_runbook_url(base: str, name: str) -> str:

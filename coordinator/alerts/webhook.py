@@ -104,8 +104,8 @@ def _is_literal_loopback(host: str) -> bool:
 
 def resolve_host(host: str, port: int) -> Sequence[str]:
     """Return the IP addresses of a host, without duplicates. Raise `OSError` if the name cannot be resolved."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(one[4][0]) for one in found))
+    entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def select_address(address: WebhookAddress, candidates: Sequence[str]) -> str:
@@ -138,19 +138,19 @@ def is_forbidden(address: Ip) -> bool:
 
 def find_destinations(text: str) -> Sequence[Ip]:
     """Return the possible destinations of a packet to an IP address: the address, or IPv4 addresses embedded in it."""
-    one = ipaddress.ip_address(text)
-    if isinstance(one, ipaddress.IPv4Address):
-        return [one]
-    if one.ipv4_mapped is not None:
-        return [one.ipv4_mapped]
-    if one.sixtofour is not None:
-        return [one.sixtofour]
-    if one.teredo is not None:
-        return list(one.teredo)
-    number = int(one)
-    if any(one in network for network in NAT64_NETWORKS) or (number >> 32) & 0xFDFFFFFF == ISATAP:
+    address = ipaddress.ip_address(text)
+    if isinstance(address, ipaddress.IPv4Address):
+        return [address]
+    if address.ipv4_mapped is not None:
+        return [address.ipv4_mapped]
+    if address.sixtofour is not None:
+        return [address.sixtofour]
+    if address.teredo is not None:
+        return list(address.teredo)
+    number = int(address)
+    if any(address in network for network in NAT64_NETWORKS) or (number >> 32) & 0xFDFFFFFF == ISATAP:
         return [ipaddress.IPv4Address(number & 0xFFFFFFFF)]
-    return [one]
+    return [address]
 
 
 class _ConnectedHttp(http.client.HTTPConnection):

@@ -50,18 +50,18 @@ def wrap_audited(store: Database, act: Callable[..., Any]) -> Callable[..., Any]
     """Wrap a route handler so that each successful call is written to the audit log, under the handler's name."""
 
     @wraps(act)
-    async def audited(**given: Any) -> Any:
-        answer = await act(**given)
-        store.audit.add(time.time(), ACTOR.get(), act.__name__, _describe_subject(given, answer), ADDRESS.get())
+    async def audited(**arguments: Any) -> Any:
+        answer = await act(**arguments)
+        store.audit.add(time.time(), ACTOR.get(), act.__name__, _describe_subject(arguments, answer), ADDRESS.get())
         return answer
 
     return audited
 
 
-def _describe_subject(given: Mapping[str, Any], answer: Any) -> str:
+def _describe_subject(arguments: Mapping[str, Any], answer: Any) -> str:
     """Return the subject of an action for the audit log: named by the path, else by the body or the answer."""
-    named = [value for value in given.values() if isinstance(value, str)]
-    body = next((value for value in given.values() if isinstance(value, Body)), None)
+    named = [value for value in arguments.values() if isinstance(value, str)]
+    body = next((value for value in arguments.values() if isinstance(value, Body)), None)
     fields = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
     named += [str(value) for field in ("model", "node", "name") if (value := getattr(body, field, None))]
     return " ".join([*named, *([str(fields["id"])] if "id" in fields and fields["id"] not in named else [])])[:300]

@@ -45,10 +45,10 @@ class StrictRequest(Request):
 
         Raise `HTTPException` (400) if the body is not valid JSON or not an object.
         """
-        found = read_object(self._body)
-        if isinstance(found, Problem):
-            raise HTTPException(found.status, found.message)
-        return found
+        body = read_object(self._body)
+        if isinstance(body, Problem):
+            raise HTTPException(body.status, body.message)
+        return body
 
 
 class StrictRoute(APIRoute):

@@ -90,11 +90,11 @@ class ControlApi:
         facts: ServerInfo,
         paths: Mapping[str, Any],
         sessions: BrowserSessions,
-        seen: Observability,
+        observability: Observability,
     ) -> None:
         self._ring = ring
         self._store = admin.store
-        pool = PoolRoutes(facts, nodes, traffic, seen.conditions, seen.load)
+        pool = PoolRoutes(facts, nodes, traffic, observability.conditions, observability.load)
         members = NodeRoutes(nodes, traffic, admin.store)
         models = ModelRoutes(nodes, loads, ring, traffic.names, benchmarks)
         joins = JoinRoutes(admin, approvals, facts.cluster_url)
@@ -131,8 +131,8 @@ class ControlApi:
             RequestRoutes(traffic, ring),
             KeyRoutes(admin, ring, traffic),
             PageRoutes(facts.base_url, sessions, ring, admin.store, sections),
-            LogRoutes(seen.log_file, seen.events, admin),
-            PrometheusRoutes(seen.metrics, nodes.directory),
+            LogRoutes(observability.log_file, observability.events, admin),
+            PrometheusRoutes(observability.metrics, nodes.directory),
         )
         routes = [route for subject in subjects for route in subject.list_routes()]
         self.app = ControlApplication(facts.version, routes, paths)

@@ -115,7 +115,7 @@ def _check(manifest: Manifest) -> None:
     wrong = next((name for name in names if NAMES.fullmatch(name) is None), None)
     if wrong is not None:
         raise ArchiveError(f"it contains {wrong[:100]!r}, which does not belong in a backup")
-    if len(set(names)) < len(names) or not set(names) >= NEEDED or any(one.size < 0 for one in manifest.members):
+    if len(set(names)) < len(names) or not set(names) >= NEEDED or any(member.size < 0 for member in manifest.members):
         raise ArchiveError("its manifest lists a file twice, or lacks a required file")
 
 

@@ -80,13 +80,13 @@ def create_backup(state: Path, file: Path, *, artifacts: bool = False, passphras
 def _check_target(file: Path, passphrase: bytes | None) -> None:
     """Check that the target is free or a backup, because no other file may be replaced."""
     try:
-        seen = file.lstat()
+        status = file.lstat()
     except FileNotFoundError:
         return
     except OSError as error:
         raise BackupError(f"{file} cannot be written: {error.strerror}") from None
     beginning, encrypted = b"", False
-    if stat.S_ISREG(seen.st_mode):
+    if stat.S_ISREG(status.st_mode):
         with file.open("rb") as existing:
             beginning = existing.read(HEAD_BYTES)
             encrypted = beginning.startswith(encryption.MAGIC)
@@ -111,7 +111,7 @@ def _gather(state: Path, folder: Path, *, artifacts: bool) -> tuple[list[Path], 
     schemas = {name: _copy(state / name, folder / name) for name in (DATABASE, VIDEOS) if (state / name).exists()}
     named = [(name, folder / name) for name in schemas]
     named += [(name, state / name) for name in ("config.toml", "pepper") if (state / name).exists()]
-    named += [(f"authority/{one.name}", one) for one in sorted((state / "authority").glob("*.pem"))]
+    named += [(f"authority/{file.name}", file) for file in sorted((state / "authority").glob("*.pem"))]
     named += list(_find_artifacts(state)) if artifacts else []
     for name, path in named:
         if NAMES.fullmatch(name) is None or path.is_symlink() or not path.is_file():
@@ -150,16 +150,16 @@ def _copy(database: Path, copy: Path) -> int:
 
 def _read_meta(database: Path) -> tuple[str, str, int, int]:
     with closing(sqlite3.connect(database)) as connection:
-        found = connection.execute("SELECT * FROM meta")
-        row = dict(zip((name for name, *_ in found.description), found.fetchone(), strict=True))
+        cursor = connection.execute("SELECT * FROM meta")
+        row = dict(zip((name for name, *_ in cursor.description), cursor.fetchone(), strict=True))
         return row["cluster"], row["name"], row["epoch"], row.get("generation", 0)
 
 
 def _find_artifacts(state: Path) -> Iterator[tuple[str, Path]]:
     for folder in sorted((state / "videos").glob("video_*")):
-        for one in sorted(folder.iterdir()):
-            if one.suffix != ".part":
-                yield f"videos/{folder.name}/{one.name}", one
+        for file in sorted(folder.iterdir()):
+            if file.suffix != ".part":
+                yield f"videos/{folder.name}/{file.name}", file
 
 
 def _measure(path: Path) -> tuple[int, str]:

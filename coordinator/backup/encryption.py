@@ -147,12 +147,12 @@ class DecryptingReader:
 
 def _decrypt_file_key(header: bytes, passphrase: bytes) -> bytes:
     """Decrypt the file key in a header, and verify the header with it."""
-    found = _HEADER.fullmatch(header)
-    if found is None:
+    match = _HEADER.fullmatch(header)
+    if match is None:
         raise EncryptionError(
             f"{_HEADER_DAMAGED}, or a key instead of a passphrase encrypts it: decrypt it with `age -d` first"
         )
-    salt, cost, sealed, mac = found.groups()
+    salt, cost, sealed, mac = match.groups()
     if int(cost) > MAX_COST:
         raise EncryptionError(
             f"its scrypt cost of {int(cost)} needs more than 1 GiB of memory (at most {MAX_COST}): "

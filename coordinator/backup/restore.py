@@ -245,8 +245,8 @@ def _examine(staged: Path, manifest: Manifest, generation: int) -> RestoredCount
             raise ArchiveError(f"its {DATABASE} and its authority belong to different clusters")
         connection.execute("UPDATE meta SET generation = ?, epoch = epoch + ?", (generation, RESERVED_EPOCHS))
         members, keys, tokens = (
-            connection.execute(f"SELECT COUNT(*) FROM {what}").fetchone()[0]  # noqa: S608  our own words
-            for what in ("members WHERE removed IS NULL", "keys WHERE revoked IS NULL", "tokens WHERE NOT revoked")
+            connection.execute(f"SELECT COUNT(*) FROM {selection}").fetchone()[0]  # noqa: S608  our own words
+            for selection in ("members WHERE removed IS NULL", "keys WHERE revoked IS NULL", "tokens WHERE NOT revoked")
         )
     jobs = 0
     if (staged / VIDEOS).exists():
@@ -281,4 +281,4 @@ def _has_other_settings(present: Path, restored: Path) -> bool:
 def _find_unused_name(state: Path, name: str) -> str:
     """Return an unused name for a folder in the state folder."""
     tries = (f"{name}-{number}" if number else name for number in itertools.count())
-    return next(one for one in tries if not (state / one).exists())
+    return next(candidate for candidate in tries if not (state / candidate).exists())

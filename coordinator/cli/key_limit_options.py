@@ -53,6 +53,6 @@ def limit_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def select_limits(given: dict[str, Any]) -> dict[str, Any]:
+def select_limits(options: dict[str, Any]) -> dict[str, Any]:
     """Return the limits that were given by the options of `limit_options`, in the form of the API."""
-    return {name: value for name, value in given.items() if value not in (None, ())}
+    return {name: value for name, value in options.items() if value not in (None, ())}

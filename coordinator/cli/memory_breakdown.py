@@ -36,13 +36,13 @@ def describe_breaker(node: dict[str, Any], now: float | None = None) -> str:
 
     `now` is in Unix seconds; None for the current time.
     """
-    found: dict[str, Any] = node.get("breaker", {"state": "closed"})
-    if found["state"] == "closed":
+    breaker: dict[str, Any] = node.get("breaker", {"state": "closed"})
+    if breaker["state"] == "closed":
         return ""
-    left = max(0, found["until"] - (time.time() if now is None else now))
+    left = max(0, breaker["until"] - (time.time() if now is None else now))
     then = {"open": f"for {left:.0f} s, then one request is tried", "probing": "except the one that is being tried"}
-    outcome = then.get(found["state"], "except the next, which is tried")
-    return f"its engine keeps failing: the node gets no requests {outcome}; last failure: {found['why'] or 'unknown'}"
+    outcome = then.get(breaker["state"], "except the next, which is tried")
+    return f"its engine keeps failing: the node gets no requests {outcome}; last failure: {breaker['why'] or 'unknown'}"
 
 
 def render_breakdown(node: dict[str, Any]) -> list[str]:

@@ -42,7 +42,7 @@ def run_offline(session: ApiSession, method: str, path: str, body: dict[str, Any
 
 def _run_operation(admin: AccessAdmin, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     path, _, query = path.removeprefix("/api/v1/").partition("?")
-    kind, name, what = [*path.split("/"), "", ""][:3]
+    kind, name, operation = [*path.split("/"), "", ""][:3]
     parameters = dict(parse_qsl(query))
     if method == "GET":
         return _answer_query(admin, path, parameters)
@@ -51,9 +51,11 @@ def _run_operation(admin: AccessAdmin, method: str, path: str, body: dict[str, A
             admin.check_key_name(body["name"], name)
         except NameTakenError as error:
             raise CommandError(REFUSED, str(error)) from None
-    admin.store.audit.add(time.time(), "offline", f"{what or method.lower()} {kind}", str(name or body.get("name")))
-    if what:
-        return _change_key(admin, name, what, body)
+    admin.store.audit.add(
+        time.time(), "offline", f"{operation or method.lower()} {kind}", str(name or body.get("name"))
+    )
+    if operation:
+        return _change_key(admin, name, operation, body)
     if method == "POST":
         if kind == "tokens":
             return admin.create_token(body["ttl_seconds"], body["uses"], body["name"])
@@ -63,9 +65,9 @@ def _run_operation(admin: AccessAdmin, method: str, path: str, body: dict[str, A
     return {"schema": 1, "id": name}
 
 
-def _change_key(admin: AccessAdmin, key: str, what: str, body: dict[str, Any]) -> dict[str, Any]:
+def _change_key(admin: AccessAdmin, key: str, operation: str, body: dict[str, Any]) -> dict[str, Any]:
     """Change one property of a key."""
-    match what:
+    match operation:
         case "limits":
             known = admin.set_key_limits(key, _parse_limits(body))
         case "name":

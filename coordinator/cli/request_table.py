@@ -55,34 +55,37 @@ def print_requests(answer: dict[str, Any]) -> None:
 
 def print_request(answer: dict[str, Any]) -> None:
     """Print one request with its steps, and the decisions about its placement."""
-    for one in answer.get("under_way", ()):
-        click.echo(f"{one['request_id']}  {one['model']}, key {one['key']}: {one['phase']}, for {one['seconds']:.1f} s")
-        _print_steps(one["steps"])
-    for one in answer["requests"]:
-        took = f"{one['outcome']} after {one['seconds']:.3f} s"
-        click.echo(f"{one['request_id']}  {one['model'] or 'no model'}, key {one['key']}: {took}")
-        if one["message"]:
-            click.echo(f"  {one['message']}")
-        if one.get("alias"):
-            click.echo(f"  alias {one['alias']}{_describe_passed_over(one['passed_over'])}")
-        if one.get("profile"):
-            click.echo(f"  profile {one['profile']}")
-        if one["ignored"]:
-            click.echo(f"  ignored: {', '.join(one['ignored'])}")
-        _print_steps(one["steps"])
-        if one["timings"] is not None:
-            times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in one["timings"].items())
+    for request in answer.get("under_way", ()):
+        click.echo(
+            f"{request['request_id']}  {request['model']}, key {request['key']}: {request['phase']}, "
+            f"for {request['seconds']:.1f} s"
+        )
+        _print_steps(request["steps"])
+    for request in answer["requests"]:
+        took = f"{request['outcome']} after {request['seconds']:.3f} s"
+        click.echo(f"{request['request_id']}  {request['model'] or 'no model'}, key {request['key']}: {took}")
+        if request["message"]:
+            click.echo(f"  {request['message']}")
+        if request.get("alias"):
+            click.echo(f"  alias {request['alias']}{_describe_passed_over(request['passed_over'])}")
+        if request.get("profile"):
+            click.echo(f"  profile {request['profile']}")
+        if request["ignored"]:
+            click.echo(f"  ignored: {', '.join(request['ignored'])}")
+        _print_steps(request["steps"])
+        if request["timings"] is not None:
+            times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in request["timings"].items())
             click.echo(f"  on the node: {times}")
         click.echo(
-            f"  tokens: {one['prompt_tokens']} prompt ({one['cached_tokens']} cached), "
-            f"{one['completion_tokens']} generated"
+            f"  tokens: {request['prompt_tokens']} prompt ({request['cached_tokens']} cached), "
+            f"{request['completion_tokens']} generated"
         )
     several = len({decision["demand"]["model"] for decision in answer["decisions"]}) > 1
-    for one in answer["decisions"]:
-        about = f" about {one['demand']['model']}" if several else ""
-        verdict = one["refused"] or "placed"
-        click.echo(f"\ndecided{about} {one['seconds_ago']:.1f} s ago among {one['nodes']} nodes: {verdict}")
-        print_placement({"candidates": one["candidates"], "node": None})
+    for decision in answer["decisions"]:
+        about = f" about {decision['demand']['model']}" if several else ""
+        verdict = decision["refused"] or "placed"
+        click.echo(f"\ndecided{about} {decision['seconds_ago']:.1f} s ago among {decision['nodes']} nodes: {verdict}")
+        print_placement({"candidates": decision["candidates"], "node": None})
 
 
 def _describe_passed_over(passed_over: list[dict[str, Any]]) -> str:

@@ -116,9 +116,9 @@ class ApiSession:
         run = self._read_file("run.json")
         if run is not None:
             return CoordinatorAddress(str(run["url"]), str(run["secret"]), str(run.get("ca") or ""))
-        kept = self.stored_login
-        if kept is not None:
-            return CoordinatorAddress(str(kept["url"]), str(kept["key"]), str(kept.get("ca") or ""))
+        login = self.stored_login
+        if login is not None:
+            return CoordinatorAddress(str(login["url"]), str(login["key"]), str(login.get("ca") or ""))
         raise CommandError(UNREACHABLE, self.explain_no_coordinator())
 
     def explain_no_coordinator(self) -> str:
@@ -151,14 +151,14 @@ class ApiSession:
         return self.select_coordinator().authority
 
     def _get_stored_authority(self, url: str) -> str:
-        kept = self.stored_login
-        return str(kept.get("ca") or "") if kept is not None and kept["url"] == url else ""
+        login = self.stored_login
+        return str(login.get("ca") or "") if login is not None and login["url"] == url else ""
 
     def _read_key(self) -> str:
         if self.key_file is None:
-            kept = self.stored_login
-            if kept is not None and self.url is not None and kept["url"] == parse_base_url(self.url):
-                return str(kept["key"])
+            login = self.stored_login
+            if login is not None and self.url is not None and login["url"] == parse_base_url(self.url):
+                return str(login["key"])
             raise CommandError(
                 DENIED,
                 "--url needs --key-file (or MACPOOL_KEY_FILE): a file with an admin key; "

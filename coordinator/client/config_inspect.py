@@ -43,7 +43,7 @@ class RunningProcesses:
     """Settings that differ in the file since the start: `host.settings_loader.SettingDrift`, as dictionaries."""
 
     @property
-    def given(self) -> list[dict[str, Any]]:
+    def overrides(self) -> list[dict[str, Any]]:
         """Rows from flags and environment of the processes, without those from files and defaults."""
         from host.settings_loader import GIVEN
 
@@ -133,13 +133,13 @@ def inspect_settings(
     node = node or read_node_settings(state, file, environ, pairs)
     wrong: list[ConfigFault] = []
     for origin, flat in layers:
-        found = find_invalid_settings(CoordinatorSettings, flat, NODE_SECTIONS)
-        found += [
+        faults = find_invalid_settings(CoordinatorSettings, flat, NODE_SECTIONS)
+        faults += [
             InvalidSetting(**fault)
             for fault in node["faults"]
             if fault["key"] in flat and fault["key"].split(".")[0] in NODE_SECTIONS
         ]
-        wrong += locate_faults(origin, found, text if origin == str(file) else "")
+        wrong += locate_faults(origin, faults, text if origin == str(file) else "")
     if node["error"] and not wrong:
         wrong.append(ConfigFault(str(file), 0, "", node["error"]))
     bad = {fault.key for fault in wrong}

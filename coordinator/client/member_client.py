@@ -50,14 +50,14 @@ def read_member_identity(state: Path) -> MemberIdentity | None:
     if (state / "cluster.db").exists():
         return None
     try:
-        kept = json.loads((folder / "identity.json").read_text())
-        addresses = tuple(str(address) for address in kept.get("addresses", ()))
+        stored = json.loads((folder / "identity.json").read_text())
+        addresses = tuple(str(address) for address in stored.get("addresses", ()))
         return MemberIdentity(
             folder,
-            str(kept["cluster"]),
-            str(kept["node"]),
-            str(kept["machine"]),
-            base64.b64decode(kept["ca"]),
+            str(stored["cluster"]),
+            str(stored["node"]),
+            str(stored["machine"]),
+            base64.b64decode(stored["ca"]),
             addresses,
         )
     except (OSError, ValueError, KeyError, TypeError):
@@ -100,7 +100,7 @@ def _query_address(member: MemberIdentity, address: str, path: str) -> bytes:
 
 
 def _receive_answer(link: ssl.SSLSocket, address: str) -> bytes:
-    splitter, found = Splitter(), bytearray()
+    splitter, answer = Splitter(), bytearray()
     while data := link.recv(65536):
         try:
             frames = [decode(tag, body) for tag, body in splitter.feed(data)]
@@ -110,9 +110,9 @@ def _receive_answer(link: ssl.SSLSocket, address: str) -> bytes:
             if isinstance(frame, Denied):
                 raise CommandError(DENIED, frame.message)
             if isinstance(frame, FetchChunk):
-                found += frame.payload
-                if frame.last or len(found) > MAX_ANSWER_BYTES:
-                    return bytes(found)
+                answer += frame.payload
+                if frame.last or len(answer) > MAX_ANSWER_BYTES:
+                    return bytes(answer)
     raise CommandError(
         PROTOCOL,
         f"the coordinator at {address} does not answer queries of nodes: it runs an older macpool; "

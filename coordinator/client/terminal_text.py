@@ -38,7 +38,7 @@ class SanitizedStream:
 
         Return the length of `text`.
         """
-        shown = _OUTPUT.sub(lambda found: found[1] or "?", text)
+        shown = _OUTPUT.sub(lambda match: match[1] or "?", text)
         known = self.stream.encoding or "utf-8"
         self.stream.write(shown.encode(known, "replace").decode(known))
         return len(text)
@@ -59,7 +59,10 @@ class SanitizedStream:
 @contextmanager
 def filter_output() -> Generator[None]:
     """Replace standard output and standard error by a `SanitizedStream` while the context is open."""
-    out, err = (one if isinstance(one, SanitizedStream) else SanitizedStream(one) for one in (sys.stdout, sys.stderr))
+    out, err = (
+        stream if isinstance(stream, SanitizedStream) else SanitizedStream(stream)
+        for stream in (sys.stdout, sys.stderr)
+    )
     with redirect_stdout(out), redirect_stderr(err):
         yield
 

@@ -174,8 +174,8 @@ def _end_link(
         silent_at=None if state is not NodeState.LOST else now if was_alive else member.silent_at,
     )
     closing = (CloseLink(node, member.link, reason),) if close and member.link else ()
-    gone = (ResumeRequests(node, reason),) if member.link else ()
-    return after, (*closing, *gone, PublishMember(node))
+    resuming = (ResumeRequests(node, reason),) if member.link else ()
+    return after, (*closing, *resuming, PublishMember(node))
 
 
 def _apply_tick(member: Member, now: float) -> Step:

@@ -68,13 +68,13 @@ Review it before you send it: it contains names of machines and models.
 @cache
 def find_own_events() -> frozenset[str]:
     """Return the names of all log events of this project. The names are read from its source code, to stay current."""
-    found: set[str] = set()
+    events: set[str] = set()
     for name in OWN_PACKAGES:
         package = find_spec(name)
         for folder in package.submodule_search_locations or () if package else ():
             for file in Path(folder).rglob("*.py"):
-                found |= set(_NAMED.findall(file.read_text(errors="replace")))
-    return frozenset(found)
+                events |= set(_NAMED.findall(file.read_text(errors="replace")))
+    return frozenset(events)
 
 
 def parse_event(line: str) -> dict[str, Any] | None:
@@ -87,17 +87,17 @@ def parse_event(line: str) -> dict[str, Any] | None:
         return None
     fields = cast("dict[str, Any]", record)
     own = str(fields.get("logger", "")).split(".")[0] in OWN_PACKAGES
-    kept: dict[str, Any] = {}
+    allowed: dict[str, Any] = {}
     for name, value in fields.items():
         if not _WORD.fullmatch(name):
             continue
         if name == "event":
-            kept[name] = value if own and isinstance(value, str) and value in find_own_events() else OMITTED
+            allowed[name] = value if own and isinstance(value, str) and value in find_own_events() else OMITTED
         elif name == "exception":
-            kept[name] = _filter_exception(str(value))
+            allowed[name] = _filter_exception(str(value))
         else:
-            kept[name] = _filter_value(name, value)
-    return dict(redact_fields(kept))
+            allowed[name] = _filter_value(name, value)
+    return dict(redact_fields(allowed))
 
 
 def _filter_value(name: str, value: object) -> object:
@@ -119,26 +119,27 @@ def render_log(lines: Iterable[str]) -> str:
 
     The last line has the number of omitted lines.
     """
-    kept: list[str] = []
+    events: list[str] = []
     left_out = 0
     for line in lines:
         event = parse_event(line) or _parse_console_event(line)
         if event is None:
             left_out += 1
         else:
-            kept.append(json.dumps(event))
+            events.append(json.dumps(event))
     return (
-        "\n".join([*kept[-MAX_LINES:], json.dumps({"lines_left_out": left_out + max(0, len(kept) - MAX_LINES)})]) + "\n"
+        "\n".join([*events[-MAX_LINES:], json.dumps({"lines_left_out": left_out + max(0, len(events) - MAX_LINES)})])
+        + "\n"
     )
 
 
 def _parse_console_event(line: str) -> dict[str, Any] | None:
     """Return time, level and name of an event that the engine wrote in console format."""
-    found = _CONSOLE.fullmatch(line)
+    match = _CONSOLE.fullmatch(line)
     return (
         None
-        if found is None or found[3] not in find_own_events()
-        else {"timestamp": found[1], "level": found[2], "event": found[3]}
+        if match is None or match[3] not in find_own_events()
+        else {"timestamp": match[1], "level": match[2], "event": match[3]}
     )
 
 
@@ -159,10 +160,10 @@ def redact_value(value: object, home: str) -> Any:
     if isinstance(value, str):
         return hide_secrets(value.replace(home, "~") if len(home) > 1 else value)
     if isinstance(value, Mapping):
-        inner = {str(name): one for name, one in cast("Mapping[object, object]", value).items()}
-        return redact_fields({name: redact_value(one, home) for name, one in inner.items()})
+        inner = {str(name): item for name, item in cast("Mapping[object, object]", value).items()}
+        return redact_fields({name: redact_value(item, home) for name, item in inner.items()})
     if isinstance(value, list | tuple):
-        return [redact_value(one, home) for one in cast("list[object]", value)]
+        return [redact_value(item, home) for item in cast("list[object]", value)]
     return value
 
 
@@ -174,7 +175,7 @@ def redact_settings(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, An
 def _redact_setting(value: object) -> object:
     if isinstance(value, str):
         return value if value == "" or re.fullmatch(r"[\w.%~/:…+-]{1,200}", value) else HIDDEN
-    return [_redact_setting(one) for one in cast("list[object]", value)] if isinstance(value, list | tuple) else value
+    return [_redact_setting(item) for item in cast("list[object]", value)] if isinstance(value, list | tuple) else value
 
 
 def write_bundle(file: Path, contents: Mapping[str, object], logs: Iterable[Path], home: Path) -> list[str]:

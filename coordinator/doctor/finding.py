@@ -56,12 +56,12 @@ def compute_exit_code(findings: Iterable[tuple[str, Finding]], *, strict: bool) 
     That is `BLOCKED` if `LOCAL_NETWORK` failed, `PIN` for an unexpected peer, or `FAILED` after another failure. With
     `strict`, warnings alone are `WARNED`. Otherwise return `CLEAN`.
     """
-    found = list(findings)
-    failed = {name for name, one in found if one.result == "fail"}
+    all_findings = list(findings)
+    failed = {name for name, finding in all_findings if finding.result == "fail"}
     if LOCAL_NETWORK in failed:
         return BLOCKED
-    if any(one.intercepted for _, one in found):
+    if any(finding.intercepted for _, finding in all_findings):
         return PIN
     if failed:
         return FAILED
-    return WARNED if strict and any(one.result == "warn" for _, one in found) else CLEAN
+    return WARNED if strict and any(finding.result == "warn" for _, finding in all_findings) else CLEAN

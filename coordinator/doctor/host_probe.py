@@ -86,14 +86,14 @@ class Lazy(Generic[T]):
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._lock = threading.Lock()
-        self._made: list[T] = []
+        self._values: list[T] = []
 
     def __call__(self) -> T:
         """Return the value. Compute it in the first call; concurrent calls wait."""
         with self._lock:
-            if not self._made:
-                self._made.append(self._make())
-            return self._made[0]
+            if not self._values:
+                self._values.append(self._make())
+            return self._values[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,8 @@ class HostProbe:
 
     def run_tool(self, *command: str) -> str:
         """Return the standard output of a system tool; empty if it is missing, fails, or does not end in time."""
-        found = self.run(command, TOOL_TIMEOUT_SECONDS)
-        return found.text if found is not None and found.code == 0 else ""
+        result = self.run(command, TOOL_TIMEOUT_SECONDS)
+        return result.text if result is not None and result.code == 0 else ""
 
     def get(self, path: str) -> "CoordinatorAnswer":
         """Send a GET request to the coordinator's API. After a failure or refusal, return its exit code and message."""
@@ -167,13 +167,13 @@ class HostProbe:
 
     def _run_child(self, module: str, *arguments: str) -> dict[str, Any] | None:
         """Run a module of this project as a child process. Return None if it does not answer in time."""
-        found = self.run(
+        result = self.run(
             (sys.executable, "-P", "-m", module, *arguments), max(1.0, self.timeout_seconds - CHILD_MARGIN_SECONDS)
         )
-        if found is None or found.code != 0:
+        if result is None or result.code != 0:
             return None
         try:
-            decoded: Any = json.loads(found.text.splitlines()[-1])
+            decoded: Any = json.loads(result.text.splitlines()[-1])
         except (ValueError, IndexError):
             return None
         return cast("dict[str, Any]", decoded) if isinstance(decoded, dict) else None

@@ -123,19 +123,19 @@ def check_memory(here: HostProbe) -> Finding:
     inspection = here.read_inspection()
     if inspection is None:
         return warn("the memory cannot be read", "run `python -m node.inspect.report --state STATE` and read its error")
-    found = inspection["memory"]
-    if found["error"]:
-        return fail(found["error"], "change it in config.toml; `cluster config check` names the line")
+    memory = inspection["memory"]
+    if memory["error"]:
+        return fail(memory["error"], "change it in config.toml; `cluster config check` names the line")
     text = (
-        f"RAM {show_size(found['total'])}, cap {show_size(found['cap'])} (limited by {found['bound_by']}), "
-        f"margin {show_size(found['margin'])}"
+        f"RAM {show_size(memory['total'])}, cap {show_size(memory['cap'])} (limited by {memory['bound_by']}), "
+        f"margin {show_size(memory['margin'])}"
     )
-    text += "; a measured model has its own margin" if found.get("margin_measured") else ""
-    numbers = {"total": found["total"], "cap": found["cap"], "margin": found["margin"]}
-    if found["guard"] == "off":
+    text += "; a measured model has its own margin" if memory.get("margin_measured") else ""
+    numbers = {"total": memory["total"], "cap": memory["cap"], "margin": memory["margin"]}
+    if memory["guard"] == "off":
         return warn(f"{text}; the guard is off", 'no request is refused for memory: set memory.guard = "on"', **numbers)
-    if found["warning"]:
-        return warn(f"{text}; {found['warning']}", found["remedy"], **numbers)
+    if memory["warning"]:
+        return warn(f"{text}; {memory['warning']}", memory["remedy"], **numbers)
     return ok(text, **numbers)
 
 
@@ -151,10 +151,10 @@ def check_disk(here: HostProbe) -> Finding:
     short = [(folder, free) for folder, free, least in known if free < least]
     numbers = {"free": min((free for _, free, _ in known), default=None)}
     if short:
-        worst = min(short, key=lambda one: one[1])
+        worst = min(short, key=lambda entry: entry[1])
         fix = f"free space on the disk of {_shorten_path(worst[0])}, or set another folder in models.folders"
-        made = fail if worst[0] == here.state else warn
-        return made(text, fix, **numbers)
+        grade = fail if worst[0] == here.state else warn
+        return grade(text, fix, **numbers)
     return ok(text or "there is no folder yet", **numbers)
 
 
@@ -162,10 +162,10 @@ def _read_free_disk_bytes(folder: Path) -> int | None:
     """Return the free bytes of a folder's disk. For a missing folder, use its nearest existing parent."""
     for place in (folder, *folder.parents):
         try:
-            found = os.statvfs(place)
+            stats = os.statvfs(place)
         except OSError:
             continue
-        return found.f_bavail * found.f_frsize
+        return stats.f_bavail * stats.f_frsize
     return None
 
 
@@ -203,9 +203,9 @@ def check_files(here: HostProbe) -> Finding:
 def _find_secret_files(state: Path) -> Iterator[Path]:
     """Yield the files that must be private. Symbolic links are not followed."""
     looked = 0
-    for folder, names, found in os.walk(state):
+    for folder, names, files in os.walk(state):
         names[:] = [name for name in names if name not in ("environments", "logs", "videos", "prometheus")]
-        for name in found:
+        for name in files:
             looked += 1
             if looked > MAX_FILES_SEARCHED:
                 return
@@ -254,20 +254,22 @@ def check_sleep(here: HostProbe) -> Finding:
     """Check the sleep settings, because a sleeping Mac serves no requests. A laptop may sleep."""
     if not here.mac:
         return not_here(ONLY_MACOS)
-    found = macos.parse_power_settings(here.run_tool("/usr/bin/pmset", "-g"))
-    if "sleep" not in found:
+    settings = macos.parse_power_settings(here.run_tool("/usr/bin/pmset", "-g"))
+    if "sleep" not in settings:
         return warn("the sleep settings cannot be read", "check `pmset -g`")
-    text = ", ".join(f"{name} {found[name]}" for name in ("sleep", "womp", "autorestart", "powernap") if name in found)
+    text = ", ".join(
+        f"{name} {settings[name]}" for name in ("sleep", "womp", "autorestart", "powernap") if name in settings
+    )
     if here.get_power().battery is not None:
-        return ok(f"{text}; a laptop may sleep: the pool shows it as asleep and uses it again after wake", **found)
+        return ok(f"{text}; a laptop may sleep: the pool shows it as asleep and uses it again after wake", **settings)
     wanted = [
         f"{name} {value}"
         for name, value in (("sleep", 0), ("womp", 1), ("autorestart", 1))
-        if name in found and found[name] != value
+        if name in settings and settings[name] != value
     ]
     if wanted:
-        return warn(text, f"for a dedicated Mac: sudo pmset -a {' '.join(wanted)}", **found)
-    return ok(text, **found)
+        return warn(text, f"for a dedicated Mac: sudo pmset -a {' '.join(wanted)}", **settings)
+    return ok(text, **settings)
 
 
 def check_power(here: HostProbe) -> Finding:
@@ -316,10 +318,10 @@ def check_panics(here: HostProbe) -> Finding:
     folder = here.root / "Library" / "Logs" / "DiagnosticReports"
     reports: list[tuple[float, str, str]] = []
     try:
-        for one in folder.glob("*.panic"):
-            at = one.stat().st_mtime
+        for file in folder.glob("*.panic"):
+            at = file.stat().st_mtime
             if time.time() - at < MAX_PANIC_AGE_DAYS * 86400:
-                reports.append((at, one.name, one.read_text(errors="replace")[:200_000]))
+                reports.append((at, file.name, file.read_text(errors="replace")[:200_000]))
     except OSError as error:
         return warn(f"the panic reports cannot be read: {error.strerror}", f"list {folder} with sudo")
     if not reports:
@@ -327,16 +329,16 @@ def check_panics(here: HostProbe) -> Finding:
     ours = [report for report in reports if macos.parse_panic(report[2])[1]]
     at, name, text = max(ours or reports)
     date = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d}"
-    what = f"{name} of {date}: {macos.parse_panic(text)[0] or 'no message'}"
+    newest = f"{name} of {date}: {macos.parse_panic(text)[0] or 'no message'}"
     numbers = {"panics": len(reports), "of_gpu": len(ours)}
     if ours:
         return fail(
-            f"kernel panics of the GPU's memory in {MAX_PANIC_AGE_DAYS} days: {len(ours)}, the newest {what}",
+            f"kernel panics of the GPU's memory in {MAX_PANIC_AGE_DAYS} days: {len(ours)}, the newest {newest}",
             'set memory.wire = "off"; if it happens again, lower memory.cap; update macOS',
             **numbers,
         )
     return warn(
-        f"kernel panics in {MAX_PANIC_AGE_DAYS} days: {len(reports)}, the newest {what}",
+        f"kernel panics in {MAX_PANIC_AGE_DAYS} days: {len(reports)}, the newest {newest}",
         "it does not name the GPU's memory: update macOS, and read the report",
         **numbers,
     )
@@ -372,10 +374,10 @@ def check_open_files(here: HostProbe) -> Finding:
 
 def check_proxy(here: HostProbe) -> Finding:
     """Check that the environment has no proxy, or has NO_PROXY: requests to the local network must not use a proxy."""
-    found = here.find_variables(*PROXIES)
-    if found and not here.find_variables("NO_PROXY"):
+    variables = here.find_variables(*PROXIES)
+    if variables and not here.find_variables("NO_PROXY"):
         return warn(
-            f"{', '.join(found)} is set",
+            f"{', '.join(variables)} is set",
             "clients would send requests for the pool to the proxy: set NO_PROXY=*, or add the pool's host to NO_PROXY",
         )
-    return ok(f"{', '.join(found)} is set, with NO_PROXY" if found else "no proxy is set")
+    return ok(f"{', '.join(variables)} is set, with NO_PROXY" if variables else "no proxy is set")

@@ -22,8 +22,8 @@ GPU_PANICS = r"IOGPU|completeMemory\(\)|prepare count underflow|\b(?:un)?wired?\
 
 def parse_version(listing: str) -> tuple[str, str]:
     """Return version and build from the output of `sw_vers`; empty texts if they are missing."""
-    found = dict(re.findall(r"^(ProductVersion|BuildVersion):\s*(\S+)", listing, re.MULTILINE))
-    return found.get("ProductVersion", ""), found.get("BuildVersion", "")
+    fields = dict(re.findall(r"^(ProductVersion|BuildVersion):\s*(\S+)", listing, re.MULTILINE))
+    return fields.get("ProductVersion", ""), fields.get("BuildVersion", "")
 
 
 def parse_power_settings(listing: str) -> dict[str, int]:
@@ -33,8 +33,8 @@ def parse_power_settings(listing: str) -> dict[str, int]:
 
 def parse_firewall(listing: str) -> bool | None:
     """Parse `socketfilterfw --getglobalstate`: whether the application firewall is on; None if there is no state."""
-    found = re.search(r"State = (\d)", listing)
-    return None if found is None else found[1] != "0"
+    match = re.search(r"State = (\d)", listing)
+    return None if match is None else match[1] != "0"
 
 
 def parse_block_all(listing: str) -> bool | None:
@@ -59,26 +59,30 @@ def parse_blocked(listing: str, program: str) -> bool | None:
 
 def parse_filevault(listing: str) -> bool | None:
     """Parse `fdesetup status`: whether FileVault is on; None if the output has no state."""
-    found = re.search(r"FileVault is (On|Off)", listing)
-    return None if found is None else found[1] == "On"
+    match = re.search(r"FileVault is (On|Off)", listing)
+    return None if match is None else match[1] == "On"
 
 
 def parse_lid(listing: str) -> bool | None:
     """Parse `ioreg -r -k AppleClamshellState`: whether the lid is closed; None without a lid."""
-    found = re.search(r'"AppleClamshellState"\s*=\s*(Yes|No)', listing)
-    return None if found is None else found[1] == "Yes"
+    match = re.search(r'"AppleClamshellState"\s*=\s*(Yes|No)', listing)
+    return None if match is None else match[1] == "Yes"
 
 
 def parse_gateway(listing: str) -> str | None:
     """Return the address of the gateway from the output of `route -n get default`; None without one."""
-    found = re.search(r"gateway:\s+(\S+)", listing)
-    return None if found is None else found[1]
+    match = re.search(r"gateway:\s+(\S+)", listing)
+    return None if match is None else match[1]
 
 
 def parse_neighbours(listing: str, gateway: str | None) -> list[str]:
     """Return the IPv4 addresses in the output of `arp -an`, without the gateway, broadcast and multicast."""
-    found = re.findall(r"\((\d+\.\d+\.\d+\.\d+)\) at [0-9a-f]+:", listing)
-    return [one for one in found if one != gateway and not one.endswith(".255") and int(one.split(".")[0]) < 224]
+    addresses = re.findall(r"\((\d+\.\d+\.\d+\.\d+)\) at [0-9a-f]+:", listing)
+    return [
+        address
+        for address in addresses
+        if address != gateway and not address.endswith(".255") and int(address.split(".")[0]) < 224
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,6 @@ def parse_panic(report: str) -> tuple[str, bool]:
 
     The rest of the report is ignored, because every report lists the GPU's driver among the loaded kernel extensions.
     """
-    found = re.search(r"panic\(cpu[^)]*\):? *(.*?)(?:\\n|\n|$)", report)
-    message = found[1].replace('\\"', '"').strip() if found else ""
+    match = re.search(r"panic\(cpu[^)]*\):? *(.*?)(?:\\n|\n|$)", report)
+    message = match[1].replace('\\"', '"').strip() if match else ""
     return message[:MAX_PANIC_CHARS], re.search(GPU_PANICS, message) is not None

@@ -37,24 +37,24 @@ def check_settings(here: HostProbe) -> Finding:
     if inspection is None:
         return warn("the node's inspection did not answer in time", "run `cluster config check`")
     try:
-        found = inspect_settings(here.state, here.state / "config.toml", here.environ, (), inspection)
+        report = inspect_settings(here.state, here.state / "config.toml", here.environ, (), inspection)
     except CommandError as error:
         return warn(error.message, "run `cluster config check`")
     now = read_running_settings(here.session, inspection)
-    changed = sum(row["origin"] != "default" for row in now.rows or found.rows)
+    changed = sum(row["origin"] != "default" for row in now.rows or report.rows)
     text = f"{changed} settings are not the default" if changed else "every setting has its default"
-    if now.given:
-        flags = ", ".join(sorted(str(row["key"]) for row in now.given))
+    if now.overrides:
+        flags = ", ".join(sorted(str(row["key"]) for row in now.overrides))
         text += f"; the running processes have {flags} from flags or their environment"
-    if found.faults:
+    if report.faults:
         return fail(
-            "; ".join(fault.render() for fault in found.faults[:3]),
+            "; ".join(fault.render() for fault in report.faults[:3]),
             "correct it: `cluster config check` lists all errors",
-            wrong=len(found.faults),
+            wrong=len(report.faults),
         )
     if now.drifts:
-        one, more = now.drifts[0], len(now.drifts) - 1
-        differs = f"config.toml has {one['key']} = {one['now']}, the running process uses {one['running']}"
+        drift, more = now.drifts[0], len(now.drifts) - 1
+        differs = f"config.toml has {drift['key']} = {drift['now']}, the running process uses {drift['running']}"
         return warn(
             f"{text}; {differs}" + (f" (and {more} more)" if more else ""),
             "settings are read at the start: run `cluster service restart`, or stop and start it",
@@ -122,11 +122,11 @@ def assess_dials(dialled: Sequence[dict[str, Any]]) -> Finding:
     )
 
 
-def _describe_dial(one: dict[str, Any]) -> str:
-    if one["proven"]:
-        return f"{one['seconds'] * 1000:.1f} ms"
-    code = one["errno"]
-    return one["error"] or (os.strerror(code) if code else "no TLS")
+def _describe_dial(dial: dict[str, Any]) -> str:
+    if dial["proven"]:
+        return f"{dial['seconds'] * 1000:.1f} ms"
+    code = dial["errno"]
+    return dial["error"] or (os.strerror(code) if code else "no TLS")
 
 
 def check_certificates(here: HostProbe) -> Finding:
@@ -160,7 +160,7 @@ def _describe_expiry(end: float, now: float) -> str:
 
 def _read_expiries(here: HostProbe) -> dict[str, float]:
     """Return the expiry of every certificate by the name of its holder, in Unix seconds."""
-    found: dict[str, float] = {}
+    expiries: dict[str, float] = {}
     if here.has_cluster:
         import ssl
 
@@ -170,13 +170,15 @@ def _read_expiries(here: HostProbe) -> dict[str, float]:
             with suppress(OSError, ValueError):
                 text = (here.state / "authority" / f"{name}.pem").read_text()
                 pem = text[text.index("-----BEGIN CERTIFICATE-----") :]
-                found[name] = read_certificate(ssl.PEM_cert_to_DER_cert(pem[: pem.index("-----END CERT") + 25])).expires
+                expiries[name] = read_certificate(
+                    ssl.PEM_cert_to_DER_cert(pem[: pem.index("-----END CERT") + 25])
+                ).expires
     inspection = here.read_inspection() if here.has_node else None
     if inspection and inspection["identity"]:
-        found["node"] = inspection["identity"]["expires"]
+        expiries["node"] = inspection["identity"]["expires"]
         shown = [dial["expires"] for dial in inspection["dialled"] if dial["expires"]]
-        found |= {"coordinator": min(shown)} if shown else {}
-    return found
+        expiries |= {"coordinator": min(shown)} if shown else {}
+    return expiries
 
 
 def check_clock(here: HostProbe) -> Finding:
@@ -211,10 +213,10 @@ def _read_last_skew(log: Path) -> float | None:
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - MAX_TAIL_BYTES))
-            found = re.findall(rb'"skew": (-?\d+(?:\.\d+)?)', file.read())
+            skews = re.findall(rb'"skew": (-?\d+(?:\.\d+)?)', file.read())
     except OSError:
         return None
-    return float(found[-1]) if found else None
+    return float(skews[-1]) if skews else None
 
 
 def check_protocol(here: HostProbe) -> Finding:
@@ -313,16 +315,16 @@ def check_log_errors(here: HostProbe) -> Finding:
 
 
 def _find_errors(file: Path, since: str) -> list[str]:
-    found: list[str] = []
+    errors: list[str] = []
     try:
         with file.open("rb") as opened:
             opened.seek(max(0, file.stat().st_size - MAX_TAIL_BYTES))
             lines = opened.read().splitlines()
     except OSError:
-        return found
+        return errors
     for line in lines:
         with suppress(ValueError, KeyError, TypeError):
             record: Any = json.loads(line)
             if record["level"] in ("error", "critical") and str(record["timestamp"]) >= since:
-                found.append(str(record["event"])[:80])
-    return found
+                errors.append(str(record["event"])[:80])
+    return errors

@@ -67,14 +67,14 @@ class CheckResult:
 
     def to_row(self) -> dict[str, Any]:
         """Return the result as a JSON object, for `-o json` and the bundle."""
-        one = self.finding
+        finding = self.finding
         return {
             "id": self.check.id,
             "title": self.check.title,
-            "result": one.result,
-            "text": one.text,
-            "fix": one.fix,
-            "numbers": dict(one.numbers),
+            "result": finding.result,
+            "text": finding.text,
+            "fix": finding.fix,
+            "numbers": dict(finding.numbers),
             "seconds": round(self.seconds, 3),
         }
 
@@ -104,13 +104,13 @@ class _RunningCheck:
 
     def _run(self) -> None:
         try:
-            found = self._check.run(self._here)
+            finding = self._check.run(self._here)
         except Exception as error:  # an exception of one check must not hide the findings of the rest
-            found = warn(
+            finding = warn(
                 f"the check itself failed: {type(error).__name__}: {error}",
                 "this is a fault of macpool: report it with `cluster doctor --bundle`",
             )
-        self._results.append(CheckResult(self._check, found, time.monotonic() - self._began))
+        self._results.append(CheckResult(self._check, finding, time.monotonic() - self._began))
         self._done.set()
 
     def wait_for_result(self, seconds: float) -> CheckResult:

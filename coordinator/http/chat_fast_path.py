@@ -106,8 +106,8 @@ class FastPath:
             for name, value in headers
         ):
             return ParsedHead()
-        found = dict(headers)
-        length, key = found.get(b"content-length", b""), extract_key(headers)
+        by_name = dict(headers)
+        length, key = by_name.get(b"content-length", b""), extract_key(headers)
         if (
             not length.isdigit()
             or len(length) > 9
@@ -115,12 +115,12 @@ class FastPath:
             or self._guard.find_problem("POST", headers) is not None
         ):
             return ParsedHead()
-        request_id = found.get(b"x-request-id", b"").decode("latin-1")
+        request_id = by_name.get(b"x-request-id", b"").decode("latin-1")
         return ParsedHead(
             int(length),
             key,
             request_id if is_valid_request_id(request_id) else "",
-            parse_session(found.get(SESSION_HEADER)),
+            parse_session(by_name.get(SESSION_HEADER)),
         )
 
     def is_known_key(self, presented: bytes) -> bool:

@@ -47,13 +47,13 @@ def build_repeated_header_problem(name: bytes) -> Problem:
 
 def find_problem(version: str, headers: Sequence[Header]) -> Problem | None:
     """Return the problem of a head; None if it is accepted. `version` is as `1.1`; header names are in lower case."""
-    seen: set[bytes] = set()
+    names: set[bytes] = set()
     for name, value in headers:
         if name not in SINGLE_HEADERS:
             continue
-        if name in seen:
+        if name in names:
             return build_repeated_header_problem(name)
-        seen.add(name)
+        names.add(name)
         if name == b"content-length" and not _LENGTH.fullmatch(value):
             return MALFORMED
         if name == b"transfer-encoding" and version == "1.0":
@@ -64,7 +64,7 @@ def find_problem(version: str, headers: Sequence[Header]) -> Problem | None:
             return UNMET_EXPECTATION
         if name == b"content-encoding" and value.lower() not in (b"", b"identity"):
             return ENCODED_BODY
-    return MALFORMED if b"host" not in seen and version != "1.0" else None
+    return MALFORMED if b"host" not in names and version != "1.0" else None
 
 
 def serialize_without_upgrade(method: bytes, target: bytes, version: str, headers: Sequence[Header]) -> bytes:
@@ -72,10 +72,10 @@ def serialize_without_upgrade(method: bytes, target: bytes, version: str, header
 
     Header names are in lower case. `version` is as `1.1`. The result includes the empty line at the end.
     """
-    kept = [(name, value) for name, value in headers if name not in (b"connection", b"upgrade", b"http2-settings")]
-    options = [one.strip() for name, value in headers if name == b"connection" for one in value.split(b",")]
+    remaining = [(name, value) for name, value in headers if name not in (b"connection", b"upgrade", b"http2-settings")]
+    options = [option.strip() for name, value in headers if name == b"connection" for option in value.split(b",")]
     options = [option for option in options if option.lower() not in (b"upgrade", b"http2-settings", b"")]
     if options:
-        kept.append((b"connection", b", ".join(options)))
-    lines = [b"%s %s HTTP/%s" % (method, target, version.encode()), *(b"%s: %s" % header for header in kept)]
+        remaining.append((b"connection", b", ".join(options)))
+    lines = [b"%s %s HTTP/%s" % (method, target, version.encode()), *(b"%s: %s" % header for header in remaining)]
     return b"\r\n".join(lines) + b"\r\n\r\n"

@@ -37,21 +37,21 @@ def render_metrics(collected: Iterable[CollectedFamily[Any]], accept: str) -> tu
     return encode(registry), content_type
 
 
-def _to_metric(one: CollectedFamily[Any]) -> Metric:
-    family, labels = one.family, one.family.label_names
+def _to_metric(collected: CollectedFamily[Any]) -> Metric:
+    family, labels = collected.family, collected.family.label_names
     name, meaning = PREFIX + family.name, family.meaning
     if family.kind is MetricKind.HISTOGRAM:
-        found = HistogramMetricFamily(name, meaning, labels=labels)
-        for values, value in one.rows:
+        metric = HistogramMetricFamily(name, meaning, labels=labels)
+        for values, value in collected.rows:
             assert isinstance(value, HistogramValue)  # noqa: S101  its kind says so
-            found.add_metric(_truncate_labels(values), *_accumulate_buckets(value))
-        return found
+            metric.add_metric(_truncate_labels(values), *_accumulate_buckets(value))
+        return metric
     kind = CounterMetricFamily if family.kind is MetricKind.COUNTER else GaugeMetricFamily
-    found = kind(name, meaning, labels=labels)
-    for values, value in one.rows:
+    metric = kind(name, meaning, labels=labels)
+    for values, value in collected.rows:
         assert not isinstance(value, HistogramValue)  # noqa: S101  its kind says so
-        found.add_metric(_truncate_labels(values), float(value))
-    return found
+        metric.add_metric(_truncate_labels(values), float(value))
+    return metric
 
 
 def _truncate_labels(values: Iterable[str]) -> list[str]:

@@ -31,8 +31,8 @@ class _AdmittedValues(Generic[T]):
         return value in known
 
     def retain_members(self, members: set[NodeId]) -> None:
-        for gone in self._known.keys() - members:
-            del self._known[gone]
+        for node in self._known.keys() - members:
+            del self._known[node]
 
 
 class AdmittedLabels:

@@ -29,12 +29,12 @@ def _build_outcome_rows(snapshot: PoolSnapshot) -> Iterable[Row]:
 
 def _build_key_token_rows(snapshot: PoolSnapshot) -> Iterable[Row]:
     """Sum the tokens of API keys by name and model. Two keys with one name share a series."""
-    found: dict[tuple[str, str], int] = {}
+    totals: dict[tuple[str, str], int] = {}
     for (key, model), tokens in snapshot.counters.keys.items():
         name = snapshot.keys.get(key)
         if name is not None:
-            found[name, model] = found.get((name, model), 0) + tokens
-    return found.items()
+            totals[name, model] = totals.get((name, model), 0) + tokens
+    return totals.items()
 
 
 def _build_upstream_rows(snapshot: PoolSnapshot) -> Iterable[Row]:

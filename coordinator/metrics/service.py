@@ -171,7 +171,7 @@ class MetricsService:
             keys_refused=self._ring.refused,
             certificates=self._get_validities(now),
             node_certificates=links.get_certificate_validity(),
-            links=LinkCounts(len(links), server.count_unlinked(), server.made, server.denied),
+            links=LinkCounts(len(links), server.count_unlinked(), server.established, server.denied),
             conditions=self._get_conditions(),
             process=self._read_process_metrics(),
             video=self._get_video_snapshot(),

@@ -96,11 +96,13 @@ class BenchmarkRecords:
     def find(self, node: NodeId, model: str, fingerprint: str) -> BenchmarkRecord | None:
         """Return the newest record of a model version on a node; None without one."""
         wanted = (node, model, fingerprint)
-        return next((one for one in self.list_all() if (one.node, one.model, one.fingerprint) == wanted), None)
+        return next(
+            (record for record in self.list_all() if (record.node, record.model, record.fingerprint) == wanted), None
+        )
 
     def store(self, record: BenchmarkRecord) -> None:
         """Store a record in place of an earlier one with its key. Raise OSError if the file cannot be written."""
         records = {**self._records, record.key: record}
-        newest = sorted(records.values(), key=lambda one: one.measured, reverse=True)[:MAX_RECORDS]
+        newest = sorted(records.values(), key=lambda entry: entry.measured, reverse=True)[:MAX_RECORDS]
         write_private(self._file, msgspec.json.encode(newest))
         self._records = {entry.key: entry for entry in newest}

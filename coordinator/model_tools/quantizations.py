@@ -142,9 +142,13 @@ class Quantizations:
         Without a link the quantization fails at once. Raise TooManyQuantizationsError.
         """
         opened = self._list_open()
-        for one in opened:
-            if one.node == node and (one.order.model, one.order.bits, one.order.name) == (model, bits, name):
-                return one
+        for record in opened:
+            if record.node == node and (record.order.model, record.order.bits, record.order.name) == (
+                model,
+                bits,
+                name,
+            ):
+                return record
         if len(opened) >= MAX_OPEN:
             raise TooManyQuantizationsError(f"{MAX_OPEN} quantizations are open, which is the limit: wait for one")
         order = QuantizeModel(self._number(), model, bits, name)
@@ -152,8 +156,8 @@ class Quantizations:
             id=f"quantize-{secrets.token_hex(6)}", node=node, order=order, started=self._wall(), actor=actor
         )
         self._all[started.id] = started
-        for one in [record for record in self._all.values() if record.ended is not None][:-MAX_ENDED]:
-            del self._all[one.id]
+        for record in [record for record in self._all.values() if record.ended is not None][:-MAX_ENDED]:
+            del self._all[record.id]
         log.info("quantization started", quantization=started.id, model=model, bits=bits, name=name, node=node)
         self._store()
         if not self._send(node, order):
@@ -162,9 +166,9 @@ class Quantizations:
 
     def cancel(self, quantization: str) -> bool:
         """Order the node to cancel a quantization. Return False if it is not running, or its node is not linked."""
-        found = self._all.get(quantization)
-        running = found is not None and found.stage is QuantizationStage.RUNNING
-        return running and found is not None and self._send(found.node, CancelModelOrder(found.order.order))
+        record = self._all.get(quantization)
+        running = record is not None and record.stage is QuantizationStage.RUNNING
+        return running and record is not None and self._send(record.node, CancelModelOrder(record.order.order))
 
     def close(self) -> None:
         """Stop all timers. Quantizations continue on their nodes."""
@@ -176,15 +180,15 @@ class Quantizations:
 
     def handle_frame(self, node: NodeId, frame: ModelOrderProgress | ModelOrderEnded) -> None:
         """Apply a frame of a node about its order. Ignore frames about other orders."""
-        found = next(
+        record = next(
             (record for record in self._list_open() if (record.node, record.order.order) == (node, frame.order)), None
         )
-        if found is None:
+        if record is None:
             return
-        self._cancel_timer(found.id)
+        self._cancel_timer(record.id)
         if isinstance(frame, ModelOrderProgress):
-            self._all[found.id] = replace(
-                found, phase=frame.phase, done=frame.done, total=frame.total, speed=frame.speed, is_linked=True
+            self._all[record.id] = replace(
+                record, phase=frame.phase, done=frame.done, total=frame.total, speed=frame.speed, is_linked=True
             )
             return
         stages = {
@@ -192,7 +196,7 @@ class Quantizations:
             ModelOrderCode.CANCELLED.value: QuantizationStage.CANCELLED,
         }
         ended = replace(
-            found,
+            record,
             ended=self._wall(),
             stage=stages.get(frame.code, QuantizationStage.FAILED),
             code=frame.code,
@@ -200,9 +204,9 @@ class Quantizations:
             stored=frame.stored,
             peak=frame.peak,
         )
-        self._all[found.id] = ended
+        self._all[record.id] = ended
         self._store()
-        log.info("quantization ended", quantization=found.id, stage=str(ended.stage), why=frame.message)
+        log.info("quantization ended", quantization=record.id, stage=str(ended.stage), why=frame.message)
 
     def apply_links(self, lost: Collection[NodeId], linked: Collection[NodeId]) -> None:
         """Apply lost links and new links of nodes. A node that is back must report within `RETURN_TIMEOUT_SECONDS`."""
@@ -225,10 +229,12 @@ class Quantizations:
         text = "the node was restarted meanwhile and has discarded the result: start again"
         self._fail(self._all[quantization], text)
 
-    def _fail(self, one: QuantizationRecord, why: str) -> None:
-        self._cancel_timer(one.id)
+    def _fail(self, record: QuantizationRecord, why: str) -> None:
+        self._cancel_timer(record.id)
         code = ModelOrderCode.FAILED
-        self._all[one.id] = replace(one, ended=self._wall(), stage=QuantizationStage.FAILED, code=code, message=why)
+        self._all[record.id] = replace(
+            record, ended=self._wall(), stage=QuantizationStage.FAILED, code=code, message=why
+        )
         self._store()
 
     def _cancel_timer(self, quantization: str) -> None:

@@ -44,13 +44,13 @@ class PullRecords:
 
     def load(self) -> list[PullRecord]:
         """Return the stored pulls, the oldest first. A file that cannot be read is logged and left out."""
-        found: list[PullRecord] = []
+        records: list[PullRecord] = []
         for file in sorted(self._folder.glob("*.json")) if self._folder.exists() else ():
             try:
-                found.append(msgspec.json.decode(file.read_bytes(), type=PullRecord))
+                records.append(msgspec.json.decode(file.read_bytes(), type=PullRecord))
             except (OSError, msgspec.DecodeError) as error:
                 log.warning("pull record unreadable", file=str(file), why=str(error)[:200])
-        return sorted(found, key=lambda record: (record.started, record.id))
+        return sorted(records, key=lambda record: (record.started, record.id))
 
     def store(self, record: PullRecord) -> None:
         """Write a record. Raise OSError on failure."""

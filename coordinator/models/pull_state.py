@@ -116,8 +116,10 @@ def _apply(state: PullState, event: Event, now: float) -> Step:
         case NodeUnlinked():
             return _record_unlink(state, event.node, now)
         case PullNodeRemoved():
-            gone = _change(state, event.node, is_linked=False)
-            return _end(_drop_mirror_of(gone, event.node), event.node, PullStage.FAILED, "it is no member any more"), ()
+            unlinked = _change(state, event.node, is_linked=False)
+            return _end(
+                _drop_mirror_of(unlinked, event.node), event.node, PullStage.FAILED, "it is no member any more"
+            ), ()
         case OrderProgressed():
             return _record_progress(state, event.node, event.frame), ()
         case OrderEnded():

@@ -125,10 +125,10 @@ def _is_return_awaited(wish: Wish, node: NodeView, pool: PoolState, history: Act
     """Return whether a node that takes no requests now probably returns with its replica, or may have one."""
     if not find_unavailable_reason(node, pool.now)[0] or not _is_returning(node):
         return False
-    seen = history.replicas.get((node.id, wish.model))
-    if seen is None:
+    last_seen = history.replicas.get((node.id, wish.model))
+    if last_seen is None:
         return not node.reported_at and pool.now - history.started_at < START_SECONDS
-    return pool.now - seen < RETURN_SECONDS
+    return pool.now - last_seen < RETURN_SECONDS
 
 
 def _is_returning(node: NodeView) -> bool:

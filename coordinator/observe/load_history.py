@@ -75,8 +75,8 @@ class _Ring:
 
     def to_row(self, number: int, count: int) -> dict[str, list[float | None]]:
         """Return the `count` values of each series up to the point `number`, oldest first. None is a gap."""
-        at = [one % MAX_POINTS for one in range(number - count + 1, number + 1)]
-        return {name: [_to_json_number(series[one]) for one in at] for name, series in self._series.items()}
+        at = [point % MAX_POINTS for point in range(number - count + 1, number + 1)]
+        return {name: [_to_json_number(series[index]) for index in at] for name, series in self._series.items()}
 
 
 class LoadHistory:
@@ -91,8 +91,8 @@ class LoadHistory:
     def add_reading(self, reading: LoadReading) -> None:
         """Add a reading, and the point between the previous reading and this one. Missed intervals become gaps."""
         last, self._last = self._last, reading
-        for gone in self._nodes.keys() - reading.nodes.keys():
-            del self._nodes[gone]
+        for node in self._nodes.keys() - reading.nodes.keys():
+            del self._nodes[node]
         if last is None:
             return
         elapsed = reading.at - last.at

@@ -191,26 +191,26 @@ def can_answer(view: NodeView) -> bool:
 
 def list_warnings(view: NodeView) -> list[str]:
     """Return texts on conditions of a node that prevent requests: gate, memory or engine."""
-    memory, engine, found = view.memory, view.engine, list[str]()
+    memory, engine, warnings = view.memory, view.engine, list[str]()
     if memory.guard and not memory.armed and view.state == NodeState.READY and engine.state != "starting":
-        found.append(f"its gate is not armed: it refuses every request ({engine.state})")
+        warnings.append(f"its gate is not armed: it refuses every request ({engine.state})")
     if memory.guard and memory.cap and compute_most_bytes(memory) <= 0:
-        found.append(
+        warnings.append(
             f"its cap of {show_size(memory.cap)} leaves no memory after the engine itself and the margin of "
             f"{show_size(memory.margin)}: raise memory.cap or lower memory.margin"
         )
     if engine.state in ("failed", "restarting", "hung"):
-        found.append(f"its engine is {engine.state}: {engine.cause}")
-    return found
+        warnings.append(f"its engine is {engine.state}: {engine.cause}")
+    return warnings
 
 
 def list_dangers(view: NodeView) -> list[str]:
     """Return texts on reduced memory protection of a node: its own warnings, and conditions in its report."""
-    memory, found = view.memory, list(view.enforcement.warnings)
-    if not memory.guard and not any("memory.guard is off" in text for text in found):
-        found.append("memory.guard is off: its memory can exceed the cap")
-    if memory.cap and not memory.margin and not any("memory.margin is 0" in text for text in found):
-        found.append("memory.margin is 0: no memory is kept for short-lived buffers")
+    memory, dangers = view.memory, list(view.enforcement.warnings)
+    if not memory.guard and not any("memory.guard is off" in text for text in dangers):
+        dangers.append("memory.guard is off: its memory can exceed the cap")
+    if memory.cap and not memory.margin and not any("memory.margin is 0" in text for text in dangers):
+        dangers.append("memory.margin is 0: no memory is kept for short-lived buffers")
     if view.enforcement.level == MemoryLevel.OVER_HARD:
-        found.append(f"it is over its cap of {show_size(memory.cap)} minus leases")
-    return found
+        dangers.append(f"it is over its cap of {show_size(memory.cap)} minus leases")
+    return dangers

@@ -90,9 +90,9 @@ def build_wired_job(megabytes: int) -> dict[str, Any]:
     }
 
 
-def render_property_list(made: dict[str, Any]) -> str:
+def render_property_list(properties: dict[str, Any]) -> str:
     """Return a property list as XML text."""
-    return plistlib.dumps(made, sort_keys=False).decode()
+    return plistlib.dumps(properties, sort_keys=False).decode()
 
 
 def find_faults(content: bytes) -> list[str]:
@@ -100,43 +100,45 @@ def find_faults(content: bytes) -> list[str]:
 
     Faults are unknown keys, wrong types, missing keys, relative paths, and paths that launchd does not expand.
     """
-    made = _parse_property_list(content)
-    if made is None:
+    properties = _parse_property_list(content)
+    if properties is None:
         return ["not a property list with a dictionary"]
-    found: list[str] = []
-    for key, value in made.items():
+    faults: list[str] = []
+    for key, value in properties.items():
         kind = KEY_TYPES.get(key)
         if kind is None:
-            found.append(f"unknown key {key}")
+            faults.append(f"unknown key {key}")
         elif not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            found.append(f"{key} has the wrong type")
-    return found or _find_value_faults(made)
+            faults.append(f"{key} has the wrong type")
+    return faults or _find_value_faults(properties)
 
 
 def _parse_property_list(content: bytes) -> dict[str, Any] | None:
     """Parse a property list. Return None if the data is not a property list with a dictionary."""
     try:
-        made: object = plistlib.loads(content)
+        parsed: object = plistlib.loads(content)
     except Exception:  # a damaged file causes arbitrary parser errors, such as expat's or IndexError
         return None
-    return cast("dict[str, Any]", made) if isinstance(made, dict) else None
+    return cast("dict[str, Any]", parsed) if isinstance(parsed, dict) else None
 
 
-def _find_value_faults(made: dict[str, Any]) -> list[str]:
-    found = [f"{key} is missing" for key in ("Label", "ProgramArguments") if key not in made]
-    program = made.get("ProgramArguments") or [""]
+def _find_value_faults(properties: dict[str, Any]) -> list[str]:
+    faults = [f"{key} is missing" for key in ("Label", "ProgramArguments") if key not in properties]
+    program = properties.get("ProgramArguments") or [""]
     paths = [
         program[0],
-        *(made[key] for key in ("WorkingDirectory", "StandardOutPath", "StandardErrorPath") if key in made),
+        *(properties[key] for key in ("WorkingDirectory", "StandardOutPath", "StandardErrorPath") if key in properties),
     ]
-    found += [f"{path!r} is not absolute" for path in paths if not str(path).startswith("/")]
-    found += [f"{word!r} is not a string" for word in program if not isinstance(word, str)]
-    variables = made.get("EnvironmentVariables", {})
-    found += [f"{name} is not a string" for name, value in variables.items() if not isinstance(value, str)]
-    found += [f"{name} would not be expanded" for name, value in variables.items() if str(value).startswith(("~", "$"))]
-    if made.get("ProcessType", "Standard") not in PROCESS_TYPES:
-        found.append(f"there is no ProcessType {made['ProcessType']}")
-    return found
+    faults += [f"{path!r} is not absolute" for path in paths if not str(path).startswith("/")]
+    faults += [f"{word!r} is not a string" for word in program if not isinstance(word, str)]
+    variables = properties.get("EnvironmentVariables", {})
+    faults += [f"{name} is not a string" for name, value in variables.items() if not isinstance(value, str)]
+    faults += [
+        f"{name} would not be expanded" for name, value in variables.items() if str(value).startswith(("~", "$"))
+    ]
+    if properties.get("ProcessType", "Standard") not in PROCESS_TYPES:
+        faults.append(f"there is no ProcessType {properties['ProcessType']}")
+    return faults
 
 
 def parse_own_job(content: bytes) -> dict[str, Any] | None:
@@ -152,15 +154,15 @@ def parse_state(code: int, listing: str) -> ServiceState:
     """Parse exit code and output of `launchctl print system/LABEL`. With another code than 0, no job is loaded."""
     if code != 0:
         return ServiceState()
-    found = dict(
+    fields = dict(
         re.findall(r"^\t(state|pid|last exit code|last terminating signal|runs) = (.+)$", listing, re.MULTILINE)
     )
-    pid = found.get("pid", "")
-    ended = found.get("last terminating signal") or found.get("last exit code", "")
+    pid = fields.get("pid", "")
+    ended = fields.get("last terminating signal") or fields.get("last exit code", "")
     return ServiceState(
         True,
-        found.get("state") == "running" and pid.isdecimal(),
+        fields.get("state") == "running" and pid.isdecimal(),
         int(pid) if pid.isdecimal() else None,
         "" if ended == "(never exited)" else ended,
-        found,
+        fields,
     )

@@ -159,9 +159,9 @@ def _explain_code(code: int) -> str:
 def find_account(user: str) -> tuple[int, int, str]:
     """Return user id, group id and home folder of an account. Raise `ServiceError` if it is missing, or root."""
     try:
-        found = pwd.getpwnam(user)
+        account = pwd.getpwnam(user)
     except KeyError:
         raise ServiceError(5, f"there is no user {user!r} on this machine") from None
-    if found.pw_uid == 0:
+    if account.pw_uid == 0:
         raise ServiceError(6, "the service does not run as root: name another user with --user")
-    return found.pw_uid, found.pw_gid, found.pw_dir
+    return account.pw_uid, account.pw_gid, account.pw_dir

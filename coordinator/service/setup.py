@@ -86,11 +86,11 @@ def check_plan(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:
             f"{state} belongs to user {state.stat().st_uid}, and the service would run as "
             f"{plan.user} ({uid}): name that user with --user, or another folder with --state",
         )
-    found = read_existing_unit(host, host.unit)
-    if found.text and found.user != plan.user:
+    unit = read_existing_unit(host, host.unit)
+    if unit.text and unit.user != plan.user:
         raise ServiceError(
             6,
-            f"{host.unit} runs the service as {found.user}, not as {plan.user}: `cluster service "
+            f"{host.unit} runs the service as {unit.user}, not as {plan.user}: `cluster service "
             "uninstall` it first; its data stays",
         )
     if host.mac and host.logs.exists() and host.logs.stat().st_uid != uid:
@@ -99,19 +99,19 @@ def check_plan(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:
             f"{host.logs} belongs to user {host.logs.stat().st_uid}, and {plan.user} would write "
             f"there: run `sudo chown -R {plan.user} {host.logs}`",
         )
-    if found.text and not _is_for_state_folder(host, found, plan.state):
+    if unit.text and not _is_for_state_folder(host, unit, plan.state):
         raise ServiceError(
             6,
             f"{host.unit} serves another state folder than {plan.state}: `cluster service "
             "uninstall` it first; its data stays",
         )
-    return found
+    return unit
 
 
-def _is_for_state_folder(host: ServiceHost, found: ExistingUnit, state: str) -> bool:
+def _is_for_state_folder(host: ServiceHost, unit: ExistingUnit, state: str) -> bool:
     if host.mac:
-        return state in found.program
-    return f" --state {systemd.quote_word(state)} " in f"{' '.join(found.program)} "
+        return state in unit.program
+    return f" --state {systemd.quote_word(state)} " in f"{' '.join(unit.program)} "
 
 
 def install(
@@ -213,9 +213,9 @@ def _install_wired_job(host: ServiceHost, megabytes: int) -> list[str]:
     return [f"wrote {host.wired_unit}: {megabytes} MB from now on"]
 
 
-def _get_auxiliary_path(file: Path, what: str) -> Path:
+def _get_auxiliary_path(file: Path, suffix: str) -> Path:
     """Return the name of an auxiliary file next to a unit. Service managers ignore such names."""
-    return file.with_name(f".{file.name}.{what}")
+    return file.with_name(f".{file.name}.{suffix}")
 
 
 def _check_unit(host: ServiceHost, text: str) -> None:
@@ -251,12 +251,12 @@ def uninstall(host: ServiceHost) -> list[str]:
     if host.uid != 0:
         raise ServiceError(4, "a service of the system is removed by root: run it again with sudo")
     done: list[str] = []
-    found = read_existing_unit(host, host.unit)
+    unit = read_existing_unit(host, host.unit)
     if host.read_state().loaded:
         host.unload_unit()
         done.append("stopped and unloaded")
     _get_auxiliary_path(host.unit, "unfinished").unlink(missing_ok=True)
-    if found.text:
+    if unit.text:
         host.unit.unlink()
         host.reload_manager()
         done.append(f"removed {host.unit}")

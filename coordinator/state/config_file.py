@@ -47,7 +47,7 @@ class ConfigFault:
 
 def find_line_numbers(text: str) -> dict[str, int]:
     """Return the line, from 1, of each table and key in a TOML text, by dotted name."""
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     table, closing = "", ""
     for number, line in enumerate(text.splitlines(), 1):
         if closing:  # a multi-line string contains no keys
@@ -56,16 +56,16 @@ def find_line_numbers(text: str) -> dict[str, int]:
         heading = _TABLE.match(line)
         if heading:
             table = _normalize_key(heading[1])
-            found.setdefault(table, number)
+            numbers.setdefault(table, number)
             continue
         key = _KEY.match(line)
         if key is None:
             continue
         name = _normalize_key(key[1])
-        found.setdefault(f"{table}.{name}" if table else name, number)
+        numbers.setdefault(f"{table}.{name}" if table else name, number)
         rest = line[key.end() :]
         closing = next((quote for quote in ('"""', "'''") if rest.count(quote) == 1), "")
-    return found
+    return numbers
 
 
 def _normalize_key(name: str) -> str:
@@ -83,8 +83,8 @@ def find_line_number(key: str, lines: Mapping[str, int]) -> int:
 
 def build_syntax_fault(origin: str, message: str) -> ConfigFault:
     """Convert the message of a `TOMLDecodeError` into a `ConfigFault` of `origin`."""
-    found = _SYNTAX.search(message)
-    return ConfigFault(origin, int(found[1]) if found else 0, "", f"not valid TOML: {_SYNTAX.sub('', message).strip()}")
+    match = _SYNTAX.search(message)
+    return ConfigFault(origin, int(match[1]) if match else 0, "", f"not valid TOML: {_SYNTAX.sub('', message).strip()}")
 
 
 def locate_faults(origin: str, faults: Sequence[InvalidSetting], text: str = "") -> list[ConfigFault]:
@@ -93,11 +93,11 @@ def locate_faults(origin: str, faults: Sequence[InvalidSetting], text: str = "")
     `text` is the TOML of `origin`. If it is empty, every line number is 0.
     """
     lines = find_line_numbers(text)
-    found = [
+    located = [
         ConfigFault(origin, find_line_number(fault.key, lines), fault.key, fault.text, fault.near, fault.meaning)
         for fault in faults
     ]
-    return sorted(found, key=lambda one: (one.line, one.key))
+    return sorted(located, key=lambda fault: (fault.line, fault.key))
 
 
 def redact_value(key: str, value: object) -> object:

@@ -171,8 +171,8 @@ class UsageTable:
     def delete_before(self, before: str) -> None:
         """Delete the usage of all days before `before` (`2026-01-31`)."""
         old = [row for row in self._rows if row[2] < before]
-        for one in old:
-            del self._rows[one]
+        for row in old:
+            del self._rows[row]
         if old:
             self._writer.enqueue("DELETE FROM usage WHERE day < ?", before)
 

@@ -178,10 +178,10 @@ def read_certificate_validity(pem: Path) -> tuple[float, float]:
     """Return issue and expiry of the first certificate in a file, in Unix seconds. Raise `AuthorityError` if there is
     none."""
     try:
-        found = x509.load_pem_x509_certificate(pem.read_bytes())
+        certificate = x509.load_pem_x509_certificate(pem.read_bytes())
     except (OSError, ValueError) as error:
         raise AuthorityError(f"{pem} cannot be read: {error}") from None
-    return found.not_valid_before_utc.timestamp(), found.not_valid_after_utc.timestamp()
+    return certificate.not_valid_before_utc.timestamp(), certificate.not_valid_after_utc.timestamp()
 
 
 def get_name_constraints(certificate: x509.Certificate) -> list[x509.GeneralName]:

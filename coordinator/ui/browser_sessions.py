@@ -53,10 +53,10 @@ class BrowserSessions:
         """
         self._delete_expired()
         digest = _compute_digest(code)
-        found = next((issued for issued in self._codes if hmac.compare_digest(issued, digest)), None)
-        if found is None:
+        stored = next((issued for issued in self._codes if hmac.compare_digest(issued, digest)), None)
+        if stored is None:
             return None
-        del self._codes[found]
+        del self._codes[stored]
         while len(self._keys) >= MAX_KEYS:
             self.end_session(next(iter(self._keys)))
         now = self._clock()

@@ -81,13 +81,13 @@ async def _send_file(scope: Scope, send: Send, file: StaticFile) -> None:
 
 
 def _read_files(folder: Traversable, path: str) -> list[tuple[str, bytes]]:
-    found: list[tuple[str, bytes]] = []
+    files: list[tuple[str, bytes]] = []
     for entry in folder.iterdir():
         if entry.is_dir():
-            found += _read_files(entry, f"{path}{entry.name}/")
+            files += _read_files(entry, f"{path}{entry.name}/")
         elif entry.name.rpartition(".")[2] in CONTENT_TYPES:
-            found.append((path + entry.name, entry.read_bytes()))
-    return found
+            files.append((path + entry.name, entry.read_bytes()))
+    return files
 
 
 def _create_file(path: str, body: bytes) -> StaticFile:

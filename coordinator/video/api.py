@@ -125,11 +125,11 @@ class VideoApp:
         if body is None:
             return
         parsed = body if isinstance(body, Problem) else _parse_body(body)
-        made = parsed if isinstance(parsed, Problem) else await self._create_job(exchange, key, parsed)
-        if isinstance(made, Problem):
-            await exchange.refuse(made)
+        job = parsed if isinstance(parsed, Problem) else await self._create_job(exchange, key, parsed)
+        if isinstance(job, Problem):
+            await exchange.refuse(job)
         else:
-            await self._send_job(exchange, made)
+            await self._send_job(exchange, job)
 
     async def _create_job(self, exchange: Exchange, key: ApiKey, parsed: VideoBody) -> VideoJob | Problem:
         idempotency = (exchange.get_header(b"idempotency-key") or b"").decode("latin-1")
@@ -197,22 +197,22 @@ class VideoApp:
     # -- one video ------------------------------------------------------------------------
 
     async def _answer_job(self, exchange: Exchange, name: str) -> None:
-        found = self._find_job(exchange, (*_READ, "DELETE"), name)
-        if isinstance(found, Problem):
-            await exchange.refuse(found)
+        job = self._find_job(exchange, (*_READ, "DELETE"), name)
+        if isinstance(job, Problem):
+            await exchange.refuse(job)
         elif exchange.method == "DELETE":
-            await self._controller.delete_job(found.id)
-            await exchange.answer(msgspec.json.encode({"id": found.id, "object": "video.deleted", "deleted": True}))
+            await self._controller.delete_job(job.id)
+            await exchange.answer(msgspec.json.encode({"id": job.id, "object": "video.deleted", "deleted": True}))
         else:
-            await self._send_job(exchange, found)
+            await self._send_job(exchange, job)
 
     async def _answer_cancel(self, exchange: Exchange, name: str) -> None:
-        found = self._find_job(exchange, ("POST",), name)
-        if isinstance(found, Problem):
-            await exchange.refuse(found)
+        job = self._find_job(exchange, ("POST",), name)
+        if isinstance(job, Problem):
+            await exchange.refuse(job)
             return
-        await self._controller.cancel_job(found.id)
-        await self._send_job(exchange, self._controller.find_job(found.id) or found)
+        await self._controller.cancel_job(job.id)
+        await self._send_job(exchange, self._controller.find_job(job.id) or job)
 
     async def _answer_content(self, exchange: Exchange, name: str, query: Mapping[str, str]) -> None:
         job = self._find_job(exchange, _READ, name)
@@ -229,12 +229,12 @@ class VideoApp:
         kind = _find_requested_kind(job, query)
         if isinstance(kind, Problem):
             return kind
-        found = self._controller.artifacts.find_file(job, kind)
-        return found or Problem(404, "variant_not_found", f"this video has no {kind}", "variant")
+        file = self._controller.artifacts.find_file(job, kind)
+        return file or Problem(404, "variant_not_found", f"this video has no {kind}", "variant")
 
-    async def _answer_not_offered(self, exchange: Exchange, what: str) -> None:
+    async def _answer_not_offered(self, exchange: Exchange, feature: str) -> None:
         key = authorize(self._keys, exchange, ("GET", "POST"), "infer")
-        text = f"{what} is not offered: {NOT_OFFERED[what]}"
+        text = f"{feature} is not offered: {NOT_OFFERED[feature]}"
         await exchange.refuse(
             key if isinstance(key, Problem) else build_invalid(text, code=RefusalCode.UNSUPPORTED.value)
         )
@@ -263,8 +263,8 @@ def _can_see(key: ApiKey, job: VideoJob) -> bool:
 
 
 def _parse_body(body: dict[str, Any]) -> VideoBody | Problem:
-    found = video_schema.VIDEO.parse(body, strict=True)
-    return found if isinstance(found, Problem) else found[0]
+    parsed = video_schema.VIDEO.parse(body, strict=True)
+    return parsed if isinstance(parsed, Problem) else parsed[0]
 
 
 def _find_requested_kind(job: VideoJob, query: Mapping[str, str]) -> str | Problem:

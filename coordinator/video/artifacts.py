@@ -70,14 +70,14 @@ class ArtifactFolder:
                 )
         if not any(get_kind(file.name) == VIDEO for file in wanted):
             return JobFault(LeaseEndCode.OUTPUT_INVALID, "its node has made no video that can be read here")
-        kept: list[StoredFile] = []
+        stored: list[StoredFile] = []
         for artifact in wanted:
-            found = await self._fetch_file(job, artifact)
-            if isinstance(found, JobFault):
+            fetched = await self._fetch_file(job, artifact)
+            if isinstance(fetched, JobFault):
                 await self.remove_files(job.id)
-                return found
-            kept.append(found)
-        return tuple(kept)
+                return fetched
+            stored.append(fetched)
+        return tuple(stored)
 
     def _is_usable(self, artifact: Artifact) -> bool:
         return bool(_NAME.fullmatch(artifact.name)) and get_kind(artifact.name) != "" and artifact.size > 0
@@ -137,8 +137,8 @@ class ArtifactFolder:
 
     def find_file(self, job: VideoJob, kind: str) -> tuple[Path, StoredFile] | None:
         """Return path and record of a job's file of a kind (`VIDEO` or `THUMBNAIL`); None if the job has none."""
-        found = next((file for file in job.files if get_kind(file.name) == kind), None)
-        return None if found is None else (self.get_folder(job.id) / found.name, found)
+        file = next((file for file in job.files if get_kind(file.name) == kind), None)
+        return None if file is None else (self.get_folder(job.id) / file.name, file)
 
     def remove_unknown(self, known: set[str]) -> None:
         """Remove the files of jobs whose ids are not in `known`. A crash may leave such files."""

@@ -229,13 +229,13 @@ class VideoController:
         self._history.record(before, self.table)
 
     def _try_placement(self) -> None:
-        found = choose_node(self.table, self.view, self._records.profiles, self._wall(), self._clock())
-        if found is None:
+        choice = choose_node(self.table, self.view, self._records.profiles, self._wall(), self._clock())
+        if choice is None:
             return
-        if isinstance(found, LeaseChoice):
-            self._events.append(events.JobPlaced(found.job.id, found.node, f"lease_{secrets.token_hex(12)}"))
-        elif (found.job.phase, found.job.room_by is None) != (found.phase, found.busy):
-            self._events.append(events.JobWaited(found.job.id, found.phase, found.busy))
+        if isinstance(choice, LeaseChoice):
+            self._events.append(events.JobPlaced(choice.job.id, choice.node, f"lease_{secrets.token_hex(12)}"))
+        elif (choice.job.phase, choice.job.room_by is None) != (choice.phase, choice.busy):
+            self._events.append(events.JobWaited(choice.job.id, choice.phase, choice.busy))
 
     def _schedule_tick(self) -> None:
         if self.table.jobs or self.table.holds:

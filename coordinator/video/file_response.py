@@ -52,34 +52,34 @@ def _build_range_problem(size: int) -> Problem:
     return Problem(416, "range_not_satisfiable", f"the file has {size} bytes")
 
 
-async def send_file(exchange: Exchange, path: Path, kept: StoredFile) -> None:
+async def send_file(exchange: Exchange, path: Path, stored: StoredFile) -> None:
     """Send the file `path`, or the range that the request asks for.
 
-    Raise `OSError` if the file cannot be opened (then nothing was sent), or is shorter than in `kept`. Raise
+    Raise `OSError` if the file cannot be opened (then nothing was sent), or is shorter than in `stored`. Raise
     `TimeoutError` if the client stops reading.
     """
     descriptor = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
-        await _send_open_file(exchange, descriptor, kept)
+        await _send_open_file(exchange, descriptor, stored)
     finally:
         os.close(descriptor)
 
 
-async def _send_open_file(exchange: Exchange, descriptor: int, kept: StoredFile) -> None:
-    tag = f'"{kept.sha256[:32]}"'
+async def _send_open_file(exchange: Exchange, descriptor: int, stored: StoredFile) -> None:
+    tag = f'"{stored.sha256[:32]}"'
     headers: list[Header] = [(b"accept-ranges", b"bytes"), (b"etag", tag.encode())]
-    span = parse_range((exchange.get_header(b"range") or b"").decode("latin-1"), kept.size)
+    span = parse_range((exchange.get_header(b"range") or b"").decode("latin-1"), stored.size)
     condition = exchange.get_header(b"if-range")
     if condition is not None and condition.decode("latin-1").strip() != tag:
         span = None
     if isinstance(span, Problem):
-        await exchange.refuse(span, [*headers, (b"content-range", b"bytes */%d" % kept.size)])
+        await exchange.refuse(span, [*headers, (b"content-range", b"bytes */%d" % stored.size)])
         return
-    status, piece = (200, ByteRange(0, kept.size - 1)) if span is None else (206, span)
+    status, piece = (200, ByteRange(0, stored.size - 1)) if span is None else (206, span)
     if span is not None:
-        headers.append((b"content-range", b"bytes %d-%d/%d" % (span.first, span.last, kept.size)))
+        headers.append((b"content-range", b"bytes %d-%d/%d" % (span.first, span.last, stored.size)))
     headers += [
-        (b"content-type", get_media_type(kept.name).encode()),
+        (b"content-type", get_media_type(stored.name).encode()),
         (b"cache-control", b"private"),
         (b"content-length", b"%d" % (piece.last - piece.first + 1)),
     ]
@@ -93,11 +93,11 @@ async def _send_open_file(exchange: Exchange, descriptor: int, kept: StoredFile)
 async def _send_chunks(exchange: Exchange, descriptor: int, span: ByteRange) -> None:
     at = span.first
     while at <= span.last:
-        found = await asyncio.to_thread(os.pread, descriptor, min(CHUNK_BYTES, span.last + 1 - at), at)
-        if not found:
+        chunk = await asyncio.to_thread(os.pread, descriptor, min(CHUNK_BYTES, span.last + 1 - at), at)
+        if not chunk:
             raise OSError(f"the file ends at {at}")  # the connection is cut: its length was promised
-        at += len(found)
+        at += len(chunk)
         async with asyncio.timeout(CHUNK_TIMEOUT_SECONDS):
-            await exchange.send({"type": "http.response.body", "body": found, "more_body": at <= span.last})
+            await exchange.send({"type": "http.response.body", "body": chunk, "more_body": at <= span.last})
     if span.last < span.first:
         await exchange.send({"type": "http.response.body", "body": b""})

@@ -57,17 +57,17 @@ class JobFiles:
     async def _fetch(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> None:
         while True:
             try:
-                found = await self._artifacts.fetch_files(job, artifacts)
+                result = await self._artifacts.fetch_files(job, artifacts)
                 break
             except FetchInterrupted as interrupted:
                 log.warning("artifacts interrupted", job=job.id, node=job.node, why=str(interrupted))
             await asyncio.sleep(RETRY_SECONDS)
             if not self._is_awaited(job):
                 return
-        if isinstance(found, JobFault):
-            self._on_result(FilesLost(job.id, job.generation, found))
+        if isinstance(result, JobFault):
+            self._on_result(FilesLost(job.id, job.generation, result))
         else:
-            self._on_result(FilesFetched(job.id, job.generation, found))
+            self._on_result(FilesFetched(job.id, job.generation, result))
 
     async def _remove(self, job: str) -> None:
         fetching = self._fetching.get(job)

@@ -84,11 +84,11 @@ def take_video_snapshot(
     `offered`: a node has a video model.
     """
     states = {str(state): 0 for state in JobState if state not in (JobState.COMPLETED, JobState.FAILED)}
-    oldest, kept, used = 0.0, 0, offered or any(counters.ends.values())
+    oldest, stored_bytes, used = 0.0, 0, offered or any(counters.ends.values())
     progress: dict[NodeId, float] = {}
     for job in jobs:
         used = True
-        kept += job.bytes
+        stored_bytes += job.bytes
         if not job.open:
             continue
         states[str(job.state)] += 1
@@ -96,4 +96,4 @@ def take_video_snapshot(
             oldest = max(oldest, now - job.created)
         elif job.state in (JobState.IN_PROGRESS, JobState.FINALIZING):
             progress[NodeId(job.node)] = job.progress / 100
-    return VideoSnapshot(counters, states, oldest, kept, progress, used)
+    return VideoSnapshot(counters, states, oldest, stored_bytes, progress, used)

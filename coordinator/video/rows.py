@@ -15,12 +15,12 @@ from wire.video import LeaseState, VideoPackage, VideoState
 
 def build_package_rows(view: ClusterView, profiles: Profiles) -> list[dict[str, Any]]:
     """Return a row for each video model, sorted by name, with its state and predicted memory on each node."""
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for node in view.nodes:
         for package in node.video.packages:
-            row = found.setdefault(package.name, {"name": package.name, "kind": "video", "nodes": []})
+            row = rows.setdefault(package.name, {"name": package.name, "kind": "video", "nodes": []})
             row["nodes"].append(_build_package_row(node, package, get_profile(package, profiles)))
-    return [found[name] for name in sorted(found)]
+    return [rows[name] for name in sorted(rows)]
 
 
 def _build_package_row(node: NodeView, package: VideoPackage, profile: VideoMemoryProfile) -> dict[str, Any]:

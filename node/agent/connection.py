@@ -28,13 +28,13 @@ class CoordinatorLink(LinkEndpoint):
         address: str,
         cluster: str,
         take: Callable[["CoordinatorLink", int, bytes], None],
-        gone: Callable[["CoordinatorLink", str], None],
+        on_lost: Callable[["CoordinatorLink", str], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         super().__init__(self._loop)
         self._cluster = cluster
         self._take = take
-        self._gone = gone
+        self._on_lost = on_lost
         self.verified = False
         """Whether `verify` has passed. Bytes that arrive before are discarded."""
         self.address = address
@@ -62,7 +62,7 @@ class CoordinatorLink(LinkEndpoint):
 
     def on_lost(self, reason: str) -> None:
         """Pass the end of the connection to `gone`."""
-        self._gone(self, reason)
+        self._on_lost(self, reason)
 
     def verify(self) -> None:
         """Check that the remote end has the certificate of this cluster's coordinator. Otherwise abort the connection

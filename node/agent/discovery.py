@@ -94,7 +94,7 @@ async def find_services(
         search.stop()
         with contextlib.suppress(OSError, Error, TimeoutError):
             await zeroconf.async_close()
-    return sorted(search.found.values(), key=lambda found: found.name)
+    return sorted(search.services.values(), key=lambda service: service.name)
 
 
 class _Search:
@@ -106,14 +106,14 @@ class _Search:
         self._hint = hint
         self._tasks: set[asyncio.Task[None]] = set()
         self._first = asyncio.Event()
-        self.found: dict[str, DiscoveredService] = {}
+        self.services: dict[str, DiscoveredService] = {}
 
     def on_service_event(
         self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange
     ) -> None:
         """Handle an event of the browser: resolve a new record, remove a record that was withdrawn."""
         if state_change is ServiceStateChange.Removed:
-            self.found.pop(name, None)
+            self.services.pop(name, None)
         elif len(self._tasks) < MAX_RECORDS:
             task = asyncio.create_task(self._resolve(service_type, name))
             self._tasks.add(task)
@@ -142,9 +142,9 @@ class _Search:
         if advert is None or advert.role != self._role or (self._hint and advert.cluster != self._hint):
             return
         ips = tuple(dict.fromkeys(record.parsed_scoped_addresses()))
-        if not ips or not record.port or len(self.found) >= MAX_RECORDS:
+        if not ips or not record.port or len(self.services) >= MAX_RECORDS:
             return
-        self.found[name] = DiscoveredService(
+        self.services[name] = DiscoveredService(
             get_shown_name(name), advert.cluster, ips, record.port, advert.protocol, advert.version, advert.fingerprint
         )
         self._first.set()
@@ -165,7 +165,7 @@ async def locate_coordinator(
     async def find_announced() -> str | None:
         services = await find_services(seconds, identity.cluster, interfaces=interfaces)
         return await find_first_proven(
-            _exclude([candidate for found in services for candidate in found.candidates], besides), is_proven
+            _exclude([candidate for service in services for candidate in service.candidates], besides), is_proven
         )
 
     known = _exclude(identity.addresses, besides)

@@ -31,14 +31,14 @@ class FetchAnswers:
 
     def answer(self, link: CoordinatorLink, request: FetchRequest) -> None:
         """Answer a fetch request on its link, with an error chunk if this node cannot provide the object."""
-        if request.what == "logs":
+        if request.source == "logs":
             link.send_background(read_chunks(request, self._log_file, lines=True))
-        elif request.what == "metrics":
+        elif request.source == "metrics":
             link.send(FetchChunk(request.number, msgspec.msgpack.encode(self._read_measures()), last=True))
-        elif request.what.startswith(PREFIX) and (made := self._lease_manager.find_artifact(request.what)):
-            link.send_background(read_chunks(request, made))
+        elif request.source.startswith(PREFIX) and (artifact := self._lease_manager.find_artifact(request.source)):
+            link.send_background(read_chunks(request, artifact))
         else:
-            link.send(FetchChunk(request.number, b"", last=True, error=f"this node cannot provide {request.what!r}"))
+            link.send(FetchChunk(request.number, b"", last=True, error=f"this node cannot provide {request.source!r}"))
 
     def _read_measures(self) -> NodeMeasures:
         report = self._supervisor.reports.latest

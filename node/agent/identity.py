@@ -123,29 +123,29 @@ def load_identity(folder: Path, machine: str) -> NodeIdentity | None:
     except OSError as error:
         raise IdentityError(f"{folder / 'identity.json'} cannot be read: {error.strerror}") from None
     try:
-        kept = msgspec.json.decode(content, type=_StoredIdentity)
+        stored = msgspec.json.decode(content, type=_StoredIdentity)
         certificate = _read_certificate(folder / "node.pem")
         uri = read_certificate(certificate).uri
     except (OSError, ValueError, TypeError) as error:
         raise IdentityError(f"the identity in {folder} is damaged ({error}): join again") from None
-    if kept.machine != machine:
+    if stored.machine != machine:
         raise IdentityMismatch(
             f"the identity in {folder} belongs to another machine: this disk was cloned or the folder copied. "
             "Join again with a new token: `cluster join URL --token-file FILE`"
         )
-    if uri != build_node_uri(kept.cluster, NodeId(kept.node)):
+    if uri != build_node_uri(stored.cluster, NodeId(stored.node)):
         raise IdentityError(f"the certificate in {folder} names another node: join again")
     return NodeIdentity(
-        kept.cluster,
-        NodeId(kept.node),
-        kept.name,
-        kept.machine,
+        stored.cluster,
+        NodeId(stored.node),
+        stored.name,
+        stored.machine,
         folder,
         certificate,
-        kept.ca,
-        kept.addresses,
-        kept.generation,
-        kept.seal,
+        stored.ca,
+        stored.addresses,
+        stored.generation,
+        stored.seal,
     )
 
 
@@ -267,7 +267,7 @@ def install_certificate(identity: NodeIdentity, certificate: bytes) -> NodeIdent
 
 
 def _write_identity(identity: NodeIdentity) -> None:
-    kept = _StoredIdentity(
+    stored = _StoredIdentity(
         identity.cluster,
         identity.node,
         identity.name,
@@ -277,7 +277,7 @@ def _write_identity(identity: NodeIdentity) -> None:
         identity.generation,
         identity.seal,
     )
-    write_private(identity.folder / "identity.json", msgspec.json.encode(kept))
+    write_private(identity.folder / "identity.json", msgspec.json.encode(stored))
 
 
 def _write_certificate(identity: NodeIdentity, key: bytes, certificate: bytes) -> None:

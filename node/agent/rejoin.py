@@ -34,18 +34,18 @@ def load_known_identity(folder: Path, machine: str, token: JoinToken | None) -> 
     belongs to another cluster than the token.
     """
     try:
-        found = load_identity(folder, machine)
+        identity = load_identity(folder, machine)
     except IdentityError as error:
         if token is None:
             raise
         log.warning("identity discarded", why=str(error))
         return None
-    if found is not None and token is not None and not _is_same_cluster(found, token):
+    if identity is not None and token is not None and not _is_same_cluster(identity, token):
         raise OtherClusterError(
-            f"this machine is a node of another cluster ({found.cluster}): run `cluster leave` and join "
+            f"this machine is a node of another cluster ({identity.cluster}): run `cluster leave` and join "
             "again, or use another folder with --state"
         )
-    return found
+    return identity
 
 
 def _is_same_cluster(identity: NodeIdentity, token: JoinToken) -> bool:

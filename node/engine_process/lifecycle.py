@@ -47,7 +47,7 @@ class ChildLife:
     """Whether the agent ends a healthy child to replace it."""
     resting: bool = False
     """Whether the child was started without preloaded models, or has no model loaded."""
-    seen: frozenset[str] = frozenset()
+    attempted: frozenset[str] = frozenset()
     """Models that the child has loaded or begun to load."""
 
 
@@ -308,10 +308,10 @@ def _start_child(life: EngineLife, event: ChildStarted) -> Step:
 
 def _apply_report(life: EngineLife, child: ChildLife, event: ChildReported) -> Step:
     """Update the models to load again, and make the child ready, or replace it if only that returns its memory."""
-    seen = child.seen | event.loaded | event.loading
+    attempted = child.attempted | event.loaded | event.loading
     missing = life.models - event.broken
-    models = event.loaded | {name for name in missing if name in event.loading or name not in seen}
-    child = replace(child, seen=seen)
+    models = event.loaded | {name for name in missing if name in event.loading or name not in attempted}
+    child = replace(child, attempted=attempted)
     life = replace(life, models=models, child=child)
     if event.armed and not child.ready and not child.ending:
         return replace(life, stage=EngineStage.READY, child=replace(child, ready=True)), (StateChanged(),)
@@ -328,7 +328,7 @@ def _is_replaceable(life: EngineLife, child: ChildLife, event: ChildReported) ->
     With preloaded models a client would notice: a new child loads them again, even those that a user had unloaded.
     """
     used = event.busy or (life.preloads and not child.resting) or event.loaded or event.loading
-    return event.unreturned > 0 and child.ready and bool(child.seen) and not used
+    return event.unreturned > 0 and child.ready and bool(child.attempted) and not used
 
 
 def _apply_exit(life: EngineLife, child: ChildLife, event: ChildExited, timeouts: SupervisorTimeouts) -> Step:
@@ -350,7 +350,7 @@ def _begin_rest(life: EngineLife) -> Step:
     if child is None or child.resting:
         return resting, ()
     marked = replace(child, resting=True)
-    if child.seen or life.models or life.preloads:
+    if child.attempted or life.models or life.preloads:
         return _recycle(resting, marked, REST_CAUSE)
     return replace(resting, child=marked), ()
 

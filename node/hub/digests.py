@@ -75,10 +75,10 @@ class DigestStore:
     def find(self, path: Path) -> str:
         """Return the SHA-256 of a file; empty if it is unknown or the file has changed or is missing."""
         self._refresh()
-        found = self._digests.get(os.path.realpath(path))
-        if found is None or _read_state(path) != (found.size, found.mtime_ns, found.inode):
+        digest = self._digests.get(os.path.realpath(path))
+        if digest is None or _read_state(path) != (digest.size, digest.mtime_ns, digest.inode):
             return ""
-        return found.sha256
+        return digest.sha256
 
     def add(self, digests: Mapping[Path, FileDigest]) -> None:
         """Add digests, and remove entries of files that are missing. Wait for other writers. Raise OSError on
@@ -88,8 +88,8 @@ class DigestStore:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
             self._refresh()
-            after = {path: found for path, found in self._digests.items() if os.path.exists(path)}
-            after |= {os.path.realpath(path): found for path, found in digests.items()}
+            after = {path: digest for path, digest in self._digests.items() if os.path.exists(path)}
+            after |= {os.path.realpath(path): digest for path, digest in digests.items()}
             write_private(self._file, msgspec.json.encode(after))
         finally:
             os.close(lock)

@@ -70,10 +70,10 @@ class Download:
                 done += len(block)
                 self._report(ChildProgress(phase=ModelOrderPhase.CHECKING, done=done, total=self._total))
 
-            found = hash_file(path, add)
-            if found is None or not hasher.is_expected():
+            digest = hash_file(path, add)
+            if digest is None or not hasher.is_expected():
                 return False
-            self._digests[path] = found
+            self._digests[path] = digest
         self._present_bytes += file.size
         return True
 

@@ -40,14 +40,14 @@ def locate_model(settings: ModelSettings, name: str, environment: Mapping[str, s
     A repository of the cache is also found without a complete snapshot. Raise ModelFileError if there is none.
     """
     for top in (Path(folder).expanduser() for folder in settings.folders):
-        for found, folder in find_model_folders(top):
-            if found == name:
+        for candidate, folder in find_model_folders(top):
+            if candidate == name:
                 return ModelPlace(name, folder, top)
     if settings.use_huggingface_cache:
         hub = Path(os.path.realpath(get_hub_folder(environment)))
         repository = RepositoryFolder(hub, name)
         if repository.root.is_dir():
-            snapshot = next((folder for found, folder in find_snapshots(hub) if found == name), repository.root)
+            snapshot = next((folder for candidate, folder in find_snapshots(hub) if candidate == name), repository.root)
             return ModelPlace(name, snapshot, hub, repository)
     if name == EMBEDDED.name:
         raise ModelFileError(ModelOrderCode.INVALID, f"{name} is a part of Macpool and takes no further disk")

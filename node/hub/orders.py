@@ -233,7 +233,7 @@ class ModelFileOrders:
             raise ModelFileError(ModelOrderCode.FAILED, text)
         if fault:
             raise ModelFileError(ModelOrderCode.INVALID, fault)
-        pulls = (one for one in self._running if one.commit and not one.cancelled)
+        pulls = (pull for pull in self._running if pull.commit and not pull.cancelled)
         running = next((pull for pull in pulls if pull.key == manifest.repo), None)
         if running is not None and running.commit == manifest.commit:
             running.numbers.add(order.order)
@@ -269,7 +269,14 @@ class ModelFileOrders:
 
     def _start_quantization(self, order: QuantizeModel) -> None:
         result = (order.name, order.bits)
-        running = next((one for one in self._running if one.key == order.model and one.result == result), None)
+        running = next(
+            (
+                open_order
+                for open_order in self._running
+                if open_order.key == order.model and open_order.result == result
+            ),
+            None,
+        )
         if running is not None:
             running.numbers.add(order.order)
             return

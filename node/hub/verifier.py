@@ -37,15 +37,15 @@ class Verification:
         """Hash all files, store their digests, and return the end with the content hash. Raise OSError."""
         names = list_content_files(self._folder)
         self._total = sum((self._folder / name).stat().st_size for name in names)
-        found: dict[str, FileDigest] = {}
+        digests: dict[str, FileDigest] = {}
         for name in names:
             digest = hash_file(self._folder / name, self._add)
             if digest is None:
                 return build_end(ModelOrderCode.FAILED, f"{name} changed while it was read: verify again")
-            found[name] = digest
-        changed = [name for name, digest in found.items() if _is_changed_blob(self._folder / name, digest)]
-        DigestStore(Path(self._order.digests)).add({self._folder / name: one for name, one in found.items()})
-        content = compute_content({name: one.sha256 for name, one in found.items()})
+            digests[name] = digest
+        changed = [name for name, digest in digests.items() if _is_changed_blob(self._folder / name, digest)]
+        DigestStore(Path(self._order.digests)).add({self._folder / name: digest for name, digest in digests.items()})
+        content = compute_content({name: digest.sha256 for name, digest in digests.items()})
         if not content:
             return build_end(ModelOrderCode.NOT_FOUND, f"{self._folder} has no files of a model")
         if changed:

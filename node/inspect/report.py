@@ -106,31 +106,31 @@ def report_running(now: ResolvedSettings[NodeSettings], file: Path) -> dict[str,
 
 def _resolve_without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> ResolvedSettings[NodeSettings]:
     """Resolve the settings without the wrong ones, or the defaults where the rest is inconsistent."""
-    kept = [(origin, {key: flat[key] for key in flat if key not in wrong}) for origin, flat in layers]
+    valid = [(origin, {key: flat[key] for key in flat if key not in wrong}) for origin, flat in layers]
     try:
-        return resolve_settings(kept, COORDINATOR_SECTIONS)
+        return resolve_settings(valid, COORDINATOR_SECTIONS)
     except SettingsError:
         return resolve_settings([], COORDINATOR_SECTIONS)
 
 
-def report_machine(state: Path, made: NodeSettings) -> dict[str, Any]:
+def report_machine(state: Path, settings: NodeSettings) -> dict[str, Any]:
     """Return machine id, hardware, memory limits, engine, model folders and identity as a dictionary.
 
-    `state` is the state folder, `made` the settings of the node. Connect to the stored addresses of the coordinator to
-    report whether they answer (`dial_coordinator`).
+    `state` is the state folder. Connect to the stored addresses of the coordinator to report whether they answer
+    (`dial_coordinator`).
     """
-    machine = compute_machine_id(made.node.machine)
-    opened = open_machine(made)
+    machine = compute_machine_id(settings.node.machine)
+    opened = open_machine(settings)
     bounds = opened.read_bounds()
     device = read_metal_device(state / "node", opened.hardware, bounds.wired)
     return {
         "machine": machine,
         "hardware": convert_to_dict(opened.hardware),
-        "memory": {**report_memory(made, with_device(bounds, device)), "metal_reported": device is not None},
-        "engine": made.engine.kind,
-        "video": {"enabled": made.worker.enabled, "first_port": made.worker.ray_ports},
-        "folders": [str(Path(folder).expanduser()) for folder in made.models.folders]
-        + ([str(get_hub_folder(os.environ))] if made.models.use_huggingface_cache else []),
+        "memory": {**report_memory(settings, with_device(bounds, device)), "metal_reported": device is not None},
+        "engine": settings.engine.kind,
+        "video": {"enabled": settings.worker.enabled, "first_port": settings.worker.ray_ports},
+        "folders": [str(Path(folder).expanduser()) for folder in settings.models.folders]
+        + ([str(get_hub_folder(os.environ))] if settings.models.use_huggingface_cache else []),
         "sections": sorted(SECTIONS),
         **report_identity(state / "node" / "identity", machine),
     }
@@ -141,7 +141,7 @@ def convert_to_dict(struct: Any) -> dict[str, Any]:
     return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
 
-def report_memory(made: NodeSettings, bounds: MachineBounds) -> dict[str, Any]:
+def report_memory(settings: NodeSettings, bounds: MachineBounds) -> dict[str, Any]:
     """Return the limits of the machine, cap and margin in bytes, with the limiting term of the cap.
 
     `error` is the reason if the settings allow no cap. `safe` is the highest wired limit in bytes that leaves the
@@ -151,11 +151,13 @@ def report_memory(made: NodeSettings, bounds: MachineBounds) -> dict[str, Any]:
         "total": bounds.total,
         "metal": bounds.metal,
         "container": bounds.container,
-        "safe": compute_safe_wired_limit(made.memory.tier, bounds.total),
+        "safe": compute_safe_wired_limit(settings.memory.tier, bounds.total),
     }
     try:
-        cap = resolve_cap(made.memory.cap, made.memory.tier, bounds, above_metal=made.memory.allow_above_metal_limit)
-        margin = resolve_margin(made.memory.margin, cap.bytes)
+        cap = resolve_cap(
+            settings.memory.cap, settings.memory.tier, bounds, above_metal=settings.memory.allow_above_metal_limit
+        )
+        margin = resolve_margin(settings.memory.margin, cap.bytes)
     except SettingsError as error:
         return {**report, "error": str(error)}
     return {
@@ -166,8 +168,8 @@ def report_memory(made: NodeSettings, bounds: MachineBounds) -> dict[str, Any]:
         "remedy": cap.remedy,
         "warning": cap.warning or margin.warning,
         "margin": margin.bytes,
-        "margin_measured": made.memory.margin == AUTO,
-        "guard": made.memory.guard,
+        "margin_measured": settings.memory.margin == AUTO,
+        "guard": settings.memory.guard,
     }
 
 
@@ -186,7 +188,7 @@ def report_identity(folder: Path, machine: str) -> dict[str, Any]:
     leaf = read_certificate(known.certificate)
     with ThreadPoolExecutor(max(1, len(known.addresses))) as pool:
         waiting = [pool.submit(dial_coordinator, known, address) for address in known.addresses]
-        dialled = [one.result() for one in waiting]
+        dialled = [dial.result() for dial in waiting]
     return {
         "identity": {
             "node": known.node,

@@ -140,8 +140,8 @@ def estimate_metal_limit(total: int, system: str = "") -> int:
 
     `system` is the name of the system, such as "macOS 15.5". Other texts count as the newest macOS.
     """
-    found = re.match(r"macOS (\d+)", system)
-    if found is not None and int(found[1]) < METAL_SHARES_SINCE:
+    match = re.match(r"macOS (\d+)", system)
+    if match is not None and int(match[1]) < METAL_SHARES_SINCE:
         return int(total * (METAL_SHARE_BEFORE_SMALL if total <= METAL_SMALL else METAL_SHARE_BEFORE))
     sizes = [size for size, _ in METAL_SHARES]
     place = bisect_left(sizes, total)

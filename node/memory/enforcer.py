@@ -93,40 +93,42 @@ class EndEngine:
 Action = SendOrder | EndEngine
 
 
-def step(state: EnforcerState, seen: EnforcerInput, now: float) -> tuple[EnforcerState, tuple[Action, ...]]:
+def step(state: EnforcerState, reading: EnforcerInput, now: float) -> tuple[EnforcerState, tuple[Action, ...]]:
     """Return the state after one poll, and the actions to run. `now` is in monotonic seconds."""
-    level = MemoryLevel.UNKNOWN if seen.engine is None else arithmetic.compute_level(seen.memory)
-    if seen.engine != state.engine:
-        state = replace(state, engine=seen.engine, over=0, order_number=0, ended=None)
+    level = MemoryLevel.UNKNOWN if reading.engine is None else arithmetic.compute_level(reading.memory)
+    if reading.engine != state.engine:
+        state = replace(state, engine=reading.engine, over=0, order_number=0, ended=None)
     late = now - state.looked_at > LATE_POLL_SECONDS
     state = replace(state, polls=state.polls + 1, level=level, looked_at=now)
     if level is MemoryLevel.UNKNOWN:
-        return state if seen.engine is None or seen.memory.phys is None else replace(state, over=0, order_number=0), ()
+        return state if reading.engine is None or reading.memory.phys is None else replace(
+            state, over=0, order_number=0
+        ), ()
     if level is not MemoryLevel.OVER_HARD:
-        return replace(state, over=0, order_number=0), _reduce_softly(state, seen)
+        return replace(state, over=0, order_number=0), _reduce_softly(state, reading)
     state = replace(state, over=state.over + 1, over_caps=state.over_caps + (state.over == 0))
-    if state.over == 1 or not seen.memory.guard:
-        return state, _reduce_softly(state, seen)
-    return _reduce_hard(state, seen, now, late=late)
+    if state.over == 1 or not reading.memory.guard:
+        return state, _reduce_softly(state, reading)
+    return _reduce_hard(state, reading, now, late=late)
 
 
-def _reduce_softly(state: EnforcerState, seen: EnforcerInput) -> tuple[Action, ...]:
-    if state.level < MemoryLevel.OVER_SOFT or not seen.memory.guard:
+def _reduce_softly(state: EnforcerState, reading: EnforcerInput) -> tuple[Action, ...]:
+    if state.level < MemoryLevel.OVER_SOFT or not reading.memory.guard:
         return ()
     return (SendOrder(ReduceMemory(state.polls, MemoryLevel.OVER_SOFT)),)
 
 
 def _reduce_hard(
-    state: EnforcerState, seen: EnforcerInput, now: float, *, late: bool
+    state: EnforcerState, reading: EnforcerInput, now: float, *, late: bool
 ) -> tuple[EnforcerState, tuple[Action, ...]]:
     if state.engine == state.ended:
         return state, ()
-    if state.order_number <= seen.enforced:
-        order = ReduceMemory(state.polls, MemoryLevel.OVER_HARD, arithmetic.compute_excess(seen.memory))
+    if state.order_number <= reading.enforced:
+        order = ReduceMemory(state.polls, MemoryLevel.OVER_HARD, arithmetic.compute_excess(reading.memory))
         return replace(state, order_number=state.polls, ordered_at=now), (SendOrder(order),)
-    if late or now - state.ordered_at < POLL_PERIOD_SECONDS or now < seen.call_until:
+    if late or now - state.ordered_at < POLL_PERIOD_SECONDS or now < reading.call_until:
         return state, ()
-    over, line = arithmetic.compute_excess(seen.memory), arithmetic.compute_hard_limit(seen.memory)
+    over, line = arithmetic.compute_excess(reading.memory), arithmetic.compute_hard_limit(reading.memory)
     cause = (
         f"over its cap: {show_size(line + over)} of {show_size(line)} in two readings, without an answer of the engine"
     )

@@ -162,15 +162,15 @@ class Limiter:
     def poll(self, phys: int | None, send: Callable[[MemoryLimits], object]) -> MemoryLimits:
         """Return the limits as `compute_limits` does, and pass them to `send` if they have changed since they were last
         sent."""
-        found, last = self.compute_limits(phys), self._last_limits
+        limits, last = self.compute_limits(phys), self._last_limits
         if (
             last is None
-            or _get_fixed_values(found) != _get_fixed_values(last)
-            or abs(found.ceiling - last.ceiling) >= self._step
+            or _get_fixed_values(limits) != _get_fixed_values(last)
+            or abs(limits.ceiling - last.ceiling) >= self._step
         ):
-            self._last_limits = found
-            send(found)
-        return found
+            self._last_limits = limits
+            send(limits)
+        return limits
 
     def _compute_reach(self, phys: int | None) -> int | None:
         """Return the result of `compute_reach` for the present readings; None if one of the readings fails."""

@@ -152,14 +152,14 @@ def _find_cgroup_folders(proc: Path, cgroups: Path) -> list[Path]:
         lines = (proc / "self" / "cgroup").read_text().splitlines()
     except OSError:
         return []
-    found: list[Path] = []
+    folders: list[Path] = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory") or "memory" in controllers.split(","):
             top = cgroups / "memory" if controllers else cgroups
             inner = top / path.strip("/")
-            found += [folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents]
-    return found
+            folders += [folder for folder in (inner, *inner.parents) if folder == top or top in folder.parents]
+    return folders
 
 
 def _read_limit(folder: Path) -> int | None:

@@ -34,11 +34,11 @@ def read_metal_device(folder: Path, hardware: Hardware, wired: int | None) -> Me
     `wired` is the present value of `iogpu.wired_limit_mb` in bytes; None if a person has not set it.
     """
     try:
-        kept = msgspec.json.decode((folder / FILE).read_bytes(), type=_StoredLimit)
+        stored = msgspec.json.decode((folder / FILE).read_bytes(), type=_StoredLimit)
     except (OSError, msgspec.MsgspecError):
         return None
-    device = MetalDevice(kept.limit, wired)
-    return device if kept.limit > 0 and kept == _build_stored_limit(hardware, device) else None
+    device = MetalDevice(stored.limit, wired)
+    return device if stored.limit > 0 and stored == _build_stored_limit(hardware, device) else None
 
 
 def write_device(folder: Path, hardware: Hardware, device: MetalDevice) -> None:

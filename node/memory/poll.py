@@ -84,22 +84,22 @@ class MemoryPoll:
         if report is not None and supervisor.ready is not None:
             self._limiter.report_metal(supervisor.ready, report.metal_limit)
         limits = self._limiter.poll(self._get_ceiling_footprint(), supervisor.orders.set_limits)
-        seen = EnforcerInput(
+        reading = EnforcerInput(
             supervisor.ready,
             self._build_memory(limits),
             report.enforced if report else 0,
             supervisor.probe.call_until,
         )
         before = self.state.level
-        self.state, actions = enforcer.step(self.state, seen, now)
-        if self.state.level != before and self._should_warn(seen.memory):
+        self.state, actions = enforcer.step(self.state, reading, now)
+        if self.state.level != before and self._should_warn(reading.memory):
             log.warning(
                 "engine over cap",
                 level=self.state.level.name,
                 phys=self._phys,
                 cap=limits.cap,
                 ceiling=limits.ceiling,
-                margin=seen.memory.margin,
+                margin=reading.memory.margin,
                 leases=limits.leases,
                 bound_by=limits.bound_by,
             )

@@ -97,10 +97,10 @@ def measure_footprint(pids: tuple[int, ...]) -> int | None:
     """Return the total footprint of processes in bytes; None without processes or if a living one cannot be read."""
     total = 0
     for pid in pids:
-        found = _read_footprint(pid)
-        if found is None and read_process_identity(pid):
+        footprint = _read_footprint(pid)
+        if footprint is None and read_process_identity(pid):
             return None
-        total += found or 0
+        total += footprint or 0
     return total or None
 
 
@@ -182,19 +182,19 @@ class Mac:
     def read_reclaimable(self) -> int | None:
         """Return the bytes of free and inactive pages, and of `active_share` of the active pages; None if
         unreadable."""
-        found = self.pages()
-        return None if found is None else int(found.available + found.active * self.active_share)
+        pages = self.pages()
+        return None if pages is None else int(pages.available + pages.active * self.active_share)
 
     def read_available(self) -> AvailableMemory:
         """Return free and inactive pages as available memory, and the memory pressure."""
-        found = self.pages()
-        available = None if found is None else found.available
+        pages = self.pages()
+        available = None if pages is None else pages.available
         return AvailableMemory(available, self.system.read_pressure(), "psutil", time.monotonic())
 
     def read_wired(self) -> int | None:
         """Return the bytes of wired pages; None if they cannot be read."""
-        found = self.pages()
-        return None if found is None else getattr(found, "wired", None)
+        pages = self.pages()
+        return None if pages is None else getattr(pages, "wired", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,18 +205,18 @@ class LinuxMachine:
 
     def read_bounds(self) -> MachineBounds:
         """Return the RAM (0 if unreadable) and the lowest limit of the cgroups in bytes."""
-        found = read_virtual_memory()
-        return MachineBounds(0 if found is None else found.total, None, linux.read_container_limit())
+        memory = read_virtual_memory()
+        return MachineBounds(0 if memory is None else memory.total, None, linux.read_container_limit())
 
     def read_reclaimable(self) -> int | None:
         """Return MemAvailable in bytes, at most the free memory of the cgroups; None if it cannot be read."""
-        found, container_free = read_virtual_memory(), linux.read_container_free_bytes()
+        memory, container_free = read_virtual_memory(), linux.read_container_free_bytes()
         return (
             None
-            if found is None
-            else found.available
+            if memory is None
+            else memory.available
             if container_free is None
-            else min(found.available, container_free)
+            else min(memory.available, container_free)
         )
 
     def read_available(self) -> AvailableMemory:
@@ -257,10 +257,10 @@ class PretendedMachine:
     def _read_value(self, name: str, otherwise: int | None) -> int | None:
         """Return a value in the file; `otherwise` if the file or the name is missing."""
         try:
-            found = msgspec.json.decode(Path(self.readings).read_bytes(), type=dict[str, int | None])
+            readings = msgspec.json.decode(Path(self.readings).read_bytes(), type=dict[str, int | None])
         except (OSError, msgspec.MsgspecError):
             return otherwise
-        return found.get(name, otherwise)
+        return readings.get(name, otherwise)
 
 
 def open_machine(settings: NodeSettings) -> MachineMemory:
@@ -281,8 +281,8 @@ def describe_machine(memory: int | None = None) -> Hardware:
     apple = sys.platform == "darwin"
     chip = _get_libsystem().read_chip_name() if apple else linux.read_chip_name()
     if memory is None:
-        found, limit = read_virtual_memory(), None if apple else linux.read_container_limit()
-        memory = 0 if found is None else found.total if limit is None else min(found.total, limit)
+        ram, limit = read_virtual_memory(), None if apple else linux.read_container_limit()
+        memory = 0 if ram is None else ram.total if limit is None else min(ram.total, limit)
     return Hardware(
         chip or platform.machine(),
         memory,

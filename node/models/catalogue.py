@@ -95,7 +95,7 @@ class ModelCatalogue:
 
     def get_fingerprints(self) -> Mapping[str, str]:
         """Return the fingerprints of all models by name."""
-        return {name: found.fingerprint for name, found in self.get_models().items()}
+        return {name: model.fingerprint for name, model in self.get_models().items()}
 
     def find(self, name: str) -> ModelDescriptor | None:
         """Return a model by its name; None if it is unknown."""
@@ -118,7 +118,7 @@ class ModelCatalogue:
 
     def unpin(self, name: str) -> None:
         """End `pin` after the model was unloaded: the description of the files on the disk applies again."""
-        self._pinned = {other: found for other, found in self._pinned.items() if other != name}
+        self._pinned = {other: model for other, model in self._pinned.items() if other != name}
 
     def find_replacement(self, descriptor: ModelDescriptor) -> ModelDescriptor | None:
         """Return the model that has replaced the loaded model `found` on the disk, by the last scan.
@@ -154,17 +154,17 @@ class ModelCatalogue:
 
         The embedded model is included only if no other model can be served.
         """
-        found: dict[str, ModelDescriptor] = {}
+        models: dict[str, ModelDescriptor] = {}
         for name, folder in self._find_folders():
-            if name not in found and is_valid_model(name):
+            if name not in models and is_valid_model(name):
                 described = self._describe_cached(name, folder)
                 if described is not None:
                     content = self._find_content(folder)
-                    found[name] = replace(described, content=content) if content else described
-        if all(one.cause for one in found.values()):
+                    models[name] = replace(described, content=content) if content else described
+        if all(model.cause for model in models.values()):
             embedded = self._describe_cached(EMBEDDED.name, EMBEDDED)
-            found |= {embedded.name: embedded} if embedded is not None else {}
-        self._known, self._scanned = found, time.monotonic()
+            models |= {embedded.name: embedded} if embedded is not None else {}
+        self._known, self._scanned = models, time.monotonic()
         self._pinned = {name: self._add_content(pinned) for name, pinned in self._pinned.items()}
 
     def _add_content(self, pinned: ModelDescriptor) -> ModelDescriptor:
@@ -192,17 +192,17 @@ class ModelCatalogue:
         """Describe a folder, or return the previous description if none of its files changed."""
         try:
             state = _read_file_state(folder)
-            kept = self._described.get(folder)
-            if kept is not None and kept[0] == (name, *state):
-                return kept[1]
-            found = self._describe(name, folder)
+            cached = self._described.get(folder)
+            if cached is not None and cached[0] == (name, *state):
+                return cached[1]
+            descriptor = self._describe(name, folder)
         except OSError as error:
             return ModelDescriptor(name, folder, cause=f"its files cannot be read: {error.strerror or error}")
         except Exception as error:  # unknown files may raise any error; all other models are still served
             return ModelDescriptor(name, folder, cause=f"its files are invalid: {type(error).__name__}: {error}"[:300])
-        if found is not None:
-            self._described[folder] = ((name, *state), found)
-        return found
+        if descriptor is not None:
+            self._described[folder] = ((name, *state), descriptor)
+        return descriptor
 
 
 def _read_file_state(folder: Path) -> tuple[object, ...]:
@@ -232,8 +232,8 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
         config = parse_json_object((folder / "config.json").read_bytes())
     except ValueError as error:
         return ModelDescriptor(name, folder, cause=f"its config.json is not a JSON object: {error}")
-    found = find_kind(name, folder, config, kind)
-    if found is None:
+    model_kind = find_kind(name, folder, config, kind)
+    if model_kind is None:
         return None
     if config.get("model_file") is not None:
         return ModelDescriptor(
@@ -245,7 +245,7 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
     missing = find_unknown_dimensions(config)
     if missing:
         log.warning("dimensions unknown", model=name, missing=", ".join(missing), foreseen=0)
-    layout, cause = _read_layout(name, folder, config, found)
+    layout, cause = _read_layout(name, folder, config, model_kind)
     dense = 0 if layout is None else sum(layer.nbytes for layer in layout.dense)
     context, kv = get_context_tokens(config), predict_kv(config, weights.float_size)
     forward = predict_transient(config, weights.float_size)
@@ -266,7 +266,7 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
         quantization=name_quantization(config, weights.float_size),
         removable=folder != EMBEDDED,
         stored=weights.size + dense,
-        kind=found,
+        kind=model_kind,
         layout=layout,
     )
 
@@ -307,8 +307,8 @@ def find_kind(name: str, folder: Path, config: Config, kind: str = "") -> ModelK
 def is_bare_model(config: Config) -> bool:
     """Return whether a parsed `config.json` belongs to a model without its output layer, such as `MistralModel`."""
     named = config.get("architectures")
-    names = [str(one) for one in cast("Sequence[object]", named)] if isinstance(named, list) else []
-    return isinstance(config.get("model_type"), str) and any(one.endswith("Model") for one in names)
+    names = [str(name) for name in cast("Sequence[object]", named)] if isinstance(named, list) else []
+    return isinstance(config.get("model_type"), str) and any(name.endswith("Model") for name in names)
 
 
 def is_text_model(config: Config) -> bool:
@@ -318,7 +318,7 @@ def is_text_model(config: Config) -> bool:
     named = config.get("architectures")
     if not isinstance(named, Sequence) or not named:
         return True
-    names = [str(one) for one in cast("Sequence[object]", named)]
-    if any("CausalLM" in one or "LMHeadModel" in one for one in names):
+    names = [str(name) for name in cast("Sequence[object]", named)]
+    if any("CausalLM" in name or "LMHeadModel" in name for name in names):
         return True
-    return "text_config" in config and any("ConditionalGeneration" in one for one in names)
+    return "text_config" in config and any("ConditionalGeneration" in name for name in names)

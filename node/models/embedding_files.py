@@ -84,8 +84,8 @@ def read_embedding_layout(
 def _list_lengths(config: Config) -> tuple[int, ...]:
     """Return the lengths that a config allows for shorter vectors, in numbers."""
     sizes: object = config.get("matryoshka_dimensions")
-    found = cast("list[object]", sizes) if isinstance(sizes, list) else []
-    return tuple(sorted(cast("int", size) for size in found if _is_count(size)))
+    lengths = cast("list[object]", sizes) if isinstance(sizes, list) else []
+    return tuple(sorted(cast("int", size) for size in lengths if _is_count(size)))
 
 
 def _is_count(value: object) -> bool:
@@ -117,14 +117,14 @@ def _list_modules(folder: Path) -> list[tuple[str, str]]:
     if raw is None:
         return [("Transformer", ""), ("Pooling", _POOLING_FOLDER)]
     try:
-        found = parse_json_value(raw)
+        modules = parse_json_value(raw)
     except ValueError as error:
         raise EmbeddingFilesError(f"have a {MODULES} that is not JSON: {error}") from None
-    if not isinstance(found, list) or not 2 <= len(cast("list[object]", found)) <= 3 + len(DENSE_FOLDERS):
+    if not isinstance(modules, list) or not 2 <= len(cast("list[object]", modules)) <= 3 + len(DENSE_FOLDERS):
         raise EmbeddingFilesError(f"have a {MODULES} without a list of 2 to {3 + len(DENSE_FOLDERS)} modules")
     kinds: list[tuple[str, str]] = []
-    for one in cast("list[object]", found):
-        module: Config = cast("Config", one) if isinstance(one, dict) else {}
+    for entry in cast("list[object]", modules):
+        module: Config = cast("Config", entry) if isinstance(entry, dict) else {}
         kinds.append((str(module.get("type", "")).rpartition(".")[2][:80], str(module.get("path", ""))[:80]))
     _check_order(kinds)
     return kinds
@@ -150,21 +150,21 @@ def _check_order(kinds: Sequence[tuple[str, str]]) -> None:
 
 def _read_pooling(folder: Path) -> tuple[Pooling, ...]:
     """Return the poolings of a model, in the order in which they are joined."""
-    found = read_object(folder, POOLING)
-    named = found.get("pooling_mode")
+    config = read_object(folder, POOLING)
+    named = config.get("pooling_mode")
     if named is not None:
         names = cast("list[object]", named) if isinstance(named, list) else [named]
         try:
             return tuple(Pooling(str(name)) for name in names)
         except ValueError as error:
             raise EmbeddingFilesError(f"name an unknown pooling: {str(error)[:200]}") from None
-    unknown = [key for key in found if key not in _MODES and key not in _IGNORED and found[key]]
+    unknown = [key for key in config if key not in _MODES and key not in _IGNORED and config[key]]
     if unknown:
         raise EmbeddingFilesError(f"name an unknown pooling: {', '.join(unknown)[:200]}")
-    chosen = tuple(pooling for key, pooling in _MODES.items() if found.get(key) is True)
+    chosen = tuple(pooling for key, pooling in _MODES.items() if config.get(key) is True)
     if not chosen:
         raise EmbeddingFilesError(f"choose no pooling in {POOLING}")
-    if found.get("include_prompt") is False:
+    if config.get("include_prompt") is False:
         raise EmbeddingFilesError("exclude the prompt from the pooling, which Macpool does not support")
     return chosen
 
@@ -173,7 +173,7 @@ def _read_dense(folder: Path, path: str) -> DenseLayer:
     """Read the shape of a Dense layer from its config and the header of its weights."""
     config, weights = read_object(folder, f"{path}/config.json"), f"{path}/model.safetensors"
     name = str(config.get("activation_function", Activation.TANH)).rpartition(".")[2]
-    if name not in [one.value for one in Activation]:
+    if name not in [activation.value for activation in Activation]:
         raise EmbeddingFilesError(f"name an unknown activation after {path}: {name[:80]}")
     if not (folder / weights).exists():
         raise EmbeddingFilesError(f"lack {weights}")
@@ -192,13 +192,13 @@ def _read_dense(folder: Path, path: str) -> DenseLayer:
 
 def _read_prompts(folder: Path) -> tuple[Mapping[str, str], str]:
     """Return the prompts of a model by name, and the name of the default one; empty without."""
-    found = read_object(folder, PROMPTS)
-    named = found.get("prompts")
+    config = read_object(folder, PROMPTS)
+    named = config.get("prompts")
     texts: Config = cast("Config", named) if isinstance(named, dict) else {}
     prompts = {str(name): text for name, text in texts.items() if isinstance(text, str)}
     if len(prompts) != len(texts) or len(prompts) > MAX_PROMPTS:
         raise EmbeddingFilesError(f"have more than {MAX_PROMPTS} prompts or one that is not a text, in {PROMPTS}")
-    default = found.get("default_prompt_name") or ""
+    default = config.get("default_prompt_name") or ""
     if default and default not in prompts:
         raise EmbeddingFilesError(f"name a default prompt that {PROMPTS} does not have: {str(default)[:80]}")
     return prompts, str(default)

@@ -121,8 +121,8 @@ def _read_number(config: Config, name: str, default: float) -> float:
 
 def _read_theta(config: Config, kind: str, older: str, default: float) -> float:
     """Return the base of the rotary positions of one kind of layers, by its current or its older name."""
-    found: object = config.get("rope_parameters")
-    parts: Config = cast("Config", found) if isinstance(found, dict) else {}
+    rope: object = config.get("rope_parameters")
+    parts: Config = cast("Config", rope) if isinstance(rope, dict) else {}
     part = parts.get(kind)
     if isinstance(part, dict) and "rope_theta" in part:
         return _read_number(cast("Config", part), "rope_theta", default)

@@ -39,7 +39,7 @@ def find_model_folders(top: Path, marker: str = MODEL) -> Iterator[tuple[str, Pa
         folder, depth = waiting.pop(0)
         visited += 1
         names = list_names(folder)
-        kind = next((one for one in (PACKAGE, MODEL) if one in names), None)
+        kind = next((candidate for candidate in (PACKAGE, MODEL) if candidate in names), None)
         if kind == marker or (kind is None and marker == MODEL and has_gguf(names)):
             yield (folder.name if folder == top else str(folder.relative_to(top))), folder
         if kind is None and depth < MAX_DEPTH:
@@ -88,7 +88,7 @@ def _find_snapshot(folder: Path, marker: str) -> Path | None:
     if revision and (named / marker).exists():
         return named
     snapshots = [folder / "snapshots" / name for name in list_names(folder / "snapshots")]
-    found = next((snapshot for snapshot in snapshots if (snapshot / marker).exists()), None)
-    if found is None and marker == MODEL:
-        found = next((snapshot for snapshot in snapshots if has_gguf(list_names(snapshot))), None)
-    return found
+    chosen = next((snapshot for snapshot in snapshots if (snapshot / marker).exists()), None)
+    if chosen is None and marker == MODEL:
+        chosen = next((snapshot for snapshot in snapshots if has_gguf(list_names(snapshot))), None)
+    return chosen

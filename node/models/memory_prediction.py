@@ -45,8 +45,8 @@ def estimate_loaded_bytes(config: Config, weights: WeightHeaders) -> int:
 
 def is_quantized(config: Config) -> bool:
     """Return whether a config belongs to weights that mlx-lm keeps quantized. It converts plain fp8 to bf16."""
-    found: object = config.get("quantization_config") or _get_text_config(config).get("quantization_config")
-    method: Config = cast("Config", found) if isinstance(found, dict) else {}
+    quantization: object = config.get("quantization_config") or _get_text_config(config).get("quantization_config")
+    method: Config = cast("Config", quantization) if isinstance(quantization, dict) else {}
     packed = method.get("quant_method") not in (None, "fp8") or (
         method.get("scale_fmt") == "ue8m0" and method.get("weight_block_size") == [32, 32]
     )
@@ -58,8 +58,8 @@ def name_quantization(config: Config, float_size: int) -> str:
 
     `float_size` is the bytes of one unquantized number.
     """
-    found: object = config.get("quantization") or config.get("quantization_config")
-    method: Config = cast("Config", found) if isinstance(found, dict) else {}
+    quantization: object = config.get("quantization") or config.get("quantization_config")
+    method: Config = cast("Config", quantization) if isinstance(quantization, dict) else {}
     bits, named = method.get("bits"), method.get("quant_method")
     if isinstance(bits, int):
         return f"{bits}-bit"
@@ -71,13 +71,13 @@ def _get_text_config(config: Config) -> Config:
 
     A nested part has priority even where the top level has a number of layers: that may belong to an image encoder.
     """
-    inner = next((found for key in _NESTED if _has_layer_count(found := config.get(key))), None)
+    inner = next((part for key in _NESTED if _has_layer_count(part := config.get(key))), None)
     text = {**config, **cast("Config", inner)} if inner is not None else config
     return {**{today: text[old] for old, today in _OLDER.items() if old in text}, **text}
 
 
-def _has_layer_count(found: object) -> bool:
-    return isinstance(found, dict) and ("num_hidden_layers" in found or "n_layer" in found)
+def _has_layer_count(part: object) -> bool:
+    return isinstance(part, dict) and ("num_hidden_layers" in part or "n_layer" in part)
 
 
 def find_unknown_dimensions(config: Config) -> tuple[str, ...]:
@@ -171,13 +171,13 @@ def predict_transient(config: Config, float_size: int) -> TransientModel:
     numbers = _to_count(text.get("hidden_size")) + _to_count(text.get("intermediate_size")) + heads * size
     logits = 4.0 * _to_count(text.get("vocab_size"))
     pair = 0.0 if sys.platform == "darwin" and size in _FUSED else 4.0 * heads
-    seen = 2.0 * kv_heads * size * _get_float_size(text, float_size)
+    attended = 2.0 * kv_heads * size * _get_float_size(text, float_size)
     full, windowed, _ = _count_layers(text)
     window = _to_count(text.get("sliding_window")) if windowed and not full else 0
     return TransientModel(
         token=4.0 * numbers,
         pair=pair,
-        seen=seen,
+        seen=attended,
         logits=logits,
         step_row=4.0 * numbers + logits,
         step_seen=4.0 * heads,

@@ -61,8 +61,8 @@ def _read_answers(folder: Path, kind: str) -> AnswerTokens:
     """Return the tokens of a score by the files, or those of Qwen3-Reranker without files."""
     has_template = _has_template(folder)
     if (folder / LOGIT_SCORE).exists():
-        found = read_object(folder, LOGIT_SCORE)
-        true, false = found.get("true_token_id"), found.get("false_token_id")
+        config = read_object(folder, LOGIT_SCORE)
+        true, false = config.get("true_token_id"), config.get("false_token_id")
         if not _is_token(true) or not (false is None or _is_token(false)):
             raise EmbeddingFilesError(f"have no token ids in {LOGIT_SCORE}: true_token_id is {str(true)[:40]}")
     else:

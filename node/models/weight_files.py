@@ -53,14 +53,16 @@ def read_weight_headers(folder: Path, digest: Digest) -> WeightHeaders:
         )
     if not files:
         return WeightHeaders(cause="it has no model*.safetensors")
-    found = WeightHeaders()
+    headers = WeightHeaders()
     for file in files:
         try:
             size, float_size, fp8 = read_tensor_sizes(file, digest)
         except ValueError as error:
             return WeightHeaders(cause=f"{file.name}: {error}")
-        found = replace(found, size=found.size + size, float_size=float_size or found.float_size, fp8=found.fp8 + fp8)
-    return found
+        headers = replace(
+            headers, size=headers.size + size, float_size=float_size or headers.float_size, fp8=headers.fp8 + fp8
+        )
+    return headers
 
 
 def _list_indexed_files(folder: Path) -> set[str]:
@@ -69,7 +71,7 @@ def _list_indexed_files(folder: Path) -> set[str]:
     except (OSError, ValueError):
         return set()
     named = index.get("weight_map")
-    return {str(one) for one in cast("dict[str, object]", named).values()} if isinstance(named, dict) else set()
+    return {str(name) for name in cast("dict[str, object]", named).values()} if isinstance(named, dict) else set()
 
 
 def read_tensor_sizes(file: Path, digest: Digest) -> tuple[int, int, int]:
@@ -79,7 +81,7 @@ def read_tensor_sizes(file: Path, digest: Digest) -> tuple[int, int, int]:
     Raise ValueError if the file is broken.
     """
     raw, end = read_header(file)
-    tensors = [cast("Config", one) for key, one in parse_json_object(raw).items() if key != "__metadata__"]
+    tensors = [cast("Config", tensor) for key, tensor in parse_json_object(raw).items() if key != "__metadata__"]
     digest.update(raw)
     _hash_samples(file, 8 + len(raw), [tensor["data_offsets"] for tensor in tensors], digest)
     fp8 = sum(
@@ -118,7 +120,7 @@ def read_header(file: Path) -> tuple[bytes, int]:
         size = os.fstat(opened.fileno()).st_size
     if len(raw) < length:
         raise ValueError(f"the file ends within its header, at {size} bytes: download it again")
-    tensors = [cast("Config", one) for key, one in parse_json_object(raw).items() if key != "__metadata__"]
+    tensors = [cast("Config", tensor) for key, tensor in parse_json_object(raw).items() if key != "__metadata__"]
     end = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
     if 8 + length + end > size:
         raise ValueError(f"the file is incomplete: it has {size} of {8 + length + end} bytes: download it again")
@@ -127,10 +129,10 @@ def read_header(file: Path) -> tuple[bytes, int]:
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raise ValueError for any other content."""
-    found = parse_json_value(raw)
-    if not isinstance(found, dict):
+    parsed = parse_json_value(raw)
+    if not isinstance(parsed, dict):
         raise ValueError("it is not a JSON object")  # noqa: TRY004  one error for all broken files
-    return cast("dict[str, Any]", found)
+    return cast("dict[str, Any]", parsed)
 
 
 def parse_json_value(raw: bytes) -> object:

@@ -120,8 +120,8 @@ class SharingController:
 
     def to_report(self) -> Sharing:
         """Return the decision in the form of a node's report."""
-        one = self.sharing_state
-        return Sharing(self._rule.when.value, not one.shared, one.why, one.until, one.by_hand)
+        state = self.sharing_state
+        return Sharing(self._rule.when.value, not state.shared, state.why, state.until, state.by_hand)
 
     def compute_retry_after(self) -> float | None:
         """Return the seconds until this Mac accepts work again, at least 1; None if unknown."""
@@ -196,8 +196,8 @@ class SharingController:
         try:
             stamp = self._file.read_stamp()
             if stamp != self._stamp:
-                kept = None if stamp is None else self._file.read()
-                self._pause = None if kept is None else SharingPause(kept.until, kept.by)
+                stored = None if stamp is None else self._file.read()
+                self._pause = None if stored is None else SharingPause(stored.until, stored.by)
         except FileNotFoundError:
             return  # removed meanwhile: the next check sees that
         except (OSError, ValueError) as error:

@@ -224,8 +224,8 @@ def _decide_by_charge(rule: SharingRule, facts: SharingInputs) -> SharingState:
     )
 
 
-def _refuse_unreadable(what: str, when: ShareWhen) -> SharingState:
-    return SharingState(False, f'{what} cannot be read, which sharing.when = "{when}" needs: choose another value')
+def _refuse_unreadable(reading: str, when: ShareWhen) -> SharingState:
+    return SharingState(False, f'{reading} cannot be read, which sharing.when = "{when}" needs: choose another value')
 
 
 def _format_duration(seconds: float) -> str:

@@ -49,7 +49,7 @@ class VideoCapability:
         self._settings = settings
         self.environments = get_environments_folder(settings, state)
         self._hub = get_hub_folder(environ) if settings.models.use_huggingface_cache else None
-        self._found = NOTHING
+        self._result = NOTHING
         self._task: asyncio.Task[None] | None = None
         self.checked = asyncio.Event()
         """Set once the first check is done, or at `start` if video is disabled."""
@@ -63,7 +63,7 @@ class VideoCapability:
     @property
     def packages(self) -> Mapping[str, Package]:
         """Video packages of the latest check by name, including those that cannot be used."""
-        return self._found.packages
+        return self._result.packages
 
     @property
     def python(self) -> Path:
@@ -77,9 +77,9 @@ class VideoCapability:
         """Reason why this node cannot make videos; empty if it can."""
         if not self.enabled:
             return "video is switched off on this node (worker.enabled)"
-        if self._found.missing:
-            return self._found.missing
-        if not any(not package.described.cause for package in self._found.packages.values()):
+        if self._result.missing:
+            return self._result.missing
+        if not any(not package.described.cause for package in self._result.packages.values()):
             return "this node has no usable video package: download one, or add its folder to models.folders"
         return ""
 
@@ -99,10 +99,10 @@ class VideoCapability:
 
     async def _check_periodically(self) -> None:
         while True:
-            found = await asyncio.to_thread(self._check)
-            if found != self._found:
-                self._found = found
-                log.info("video", packages=sorted(found.packages), unready=self.unready)
+            result = await asyncio.to_thread(self._check)
+            if result != self._result:
+                self._result = result
+                log.info("video", packages=sorted(result.packages), unready=self.unready)
                 self._changed()
             self.checked.set()
             await asyncio.sleep(CHECK_INTERVAL_SECONDS)
@@ -116,11 +116,11 @@ class VideoCapability:
     def _find_packages(self) -> VideoCheck:
         engine = environment.read_engine_version(environment.find_requirement_files())
         missing = environment.describe_missing(self.environments)
-        found = packages.find_packages(self._settings.models.folders, self._hub)
+        by_name = packages.find_packages(self._settings.models.folders, self._hub)
         return VideoCheck(
             {
-                name: Package(one.folder, replace(one.described, engine="" if missing else engine))
-                for name, one in found.items()
+                name: Package(package.folder, replace(package.described, engine="" if missing else engine))
+                for name, package in by_name.items()
             },
             missing,
         )

@@ -71,8 +71,8 @@ def get_environment_path(folder: Path, files: Sequence[Path]) -> Path:
 
 def read_engine_version(files: Sequence[Path]) -> str:
     """Return the version of `mlx-gen` that the requirement files name; empty if they do not name it."""
-    found = (re.search(rf"^{ENGINE}==([\w.]+)", file.read_text(), re.MULTILINE) for file in files)
-    return next((match[1] for match in found if match), "")
+    matches = (re.search(rf"^{ENGINE}==([\w.]+)", file.read_text(), re.MULTILINE) for file in files)
+    return next((match[1] for match in matches if match), "")
 
 
 def get_interpreter(environment: Path) -> Path:
@@ -170,9 +170,9 @@ def _build_pip_command(built: Path) -> list[str]:
 
 def _find_uv_command() -> list[str]:
     """Return the command that starts uv; empty if uv is not available."""
-    found = shutil.which("uv")
-    if found:
-        return [found]
+    uv = shutil.which("uv")
+    if uv:
+        return [uv]
     return [sys.executable, "-m", "uv"] if importlib.util.find_spec("uv") else []
 
 
@@ -188,7 +188,7 @@ def run_command(command: Sequence[str], otherwise: str) -> None:
 
     Raise `EnvironmentBuildError` with `otherwise` and the last lines of the output if the command fails.
     """
-    kept = {
+    variables = {
         name: value for name, value in os.environ.items() if not name.startswith(("MACPOOL_", "PYTHON", "VIRTUAL_"))
     }
     done = subprocess.run(
@@ -198,7 +198,7 @@ def run_command(command: Sequence[str], otherwise: str) -> None:
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        env=kept,
+        env=variables,
     )
     if done.returncode:
         lines = [line for line in done.stdout.splitlines() if line.strip()]

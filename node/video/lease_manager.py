@@ -314,7 +314,7 @@ class LeaseManager:
         await asyncio.to_thread(monitor.close)
         artifacts: tuple[Artifact, ...] = ()
         if end.code == LeaseEndCode.COMPLETED:
-            names = (monitor.job.made or {}).get("files")
+            names = (monitor.job.clip or {}).get("files")
             artifacts = await asyncio.to_thread(hash_artifacts, monitor.folder, names)
         if end.code == LeaseEndCode.COMPLETED and not artifacts:
             end = EndWorker(LeaseEndCode.OUTPUT_INVALID, "the worker reported success without a clip")
@@ -329,7 +329,7 @@ class LeaseManager:
         self, record: LeaseRecord, end: EndWorker, monitor: WorkerMonitor | None, artifacts: tuple[Artifact, ...] = ()
     ) -> None:
         """Store the end of a lease, and send it to the coordinator."""
-        made = msgspec.json.encode(monitor.job.made) if monitor is not None and artifacts else b""
+        properties = msgspec.json.encode(monitor.job.clip) if monitor is not None and artifacts else b""
         peak, seconds = (monitor.peak, monitor.seconds) if monitor is not None else (0, 0.0)
         ended = LeaseEnded(
             lease=record.lease,
@@ -339,7 +339,7 @@ class LeaseManager:
             artifacts=artifacts,
             peak=peak,
             seconds=round(seconds, 3),
-            made=made,
+            made=properties,
         )
         self._store.end(replace(record, ended=ended))
         self._callbacks.send(ended)

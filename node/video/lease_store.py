@@ -122,12 +122,12 @@ def hash_artifacts(folder: Path, names: object) -> tuple[Artifact, ...]:
 
     `folder` is that of the lease, `names` the list of files in the worker's report.
     """
-    found: list[Artifact] = []
+    artifacts: list[Artifact] = []
     for name in ("video.mp4", "thumbnail.webp"):
         file = folder / OUT / name
         if isinstance(names, list) and name in names and file.is_file() and not file.is_symlink():
             with file.open("rb") as opened:
                 digest = hashlib.file_digest(opened, "sha256").digest()
-            found.append(Artifact(name, file.stat().st_size, digest))
-    complete = bool(found) and found[0].name == "video.mp4" and found[0].size > 0
-    return tuple(found) if complete else ()
+            artifacts.append(Artifact(name, file.stat().st_size, digest))
+    complete = bool(artifacts) and artifacts[0].name == "video.mp4" and artifacts[0].size > 0
+    return tuple(artifacts) if complete else ()

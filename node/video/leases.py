@@ -226,8 +226,12 @@ def describe_shortage(
         for model in models
         if model.loaded or model.loading
     ]
-    what = f"{show_size(size - free_bytes)} more headroom"
-    return f"{what}, held by {', '.join(holders)}" if holders else f"{what}, bound by {memory.bound_by or 'the cap'}"
+    shortage = f"{show_size(size - free_bytes)} more headroom"
+    return (
+        f"{shortage}, held by {', '.join(holders)}"
+        if holders
+        else f"{shortage}, bound by {memory.bound_by or 'the cap'}"
+    )
 
 
 def compute_progress(phase: LeasePhase, step: int, steps: int) -> int:

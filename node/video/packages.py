@@ -51,13 +51,13 @@ def find_packages(folders: tuple[str, ...], hub: Path | None) -> dict[str, Packa
 
     Packages that cannot be used are included; their `cause` has the reason. Of equal names the first wins.
     """
-    found: dict[str, Package] = {}
+    packages: dict[str, Package] = {}
     for name, folder in _find_folders(folders, hub):
-        if name not in found and is_valid_model(name):
+        if name not in packages and is_valid_model(name):
             described = _describe_safely(name, folder)
             if described is not None:
-                found[name] = Package(folder, described)
-    return found
+                packages[name] = Package(folder, described)
+    return packages
 
 
 def _find_folders(folders: tuple[str, ...], hub: Path | None) -> Iterator[tuple[str, Path]]:
@@ -165,7 +165,7 @@ def _read_object(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raise `ValueError` for any other JSON value."""
     with path.open("rb") as file:
         raw = file.read(MAX_INDEX_BYTES)
-    found: object = json.loads(raw)
-    if not isinstance(found, dict):
+    parsed: object = json.loads(raw)
+    if not isinstance(parsed, dict):
         raise ValueError("it is not a JSON object")  # noqa: TRY004  one error for all broken files
-    return cast("dict[str, Any]", found)
+    return cast("dict[str, Any]", parsed)

@@ -150,10 +150,10 @@ class KeyRing:
     def _find(self, text: bytes) -> ApiKey | None:
         """Return the key with this text. Each key has one text; the cache is therefore no larger than the number of
         keys."""
-        seen = hashlib.blake2b(text, key=self._salt).digest()
-        known = self._proven.get(seen) or self._prove(text)
+        digest = hashlib.blake2b(text, key=self._salt).digest()
+        known = self._proven.get(digest) or self._prove(text)
         if known is not None:
-            self._proven[seen] = known
+            self._proven[digest] = known
         return known
 
     def is_valid(self, presented: bytes) -> bool:

@@ -87,23 +87,23 @@ class ModelNames:
 
         An unknown name is returned unchanged. `limits` are those of the client's key.
         """
-        found = self._resolve_base(name, view, limits)
+        target = self._resolve_base(name, view, limits)
         base, _, profile = name.rpartition(":")
-        if found is None and base and self._profiles:
-            found = self._resolve_base(base, view, limits)
+        if target is None and base and self._profiles:
+            target = self._resolve_base(base, view, limits)
             known = self._folded_profiles.get(profile.casefold())
-            if isinstance(found, ModelTarget):
-                return self._refuse_profile(base, profile) if known is None else replace(found, profile=known)
-        return ModelTarget((name,), name) if found is None else found
+            if isinstance(target, ModelTarget):
+                return self._refuse_profile(base, profile) if known is None else replace(target, profile=known)
+        return ModelTarget((name,), name) if target is None else target
 
     def _resolve_base(self, name: str, view: ClusterView, limits: KeyLimits) -> ModelTarget | Refused | None:
         """Return the target of a name without profile, or its refusal; None for an unknown name."""
         if self.is_plain(name, view):
             return ModelTarget((name,), name)
-        seen = filter_view(view, limits)
-        alias = self.find_alias(name, seen)
+        visible = filter_view(view, limits)
+        alias = self.find_alias(name, visible)
         if alias is None:
-            model = seen.resolve_name(name)
+            model = visible.resolve_name(name)
             return ModelTarget((model,), model) if _has_model(view, model) else None
         candidates = tuple(view.resolve_name(candidate) for candidate in self.aliases[alias])
         if limits.allows(alias):

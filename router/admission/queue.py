@@ -212,7 +212,7 @@ class AdmissionQueue(Generic[T]):
     def expire(self, now: float) -> list[T]:
         """Remove all requests whose deadline has passed at `now` (monotonic seconds). Return their items, oldest
         first."""
-        late = sorted((entry for entry in self.list_entries() if entry.deadline <= now), key=lambda one: one.number)
+        late = sorted((entry for entry in self.list_entries() if entry.deadline <= now), key=lambda entry: entry.number)
         for entry in late:
             self.remove(entry)
         return [entry.item for entry in late]

@@ -77,7 +77,7 @@ NO_LIMITS = KeyLimits()
 class RateState(NamedTuple):
     """State of one rate of a key, as sent in the `x-ratelimit-*` headers."""
 
-    what: str
+    unit: str
     """Unit of the rate: requests or tokens."""
     limit: int
     """Amount per minute."""
@@ -172,9 +172,9 @@ class RateLimits:
         if crowded:
             return Refused(RefusalCode.RATE_LIMITED, f"{crowded}: wait for an answer", None, 1.0)
         charge = 0 if meter.tokens is None else estimate_charge(demand)
-        for bucket, cost, what in ((meter.requests, 1, "requests"), (meter.tokens, charge, "tokens")):
+        for bucket, cost, unit in ((meter.requests, 1, "requests"), (meter.tokens, charge, "tokens")):
             if bucket is not None and (wait := bucket.compute_wait(cost)):
-                text = f"the limit of this API key is {bucket.rate} {what} per minute, and this request costs {cost}"
+                text = f"the limit of this API key is {bucket.rate} {unit} per minute, and this request costs {cost}"
                 return Refused(RefusalCode.RATE_LIMITED, f"{text}: retry in {math.ceil(wait)} s", None, wait)
         meter.add(demand, charge)
         return charge
@@ -225,8 +225,8 @@ class RateLimits:
         """Return the state of a key's rates per minute; empty for a key without any."""
         meter = self._fill_meter(key, self.get_limits(key), now)
         return tuple(
-            RateState(what, bucket.rate, max(0, math.floor(bucket.level)), bucket.compute_wait(bucket.rate))
-            for what, bucket in (("requests", meter.requests), ("tokens", meter.tokens))
+            RateState(unit, bucket.rate, max(0, math.floor(bucket.level)), bucket.compute_wait(bucket.rate))
+            for unit, bucket in (("requests", meter.requests), ("tokens", meter.tokens))
             if bucket is not None
         )
 

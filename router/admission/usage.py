@@ -41,10 +41,10 @@ class UsageCounter:
 
     def get_totals(self, key: str, model: str) -> UsageTotals:
         """Return the totals of a key and model, to which the caller adds; zeros for a new pair."""
-        found = self._used.get((key, model))
-        if found is None:
-            found = self._used[key, model] = UsageTotals()
-        return found
+        totals = self._used.get((key, model))
+        if totals is None:
+            totals = self._used[key, model] = UsageTotals()
+        return totals
 
     def drain(self) -> Mapping[tuple[str, str], UsageTotals]:
         """Return all totals by (key, model), and start from zero."""

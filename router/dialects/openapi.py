@@ -216,7 +216,7 @@ def build_openapi_paths() -> dict[str, Any]:
 
 
 def _build_video_paths() -> dict[str, Any]:
-    video, one = "/v1/videos", {"parameters": [_build_path_parameter("video")]}
+    video, parameters = "/v1/videos", {"parameters": [_build_path_parameter("video")]}
     schema = {"schema": {"$ref": _REF.format(model=VideoBody.__name__)}}
     files = {kind: {"schema": {"type": "string", "format": "binary"}} for kind in _FILES}
 
@@ -255,21 +255,22 @@ def _build_video_paths() -> dict[str, Any]:
             },
         },
         video + "/{video}": {
-            "get": build_operation("get_video", "Return a video job: state, progress, phase, error", "the job") | one,
+            "get": build_operation("get_video", "Return a video job: state, progress, phase, error", "the job")
+            | parameters,
             "delete": build_operation(
                 "delete_video", "Delete a video; a running job is cancelled", "deleted", (*_NAMED, 503)
             )
-            | one,
+            | parameters,
         },
         video + "/{video}/cancel": {
             "post": build_operation("cancel_video", "Cancel a queued or running video job", "the job", (*_NAMED, 503))
-            | one
+            | parameters
         },
         video + "/{video}/content": {
             "get": content | {"parameters": [_build_path_parameter("video"), _build_query_parameter("variant")]}
         },
         **{path: {"post": _build_unsupported_video(path)} for path in _NO_VIDEOS},
-        "/v1/videos/{video}/remix": {"post": _build_unsupported_video("/remix") | one},
+        "/v1/videos/{video}/remix": {"post": _build_unsupported_video("/remix") | parameters},
         "/v1/videos/characters/{character}": {
             "get": _build_unsupported_video("/get_character") | {"parameters": [_build_path_parameter("character")]}
         },
@@ -298,9 +299,9 @@ def _build_post_operation(path: str, body: type[BaseModel], name: str, summary: 
 
 def build_openapi_schemas() -> dict[str, Any]:
     """Return the OpenAPI component schemas, by name, to which the path items refer."""
-    _, found = models_json_schema([(body, "validation") for body in _list_bodies()], ref_template=_REF)
+    _, schemas = models_json_schema([(body, "validation") for body in _list_bodies()], ref_template=_REF)
     return {
-        **found.get("$defs", {}),
+        **schemas.get("$defs", {}),
         "Error": _ERROR,
         "AnthropicError": _ANTHROPIC_ERROR,
         "CohereError": _COHERE_ERROR,
@@ -342,8 +343,8 @@ def _build_unsupported(path: str) -> dict[str, Any]:
     return operation
 
 
-def _build_path_parameter(what: str) -> dict[str, Any]:
-    return {"name": what, "in": "path", "required": True, "schema": {"type": "string"}}
+def _build_path_parameter(name: str) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
 
 
 def _build_health_operation(name: str, summary: str, bad: tuple[int, ...]) -> dict[str, Any]:

@@ -40,8 +40,8 @@ async def count_prompt_tokens(dispatcher: Dispatcher, request: CountTokens, key:
     if isinstance(charged, Refused):
         return from_refused(charged)
     try:
-        seen = replace(limits, models=()) if target.alias else limits
-        return await _ask_nodes(dispatcher, replace(request, owner=WeightedKey(key, limits.weight)), seen)
+        node_limits = replace(limits, models=()) if target.alias else limits
+        return await _ask_nodes(dispatcher, replace(request, owner=WeightedKey(key, limits.weight)), node_limits)
     finally:
         quotas.record_end(key, demand, charged, 0, dispatcher.get_time())
 

@@ -112,9 +112,9 @@ class NodeCommands:
         command = _OpenCommand(type(frame), node, name, model, asyncio.get_running_loop().create_future(), key)
         same = sum((other.kind is CountTokens) == (command.kind is CountTokens) for other in self._open.values())
         if same >= MAX_OPEN_COMMANDS:
-            what = "token counts" if command.kind is CountTokens else "model commands"
+            kind = "token counts" if command.kind is CountTokens else "model commands"
             return Refused(
-                RefusalCode.QUEUE_FULL, f"{MAX_OPEN_COMMANDS} {what} are open, which is the limit: wait for one to end"
+                RefusalCode.QUEUE_FULL, f"{MAX_OPEN_COMMANDS} {kind} are open, which is the limit: wait for one to end"
             )
         self._open[number] = command
         ended: CommandResult | None = None
@@ -150,10 +150,10 @@ class NodeCommands:
             command.end(replace(refused, node=command.name, message=f"{command.name}: {refused.message}"))
         elif isinstance(frame, Failed):
             died = frame.code in _DIED
-            what = f"the engine of {command.name} died" if died else f"{command.name} failed"
+            cause = f"the engine of {command.name} died" if died else f"{command.name} failed"
             command.end(
                 RequestFailure(
-                    FailureCode.ENGINE_CRASHED if died else frame.code, f"{what} {command.doing}: {frame.message}"
+                    FailureCode.ENGINE_CRASHED if died else frame.code, f"{cause} {command.doing}: {frame.message}"
                 )
             )
 

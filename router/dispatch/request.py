@@ -51,7 +51,7 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     """Name of the conversation, if its client gave one."""
     ignored: tuple[str, ...] = ()
     """Fields and tools of the request's body that have no effect."""
-    given: frozenset[str] = frozenset()
+    set_penalties: frozenset[str] = frozenset()
     """Penalties that the request sets: `params` does not show one that has its default."""
     default_limit: bool = False
     """Whether `params.max_tokens` is the default of the dialect and not set by the request."""

@@ -263,11 +263,11 @@ class RouterApp:
             await exchange.refuse(key)
             return
         name = exchange.path[len(MODELS) + 1 :]
-        found = self._dispatcher.names.list_visible(self._dispatcher.view, key.limits)
-        one, listing = models.get_model, models.list_models
+        visible = self._dispatcher.names.list_visible(self._dispatcher.view, key.limits)
+        get_model, listing = models.get_model, models.list_models
         if exchange.style is ANTHROPIC:
-            one, listing = models.get_anthropic_model, models.list_anthropic_models
-        await exchange.respond(one(found, name, self._started) if name else listing(found, self._started))
+            get_model, listing = models.get_anthropic_model, models.list_anthropic_models
+        await exchange.respond(get_model(visible, name, self._started) if name else listing(visible, self._started))
 
     async def _serve_ollama(self, exchange: Exchange) -> None:
         path, view = exchange.path, self._dispatcher.view
@@ -279,8 +279,8 @@ class RouterApp:
         elif not known:
             await exchange.refuse(build_unsupported_route(path))
         elif path == "/api/tags":
-            seen = self._dispatcher.names.list_visible(view, key.limits)
-            await exchange.respond(ollama_models.list_models(seen, self._started))
+            visible = self._dispatcher.names.list_visible(view, key.limits)
+            await exchange.respond(ollama_models.list_models(visible, self._started))
         elif path == "/api/ps":
             await exchange.respond(ollama_models.list_loaded_models(filter_view(view, key.limits)))
         elif path == "/api/version":
@@ -288,9 +288,9 @@ class RouterApp:
         else:
             body = await exchange.receive_body(replace(self._settings, max_body_bytes=self._short))
             if body is not None:
-                seen = self._dispatcher.names.list_visible(view, key.limits)
+                visible = self._dispatcher.names.list_visible(view, key.limits)
                 await exchange.respond(
-                    body if isinstance(body, Problem) else ollama_models.show_model(seen, body, self._started)
+                    body if isinstance(body, Problem) else ollama_models.show_model(visible, body, self._started)
                 )
 
     async def _serve_health(self, exchange: Exchange) -> None:

@@ -72,9 +72,9 @@ class Exchange:
         body = self.style.error(problem, self.request_id)
         await self.answer(body, problem.status, problem.build_headers() + (headers or []))
 
-    async def respond(self, found: bytes | Problem) -> None:
-        """Send `found`: a JSON body with status 200, or a problem with its status."""
-        await (self.refuse(found) if isinstance(found, Problem) else self.answer(found))
+    async def respond(self, result: bytes | Problem) -> None:
+        """Send `result`: a JSON body with status 200, or a problem with its status."""
+        await (self.refuse(result) if isinstance(result, Problem) else self.answer(result))
 
     async def receive_body(
         self, settings: RouterSettings, reserve: ReserveBody | None = None
@@ -135,22 +135,22 @@ async def _receive_until(receive: Receive, body: bytearray, limit: int, pause: i
 class DisconnectWatch:
     """Watcher that calls `gone` when the client leaves. It starts at its creation and must be closed."""
 
-    __slots__ = ("_gone", "_receive", "_stepper")
+    __slots__ = ("_on_disconnect", "_receive", "_stepper")
 
-    def __init__(self, receive: Receive, gone: Callable[[], None]) -> None:
+    def __init__(self, receive: Receive, on_disconnect: Callable[[], None]) -> None:
         self._receive = cast("Callable[[], Step]", receive)
-        self._gone = gone
+        self._on_disconnect = on_disconnect
         self._stepper = CoroutineDriver(self._handle_message)
         self._stepper.run(self._receive())
 
     def close(self) -> None:
         """Stop watching; `gone` is not called any more."""
-        self._gone = _do_nothing
+        self._on_disconnect = _do_nothing
         self._stepper.close()
 
     def _handle_message(self, message: Message | None) -> None:
         if message is None or message["type"] == "http.disconnect":
-            self._gone()
+            self._on_disconnect()
         else:
             self._stepper.run(self._receive())
 

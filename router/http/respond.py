@@ -117,14 +117,14 @@ def _build_request_headers(request: Answered) -> list[Header]:
 
 def build_optional_headers(request: Answered) -> list[Header]:
     """Return the optional headers of an answer: ignored fields and tools, the model of an alias, the key's rates."""
-    found = build_ignored_header(request.spec.ignored)
+    headers = build_ignored_header(request.spec.ignored)
     if request.alias is not None:
         names = request.model_names if isinstance(request, MergedRequest) else request.demand.model
-        found.append((MODEL, names.encode("ascii", "replace")))
+        headers.append((MODEL, names.encode("ascii", "replace")))
     if not request.rates:
-        return found
-    return found + [
-        (f"x-ratelimit-{name}-{rate.what}".encode(), value.encode())
+        return headers
+    return headers + [
+        (f"x-ratelimit-{name}-{rate.unit}".encode(), value.encode())
         for rate in request.rates
         for name, value in (
             ("limit", str(rate.limit)),

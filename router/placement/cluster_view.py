@@ -115,10 +115,10 @@ class ClusterView:
         Sleeping members count. The choice therefore changes only when the last member that can serve it goes
         (docs/decisions/0020-one-name-one-model.md).
         """
-        found = self._identities.get(name)
-        if found is None:
-            found = self._identities[name] = _compute_identity(self.nodes, name)
-        return found
+        identity = self._identities.get(name)
+        if identity is None:
+            identity = self._identities[name] = _compute_identity(self.nodes, name)
+        return identity
 
     def resolve_name(self, name: str) -> str:
         """Return the name of the model that a client means.
@@ -162,7 +162,7 @@ class ClusterView:
 
     def find_node(self, node_id: NodeId) -> NodeView | None:
         """Return the view of one node; None if the node is not a member."""
-        return next((seen for seen in self.nodes if seen.id == node_id), None)
+        return next((node for node in self.nodes if node.id == node_id), None)
 
 
 def _compute_identity(nodes: tuple[NodeView, ...], name: str) -> ModelIdentity:
@@ -171,7 +171,7 @@ def _compute_identity(nodes: tuple[NodeView, ...], name: str) -> ModelIdentity:
     if len(counted) == 1:
         return ModelIdentity(versions[0][0], counted)
     hashed: dict[str, ModelVersion] = {}
-    for version in sorted(counted, key=lambda one: (counted[one], one)):
+    for version in sorted(counted, key=lambda candidate: (counted[candidate], candidate)):
         if version.content:
             hashed[version.fingerprint] = version
     holders: Counter[ModelVersion] = Counter()
@@ -181,14 +181,18 @@ def _compute_identity(nodes: tuple[NodeView, ...], name: str) -> ModelIdentity:
         holders[known] += 1
         if serves:
             able.add(known)
-    chosen = min(able or holders, key=lambda one: (not one.fingerprint, -holders[one], one), default=UNKNOWN_VERSION)
+    chosen = min(
+        able or holders,
+        key=lambda candidate: (not candidate.fingerprint, -holders[candidate], candidate),
+        default=UNKNOWN_VERSION,
+    )
     return ModelIdentity(chosen, holders)
 
 
 def _list_versions(nodes: tuple[NodeView, ...], name: str) -> list[tuple[ModelVersion, bool]]:
     """Return the version of a model on each member that can load it, and whether the member can serve it now."""
-    found = ((node, node.models.get(name)) for node in nodes if node.state != NodeState.LEFT)
-    return [(model.version, _can_serve(node)) for node, model in found if model is not None and not model.cause]
+    pairs = ((node, node.models.get(name)) for node in nodes if node.state != NodeState.LEFT)
+    return [(model.version, _can_serve(node)) for node, model in pairs if model is not None and not model.cause]
 
 
 def _can_serve(node: NodeView) -> bool:

@@ -281,8 +281,8 @@ class ReservationLedger:
 
     def find_hold_node(self, waiting: int) -> NodeId | None:
         """Return the node on which a queued request has a hold; None if it has none."""
-        kept = self._holds.get(waiting)
-        return None if kept is None else kept[0]
+        hold = self._holds.get(waiting)
+        return None if hold is None else hold[0]
 
     def get_unacknowledged_bytes(self, node: NodeId, waiting: int = -1) -> int:
         """Return the reserved bytes on a node that its report does not contain.
@@ -292,7 +292,9 @@ class ReservationLedger:
         need = self._accounts.get(node, _EMPTY).need
         if not self._holds:
             return need
-        return need + sum(kept for number, (where, kept) in self._holds.items() if where == node and number != waiting)
+        return need + sum(
+            held_bytes for number, (where, held_bytes) in self._holds.items() if where == node and number != waiting
+        )
 
     def get_account(self, node: NodeId) -> NodeReservations:
         """Return the account of a node, read-only; an empty one for a node without requests."""

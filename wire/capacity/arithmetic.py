@@ -166,9 +166,13 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
         predicted, memory.ceiling, now, reserved, estimate, memory.margin, memory.cap, free_bytes, memory.bound_by
     )
     if predicted is None or memory.bound_by == UNREADABLE:
-        what = "the footprint of the engine" if predicted is None else "the available memory of its system"
+        reading = "the footprint of the engine" if predicted is None else "the available memory of its system"
         return Refused(
-            RefusalCode.UNREADABLE, f"{what} cannot be read; the node starts no requests until then", numbers, 2.0, node
+            RefusalCode.UNREADABLE,
+            f"{reading} cannot be read; the node starts no requests until then",
+            numbers,
+            2.0,
+            node,
         )
     text = (
         f"needs {show_size(estimate)}, headroom is {show_size(free_bytes)} (of {show_size(memory.ceiling)}, "
@@ -222,8 +226,8 @@ def estimate_prefill_transient(
 
     `last`: the forward computes the logits of all its tokens. `grows`: the caches are full and are copied to grow.
     """
-    seen = tokens + (min(past, transient.window) if transient.window else past)
-    attention = transient.token * tokens + transient.pair * tokens * seen + grows * transient.seen * seen
+    attended = tokens + (min(past, transient.window) if transient.window else past)
+    attention = transient.token * tokens + transient.pair * tokens * attended + grows * transient.seen * attended
     layers = transient.fixed + max(attention, transient.least * tokens)
     return math.ceil(max(layers, transient.fixed + transient.logits * tokens) if last else layers)
 
@@ -236,9 +240,9 @@ def estimate_step_transient(transient: TransientModel, rows: int, longest: int, 
     """
     if not rows:
         return 0
-    seen = rows * (min(longest, transient.window) if transient.window else longest)
+    attended = rows * (min(longest, transient.window) if transient.window else longest)
     each = transient.step_seen + grows * 2 * transient.seen
-    return math.ceil(transient.step_fixed + rows * transient.step_row + seen * each)
+    return math.ceil(transient.step_fixed + rows * transient.step_row + attended * each)
 
 
 def compute_last_chunk_tokens(transient: TransientModel) -> int:

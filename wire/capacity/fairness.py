@@ -59,11 +59,11 @@ def compute_service_order(waiting: Sequence[WaitingRequest], taken: Mapping[str,
     with the lowest number of rows divided by its weight is next, with its oldest request.
     """
     lanes: dict[str, deque[int]] = {}
-    for place, one in enumerate(waiting):
-        if one.begun:
+    for place, request in enumerate(waiting):
+        if request.begun:
             yield place
         else:
-            lanes.setdefault(one.owner.name, deque()).append(place)
+            lanes.setdefault(request.owner.name, deque()).append(place)
     had = {name: waiting[lane[0]].owner.load(taken.get(name, 0)) for name, lane in lanes.items()}
     while lanes:
         name = min(lanes, key=lambda name: (had[name], lanes[name][0]))
@@ -88,23 +88,23 @@ def choose_preemptions(key: WeightedKey, need: int, missing: int, holding: Seque
     in order of arrival. The list is empty if fair shares do not allow enough preemptions.
     """
     used, weights, lanes = Counter[str](), dict[str, WeightedKey](), dict[str, list[int]]()
-    for place, one in enumerate(holding):
-        used[one.owner.name] += one.size
-        weights[one.owner.name] = one.owner
-        lanes.setdefault(one.owner.name, []).append(place)
-    wanted, found = key.load(used[key.name] + need), list[int]()
+    for place, request in enumerate(holding):
+        used[request.owner.name] += request.size
+        weights[request.owner.name] = request.owner
+        lanes.setdefault(request.owner.name, []).append(place)
+    wanted, chosen = key.load(used[key.name] + need), list[int]()
     lanes.pop(key.name, None)
     while missing > 0 and lanes:
         name = max(lanes, key=lambda name: weights[name].load(used[name]))
         place = lanes[name].pop()
         if weights[name].load(used[name] - holding[place].size) < wanted:
             return []
-        found.append(place)
+        chosen.append(place)
         used[name] -= holding[place].size
         missing -= holding[place].size
         if not lanes[name]:
             del lanes[name]
-    return found if missing <= 0 else []
+    return chosen if missing <= 0 else []
 
 
 class PrefillFairness:
@@ -126,7 +126,7 @@ class PrefillFairness:
         The oldest prompt is next, unless a key has more than CROWDED_PROMPTS prompts. Then the oldest prompt of the key
         with the fewest prefilled tokens per weight is next. `waiting` must not be empty.
         """
-        prompts = Counter(one.name for one in waiting)
+        prompts = Counter(key.name for key in waiting)
         least = min((self._read[name] for name in prompts if name in self._read), default=0.0)
         self._read = {name: self._read.get(name, least) for name in prompts}
         if max(prompts.values()) <= CROWDED_PROMPTS:

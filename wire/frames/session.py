@@ -180,7 +180,7 @@ class FetchRequest(Frame, frozen=True, array_like=True, gc=False):
 
     number: Number
     """Number of the request, which its answers repeat."""
-    what: Text
+    source: Text
     """`logs`, `metrics` or `artifact:LEASE/NAME`."""
     offset: Difference = 0
     """First byte; a negative offset counts from the end."""

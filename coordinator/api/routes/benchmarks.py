@@ -73,8 +73,8 @@ class BenchmarkRoutes:
 
     async def benchmarks(self, model: str | None = None) -> dict[str, Any]:
         """List the stored speeds, the newest first: of one model, or of all."""
-        found = [one for one in self._records.list_all() if model in (None, one.model)]
-        return {"schema": 1, "benchmarks": [self._build_row(one) for one in found]}
+        records = [record for record in self._records.list_all() if model in (None, record.model)]
+        return {"schema": 1, "benchmarks": [self._build_row(record) for record in records]}
 
     def _build_row(self, record: BenchmarkRecord) -> dict[str, object]:
         name = self._nodes.directory.get_name(record.node)

@@ -153,8 +153,8 @@ class KeyRoutes:
         return self._admin.sum_usage(key, since, daily=daily)
 
 
-def _parse_limits(given: Mapping[str, Any]) -> KeyLimits:
+def _parse_limits(limits: Mapping[str, Any]) -> KeyLimits:
     try:
-        return msgspec.convert(given, KeyLimits)
+        return msgspec.convert(limits, KeyLimits)
     except msgspec.ValidationError as error:
         raise ProblemError(build_invalid(f"limits: {error}", "limits")) from None

@@ -64,13 +64,13 @@ class ModelRoutes:
         has that version. `kind` is that of its requests: chat, embed or rerank. `conflict`: nodes have different models
         of this name.
         """
-        found: dict[str, dict[str, Any]] = {}
+        rows: dict[str, dict[str, Any]] = {}
         view = filter_view(self._nodes.registry.build_view(), limits)
         served = view.get_models()
         for node in view.nodes:
             for model in node.models.values():
                 shown, identity = served[model.name], view.identify(model.name)
-                row = found.setdefault(
+                row = rows.setdefault(
                     model.name,
                     {
                         "name": model.name,
@@ -96,7 +96,7 @@ class ModelRoutes:
                 benchmark = self._benchmarks.find(node.id, model.name, model.fingerprint)
                 place["benchmark"] = None if benchmark is None else benchmark.to_row()
                 row["nodes"].append({**place, **get_speeds(model), "measured": get_measured_memory(model)})
-        return [found[name] for name in sorted(found)]
+        return [rows[name] for name in sorted(rows)]
 
     def build_answer(self, limits: KeyLimits | None = None) -> dict[str, Any]:
         """Return the models and aliases that a key with these limits may use."""

@@ -45,10 +45,10 @@ class PauseBody(Body):
 
 def find_node(directory: NodeDirectory, node: str) -> NodeId:
     """Return the id of the node with this id or name. Raise `ProblemError` (404) if there is none."""
-    found = directory.find_member(node)
-    if found is None:
+    node_id = directory.find_member(node)
+    if node_id is None:
         raise ProblemError(Problem(404, "node_not_found", f"there is no node {node[:100]!r}: look at `cluster nodes`"))
-    return found
+    return node_id
 
 
 class NodeRoutes:
@@ -88,23 +88,23 @@ class NodeRoutes:
     def _build_breaker_row(self, node: NodeId) -> dict[str, Any]:
         """Return the state of a node's circuit breaker, which opens after engine faults. `until` is Unix seconds."""
         now = self._traffic.get_time()
-        found = self._traffic.breakers.get_state(node, now)
-        if found is None:
+        breaker = self._traffic.breakers.get_state(node, now)
+        if breaker is None:
             return {"state": "closed", "why": "", "until": None, "opened": 0}
-        until = round(time.time() + found.until - now)
-        return {"state": found.state, "why": found.why, "until": until, "opened": found.opened}
+        until = round(time.time() + breaker.until - now)
+        return {"state": breaker.state, "why": breaker.why, "until": until, "opened": breaker.opened}
 
     def _find_node(self, node: str) -> NodeId:
         return find_node(self._nodes.directory, node)
 
     def _find_member(self, node: str) -> NodeId:
         """Return the id of a node that has not left. Raise `ProblemError` with 404 or 409."""
-        found = self._find_node(node)
-        if self._nodes.registry.pool.members[found].state == NodeState.LEFT:
+        node_id = self._find_node(node)
+        if self._nodes.registry.pool.members[node_id].state == NodeState.LEFT:
             minutes = DELETE_AFTER_SECONDS / 60
-            text = f"{self._build_row(found)['name']} has left the cluster: it stays listed for {minutes:.0f} minutes"
+            text = f"{self._build_row(node_id)['name']} has left the cluster: it stays listed for {minutes:.0f} minutes"
             raise ProblemError(Problem(409, "node_left", text))
-        return found
+        return node_id
 
     async def nodes(self) -> dict[str, Any]:
         """List the nodes with their memory arithmetic; sizes in bytes."""
@@ -116,11 +116,11 @@ class NodeRoutes:
 
     async def logs(self, node: str, size: LogBytes = 65536, follow: bool = False) -> Response:
         """Return the end of a node's log as text, fetched over its link. With `follow`, stream new lines."""
-        fetches, found = self._nodes.links.fetches, self._find_node(node)
+        fetches, node_id = self._nodes.links.fetches, self._find_node(node)
         pieces = (
-            fetches.follow_source(found, "logs", size, FOLLOW_INTERVAL_SECONDS)
+            fetches.follow_source(node_id, "logs", size, FOLLOW_INTERVAL_SECONDS)
             if follow
-            else fetches.fetch_source(found, "logs", size)
+            else fetches.fetch_source(node_id, "logs", size)
         )
         return await stream_log(pieces)
 
@@ -135,10 +135,10 @@ class NodeRoutes:
         return await self._set_cordon(node, on=False)
 
     async def _set_cordon(self, node: str, *, on: bool) -> dict[str, Any]:
-        found = self._find_member(node)
-        self._nodes.administration.set_cordoned(found, on=on)
+        node_id = self._find_member(node)
+        self._nodes.administration.set_cordoned(node_id, on=on)
         await self._store.flush()
-        return {"schema": 1, "node": found, "cordoned": on}
+        return {"schema": 1, "node": node_id, "cordoned": on}
 
     async def allow_video(self, node: str) -> dict[str, Any]:
         """Allow the placement of video jobs on a node."""
@@ -149,20 +149,20 @@ class NodeRoutes:
         return await self._set_video(node, on=False)
 
     async def _set_video(self, node: str, *, on: bool) -> dict[str, Any]:
-        found = self._find_member(node)
-        self._nodes.administration.set_video_allowed(found, on=on)
+        node_id = self._find_member(node)
+        self._nodes.administration.set_video_allowed(node_id, on=on)
         await self._store.flush()
-        return {"schema": 1, "node": found, "video_allowed": on}
+        return {"schema": 1, "node": node_id, "video_allowed": on}
 
     async def drain(self, node: str, body: DrainBody) -> dict[str, Any]:
         """Cordon a node, migrate its requests, and return the number of requests left after `wait_seconds`.
 
         The answer follows earlier if no requests are left. The node stays cordoned until it is uncordoned."""
-        found = self._find_member(node)
-        self._nodes.administration.set_cordoned(found, on=True)
+        node_id = self._find_member(node)
+        self._nodes.administration.set_cordoned(node_id, on=True)
         await self._store.flush()
-        left = await self._traffic.wait_drained(found, body.wait_seconds)
-        return {"schema": 1, "node": found, "cordoned": True, "left": left}
+        left = await self._traffic.wait_drained(node_id, body.wait_seconds)
+        return {"schema": 1, "node": node_id, "cordoned": True, "left": left}
 
     async def pause(self, node: str, body: PauseBody) -> dict[str, Any]:
         """Pause a node: migrate its requests and free its memory for its owner.
@@ -175,28 +175,28 @@ class NodeRoutes:
         return await self._set_pause(node, 0.0)
 
     async def _set_pause(self, node: str, seconds: float | None) -> dict[str, Any]:
-        found = self._find_member(node)
+        node_id = self._find_member(node)
         try:
-            sharing = await self._nodes.administration.pause_node(found, seconds, "an administrator of the pool")
+            sharing = await self._nodes.administration.pause_node(node_id, seconds, "an administrator of the pool")
         except LookupError as error:
             raise ProblemError(Problem(503, "node_unreachable", f"{node}: {error}")) from None
         if sharing is None:
             raise ProblemError(Problem(503, "node_unreachable", f"{node} did not confirm the pause: check its log"))
-        left = self._traffic.count_in_flight(found)
-        return {"schema": 1, "node": found, "sharing": msgspec.structs.asdict(sharing), "in_flight": left}
+        left = self._traffic.count_in_flight(node_id)
+        return {"schema": 1, "node": node_id, "sharing": msgspec.structs.asdict(sharing), "in_flight": left}
 
     # -- name and membership ----------------------------------------------------------------------
 
     async def label(self, node: str, body: LabelsBody) -> dict[str, Any]:
         """Set the labels of a node. Keys can be limited to labels."""
-        found = self._find_member(node)
-        self._nodes.administration.set_labels(found, tuple(dict.fromkeys(body.labels)))
+        node_id = self._find_member(node)
+        self._nodes.administration.set_labels(node_id, tuple(dict.fromkeys(body.labels)))
         await self._store.flush()
-        return {"schema": 1, "node": found, "labels": body.labels}
+        return {"schema": 1, "node": node_id, "labels": body.labels}
 
     async def remove(self, node: str) -> dict[str, Any]:
         """Revoke a node's certificate at once and remove the node from the pool."""
-        found = self._find_member(node)
-        self._nodes.administration.remove_node(found)
+        node_id = self._find_member(node)
+        self._nodes.administration.remove_node(node_id)
         await self._store.flush()
-        return {"schema": 1, "node": found}
+        return {"schema": 1, "node": node_id}

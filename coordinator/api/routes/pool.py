@@ -77,7 +77,7 @@ class PoolRoutes:
 
     def list_active_conditions(self) -> list[dict[str, Any]]:
         """Return the active conditions as rows of the API."""
-        return [one.to_row() for one in self._conditions.list_active()]
+        return [condition.to_row() for condition in self._conditions.list_active()]
 
     async def version(self) -> dict[str, Any]:
         """Return version, protocol and clock (Unix seconds) of the coordinator."""

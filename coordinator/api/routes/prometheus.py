@@ -34,14 +34,14 @@ class PrometheusRoutes:
 
     async def node_metrics(self, node: str, request: Request) -> Response:
         """Return a node's metrics in Prometheus format. Service discovery lists the address."""
-        found, accepted = find_node(self._directory, node), request.headers.get("accept", "")
+        node_id, accepted = find_node(self._directory, node), request.headers.get("accept", "")
         try:
-            text, kind = await self._metrics.render_node(found, accepted)
+            text, kind = await self._metrics.render_node(node_id, accepted)
         except NodeUnreachable as error:
             raise ProblemError(Problem(503, "node_unreachable", str(error))) from None
         return Response(text, headers={"content-type": kind})
 
     async def targets(self, request: Request) -> Response:
         """List the nodes for Prometheus HTTP service discovery; the coordinator proxies each node's metrics."""
-        found = self._metrics.list_targets(request.headers["host"], request.url.scheme)
-        return Response(msgspec.json.encode(found), media_type="application/json")
+        targets = self._metrics.list_targets(request.headers["host"], request.url.scheme)
+        return Response(msgspec.json.encode(targets), media_type="application/json")

@@ -84,30 +84,30 @@ class PullRoutes:
         if body.nodes and body.all:
             raise ProblemError(build_invalid("nodes and all exclude each other", "nodes"))
         named = [find_node(self._nodes.directory, node) for node in body.nodes]
-        found = await self._pulls.hub.query(body.repo, body.revision)
-        if isinstance(found, HubRefusal):
-            raise ProblemError(_build_problem(found.code, found.message, found.retry_after))
-        if found.model.cause:
-            text = f"{body.repo} cannot be served: {found.model.cause}"
+        hub_answer = await self._pulls.hub.query(body.repo, body.revision)
+        if isinstance(hub_answer, HubRefusal):
+            raise ProblemError(_build_problem(hub_answer.code, hub_answer.message, hub_answer.retry_after))
+        if hub_answer.model.cause:
+            text = f"{body.repo} cannot be served: {hub_answer.model.cause}"
             raise ProblemError(Problem(400, "unsupported_model", text, "repo"))
         selection = NodeSelection.NAMED if named else NodeSelection.ALL if body.all else NodeSelection.AUTO
         plan = plan_pull(
             self._nodes.registry.build_view(),
-            found.model.to_model(body.repo),
-            found.manifest.size,
+            hub_answer.model.to_model(body.repo),
+            hub_answer.manifest.size,
             selection,
             named,
         )
-        answer = _describe(found, plan)
+        answer = _describe(hub_answer, plan)
         if not body.dry_run:
-            answer["pull"] = self._start(found, plan)
+            answer["pull"] = self._start(hub_answer, plan)
         return answer
 
-    def _start(self, found: HubAnswer, plan: PullPlan) -> dict[str, object]:
+    def _start(self, hub_answer: HubAnswer, plan: PullPlan) -> dict[str, object]:
         if not plan.chosen:
             raise ProblemError(Problem(507, "no_node", plan.explain()))
         try:
-            record = self._pulls.start_pull(found.manifest, plan.chosen, ACTOR.get())
+            record = self._pulls.start_pull(hub_answer.manifest, plan.chosen, ACTOR.get())
         except TooManyPullsError as error:
             raise ProblemError(Problem(429, "too_many_pulls", str(error))) from None
         except OSError as error:
@@ -167,8 +167,8 @@ class PullRoutes:
         return self._nodes.directory.get_name(node)
 
 
-def _describe(found: HubAnswer, plan: PullPlan) -> dict[str, Any]:
-    manifest, model = found.manifest, found.model
+def _describe(hub_answer: HubAnswer, plan: PullPlan) -> dict[str, Any]:
+    manifest, model = hub_answer.manifest, hub_answer.model
     return {
         "schema": 1,
         "repo": manifest.repo,
@@ -176,7 +176,7 @@ def _describe(found: HubAnswer, plan: PullPlan) -> dict[str, Any]:
         "commit": manifest.commit,
         "size": manifest.size,
         "files": len(manifest.files),
-        "skipped": {"files": len(found.skipped), "size": sum(file.size for file in found.skipped)},
+        "skipped": {"files": len(hub_answer.skipped), "size": sum(file.size for file in hub_answer.skipped)},
         "model": {
             "architecture": model.architecture,
             "quantization": model.quantization,

@@ -66,7 +66,7 @@ class QuantizationRoutes:
 
     async def quantizations(self) -> dict[str, Any]:
         """List the quantizations since the start of the coordinator, the newest first, with their progress in bytes."""
-        rows = [one.to_row(self._nodes.directory.get_name) for one in reversed(self._quantizations.list_all())]
+        rows = [record.to_row(self._nodes.directory.get_name) for record in reversed(self._quantizations.list_all())]
         return {"schema": 1, "quantizations": rows}
 
     async def quantization_state(self, quantization: str) -> dict[str, Any]:
@@ -105,11 +105,11 @@ class QuantizationRoutes:
         return max(nodes, key=lambda node: (not node.models[body.model].cause, node.headroom or 0))
 
     def _find(self, quantization: str) -> QuantizationRecord:
-        found = self._quantizations.find(quantization)
-        if found is None:
+        record = self._quantizations.find(quantization)
+        if record is None:
             text = f"there is no quantization {quantization[:100]!r}: look at `cluster models quantizations`"
             raise ProblemError(Problem(404, "quantization_not_found", text))
-        return found
+        return record
 
-    def _build_answer(self, one: QuantizationRecord) -> dict[str, Any]:
-        return {"schema": 1, "quantization": one.to_row(self._nodes.directory.get_name)}
+    def _build_answer(self, record: QuantizationRecord) -> dict[str, Any]:
+        return {"schema": 1, "quantization": record.to_row(self._nodes.directory.get_name)}

@@ -176,7 +176,7 @@ def summarize_request(record: RequestRecord, clock: WallClock) -> dict[str, Any]
 
     Absent values are None.
     """
-    first = next((at for at, what, _ in record.steps if what == "first token"), None)
+    first = next((at for at, step, _ in record.steps if step == "first token"), None)
     nodes = [node for _, _, node in record.steps if node]
     decoding = 0.0 if first is None else record.seconds - first
     if record.timings is not None:  # short answers arrive in one piece: then only their node knows how long they took
@@ -214,4 +214,4 @@ def _build_open_row(request: ActiveRequest, now: float) -> dict[str, Any]:
 
 
 def _build_step_rows(steps: Iterable[tuple[float, str, str]]) -> list[dict[str, Any]]:
-    return [{"at": at, "what": what, "node": node} for at, what, node in steps]
+    return [{"at": at, "what": step, "node": node} for at, step, node in steps]

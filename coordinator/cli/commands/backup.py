@@ -44,28 +44,28 @@ def backup(
     passphrase = _read_new_passphrase(passphrase_file) if encrypt or passphrase_file else None
     folder = state or get_default_state()
     try:
-        made = create_backup(folder, file, artifacts=artifacts, passphrase=passphrase)
+        result = create_backup(folder, file, artifacts=artifacts, passphrase=passphrase)
     except BackupError as error:
         raise CommandError(NOT_FOUND if "there is no cluster" in str(error) else 1, str(error)) from None
     summary = {
         "schema": 1,
-        "file": str(made.file),
-        "bytes": made.size,
-        "encrypted": made.encrypted,
-        **_summarize_manifest(made.manifest),
+        "file": str(result.file),
+        "bytes": result.size,
+        "encrypted": result.encrypted,
+        **_summarize_manifest(result.manifest),
     }
     if output == "json":
         _print_json(summary)
         return
     click.echo(
-        f"{made.file}: cluster {summary['name']} ({summary['cluster']}), {summary['files']} files, "
-        f"{show_size(made.size)}"
+        f"{result.file}: cluster {summary['name']} ({summary['cluster']}), {summary['files']} files, "
+        f"{show_size(result.size)}"
     )
     if not artifacts and (folder / "videos").exists():
         click.echo("finished videos are not included: use --artifacts to include them")
-    for path in made.manifest.outside:
+    for path in result.manifest.outside:
         click.echo(f"{path} is named in the settings but not included: back it up separately")
-    if not made.encrypted:
+    if not result.encrypted:
         click.secho(
             "the file is not encrypted and contains the cluster's key: protect it, or use --encrypt",
             fg="yellow",
@@ -185,8 +185,8 @@ def _read_needed_passphrase(file: Path, passphrase_file: Path | None) -> bytes |
 def _ask_passphrase(*, twice: bool) -> bytes:
     if not sys.stdin.isatty():
         raise CommandError(2, "there is no terminal to ask for the passphrase: use --passphrase-file FILE")
-    found = click.prompt("Passphrase", hide_input=True, confirmation_prompt=twice, err=True)
-    return _check_passphrase(str(found).encode())
+    passphrase = click.prompt("Passphrase", hide_input=True, confirmation_prompt=twice, err=True)
+    return _check_passphrase(str(passphrase).encode())
 
 
 def _read_passphrase_file(file: Path) -> bytes:

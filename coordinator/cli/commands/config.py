@@ -45,20 +45,22 @@ def show(prefix: str, state: Path | None, pairs: tuple[str, ...], changed: bool,
         raise click.UsageError(
             "--running and --set exclude each other: running processes have the flags of their start"
         )
-    found = (
+    report = (
         _read_running_report(folder) if running else inspect_settings(folder, folder / "config.toml", os.environ, pairs)
     )
-    rows = [row for row in found.rows if row["key"].startswith(prefix) and not (changed and row["origin"] == "default")]
-    if prefix and not [row for row in found.rows if row["key"].startswith(prefix)]:
+    rows = [
+        row for row in report.rows if row["key"].startswith(prefix) and not (changed and row["origin"] == "default")
+    ]
+    if prefix and not [row for row in report.rows if row["key"].startswith(prefix)]:
         raise CommandError(NOT_FOUND, f"there is no setting {prefix}: docs/settings.md lists them")
     if output == "json":
-        wrong = [asdict(fault) for fault in found.faults]
+        wrong = [asdict(fault) for fault in report.faults]
         click.echo(json.dumps({"schema": 1, "settings": rows, "wrong": wrong}, default=str))
     else:
         print_table(
             ("KEY", "VALUE", "ORIGIN"), [(row["key"], _format_value(row["value"]), row["origin"]) for row in rows]
         )
-    _raise_faults(found.faults)
+    _raise_faults(report.faults)
 
 
 @config.command()
@@ -78,12 +80,12 @@ def check(file: Path | None, state: Path | None, output: str) -> None:
             raise CommandError(NOT_FOUND, f"there is no file {place}")
         if output == "text":
             click.echo(f"there is no {place}: every setting has its default")
-    found = inspect_settings(folder, place, os.environ if file is None else {}, ())
+    report = inspect_settings(folder, place, os.environ if file is None else {}, ())
     if output == "json":
-        click.echo(json.dumps({"schema": 1, "file": str(place), "wrong": [asdict(fault) for fault in found.faults]}))
-    _raise_faults(found.faults)
+        click.echo(json.dumps({"schema": 1, "file": str(place), "wrong": [asdict(fault) for fault in report.faults]}))
+    _raise_faults(report.faults)
     if output == "text":
-        changed = sum(row["origin"] != "default" for row in found.rows)
+        changed = sum(row["origin"] != "default" for row in report.rows)
         click.echo(f"{place}: valid, {changed} settings are not the default")
 
 
@@ -101,11 +103,11 @@ def _format_value(value: object) -> str:
 
 
 def _read_running_report(folder: Path) -> SettingsReport:
-    found = read_running_settings(
+    report = read_running_settings(
         ApiSession(folder, None, None, "json"), read_node_settings(folder, folder / "config.toml", os.environ, ())
     )
-    if not found.roles:
+    if not report.roles:
         raise CommandError(
             UNREACHABLE, f"neither a coordinator nor a node runs in {folder}: start one, or omit --running"
         )
-    return SettingsReport(found.rows, ())
+    return SettingsReport(report.rows, ())

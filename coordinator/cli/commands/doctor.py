@@ -53,21 +53,21 @@ def doctor(
     from coordinator.doctor.runner import CHECKS, run_checks
 
     if only_list:
-        for one in CHECKS:
-            click.echo(f"{one.id:<14} {one.title}")
+        for check in CHECKS:
+            click.echo(f"{check.id:<14} {check.title}")
         return
     here: HostProbe = HostProbe(session, timeout_seconds=seconds)
-    found: list[CheckResult] = []
+    results: list[CheckResult] = []
     as_json = as_json or session.json
-    for one in run_checks(here):
-        found.append(one)
-        if not as_json and (everything or one.finding.result != "not here"):
-            _print_result(one)
-    written = _write_bundle(here, bundle, found) if bundle is not None else None
-    code = compute_exit_code(((one.check.id, one.finding) for one in found), strict=strict)
-    counts = {result: sum(one.finding.result == result for one in found) for result in COLOURS}
+    for result in run_checks(here):
+        results.append(result)
+        if not as_json and (everything or result.finding.result != "not here"):
+            _print_result(result)
+    written = _write_bundle(here, bundle, results) if bundle is not None else None
+    code = compute_exit_code(((result.check.id, result.finding) for result in results), strict=strict)
+    counts = {result: sum(check_result.finding.result == result for check_result in results) for result in COLOURS}
     if as_json:
-        checks = [one.to_row() for one in found]
+        checks = [result.to_row() for result in results]
         click.echo(json.dumps({"schema": 1, "checks": checks, "counts": counts, "exit": code, "bundle": written}))
     else:
         more = "" if everything else " (--all prints them)"
@@ -80,14 +80,16 @@ def doctor(
     sys.exit(code)
 
 
-def _print_result(one: "CheckResult") -> None:
-    found = one.finding
-    click.echo(click.style(f"{found.result:<8}", fg=COLOURS[found.result]) + f" {one.check.id:<14} {found.text}")
-    if found.fix:
-        click.echo(f"{'':23} → {found.fix}")
+def _print_result(result: "CheckResult") -> None:
+    finding = result.finding
+    click.echo(
+        click.style(f"{finding.result:<8}", fg=COLOURS[finding.result]) + f" {result.check.id:<14} {finding.text}"
+    )
+    if finding.fix:
+        click.echo(f"{'':23} → {finding.fix}")
 
 
-def _write_bundle(here: "HostProbe", file: Path, found: "list[CheckResult]") -> str:
+def _write_bundle(here: "HostProbe", file: Path, results: "list[CheckResult]") -> str:
     import platform
     from importlib.metadata import version
 
@@ -104,7 +106,7 @@ def _write_bundle(here: "HostProbe", file: Path, found: "list[CheckResult]") -> 
         settings = {"problem": error.message}
     now = read_running_settings(here.session, inspection)
     contents = {
-        "findings.json": [one.to_row() for one in found],
+        "findings.json": [result.to_row() for result in results],
         "versions.json": {
             "macpool": version("macpool"),
             "python": platform.python_version(),

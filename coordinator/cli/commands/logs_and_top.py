@@ -106,10 +106,10 @@ def _iterate_events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
 def _format_event(event: dict[str, Any]) -> str:
     """Render an event for a person, without control characters."""
     known = ("timestamp", "level", "logger", "event")
-    when, level, _, what = (str(event.get(name, "")) for name in known)
+    when, level, _, message = (str(event.get(name, "")) for name in known)
     rest = "  ".join(f"{name}={value}" for name, value in event.items() if name not in known)
     return replace_control_characters(
-        f"{_format_local_time(when)}  {level:<8} {what}  {rest}".replace("\n", " ").rstrip()
+        f"{_format_local_time(when)}  {level:<8} {message}  {rest}".replace("\n", " ").rstrip()
     )
 
 
@@ -166,15 +166,15 @@ def _render_pool(session: ApiSession, width: int) -> "Group":
         f"{states}  "
         f"{status['in_flight']} in flight  {status['queued']} queued"
     )
-    found: list[RenderableType] = [head, Text()]
-    found += [
+    parts: list[RenderableType] = [head, Text()]
+    parts += [
         Text(
             replace_control_characters(f"{condition['name']}: {condition['summary']}"),
             "bold red" if condition["severity"] == "critical" else "yellow",
         )
         for condition in status["conditions"]
     ]
-    return Group(*found, render_node_table(nodes, width), Text("█ current  ▒ reserved  ░ margin  · free", "dim"))
+    return Group(*parts, render_node_table(nodes, width), Text("█ current  ▒ reserved  ░ margin  · free", "dim"))
 
 
 def render_node_table(nodes: list[dict[str, Any]], screen_columns: int) -> "RenderableType":
@@ -257,7 +257,7 @@ def metrics_config(session: ApiSession, folder: Path | None, host: str | None, r
     except OSError as error:
         raise CommandError(1, f"{error.filename} cannot be written: {error.strerror}") from None
     answer = {"schema": 1, "folder": str(place), "config": str(place / "prometheus.yml"), "token_file": str(token)}
-    session.print_answer(answer, lambda made: click.echo(f"# {made['config']}\n{text}", nl=False))
+    session.print_answer(answer, lambda answer: click.echo(f"# {answer['config']}\n{text}", nl=False))
 
 
 def _replace_host(base: str, host: str | None) -> str:

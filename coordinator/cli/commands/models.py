@@ -67,12 +67,12 @@ model.add_command(list_models, "list")
 def show_model(session: ApiSession, name: str) -> None:
     """Show one model, with its sizes and speeds on each node."""
     answer = session.request_json("GET", "/api/v1/models")
-    found = [entry for entry in answer["models"] if entry["name"].casefold() == name.casefold()]
-    if not found:
+    matches = [entry for entry in answer["models"] if entry["name"].casefold() == name.casefold()]
+    if not matches:
         known = ", ".join(entry["name"] for entry in answer["models"]) or "none"
         raise CommandError(NOT_FOUND, f"no node has the model {name}; models: {known}")
     session.print_answer(
-        {"schema": 1, "model": found[0]}, lambda one: print_models({"models": [one["model"]]}, wide=True)
+        {"schema": 1, "model": matches[0]}, lambda answer: print_models({"models": [answer["model"]]}, wide=True)
     )
 
 
@@ -134,7 +134,7 @@ def _format_loaded_on(model: dict[str, Any]) -> str:
     loading = [
         node for node in model["nodes"] if node["model"] in ("loaded", "loading") and node["state"] != NodeState.LEFT
     ]
-    return ", ".join(_format_place(one) for one in loading) or "-"
+    return ", ".join(_format_place(node) for node in loading) or "-"
 
 
 def _count_holders(model: dict[str, Any]) -> int:
@@ -170,19 +170,19 @@ def _format_speeds(node: dict[str, Any]) -> str:
     return f"prefill {node['prefill_speed']:,.0f} tokens/s, decode {node['decode_speed']:,.0f} tokens/s for one request"
 
 
-def format_benchmark(found: dict[str, Any]) -> str:
+def format_benchmark(benchmark: dict[str, Any]) -> str:
     """Format the first measurement of a benchmark, with its date."""
-    run = found["runs"][0]
+    run = benchmark["runs"][0]
     speeds = f"{run['prefill_speed']:,.0f} / {run['decode_speed']:,.0f} tokens/s" if not run["skipped"] else "skipped"
-    day = time.strftime("%Y-%m-%d", time.localtime(found["measured"]))
-    return f"bench of {day}: prefill / decode {speeds}, longest prompt {found['max_prompt']} tokens"
+    day = time.strftime("%Y-%m-%d", time.localtime(benchmark["measured"]))
+    return f"bench of {day}: prefill / decode {speeds}, longest prompt {benchmark['max_prompt']} tokens"
 
 
-def _format_measured(found: dict[str, Any]) -> str:
+def _format_measured(measured: dict[str, Any]) -> str:
     """Format the measured memory of a model."""
-    sizes = {name: show_size(found[name]) for name in ("kv_per_token", "transient", "residual")}
+    sizes = {name: show_size(measured[name]) for name in ("kv_per_token", "transient", "residual")}
     return (
-        f"rows of up to {found['max_context']} tokens, {found['max_batch']} typical rows at once; "
+        f"rows of up to {measured['max_context']} tokens, {measured['max_batch']} typical rows at once; "
         f"{sizes['kv_per_token']} per token, {sizes['transient']} per forward pass, residual {sizes['residual']}"
     )
 
@@ -256,8 +256,8 @@ def profile(session: ApiSession, model: str, node: str | None) -> None:
 
 def _print_profile(answer: dict[str, Any]) -> None:
     for node in answer["nodes"]:
-        found = _format_measured(node["measured"]) if node.get("measured") else "done"
-        click.echo(f"{answer['model']} measured on {node['name']} in {node['seconds']:.1f} s: {found}")
+        summary = _format_measured(node["measured"]) if node.get("measured") else "done"
+        click.echo(f"{answer['model']} measured on {node['name']} in {node['seconds']:.1f} s: {summary}")
 
 
 @models.command()

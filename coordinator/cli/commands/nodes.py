@@ -90,15 +90,20 @@ def print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
         if all(row[-1] == "-" for row in rows):
             columns, rows = columns[:-1], [row[:-1] for row in rows]
         print_table(columns, rows, numbers=("HEADROOM", "IN FLIGHT"), fold=("NAME", "STATE", "VIDEO"))
-    for one in answer["nodes"]:
-        if broken := describe_breaker(one):
-            click.secho(f"{one['name']}: {broken}", fg="red")
-        if get_guard_state(one) in ALARMING:
-            click.secho(f"{one['name']}: guard {get_guard_state(one)}: `cluster node show {one['name']}`", fg="red")
-        if one["state"] == NodeState.READY and one["headroom"] is not None and one["headroom"] <= 0 and one["remedy"]:
-            click.echo(f"{one['name']}: no headroom, limited by {one['bound_by']}: {one['remedy']}")
-        if one["state"] == NodeState.PAUSED:
-            click.echo(f"{one['name']}: {describe_sharing(one['sharing'])}")
+    for node in answer["nodes"]:
+        if broken := describe_breaker(node):
+            click.secho(f"{node['name']}: {broken}", fg="red")
+        if get_guard_state(node) in ALARMING:
+            click.secho(f"{node['name']}: guard {get_guard_state(node)}: `cluster node show {node['name']}`", fg="red")
+        if (
+            node["state"] == NodeState.READY
+            and node["headroom"] is not None
+            and node["headroom"] <= 0
+            and node["remedy"]
+        ):
+            click.echo(f"{node['name']}: no headroom, limited by {node['bound_by']}: {node['remedy']}")
+        if node["state"] == NodeState.PAUSED:
+            click.echo(f"{node['name']}: {describe_sharing(node['sharing'])}")
 
 
 @node.command("show")
@@ -124,12 +129,12 @@ def print_node(node: dict[str, Any]) -> None:
 
 
 def _print_tree(value: dict[str, Any], indent: str = "") -> None:
-    for name, found in value.items():
-        item: Any = found
+    for name, child in value.items():
+        item: Any = child
         items = cast("list[Any]", item) if isinstance(item, list) else [item]
         trees = [cast("dict[str, Any]", tree) for tree in items if isinstance(tree, dict)]
         if not trees:
-            click.echo(f"{indent}{name:<16} {_format_value(name, found)}")
+            click.echo(f"{indent}{name:<16} {_format_value(name, child)}")
         for tree in trees:
             click.echo(f"{indent}{name}")
             _print_tree(tree, indent + "  ")
@@ -249,7 +254,7 @@ def label(session: ApiSession, node: str, labels: tuple[str, ...]) -> None:
             f"{wrong!r} is not a valid label: use 1 to 63 letters, digits, `.`, `-`, `_`, `=`, as in gpu=large"
         )
     answer = session.request_json("PUT", f"/api/v1/nodes/{quote(node, safe='')}/labels", {"labels": list(labels)})
-    session.print_answer(answer, lambda made: click.echo(f"{node}: {', '.join(made['labels']) or 'no labels'}"))
+    session.print_answer(answer, lambda answer: click.echo(f"{node}: {', '.join(answer['labels']) or 'no labels'}"))
 
 
 @node.command()
@@ -303,4 +308,4 @@ def approve(session: ApiSession, code: str | None, reject: bool) -> None:
         )
         return
     answer = session.request_json("DELETE" if reject else "POST", f"/api/v1/joins/{quote(code, safe='')}")
-    session.print_answer(answer, lambda made: click.echo(f"{made['name']} {'rejected' if reject else 'joined'}"))
+    session.print_answer(answer, lambda answer: click.echo(f"{answer['name']} {'rejected' if reject else 'joined'}"))

@@ -147,19 +147,19 @@ def list_pulls(session: ApiSession) -> None:
 def _print_pulls(answer: dict[str, Any]) -> None:
     rows = [
         (
-            one["id"],
-            one["repo"],
-            show_size(one["size"]),
-            one["state"],
-            f"{sum(node['state'] == 'completed' for node in one['nodes'])}/{len(one['nodes'])}",
-            format_minute(one["started"]),
+            pull["id"],
+            pull["repo"],
+            show_size(pull["size"]),
+            pull["state"],
+            f"{sum(node['state'] == 'completed' for node in pull['nodes'])}/{len(pull['nodes'])}",
+            format_minute(pull["started"]),
         )
-        for one in answer["pulls"]
+        for pull in answer["pulls"]
     ]
     print_table(("ID", "MODEL", "SIZE", "STATE", "NODES", "STARTED"), rows, alarming=("failed",), numbers=("SIZE",))
-    for one in answer["pulls"]:
-        if one["state"] == "pulling":
-            for node in one["nodes"]:
+    for pull in answer["pulls"]:
+        if pull["state"] == "pulling":
+            for node in pull["nodes"]:
                 click.echo(describe_node(node))
 
 
@@ -179,7 +179,7 @@ def wait_pull(session: ApiSession, pull: str) -> None:
 def cancel_pull(session: ApiSession, pull: str) -> None:
     """Cancel a pull. Received parts stay on the disks, and a later pull continues with them."""
     answer = session.request_json("DELETE", f"/api/v1/pulls/{quote(pull, safe='')}")
-    session.print_answer(answer, lambda one: click.echo(f"{one['pull']['id']} {one['pull']['state']}"))
+    session.print_answer(answer, lambda answer: click.echo(f"{answer['pull']['id']} {answer['pull']['state']}"))
 
 
 def _fetch_pull(session: ApiSession, pull: str) -> dict[str, Any]:

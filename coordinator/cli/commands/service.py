@@ -180,14 +180,14 @@ def uninstall(ctx: click.Context, output: str) -> None:
     with _convert_errors(), show_spinner("stopping the service"):
         state = _get_state_folder(read_existing_unit(host, host.unit).program)
         done = take_away(host)
-    kept = [one for one in (state, str(host.logs) if host.mac else "") if one]
+    folders = [folder for folder in (state, str(host.logs) if host.mac else "") if folder]
     if output == "json":
-        click.echo(json.dumps({"schema": 1, "done": done, "kept": kept}))
+        click.echo(json.dumps({"schema": 1, "done": done, "kept": folders}))
         return
-    for one in done or ["no service was installed"]:
-        click.echo(one)
-    for one in kept if done else []:
-        click.echo(f"kept      {one}")
+    for text in done or ["no service was installed"]:
+        click.echo(text)
+    for folder in folders if done else []:
+        click.echo(f"kept      {folder}")
 
 
 def _get_state_folder(program: tuple[str, ...]) -> str:
@@ -204,21 +204,21 @@ def status(ctx: click.Context, output: str) -> None:
 
     host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
     with _convert_errors():
-        found, now = read_existing_unit(host, host.unit), host.read_state()
+        unit, now = read_existing_unit(host, host.unit), host.read_state()
     answer: dict[str, Any] = {
         "schema": 1,
-        "installed": bool(found.text),
+        "installed": bool(unit.text),
         "loaded": now.loaded,
         "running": now.running,
         "pid": now.pid,
-        "user": found.user,
-        "state": _get_state_folder(found.program),
+        "user": unit.user,
+        "state": _get_state_folder(unit.program),
         "unit": str(host.unit),
         "last_exit": now.last_exit,
     }
     click.echo(json.dumps(answer) if output == "json" else _render_state(answer))
     if not now.running:
-        sys.exit(INSTALLED_NOT_RUNNING if found.text or now.loaded else NOT_FOUND)
+        sys.exit(INSTALLED_NOT_RUNNING if unit.text or now.loaded else NOT_FOUND)
 
 
 def _render_state(answer: dict[str, Any]) -> str:

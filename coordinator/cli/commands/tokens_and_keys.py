@@ -77,13 +77,13 @@ def find_object(session: ApiSession, kind: str, id_or_name: str) -> dict[str, An
     Raise `CommandError` if there is none, or if several have this name.
     """
     rows: list[dict[str, Any]] = call_route(session, "GET", LIST_ROUTES[kind])[f"{kind}s"]
-    found = [row for row in rows if row["id"] == id_or_name] or [row for row in rows if row["name"] == id_or_name]
-    if not found:
+    matches = [row for row in rows if row["id"] == id_or_name] or [row for row in rows if row["name"] == id_or_name]
+    if not matches:
         raise CommandError(NOT_FOUND, f"there is no {kind} {id_or_name}: `cluster {kind} list` shows ids and names")
-    if len(found) > 1:
-        ids = ", ".join(row["id"] for row in found)
-        raise CommandError(2, f"{len(found)} {kind}s are named {id_or_name}: name one by its id ({ids})")
-    return found[0]
+    if len(matches) > 1:
+        ids = ", ".join(row["id"] for row in matches)
+        raise CommandError(2, f"{len(matches)} {kind}s are named {id_or_name}: name one by its id ({ids})")
+    return matches[0]
 
 
 @click.group(cls=CommandGroup)
@@ -105,7 +105,7 @@ def token() -> None:
 def token_create(session: ApiSession, ttl: float, uses: int, name: str) -> None:
     """Create a join token. It works once, for one hour, unless --uses or --ttl is given."""
     answer = call_route(session, "POST", "/api/v1/tokens", {"ttl_seconds": ttl, "uses": uses, "name": name})
-    session.print_answer(answer, lambda made: click.echo(made.get("join") or made["token"]))
+    session.print_answer(answer, lambda answer: click.echo(answer.get("join") or answer["token"]))
 
 
 @token.command("list")
@@ -131,13 +131,13 @@ def token_show(session: ApiSession, token_: str) -> None:
 
 
 def _print_token(row: dict[str, Any]) -> None:
-    found = {
+    fields = {
         "id": row["id"],
         "name": row["name"] or "-",
         "uses left": row["uses_left"],
         "expires": format_minute(row["expires"]),
     }
-    for name, value in found.items():
+    for name, value in fields.items():
         click.echo(f"{name:<9} {value}")
 
 
@@ -147,10 +147,10 @@ def _print_token(row: dict[str, Any]) -> None:
 @session_options
 def token_revoke(session: ApiSession, token_: str, yes: bool) -> None:
     """Revoke a token by its id or name. No further machine can join with it."""
-    found = find_object(session, "token", token_)
-    confirm(f"Revoke token {_format_title(found)}?", yes=yes)
-    answer = call_route(session, "DELETE", f"/api/v1/tokens/{quote(found['id'], safe='')}")
-    session.print_answer(answer, lambda _: click.echo(f"token {_format_title(found)} revoked"))
+    token = find_object(session, "token", token_)
+    confirm(f"Revoke token {_format_title(token)}?", yes=yes)
+    answer = call_route(session, "DELETE", f"/api/v1/tokens/{quote(token['id'], safe='')}")
+    session.print_answer(answer, lambda _: click.echo(f"token {_format_title(token)} revoked"))
 
 
 def _format_title(row: dict[str, Any]) -> str:
@@ -177,10 +177,10 @@ def key() -> None:
 @click.option("--expires", type=Duration(), help="Lifetime of the key, as 30d. Without it the key does not expire.")
 @limit_options
 @session_options
-def key_create(session: ApiSession, name: str, scopes: tuple[str, ...], expires: float | None, **given: Any) -> None:
+def key_create(session: ApiSession, name: str, scopes: tuple[str, ...], expires: float | None, **options: Any) -> None:
     """Create an API key. It is shown once and stored only as a digest."""
-    body = {"name": name, "scopes": list(scopes), "ttl_seconds": expires, "limits": select_limits(given)}
-    session.print_answer(call_route(session, "POST", "/api/v1/keys", body), lambda made: click.echo(made["key"]))
+    body = {"name": name, "scopes": list(scopes), "ttl_seconds": expires, "limits": select_limits(options)}
+    session.print_answer(call_route(session, "POST", "/api/v1/keys", body), lambda answer: click.echo(answer["key"]))
 
 
 @key.command("list")
@@ -236,12 +236,12 @@ def _format_value(value: list[str] | tuple[str, ...] | str | int) -> str:
     "priority, upstreams, or all; may be repeated.",
 )
 @session_options
-def key_limit(session: ApiSession, key_: str, cleared: tuple[str, ...], **given: Any) -> None:
+def key_limit(session: ApiSession, key_: str, cleared: tuple[str, ...], **options: Any) -> None:
     """Change the given limits of a key at once.
 
     Print the limits before and after. Other limits stay.
     """
-    row, changes = find_object(session, "key", key_), select_limits(given)
+    row, changes = find_object(session, "key", key_), select_limits(options)
     names = set(CLEARABLE) if "all" in cleared else {name.replace("-", "_") for name in cleared}
     both = sorted(names & set(changes)) if "all" not in cleared else []
     if both:
@@ -250,15 +250,15 @@ def key_limit(session: ApiSession, key_: str, cleared: tuple[str, ...], **given:
         raise click.UsageError(
             f"name a limit to change, or --clear one; {_format_title(row)} has: {_format_limits(row['limits'])}"
         )
-    kept = {name: value for name, value in row["limits"].items() if name not in names}
-    after = {name: value for name, value in {**kept, **changes}.items() if value not in (None, (), [])}
+    remaining = {name: value for name, value in row["limits"].items() if name not in names}
+    after = {name: value for name, value in {**remaining, **changes}.items() if value not in (None, (), [])}
     call_route(session, "PUT", f"/api/v1/keys/{quote(row['id'], safe='')}/limits", {"limits": after})
     answer = {"schema": 1, "id": row["id"], "name": row["name"], "before": row["limits"], "after": after}
     session.print_answer(
         answer,
-        lambda made: click.echo(
-            f"{_format_title(row)}\n  before  {_format_limits(made['before'])}\n"
-            f"  after   {_format_limits(made['after'])}"
+        lambda answer: click.echo(
+            f"{_format_title(row)}\n  before  {_format_limits(answer['before'])}\n"
+            f"  after   {_format_limits(answer['after'])}"
         ),
     )
 
@@ -291,7 +291,7 @@ def key_expire(session: ApiSession, key_: str, after: float | None, never: bool)
     row = find_object(session, "key", row["id"])
     answer = {"schema": 1, "id": row["id"], "expires": row["expires"]}
     session.print_answer(
-        answer, lambda made: click.echo(f"{_format_title(row)} expires: {format_minute(made['expires'])}")
+        answer, lambda answer: click.echo(f"{_format_title(row)} expires: {format_minute(answer['expires'])}")
     )
 
 
@@ -304,7 +304,7 @@ def key_rotate(session: ApiSession, key_: str, yes: bool) -> None:
     row = find_object(session, "key", key_)
     confirm(f"Replace the secret of {_format_title(row)}? Programs that use the old one are refused at once.", yes=yes)
     answer = call_route(session, "POST", f"/api/v1/keys/{quote(row['id'], safe='')}/rotate", {})
-    session.print_answer(answer, lambda made: click.echo(made["key"]))
+    session.print_answer(answer, lambda answer: click.echo(answer["key"]))
 
 
 @key.command("usage")
@@ -319,9 +319,9 @@ def key_usage(session: ApiSession, key_: str | None, since: str | None) -> None:
     columns = ("requests", "failed", "prompt_tokens", "cached_tokens", "completion_tokens")
     session.print_answer(
         answer,
-        lambda found: print_table(
+        lambda answer: print_table(
             ("KEY", "NAME", "MODEL", *(column.replace("_", " ").upper() for column in columns)),
-            [(u["key"], u["name"], u["model"], *(str(u[column]) for column in columns)) for u in found["usage"]],
+            [(u["key"], u["name"], u["model"], *(str(u[column]) for column in columns)) for u in answer["usage"]],
         ),
     )
 
@@ -356,7 +356,7 @@ def audit(session: ApiSession, last: int) -> None:
 @session_options
 def key_revoke(session: ApiSession, key_: str, yes: bool) -> None:
     """Revoke a key at once: requests with it are refused."""
-    found = find_object(session, "key", key_)
-    confirm(f"Revoke key {_format_title(found)}? Programs that use it are refused at once.", yes=yes)
-    answer = call_route(session, "DELETE", f"/api/v1/keys/{quote(found['id'], safe='')}")
-    session.print_answer(answer, lambda _: click.echo(f"key {_format_title(found)} revoked"))
+    key = find_object(session, "key", key_)
+    confirm(f"Revoke key {_format_title(key)}? Programs that use it are refused at once.", yes=yes)
+    answer = call_route(session, "DELETE", f"/api/v1/keys/{quote(key['id'], safe='')}")
+    session.print_answer(answer, lambda _: click.echo(f"key {_format_title(key)} revoked"))

@@ -133,16 +133,16 @@ def up(
         click.echo("stopped", err=True)
 
 
-def _should_start_node(folder: Path, given: bool | None) -> bool:
-    """Return whether to start the node of this machine: `given`, or by default true unless the node has left.
+def _should_start_node(folder: Path, requested: bool | None) -> bool:
+    """Return whether to start the node of this machine: `requested`, or by default true unless the node has left.
 
-    If `given` is true, delete the mark that the node has left.
+    If `requested` is true, delete the mark that the node has left.
     """
     from host.left_marker import delete_left_mark, has_left
 
-    if given:
+    if requested:
         delete_left_mark(folder / "node")
-    return given if given is not None else not has_left(folder / "node")
+    return requested if requested is not None else not has_left(folder / "node")
 
 
 def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) -> None:
@@ -161,10 +161,10 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) 
             check_node_cluster(folder, "")
         except LocalNodeElsewhereError as error:
             raise CommandError(REFUSED, str(error)) from None
-    found = inspect_settings(folder, folder / "config.toml", os.environ, pairs)
-    if found.faults:
-        raise CommandError(2, "\n".join(fault.render() for fault in found.faults))
-    for row in found.rows:
+    report = inspect_settings(folder, folder / "config.toml", os.environ, pairs)
+    if report.faults:
+        raise CommandError(2, "\n".join(fault.render() for fault in report.faults))
+    for row in report.rows:
         for place in row["value"] if row["key"] == "models.folders" else ():
             if not Path(place).expanduser().is_dir():
                 raise CommandError(2, f"models.folders ({row['origin']}): {place} is not a folder")

@@ -51,7 +51,7 @@ def place(session: ApiSession, model: str, prompt_tokens: int, max_tokens: int |
 def open_page(session: ApiSession, only_print: bool) -> None:
     """Open the pool's page in a browser. The link works once, for 2 minutes."""
     answer = session.request_json("POST", "/api/v1/page/links", {})
-    session.print_answer(answer, lambda made: click.echo(made["url"]))
+    session.print_answer(answer, lambda answer: click.echo(answer["url"]))
     if not only_print and sys.stdout.isatty():
         click.launch(answer["url"])
 
@@ -97,17 +97,17 @@ def replay(file: BinaryIO, policy: str, output: str) -> None:
             decisions.append(parse_line(line))
         except ValueError as error:
             raise CommandError(2, f"{file.name}, line {number}: {error}") from None
-    found = again(decisions, POLICIES[policy], Random(1).random)  # noqa: S311  draws between equals
+    comparison = again(decisions, POLICIES[policy], Random(1).random)  # noqa: S311  draws between equals
     if output == "json":
-        click.echo(json.dumps({"schema": 1, "policy": policy, **msgspec.to_builtins(found)}))
+        click.echo(json.dumps({"schema": 1, "policy": policy, **msgspec.to_builtins(comparison)}))
         return
     click.echo(
-        f"{found.decisions} decisions, {found.refused} of them refusals: {found.same} the same with {policy}, "
-        f"{len(found.instead)} different; expected wait {found.waits[0]:.3f} s as decided, {found.waits[1]:.3f} s with "
-        f"{policy}"
+        f"{comparison.decisions} decisions, {comparison.refused} of them refusals: {comparison.same} the same "
+        f"with {policy}, {len(comparison.instead)} different; expected wait {comparison.waits[0]:.3f} s as decided, "
+        f"{comparison.waits[1]:.3f} s with {policy}"
     )
-    if found.instead:
-        print_table(("REQUEST", "TAKEN", "INSTEAD"), found.instead[:50])
+    if comparison.instead:
+        print_table(("REQUEST", "TAKEN", "INSTEAD"), comparison.instead[:50])
 
 
 @click.command()
@@ -202,7 +202,7 @@ def env(session: ApiSession, shell: str) -> None:
     """
     base, bundle, untrusted = _find_endpoint(session)
     key = session.key_file.read_text().strip() if session.key_file else None
-    found = {
+    variables = {
         "OPENAI_BASE_URL": base + "/v1",
         "OPENAI_API_BASE": base + "/v1",
         "ANTHROPIC_BASE_URL": base,
@@ -211,10 +211,10 @@ def env(session: ApiSession, shell: str) -> None:
         **dict.fromkeys(BUNDLE_VARIABLES, bundle),
     }
     if session.json:
-        click.echo(json.dumps({"schema": 1, **found}))
+        click.echo(json.dumps({"schema": 1, **variables}))
         return
     assign = "set -gx {} {}" if shell == "fish" else "export {}={}"
-    for name, value in found.items():
+    for name, value in variables.items():
         if value is not None:
             click.echo(assign.format(name, shlex.quote(value)))
     if key is None:
@@ -340,12 +340,12 @@ def completion(shell: str) -> None:
 def help_(ctx: click.Context, words: tuple[str, ...]) -> None:
     """Print the help of a command: `cluster help`, `cluster help key limit`."""
     root = ctx.find_root()
-    command, found = root.command, root
+    command, context = root.command, root
     for word in words:
         if not isinstance(command, click.Group):
-            raise click.UsageError(f"`{found.command_path}` has no commands of its own")
-        name, below, _ = command.resolve_command(found, [word])
+            raise click.UsageError(f"`{context.command_path}` has no commands of its own")
+        name, below, _ = command.resolve_command(context, [word])
         if below is None:
-            raise click.UsageError(f"there is no `{found.command_path} {word}`")
-        command, found = below, click.Context(below, info_name=name, parent=found)
-    click.echo(command.get_help(found))
+            raise click.UsageError(f"there is no `{context.command_path} {word}`")
+        command, context = below, click.Context(below, info_name=name, parent=context)
+    click.echo(command.get_help(context))

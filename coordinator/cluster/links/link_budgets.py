@@ -39,10 +39,10 @@ class LinkBudget:
     `what` names the budget in error texts.
     """
 
-    __slots__ = ("_at", "_burst", "_left", "_rate", "_what")
+    __slots__ = ("_at", "_burst", "_left", "_rate", "_subject")
 
-    def __init__(self, what: str, rate: float, burst: float) -> None:
-        self._what = what
+    def __init__(self, subject: str, rate: float, burst: float) -> None:
+        self._subject = subject
         self._rate = rate
         self._burst = self._left = burst
         self._at = 0.0
@@ -56,7 +56,7 @@ class LinkBudget:
         self._at = now
         if left < 0:
             self._left = left + cost
-            return f"too many {self._what}: {self._rate:g} a second, {self._burst:g} at once"
+            return f"too many {self._subject}: {self._rate:g} a second, {self._burst:g} at once"
         self._left = left
         return ""
 

@@ -85,7 +85,7 @@ class LinkServer:
         self._budgets: dict[NodeId, NodeBudgets] = {}
         self._nonces = itertools.count(1)
         self._ping_timer: asyncio.TimerHandle | None = None
-        self.made = self.denied = 0
+        self.established = self.denied = 0
         """Number of links established since the start; `denied`: number of Hellos denied."""
 
     async def start(self, host: str, port: int, context: ssl.SSLContext) -> int:
@@ -130,7 +130,7 @@ class LinkServer:
         self._unlinked.add(connection)
         if connection.peer is not None:
             return True
-        addresses = [one.address for one in self._unlinked if one.peer is None]
+        addresses = [unlinked.address for unlinked in self._unlinked if unlinked.peer is None]
         here = addresses.count(connection.address)
         if len(addresses) > MAX_UNLINKED or here > MAX_UNLINKED // 4:
             connection.abort(f"{len(addresses)} strangers are connected, {here} from this address")
@@ -159,7 +159,7 @@ class LinkServer:
             self.denied += 1
             connection.refuse(answer)
             return
-        self.made += 1
+        self.established += 1
         node = NodeId(hello.node)
         self._unlinked.discard(connection)
         self._links.add(node, connection, hello)

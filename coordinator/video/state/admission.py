@@ -95,10 +95,10 @@ def _check_size(
 ) -> Problem | None:
     """Return a 413 problem if the job fits on no known node, even without other load. Absent nodes count."""
     size = settings.lease_bytes
-    found = find_nearest_misfit(view, package.name, clip.tokens, size, profiles)
-    if found is None:
+    misfit = find_nearest_misfit(view, package.name, clip.tokens, size, profiles)
+    if misfit is None:
         return None
-    nearest, why = found
+    nearest, why = misfit
     profile = get_profile(nearest, profiles)
     need = profile.compute_need(clip.tokens)
     text = explain_too_large(profile, clip, size) or (

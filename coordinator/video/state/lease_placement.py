@@ -100,14 +100,14 @@ def choose_node(
     job = table.head
     if job is None:
         return None
-    found = sorted(
+    ratings = sorted(
         (
             rate_node(table, node, package, job, profiles, now, report_now)
             for node, package in find_packages(view, job.wanted.model, job.wanted.labels)
         ),
-        key=lambda one: (-one.readiness, -one.headroom, one.node),
+        key=lambda rating: (-rating.readiness, -rating.headroom, rating.node),
     )
-    best = found[0] if found else None
+    best = ratings[0] if ratings else None
     if best is not None and best.readiness >= NodeReadiness.TIGHT:
         return LeaseChoice(job, best.node)
     return NoLeaseChoice(job, _describe_wait(job, best), best is not None and best.readiness == NodeReadiness.BUSY)
@@ -204,11 +204,11 @@ def find_nearest_misfit(
             else f"its cap leaves {show_size(compute_most_bytes(node.memory))} for everything"
         )
         reasons.append((short, package, f"{node.name}: {why}"))
-    reasons.sort(key=lambda one: one[0])
+    reasons.sort(key=lambda reason: reason[0])
     return (reasons[0][1], "; ".join(why for *_, why in reasons[:5])) if reasons else None
 
 
 def is_guard_off(nodes: Iterable[NodeView]) -> bool:
     """Return whether all of these nodes have `memory.guard` off and therefore lease no memory. False without nodes."""
-    found = list(nodes)
-    return bool(found) and not any(node.memory.guard for node in found)
+    candidates = list(nodes)
+    return bool(candidates) and not any(node.memory.guard for node in candidates)

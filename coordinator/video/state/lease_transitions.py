@@ -99,9 +99,9 @@ def _find_fetching_job(turn: Transition, frame: LeaseEnded) -> VideoJob | None:
     )
 
 
-def _decode_text(made: bytes) -> str:
+def _decode_text(encoded: bytes) -> str:
     try:
-        return made[:4096].decode()
+        return encoded[:4096].decode()
     except UnicodeDecodeError:
         return ""
 

@@ -230,18 +230,18 @@ def _plan_frames(request: ClipRequest, fps: int, limits: ClipLimits, step: int) 
 
 
 def _list_warnings(request: ClipRequest, frame: tuple[int, int], frames: int) -> list[str]:
-    found: list[str] = []
+    warnings: list[str] = []
     if request.size is not None and frame != request.size:
-        found.append(
+        warnings.append(
             f"size {request.size[0]}x{request.size[1]} is made as {frame[0]}x{frame[1]}: sides are whole tokens"
         )
     if request.frames is not None and frames != request.frames:
-        found.append(f"{request.frames} frames are made as {frames}: the decoder makes groups, and one")
+        warnings.append(f"{request.frames} frames are made as {frames}: the decoder makes groups, and one")
     if frames > MAX_TRAINED_FRAMES:
-        found.append(
+        warnings.append(
             f"{frames} frames are more than the {MAX_TRAINED_FRAMES} that the model was trained on: the end may drift"
         )
-    return found
+    return warnings
 
 
 def explain_too_large(profile: VideoMemoryProfile, clip: Clip, lease: int) -> str | None:

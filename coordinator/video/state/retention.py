@@ -26,9 +26,9 @@ def apply_retention(turn: Transition) -> None:
 
 def _find_excess(jobs: Iterable[VideoJob], rules: JobRules, now: float) -> Iterator[VideoJob]:
     """Yield the jobs whose files exceed the rules, when the newest files are kept first."""
-    kept = sorted((job for job in jobs if job.files), key=lambda job: (-(job.ended or 0.0), -job.sequence))
+    newest_first = sorted((job for job in jobs if job.files), key=lambda job: (-(job.ended or 0.0), -job.sequence))
     size = 0
-    for number, job in enumerate(kept, 1):
+    for number, job in enumerate(newest_first, 1):
         size += job.bytes
         if number > rules.keep_count or size > rules.keep_bytes or (job.expires or 0.0) <= now:
             yield job

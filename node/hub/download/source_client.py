@@ -213,8 +213,8 @@ def _get_origin(url: httpx2.URL) -> tuple[str, str, int | None]:
 
 def _find_certificate_error(error: BaseException | None) -> str:
     """Return the text of the certificate error behind an error; empty if there is none."""
-    found = _find_cause(error, ssl.SSLCertVerificationError)
-    return "" if found is None else str(found)[:200]
+    cause = _find_cause(error, ssl.SSLCertVerificationError)
+    return "" if cause is None else str(cause)[:200]
 
 
 def _find_cause(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:

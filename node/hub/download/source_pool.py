@@ -115,11 +115,11 @@ class SourcePool:
     def choose(self, excluded: frozenset[DownloadSource]) -> DownloadSource | None:
         """Return the source for the next request; None if all are lost or excluded."""
         with self.lock:
-            found = next((source for source in self.sources if source.lost is None and source not in excluded), None)
-            if found is not None:
-                self.current = found
-                found.begin()
-            return found
+            chosen = next((source for source in self.sources if source.lost is None and source not in excluded), None)
+            if chosen is not None:
+                self.current = chosen
+                chosen.begin()
+            return chosen
 
     def record_progress(self, source: DownloadSource, size: int) -> None:
         """Count `size` received bytes of a source."""

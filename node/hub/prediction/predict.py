@@ -25,10 +25,10 @@ def predict_model(name: str, folder: Path, manifest: ModelManifest, all_names: l
     names = {file.path for file in manifest.files}
     if MODEL not in names:
         return ModelPrediction(cause=_explain_missing_config(all_names))
-    found = describe_folder(name, folder)
+    descriptor = describe_folder(name, folder)
     config = _read_json(folder / MODEL)
     architecture = str(config.get("model_type", ""))
-    if found is None:
+    if descriptor is None:
         return ModelPrediction(
             architecture=architecture,
             cause="it is not a text model: its config.json names no causal language model",
@@ -38,13 +38,13 @@ def predict_model(name: str, folder: Path, manifest: ModelManifest, all_names: l
         cause = _explain_missing_weights(all_names)
     return ModelPrediction(
         architecture=architecture,
-        quantization=found.quantization,
-        weights=found.weights,
-        stored=found.stored,
-        context=found.context,
-        kv=found.kv,
-        transient=found.forward,
-        cause=cause or found.cause,
+        quantization=descriptor.quantization,
+        weights=descriptor.weights,
+        stored=descriptor.stored,
+        context=descriptor.context,
+        kv=descriptor.kv,
+        transient=descriptor.forward,
+        cause=cause or descriptor.cause,
     )
 
 

@@ -20,8 +20,8 @@ def find_unsupported(config: Mapping[str, Any]) -> str:
     if folder is None or not isinstance(kind, str):
         return ""
     tables = _read_tables(folder / "utils.py")
-    found = config.get("architectures")
-    names = cast("Sequence[object]", found) if isinstance(found, list) else ()
+    architectures = config.get("architectures")
+    names = cast("Sequence[object]", architectures) if isinstance(architectures, list) else ()
     renamed = next((to for name in names if (to := tables[_RENAMED_ARCHITECTURES].get((kind, name)))), None)
     module = renamed or tables[_RENAMED].get(kind, kind)
     is_name = str(module).isidentifier() or str(module).replace("-", "_").isidentifier()

@@ -59,9 +59,9 @@ class QuantizationPlan:
 
     def complete(self) -> None:
         """Check the result and rename it to the target. Raise ModelFileError or OSError."""
-        found = describe_folder(self.name, self.temporary)
-        if found is None or found.cause:
-            cause = found.cause if found is not None else "it is not a text model"
+        descriptor = describe_folder(self.name, self.temporary)
+        if descriptor is None or descriptor.cause:
+            cause = descriptor.cause if descriptor is not None else "it is not a text model"
             raise ModelFileError(ModelOrderCode.FAILED, f"the result {self.name} cannot be loaded: {cause}")
         if self.target.exists():
             raise _build_taken(self.name)

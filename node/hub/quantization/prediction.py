@@ -60,8 +60,8 @@ def predict_cost(tensors: Iterable[StoredTensor], bits: int) -> QuantizationCost
     """Return the predicted cost of a quantization of tensors to `bits`."""
     layers, stored = Counter[str](), 0
     for tensor in tensors:
-        found = _LAYER.match(tensor.name)
-        layers[found.group(1) if found else tensor.name] += tensor.unpacked
+        match = _LAYER.match(tensor.name)
+        layers[match.group(1) if match else tensor.name] += tensor.unpacked
         stored += _predict_size(tensor, bits)
     stored = int(stored * SIZE_MARGIN)
     largest = max(layers.values(), default=0)

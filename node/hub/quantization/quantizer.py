@@ -231,8 +231,8 @@ class Quantizer:
         if group is None or not members:
             return None
         self._limiter.set_worker(group)
-        seen = WorkerObservation(measure_footprint(members), self._progress)
-        self._watchdog, end = watchdog_policy.step(self._watchdog, seen, bounds, time.monotonic())
+        observation = WorkerObservation(measure_footprint(members), self._progress)
+        self._watchdog, end = watchdog_policy.step(self._watchdog, observation, bounds, time.monotonic())
         return end
 
 

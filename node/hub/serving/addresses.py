@@ -17,8 +17,8 @@ def choose_hosts(linked: str, own: Iterable[str] | None = None) -> tuple[str, ..
         return ()
     if not ipaddress.ip_address(linked.partition("%")[0]).is_loopback:
         return (linked,)
-    found = _list_own_addresses() if own is None else own
-    return tuple(dict.fromkeys((linked, *(one for one in found if _is_reachable(one)))))
+    addresses = _list_own_addresses() if own is None else own
+    return tuple(dict.fromkeys((linked, *(address for address in addresses if _is_reachable(address)))))
 
 
 def _list_own_addresses() -> list[str]:

@@ -127,10 +127,10 @@ class HubServer:
                 raise _Refused(HTTPStatus.NOT_FOUND, "there is no such page")
 
     async def _get_repository(self, repo: str, revision: str) -> ServedRepository:
-        found = await self._run(lambda: self._find(repo, revision))
-        if found is None:
+        repository = await self._run(lambda: self._find(repo, revision))
+        if repository is None:
             raise _Refused(HTTPStatus.NOT_FOUND, f"{repo} is not served at revision {revision}", "RepoNotFound")
-        return found
+        return repository
 
     async def _send_file(
         self, repository: ServedRepository, path: str, scope: Scope, receive: Receive, send: Send

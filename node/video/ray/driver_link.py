@@ -80,7 +80,7 @@ class MessageReader:
         Raise `DriverLinkError` for a message that is too long or invalid.
         """
         self._buffer += data
-        found: list[Any] = []
+        messages: list[Any] = []
         while len(self._buffer) >= 4:
             length = int.from_bytes(self._buffer[:4], "big")
             if length > MAX_MESSAGE_BYTES:
@@ -88,8 +88,8 @@ class MessageReader:
             if len(self._buffer) < 4 + length:
                 break
             try:
-                found.append(self._decoder.decode(self._buffer[4 : 4 + length]))
+                messages.append(self._decoder.decode(self._buffer[4 : 4 + length]))
             except msgspec.MsgspecError as error:
                 raise DriverLinkError(str(error)) from None
             del self._buffer[: 4 + length]
-        return found
+        return messages

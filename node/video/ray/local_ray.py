@@ -100,10 +100,10 @@ def build_environment(inherited: Mapping[str, str], files: Path, node: str) -> d
 
     The folder `files` has the token. `node` becomes the id of Ray's only node.
     """
-    found = ray_process.build_environment(inherited, files)
-    found["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, inherited.get("PYTHONPATH")]))
-    found["RAY_OVERRIDE_NODE_ID_FOR_TESTING"] = node
-    return found
+    variables = ray_process.build_environment(inherited, files)
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, inherited.get("PYTHONPATH")]))
+    variables["RAY_OVERRIDE_NODE_ID_FOR_TESTING"] = node
+    return variables
 
 
 class LocalRay:

@@ -67,8 +67,8 @@ def format_options(numbers: Mapping[str, int]) -> list[str]:
 
 def build_environment(inherited: Mapping[str, str], files: Path) -> dict[str, str]:
     """Return the environment of the processes of Ray: named variables only, and the path of the token in `files`."""
-    found = {name: inherited[name] for name in KEPT if name in inherited} | SLIM
-    return found | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(files / "token")}
+    variables = {name: inherited[name] for name in KEPT if name in inherited} | SLIM
+    return variables | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(files / "token")}
 
 
 async def start_ray(words: Sequence[str], variables: Mapping[str, str], folder: Path) -> asyncio.subprocess.Process:

@@ -82,31 +82,33 @@ def create_state(now: float) -> WatchdogState:
 
 
 def step(
-    state: WatchdogState, seen: WorkerObservation, bounds: WorkerBounds, now: float
+    state: WatchdogState, observation: WorkerObservation, bounds: WorkerBounds, now: float
 ) -> tuple[WatchdogState, EndWorker | None]:
     """Apply one observation. `now` is in seconds of a monotonic clock.
 
     Return the next state, and the end if the worker has ended or must be ended, else None.
     """
-    if seen.mark != state.mark:
-        state = replace(state, mark=seen.mark, moved=now)
-    if not seen.alive:
-        return state, _describe_end(seen)
-    failed = state.failed + 1 if seen.footprint is None else 0
-    state = replace(state, failed=failed, peak=max(state.peak, seen.footprint or 0))
-    return state, _check_bounds(state, seen, bounds, now)
+    if observation.mark != state.mark:
+        state = replace(state, mark=observation.mark, moved=now)
+    if not observation.alive:
+        return state, _describe_end(observation)
+    failed = state.failed + 1 if observation.footprint is None else 0
+    state = replace(state, failed=failed, peak=max(state.peak, observation.footprint or 0))
+    return state, _check_bounds(state, observation, bounds, now)
 
 
-def _describe_end(seen: WorkerObservation) -> EndWorker:
-    if seen.attended:
+def _describe_end(observation: WorkerObservation) -> EndWorker:
+    if observation.attended:
         return EndWorker(LeaseEndCode.WORKER_CRASHED, "the worker ended without a message: see its log")
     return EndWorker(LeaseEndCode.WORKER_LOST, "the parent process of the worker ended, and the worker with it")
 
 
-def _check_bounds(state: WatchdogState, seen: WorkerObservation, bounds: WorkerBounds, now: float) -> EndWorker | None:
+def _check_bounds(
+    state: WatchdogState, observation: WorkerObservation, bounds: WorkerBounds, now: float
+) -> EndWorker | None:
     """Return the end for the bound that a living worker has exceeded; None if it exceeds none."""
-    if seen.footprint is not None and seen.footprint > bounds.lease:
-        message = f"the worker used {show_size(seen.footprint)} of a lease of {show_size(bounds.lease)}"
+    if observation.footprint is not None and observation.footprint > bounds.lease:
+        message = f"the worker used {show_size(observation.footprint)} of a lease of {show_size(bounds.lease)}"
         return EndWorker(LeaseEndCode.MEMORY_LEASE_EXCEEDED, message, at_once=True)
     if state.failed >= MAX_FAILED_READINGS:
         return EndWorker(
@@ -114,7 +116,7 @@ def _check_bounds(state: WatchdogState, seen: WorkerObservation, bounds: WorkerB
             f"the footprint of the worker could not be read {state.failed} times in a row",
             at_once=True,
         )
-    if not seen.attended:
+    if not observation.attended:
         return EndWorker(LeaseEndCode.WORKER_LOST, "the parent process of the worker ended", at_once=True)
     if now - state.moved >= bounds.stall:
         return EndWorker(LeaseEndCode.WORKER_STALLED, f"no progress for {now - state.moved:.0f} s")

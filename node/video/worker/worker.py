@@ -86,8 +86,8 @@ class ProgressReporter:
         """Patch the class `kind` (a transformer block) so that every later call of its instances is counted."""
         call: Callable[..., object] = kind.__call__
 
-        def call_and_count(this: object, *given: object, **named: object) -> object:
-            result = call(this, *given, **named)
+        def call_and_count(this: object, *arguments: object, **named: object) -> object:
+            result = call(this, *arguments, **named)
             self.blocks += 1
             return result
 
@@ -102,10 +102,10 @@ class ProgressReporter:
 
 def redirect_stdout() -> int:
     """Return a duplicate of stdout for events, and redirect fd 1 to stderr for libraries that print."""
-    kept = os.dup(1)
+    descriptor = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
-    return kept
+    return descriptor
 
 
 def read_job() -> dict[str, Any] | None:
@@ -172,8 +172,8 @@ def _read_config(root: Path, part: str) -> dict[str, Any]:
     return json.loads(file.read_text()) if file.exists() else {}
 
 
-def _override_known(known: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: given.get(name, value) for name, value in known.items()}
+def _override_known(known: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: overrides.get(name, value) for name, value in known.items()}
 
 
 def set_memory_limits(mx: Any, size: int, *, wire: bool = True) -> int:
@@ -311,14 +311,14 @@ def main() -> int:
     threading.Thread(target=exit_at_end_of_stdin, daemon=True).start()
     reporter = ProgressReporter(writer)
     try:
-        made = make_clip(job, writer, reporter)
+        properties = make_clip(job, writer, reporter)
     except BaseException as error:
         code = classify_error(error, began=reporter.blocks > 0)
         writer.write_event(
             "failed", code=code, message=f"{type(error).__name__}: {error}"[:600], trace=traceback.format_exc()[-4000:]
         )
         return EXIT_FAILED
-    writer.write_event("done", made=made)
+    writer.write_event("done", made=properties)
     return 0
 
 

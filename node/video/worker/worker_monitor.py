@@ -70,10 +70,10 @@ KEPT = ("PATH", "USER", "LANG", "LC_ALL")
 
 def build_worker_environment(inherited: Mapping[str, str], scratch: Path) -> dict[str, str]:
     """Return the environment variables of a worker: those in `KEPT`, offline mode, and folders below `scratch`."""
-    kept = {name: inherited[name] for name in KEPT if name in inherited}
+    allowed = {name: inherited[name] for name in KEPT if name in inherited}
     ours = {"HOME": str(scratch), "TMPDIR": str(scratch), "XDG_CACHE_HOME": str(scratch / "cache")}
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return kept | ours | offline
+    return allowed | ours | offline
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class WorkerJob:
     """Value that changes with each sign of progress."""
     end: EndWorker | None = None
     """End of the job; None until an event ends the job."""
-    made: dict[str, Any] | None = None
+    clip: dict[str, Any] | None = None
     """Properties of the finished clip by name; None before."""
     ended_at: float = 0.0
     """Monotonic seconds at which `end` was set; 0 before."""
@@ -118,7 +118,7 @@ class WorkerJob:
             case {"event": "beat", "blocks": int(blocks)}:
                 self.mark = (*self.mark[:3], blocks)
             case {"event": "done", "made": dict()}:
-                self.made, self.end = event["made"], EndWorker(LeaseEndCode.COMPLETED, "")
+                self.clip, self.end = event["made"], EndWorker(LeaseEndCode.COMPLETED, "")
             case {"event": "failed", "code": str(code), "message": str(message)}:
                 self.end = EndWorker(code if code in CODES else LeaseEndCode.GENERATION_FAILED, message[:1000])
             case {"event": "exit", "code": int(code)}:
@@ -130,10 +130,10 @@ class WorkerJob:
         if self.end is not None and not self.ended_at:
             self.ended_at = now
 
-    def _set_phase(self, phase: LeasePhase, *what: object) -> None:
+    def _set_phase(self, phase: LeasePhase, *details: object) -> None:
         blocks = self.mark[3:] if len(self.mark) > 3 else (0,)
         self.phase = phase
-        self.mark = (phase, what[0] if what else "", what[1] if len(what) > 1 else 0, *blocks)
+        self.mark = (phase, details[0] if details else "", details[1] if len(details) > 1 else 0, *blocks)
 
 
 def _describe_exit(code: int) -> str:
@@ -229,8 +229,8 @@ class WorkerMonitor:
             self._gone_at = self._gone_at or now
             if attended and now - self._gone_at < REPORT_TIMEOUT_SECONDS:
                 return None
-        seen = WorkerObservation(read, self.job.mark, bool(alive), attended or self.job.end is not None)
-        self.state, end = watchdog_policy.step(self.state, seen, self._bounds, now)
+        observation = WorkerObservation(read, self.job.mark, bool(alive), attended or self.job.end is not None)
+        self.state, end = watchdog_policy.step(self.state, observation, self._bounds, now)
         return end
 
     async def kill(self, end: EndWorker) -> None:

@@ -44,8 +44,10 @@ class MessagesRoute:
 
     def parse(self, body: bytes, key: str) -> MessagesRequest | Problem:
         """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
-        found = MESSAGES.read(body, strict=self._strict)
-        return found if isinstance(found, Problem) else _build_request(found.body, found.ignored, strict=self._strict)
+        parsed = MESSAGES.read(body, strict=self._strict)
+        return (
+            parsed if isinstance(parsed, Problem) else _build_request(parsed.body, parsed.ignored, strict=self._strict)
+        )
 
 
 class CountRequest(NamedTuple):
@@ -60,15 +62,15 @@ def parse_count(body: bytes, created: int, *, strict: bool = False) -> CountRequ
 
     `created` is in Unix seconds. With `strict`, unknown fields are refused.
     """
-    found = COUNT.read(body, strict=strict)
-    if isinstance(found, Problem):
-        return found
-    parts = _convert_prompt(found.body, strict=strict)
+    parsed = COUNT.read(body, strict=strict)
+    if isinstance(parsed, Problem):
+        return parsed
+    parts = _convert_prompt(parsed.body, strict=strict)
     if isinstance(parts, Problem):
         return parts
     messages, tools, template = parts
-    request = CountTokens(0, found.body.model, messages, created, tools.text, template)
-    return CountRequest(request, sanitize_names([*found.ignored, *tools.left_out]))
+    request = CountTokens(0, parsed.body.model, messages, created, tools.text, template)
+    return CountRequest(request, sanitize_names([*parsed.ignored, *tools.left_out]))
 
 
 def _build_request(body: MessagesBody, ignored: tuple[str, ...], *, strict: bool) -> MessagesRequest | Problem:

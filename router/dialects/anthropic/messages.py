@@ -29,7 +29,7 @@ _JOINT = {"system": "\n\n", "user": "\n", "assistant": ""}
 
 
 def convert_messages(
-    system: str | list[TextBlock] | None, found: Iterable[AnthropicMessage]
+    system: str | list[TextBlock] | None, body_messages: Iterable[AnthropicMessage]
 ) -> list[Message] | Problem:
     """Convert Anthropic's messages to those of a frame, or return a 400 problem with the path of the wrong block.
 
@@ -38,7 +38,7 @@ def convert_messages(
     messages: list[Message] = []
     if system:
         messages.append(Message("system", join_texts(system, _JOINT["system"])))
-    for at, message in enumerate(found):
+    for at, message in enumerate(body_messages):
         for part in _convert_blocks(message, f"messages[{at}]"):
             if isinstance(part, Problem):
                 return part

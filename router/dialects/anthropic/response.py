@@ -144,8 +144,8 @@ def encode_message(spec: RequestSpec, answer: CompleteAnswer, finished: Finished
     return msgspec.json.encode(_build_message(spec, content, reason, stop, usage))
 
 
-def _build_tool_use(call: AnswerToolCall, given: Block) -> Block:
-    return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
+def _build_tool_use(call: AnswerToolCall, arguments: Block) -> Block:
+    return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}
 
 
 def get_stop_reason(finished: Finished, calls: int) -> tuple[str, str | None]:

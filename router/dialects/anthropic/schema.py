@@ -219,8 +219,8 @@ class MessagesBody(CountBody):
     @property
     def session(self) -> str:
         """Name of the conversation: `metadata.user_id`. Empty without one, or above `MAX_NAME_CHARS` characters."""
-        found = (self.metadata or {}).get("user_id")
-        return found if isinstance(found, str) and len(found) <= MAX_NAME_CHARS else ""
+        user_id = (self.metadata or {}).get("user_id")
+        return user_id if isinstance(user_id, str) and len(user_id) <= MAX_NAME_CHARS else ""
 
 
 MESSAGES = FieldTable(MessagesBody, HARMLESS, NEUTRAL, INSTEAD | {"metadata": f"user_id {SESSION_NOTE}"})

@@ -80,14 +80,14 @@ class EmbeddingsRoute:
 
     def parse(self, body: bytes, key: str) -> ParsedEmbedding | Problem:
         """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
-        found = EMBEDDINGS.read(body, strict=self._strict)
-        if isinstance(found, Problem):
-            return found
-        asked: EmbeddingsBody = found.body
-        texts, ids = _split_input(asked.input)
-        embed = EmbeddingInput(texts, ids, asked.dimensions or 0, bool(asked.truncate), asked.prompt_name or "")
+        parsed = EMBEDDINGS.read(body, strict=self._strict)
+        if isinstance(parsed, Problem):
+            return parsed
+        fields: EmbeddingsBody = parsed.body
+        texts, ids = _split_input(fields.input)
+        embed = EmbeddingInput(texts, ids, fields.dimensions or 0, bool(fields.truncate), fields.prompt_name or "")
         return ParsedEmbedding(
-            asked.model, embed, sanitize_names(found.ignored), as_base64=asked.encoding_format == "base64"
+            fields.model, embed, sanitize_names(parsed.ignored), as_base64=fields.encoding_format == "base64"
         )
 
 
@@ -101,13 +101,13 @@ class OllamaEmbedRoute:
 
     def parse(self, body: bytes, key: str) -> ParsedEmbedding | Problem:
         """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
-        found = OLLAMA_EMBED.read(body, strict=self._strict)
-        if isinstance(found, Problem):
-            return found
-        asked: OllamaEmbedBody = found.body
-        texts, ids = _split_input(asked.input)
-        embed = EmbeddingInput(texts, ids, asked.dimensions or 0, asked.truncate is not False)
-        return OllamaEmbedRequest(strip_latest_tag(asked.model), embed, sanitize_names(found.ignored))
+        parsed = OLLAMA_EMBED.read(body, strict=self._strict)
+        if isinstance(parsed, Problem):
+            return parsed
+        fields: OllamaEmbedBody = parsed.body
+        texts, ids = _split_input(fields.input)
+        embed = EmbeddingInput(texts, ids, fields.dimensions or 0, fields.truncate is not False)
+        return OllamaEmbedRequest(strip_latest_tag(fields.model), embed, sanitize_names(parsed.ignored))
 
 
 class OllamaEmbeddingsRoute:
@@ -120,19 +120,19 @@ class OllamaEmbeddingsRoute:
 
     def parse(self, body: bytes, key: str) -> ParsedEmbedding | Problem:
         """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
-        found = OLLAMA_EMBEDDINGS.read(body, strict=self._strict)
-        if isinstance(found, Problem):
-            return found
-        asked: OllamaEmbeddingsBody = found.body
-        embed = EmbeddingInput((asked.prompt,), (), 0, True)
-        return OllamaEmbeddingsRequest(strip_latest_tag(asked.model), embed, sanitize_names(found.ignored))
+        parsed = OLLAMA_EMBEDDINGS.read(body, strict=self._strict)
+        if isinstance(parsed, Problem):
+            return parsed
+        fields: OllamaEmbeddingsBody = parsed.body
+        embed = EmbeddingInput((fields.prompt,), (), 0, True)
+        return OllamaEmbeddingsRequest(strip_latest_tag(fields.model), embed, sanitize_names(parsed.ignored))
 
 
-def _split_input(given: object) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+def _split_input(value: object) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:
     """Return the texts of an input, or its lists of token ids."""
-    if isinstance(given, str):
-        return (given,), ()
-    items = cast("list[object]", given)
+    if isinstance(value, str):
+        return (value,), ()
+    items = cast("list[object]", value)
     if isinstance(items[0], int):
         return (), (tuple(cast("list[int]", items)),)
     if isinstance(items[0], str):

@@ -58,7 +58,7 @@ class OllamaRequest(ConversationRequest, frozen=True, gc=False):
             include_usage=True,
             text=self.text,
             ignored=self.ignored,
-            given=self.given,
+            set_penalties=self.set_penalties,
         )
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
@@ -80,16 +80,16 @@ class OllamaChatRoute:
 
     def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
         """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
-        found = CHAT.read(body, strict=self._strict)
-        if isinstance(found, Problem):
-            return found
-        messages = _convert_messages(found.body.messages)
+        parsed = CHAT.read(body, strict=self._strict)
+        if isinstance(parsed, Problem):
+            return parsed
+        messages = _convert_messages(parsed.body.messages)
         if isinstance(messages, Problem):
             return messages
-        tools = _collect_tools(found.body, found.fields, strict=self._strict)
+        tools = _collect_tools(parsed.body, parsed.fields, strict=self._strict)
         if isinstance(tools, Problem):
             return tools
-        return _build_request(found.body, messages, tools, found.ignored, strict=self._strict)
+        return _build_request(parsed.body, messages, tools, parsed.ignored, strict=self._strict)
 
 
 class OllamaGenerateRoute:
@@ -102,8 +102,8 @@ class OllamaGenerateRoute:
 
     def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
         """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
-        found = GENERATE.read(body, strict=self._strict)
-        return found if isinstance(found, Problem) else _generate(found.body, found.ignored, strict=self._strict)
+        parsed = GENERATE.read(body, strict=self._strict)
+        return parsed if isinstance(parsed, Problem) else _generate(parsed.body, parsed.ignored, strict=self._strict)
 
 
 def strip_latest_tag(model: str) -> str:
@@ -134,7 +134,7 @@ def _build_request(
     drawn = _parse_options(body.options or {}, strict=strict)
     if isinstance(drawn, Problem):
         return drawn
-    params, given, unread = drawn
+    params, set_penalties, unread = drawn
     form = convert_schema(body.format, "format") if isinstance(body.format, dict) else None
     grammar = GrammarSpec(GrammarKind.JSON_OBJECT) if body.format == "json" else form
     if isinstance(grammar, Problem):
@@ -160,7 +160,7 @@ def _build_request(
         stream,
         True,
         tools.text,
-        given,
+        set_penalties,
         template,
         chat=chat,
         text=text,
@@ -172,10 +172,10 @@ def _parse_options(
     options: dict[str, Any], *, strict: bool
 ) -> tuple[GenerationParams, frozenset[str], list[str]] | Problem:
     """Return the sampling parameters, the penalties that are set, and the ignored options."""
-    found = OPTIONS.parse(options, strict=strict)
-    if isinstance(found, Problem):
-        return replace(found, param=f"options.{found.param}")
-    drawn = found.body
+    parsed = OPTIONS.parse(options, strict=strict)
+    if isinstance(parsed, Problem):
+        return replace(parsed, param=f"options.{parsed.param}")
+    drawn = parsed.body
     if drawn.num_predict == 0:
         return build_invalid(
             "options.num_predict must be at least 1, or -1 for the longest answer that fits", "options.num_predict"
@@ -198,8 +198,8 @@ def _parse_options(
         "frequency_penalty": drawn.frequency_penalty,
         "repetition_penalty": drawn.repeat_penalty,
     }
-    given = frozenset(name for name, value in penalties.items() if value is not None)
-    return params, given, [f"options.{name}" for name in found.ignored]
+    set_penalties = frozenset(name for name, value in penalties.items() if value is not None)
+    return params, set_penalties, [f"options.{name}" for name in parsed.ignored]
 
 
 def _collect_tools(body: OllamaChatBody, sent: Body, *, strict: bool) -> ToolSet | Problem:
@@ -210,11 +210,11 @@ def _collect_tools(body: OllamaChatBody, sent: Body, *, strict: bool) -> ToolSet
     return collect_tools(offered, body.tools, strict=strict)
 
 
-def _convert_messages(found: Iterable[OllamaMessage]) -> list[Message] | Problem:
+def _convert_messages(body_messages: Iterable[OllamaMessage]) -> list[Message] | Problem:
     """Convert the messages. Ollama's calls may lack ids: results are matched to them by name and order."""
     messages: list[Message] = []
     waiting: dict[str, str] = {}
-    for at, message in enumerate(found):
+    for at, message in enumerate(body_messages):
         calls = _convert_calls(message, at)
         if isinstance(calls, Problem):
             return calls

@@ -37,9 +37,9 @@ def list_models(models: VisibleModels, created: int) -> bytes:
     `created` is in Unix seconds.
     """
     served = models.view.get_served_models()
-    found = [served[name] for name in sorted(served)]
-    found += (model for alias in models.list_aliases() if (model := models.find_model(alias)) is not None)
-    return msgspec.json.encode({"models": [_build_row(model, modified_at=format_time(created)) for model in found]})
+    visible = [served[name] for name in sorted(served)]
+    visible += (model for alias in models.list_aliases() if (model := models.find_model(alias)) is not None)
+    return msgspec.json.encode({"models": [_build_row(model, modified_at=format_time(created)) for model in visible]})
 
 
 def list_loaded_models(view: ClusterView) -> bytes:
@@ -61,10 +61,10 @@ def show_model(models: VisibleModels, body: bytes, created: int) -> bytes | Prob
 
     Return a 400 problem for an invalid body, and a 404 problem for a model that no member can serve.
     """
-    found = SHOW.read(body)
-    if isinstance(found, Problem):
-        return found
-    name = strip_latest_tag(found.body.model or found.body.name or "")
+    parsed = SHOW.read(body)
+    if isinstance(parsed, Problem):
+        return parsed
+    name = strip_latest_tag(parsed.body.model or parsed.body.name or "")
     if not name:
         return build_invalid("model: Field required", "model")
     model = models.find_model(name)

@@ -51,9 +51,9 @@ class AnswerShape:
         message: Line = {"role": "assistant", "content": content} if self._chat else {"response": content}
         if thinking:
             message["thinking"] = thinking
-        made = [_convert_call(call) for call in calls]
-        if made:
-            message["tool_calls"] = made
+        tool_calls = [_convert_call(call) for call in calls]
+        if tool_calls:
+            message["tool_calls"] = tool_calls
         return {**self._about, **({"message": message} if self._chat else message), "done": False, **(end or {})}
 
     def build_end_fields(self, finished: Finished) -> Line:

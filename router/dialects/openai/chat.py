@@ -81,17 +81,19 @@ def encode_plain_tools(raw: bytes) -> str | None:
 
     Return None for tools that the fast parser cannot handle.
     """
-    found = parse_wholly(_ONLY_TOOLS % raw)
-    if isinstance(found, Problem) or not found.tools or found.ignored or found.custom or found.params.grammar:
+    request = parse_wholly(_ONLY_TOOLS % raw)
+    if isinstance(request, Problem) or not request.tools or request.ignored or request.custom or request.params.grammar:
         return None
-    return found.tools
+    return request.tools
 
 
 def parse_wholly(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
     """Parse a body like `parse`, but always with the complete parser."""
-    found = CHAT.read(body, strict=strict)
+    request = CHAT.read(body, strict=strict)
     return (
-        found if isinstance(found, Problem) else _build_request(found.body, found.fields, found.ignored, strict=strict)
+        request
+        if isinstance(request, Problem)
+        else _build_request(request.body, request.fields, request.ignored, strict=strict)
     )
 
 
@@ -162,9 +164,10 @@ def _collect_tools(body: ChatBody, fields: Body, *, strict: bool) -> ToolSet | P
 def _convert_tool(tool: ChatTool | ChatCustomTool, raw: Body) -> OfferedTool:
     if isinstance(tool, ChatTool):
         return OfferedTool(clean_function(raw), bool(tool.function.strict))
-    one = tool.custom
+    custom = tool.custom
     return OfferedTool(
-        build_custom_function(one.name, one.description, one.format), origin=ClientTool(one.name, custom=True)
+        build_custom_function(custom.name, custom.description, custom.format),
+        origin=ClientTool(custom.name, custom=True),
     )
 
 

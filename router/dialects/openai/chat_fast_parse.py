@@ -58,7 +58,7 @@ class PlainChatBody(NamedTuple):
     stream: bool
     include_usage: bool
     tools: str
-    given: frozenset[str]
+    set_penalties: frozenset[str]
 
 
 class _Function(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -128,62 +128,62 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> PlainChatBo
     if len(body) > MAX_BODY_BYTES:
         return None
     try:
-        found = _decoder.decode(body)
+        parsed = _decoder.decode(body)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     tools, rest = "", body
-    if found.tools is not UNSET:
-        raw = bytes(found.tools)
+    if parsed.tools is not UNSET:
+        raw = bytes(parsed.tools)
         text = plain_tools(raw)
         if text is None:
             return None
         tools, rest = text, _remove_part(body, raw)
-    if found.parallel_tool_calls is False or SURROGATE_ESCAPE.search(rest):
+    if parsed.parallel_tool_calls is False or SURROGATE_ESCAPE.search(rest):
         return None
-    options, most = found.stream_options, found.max_completion_tokens
+    options, most = parsed.stream_options, parsed.max_completion_tokens
     optional = (
-        found.stream,
-        found.max_tokens,
+        parsed.stream,
+        parsed.max_tokens,
         most,
-        found.n,
-        found.temperature,
-        found.top_p,
-        found.seed,
-        found.top_k,
-        found.min_p,
-        found.presence_penalty,
-        found.frequency_penalty,
-        found.repetition_penalty,
+        parsed.n,
+        parsed.temperature,
+        parsed.top_p,
+        parsed.seed,
+        parsed.top_k,
+        parsed.min_p,
+        parsed.presence_penalty,
+        parsed.frequency_penalty,
+        parsed.repetition_penalty,
     )
-    of_tools = (found.tools, found.tool_choice, found.parallel_tool_calls)
+    of_tools = (parsed.tools, parsed.tool_choice, parsed.parallel_tool_calls)
     keys = 2 + len(optional) - optional.count(None) + 2 * (options is not None) + 3 - of_tools.count(UNSET)
     messages = list[Message]()
-    for one in found.messages:
-        message = _convert_message(one)
+    for raw_message in parsed.messages:
+        message = _convert_message(raw_message)
         if message is None:
             return None
         messages.append(message)
-        keys += 1 + (one.content is not UNSET) + (one.tool_call_id is not UNSET)
-        if one.tool_calls is not UNSET:
-            keys += 1 + 5 * len(one.tool_calls)
-    stream = found.stream is True
+        keys += 1 + (raw_message.content is not UNSET) + (raw_message.tool_call_id is not UNSET)
+        if raw_message.tool_calls is not UNSET:
+            keys += 1 + 5 * len(raw_message.tool_calls)
+    stream = parsed.stream is True
     if _count_keys(rest) != keys or (options is not None and not stream):
         return None
-    top_k = found.top_k
+    top_k = parsed.top_k
     params = GenerationParams(
-        found.max_tokens if most is None else most,
-        found.temperature,
-        found.top_p,
-        found.seed,
+        parsed.max_tokens if most is None else most,
+        parsed.temperature,
+        parsed.top_p,
+        parsed.seed,
         (),
-        found.n or 1,
+        parsed.n or 1,
         None if top_k is None else max(0, top_k),
-        found.min_p,
-        found.presence_penalty or 0.0,
-        found.frequency_penalty or 0.0,
-        1.0 if found.repetition_penalty is None else found.repetition_penalty,
+        parsed.min_p,
+        parsed.presence_penalty or 0.0,
+        parsed.frequency_penalty or 0.0,
+        1.0 if parsed.repetition_penalty is None else parsed.repetition_penalty,
     )
-    demand = compute_demand(found.model, messages, params, tools)
+    demand = compute_demand(parsed.model, messages, params, tools)
     include_usage = options is not None and options.include_usage
     return PlainChatBody(
         demand, tuple(messages), params, stream, include_usage, tools, _list_given_penalties(optional[-3:])
@@ -197,18 +197,18 @@ def _list_given_penalties(penalties: tuple[float | None, ...]) -> frozenset[str]
     return frozenset(name for name, value in zip(PENALTIES, penalties, strict=True) if value is not None)
 
 
-def _convert_message(one: _Message) -> Message | None:
+def _convert_message(message: _Message) -> Message | None:
     """Return a message that has only the fields of its role, None for any other."""
-    role, content = one.role, one.content
+    role, content = message.role, message.content
     if role == "tool":
-        if one.tool_call_id is UNSET or one.tool_calls is not UNSET or not isinstance(content, str):
+        if message.tool_call_id is UNSET or message.tool_calls is not UNSET or not isinstance(content, str):
             return None
-        return Message("tool", content, tool_call_id=one.tool_call_id)
-    if role not in _ROLES or one.tool_call_id is not UNSET:
+        return Message("tool", content, tool_call_id=message.tool_call_id)
+    if role not in _ROLES or message.tool_call_id is not UNSET:
         return None
-    if one.tool_calls is UNSET:
+    if message.tool_calls is UNSET:
         return Message(role, content) if isinstance(content, str) else None
     if role != "assistant":
         return None
-    calls = tuple([ToolCall(call.id, call.function.name, call.function.arguments) for call in one.tool_calls])
+    calls = tuple([ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls])
     return Message("assistant", content or "", tool_calls=calls)

@@ -21,10 +21,10 @@ _ONLY = (
 )
 
 
-def convert_messages(found: list[ChatMessage]) -> tuple[Message, ...] | Problem:
+def convert_messages(body_messages: list[ChatMessage]) -> tuple[Message, ...] | Problem:
     """Convert the messages of a chat body, or return a 400 problem with the path of a missing or surplus field."""
     messages: list[Message] = []
-    for index, message in enumerate(found):
+    for index, message in enumerate(body_messages):
         wrong = _check_message(message, f"messages[{index}]")
         if wrong is not None:
             return wrong

@@ -38,7 +38,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
     echo: bool
     session: str = ""
     ignored: tuple[str, ...] = ()
-    given: frozenset[str] = frozenset()
+    set_penalties: frozenset[str] = frozenset()
     """Penalties that the body sets."""
     default_limit: bool = False
     """Whether the body has no `max_tokens`."""
@@ -62,7 +62,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
             ids=ids,
             session=self.session,
             ignored=self.ignored,
-            given=self.given,
+            set_penalties=self.set_penalties,
             default_limit=self.default_limit,
         )
 
@@ -90,8 +90,8 @@ class CompletionRoute:
 
     def parse(self, body: bytes, key: str) -> CompletionRequest | Problem:
         """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
-        found = COMPLETION.read(body, strict=self._strict)
-        return found if isinstance(found, Problem) else _build_request(found.body, found.ignored)
+        parsed = COMPLETION.read(body, strict=self._strict)
+        return parsed if isinstance(parsed, Problem) else _build_request(parsed.body, parsed.ignored)
 
 
 def _build_request(body: CompletionBody, ignored: tuple[str, ...]) -> CompletionRequest | Problem:
@@ -126,7 +126,7 @@ def _list_prompts(body: CompletionBody) -> tuple[Prompt, ...]:
         return (prompt,)
     if isinstance(prompt[0], int):
         return (tuple(cast("list[int]", prompt)),)
-    return tuple(one if isinstance(one, str) else tuple(one) for one in cast("list[str | list[int]]", prompt))
+    return tuple(item if isinstance(item, str) else tuple(item) for item in cast("list[str | list[int]]", prompt))
 
 
 def _check_combinations(body: CompletionBody, prompts: Sequence[Prompt]) -> Problem | None:

@@ -48,9 +48,9 @@ class CompletionChunks:
         text = "".join(text for channel, text in delta.pieces if channel == Channel.CONTENT)
         logprobs = "null"
         if self._spec.params.logprobs and delta.logprobs:
-            found = convert_logprobs(delta.logprobs, self._spec.params.top_logprobs, self._offsets[choice])
-            self._offsets[choice] += sum(map(len, found.tokens))
-            logprobs = msgspec.json.encode(found).decode()
+            legacy = convert_logprobs(delta.logprobs, self._spec.params.top_logprobs, self._offsets[choice])
+            self._offsets[choice] += sum(map(len, legacy.tokens))
+            logprobs = msgspec.json.encode(legacy).decode()
         return self._encode_event(choice, text, logprobs) if text or logprobs != "null" else ""
 
     def encode_end(self, finished: Finished) -> bytes:
@@ -125,18 +125,18 @@ def convert_logprobs(logprobs: Iterable[Logprob], top: int, offset: int) -> Lega
     """
     known = list(logprobs)
     alternatives = encoded_list(dict(_render_token(*each) for each in token.top[:top]) for token in known)
-    found = LegacyLogprobs([], [], alternatives, [])
-    for one in known:
-        text, value = _render_token(one.token, one.logprob)
-        found.tokens.append(text)
-        found.token_logprobs.append(value)
-        found.text_offset.append(offset)
+    legacy = LegacyLogprobs([], [], alternatives, [])
+    for token in known:
+        text, value = _render_token(token.token, token.logprob)
+        legacy.tokens.append(text)
+        legacy.token_logprobs.append(value)
+        legacy.text_offset.append(offset)
         offset += len(text)
-    return found
+    return legacy
 
 
 def _render_token(token: bytes, logprob: float) -> tuple[str, float]:
-    text, value, kept = render_token(token, logprob)
+    text, value, token_bytes = render_token(token, logprob)
     if "\ufffd" in text:
-        text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in kept)
+        text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes)
     return text, value

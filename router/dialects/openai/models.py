@@ -56,9 +56,9 @@ def get_model(models: VisibleModels, name: str, created: int) -> bytes | Problem
     if alias is not None:
         return msgspec.json.encode(_build_alias(models, alias, created))
     name = view.resolve_name(name)
-    found = view.get_served_models().get(name)
-    if found is not None:
-        return msgspec.json.encode(_build_model(found, created, loaded=name in view.get_loaded_models()))
+    model = view.get_served_models().get(name)
+    if model is not None:
+        return msgspec.json.encode(_build_model(model, created, loaded=name in view.get_loaded_models()))
     known = view.get_models().get(name)
     why = f"no node can load the model {name!r}: {known.cause}" if known else f"no node serves the model {name[:256]!r}"
     return Problem(404, RefusalCode.NO_MODEL, why, "model")
@@ -127,8 +127,8 @@ def list_anthropic_models(models: VisibleModels, created: int) -> bytes:
 def get_anthropic_model(models: VisibleModels, name: str, created: int) -> bytes | Problem:
     """Return a model or an alias as JSON in Anthropic's shape, or a 404 problem with the reason. `created` is in Unix
     seconds."""
-    found = models.find_model(name)
-    return msgspec.json.encode(_build_anthropic_model(found, created)) if found else get_model(models, name, created)
+    model = models.find_model(name)
+    return msgspec.json.encode(_build_anthropic_model(model, created)) if model else get_model(models, name, created)
 
 
 def _build_anthropic_model(model: Model, created: int) -> dict[str, object]:

@@ -45,7 +45,7 @@ class ResponsesRequest(ConversationRequest, frozen=True):
     outline: ResponseMeta | None = None
     conversation: tuple[Message, ...] = ()
     """Conversation up to the answer, without the instructions."""
-    kept: ResponseStore | None = None
+    store: ResponseStore | None = None
     """Store for the answer; None if the answer is not stored."""
     owner: str = ""
     """Id of the API key."""
@@ -61,11 +61,11 @@ class ResponsesRequest(ConversationRequest, frozen=True):
         return ResponseChunks(cast("ResponseMeta", self.outline), reader.spec, self._store_answer)
 
     def _store_answer(self, body: bytes, assembled: SingleChoiceAnswer) -> None:
-        if self.kept is None or self.outline is None:
+        if self.store is None or self.outline is None:
             return
         calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in assembled.calls)
         last = Message("assistant", assembled.content, tool_calls=calls, reasoning=assembled.reasoning)
-        self.kept.put(self.owner, f"resp_{self.outline.name}", build_stored_response(body, (*self.conversation, last)))
+        self.store.put(self.owner, f"resp_{self.outline.name}", build_stored_response(body, (*self.conversation, last)))
 
 
 class ResponsesRoute:
@@ -74,24 +74,26 @@ class ResponsesRoute:
     style = OPENAI
 
     def __init__(self, *, strict: bool = False) -> None:
-        self.kept = ResponseStore()
+        self.store = ResponseStore()
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> ResponsesRequest | Problem:
         """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
-        found = RESPONSES.read(body, strict=self._strict)
+        parsed = RESPONSES.read(body, strict=self._strict)
         return (
-            found if isinstance(found, Problem) else self._build_request(found.body, found.fields, found.ignored, key)
+            parsed
+            if isinstance(parsed, Problem)
+            else self._build_request(parsed.body, parsed.fields, parsed.ignored, key)
         )
 
     def get(self, key: str, name: str) -> bytes | Problem:
         """Return a stored answer of an API key as JSON, or a 404 problem. `name` is the id of the answer."""
-        kept = self.kept.get(key, name)
-        return _build_unknown(name) if kept is None else kept.body
+        stored = self.store.get(key, name)
+        return _build_unknown(name) if stored is None else stored.body
 
     def delete(self, key: str, name: str) -> bytes | Problem:
         """Delete a stored answer of an API key. Return the confirmation as JSON, or a 404 problem."""
-        if not self.kept.drop(key, name):
+        if not self.store.drop(key, name):
             return _build_unknown(name)
         return msgspec.json.encode({"id": name, "object": "response", "deleted": True})
 
@@ -132,7 +134,7 @@ class ResponsesRoute:
             sanitize_names([*ignored, *(f"include={name}" for name in body.include or ()), *tools.left_out]),
             ResponseMeta(secrets.token_hex(16), body, fields, tools.origins),
             conversation,
-            self.kept if body.store is not False else None,
+            self.store if body.store is not False else None,
             key,
         )
 
@@ -142,11 +144,11 @@ class ResponsesRoute:
         before = body.previous_response_id
         if isinstance(messages, Problem) or before is None:
             return messages if isinstance(messages, Problem) else tuple(messages)
-        kept = self.kept.get(key, before)
-        if kept is None:
+        stored = self.store.get(key, before)
+        if stored is None:
             text = f"no answer {before[:64]!r} is stored for this key: send the whole conversation in input"
             return build_invalid(text, "previous_response_id", "previous_response_not_found")
-        return (*kept.messages, *messages)
+        return (*stored.messages, *messages)
 
 
 def _build_grammar(body: ResponsesBody, tools: ToolSet) -> GrammarSpec | Problem | None:
@@ -173,8 +175,8 @@ def _convert_tool(
 ) -> Iterator[OfferedTool]:
     """Yield the functions of a tool for the model: of a namespace every tool in it."""
     if isinstance(tool, Namespace):
-        for one in tool.tools:
-            yield from _convert_tool(one, tool.name)
+        for inner in tool.tools:
+            yield from _convert_tool(inner, tool.name)
     elif isinstance(tool, ResponsesCustomTool):
         body = build_custom_function(tool.name, tool.description, tool.format)
         yield OfferedTool(body, origin=ClientTool(tool.name, custom=True, namespace=namespace))

@@ -22,17 +22,17 @@ from router.errors import Problem, build_invalid
 from wire.frames import Message, ToolCall
 
 
-def convert_items(found: str | Iterable[Item]) -> list[Message] | Problem:
+def convert_items(items: str | Iterable[Item]) -> list[Message] | Problem:
     """Convert the items of a body to messages. A text is one user message.
 
     Return a 400 problem for more than `MAX_CALLS` consecutive tool calls.
     """
-    if isinstance(found, str):
-        return [Message("user", found)]
+    if isinstance(items, str):
+        return [Message("user", items)]
     messages: list[Message] = []
     turn: list[Message] = []
     calls = 0
-    for at, item in enumerate(found):
+    for at, item in enumerate(items):
         message = _convert_item(item)
         if not _is_same_turn(turn, message, calls):
             messages += _merge_turn(turn)

@@ -140,11 +140,11 @@ class ResponseChunks:
     """
 
     def __init__(
-        self, outline: ResponseMeta, spec: RequestSpec, kept: Callable[[bytes, SingleChoiceAnswer], None]
+        self, outline: ResponseMeta, spec: RequestSpec, on_complete: Callable[[bytes, SingleChoiceAnswer], None]
     ) -> None:
         self._outline = outline
         self._spec = spec
-        self._kept = kept
+        self._on_complete = on_complete
         self._number = 0
         self._pieces = StreamSplitter()
         self._output: list[Shape] = []
@@ -183,9 +183,9 @@ class ResponseChunks:
         """Encode the end of a complete stream. The last event repeats the whole answer."""
         events = self._close("incomplete" if is_cut_short(finished) else "completed")
         body = self._outline.build_finished_body(self._spec, self._output, finished)
-        reasoning, content = ("".join(self._texts[one]) for one in (Channel.REASONING, Channel.CONTENT))
+        reasoning, content = ("".join(self._texts[channel]) for channel in (Channel.REASONING, Channel.CONTENT))
         assembled = SingleChoiceAnswer(reasoning, content, self._calls)
-        self._kept(msgspec.json.encode(body), assembled)
+        self._on_complete(msgspec.json.encode(body), assembled)
         return events + self._encode_event(f"response.{body['status']}", response=body)
 
     def encode_failure(self, problem: Problem) -> bytes:

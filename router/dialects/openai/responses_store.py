@@ -41,17 +41,17 @@ class KeyResponses(msgspec.Struct):
     entries: OrderedDict[str, StoredResponse]
     nbytes: int = 0
 
-    def put(self, name: str, kept: StoredResponse) -> None:
+    def put(self, name: str, response: StoredResponse) -> None:
         """Store an answer under a new id."""
-        self.entries[name] = kept
-        self.nbytes += kept.nbytes
+        self.entries[name] = response
+        self.nbytes += response.nbytes
 
     def pop(self, name: str) -> StoredResponse | None:
         """Remove and return an answer; None if there is none of this id."""
-        gone = self.entries.pop(name, None)
-        if gone is not None:
-            self.nbytes -= gone.nbytes
-        return gone
+        removed = self.entries.pop(name, None)
+        if removed is not None:
+            self.nbytes -= removed.nbytes
+        return removed
 
 
 def build_stored_response(body: bytes, messages: tuple[Message, ...]) -> StoredResponse:
@@ -93,17 +93,17 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._order)
 
-    def put(self, key: str, name: str, kept: StoredResponse) -> None:
-        """Store an answer (`kept`) of a key under its id (`name`), and delete the oldest answers above the limits.
+    def put(self, key: str, name: str, response: StoredResponse) -> None:
+        """Store an answer (`response`) of a key under its id (`name`), and delete the oldest answers above the limits.
 
         An answer that is larger than a limit is not stored.
         """
         self.drop(key, name)
-        if kept.nbytes > min(self._key_bytes, self._most_bytes):
+        if response.nbytes > min(self._key_bytes, self._most_bytes):
             return
         responses = self._by_key.setdefault(key, KeyResponses(OrderedDict()))
-        responses.put(name, kept)
-        self.nbytes += kept.nbytes
+        responses.put(name, response)
+        self.nbytes += response.nbytes
         self._order[key, name] = None
         while len(responses.entries) > self._of_key or responses.nbytes > self._key_bytes:
             self.drop(key, next(iter(responses.entries)))
@@ -118,10 +118,10 @@ class ResponseStore:
     def drop(self, key: str, name: str) -> bool:
         """Delete an answer of a key. Return False if the key has none of that id."""
         responses = self._by_key.get(key)
-        gone = None if responses is None else responses.pop(name)
-        if responses is None or gone is None:
+        removed = None if responses is None else responses.pop(name)
+        if responses is None or removed is None:
             return False
-        self.nbytes -= gone.nbytes
+        self.nbytes -= removed.nbytes
         del self._order[key, name]
         if not responses.entries:
             del self._by_key[key]

@@ -76,22 +76,22 @@ class RerankRoute:
 
     def parse(self, body: bytes, key: str) -> ParsedRerank | Problem:
         """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
-        found = RERANK.read(body, strict=self._strict)
-        if isinstance(found, Problem):
-            return found
-        asked: RerankBody = found.body
+        parsed = RERANK.read(body, strict=self._strict)
+        if isinstance(parsed, Problem):
+            return parsed
+        fields: RerankBody = parsed.body
         documents = EmbeddingInput(
-            asked.list_texts(),
-            truncate=bool(asked.truncate),
-            query=asked.query,
-            max_tokens=asked.max_tokens_per_doc or 0,
+            fields.list_texts(),
+            truncate=bool(fields.truncate),
+            query=fields.query,
+            max_tokens=fields.max_tokens_per_doc or 0,
         )
         return ParsedRerank(
-            asked.model,
+            fields.model,
             documents,
-            sanitize_names(found.ignored),
-            asked.top_n,
-            with_documents=asked.return_documents is not False,
+            sanitize_names(parsed.ignored),
+            fields.top_n,
+            with_documents=fields.return_documents is not False,
         )
 
 
@@ -105,10 +105,10 @@ class CohereRerankRoute:
 
     def parse(self, body: bytes, key: str) -> ParsedCohereRerank | Problem:
         """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
-        found = COHERE_RERANK.read(body, strict=self._strict)
-        if isinstance(found, Problem):
-            return found
-        asked: CohereRerankBody = found.body
-        most = asked.max_tokens_per_doc or DEFAULT_MAX_TOKENS
-        documents = EmbeddingInput(asked.list_texts(), truncate=True, query=asked.query, max_tokens=most)
-        return ParsedCohereRerank(asked.model, documents, sanitize_names(found.ignored), asked.top_n)
+        parsed = COHERE_RERANK.read(body, strict=self._strict)
+        if isinstance(parsed, Problem):
+            return parsed
+        fields: CohereRerankBody = parsed.body
+        most = fields.max_tokens_per_doc or DEFAULT_MAX_TOKENS
+        documents = EmbeddingInput(fields.list_texts(), truncate=True, query=fields.query, max_tokens=most)
+        return ParsedCohereRerank(fields.model, documents, sanitize_names(parsed.ignored), fields.top_n)

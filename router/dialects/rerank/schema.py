@@ -59,7 +59,7 @@ class RerankFields(StrictPart):
 
     def list_texts(self) -> tuple[str, ...]:
         """Return the texts of the documents."""
-        return tuple(one if isinstance(one, str) else one.text for one in self.documents)
+        return tuple(document if isinstance(document, str) else document.text for document in self.documents)
 
 
 class RerankBody(RerankFields):

@@ -109,8 +109,8 @@ def build_type_discriminator(*kinds: str) -> Discriminator:
     marks = {kind: f"{kind}_part" for kind in kinds}
 
     def get_tag(part: object) -> str:
-        found = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
-        return marks.get(found, marks[kinds[0]]) if isinstance(found, str) else marks[kinds[0]]
+        kind = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
+        return marks.get(kind, marks[kinds[0]]) if isinstance(kind, str) else marks[kinds[0]]
 
     return Discriminator(get_tag)
 
@@ -120,8 +120,8 @@ def build_tool_discriminator(*kinds: str) -> Discriminator:
     marks = {kind: f"{kind}_part" for kind in kinds}
 
     def get_tag(part: object) -> str:
-        found = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
-        return marks.get(found, "foreign_part") if isinstance(found, str) and found else marks[kinds[0]]
+        kind = cast("dict[str, object]", part).get("type") if isinstance(part, dict) else None
+        return marks.get(kind, "foreign_part") if isinstance(kind, str) and kind else marks[kinds[0]]
 
     return Discriminator(get_tag)
 
@@ -223,7 +223,7 @@ def build_params(
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=next(
-            (one for one in (body.repetition_penalty, body.repeat_penalty) if one is not None), 1.0
+            (penalty for penalty in (body.repetition_penalty, body.repeat_penalty) if penalty is not None), 1.0
         ),
         logit_bias=tuple((int(token), bias) for token, bias in (body.logit_bias or {}).items() if bias),
         logprobs=logprobs is not None,
@@ -234,12 +234,12 @@ def build_params(
 
 def list_given_penalties(body: SamplingFields) -> frozenset[str]:
     """Return the names of the penalties that a body sets, also to their defaults."""
-    given = {
+    penalties = {
         "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty,
         "repetition_penalty": body.repeat_penalty if body.repetition_penalty is None else body.repetition_penalty,
     }
-    return frozenset(name for name, value in given.items() if value is not None)
+    return frozenset(name for name, value in penalties.items() if value is not None)
 
 
 def list_stops(stop: str | Iterable[str] | None) -> tuple[str, ...]:

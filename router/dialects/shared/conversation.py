@@ -18,7 +18,7 @@ class ConversationRequest(msgspec.Struct, frozen=True, gc=False):
     """Whether the last chunk of a stream has the usage."""
     tools: str = ""
     """Tools as in `wire.frames.Generate`."""
-    given: frozenset[str] = frozenset()
+    set_penalties: frozenset[str] = frozenset()
     """Penalties that the body sets."""
     template: str = ""
     """Template variables as in `wire.frames.Generate`."""
@@ -42,7 +42,7 @@ class ConversationRequest(msgspec.Struct, frozen=True, gc=False):
             self.include_usage,
             session=self.session,
             ignored=self.ignored,
-            given=self.given,
+            set_penalties=self.set_penalties,
         )
 
     def to_specs(self, key: str, request_id: str, created: int) -> tuple[RequestSpec, ...]:

@@ -73,15 +73,15 @@ class FieldTable(Generic[B]):
     def read(self, raw: bytes, *, strict: bool = False) -> ParsedBody[B] | Problem:
         """Parse a body (UTF-8 JSON), or return a 400 problem with the reason. With `strict`, unknown fields are
         refused."""
-        found = read_object(raw, self.max_values)
-        return found if isinstance(found, Problem) else self.parse(found, strict=strict)
+        raw_fields = read_object(raw, self.max_values)
+        return raw_fields if isinstance(raw_fields, Problem) else self.parse(raw_fields, strict=strict)
 
-    def parse(self, found: Body, *, strict: bool = False) -> ParsedBody[B] | Problem:
+    def parse(self, raw_fields: Body, *, strict: bool = False) -> ParsedBody[B] | Problem:
         """Validate a body, or a part with its own table, from decoded JSON. Return a 400 problem as `read` does."""
-        fields = self._strip(found)
+        fields = self._strip(raw_fields)
         if isinstance(fields, Problem):
             return fields
-        ignored = [name for name in found if name in self.ignored and found[name]]
+        ignored = [name for name in raw_fields if name in self.ignored and raw_fields[name]]
         try:
             return ParsedBody(self.body.model_validate(fields), fields, tuple(ignored))
         except ValidationError as error:
@@ -103,10 +103,10 @@ class FieldTable(Generic[B]):
             else:
                 yield FieldRow(name, "honoured", self.instead.get(name, ""))
 
-    def _strip(self, found: Body) -> Body | Problem:
+    def _strip(self, raw_fields: Body) -> Body | Problem:
         """Remove fields without an effect; refuse fields that are not offered."""
         fields: Body = {}
-        for name, value in found.items():
+        for name, value in raw_fields.items():
             if name in self.neutral:
                 if not _is_neutral(value, self.neutral[name]):
                     return build_unsupported(name, self.instead)
@@ -120,13 +120,13 @@ def sanitize_names(names: Iterable[str]) -> tuple[str, ...]:
 
     A name with unusual characters becomes `(unprintable)`. If names are left out, the last text says how many.
     """
-    kept = dict.fromkeys(name if _NAME.fullmatch(name) else "(unprintable)" for name in names)
-    found = tuple(kept)
-    return found if len(found) <= MAX_IGNORED else (*found[:MAX_IGNORED], f"and-{len(found) - MAX_IGNORED}-more")
+    distinct = dict.fromkeys(name if _NAME.fullmatch(name) else "(unprintable)" for name in names)
+    texts = tuple(distinct)
+    return texts if len(texts) <= MAX_IGNORED else (*texts[:MAX_IGNORED], f"and-{len(texts) - MAX_IGNORED}-more")
 
 
 def _is_neutral(value: object, allowed: tuple[object, ...]) -> bool:
-    return any(type(value) is type(one) and value == one for one in allowed)
+    return any(type(value) is type(candidate) and value == candidate for candidate in allowed)
 
 
 def _has_mistakes(fields: Body, known: Collection[str]) -> bool:
@@ -146,6 +146,6 @@ def _find_unknown_fields(part: BaseModel, path: str = "") -> Iterator[str]:
         if isinstance(value, BaseModel):
             yield from _find_unknown_fields(value, f"{path}{name}.")
         elif isinstance(value, list):
-            for one in cast("list[Any]", value):
-                if isinstance(one, BaseModel) and not isinstance(one, ForeignPart):
-                    yield from _find_unknown_fields(one, f"{path}{name}[].")
+            for item in cast("list[Any]", value):
+                if isinstance(item, BaseModel) and not isinstance(item, ForeignPart):
+                    yield from _find_unknown_fields(item, f"{path}{name}[].")

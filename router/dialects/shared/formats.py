@@ -123,13 +123,13 @@ class FormattedBody(SamplingFields):
             "choice": self.guided_choice,
             "grammar": self.guided_grammar,
         }
-        found = convert_structured_outputs(StructuredOutputs.model_validate(guided), "guided_")
+        grammars = convert_structured_outputs(StructuredOutputs.model_validate(guided), "guided_")
         blanks = self.guided_whitespace_pattern
         if self.structured_outputs is not None:
-            found |= convert_structured_outputs(self.structured_outputs)
+            grammars |= convert_structured_outputs(self.structured_outputs)
             blanks = self.structured_outputs.whitespace_pattern or blanks
         form = convert_response_format(self.response_format)
-        return select_single_grammar(found if form is None else {**found, "response_format": form}, blanks)
+        return select_single_grammar(grammars if form is None else {**grammars, "response_format": form}, blanks)
 
 
 class NamedFunction(StrictPart):
@@ -205,22 +205,22 @@ def convert_structured_outputs(
     options: StructuredOutputs, prefix: str = "structured_outputs."
 ) -> dict[str, GrammarSpec | Problem]:
     """Convert every given field to a grammar or a 400 problem. Return them by field name, with `prefix` before it."""
-    found: dict[str, GrammarSpec | Problem] = {}
+    grammars: dict[str, GrammarSpec | Problem] = {}
     if options.json_ is not None:
         name, schema = f"{prefix}json", options.json_
-        found[name] = (
+        grammars[name] = (
             GrammarSpec(GrammarKind.JSON_SCHEMA, schema) if isinstance(schema, str) else convert_schema(schema, name)
         )
     if options.regex is not None:
-        found[f"{prefix}regex"] = GrammarSpec(GrammarKind.REGEX, options.regex)
+        grammars[f"{prefix}regex"] = GrammarSpec(GrammarKind.REGEX, options.regex)
     if options.choice is not None:
         text = encode_json(options.choice, f"{prefix}choice", MAX_GRAMMAR_BYTES)
-        found[f"{prefix}choice"] = text if isinstance(text, Problem) else GrammarSpec(GrammarKind.CHOICE, text)
+        grammars[f"{prefix}choice"] = text if isinstance(text, Problem) else GrammarSpec(GrammarKind.CHOICE, text)
     if options.grammar is not None:
-        found[f"{prefix}grammar"] = GrammarSpec(GrammarKind.LARK, options.grammar)
+        grammars[f"{prefix}grammar"] = GrammarSpec(GrammarKind.LARK, options.grammar)
     if options.json_object:
-        found[f"{prefix}json_object"] = GrammarSpec(GrammarKind.JSON_OBJECT)
-    return found
+        grammars[f"{prefix}json_object"] = GrammarSpec(GrammarKind.JSON_OBJECT)
+    return grammars
 
 
 def select_single_grammar(
@@ -237,12 +237,12 @@ def select_single_grammar(
         return build_invalid(
             "whitespace_pattern needs a JSON format: add one, or leave whitespace_pattern out", "whitespace_pattern"
         )
-    for name, found in specs.items():
-        if isinstance(found, Problem):
-            return found
-        if len(found.value) > MAX_GRAMMAR_BYTES or len(whitespace or "") > MAX_GRAMMAR_BYTES:
+    for name, grammar in specs.items():
+        if isinstance(grammar, Problem):
+            return grammar
+        if len(grammar.value) > MAX_GRAMMAR_BYTES or len(whitespace or "") > MAX_GRAMMAR_BYTES:
             return build_invalid(f"{name} is longer than {MAX_GRAMMAR_BYTES} characters: shorten it", name)
-        return GrammarSpec(found.kind, found.value, whitespace or "")
+        return GrammarSpec(grammar.kind, grammar.value, whitespace or "")
     return None
 
 

@@ -58,7 +58,7 @@ def assemble_answer(answer: CompleteAnswer) -> SingleChoiceAnswer:
 def decode_arguments(call: AnswerToolCall) -> dict[str, object]:
     """Return the arguments of a call as an object; empty if they are no JSON object, which an engine never sends."""
     try:
-        found: object = msgspec.json.decode(call.arguments)
+        decoded: object = msgspec.json.decode(call.arguments)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return {}
-    return cast("dict[str, object]", found) if isinstance(found, dict) else {}
+    return cast("dict[str, object]", decoded) if isinstance(decoded, dict) else {}

@@ -36,7 +36,7 @@ def read_object(body: bytes, max_values: int = MAX_VALUES) -> Body | Problem:
     if refused is not None:
         return refused
     try:
-        found: object = _decoder.decode(body.decode("utf-8"))
+        decoded: object = _decoder.decode(body.decode("utf-8"))
     except UnicodeDecodeError as error:
         return build_invalid(f"the body is not UTF-8: byte {error.start} ({error.reason})")
     except json.JSONDecodeError as error:
@@ -45,9 +45,9 @@ def read_object(body: bytes, max_values: int = MAX_VALUES) -> Body | Problem:
         return build_invalid("the body has too many levels of nesting")
     except ValueError as error:
         return build_invalid(f"the body cannot be used: {str(error)[:200]}")
-    if not isinstance(found, dict):
+    if not isinstance(decoded, dict):
         return build_invalid("the body must be a JSON object")
-    parsed = cast("Body", found)
+    parsed = cast("Body", decoded)
     if SURROGATE_ESCAPE.search(body) and _has_lone_surrogate(parsed):
         return build_invalid("a text has half of a surrogate pair (\\ud800-\\udfff alone), which is not a character")
     return parsed
@@ -115,7 +115,7 @@ def encode_json(value: object, name: str, longest: int) -> str | Problem:
 def _is_too_deep(value: object) -> bool:
     level: list[Any] = [value]
     for _ in range(MAX_JSON_DEPTH + 1):
-        level = [inner for one in level for inner in _list_children(one)]
+        level = [inner for item in level for inner in _list_children(item)]
         if not level:
             return False
     return True
@@ -130,12 +130,12 @@ def _list_children(value: object) -> Iterable[Any]:
 def _build_object(pairs: list[tuple[str, Any]]) -> Body:
     if len(pairs) > MAX_KEYS:
         raise _UnusableError(f"an object has {len(pairs)} keys, the limit is {MAX_KEYS}")
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+    members = dict(pairs)
+    if len(members) != len(pairs):
+        names: set[str] = set()
+        twice = next(name for name, _ in pairs if name in names or names.add(name))
         raise _UnusableError(f"the key {twice[:64]!r} appears twice in one object")
-    return found
+    return members
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -145,19 +145,19 @@ def _refuse_constant(name: str) -> NoReturn:
 _decoder = json.JSONDecoder(object_pairs_hook=_build_object, parse_constant=_refuse_constant)
 
 
-def _has_lone_surrogate(found: object) -> bool:
+def _has_lone_surrogate(root: object) -> bool:
     """Return whether any key or text has a lone surrogate; the parser has already joined proper pairs."""
-    waiting: list[Any] = [found]
+    waiting: list[Any] = [root]
     while waiting:
-        one = waiting.pop()
-        if isinstance(one, str):
-            if not one.isascii() and not _is_encodable(one):
+        item = waiting.pop()
+        if isinstance(item, str):
+            if not item.isascii() and not _is_encodable(item):
                 return True
-        elif isinstance(one, dict):
-            waiting += one.keys()
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
+        elif isinstance(item, dict):
+            waiting += item.keys()
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
     return False
 
 

@@ -15,20 +15,21 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS = frozenset(get_args(Effort))
 
 
-def encode_variables(given: Mapping[str, Any] | None, **meant: object) -> str | Problem:
+def encode_variables(variables: Mapping[str, Any] | None, **meant: object) -> str | Problem:
     """Encode the variables of the chat template as JSON for `wire.frames.Generate`; empty without variables.
 
-    A variable `given` by name overrides the value `meant` by another parameter. None means no value. Return a 400
-    problem for a variable that is not in `TEMPLATE_VARIABLES`, or for too much content.
+    `variables` are those that the request sets by name. `meant` are values from other parameters, which `variables`
+    override; None means no value. Return a 400 problem for a variable that is not in `TEMPLATE_VARIABLES`, or for more
+    than `MAX_VARIABLES_BYTES`.
     """
-    given = given or {}
-    strange = sorted(given.keys() - TEMPLATE_VARIABLES)
+    variables = variables or {}
+    strange = sorted(variables.keys() - TEMPLATE_VARIABLES)
     if strange:
         known = ", ".join(sorted(TEMPLATE_VARIABLES))
         text = f"{strange[0][:64]} is not a template variable that a client may set: use {known}"
         return build_invalid(text, f"chat_template_kwargs.{strange[0][:64]}")
-    found = {name: value for name, value in meant.items() if value is not None} | dict(given)
-    return encode_json(found, "chat_template_kwargs", MAX_VARIABLES_BYTES) if found else ""
+    combined = {name: value for name, value in meant.items() if value is not None} | dict(variables)
+    return encode_json(combined, "chat_template_kwargs", MAX_VARIABLES_BYTES) if combined else ""
 
 
 class RequestedReasoning(NamedTuple):
@@ -50,10 +51,10 @@ def combine_reasoning(effort: str | None, switch: bool | None, options: Mapping[
     """
     ignored: list[str] = []
     for name in ("thinking", "think"):
-        found = _parse_switch(options[name])
-        if found is None and options[name] is not None:
+        parsed = _parse_switch(options[name])
+        if parsed is None and options[name] is not None:
             ignored.append(name)
-        switch = found if switch is None else switch
+        switch = parsed if switch is None else switch
     reasoning = options["reasoning"]
     if isinstance(reasoning, dict):
         rest = dict(cast("Body", reasoning))

@@ -92,8 +92,8 @@ def render_token(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
 
     A log probability that is not finite becomes `UNKNOWN_LOGPROB`.
     """
-    kept = token[:MAX_TOKEN_BYTES]
-    return kept.decode("utf-8", "replace"), logprob if math.isfinite(logprob) else UNKNOWN_LOGPROB, list(kept)
+    shortened = token[:MAX_TOKEN_BYTES]
+    return shortened.decode("utf-8", "replace"), logprob if math.isfinite(logprob) else UNKNOWN_LOGPROB, list(shortened)
 
 
 def get_finish_reason(reason: str, calls: int) -> str:

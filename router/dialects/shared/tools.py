@@ -97,8 +97,8 @@ def clean_function(tool: Body) -> Body:
 
     A missing schema becomes that of a function without parameters. Keys keep their order, because templates print them.
     """
-    given = {key: value for key, value in tool["function"].items() if value is not None and key in _FUNCTION}
-    return {"type": "function", "function": {**given, "parameters": given.get("parameters", NO_PARAMETERS)}}
+    fields = {key: value for key, value in tool["function"].items() if value is not None and key in _FUNCTION}
+    return {"type": "function", "function": {**fields, "parameters": fields.get("parameters", NO_PARAMETERS)}}
 
 
 def find_server_tools(tools: Sequence[object] | None, path: str = "tools") -> Iterator[tuple[str, str]]:
@@ -122,18 +122,18 @@ def collect_tools(
         where, kind = without[0]
         why = f"{where} {kind[:64]!r} is not supported: tools cannot run on this server"
         return build_unsupported(where, why=why)
-    found = list(_make_distinct(offered))
-    if len(found) > MAX_TOOLS:
-        return build_invalid(f"{len(found)} tools in the request, the limit is {MAX_TOOLS}: leave some out", "tools")
-    text = encode_json([one.body for one in found], "tools", MAX_TOOLS_BYTES) if found else ""
+    tools = list(_make_distinct(offered))
+    if len(tools) > MAX_TOOLS:
+        return build_invalid(f"{len(tools)} tools in the request, the limit is {MAX_TOOLS}: leave some out", "tools")
+    text = encode_json([tool.body for tool in tools], "tools", MAX_TOOLS_BYTES) if tools else ""
     if isinstance(text, Problem):
         return text
-    origins = {one.name: one.origin for one in found if one.origin is not None}
-    names = tuple(one.name for one in found)
+    origins = {tool.name: tool.origin for tool in tools if tool.origin is not None}
+    names = tuple(tool.name for tool in tools)
     return ToolSet(
         text if include_text else "",
         names,
-        any(one.strict for one in found),
+        any(tool.strict for tool in tools),
         origins,
         tuple(f"{where}={kind}" for where, kind in without),
     )
@@ -141,13 +141,13 @@ def collect_tools(
 
 def _make_distinct(offered: Iterable[OfferedTool]) -> Iterator[OfferedTool]:
     """Add the namespace as a prefix to a tool whose name is already taken."""
-    seen: set[str] = set()
-    for one in offered:
-        origin, name = one.origin, one.name
-        if origin is not None and origin.namespace and name in seen:
+    names: set[str] = set()
+    for tool in offered:
+        origin, name = tool.origin, tool.name
+        if origin is not None and origin.namespace and name in names:
             name = f"{origin.namespace}__{name}"[:MAX_FUNCTION_NAME_CHARS]
-        seen.add(name)
-        yield one._replace(body=one.body | {"function": one.body["function"] | {"name": name}})
+        names.add(name)
+        yield tool._replace(body=tool.body | {"function": tool.body["function"] | {"name": name}})
 
 
 def decode_input(call: AnswerToolCall) -> str:

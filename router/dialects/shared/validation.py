@@ -45,11 +45,11 @@ def from_validation(error: ValidationError, known: Collection[str], instead: Map
 
     `known` are the fields of the body, `instead` the alternatives to unsupported fields.
     """
-    found = _list_errors(error)
-    later = next((problem for one in found if (problem := _check_unsupported(one, instead)) is not None), None)
+    errors = _list_errors(error)
+    later = next((problem for detail in errors if (problem := _check_unsupported(detail, instead)) is not None), None)
     if later is not None:
         return later
-    first = found[0]
+    first = errors[0]
     if first.type == "extra_forbidden":
         return _build_unknown(first.loc, known)
     path = _render_path(first.loc)

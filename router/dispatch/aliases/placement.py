@@ -95,9 +95,9 @@ class AliasPlacement:
             return start(result)
         former = alias.at
         for at in alias.list_waitable():
-            one = alias.results[at]
+            candidate = alias.results[at]
             self._use(request, alias, at)
-            if isinstance(one, NoPlacement) and start(one):
+            if isinstance(candidate, NoPlacement) and start(candidate):
                 return True
         self._use(request, alias, former)
         return False

@@ -30,7 +30,7 @@ class UpstreamGate:
         self._clock = clock
         self._counters = counters
         self._breakers: CircuitBreakers[str] = CircuitBreakers()
-        self._labels = {name: get_upstream_label(name, found) for name, found in settings.upstreams.items()}
+        self._labels = {name: get_upstream_label(name, upstream) for name, upstream in settings.upstreams.items()}
 
     def get_label(self, name: str) -> str:
         """Return the name of an upstream's model in answers, usage and metrics."""

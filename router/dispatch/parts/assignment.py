@@ -85,7 +85,11 @@ class Assignment:
                 self._endings.deny(request, result.refused)
                 return
             if self._aliases.offer(
-                request, result, lambda one: self.start_at_decider(request, one) or self._start_for_share(request, one)
+                request,
+                result,
+                lambda candidate: (
+                    self.start_at_decider(request, candidate) or self._start_for_share(request, candidate)
+                ),
             ):
                 return
         self._apply(request, NoRoom(result))

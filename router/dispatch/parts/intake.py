@@ -61,10 +61,10 @@ class Intake:
         if isinstance(target, ModelTarget):
             spec = self._apply_target(spec, target)
         if charges_quota and refused is None:
-            asked = spec.demand
+            charged_demand = spec.demand
             if isinstance(target, ModelTarget) and target.alias:
-                asked = replace(asked, model=target.permitted)
-            charged = self._quotas.admit(spec.key, asked, now)
+                charged_demand = replace(charged_demand, model=target.permitted)
+            charged = self._quotas.admit(spec.key, charged_demand, now)
             refused = charged if isinstance(charged, Refused) else None
         demand = spec.demand
         if limits.labels and refused is None:
@@ -118,7 +118,7 @@ class Intake:
         if not target.profile:
             return replace(spec, demand=replace(spec.demand, model=target.candidates[0]))
         profile = self.names.get_profile(target.profile)
-        params = profile.apply_to_params(spec.params, spec.given, default_limit=spec.default_limit)
+        params = profile.apply_to_params(spec.params, spec.set_penalties, default_limit=spec.default_limit)
         features = spec.demand.features | find_features(params)
         demand = replace(spec.demand, model=target.candidates[0], max_tokens=params.max_tokens, features=features)
         is_plain_text = bool(spec.text or spec.ids)

@@ -85,8 +85,8 @@ class Placer:
 
     def get_report_time(self, node: NodeId) -> float:
         """Return the arrival of a node's newest report in monotonic seconds; -1 if the node is not a member."""
-        seen = self.view.find_node(node)
-        return -1.0 if seen is None else seen.reported_at
+        node_view = self.view.find_node(node)
+        return -1.0 if node_view is None else node_view.reported_at
 
     def correct_headroom(self, _: ActiveRequest, action: CorrectHeadroom) -> None:
         """Limit the headroom of a node that refused, until its next report."""
@@ -115,12 +115,12 @@ class Placer:
     def judge(self, request: ActiveRequest, view: ClusterView, demand: ResourceDemand) -> Placement | NoPlacement:
         """Compute the placement of a request with this demand on the nodes of `view`."""
         now = self._clock()
-        seen = self.mark_failing_nodes(view, now)
+        marked = self.mark_failing_nodes(view, now)
         trials = self._restrict_to_one_model(
-            request.get_attempt_history(), demand.model, seen if view is self.view else None
+            request.get_attempt_history(), demand.model, marked if view is self.view else None
         )
         result = place(
-            seen,
+            marked,
             demand,
             self._ledger,
             now=now,
@@ -164,15 +164,15 @@ class Placer:
         )
 
     def _restrict_to_one_model(
-        self, trials: AttemptHistory, name: str, seen: ClusterView | None = None
+        self, trials: AttemptHistory, name: str, marked: ClusterView | None = None
     ) -> AttemptHistory:
-        """Restrict a request to one version of a model with several. `seen` is the view of all nodes, if known.
+        """Restrict a request to one version of a model with several. `marked` is the view of all nodes, if known.
 
         It is the version that began the answer, or the one served by the nodes that the request has not lost.
         """
         if trials.version is not None:
             return trials
-        view = seen or self.mark_failing_nodes(self.view, self._clock())
+        view = marked or self.mark_failing_nodes(self.view, self._clock())
         if trials.lost:
             view = ClusterView(tuple(node for node in view.nodes if node.id not in trials.lost))
         identity = view.identify(name)

@@ -35,12 +35,12 @@ A large cluster handles the rest in later passes.
 
 def find_idle_nodes(view: ClusterView, ledger: ReservationLedger) -> dict[str, ClusterView]:
     """Return the idle nodes by the models that they have, at most `MAX_TARGETS` for each model."""
-    found: dict[str, list[NodeView]] = {}
+    idle: dict[str, list[NodeView]] = {}
     for node in view.nodes:
         if _is_idle(node, ledger):
             for name in node.models:
-                found.setdefault(name, []).append(node)
-    return {name: ClusterView(tuple(nodes[:MAX_TARGETS])) for name, nodes in found.items()}
+                idle.setdefault(name, []).append(node)
+    return {name: ClusterView(tuple(nodes[:MAX_TARGETS])) for name, nodes in idle.items()}
 
 
 def _is_idle(node: NodeView, ledger: ReservationLedger) -> bool:
@@ -56,12 +56,12 @@ def list_movable_requests(requests: Iterable[ActiveRequest], now: float) -> list
     They are in their first attempt, have no first token, and arrived more than `MIN_GAIN_SECONDS` before `now`
     (monotonic seconds).
     """
-    found = [
+    movable = [
         request
         for request in requests
         if request.life.first_at is None and request.attempts == 1 and now - request.arrived > MIN_GAIN_SECONDS
     ]
-    return sorted(found, key=lambda request: request.number)[:MAX_EXAMINED]
+    return sorted(movable, key=lambda request: request.number)[:MAX_EXAMINED]
 
 
 def estimate_wait_seconds(here: Candidate) -> float:

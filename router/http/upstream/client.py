@@ -51,10 +51,10 @@ def read_key_file(file: Path) -> str:
     except OSError as error:
         raise KeyFileError(f"{file} cannot be read: {error.strerror}") from None
     with os.fdopen(descriptor, "rb") as opened:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise KeyFileError(f"{file} is not a file")
-        if found.st_mode & 0o077:
+        if status.st_mode & 0o077:
             raise KeyFileError(f"other users may read {file}: run `chmod 600 {file}`")
         key = opened.read(MAX_KEY_BYTES + 1).strip()
     if not key or len(key) > MAX_KEY_BYTES or not all(33 <= byte < 127 for byte in key):
@@ -181,4 +181,4 @@ class UpstreamClient:
         """Return a text of the upstream as one short printable line without the key."""
         hidden = text.replace(self._key, "(key)") if self._key else text
         line = " ".join(hidden.split())
-        return "".join(one for one in line if one.isprintable())[:MAX_REASON_CHARS]
+        return "".join(character for character in line if character.isprintable())[:MAX_REASON_CHARS]

@@ -35,14 +35,14 @@ class EventReader:
         Raise `UpstreamStreamError` for an event of more than `MAX_EVENT_BYTES`.
         """
         *lines, self._rest = (self._rest + received).split(b"\n")
-        found: list[bytes] = []
+        events: list[bytes] = []
         for line in lines:
             data = self._read_line(line.removesuffix(b"\r"))
             if data is not None:
-                found.append(data)
+                events.append(data)
         if self._size + len(self._rest) > MAX_EVENT_BYTES:
             raise UpstreamStreamError(f"sent an event of more than {MAX_EVENT_BYTES} bytes")
-        return found
+        return events
 
     def _read_line(self, line: bytes) -> bytes | None:
         """Read one line. Return the data of the event that it ends, if any."""
@@ -71,12 +71,12 @@ class Usage(msgspec.Struct, frozen=True):
 def parse_object(data: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raise `UpstreamStreamError` for anything else."""
     try:
-        found = msgspec.json.decode(data)
+        parsed = msgspec.json.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         raise UpstreamStreamError("sent text that is not JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise UpstreamStreamError("sent JSON that is not an object")
-    return cast("dict[str, Any]", found)
+    return cast("dict[str, Any]", parsed)
 
 
 def check_answer(answer: dict[str, Any]) -> list[Any]:
@@ -97,13 +97,13 @@ def read_usage(answer: dict[str, Any]) -> Usage | None:
     counts = cast("dict[str, Any]", usage)
     details = counts.get("prompt_tokens_details")
     cached = cast("dict[str, Any]", details).get("cached_tokens") if isinstance(details, dict) else 0
-    found = {
+    fields = {
         "prompt_tokens": counts.get("prompt_tokens"),
         "completion_tokens": counts.get("completion_tokens"),
         "cached_tokens": cached or 0,
     }
     try:
-        return msgspec.convert(found, Usage)
+        return msgspec.convert(fields, Usage)
     except msgspec.ValidationError:
         return None
 

@@ -81,7 +81,7 @@ async def test_what_was_sent_counts_whatever_the_node_says(port: Port) -> None:
         assert (await _chat(client)).status_code == 200
         await answering
     (rate,) = quotas.list_rates(key["id"], 0.0)
-    assert (rate.what, rate.remaining < 59) == ("tokens", True)
+    assert (rate.unit, rate.remaining < 59) == ("tokens", True)
 
 
 async def test_a_write_that_fails_answers_every_caller_and_keeps_what_was_revoked(tmp_path: Path) -> None:

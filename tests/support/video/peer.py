@@ -179,7 +179,7 @@ class VideoPeer:
             self.finish(frame.lease, frame.cause)
 
     def _ask(self, frame: FetchRequest) -> None:
-        name = frame.what.rpartition("/")[2]
+        name = frame.source.rpartition("/")[2]
         data = self.files.get(name)
         if data is None:
             self.say(FetchChunk(frame.number, b"", True, "there is no such file"))

@@ -108,8 +108,8 @@ def _store_login(folder: Path, reached: CoordinatorAddress) -> None:
     """Write the login where `ApiSession.stored_login` reads it."""
     from host.private_files import create_private_folder, write_private
 
-    kept = {"url": reached.url, "key": reached.key, "ca": reached.authority}
+    login = {"url": reached.url, "key": reached.key, "ca": reached.authority}
     try:
-        write_private(create_private_folder(folder) / LOGIN_FILE, json.dumps(kept).encode())
+        write_private(create_private_folder(folder) / LOGIN_FILE, json.dumps(login).encode())
     except OSError as error:
         raise CommandError(1, f"{folder / LOGIN_FILE} cannot be written: {error.strerror}") from None

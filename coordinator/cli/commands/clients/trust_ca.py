@@ -45,22 +45,22 @@ def trust_ca(
     """
     base = parse_base_url(endpoint) if endpoint else session.get_url_and_key()[0]
     pem = fetch_authority(base)
-    found = check_authority(pem, base, fingerprint)
+    digest = check_authority(pem, base, fingerprint)
     if only_print:
-        session.print_answer({"schema": 1, "fingerprint": found, "pem": pem}, lambda _: click.echo(pem, nl=False))
+        session.print_answer({"schema": 1, "fingerprint": digest, "pem": pem}, lambda _: click.echo(pem, nl=False))
         return
     if fingerprint is None and not remove:
-        confirm_fingerprint(base, found, pem)
-    bundle = write_bundle(session.state, pem, found, base)
+        confirm_fingerprint(base, digest, pem)
+    bundle = write_bundle(session.state, pem, digest, base)
     if remove:
         bundle.unlink()
         bundle.with_suffix(".url").unlink()
     with tempfile.NamedTemporaryFile("w", suffix=".crt") as file:
         file.write(pem)
         file.flush()
-        for command in build_commands(sys.platform, Path(file.name), found, remove=remove):
+        for command in build_commands(sys.platform, Path(file.name), digest, remove=remove):
             _run_command(command)
-    answer: dict[str, Any] = {"schema": 1, "fingerprint": found, "trusted": not remove, "bundle": str(bundle)}
+    answer: dict[str, Any] = {"schema": 1, "fingerprint": digest, "trusted": not remove, "bundle": str(bundle)}
     session.print_answer(answer, _print_trust)
 
 
@@ -82,9 +82,9 @@ def fetch_confirmed_authority(base: str, fingerprint: str | None) -> str:
         if error.exit_code == NOT_FOUND and fingerprint is None:
             return ""
         raise
-    found = check_authority(pem, base, fingerprint)
+    digest = check_authority(pem, base, fingerprint)
     if fingerprint is None:
-        confirm_fingerprint(base, found, pem)
+        confirm_fingerprint(base, digest, pem)
     return pem
 
 
@@ -139,18 +139,18 @@ def check_authority(pem: str, base: str, expected: str | None) -> str:
         certificate = x509.load_pem_x509_certificate(pem.encode())
     except ValueError:
         raise CommandError(1, f"{base} sent no certificate") from None
-    found = hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest()
-    if expected is not None and expected.lower().replace(":", "") != found:
+    digest = hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest()
+    if expected is not None and expected.lower().replace(":", "") != digest:
         raise CommandError(
             PIN,
-            f"the authority of {base} has the fingerprint {found}, not {expected}: do not trust it, "
+            f"the authority of {base} has the fingerprint {digest}, not {expected}: do not trust it, "
             "another machine may intercept the connection",
         )
     if not all(_list_permitted_names(certificate) or [""]):  # an empty name permits all
         raise CommandError(
             PIN, f"the authority of {base} can certify any site: it is not an authority of macpool, do not trust it"
         )
-    return found
+    return digest
 
 
 def _list_permitted_names(certificate: "x509.Certificate") -> list[str]:
@@ -195,8 +195,8 @@ def find_trusted_endpoint(state: Path, base: str | None) -> tuple[str, str] | No
 
     Return None if there is no such endpoint.
     """
-    kept = sorted((state / "trusted").glob("*.url"), key=lambda file: file.stat().st_mtime, reverse=True)
-    for file in kept:
+    files = sorted((state / "trusted").glob("*.url"), key=lambda file: file.stat().st_mtime, reverse=True)
+    for file in files:
         url = file.read_text().strip()
         if file.with_suffix(".pem").exists() and base in (None, url):
             return url, str(file.with_suffix(".pem"))

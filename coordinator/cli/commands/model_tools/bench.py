@@ -35,10 +35,10 @@ def bench(session: ApiSession, name: str | None, nodes: tuple[str, ...], force: 
         return
     if name is None:
         raise click.UsageError("name a MODEL, or give --show")
-    found = [model for model in session.request_json("GET", "/api/v1/models")["models"] if model["name"] == name]
+    models = [model for model in session.request_json("GET", "/api/v1/models")["models"] if model["name"] == name]
     places = [
         node
-        for node in (found[0]["nodes"] if found else ())
+        for node in (models[0]["nodes"] if models else ())
         if node["state"] in LINKED and not node["cause"] and (not nodes or {node["name"], node["id"]} & set(nodes))
     ]
     if not places:

@@ -114,9 +114,9 @@ def _print_quantizations(answer: dict[str, Any]) -> None:
         for quantization in answer["quantizations"]
     ]
     print_table(("ID", "RESULT", "NODE", "STATE"), rows, alarming=("failed",), fold=("RESULT",))
-    for one in answer["quantizations"]:
-        if one["state"] in ("running", "failed"):
-            click.echo(describe(one))
+    for quantization in answer["quantizations"]:
+        if quantization["state"] in ("running", "failed"):
+            click.echo(describe(quantization))
 
 
 @quantizations.command("cancel")
@@ -125,4 +125,4 @@ def _print_quantizations(answer: dict[str, Any]) -> None:
 def cancel_quantization(session: ApiSession, quantization: str) -> None:
     """Cancel a quantization. Its incomplete result is deleted."""
     answer = session.request_json("DELETE", f"{_PATH}/{quote(quantization, safe='')}")
-    session.print_answer(answer, lambda one: click.echo(f"{one['quantization']['id']} is being cancelled"))
+    session.print_answer(answer, lambda answer: click.echo(f"{answer['quantization']['id']} is being cancelled"))

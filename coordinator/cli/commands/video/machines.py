@@ -50,10 +50,11 @@ def _print_calibration(answer: dict[str, Any]) -> None:
         ],
         alarming=("failed",),
     )
-    for one in answer["profiles"]:
+    for profile in answer["profiles"]:
         click.echo(
-            f"{one['package']}, engine {one['engine']}, {one['bits'] or 16} bits: base {show_size(one['base'])}, "
-            f"{show_size(one['slope'])} per token, margin {show_size(one['margin'])}; {one['measured']} jobs measured"
+            f"{profile['package']}, engine {profile['engine']}, {profile['bits'] or 16} bits: "
+            f"base {show_size(profile['base'])}, {show_size(profile['slope'])} per token, "
+            f"margin {show_size(profile['margin'])}; {profile['measured']} jobs measured"
         )
 
 
@@ -88,16 +89,16 @@ def install(state: Path | None, wheelhouse: Path | None, output: str) -> None:
         raise CommandError(
             1, done.stderr.strip().removeprefix("error: ") or f"the installation ended with exit code {done.returncode}"
         )
-    made = json.loads(done.stdout)
-    click.echo(json.dumps(made) if output == "json" else f"the video engine {made['engine']} is installed")
+    result = json.loads(done.stdout)
+    click.echo(json.dumps(result) if output == "json" else f"the video engine {result['engine']} is installed")
 
 
 def _find_environments_folder(state: Path) -> Path:
     """Return the folder of video environments of a state folder's node. Raise `CommandError` for an invalid file."""
     file = state / "config.toml"
     try:
-        found = from_tree(tomllib.loads(file.read_text())) if file.exists() else {}
+        file_settings = from_tree(tomllib.loads(file.read_text())) if file.exists() else {}
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise CommandError(2, f"{file}: {error}") from None
-    wanted = from_environment(os.environ).get(SETTING, found.get(SETTING))
+    wanted = from_environment(os.environ).get(SETTING, file_settings.get(SETTING))
     return Path(str(wanted)).expanduser() if wanted else state / "node" / "video" / "environments"

@@ -66,8 +66,8 @@ def _fetch_video(session: ApiSession, video: str) -> dict[str, Any]:
     return session.request_json("GET", f"/v1/videos/{quote(video, safe='')}")
 
 
-def _print_video(one: dict[str, Any]) -> None:
-    for name, value in one.items():
+def _print_video(video: dict[str, Any]) -> None:
+    for name, value in video.items():
         if name in ("created_at", "completed_at", "expires_at") and value is not None:
             value = format_minute(value)
         elif name == "peak" and value is not None:
@@ -93,15 +93,15 @@ def create(session: ApiSession, prompt: tuple[str, ...], waits: bool, output_fil
     """Create a video from PROMPT."""
     body = {name: value for name, value in fields.items() if value is not None}
     body["model"] = select_model(session, body.get("model"))
-    made = session.request_json("POST", "/v1/videos", {"prompt": " ".join(prompt), **body})
-    for warning in made["warnings"]:
+    job = session.request_json("POST", "/v1/videos", {"prompt": " ".join(prompt), **body})
+    for warning in job["warnings"]:
         click.secho(warning, fg="yellow", err=True)
     if output_file is not None or waits:
-        made = _wait_for_video(session, made["id"], None)
-        _raise_if_failed(made)
+        job = _wait_for_video(session, job["id"], None)
+        _raise_if_failed(job)
     if output_file is not None:
-        _download(session, made["id"], output_file, "video")
-    session.print_answer({"schema": 1, **made}, lambda answer: click.echo(answer["id"]))
+        _download(session, job["id"], output_file, "video")
+    session.print_answer({"schema": 1, **job}, lambda answer: click.echo(answer["id"]))
 
 
 @video.command()
@@ -110,7 +110,7 @@ def create(session: ApiSession, prompt: tuple[str, ...], waits: bool, output_fil
 def cancel(session: ApiSession, video: str) -> None:
     """Cancel a video and free its memory."""
     answer = session.request_json("POST", f"/v1/videos/{quote(video, safe='')}/cancel")
-    session.print_answer({"schema": 1, **answer}, lambda one: click.echo(f"{one['id']} {one['status']}"))
+    session.print_answer({"schema": 1, **answer}, lambda answer: click.echo(f"{answer['id']} {answer['status']}"))
 
 
 @video.command()
@@ -124,9 +124,9 @@ def wait(session: ApiSession, video: str, timeout: float | None) -> None:
 
     Exit codes: 6 the video failed, 7 timeout.
     """
-    made = _wait_for_video(session, video, timeout)
-    session.print_answer({"schema": 1, **made}, lambda answer: click.echo(f"{answer['id']} {answer['status']}"))
-    _raise_if_failed(made)
+    job = _wait_for_video(session, video, timeout)
+    session.print_answer({"schema": 1, **job}, lambda answer: click.echo(f"{answer['id']} {answer['status']}"))
+    _raise_if_failed(job)
 
 
 @video.command()
@@ -169,26 +169,26 @@ def _download(session: ApiSession, video: str, file: Path, variant: str) -> int:
     return size
 
 
-def _raise_if_failed(made: dict[str, Any]) -> None:
-    if made["status"] == "failed":
+def _raise_if_failed(job: dict[str, Any]) -> None:
+    if job["status"] == "failed":
         raise CommandError(
             REFUSED,
-            f"{made['id']} failed: {made['error']['code']}: {replace_control_characters(made['error']['message'])}",
+            f"{job['id']} failed: {job['error']['code']}: {replace_control_characters(job['error']['message'])}",
         )
 
 
 def _wait_for_video(session: ApiSession, video: str, timeout: float | None) -> dict[str, Any]:
     began, last_phase, pause = time.monotonic(), "", threading.Event()
     with _open_progress(session) as bar:
-        while (made := _fetch_video(session, video))["status"] not in ("completed", "failed"):
+        while (job := _fetch_video(session, video))["status"] not in ("completed", "failed"):
             if timeout is not None and time.monotonic() - began >= timeout:
                 raise CommandError(
                     TIMED_OUT,
-                    f"{video} is {made['status']} ({replace_control_characters(made['phase'])}) after {timeout:.0f} s",
+                    f"{video} is {job['status']} ({replace_control_characters(job['phase'])}) after {timeout:.0f} s",
                 )
-            last_phase = bar.show_progress(made["progress"], replace_control_characters(made["phase"]), last_phase)
+            last_phase = bar.show_progress(job["progress"], replace_control_characters(job["phase"]), last_phase)
             pause.wait(POLL_INTERVAL_SECONDS)
-    return made
+    return job
 
 
 class ProgressOutput(Protocol):
@@ -289,18 +289,18 @@ def measure_sizes(session: ApiSession, model: str, sizes: list[str], steps: int,
     for size in sorted(sizes, key=_count_pixels):
         click.echo(f"{size}: {frames} frames, {steps} steps", err=True)
         body = {"model": model, "prompt": DEFAULT_PROMPT, "size": size, "frames": frames, "steps": steps, "seed": 1}
-        made = _wait_for_video(session, session.request_json("POST", "/v1/videos", body)["id"], None)
-        fault = made["error"]["message"] if made["error"] else ""
+        job = _wait_for_video(session, session.request_json("POST", "/v1/videos", body)["id"], None)
+        fault = job["error"]["message"] if job["error"] else ""
         rows.append(
             {
-                "size": made["size"],
-                "status": made["status"],
-                "peak": made["peak"],
-                "seconds": made["wall_seconds"],
+                "size": job["size"],
+                "status": job["status"],
+                "peak": job["peak"],
+                "seconds": job["wall_seconds"],
                 "error": fault,
             }
         )
-        session.request_json("DELETE", f"/v1/videos/{made['id']}")
+        session.request_json("DELETE", f"/v1/videos/{job['id']}")
     return rows
 
 

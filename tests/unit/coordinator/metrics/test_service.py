@@ -253,7 +253,7 @@ async def test_a_node_is_asked_for_its_measures_and_lost_ones_have_no_page(port:
     async with port.client("metrics") as client:
         asking = asyncio.create_task(client.get("/prometheus/nodes/a"))
         asked = await line.until(FetchRequest)
-        assert asked.what == "metrics"
+        assert asked.source == "metrics"
         line.send(FetchChunk(asked.number, msgspec.msgpack.encode(measures), last=True))
         found = numbers((await asking).text)
         assert found['gate_checks_total{site="prefill"}'] == 5

@@ -171,10 +171,10 @@ async def test_a_machine_that_sleeps_sends_goodbye_dials_no_address_and_is_back_
         agent.fall_asleep(said.set)
         await asyncio.wait_for(said.wait(), 30)
         await port.until(lambda: state(port) == "asleep")
-        assert (len(links), server.made) == (0, 1)
+        assert (len(links), server.established) == (0, 1)
         agent.wake_up(3600.0)
         await port.until(lambda: len(links) == 1)
-        assert server.made == 2
+        assert server.established == 2
         assert state(port) != "asleep"
 
 
@@ -182,14 +182,14 @@ async def test_links_from_before_a_sleep_that_was_not_announced_end_at_wake(tmp_
     async with linked(tmp_path) as (port, agent, _):
         links, server = port.application.nodes.links.table, port.application.nodes.server
         agent.wake_up(120.0)
-        await port.until(lambda: server.made == 2)
+        await port.until(lambda: server.established == 2)
         await port.until(lambda: len(links) == 1)
 
 
 async def test_a_sleep_that_never_came_ends_by_itself(tmp_path: Path) -> None:
     async with linked(tmp_path, LinkTimeouts(no_wake=0.1)) as (port, agent, _):
         agent.fall_asleep(lambda: None)
-        await port.until(lambda: port.application.nodes.server.made == 2)
+        await port.until(lambda: port.application.nodes.server.established == 2)
 
 
 async def test_an_agent_that_sleeps_can_be_stopped(tmp_path: Path) -> None:

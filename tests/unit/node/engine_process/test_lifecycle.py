@@ -62,7 +62,7 @@ def test_a_child_is_ready_after_its_first_report_with_limits_in_force():
     assert (unarmed, actions) == (STARTED, (StateChanged(),))
     ready, actions = step(unarmed, ChildReported(), TIMEOUTS)
     assert (ready.stage, ready.child, actions) == (EngineStage.READY, ChildLife(ready=True), (StateChanged(),))
-    assert after(ChildReported(loaded=MODEL), life=STARTED).child == ChildLife(ready=True, seen=MODEL)
+    assert after(ChildReported(loaded=MODEL), life=STARTED).child == ChildLife(ready=True, attempted=MODEL)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_an_idle_child_that_keeps_memory_is_replaced_without_counting_as_a_failu
     assert after(ChildReported(unreturned=1), life=used).recycles == 1
     preloading = replace(used, preloads=True)
     assert after(leaking, life=preloading).recycles == 0, "a client would notice the load"
-    resting = replace(preloading, resting=True, child=ChildLife(ready=True, resting=True, seen=MODEL))
+    resting = replace(preloading, resting=True, child=ChildLife(ready=True, resting=True, attempted=MODEL))
     assert after(leaking, life=resting).recycles == 1, "the next child loads no model"
     unarmed = after(ChildReported(armed=False, loaded=MODEL), life=STARTED)
     assert after(replace(leaking, armed=False), life=unarmed).recycles == 0

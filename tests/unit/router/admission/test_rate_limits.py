@@ -225,7 +225,7 @@ def test_videos_are_counted_apart_and_one_may_always_wait():
 
 
 def standings(one: RateLimits, now: float) -> list[tuple[str, int, int, float]]:
-    return [(rate.what, rate.limit, rate.remaining, round(rate.reset, 6)) for rate in one.list_rates("k", now)]
+    return [(rate.unit, rate.limit, rate.remaining, round(rate.reset, 6)) for rate in one.list_rates("k", now)]
 
 
 def test_a_bucket_fills_at_its_rate_and_never_above_it():
@@ -245,13 +245,13 @@ def test_rates_name_both_buckets_and_none_without_limits():
     one = quotas(requests_per_minute=10, tokens_per_minute=600)
     charged = taken(one)
     requests, tokens = one.list_rates("k", 0.0)
-    assert (requests.what, requests.limit, requests.remaining, requests.reset) == ("requests", 10, 9, 6.0)
-    assert (tokens.what, tokens.limit, tokens.remaining, tokens.reset) == ("tokens", 600, 450, 15.0)
+    assert (requests.unit, requests.limit, requests.remaining, requests.reset) == ("requests", 10, 9, 6.0)
+    assert (tokens.unit, tokens.limit, tokens.remaining, tokens.reset) == ("tokens", 600, 450, 15.0)
     one.record_end("k", ASK, charged, 30, 0.0)
     assert one.list_rates("k", 0.0)[1].remaining == 570
     assert one.list_rates("other", 0.0) == ()
     assert quotas(concurrency=3).list_rates("k", 0.0) == ()
-    assert [rate.what for rate in quotas(tokens_per_minute=5).list_rates("k", 0.0)] == ["tokens"]
+    assert [rate.unit for rate in quotas(tokens_per_minute=5).list_rates("k", 0.0)] == ["tokens"]
 
 
 def test_a_debt_shows_nothing_left_and_the_time_until_all_is_back():

@@ -242,7 +242,7 @@ async def test_a_key_gets_back_what_it_was_charged_and_did_not_use(one: Cluster)
     ask(one, max_tokens=900)
     finish(one)
     (rate,) = one.dispatcher.quotas.list_rates("k", one.now)
-    assert (rate.what, rate.limit, rate.remaining) == ("tokens", 1000, 1000 - 28)
+    assert (rate.unit, rate.limit, rate.remaining) == ("tokens", 1000, 1000 - 28)
 
 
 async def test_a_key_pays_for_what_was_sent_although_its_node_reports_less(one: Cluster):

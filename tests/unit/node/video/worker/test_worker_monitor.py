@@ -98,7 +98,7 @@ def test_each_sign_of_progress_is_another_mark_and_a_beat_alone_is_none():
 def test_the_first_end_counts_and_codes_are_ours():
     done = hear({"event": "done", "made": {"width": 64}}, {"event": "exit", "code": 0})
     assert done.end is not None
-    assert (done.end.code, done.made) == ("completed", {"width": 64})
+    assert (done.end.code, done.clip) == ("completed", {"width": 64})
     failed = hear({"event": "failed", "code": "rm -rf", "message": "x" * 9000})
     assert failed.end is not None
     assert (failed.end.code, len(failed.end.message)) == ("generation_failed", 1000)

@@ -90,4 +90,4 @@ def test_an_answer_that_is_not_to_be_kept_is_not():
         body = {} if store is None else {"store": store}
         request, job = asked(responses, input="hi", **body)
         request.render_complete(job, WHOLE, FINISHED)
-        assert len(responses.kept) == kept
+        assert len(responses.store) == kept

@@ -44,7 +44,7 @@ def counted(body: bytes) -> object:
 
 
 KEPT = ResponsesRoute()
-KEPT.kept.put("key", "resp_1", build_stored_response(b"{}", (Message("user", "before"),)))
+KEPT.store.put("key", "resp_1", build_stored_response(b"{}", (Message("user", "before"),)))
 OPTIONS = "options of /api/chat and /api/generate"
 HELLO = [{"role": "user", "content": "hello"}]
 FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "look"}}
