@@ -50,7 +50,7 @@ from node.settings import COORDINATOR_SECTIONS, NodeSettings, choose_node_name, 
 from node.sharing.keep_awake import SleepPolicy
 from wire.bonjour_record import BonjourRecord
 from wire.frames import GoodbyeReason
-from wire.identity import JoinToken, parse_token
+from wire.join_token import JoinToken, parse_token
 from wire.report import Hardware
 
 DRAIN_TIMEOUT_SECONDS = 20.0

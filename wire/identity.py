@@ -1,20 +1,10 @@
-"""Protocol version, cluster URIs, join tokens, and proofs that bind a certificate request to a join token.
+"""Protocol version, valid names and ids, and cluster URIs.
 
-Invariants
-- The identity of a peer is the URI in the SAN of its certificate: `cluster://<cluster>/node/<node>` or
-  `cluster://<cluster>/coordinator`. It is never an address or a host name.
-- The secret of a join token is never sent. The node sends HMAC-SHA256(SHA-256(secret), CSR); the coordinator stores
-  only the SHA-256.
-- Without a token both sides show a short code. It covers every value that an attacker in the middle would have to
-  change. The node commits to its nonce and its request before it receives the nonce of the coordinator. An attacker
-  therefore cannot search for a colliding code.
+The identity of a peer is the URI in the SAN of its certificate: `cluster://<cluster>/node/<node>` or
+`cluster://<cluster>/coordinator`. It is never an address or a host name.
 """
 
-import base64
-import hashlib
-import hmac
 import re
-import secrets
 from dataclasses import dataclass
 from typing import NewType
 
@@ -31,7 +21,6 @@ _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9 ._-]{0,61}[A-Za-z0-9._-])?")
 _MODEL = re.compile(r"\w[\w ._:/@+()-]{0,199}")
 _ID = re.compile(r"[A-Za-z0-9-]{1,64}")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_TOKEN = re.compile(r"mpj1\.([a-z2-7]{52})\.([a-z2-7]{8})\.([a-z2-7]{26})")
 _URI = re.compile(r"cluster://([A-Za-z0-9-]{1,64})/(coordinator|node/([A-Za-z0-9-]{1,64}))")
 
 
@@ -85,76 +74,3 @@ def parse_uri(uri: str) -> PeerIdentity | None:
     """Parse a URI of a SAN. Return None for a URI that is not of a node or a coordinator."""
     match = _URI.fullmatch(uri)
     return PeerIdentity(match[1], NodeId(match[3]) if match[3] else None) if match else None
-
-
-@dataclass(frozen=True, slots=True)
-class JoinToken:
-    """Join token, with which a machine joins a cluster. As text: `mpj1.<pin, base32>.<id>.<secret, base32>`."""
-
-    pin: bytes
-    """SHA-256 of the CA, 32 bytes."""
-    id: str
-    """Id under which the coordinator stores the token."""
-    secret: bytes
-    """16 random bytes."""
-
-    def __str__(self) -> str:
-        return f"mpj1.{_encode_base32(self.pin)}.{self.id}.{_encode_base32(self.secret)}"
-
-
-def new_token(ca: bytes) -> JoinToken:
-    """Create a random join token, pinned to the certificate of a CA in DER."""
-    return JoinToken(hashlib.sha256(ca).digest(), _encode_base32(secrets.token_bytes(5)), secrets.token_bytes(16))
-
-
-def parse_token(text: str) -> JoinToken:
-    """Parse a join token. Raise ValueError for other texts; its message does not contain the secret."""
-    match = _TOKEN.fullmatch(text.strip())
-    if match is None:
-        raise ValueError(
-            "this is not a join token: one has the form mpj1.<pin>.<id>.<secret>; `cluster token create` creates one"
-        )
-    return JoinToken(_decode_base32(match[1]), match[2], _decode_base32(match[3]))
-
-
-def derive_token_key(secret: bytes) -> bytes:
-    """Return the MAC key that the coordinator stores in place of the secret: its SHA-256."""
-    return hashlib.sha256(secret).digest()
-
-
-def compute_request_mac(key: bytes, csr: bytes) -> bytes:
-    """Return the HMAC-SHA256 of a certificate request (DER) under the MAC key of a token."""
-    return hmac.new(key, csr, hashlib.sha256).digest()
-
-
-def build_rejoin_text(csr: bytes) -> bytes:
-    """Return the bytes that a member signs with its key to request a new certificate with `csr` (DER)."""
-    return b"macpool rejoin" + hashlib.sha256(csr).digest()
-
-
-def compute_commitment(nonce: bytes, csr: bytes) -> bytes:
-    """Return the commitment to a nonce and a certificate request (DER), sent before the peer reveals its nonce.
-
-    The commitment covers the request. If an attacker could change the request later, a million tries would find one
-    with a given code.
-    """
-    return hashlib.sha256(b"macpool commitment" + hashlib.sha256(csr).digest() + nonce).digest()
-
-
-def compute_short_code(ca: bytes, csr: bytes, node_nonce: bytes, coordinator_nonce: bytes) -> str:
-    """Return the six digits that both machines show while a node joins without a token.
-
-    They are derived from the CA and the certificate request (both DER) and the nonces of both sides.
-    """
-    digest = hashlib.sha256(b"macpool code")
-    for part in (ca, csr, node_nonce, coordinator_nonce):
-        digest.update(len(part).to_bytes(4, "big") + part)
-    return f"{int.from_bytes(digest.digest()[:8], 'big') % 1_000_000:06d}"
-
-
-def _encode_base32(raw: bytes) -> str:
-    return base64.b32encode(raw).decode().rstrip("=").lower()
-
-
-def _decode_base32(text: str) -> bytes:
-    return base64.b32decode(text.upper() + "=" * (-len(text) % 8))

@@ -43,15 +43,8 @@ from wire.bonjour_record import sanitize_text
 from wire.certificate import read_certificate
 from wire.codec import Splitter, WireError, decode
 from wire.frames import ENROLLMENT, TAGS, Denied, Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart, Frame
-from wire.identity import (
-    OLDEST_PROTOCOL,
-    PROTOCOL,
-    NodeId,
-    compute_commitment,
-    compute_short_code,
-    is_valid_id,
-    is_valid_name,
-)
+from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, is_valid_id, is_valid_name
+from wire.pairing_code import compute_commitment, compute_short_code
 from wire.report import Hardware
 from wire.units import KIB
 

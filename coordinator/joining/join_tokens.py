@@ -14,7 +14,7 @@ import structlog
 
 from coordinator.state.database import Database
 from coordinator.state.rows import TokenRow
-from wire.identity import JoinToken, compute_request_mac, derive_token_key, new_token
+from wire.join_token import JoinToken, compute_request_mac, derive_token_key, new_token
 
 log = structlog.get_logger()
 

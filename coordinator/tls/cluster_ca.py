@@ -34,15 +34,8 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from host.private_files import create_private_folder, write_private
 from wire.certificate import BACKDATED_SECONDS, LEAF_VALIDITY_SECONDS, read_certificate
-from wire.identity import (
-    NodeId,
-    PeerIdentity,
-    build_coordinator_uri,
-    build_node_uri,
-    build_rejoin_text,
-    is_valid_id,
-    parse_uri,
-)
+from wire.identity import NodeId, PeerIdentity, build_coordinator_uri, build_node_uri, is_valid_id, parse_uri
+from wire.join_token import build_rejoin_text
 
 log = structlog.get_logger()
 

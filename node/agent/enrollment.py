@@ -40,15 +40,9 @@ from node.agent.identity import (
 from node.agent.machine_id import compute_machine_id
 from wire.codec import Splitter, WireError, decode, encode
 from wire.frames import Denied, Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart, Frame
-from wire.identity import (
-    PROTOCOL,
-    JoinToken,
-    compute_commitment,
-    compute_request_mac,
-    compute_short_code,
-    derive_token_key,
-    is_valid_id,
-)
+from wire.identity import PROTOCOL, is_valid_id
+from wire.join_token import JoinToken, compute_request_mac, derive_token_key
+from wire.pairing_code import compute_commitment, compute_short_code
 from wire.report import Hardware
 from wire.units import KIB
 

@@ -24,7 +24,8 @@ from cryptography.x509.oid import NameOID
 
 from host.private_files import create_private_folder, write_private
 from wire.certificate import read_certificate
-from wire.identity import NodeId, build_coordinator_uri, build_node_uri, build_rejoin_text, parse_uri
+from wire.identity import NodeId, build_coordinator_uri, build_node_uri, parse_uri
+from wire.join_token import build_rejoin_text
 
 MAX_ADDRESSES = 16
 """Maximum number of coordinator addresses that are stored."""

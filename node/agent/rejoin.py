@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from node.agent.identity import IdentityError, NodeIdentity, load_identity
-from wire.identity import JoinToken
+from wire.join_token import JoinToken
 
 DENIED = frozenset({"removed", "cloned", "identity"})
 """Reasons for which a coordinator denies an identity for good."""

@@ -1,12 +1,10 @@
-"""Recent demand for each model, and the cost of unloading models. Pure.
+"""Recent demand for each model. Pure.
 
 The demand is an exponentially weighted count of requests: one that arrived `HALF_LIFE_SECONDS` ago counts as a half.
 """
 
 from collections.abc import Mapping
 from math import log
-
-from router.placement.cluster_view import ClusterView, NodeView
 
 HALF_LIFE_SECONDS = 300.0
 """Age at which a request counts as a half."""
@@ -37,27 +35,3 @@ class ModelDemand:
 
 NO_DEMAND = ModelDemand()
 """Demand without any request."""
-
-
-def compute_unload_cost(
-    view: ClusterView, node: NodeView, keep: str, missing: int, rates: Mapping[str, float]
-) -> float:
-    """Return the expected load seconds per second that a node causes by unloading models for `missing` bytes.
-
-    The models with the least demand leave first. A model that another node has loaded costs nothing. `keep` is the
-    model that needs the memory.
-    """
-    loaded = [model for model in node.models.values() if model.loaded and not model.pinned and model.name != keep]
-    cost = 0.0
-    for model in sorted(loaded, key=lambda model: rates.get(model.name, 0.0)):
-        if missing <= 0:
-            break
-        missing -= model.weights
-        if not any(other is not node and _has_loaded(other, model.name) for other in view.nodes):
-            cost += rates.get(model.name, 0.0) * model.load_seconds
-    return cost
-
-
-def _has_loaded(node: NodeView, name: str) -> bool:
-    model = node.models.get(name)
-    return model is not None and model.loaded

@@ -18,7 +18,7 @@ from router.placement.candidate import (
 )
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.feasibility import exceeds_context
-from router.placement.model_demand import compute_unload_cost
+from router.placement.unload_choice import choose_unloading_node
 from router.placement.weights import MAX_RETRY_SECONDS, MIN_RETRY_SECONDS, UNKNOWN_RETRY_SECONDS
 from wire.capacity.arithmetic import can_ever_fit, estimate_alone_bytes
 from wire.identity import NodeId
@@ -66,7 +66,7 @@ def build_refusal(
         final = _refuse_permanently(serving, request, offers, trials)
         if final is not None:
             return NoPlacement(final, candidates)
-    decider = _choose_counting_node(serving, request, offers, trials) or _choose_unloading_node(
+    decider = _choose_counting_node(serving, request, offers, trials) or choose_unloading_node(
         view, request, serving, offers, trials, rates
     )
     return NoPlacement(_refuse_for_now(request, offers), candidates, decider)
@@ -171,48 +171,6 @@ def _choose_counting_node(
         if candidate.code is RefusalCode.NO_ROOM and candidate.node not in trials.refused
     ]
     return max(able, key=lambda candidate: candidate.most_bytes, default=None)
-
-
-def _choose_unloading_node(
-    view: ClusterView,
-    request: ResourceDemand,
-    serving: list[NodeView],
-    offers: list[Candidate],
-    trials: AttemptHistory,
-    rates: Mapping[str, float],
-) -> Candidate | None:
-    """Choose an idle, large enough node that could hold the model after unloading unused models.
-
-    The node with the lowest `compute_unload_cost` is chosen, and of equal ones the roomiest.
-
-    Return None while some present node has the model loaded or loading, because the request then only has to wait.
-    """
-    if any(
-        candidate.code in _MEMORY and candidate.model and (candidate.model.loaded or candidate.model.loading)
-        for candidate in offers
-    ):
-        return None
-    idle = {
-        node.id
-        for node in serving
-        if not node.engine.running + node.engine.waiting and any(model.loaded for model in node.models.values())
-    }
-    able = [
-        candidate
-        for candidate in offers
-        if candidate.code is RefusalCode.NO_ROOM
-        and candidate.node in idle
-        and not candidate.in_flight
-        and candidate.need <= candidate.most_bytes
-        and candidate.node not in trials.refused
-    ]
-    nodes = {node.id: node for node in serving}
-
-    def rank(candidate: Candidate) -> tuple[float, int]:
-        spare = (candidate.headroom or 0) - candidate.need
-        return compute_unload_cost(view, nodes[candidate.node], request.model, -spare, rates), -spare
-
-    return min(able, key=rank, default=None)
 
 
 def _refuse_for_now(request: ResourceDemand, offers: list[Candidate]) -> Refused:

@@ -28,7 +28,8 @@ from tests.support.loop_watch import max_held_seconds, watch_server
 from tests.support.processes import Pool, pool, until
 from wire.codec import encode, split_into_fragments
 from wire.frames import Delta, Deltas, EnrollStart, Finished, Frame, RenewCertificate, Welcome
-from wire.identity import PROTOCOL, parse_token
+from wire.identity import PROTOCOL
+from wire.join_token import parse_token
 from wire.report import BatchGroup
 from wire.units import MIB
 

@@ -35,14 +35,8 @@ from tests.support.cluster.enrolment import HARDWARE, Door, opened, said
 from wire.certificate import read_certificate
 from wire.codec import encode, split_into_fragments
 from wire.frames import Denied, Enroll, EnrollAuthority, Enrolled, EnrollStart, Frame, Hello, Ping
-from wire.identity import (
-    PROTOCOL,
-    JoinToken,
-    build_coordinator_uri,
-    build_node_uri,
-    compute_request_mac,
-    derive_token_key,
-)
+from wire.identity import PROTOCOL, build_coordinator_uri, build_node_uri
+from wire.join_token import JoinToken, compute_request_mac, derive_token_key
 
 START = EnrollStart(PROTOCOL)
 

@@ -13,7 +13,8 @@ from node.agent.enrollment import EnrollDenied
 from node.agent.identity import NodeIdentity, new_request, prove_identity
 from tests.abuse.link.test_enrolment import join
 from tests.support.cluster.enrolment import Door, opened
-from wire.identity import NodeId, build_rejoin_text
+from wire.identity import NodeId
+from wire.join_token import build_rejoin_text
 
 
 def _noted(door: Door, action: str) -> list[str]:

@@ -16,7 +16,7 @@ from host import log_setup
 from host.log_dedup import BURST_EVENTS, MAX_SUBJECTS, WINDOW_SECONDS, LogDeduplicator
 from host.redaction import HIDDEN, format_exception, hide_secrets, hide_secrets_in_line, redact_fields
 from router.admission.api_keys import new_key
-from wire.identity import new_token
+from wire.join_token import new_token
 
 PROMPT = "canary prompt about my diagnosis"
 KEY = new_key(b"pepper", "x", ["infer"], created=0.0)[1]

@@ -31,14 +31,9 @@ from tests.support.cluster.enrolment import HARDWARE, Wall
 from wire.certificate import read_certificate
 from wire.codec import encode
 from wire.frames import Denied, Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart, Frame, Goodbye
-from wire.identity import (
-    PROTOCOL,
-    NodeId,
-    compute_commitment,
-    compute_request_mac,
-    compute_short_code,
-    derive_token_key,
-)
+from wire.identity import PROTOCOL, NodeId
+from wire.join_token import compute_request_mac, derive_token_key
+from wire.pairing_code import compute_commitment, compute_short_code
 from wire.report import Hardware
 
 START = EnrollStart(PROTOCOL)

@@ -5,7 +5,7 @@ import pytest
 from coordinator.joining.join_tokens import EXPIRED_KEPT_SECONDS, MESSAGES, JoinTokens, Redemption, build_join_command
 from coordinator.state.database import Database
 from tests.support.cluster.enrolment import Wall
-from wire.identity import JoinToken, compute_request_mac, derive_token_key, parse_token
+from wire.join_token import JoinToken, compute_request_mac, derive_token_key, parse_token
 
 CSR = b"request"
 

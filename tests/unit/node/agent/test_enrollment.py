@@ -30,7 +30,7 @@ from node.agent.machine_id import compute_machine_id
 from node.agent.rejoin import OtherClusterError, load_known_identity
 from tests.support.cluster.enrolment import HARDWARE, Door, Wall, opened
 from tests.support.processes import ROOT
-from wire.identity import JoinToken
+from wire.join_token import JoinToken
 
 
 async def join(door: Door, folder: Path, token: JoinToken, name: str = "studio", machine: str = "m1") -> NodeIdentity:

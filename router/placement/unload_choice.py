@@ -1,0 +1,73 @@
+"""Choice of the idle node that unloads models so that it can load another one, and the cost of that. Pure."""
+
+from collections.abc import Mapping
+
+from router.placement.candidate import AttemptHistory, Candidate, ResourceDemand
+from router.placement.cluster_view import ClusterView, NodeView
+from wire.refusals import RefusalCode
+
+_MEMORY = frozenset({RefusalCode.NO_ROOM, RefusalCode.UNREADABLE})
+
+
+def choose_unloading_node(
+    view: ClusterView,
+    request: ResourceDemand,
+    serving: list[NodeView],
+    offers: list[Candidate],
+    trials: AttemptHistory,
+    rates: Mapping[str, float],
+) -> Candidate | None:
+    """Choose an idle, large enough node that could hold the model after unloading unused models.
+
+    The node with the lowest `compute_unload_cost` is chosen, and of equal ones the roomiest.
+
+    Return None while some present node has the model loaded or loading, because the request then only has to wait.
+    """
+    short = [candidate.model for candidate in offers if candidate.code in _MEMORY]
+    if any(model.loaded or model.loading for model in short if model is not None):
+        return None
+    idle = {
+        node.id
+        for node in serving
+        if not node.engine.running + node.engine.waiting and any(model.loaded for model in node.models.values())
+    }
+    able = [
+        candidate
+        for candidate in offers
+        if candidate.code is RefusalCode.NO_ROOM
+        and candidate.node in idle
+        and not candidate.in_flight
+        and candidate.need <= candidate.most_bytes
+        and candidate.node not in trials.refused
+    ]
+    nodes = {node.id: node for node in serving}
+
+    def rank(candidate: Candidate) -> tuple[float, int]:
+        spare = (candidate.headroom or 0) - candidate.need
+        return compute_unload_cost(view, nodes[candidate.node], request.model, -spare, rates), -spare
+
+    return min(able, key=rank, default=None)
+
+
+def compute_unload_cost(
+    view: ClusterView, node: NodeView, keep: str, missing: int, rates: Mapping[str, float]
+) -> float:
+    """Return the expected load seconds per second that a node causes by unloading models for `missing` bytes.
+
+    The models with the least demand leave first. A model that another node has loaded costs nothing. `keep` is the
+    model that needs the memory.
+    """
+    loaded = [model for model in node.models.values() if model.loaded and not model.pinned and model.name != keep]
+    cost = 0.0
+    for model in sorted(loaded, key=lambda model: rates.get(model.name, 0.0)):
+        if missing <= 0:
+            break
+        missing -= model.weights
+        if not any(other is not node and _has_loaded(other, model.name) for other in view.nodes):
+            cost += rates.get(model.name, 0.0) * model.load_seconds
+    return cost
+
+
+def _has_loaded(node: NodeView, name: str) -> bool:
+    model = node.models.get(name)
+    return model is not None and model.loaded
