@@ -44,7 +44,9 @@ other: $(READY)
 rewritten: $(READY)
 	$(PYTEST) --collect-only -q tests > .venv/collected.log || { tail -n 50 .venv/collected.log; exit 1; }
 
-quick: $(READY) lint types unit
+# Checks of the differences from HEAD, or from another commit: make quick BASE=main.
+quick: $(READY)
+	$(FAST) $(BIN)/python -m tests.quick $(BASE)
 
 lint: $(READY)
 	$(BIN)/ruff format --check --quiet .

@@ -233,13 +233,13 @@ def counts(found: list[Finding]) -> Counter[str]:
 def main(arguments: list[str]) -> int:
     """Check all rooms, list findings, or write the numbers, depending on the arguments.
 
-    Return the exit code: 1 if a room has more findings than its number.
+    Return the exit code: 1 if a room has more findings than its number, or a listed room or file has one.
     """
     if arguments and arguments != ["--write"]:
         chosen = [path for path in files() if path.relative_to(ROOT).as_posix().startswith(tuple(arguments))]
         wanted = [one for path in chosen for one in of_file(path)]
         print(*wanted, f"{len(wanted)} findings", sep="\n")
-        return 0
+        return 1 if wanted else 0
     found = [one for path in files() for one in of_file(path)]
     now = counts(found)
     most: dict[str, int] = tomllib.loads(COUNTS.read_text()) if COUNTS.exists() else {}
