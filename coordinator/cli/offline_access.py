@@ -88,7 +88,7 @@ def _answer_query(admin: AccessAdmin, path: str, query: dict[str, str]) -> dict[
         case "keys":
             return admin.list_keys()
         case "keys/usage":
-            return admin.sum_usage(query.get("key"), query.get("since", ""))
+            return admin.usage.sum(query.get("key"), query.get("since", ""))
         case _:
             return admin.list_audit_entries(int(query["last"]))
 

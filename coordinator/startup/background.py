@@ -47,7 +47,7 @@ def start_periodic_tasks(
 ) -> None:
     """Start the periodic renewal of certificates and the periodic write of usage."""
     stack.push_async_callback(_cancel_task, asyncio.create_task(_renew_certificates(state.authority, tls)))
-    stack.callback(access.admin.store_usage, dispatcher.usage)
+    stack.callback(access.admin.usage.record, dispatcher.usage)
     stack.push_async_callback(_cancel_task, asyncio.create_task(_store_usage(access.admin, dispatcher)))
 
 
@@ -119,7 +119,7 @@ async def _renew_certificates(authority: ClusterCa, tls: HttpsCa | ssl.SSLContex
 async def _store_usage(admin: AccessAdmin, dispatcher: Dispatcher) -> None:
     while True:
         await asyncio.sleep(USAGE_INTERVAL_SECONDS)
-        admin.store_usage(dispatcher.usage)
+        admin.usage.record(dispatcher.usage)
         gc.collect(
             1
         )  # an ended request may be in a reference cycle with its body, and few objects follow to trigger a collection

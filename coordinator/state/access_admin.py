@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,13 @@ import msgspec
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.state.database import Database
 from coordinator.state.rows import KeyRow
+from coordinator.state.usage_history import UsageHistory
 from host.private_files import write_private
 from router.admission.api_keys import ApiKey, KeyRing, new_key, new_secret
 from router.admission.rate_limits import NO_LIMITS, KeyLimits
-from router.admission.usage import UsageCounter, UsageTotals
 
 LOCAL_KEY_NAME = "local"
 """Name of the key of the state folder's owner. The key is valid while the coordinator runs, and is not listed."""
-
-USAGE_DAYS = 400
-"""Days for which usage is kept."""
 
 
 def load_pepper(state: Path) -> bytes:
@@ -38,7 +34,7 @@ class NameTakenError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class AccessAdmin:
-    """Administration of join tokens, API keys, usage and audit log, in the database and in the key ring.
+    """Administration of join tokens, API keys and audit log, in the database and in the key ring.
 
     Methods that return a dict return the JSON body of the API's response. `clock` returns Unix seconds.
     """
@@ -48,6 +44,11 @@ class AccessAdmin:
     ring: KeyRing
     pepper: bytes
     clock: Callable[[], float]
+
+    @property
+    def usage(self) -> UsageHistory:
+        """Usage of the keys in the database."""
+        return UsageHistory(self.store, self.ring, self.clock)
 
     def load_keys(self) -> None:
         """Add the stored keys to the key ring."""
@@ -151,35 +152,6 @@ class AccessAdmin:
         names = {row.id: row.name for row in self.store.keys.values()}
         acts = [{**asdict(entry), "actor_name": names.get(entry.actor, "")} for entry in list(self.store.audit)[-last:]]
         return {"schema": 1, "acts": acts}
-
-    def store_usage(self, usage: UsageCounter) -> None:
-        """Move the counts of `usage` into the database, and delete rows older than `USAGE_DAYS` days."""
-        today = datetime.fromtimestamp(self.clock(), UTC).date()
-        for (key, model), used in usage.drain().items():
-            self.store.usage.add(key, model, today.isoformat(), used)
-        self.store.usage.delete_before((today - timedelta(days=USAGE_DAYS)).isoformat())
-
-    def sum_usage(self, key: str | None = None, since: str = "", *, daily: bool = False) -> dict[str, Any]:
-        """Sum the usage by key and model, and with `daily` also by day (UTC).
-
-        `since` is the first day, as `2026-01-31`; empty for all days. `key` limits the result to the key of this id.
-        """
-        sums: dict[tuple[str, str, str], UsageTotals] = {}
-        for row in self.store.usage.list_rows():
-            if row.day >= since and key in (None, row.key):
-                sums.setdefault((row.day if daily else "", row.key, row.model), UsageTotals()).add(row.used)
-        names = {**self.ring.get_names(), **{row.id: row.name for row in self.store.keys.values()}}
-        rows = [
-            {
-                "key": key_id,
-                "name": names.get(key_id, ""),
-                "model": model,
-                **({"day": day} if daily else {}),
-                **msgspec.structs.asdict(used),
-            }
-            for (day, key_id, model), used in sorted(sums.items())
-        ]
-        return {"schema": 1, "since": since or None, "usage": rows}
 
 
 def _to_api_key(row: KeyRow) -> ApiKey:

@@ -1,4 +1,4 @@
-"""Memory arithmetic of the project: decide whether an allocation fits on a node.
+"""Memory arithmetic: headroom, the default margin, and whether an allocation fits on a node.
 
 It defines current, headroom, predicted, the default margin and the memory level. It computes the bytes of decode
 batches, transients, tokenization, requests and model loads.

@@ -149,8 +149,8 @@ class KeyRoutes:
         }
 
     def _sum_usage(self, key: str | None, since: str, *, daily: bool) -> dict[str, Any]:
-        self._admin.store_usage(self._traffic.usage)  # up to now
-        return self._admin.sum_usage(key, since, daily=daily)
+        self._admin.usage.record(self._traffic.usage)  # up to now
+        return self._admin.usage.sum(key, since, daily=daily)
 
 
 def _parse_limits(limits: Mapping[str, Any]) -> KeyLimits:

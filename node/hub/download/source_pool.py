@@ -1,4 +1,4 @@
-"""Sources of a download in their order, with the faults of each. The first source that is not lost is used.
+"""Sources of a download in their order, with the faults and timeouts of each. The first one that is not lost is used.
 
 A source is lost when it refuses, or when it makes no progress for a time that depends on the fault.
 """

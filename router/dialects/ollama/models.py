@@ -1,4 +1,4 @@
-"""Ollama's read-only routes about models: the cluster's models in the shapes that Ollama's clients list and show.
+"""Ollama's read-only routes: its version, and the cluster's models in the shapes that Ollama's clients list and show.
 
 Names are Macpool's, without tags. Fields that exist only in Ollama's own files (parameters, templates, families) are
 empty. Digests derive from Macpool's fingerprints and change with the weights.

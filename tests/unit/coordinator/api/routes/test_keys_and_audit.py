@@ -233,7 +233,7 @@ async def test_old_usage_is_dropped(built: Application):
     built.store.usage.add("k", "tiny", "2020-01-01", UsageTotals(1))
     used = built.dispatcher.usage.get_totals("k", "tiny")
     used.requests = 1
-    built.admin.store_usage(built.dispatcher.usage)
+    built.admin.usage.record(built.dispatcher.usage)
     assert [row.used.requests for row in built.store.usage.list_rows()] == [1]
     assert [row.day for row in built.store.usage.list_rows()] > ["2020-01-01"]
 
@@ -407,7 +407,7 @@ async def test_usage_is_kept_for_400_days_and_counted_once(built: Application):
     used = built.dispatcher.usage.get_totals("k", "tiny")
     used.requests, used.failed, used.prompt_tokens, used.cached_tokens, used.completion_tokens = 2, 1, 30, 4, 5
     for _ in range(2):
-        built.admin.store_usage(built.dispatcher.usage)
+        built.admin.usage.record(built.dispatcher.usage)
     assert [(row.key, row.model, row.day, row.used) for row in built.store.usage.list_rows()] == [
         ("k", "tiny", kept.isoformat(), UsageTotals(1)),
         ("k", "tiny", today.isoformat(), UsageTotals(2, 1, 30, 4, 5)),

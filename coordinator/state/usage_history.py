@@ -1,0 +1,54 @@
+"""Usage of API keys by day and model in the database: its storage, its deletion after USAGE_DAYS days, and its sums."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+
+from coordinator.state.database import Database
+from router.admission.api_keys import KeyRing
+from router.admission.usage import UsageCounter, UsageTotals
+
+USAGE_DAYS = 400
+"""Days for which usage is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class UsageHistory:
+    """Usage of API keys in the database. `ring` has the names of keys that are not stored. `clock` returns Unix
+    seconds."""
+
+    store: Database
+    ring: KeyRing
+    clock: Callable[[], float]
+
+    def record(self, usage: UsageCounter) -> None:
+        """Move the counts of `usage` into the database, and delete rows older than `USAGE_DAYS` days."""
+        today = datetime.fromtimestamp(self.clock(), UTC).date()
+        for (key, model), used in usage.drain().items():
+            self.store.usage.add(key, model, today.isoformat(), used)
+        self.store.usage.delete_before((today - timedelta(days=USAGE_DAYS)).isoformat())
+
+    def sum(self, key: str | None = None, since: str = "", *, daily: bool = False) -> dict[str, Any]:
+        """Sum the usage by key and model, and with `daily` also by day (UTC).
+
+        `since` is the first day, as `2026-01-31`; empty for all days. `key` limits the result to the key of this id.
+        """
+        sums: dict[tuple[str, str, str], UsageTotals] = {}
+        for row in self.store.usage.list_rows():
+            if row.day >= since and key in (None, row.key):
+                sums.setdefault((row.day if daily else "", row.key, row.model), UsageTotals()).add(row.used)
+        names = {**self.ring.get_names(), **{row.id: row.name for row in self.store.keys.values()}}
+        rows = [
+            {
+                "key": key_id,
+                "name": names.get(key_id, ""),
+                "model": model,
+                **({"day": day} if daily else {}),
+                **msgspec.structs.asdict(used),
+            }
+            for (day, key_id, model), used in sorted(sums.items())
+        ]
+        return {"schema": 1, "since": since or None, "usage": rows}

@@ -1,0 +1,57 @@
+"""Usage of API keys in the database."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.state.database import Database
+from coordinator.state.usage_history import USAGE_DAYS, UsageHistory
+from router.admission.api_keys import KeyRing
+from router.admission.usage import UsageCounter
+
+DAY = 86_400.0
+
+
+class Days:
+    """A clock that a test sets, and a history that uses it."""
+
+    def __init__(self, store: Database) -> None:
+        self.now = 100.5 * DAY
+        self.history = UsageHistory(store, KeyRing(b"p" * 32), lambda: self.now)
+
+    def record(self, key: str, prompt: int) -> None:
+        counter = UsageCounter()
+        counter.get_totals(key, "tiny").count(prompt, 0, 1, failed=False)
+        self.history.record(counter)
+
+    def list_tokens(self, **query: Any) -> list[tuple[str, str | None, int]]:
+        rows = self.history.sum(**query)["usage"]
+        return [(row["key"], row.get("day"), row["prompt_tokens"]) for row in rows]
+
+
+@pytest.fixture
+def days(tmp_path: Path) -> Iterator[Days]:
+    store = Database(tmp_path)
+    store.create_cluster("c", "lab")
+    yield Days(store)
+    store.close()
+
+
+def test_sum_adds_the_days_of_each_key_and_selects_by_key_and_day(days: Days) -> None:
+    days.record("a", 10)
+    days.now += DAY
+    days.record("a", 20)
+    days.record("b", 5)
+    assert days.list_tokens() == [("a", None, 30), ("b", None, 5)]
+    assert days.list_tokens(key="a", daily=True) == [("a", "1970-04-11", 10), ("a", "1970-04-12", 20)]
+    assert days.list_tokens(since="1970-04-12") == [("a", None, 20), ("b", None, 5)]
+
+
+@pytest.mark.parametrize(("later", "expected"), [(USAGE_DAYS, 30), (USAGE_DAYS + 1, 20)])
+def test_record_deletes_days_older_than_the_limit(days: Days, later: int, expected: int) -> None:
+    days.record("a", 10)
+    days.now += later * DAY
+    days.record("a", 20)
+    assert days.list_tokens() == [("a", None, expected)]
