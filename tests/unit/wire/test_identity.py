@@ -34,7 +34,7 @@ def test_a_token_survives_its_text_and_pins_the_authority() -> None:
 @pytest.mark.parametrize(
     "text", ["", "mpj1", "mpj1.a.b.c", "mpj2." + "a" * 52 + ".aaaaaaaa." + "a" * 26, "sk-123", "\0"]
 )
-def test_what_is_no_token_is_named_without_being_repeated(text: str) -> None:
+def test_parse_token_error_does_not_repeat_the_text(text: str) -> None:
     with pytest.raises(ValueError, match="cluster token create") as caught:
         parse_token(text)
     assert not text or text not in str(caught.value) or text == "mpj1"
