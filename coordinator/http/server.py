@@ -54,7 +54,7 @@ class Server(uvicorn.Server):
         await self._ending.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start to accept connections on each of the listening sockets."""
+        """Start accepting connections on each of the listening sockets."""
         config = self.config
         protocol_class = partial(
             config.http_protocol_class, config=config, server_state=self.server_state, app_state=self.lifespan.state
@@ -142,7 +142,7 @@ class Listener:
         self._accepting = asyncio.create_task(self._accept_connections())
 
     def close(self) -> None:
-        """Stop to accept connections."""
+        """Stop accepting connections. Connections that are open stay open."""
         self._accepting.cancel()
 
     async def wait_closed(self) -> None:

@@ -74,7 +74,10 @@ class RepositoryFolder:
 
     @contextmanager
     def lock(self) -> Generator[None]:
-        """Hold the lock of the repository. Raise ModelFileError with `in_use` if another process holds it."""
+        """Hold the lock of the repository while the context is open. Wait up to `LOCK_TIMEOUT_SECONDS` for the lock.
+
+        Raise ModelFileError (`in_use`) if another process still holds the lock then.
+        """
         clock = threading.Event()
         deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
         while (descriptor := self._try_lock()) is None and time.monotonic() < deadline:

@@ -112,11 +112,13 @@ class MemoryCap:
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """Ceiling: cap at this moment in bytes, with the limiting term and advice about that term."""
+    """Memory that the engine may use now: the cap, less leases and the memory that other programs use."""
 
     bytes: int
     bound_by: str
+    """Name of the limiting term, such as `leases`."""
     remedy: str
+    """Advice about the limiting term."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,10 @@ class LeaseFailure:
 
 
 class MemoryLessor:
-    """Lessor of memory to processes of one kind. Call every method on the event loop of the memory poll."""
+    """Lease of memory to another process of one kind (`holder`), for which the ceiling of the engine is lowered.
+
+    Call every method on the event loop of the memory poll.
+    """
 
     def __init__(self, limiter: Limiter, poll: MemoryPoll, supervisor: Supervisor, holder: LeaseHolder) -> None:
         self._limiter = limiter
@@ -68,15 +71,19 @@ class MemoryLessor:
         return f"this node has leased {leased} to {self._limiter.holder}: one lease at a time"
 
     async def make_room(self, size: int) -> None:
-        """Order the engine to evict cached blocks and unload idle models for `size` bytes, and wait for the result."""
+        """Order the engine to free `size` bytes: evict cached blocks, and unload idle models.
+
+        Return when the engine has answered, at the latest after `CONFIRM_TIMEOUT_SECONDS`, also if less was freed.
+        """
         number = self._supervisor.orders.free_memory(size)
         await self._wait_until(lambda: self._supervisor.reports.freed_order >= number)
 
     async def lower_ceiling(self, size: int) -> LeaseFailure | None:
-        """Lower the ceiling by `size` bytes and wait until the engine holds the new limits. Return a failure, or None.
+        """Lower the ceiling by `size` bytes, and wait until the engine holds the lower limits. Return None on success.
 
-        The lease must then still fit, because new work may have arrived. After a failure other than `HELD`, the caller
-        returns the memory.
+        Return a failure if another process holds a lease, if the engine does not confirm within
+        `CONFIRM_TIMEOUT_SECONDS`, or if new requests took the memory meanwhile. The ceiling stays lowered after a
+        failure other than `HELD`: call `return_memory`.
         """
         other = self.find_other_holder()
         if other:

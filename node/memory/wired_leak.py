@@ -31,7 +31,7 @@ class WiredReadings:
     last: int | None = None
     """Last reading during its lifetime; None if unreadable."""
     weights: int = 0
-    """Maximum bytes of weights in the process."""
+    """Most bytes of weights that the process has held."""
 
     def observe(self, wired: int | None) -> None:
         """Record a reading of the system during the lifetime of the process, in bytes; None if unreadable."""
@@ -42,7 +42,7 @@ class WiredReadings:
         self.weights = max(self.weights, weights)
 
     def compute_leaked_bytes(self, after: int | None) -> int:
-        """Return the bytes that the ended process leaked; 0 below the thresholds or if unknown.
+        """Return the bytes that the ended process leaked; 0 without readings, or below the thresholds of this module.
 
         `after` is a reading of the system after the end, in bytes; None if unreadable.
         """

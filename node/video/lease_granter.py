@@ -29,7 +29,10 @@ log = structlog.get_logger("node.video.lease_manager")
 
 
 class LeaseGranter:
-    """Grants of leases. Call every method on the event loop of the memory poll."""
+    """Decision on each lease request of the coordinator: check the request, make room, and lower the ceiling.
+
+    Call every method on the event loop of the memory poll.
+    """
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class LeaseGranter:
         self._lessor.return_memory()
 
     def restore(self) -> None:
-        """Restore the ceiling, and remove a lease that was not granted."""
+        """Restore the ceiling, and delete the stored lease that holds memory, if any."""
         self.return_memory()
         record = self._store.ledger.holding
         if record is not None:

@@ -46,7 +46,7 @@ class BreakerState:
     why: str
     """Message of the last fault."""
     until: float
-    """End of the open time, on the clock of `now`."""
+    """End of the open time, in monotonic seconds."""
     opened: int
     """Number of openings in a row."""
 
@@ -133,8 +133,11 @@ class CircuitBreakers(Generic[N]):
         return BreakerState(state, breaker.why, breaker.until, breaker.opened)
 
     def record_fault(self, node: N, request: int, now: float, why: str = "") -> None:
-        """Record that a node broke a request, with the node's message. The breaker opens at `MAX_FAULTS`, or at a
-        failed probe."""
+        """Record that a node broke an attempt (`request`), with the node's message. `now` is in monotonic seconds.
+
+        Faults within `SAME_FAULT_SECONDS` count as one, because one crash breaks many requests. The breaker opens at
+        `MAX_FAULTS` faults, or if the attempt was its probe.
+        """
         breaker = self._nodes.setdefault(node, _Breaker())
         breaker.set_message(why)
         if breaker.until is not None:

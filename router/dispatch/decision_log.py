@@ -145,6 +145,7 @@ class ReplayResult(msgspec.Struct, frozen=True):
     same: int
     """Number of decisions in which both policies agree."""
     refused: int
+    """Number of decisions that chose no node. They are not compared."""
     instead: tuple[tuple[str, str, str], ...]
     """Disagreements as (request id, node taken, node of the other policy)."""
     waits: tuple[float, float]

@@ -49,11 +49,11 @@ class EventSource(Protocol):
     """Input of a `StreamPump`: a `StreamedAnswer`, or several combined into one."""
 
     def attach(self, sink: Callable[[], None]) -> None:
-        """Call `sink` whenever there is something new."""
+        """Call `sink` whenever there are new deltas, an outcome, or a keep-alive that is due."""
         ...
 
     def detach(self) -> None:
-        """End the calls of the sink."""
+        """Stop calling the sink."""
         ...
 
     def set_blocked(self, blocked: bool) -> None:
@@ -72,7 +72,7 @@ class EventSource(Protocol):
 
     @property
     def pending(self) -> Sequence[Delta] | bool:
-        """Deltas that `take` has not returned, or whether there are any."""
+        """True, or not empty, while there are deltas that `take_deltas` has not returned."""
         ...
 
     @property
@@ -81,8 +81,10 @@ class EventSource(Protocol):
         ...
 
     def take_deltas(self) -> list[Delta]:
-        """Return pending deltas in order, and clear a keep-alive. After the call, `pending` shows whether more deltas
-        are left."""
+        """Return pending deltas in order, and reset `keepalive_due`.
+
+        The list may not have all of them: `pending` then stays true.
+        """
         ...
 
 

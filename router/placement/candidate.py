@@ -33,8 +33,10 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
     kind: ModelKind = ModelKind.CHAT
     """Kind of the model that the request needs."""
     other_bytes: int = 0
-    """Bytes of all texts but the longest, which is `prompt_bytes`, in a request for embeddings or scores. No two of
-    them are in memory as one row."""
+    """Bytes of all texts but the longest, in a request for embeddings or scores; `prompt_bytes` is the longest.
+
+    The longest text decides the memory that the request needs; all texts count for its time.
+    """
     known_tokens: int = 0
     """Generated tokens of the longest choice that are already known, because the answer began on another node."""
 
@@ -48,7 +50,7 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
 
     @property
     def text_bytes(self) -> int:
-        """Bytes of the prompt, or of all texts."""
+        """Bytes of the prompt, or of all texts in a request for embeddings or scores."""
         return self.prompt_bytes + self.other_bytes
 
     def estimate_output_tokens(self, model: Model, prompt_tokens: int) -> int:

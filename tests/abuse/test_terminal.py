@@ -115,13 +115,13 @@ LOCAL = ("config", "service", "completion", "simulate", "doctor", "open", "backu
 ASKING = [verb for verb in READING if not verb.startswith(LOCAL)]
 
 
-def test_most_commands_ask_the_coordinator() -> None:
+def test_most_commands_query_the_coordinator() -> None:
     assert len(ASKING) > 15
 
 
 @pytest.mark.parametrize("color", [False, True])
 @pytest.mark.parametrize("verb", ASKING)
-def test_no_command_prints_what_a_terminal_obeys(
+def test_commands_print_no_control_sequences(
     verb: str, pool: Served, tmp_path: Path, hostile: list[str], *, color: bool
 ) -> None:
     said = _said(verb, pool, tmp_path, color=color)

@@ -86,7 +86,7 @@ def test_the_doctor_is_coloured_for_a_person_only(pool: Served, tmp_path: Path):
     assert COLOUR.search(said("doctor", pool, tmp_path, color=True, NO_COLOR="1")) is None
 
 
-def test_every_verb_explains_itself_in_plain_text():
+def test_commands_have_plain_text_help():
     for path, context in contexts():
         assert "\x1b" not in context.get_help()
         assert context.command.help, path
@@ -104,7 +104,7 @@ PATIENT = {
 """Files in which a call may last without showing progress, and the reasons."""
 
 
-def test_what_lasts_shows_that_it_lives():
+def test_long_commands_show_progress():
     silent = [
         f"{file.name}:{call.lineno}"
         for file in sorted(CLI.glob("*.py"))

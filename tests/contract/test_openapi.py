@@ -80,7 +80,7 @@ def test_every_answer_is_one_that_is_described(served: Served, operation: str, k
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat", "/api/v1/keys", "/v1/models/x"])
 @pytest.mark.parametrize("wrong", ["host", "key", "origin", "method", "length"])
-def test_what_is_refused_before_it_is_read_is_described(served: Served, path: str, wrong: str):
+def test_openapi_describes_refusals_before_the_body(served: Served, path: str, wrong: str):
     get = path == "/v1/models/x"
     method = ("GET" if get else "POST") if wrong != "method" else "PATCH"
     headers = {"authorization": f"Bearer {served.keys['admin']}", "content-type": "application/json"} | {

@@ -25,7 +25,7 @@ def ask(pool: Served, method: str, path: str, key: str, body: object = None) -> 
 
 
 @pytest.mark.parametrize("code", [RefusalCode.INVALID, RefusalCode.UNSUPPORTED, RefusalCode.TEMPLATE])
-def test_a_refusal_that_quotes_its_request_is_told_to_its_client_alone(code: RefusalCode):
+def test_refusal_with_request_text_is_sent_to_its_client_only(code: RefusalCode):
     node = LoopbackNode("a", refuse=1, refusal=Refused(code, f"this is odd: {WRITTEN}"))
     with served(node) as pool:
         body = {"model": "tiny", "messages": [{"role": "user", "content": WRITTEN}]}

@@ -25,7 +25,7 @@ def test_a_scrape_needs_the_scrape_token(path: str):
         assert get(pool, path, "admin")[0] in (200, 404)
 
 
-def test_the_form_follows_from_what_is_accepted():
+def test_metrics_format_follows_the_accept_header():
     with served(LoopbackNode("a")) as pool:
         code, headers, text = get(pool, "/metrics")
         assert code == 200

@@ -122,7 +122,7 @@ async def test_a_stream_is_passed_through_event_by_event(server: str, key_file: 
         assert (totals.prompt_tokens, totals.completion_tokens) == (22, 6)
 
 
-async def test_completions_go_to_their_own_path_and_a_profile_adds_its_defaults(server: str, key_file: Path):
+async def test_upstream_completions_use_their_path_and_profile(server: str, key_file: Path):
     async with served(server, key_file) as cluster, library(cluster) as client:
         done = await client.completions.create(model="coder:calm", prompt="hello", top_p=1)
         assert done.model == "upstream:home/far"
@@ -177,7 +177,7 @@ async def test_a_prompt_of_a_key_that_forbids_it_never_leaves(
     assert len(read_seen(server)) == before + 1
 
 
-async def test_other_dialects_get_the_local_refusal_with_a_sentence(server: str, key_file: Path):
+async def test_other_dialects_of_an_upstream_get_the_local_refusal(server: str, key_file: Path):
     before = len(read_seen(server))
     async with served(server, key_file) as cluster, plain(cluster) as client:
         cluster.nodes["studio"].models = (a_model("other"),)  # pyright: ignore
@@ -296,7 +296,7 @@ async def test_false_token_counts_are_not_used(server: str, key_file: Path):
         assert 0 < record.completion_tokens < 200
 
 
-async def test_an_upstream_that_is_down_is_not_asked_for_a_while(key_file: Path):
+async def test_failing_upstream_is_paused(key_file: Path):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}/v1"

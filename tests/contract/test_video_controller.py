@@ -47,7 +47,7 @@ def fault(one: Pool, video: str) -> str:
     return job.fault.code
 
 
-async def test_two_nodes_drain_the_line_in_order(tmp_path: Path):
+async def test_two_nodes_run_the_queue_in_order(tmp_path: Path):
     async with pool(tmp_path, "a", "b", peer={"plays": False}) as one:
         videos = [await asked(one) for _ in range(3)]
         await one.until(videos[1], "in_progress")
@@ -69,7 +69,7 @@ async def test_two_nodes_drain_the_line_in_order(tmp_path: Path):
         }
 
 
-async def test_a_refusal_keeps_the_place_names_what_it_waits_for_and_chat_goes_on(tmp_path: Path):
+async def test_refused_job_keeps_its_place_and_chat_continues(tmp_path: Path):
     async with pool(tmp_path, peer={"refusal": NO}) as one:
         first, second = await asked(one), await asked(one)
         await one.port.until(lambda: one.conductor.table.jobs[first].phase == NO.waiting_for)
@@ -81,7 +81,7 @@ async def test_a_refusal_keeps_the_place_names_what_it_waits_for_and_chat_goes_o
         assert one.peer.of(Generate) == []
 
 
-async def test_the_lowered_ceiling_is_what_the_next_job_is_judged_by(tmp_path: Path):
+async def test_next_job_is_judged_by_the_lowered_ceiling(tmp_path: Path):
     memory = a_memory(20 * GIB, 128 * GIB)
     async with pool(tmp_path, "a", "b", peer={"plays": False}) as one:
         one.peers[1].report_changes = {"memory": memory}
@@ -93,7 +93,7 @@ async def test_the_lowered_ceiling_is_what_the_next_job_is_judged_by(tmp_path: P
         )
 
 
-async def test_a_node_that_comes_back_with_its_job_goes_on(tmp_path: Path):
+async def test_returning_node_continues_its_video_job(tmp_path: Path):
     async with pool(tmp_path, peer={"plays": False}, node_loss_timeout_seconds=30) as one:
         video = await asked(one)
         await one.until(video, "in_progress")
@@ -126,7 +126,7 @@ async def test_a_node_that_stays_away_loses_its_job_to_the_settings(tmp_path: Pa
         assert holder.of(LeaseRelease)[0].cause == "superseded", "a lease of an unknown job is released"
 
 
-async def test_a_node_that_comes_back_without_its_job_has_lost_it(tmp_path: Path):
+async def test_returning_node_without_its_job_fails_it(tmp_path: Path):
     async with pool(tmp_path, peer={"plays": False}) as one:
         video = await asked(one)
         await one.until(video, "in_progress")
@@ -149,7 +149,7 @@ async def test_an_actor_that_does_not_start_is_tried_again_and_then_fails(tmp_pa
         await one.port.until(lambda: not one.conductor.table.holds)
 
 
-async def test_a_node_hears_whether_it_may_make_videos_and_only_an_allowed_one_gets_a_job(tmp_path: Path):
+async def test_only_nodes_allowed_to_make_videos_get_jobs(tmp_path: Path):
     async with pool(tmp_path, "a", "b", peer={"permitted": False, "plays": False}) as one:
         nodes = one.port.application.nodes
         first, second = one.peers
@@ -225,7 +225,7 @@ async def test_files_are_fetched_again_after_an_interruption_and_acknowledged_th
         assert one.peer.of(LeaseRelease)[-1].cause == "acknowledged"
 
 
-async def test_files_whose_node_has_forgotten_them_are_lost(tmp_path: Path):
+async def test_files_missing_on_their_node_fail_the_job(tmp_path: Path):
     async with pool(tmp_path, peer={"plays": False}) as one:
         video = await asked(one)
         await one.until(video, "in_progress")
@@ -253,7 +253,7 @@ async def test_a_removed_node_is_not_kept_anywhere(tmp_path: Path):
         assert [path for path in found(one.conductor, who.node, "conductor", set()) if "_links" not in path] == []
 
 
-async def test_what_a_node_says_of_anothers_lease_is_not_heard(tmp_path: Path):
+async def test_lease_frames_of_another_node_are_ignored(tmp_path: Path):
     async with pool(tmp_path, "a", "b", peer={"plays": False}) as one:
         video = await asked(one)
         await one.until(video, "in_progress")
@@ -277,7 +277,7 @@ def asks(data: bytes) -> Any:
     return ask
 
 
-async def test_a_file_is_kept_for_its_owner_alone(tmp_path: Path):
+async def test_stored_file_is_private_to_its_user(tmp_path: Path):
     artifacts = ArtifactFolder(tmp_path / "videos", asks(CLIP))
     kept = await artifacts.fetch_files(a_job(1), artifacts_of({"video.mp4": CLIP}))
     assert not isinstance(kept, JobFault)

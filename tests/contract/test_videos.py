@@ -133,7 +133,7 @@ async def test_create_poll_download_delete(tmp_path: Path):
         await one.port.until(lambda: not (tmp_path / "state" / "videos" / video.id).exists())
 
 
-async def test_json_is_read_as_well_and_says_when_to_ask_again(tmp_path: Path):
+async def test_video_create_accepts_json_and_returns_a_poll_interval(tmp_path: Path):
     async with pool(tmp_path, peer={"plays": False}) as one, one.http() as http:
         answer = await http.post("/v1/videos", json={"prompt": "a fox", "seconds": 3, "size": "480x272"})
         assert answer.status_code == 200
@@ -204,7 +204,7 @@ async def test_one_range_is_sent_and_nothing_more(tmp_path: Path):
         assert (head.status_code, head.content, head.headers["content-length"]) == (206, b"", "10")
 
 
-async def test_content_of_what_is_not_there(tmp_path: Path):
+async def test_content_of_a_missing_video_or_variant_is_refused(tmp_path: Path):
     async with pool(tmp_path, peer={"plays": False, "files": {"video.mp4": CLIP}}) as one, one.sdk() as client:
         video = await client.videos.create(model="wan", prompt="x")
         await one.until(video.id, "in_progress")
@@ -224,7 +224,7 @@ async def test_content_of_what_is_not_there(tmp_path: Path):
                 assert code in (None, answer.json()["error"]["code"])
 
 
-async def test_what_is_kept_no_longer_says_so(tmp_path: Path):
+async def test_expired_video_content_is_a_404(tmp_path: Path):
     async with pool(tmp_path, keep_count=1) as one, one.sdk() as client:
         first, second = await made(one, client), await made(one, client)
         with pytest.raises(openai.NotFoundError) as gone:
@@ -261,7 +261,7 @@ async def test_deleting_while_it_is_read_does_no_harm(tmp_path: Path):
             assert answer.status_code == 404 or answer.content == CLIP
 
 
-async def test_who_reads_a_clip_that_is_deleted_meanwhile_reads_it_to_its_end(tmp_path: Path):
+async def test_download_of_a_deleted_video_completes(tmp_path: Path):
     async with pool(tmp_path) as one, one.sdk() as client:
         video = await made(one, client)
         got: list[bytes] = []
@@ -300,7 +300,7 @@ async def test_who_reads_a_clip_that_is_deleted_meanwhile_reads_it_to_its_end(tm
 # the queue
 
 
-async def test_a_full_line_is_a_429_with_retry_after(tmp_path: Path):
+async def test_full_video_queue_is_a_429_with_retry_after(tmp_path: Path):
     async with pool(tmp_path, peer={"muted": True}, queue_limit=2) as one, one.sdk() as client:
         for _ in range(3):  # one whose lease is requested, two that wait
             await client.videos.create(model="wan", prompt="x")
@@ -379,7 +379,7 @@ async def test_a_body_that_cannot_be_is_refused_by_name(
         assert shared.conductor.table.jobs == {}
 
 
-async def test_what_is_rounded_is_said(tmp_path: Path):
+async def test_rounded_video_size_has_a_warning(tmp_path: Path):
     async with pool(tmp_path, peer={"muted": True}) as one, one.http() as http:
         answer = (await http.post("/v1/videos", json={"prompt": "x", "size": "470x270", "frames": 90})).json()
         assert (answer["size"], answer["frames"], answer["seconds"]) == ("480x272", 93, "5.812")
@@ -390,7 +390,7 @@ async def test_what_is_rounded_is_said(tmp_path: Path):
         ]
 
 
-async def test_what_no_known_node_could_hold_is_a_413_with_numbers(tmp_path: Path):
+async def test_video_that_fits_no_node_is_a_413_with_numbers(tmp_path: Path):
     package = VideoPackage("wan", engine="0.38.0", bits=8, expert=int(14.35 * GIB))
     async with pool(tmp_path, peer={"package": package}) as one, one.http() as http:
         answer = await http.post("/v1/videos", json={"prompt": "x", "size": "384x224"})
@@ -520,7 +520,7 @@ async def test_ids_that_are_none(shared: Pool, name: str):
     [("video_1/remix", "remix"), ("edits", "edits"), ("extensions", "extensions"), ("characters", "characters")],
 )
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_is_not_offered_is_refused_by_name(shared: Pool, path: str, words: str):
+async def test_unsupported_field_is_refused_by_name(shared: Pool, path: str, words: str):
     async with shared.http() as http:
         answer = await http.post(f"/v1/videos/{path}", json={"prompt": "x"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "unsupported_parameter")

@@ -9,7 +9,7 @@ name:
     at = "router.placement.feasibility.unavailable_reason"        # module, class or function that is changed
     node = 'node.state != "ready"'            # a snippet that stands there once: see tests/neuter/syntax.py
     becomes = "False"                         # what replaces it; "" removes statements
-    tests = ["tests/unit/router/placement/test_place.py::test_a_node_that_may_not_be_picked_says_why"]
+    tests = ["tests/unit/router/placement/test_place.py::test_excluded_candidate_has_a_reason"]
 
 A file that is not Python is changed by text: `file`, `find` and `replace` take the place of `at`, `node` and `becomes`.
 """

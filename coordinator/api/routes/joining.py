@@ -32,7 +32,7 @@ class JoinRoutes:
         self._url = url
 
     def list_routes(self) -> tuple[Route, ...]:
-        """Return the routes of joining."""
+        """Return the routes of join tokens and of approvals by code."""
         return (
             Route("GET", "/api/v1/tokens", "admin", self.list_tokens),
             Route("POST", "/api/v1/tokens", "admin", self.create_token),

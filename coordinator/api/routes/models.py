@@ -49,7 +49,7 @@ class ModelRoutes:
         self._benchmarks = benchmarks
 
     def list_routes(self) -> tuple[Route, ...]:
-        """Return the routes of models."""
+        """Return the routes for lists of models and for commands to load, unload and measure them."""
         return (
             Route("GET", "/api/v1/models", "infer", self.models),
             Route("POST", "/api/v1/models/load", "admin", self.load, COMMAND_ERRORS),
@@ -125,7 +125,10 @@ class ModelRoutes:
         )
 
     async def profile(self, body: ModelBody) -> dict[str, Any]:
-        """Measure the memory of a model again: on a node, all nodes that have it loaded, or the best node."""
+        """Measure the memory of a model: on `node` if the body names one, else on every node that has the model loaded.
+
+        If no node has it loaded, load it on the best node and measure it there. The answer has the measured values.
+        """
         return build_command_answer(
             body.model, *await self._operations.profile_model(check_model_name(body.model), self._find_node_view(body))
         )
@@ -150,7 +153,7 @@ def _build_alias_row(visible: VisibleModels, alias: str) -> dict[str, Any]:
 
 
 def check_model_name(model: str) -> str:
-    """Return a name of a model. Raise the problem if it cannot be one."""
+    """Return `model`. Raise `ProblemError` (400) if it cannot be the name of a model."""
     if not is_valid_model(model):
         raise ProblemError(build_invalid("model: this cannot be the name of a model", "model"))
     return model
@@ -159,7 +162,7 @@ def check_model_name(model: str) -> str:
 def build_command_answer(
     model: str | None, done: list[CommandResult], wrong: Refused | RequestFailure | None
 ) -> dict[str, Any]:
-    """Return the nodes that carried out a command. Raise the problem if a node did not."""
+    """Return the answer with the nodes that carried out a command. Raise `ProblemError` if `wrong` is a failure."""
     if wrong is not None:
         raise ProblemError(_to_problem(wrong))
     return {"schema": 1, "model": model, "nodes": [result.to_row() for result in done]}

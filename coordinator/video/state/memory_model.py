@@ -114,7 +114,7 @@ class ClipLimits:
 
 @dataclass(frozen=True, slots=True)
 class ClipRequest:
-    """Clip parameters of a request; None for an absent parameter. `size` is in pixels."""
+    """Clip parameters of a request; None for an absent parameter. `size` is width and height in pixels."""
 
     size: tuple[int, int] | None = None
     seconds: int | None = None
@@ -158,14 +158,17 @@ def round_side(pixels: int, token: int) -> int:
 
 
 def round_frames(frames: int, step: int) -> int:
-    """Round up to one frame more than a multiple of `step`, the lengths that the decoder can produce."""
+    """Return the smallest number of frames, at least `frames`, that the decoder can produce.
+
+    The decoder produces one frame more than a multiple of `step`: with a step of 4, it produces 5, 9, 13 frames.
+    """
     return max(step, step * math.ceil((frames - 1) / step)) + 1
 
 
 def find_fitting_fps(seconds: int, max_frames: int, step: int) -> int | None:
-    """Return the highest frame rate at which a clip of `seconds` has at most `max_frames` frames.
+    """Return the highest frame rate (frames per second) at which a clip of `seconds` has at most `max_frames` frames.
 
-    `step` is as in `round_frames`. Return None if that rate is below `MIN_FPS`.
+    The decoder can produce one frame more than each multiple of `step`. Return None for a rate below `MIN_FPS`.
     """
     fps = ((max_frames - 1) // step * step + 1) // seconds
     return fps if fps >= MIN_FPS else None

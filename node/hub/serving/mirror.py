@@ -59,7 +59,7 @@ def format_url(listener: socket.socket) -> str:
 
 
 class MirrorServer:
-    """Mirror of one manifest."""
+    """HTTP server from which other nodes get the files of one manifest in this node's Hugging Face cache."""
 
     def __init__(self, order: MirrorOrder, channel: ChildChannel) -> None:
         self._order = order
@@ -68,8 +68,11 @@ class MirrorServer:
         self._app = HubServer(repository.find, token=order.token)
 
     def run(self) -> ChildEnd:
-        """Serve until the order ends, and return its end. Raise OSError, ValueError or ssl.SSLError if the mirror
-        cannot begin."""
+        """Serve until no request came for `idle_seconds`, a stop, or a failure. Return the end of the order.
+
+        Report the URLs and the progress every `REPORT_SECONDS`. Raise OSError, ValueError or ssl.SSLError if the server
+        cannot begin.
+        """
         context = NodeServerContext.create(self._order.cluster)
         listeners = open_ports(self._order.hosts)
         server = uvicorn.Server(_build_config(self._app, lambda: context))
@@ -137,7 +140,11 @@ def _build_config(app: HubServer, create_context: Callable[[], ssl.SSLContext]) 
 
 
 def run_mirror(order: MirrorOrder, channel: ChildChannel) -> ChildEnd:
-    """Perform an order and return its end."""
+    """Serve the files of a model to other nodes, as the order says. Return how the order ended.
+
+    The end is `COMPLETED` without requests for `idle_seconds`, `CANCELLED` after a stop, and `FAILED` if the server
+    cannot begin or has ended.
+    """
     try:
         return MirrorServer(order, channel).run()
     except (OSError, ValueError) as error:
@@ -146,7 +153,7 @@ def run_mirror(order: MirrorOrder, channel: ChildChannel) -> ChildEnd:
 
 
 def main() -> None:
-    """Perform the order of the standard input, and end the process."""
+    """Read an order from standard input, run the mirror, and end the process."""
     perform_order(MirrorOrder, run_mirror)
 
 

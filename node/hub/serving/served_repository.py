@@ -36,7 +36,7 @@ class ServedRepository(Protocol):
 
     @property
     def manifest(self) -> ModelManifest:
-        """Files of the repository."""
+        """Commit of the repository, and path, size and hashes of each file."""
         ...
 
     def open(self, file: ModelFile) -> ServedFile:
@@ -49,7 +49,7 @@ class ServedRepository(Protocol):
 
 
 class OpenFile:
-    """Complete file."""
+    """File on the disk whose download is complete."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -77,7 +77,7 @@ class CacheRepository:
 
     @property
     def manifest(self) -> ModelManifest:
-        """Files of the repository."""
+        """Commit of the repository, and path, size and hashes of each file."""
         return self._manifest
 
     def find(self, repo: str, revision: str) -> "CacheRepository | None":
@@ -85,7 +85,7 @@ class CacheRepository:
         return self if repo == self._manifest.repo and revision in (self._manifest.commit, "main") else None
 
     def open(self, file: ModelFile) -> ServedFile:
-        """Open a file, complete or not."""
+        """Open a file of the manifest, also while it is downloaded. Raise OSError if it cannot be opened."""
         return _GrowingFile(file, self._find_complete, self._folder)
 
     def is_growing(self) -> bool:

@@ -142,7 +142,7 @@ async def test_no_body_holds_the_loop_or_takes_much_memory(running: Pool, name: 
         assert peak_bytes(pid) - before < MAX_MEMORY_BYTES
 
 
-async def test_what_a_refusal_says(running: Pool):
+async def test_refusal_of_a_hostile_body_names_the_limit(running: Pool):
     for name, words in (
         ("wrong parts", "values"),
         ("empty messages", "strings"),

@@ -41,14 +41,14 @@ def guessed(driver: Driver, scope: str = "") -> str:
     return max(found, key=lambda word: found[word])
 
 
-def test_cached_tokens_tell_no_key_what_another_one_asked(driver: Driver):
+def test_cached_tokens_reveal_no_prompt_of_another_key(driver: Driver):
     """Each guess is the attacker's first with that word; the count reveals no part of the other key's prompt."""
     cached(driver, ALICE, letter(SECRET))
     assert cached(driver, MALLORY, letter(SECRET)) == 0
     assert cached(driver, ALICE, letter(SECRET)) > 20, "a key still finds its own prompts"
 
 
-def test_guessing_word_by_word_finds_nothing(driver: Driver):
+def test_prompt_cannot_be_guessed_by_cached_tokens(driver: Driver):
     cached(driver, ALICE, letter(SECRET))
     cached(driver, MALLORY, letter("nothing"))  # the attacker's own opening is cached from here on
     guessed(driver)

@@ -92,7 +92,7 @@ async def test_a_body_is_not_waited_for_before_its_key_is_good(running: Pool):
     assert await ask(running) == 200
 
 
-async def test_what_is_sent_ahead_becomes_no_requests_and_is_given_back(running: Pool):
+async def test_pipelined_bytes_are_discarded_and_released(running: Pool):
     """Twelve connections ask for a long answer and send 8 MiB of requests behind it, without reading."""
     assert running.coordinator is not None
     process = psutil.Process(running.coordinator.pid)
@@ -133,7 +133,7 @@ async def test_idle_connections_make_room_for_honest_ones(running: Pool):
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_a_connection_ends_after_its_answer_when_too_much_was_sent_ahead(running: Pool, path: str):
+async def test_connection_with_too_many_pipelined_bytes_ends_after_its_answer(running: Pool, path: str):
     asked: dict[str, Any] = {"model": "scripted-1", "max_tokens": 30, "stream": path.startswith("/v1/chat")}
     asked |= {"messages": [{"role": "user", "content": "a"}]} if path.endswith("chat/completions") else {"prompt": "a"}
     body = json.dumps(asked).encode()

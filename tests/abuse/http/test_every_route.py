@@ -44,8 +44,10 @@ CHECKLIST: dict[str, tuple[str, ...]] = {
     ),
     "hosts that are ours, however they are written": (f"{HERE}::test_hosts_that_are_ours",),
     "absolute targets, CONNECT, TRACE": (f"{HERE}::test_targets_and_methods_that_are_not_for_us",),
-    "posts from other sites, null origin, text/plain": (f"{HERE}::test_pages_of_other_sites",),
-    "no page may read an answer, no WebSocket": (f"{HERE}::test_no_page_is_let_in_by_a_header",),
+    "posts from other sites, null origin, text/plain": (
+        f"{HERE}::test_requests_from_pages_of_other_sites_are_refused",
+    ),
+    "no page may read an answer, no WebSocket": (f"{HERE}::test_headers_do_not_bypass_the_origin_check",),
     "CL+TE, two CLs, negative CL, folded lines, chunks that overrun": (
         f"{HERE}::test_ambiguous_framing",
         f"{PORT}::test_ambiguous_framing_is_a_400_and_the_connection_ends",
@@ -72,7 +74,7 @@ CHECKLIST: dict[str, tuple[str, ...]] = {
     "templates, URLs, names and sizes from a body": (f"{HERE}::test_values_that_would_hurt",),
     "the same against TLS": (
         f"{TLS}::test_handshakes_that_stall_are_given_up",
-        f"{TLS}::test_what_is_no_handshake_is_closed",
+        f"{TLS}::test_connection_without_a_tls_handshake_is_closed",
         f"{TLS}::test_shapes_within_tls",
     ),
 }
@@ -328,7 +330,7 @@ def test_targets_and_methods_that_are_not_for_us(served: Served, operation: str)
 
 
 @pytest.mark.parametrize("operation", CHANGING)
-def test_pages_of_other_sites(served: Served, operation: str):
+def test_requests_from_pages_of_other_sites_are_refused(served: Served, operation: str):
     for line in (
         "origin: https://evil.example",
         "origin: null",
@@ -345,7 +347,7 @@ def test_pages_of_other_sites(served: Served, operation: str):
 
 
 @pytest.mark.parametrize("operation", TRIED)
-def test_no_page_is_let_in_by_a_header(served: Served, operation: str):
+def test_headers_do_not_bypass_the_origin_check(served: Served, operation: str):
     path = re.sub(r"{.*?}", "x", operation.split(" ")[1])
     asks = ("origin: https://evil.example", "access-control-request-method: POST", "access-control-request-headers: *")
     for one in (f"OPTIONS {path}", f"GET {path}"):
@@ -490,7 +492,7 @@ def test_invalid_bodies_are_rejected(served: Served, operation: str):
         ("POST /api/v1/tokens", b'{"ttl_seconds":1e400}'),
     ],
 )
-def test_what_would_break_or_forge_a_list_is_a_400(served: Served, operation: str, body: bytes):
+def test_values_that_break_a_list_are_a_400(served: Served, operation: str, body: bytes):
     assert status(only(served, request(served, operation, body=body))) == 400
     assert status(only(served, request(served, "GET /api/v1/keys"))) == 200
 

@@ -286,9 +286,7 @@ async def test_ambiguous_framing_is_a_400_and_the_connection_ends(running: Pool,
         (("transfer-encoding: gzip, chunked",), (501, "transfer_coding_unknown")),
     ],
 )
-async def test_heads_that_mean_two_things_are_refused(
-    running: Pool, lines: tuple[str, ...], expected: tuple[int, str]
-) -> None:
+async def test_ambiguous_heads_are_refused(running: Pool, lines: tuple[str, ...], expected: tuple[int, str]) -> None:
     hidden = request(running, path="/livez", method="GET")
     for path in (CHAT, "/livez", "/api/v1/keys"):
         answer = await raw(running, request(running, *lines, path=path) + hidden)

@@ -53,7 +53,7 @@ def preemptions(driver: Driver) -> int:
     return driver.engine.report(time.monotonic()).counts.preemptions
 
 
-def test_another_keys_four_tokens_come_at_once_beside_one_that_has_all_rows(driver: Driver, alone: list[int]):
+def test_short_request_of_another_key_is_served_promptly(driver: Driver, alone: list[int]):
     _, quiet = turns_to_first(driver, OTHER)
     numbers = fill(driver, 3 * ROWS)
     other, turns = turns_to_first(driver, OTHER)
@@ -65,7 +65,7 @@ def test_another_keys_four_tokens_come_at_once_beside_one_that_has_all_rows(driv
         assert driver.ids[number, 0] == alone, "what was preempted is resumed word for word"
 
 
-def test_what_was_preempted_for_another_key_takes_its_turn_among_all(driver: Driver):
+def test_preempted_request_is_queued_with_all_keys(driver: Driver):
     """Otherwise it would take back its row before a new request of the other key."""
     fill(driver, ROWS)
     turns_to_first(driver, OTHER)

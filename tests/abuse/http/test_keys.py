@@ -194,7 +194,7 @@ def whole(answer: bytes) -> bytes:
     return answer.partition(b"\r\n\r\n")[2]
 
 
-def test_more_connections_than_there_is_room_for_are_told(monkeypatch: pytest.MonkeyPatch, served: Served):
+def test_connections_above_the_limit_get_a_503(monkeypatch: pytest.MonkeyPatch, served: Served):
     """Open files are kept for the links of the nodes, and existing connections stay."""
     with socket.create_connection(served.address, timeout=10) as first:
         monkeypatch.setattr("coordinator.http.http_protocol.DeadlineProtocol.max_connections", 3)

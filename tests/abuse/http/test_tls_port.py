@@ -126,7 +126,7 @@ async def test_handshakes_that_stall_are_given_up(running: Pool):
 
 
 @pytest.mark.usefixtures("served_meanwhile")
-async def test_what_is_no_handshake_is_closed(running: Pool):
+async def test_connection_without_a_tls_handshake_is_closed(running: Pool):
     for sent in (
         b"GE",
         b"get / HTTP/1.1\r\n\r\n",
@@ -146,7 +146,7 @@ async def test_what_is_no_handshake_is_closed(running: Pool):
 
 
 @pytest.mark.usefixtures("served_meanwhile")
-async def test_old_protocols_are_not_spoken(running: Pool):
+async def test_old_tls_versions_are_refused(running: Pool):
     old = context()
     with pytest.warns(DeprecationWarning, match="TLS"):
         old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
@@ -223,7 +223,7 @@ async def test_a_body_with_something_after_it_is_answered_and_the_connection_end
 
 
 @pytest.mark.usefixtures("served_meanwhile")
-async def test_who_asks_first_is_told_to_go_on(running: Pool):
+async def test_expect_continue_gets_a_100(running: Pool):
     dialed = await dial(running, context())
     raw = chat(running, "expect: 100-continue", "connection: close")
     dialed[1].write(raw[: -len(QUESTION)])

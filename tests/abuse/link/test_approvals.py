@@ -29,7 +29,7 @@ def _ask(
     return line.enqueue(waiting, now, lambda: codes.append(code))
 
 
-def test_a_stranger_who_asks_and_leaves_blocks_itself_alone() -> None:
+def test_abandoned_join_requests_block_only_their_address() -> None:
     """Before this limit, 32 codes of one stranger blocked every approval for ten minutes."""
     line = ApprovalQueue()
     answers = [_ask(line, f"{number:06d}", "10.0.0.66") for number in range(100)]
@@ -53,7 +53,7 @@ def test_one_address_takes_a_part_of_the_list() -> None:
     )
 
 
-def test_silent_strangers_give_way_to_a_machine_of_another_address() -> None:
+def test_silent_connections_are_evicted_for_another_address() -> None:
     line, woken = ApprovalQueue(), list[str]()
     silent = [
         _ask(line, f"{number:06d}", f"10.0.0.{number // MAX_WAITING_PER_ADDRESS}", woken=woken)
@@ -78,7 +78,7 @@ async def test_a_machine_with_a_token_never_waits_for_a_code(tmp_path: Path) -> 
         assert identity.node in door.store.members
 
 
-async def test_who_gave_way_is_told_to_use_a_token(tmp_path: Path) -> None:
+async def test_evicted_join_request_names_the_token(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         codes: list[str] = []
 

@@ -72,7 +72,7 @@ async def test_garbage_instead_of_tls(port: Port) -> None:
     await port.until(lambda: port.said("no TLS handshake"), 12)
 
 
-async def test_a_stranger_that_says_nothing_or_too_slowly_has_five_seconds(port: Port) -> None:
+async def test_silent_or_slow_connection_is_closed_after_5_seconds(port: Port) -> None:
     async with port.undisturbed():
         began = time.monotonic()
         silent, slow = await port.dial(), await port.dial()
@@ -92,7 +92,7 @@ async def _drip(line: Line) -> None:
         await asyncio.sleep(0.5)
 
 
-async def test_a_stranger_that_sends_anything_but_enrolment(port: Port) -> None:
+async def test_connection_without_certificate_may_only_enroll(port: Port) -> None:
     async with port.undisturbed():
         for word in (b"\xff" * 50, encode(Ping(1)), encode(Generate(1, 1, "x", "tiny", (), GenerationParams(), 0))):
             line = await port.dial()
@@ -128,9 +128,7 @@ async def test_many_peers_without_certificate_keep_no_node_out(tmp_path: Path) -
         late.send(a_report(1))
 
 
-async def test_the_limit_of_strangers_does_not_apply_to_a_certificate(
-    port: Port, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_limit_of_unlinked_connections_excludes_certificates(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_server, "MAX_UNLINKED", -1)
     assert await (await port.dial()).ended() == []
     line = await port.link(port.member("known"))
@@ -138,7 +136,7 @@ async def test_the_limit_of_strangers_does_not_apply_to_a_certificate(
     await port.until(lambda: "known" in [node.name for node in port.application.registry.build_view().nodes])
 
 
-async def test_connections_with_a_certificate_do_not_count_as_strangers(
+async def test_connections_with_a_certificate_are_not_counted_as_unlinked(
     port: Port, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_server, "MAX_UNLINKED", 4)
@@ -205,7 +203,7 @@ async def test_a_newer_coordinator_is_proved_by_its_seal_alone(port: Port, tmp_p
 
 
 @pytest.mark.parametrize(("protocol", "older"), [(0, "node"), (99, "coordinator")])
-async def test_other_protocols_are_told_who_must_update(port: Port, protocol: int, older: str) -> None:
+async def test_other_protocol_versions_name_the_side_to_update(port: Port, protocol: int, older: str) -> None:
     line = await port.dial(who := port.member("other"))
     line.send(hello(who, protocol=protocol))
     denied = the_no(await line.ended())
@@ -213,7 +211,7 @@ async def test_other_protocols_are_told_who_must_update(port: Port, protocol: in
     assert f"update macpool on the {older}" in denied.message
 
 
-async def test_a_removed_node_is_told_so_at_its_next_hello(port: Port) -> None:
+async def test_removed_node_is_denied_at_its_next_hello(port: Port) -> None:
     gone = port.member("gone")
     link = await port.link(gone)
     await port.until(lambda: port.state(gone) == "ready")
@@ -408,7 +406,7 @@ async def test_a_node_cannot_speak_for_anothers_request(port: Port) -> None:
 
 @pytest.mark.slow
 async def test_a_node_that_is_too_old_or_too_new_ends_with_its_own_exit_code(tmp_path: Path) -> None:
-    """The coordinator here sends the answer that `test_other_protocols_are_told_who_must_update` checks."""
+    """The coordinator here sends the answer that `test_other_protocol_versions_name_the_side_to_update` checks."""
     denied = Denied("protocol", "the node speaks protocol 99: update macpool on the coordinator", final=True)
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -99,7 +99,7 @@ async def test_used_expired_revoked_and_unknown_tokens(tmp_path: Path) -> None:
         assert await reason(door, tmp_path / "n", JoinToken(used.pin, "aaaaaaaa", used.secret)) == "token_unknown"
 
 
-async def test_a_guessed_secret_is_wrong_and_costs_the_owner_nothing(tmp_path: Path) -> None:
+async def test_guessed_secret_is_refused_and_keeps_the_token(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         token = door.tokens.create()
         for guess in range(5):
@@ -231,7 +231,7 @@ async def test_a_request_changed_after_both_nonces_are_known_is_refused(tmp_path
         assert frames[-1].reason == "commitment_broken"
 
 
-async def test_something_else_than_a_coordinator_is_said_clearly(tmp_path: Path) -> None:
+async def test_join_to_another_server_has_a_clear_error(tmp_path: Path) -> None:
     async def babble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"220 mail.example ESMTP\r\n")
         await reader.read(10)

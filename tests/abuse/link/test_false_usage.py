@@ -47,7 +47,7 @@ async def _chat(client: httpx.AsyncClient, **changes: object) -> httpx.Response:
 
 
 @pytest.mark.parametrize("bounded", [True, False])
-async def test_a_lie_about_tokens_costs_a_key_no_more_than_it_asked_for(port: Port, *, bounded: bool) -> None:
+async def test_false_usage_costs_a_key_at_most_its_request(port: Port, *, bounded: bool) -> None:
     """Before this check, 2^63 tokens locked a key out for 10^15 s, and ended the database's writer."""
     line = await port.link(who := port.member("liar"))
     await port.until(lambda: port.state(who) == "ready")
@@ -70,7 +70,7 @@ async def test_a_lie_about_tokens_costs_a_key_no_more_than_it_asked_for(port: Po
     await port.application.store.flush()
 
 
-async def test_what_was_sent_counts_whatever_the_node_says(port: Port) -> None:
+async def test_sent_tokens_are_charged_despite_false_usage(port: Port) -> None:
     line = await port.link(who := port.member("liar"))
     await port.until(lambda: port.state(who) == "ready")
     limits = KeyLimits(tokens_per_minute=60)
@@ -84,7 +84,7 @@ async def test_what_was_sent_counts_whatever_the_node_says(port: Port) -> None:
     assert (rate.unit, rate.remaining < 59) == ("tokens", True)
 
 
-async def test_a_write_that_fails_answers_every_caller_and_keeps_what_was_revoked(tmp_path: Path) -> None:
+async def test_failed_write_answers_callers_and_keeps_revocations(tmp_path: Path) -> None:
     """Before this check the writer's thread ended, every later change hung, and a removal was in memory only."""
     store = Database(tmp_path)
     store.usage.add("key", "model", "2026-11-23", UsageTotals(prompt_tokens=2**63))
@@ -138,7 +138,7 @@ main()
 
 
 @pytest.mark.slow
-async def test_a_writer_that_dies_ends_the_coordinator_loudly(tmp_path: Path) -> None:
+async def test_failed_writer_ends_the_coordinator_with_an_error(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-P",

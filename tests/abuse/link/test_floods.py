@@ -82,7 +82,7 @@ async def test_a_node_has_two_links_at_most(port: Port) -> None:
         assert not any(line.reader.at_eof() for line in lines[-2:])
 
 
-async def test_links_one_after_the_other_are_counted(port: Port) -> None:
+async def test_successive_links_are_rate_limited(port: Port) -> None:
     who = port.member("rogue")
     denied: list[Denied] = []
     async with port.undisturbed():
@@ -105,7 +105,7 @@ async def _greeted(line: Line) -> list[Denied]:
     return []
 
 
-async def test_what_a_node_sent_before_it_left_is_taken(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_frames_sent_before_a_goodbye_are_processed(port: Port, monkeypatch: pytest.MonkeyPatch) -> None:
     """A link that waits for the next turn of the loop still has frames when its peer closes the connection."""
     monkeypatch.setattr(link_connection, "MAX_LINK_TURN_SECONDS", 1e-9)
     who = port.member("leaver")

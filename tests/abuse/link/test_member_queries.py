@@ -44,7 +44,7 @@ async def ask(port: Port, who: NodeIdentity, path: str, **other: str) -> Any:
             return json.loads(found)
 
 
-async def test_a_member_reads_what_the_command_shows_and_its_link_stays(port: Port):
+async def test_member_query_returns_command_data_and_keeps_the_link(port: Port):
     who = port.member("studio")
     link = await port.link(who, a_report(models=tuple(a_model(f"m{number}") for number in range(200))))
     await port.until(lambda: port.state(who) == "ready")
@@ -80,7 +80,7 @@ async def test_a_member_reads_nothing_else(port: Port, path: str):
     assert await ask(port, port.member("studio"), path) == "not_readable"
 
 
-async def test_who_is_no_member_reads_nothing(port: Port):
+async def test_non_member_query_is_denied(port: Port):
     who, other = port.member("studio"), port.member("mini")
     assert await ask(port, who, "/api/v1/nodes", node=other.node) == "identity"
     assert await ask(port, who, "/api/v1/nodes", machine="another") == "cloned"
@@ -102,7 +102,7 @@ async def test_queries_have_a_budget_of_their_own(port: Port):
     assert not link.reader.at_eof(), "its link has a budget of its own"
 
 
-async def test_the_command_asks_the_coordinator_that_the_node_knows(port: Port, tmp_path: Path):
+async def test_command_queries_the_coordinator_of_the_node(port: Port, tmp_path: Path):
     who = port.member("studio")
     state = tmp_path / "mac"
     (state / "node").mkdir(parents=True)

@@ -88,7 +88,7 @@ async def test_the_members_own_key_joins_again_as_the_same_node(tmp_path: Path) 
         assert _noted(door, "replaced") == [f"studio {first.node} from 127.0.0.1 by its own key"]
 
 
-async def test_an_approved_code_replaces_the_member_that_it_was_shown_to_replace(tmp_path: Path) -> None:
+async def test_approved_code_replaces_the_displayed_member(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         first = await join(door, tmp_path / "a", door.tokens.create())
         loop = asyncio.get_running_loop()
@@ -135,7 +135,7 @@ async def test_a_machine_that_is_linked_from_elsewhere_is_not_expelled(tmp_path:
         assert _row(door, first) == before
 
 
-async def test_a_code_is_not_even_shown_for_a_machine_that_is_linked(tmp_path: Path) -> None:
+async def test_linked_machine_gets_no_code(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         first = await join(door, tmp_path / "a", door.tokens.create())
         door.linked[first.node] = "192.0.2.7"

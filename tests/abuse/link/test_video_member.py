@@ -30,7 +30,7 @@ async def test_a_member_that_is_not_allowed_gets_no_prompt_whatever_it_reports(t
         assert hostile.of(LeaseRequest) == []
 
 
-async def test_what_a_member_that_makes_videos_is_sent_holds_no_secret(tmp_path: Path):
+async def test_frames_to_a_video_member_have_no_secret(tmp_path: Path):
     async with pool(tmp_path) as one, one.http() as http:
         made = (await http.post("/v1/videos", json={"prompt": "x"})).json()["id"]
         await one.until(made, "completed")

@@ -144,7 +144,7 @@ async def test_no_candidate_is_there():
             await client.chat.completions.create(model="gone", messages=MESSAGES)
 
 
-async def test_a_profile_sets_what_the_request_leaves_open():
+async def test_profile_sets_parameters_that_the_request_omits():
     async with served() as cluster, library(cluster) as client:
         await client.chat.completions.create(model="coder:calm", messages=MESSAGES)
         await client.chat.completions.create(

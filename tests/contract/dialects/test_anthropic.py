@@ -129,7 +129,7 @@ async def test_the_events_are_in_the_order_that_clients_know(cluster: LoopbackCl
     assert events[-2].usage.output_tokens == 6
 
 
-async def test_which_stop_sequence_ended_it_is_told(cluster: LoopbackCluster):
+async def test_answer_names_its_stop_sequence(cluster: LoopbackCluster):
     play(cluster, stop="END")
     async with library(cluster) as client:
         answer = await client.messages.create(**ASK, stop_sequences=["END", "other"])
@@ -140,7 +140,7 @@ async def test_which_stop_sequence_ended_it_is_told(cluster: LoopbackCluster):
     assert generated(cluster).params.stop == ("END",)
 
 
-async def test_a_limit_is_told(cluster: LoopbackCluster):
+async def test_answer_at_the_limit_has_stop_reason_max_tokens(cluster: LoopbackCluster):
     async with library(cluster) as client:
         answer = await client.messages.create(**ASK | {"max_tokens": 2})
     assert answer.stop_reason == "max_tokens"
@@ -215,14 +215,14 @@ async def test_a_format_reaches_the_node(cluster: LoopbackCluster):
     assert json.loads(grammar.value) == schema
 
 
-async def test_an_answer_that_the_client_began_is_gone_on_with(cluster: LoopbackCluster):
+async def test_answer_continues_a_prefilled_assistant_message(cluster: LoopbackCluster):
     async with library(cluster) as client:
         await client.messages.create(**ASK | {"messages": [*HELLO, {"role": "assistant", "content": "It is ("}]})
     assert json.loads(generated(cluster).template) == {"continue_final_message": True}
 
 
 @pytest.mark.parametrize(("choice", "told"), [({"type": "none"}, False), ({"type": "auto"}, True), (None, True)])
-async def test_tools_that_may_not_be_called_are_not_told(cluster: LoopbackCluster, choice: dict | None, told: bool):
+async def test_tools_are_not_sent_with_tool_choice_none(cluster: LoopbackCluster, choice: dict | None, told: bool):
     async with plain(cluster) as client:
         answer = await client.post(PATH, json=ASK | {"tools": [WEATHER], "tool_choice": choice})
     assert answer.status_code == 200
@@ -250,7 +250,7 @@ async def test_an_exact_count_without_an_answer(cluster: LoopbackCluster):
     assert len(cluster.dispatcher.commands) == 0
 
 
-async def test_a_count_goes_to_another_node_where_one_is_away(cluster: LoopbackCluster):
+async def test_count_uses_another_node_while_one_is_lost(cluster: LoopbackCluster):
     cluster.cut(cluster.nodes[next(iter(cluster.nodes))])
     async with library(cluster) as client:
         assert (await client.messages.count_tokens(model="tiny", messages=HELLO)).input_tokens == 2
@@ -355,7 +355,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"inference_geo": "eu"}, "inference_geo", "inference_geo"),
     ],
 )
-async def test_what_is_not_offered_is_refused_by_name(cluster: LoopbackCluster, fields: dict, param: str, word: str):
+async def test_unsupported_field_is_refused_by_name(cluster: LoopbackCluster, fields: dict, param: str, word: str):
     async with plain(cluster) as client:
         answer = await client.post(PATH, json=ASK | fields)
     error = answer.json()["error"]
@@ -398,7 +398,7 @@ async def test_a_wrong_value_is_a_400_that_names_it(cluster: LoopbackCluster, fi
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-async def test_what_changes_nothing_passes(cluster: LoopbackCluster):
+async def test_fields_without_an_effect_are_accepted(cluster: LoopbackCluster):
     ignored = {
         "metadata": {"user_id": "x"},
         "service_tier": "auto",

@@ -137,7 +137,7 @@ async def test_many_at_once_share_the_nodes(cluster: LoopbackCluster):
 # refusals
 
 
-async def test_a_refusal_goes_to_the_next_node_without_delay(cluster: LoopbackCluster):
+async def test_refused_request_is_retried_without_delay(cluster: LoopbackCluster):
     async with library(cluster) as client:
         await client.chat.completions.create(**ASK)
         slowest = 0.0
@@ -177,7 +177,7 @@ async def test_when_all_refuse_the_answer_is_a_503_with_the_numbers():
     assert "best node b has 2.0 MiB" in error["message"]
 
 
-async def test_room_that_comes_back_while_waiting_is_used():
+async def test_queued_request_starts_when_room_is_free():
     node = LoopbackNode("a", memory=a_memory(MIB))
     async with served(LoopbackCluster(node)) as cluster:
         async with library(cluster) as client:
@@ -452,7 +452,7 @@ async def test_a_key_without_the_scope_is_a_403(cluster: LoopbackCluster):
         ("POST", "/livez", "GET, HEAD"),
     ],
 )
-async def test_another_method_is_a_405_that_says_which(cluster: LoopbackCluster, method: str, path: str, allow: str):
+async def test_wrong_method_is_a_405_with_allow(cluster: LoopbackCluster, method: str, path: str, allow: str):
     async with plain(cluster) as client:
         answer = await client.request(method, path)
     assert (answer.status_code, answer.headers["allow"]) == (405, allow)
@@ -486,7 +486,7 @@ async def test_an_unknown_model_is_a_404_with_near_names(cluster: LoopbackCluste
     assert "tiny" in str(caught.value)
 
 
-async def test_everything_else_goes_to_the_control_app():
+async def test_other_paths_are_served_by_the_control_app():
     seen: list[str] = []
 
     async def control(scope, receive, send) -> None:

@@ -172,7 +172,7 @@ async def test_the_stream_helper_gives_calls_as_events(cluster: LoopbackCluster)
     check_calls(await by_sync(cluster, helped))
 
 
-async def test_a_conversation_goes_on_with_the_messages_that_the_library_gives(cluster: LoopbackCluster):
+async def test_conversation_continues_with_messages_of_the_library(cluster: LoopbackCluster):
     node = plays(cluster, calling)
     async with library(cluster) as client:
         async with client.chat.completions.stream(**ASK, tools=[TOOL]) as stream:
@@ -190,7 +190,7 @@ async def test_a_conversation_goes_on_with_the_messages_that_the_library_gives(c
             assert answers == [Message("tool", "sunny", tool_call_id=f"call_r_{place}") for place in range(2)]
 
 
-async def test_a_call_without_a_word_has_null_content(cluster: LoopbackCluster):
+async def test_tool_call_without_text_has_null_content(cluster: LoopbackCluster):
     plays(cluster, lambda asked: ([Delta(asked.request, 0, (1,), (call(0, "Ulm"),))], "tool_calls"))
     async with library(cluster) as client:
         answer = await client.chat.completions.create(**ASK, tools=[TOOL])
@@ -320,7 +320,7 @@ async def test_a_model_that_does_not_offer_it_is_a_400(cluster: LoopbackCluster,
         ({"response_format": {"type": "poem"}}, "response_format.type"),
     ],
 )
-async def test_what_is_not_offered_is_named(cluster: LoopbackCluster, fields: dict[str, Any], param: str):
+async def test_unsupported_field_is_named(cluster: LoopbackCluster, fields: dict[str, Any], param: str):
     async with library(cluster) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(**ASK, **fields)

@@ -26,7 +26,7 @@ async def ask(client: httpx.AsyncClient, model: str, **more: Any) -> httpx.Respo
     return await client.post(CHAT, json={"model": model, "messages": HELLO, **more})
 
 
-async def test_the_list_of_models_has_what_clients_read_of_other_servers():
+async def test_model_list_has_fields_of_other_servers():
     async with served(a_cluster()) as cluster, plain(cluster) as client:
         big, tiny = (await client.get("/v1/models")).json()["data"]
         one = (await client.get("/v1/models/tiny")).json()
@@ -67,7 +67,7 @@ async def test_a_model_is_found_without_case_and_without_the_providers_name(aske
     assert found.json()["id"] == served_as
 
 
-async def test_an_exact_name_goes_before_one_without_case():
+async def test_exact_model_name_has_priority_over_case_folding():
     node = LoopbackNode("studio", models=(a_model("tiny"), a_model("Tiny", fingerprint="other")))
     async with served(LoopbackCluster(node)) as cluster, plain(cluster) as client:
         for name in ("tiny", "Tiny"):

@@ -29,7 +29,7 @@ def generated(cluster: LoopbackCluster) -> list[Generate]:
     return [frame for node in cluster.nodes.values() for frame in node.heard if isinstance(frame, Generate)]
 
 
-async def test_a_text_is_gone_on_with(cluster: LoopbackCluster):
+async def test_completion_continues_a_text(cluster: LoopbackCluster):
     async with library(cluster) as client:
         raw = await client.completions.with_raw_response.create(**ASK)
     answer = raw.parse()
@@ -73,7 +73,7 @@ async def test_every_prompt_has_its_own_choices(cluster: LoopbackCluster):
 
 
 @pytest.mark.parametrize(("prompt", "sent"), [([5, 6, 7], [(5, 6, 7)]), ([[1], [2, 3]], [(1,), (2, 3)])])
-async def test_token_prompts_go_to_the_node_as_they_are(cluster: LoopbackCluster, prompt: list, sent: list):
+async def test_token_prompts_are_sent_unchanged(cluster: LoopbackCluster, prompt: list, sent: list):
     async with library(cluster) as client:
         answer = await client.completions.create(model="tiny", prompt=prompt)
     assert sorted(frame.ids for frame in generated(cluster)) == sorted(sent)
@@ -110,14 +110,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
-async def test_what_is_not_offered_is_named(cluster: LoopbackCluster, fields: dict, param: str):
+async def test_unsupported_field_is_named(cluster: LoopbackCluster, fields: dict, param: str):
     async with library(cluster) as client:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.completions.create(**(ASK | fields))
     assert (caught.value.param, caught.value.code) == (param, "unsupported_parameter")
 
 
-async def test_what_asks_for_nothing_passes(cluster: LoopbackCluster):
+async def test_neutral_values_are_accepted(cluster: LoopbackCluster):
     async with library(cluster) as client:
         await client.completions.create(**ASK, suffix=None, best_of=2, n=2, user="me", echo=False, logprobs=None)
 
@@ -173,7 +173,7 @@ async def test_a_client_that_leaves_frees_every_prompt(stream: bool):
         assert len({frame.request for frame in node.heard if isinstance(frame, Cancel)}) == 3
 
 
-async def test_a_node_that_dies_within_the_stream_ends_it_with_an_error(cluster: LoopbackCluster):
+async def test_lost_node_ends_a_stream_with_an_error(cluster: LoopbackCluster):
     for node in cluster.nodes.values():
         node.step_seconds = 0.05
     async with plain(cluster) as client, client.stream("POST", PATH, json=ASK | {"stream": True}) as answer:

@@ -33,7 +33,7 @@ async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[LoopbackClust
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", ROUTES)
-async def test_what_is_ignored_is_named_in_the_answer(cluster: LoopbackCluster, path: str, stream: bool):
+async def test_ignored_fields_are_named_in_a_header(cluster: LoopbackCluster, path: str, stream: bool):
     more = {} if path.endswith("count_tokens") else {"stream": stream}
     async with plain(cluster) as client:
         answer = await client.post(path, json=ROUTES[path] | more | {"colour": "red", "evil\r\nx-a": 1})
@@ -43,7 +43,7 @@ async def test_what_is_ignored_is_named_in_the_answer(cluster: LoopbackCluster, 
     assert HEADER not in usual.headers
 
 
-async def test_a_refusal_names_it_too_and_explain_finds_it(cluster: LoopbackCluster):
+async def test_refusal_names_ignored_fields_and_explain_lists_them(cluster: LoopbackCluster):
     async with plain(cluster) as client:
         answer = await client.post(
             "/v1/chat/completions", json={"model": "none", "messages": HELLO, "tools": [{"type": "web_search"}]}
@@ -53,7 +53,7 @@ async def test_a_refusal_names_it_too_and_explain_finds_it(cluster: LoopbackClus
     assert story.ignored == ("tools[0].type=web_search",)
 
 
-async def test_a_custom_tool_goes_through_both_ways_in(cluster: LoopbackCluster):
+async def test_custom_tool_of_chat_is_not_reported_as_ignored(cluster: LoopbackCluster):
     tools = [{"type": "custom", "custom": {"name": "apply_patch"}}]
     async with plain(cluster) as client:
         answer = await client.post("/v1/chat/completions", json=ROUTES["/v1/chat/completions"] | {"tools": tools})
@@ -61,7 +61,7 @@ async def test_a_custom_tool_goes_through_both_ways_in(cluster: LoopbackCluster)
     assert HEADER not in answer.headers
 
 
-async def test_the_setting_refuses_what_is_not_known():
+async def test_strict_setting_refuses_unknown_fields():
     strict = LoopbackCluster(LoopbackNode("studio"), settings=RouterSettings(unknown_fields="refuse"))
     async with served(strict), plain(strict) as client:
         for path, body in ROUTES.items():

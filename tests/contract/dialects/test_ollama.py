@@ -184,7 +184,7 @@ async def test_models_are_listed_and_shown(cluster: LoopbackCluster):
         ("POST", "/api/blobs/sha256:x"),
     ],
 )
-async def test_what_changes_models_is_refused(cluster: LoopbackCluster, method: str, path: str):
+async def test_routes_that_change_models_are_refused(cluster: LoopbackCluster, method: str, path: str):
     async with plain(cluster) as client:
         answer = await client.request(method, path, json={"model": "tiny"})
         nobody = await client.request(method, path, json={}, headers={"authorization": ""})
@@ -205,7 +205,7 @@ async def test_what_changes_models_is_refused(cluster: LoopbackCluster, method: 
         ("/api/generate", {"images": ["aGk="]}, "images"),
     ],
 )
-async def test_what_is_not_offered_is_refused_by_name(cluster: LoopbackCluster, path: str, fields: dict, param: str):
+async def test_unsupported_field_is_refused_by_name(cluster: LoopbackCluster, path: str, fields: dict, param: str):
     async with plain(cluster) as client:
         answer = await client.post(path, json=(ASK if path == "/api/chat" else PROMPT) | fields)
     found = answer.json()
@@ -231,7 +231,7 @@ async def test_a_wrong_value_is_a_400_that_names_it(cluster: LoopbackCluster, pa
     assert (answer.status_code, answer.json()["param"]) == (400, param)
 
 
-async def test_a_stream_that_breaks_says_so_in_its_last_line(cluster: LoopbackCluster):
+async def test_failed_ollama_stream_ends_with_an_error_line(cluster: LoopbackCluster):
     play(cluster, step_seconds=0.05)
     async with plain(cluster) as client, client.stream("POST", "/api/chat", json=ASK) as answer:
         read = answer.aiter_lines()

@@ -156,7 +156,7 @@ async def test_a_conversation_of_items_reaches_the_node(cluster: LoopbackCluster
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_is_gone_on_with(cluster: LoopbackCluster, stream: bool):
+async def test_previous_response_continues_a_conversation(cluster: LoopbackCluster, stream: bool):
     play(cluster, play=spoken)
     async with library(cluster) as client:
         if stream:
@@ -174,7 +174,7 @@ async def test_an_answer_is_gone_on_with(cluster: LoopbackCluster, stream: bool)
     )
 
 
-async def test_what_is_kept_can_be_had_and_forgotten_by_its_own_key_alone(cluster: LoopbackCluster):
+async def test_stored_response_belongs_to_its_key(cluster: LoopbackCluster):
     async with library(cluster) as client:
         kept = await client.responses.create(**ASK)
         not_kept = await client.responses.create(**ASK, store=False)
@@ -191,7 +191,7 @@ async def test_what_is_kept_can_be_had_and_forgotten_by_its_own_key_alone(cluste
             await client.responses.retrieve(kept.id)
 
 
-def test_what_is_kept_is_bounded():
+def test_response_store_is_bounded():
     kept = ResponseStore(most=5, nbytes=10_000, of_key=3, key_bytes=5_000)
     for number in range(9):
         kept.put("a", f"a{number}", build_stored_response(b"x" * 100, ()))
@@ -211,7 +211,7 @@ def test_what_is_kept_is_bounded():
     assert kept.nbytes == 0
 
 
-async def test_a_stream_that_breaks_says_why(cluster: LoopbackCluster):
+async def test_failed_stream_has_the_reason(cluster: LoopbackCluster):
     play(cluster, step_seconds=0.05)
     async with library(cluster) as client:
         stream = await client.responses.create(**ASK, stream=True)
@@ -241,7 +241,7 @@ async def test_a_stream_that_breaks_says_why(cluster: LoopbackCluster):
         ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
     ],
 )
-async def test_what_is_not_offered_is_refused_by_name(cluster: LoopbackCluster, fields: dict, param: str):
+async def test_unsupported_field_is_refused_by_name(cluster: LoopbackCluster, fields: dict, param: str):
     async with plain(cluster) as client:
         answer = await client.post(PATH, json=ASK | fields)
     error = answer.json()["error"]

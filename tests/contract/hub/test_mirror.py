@@ -143,7 +143,7 @@ def test_a_flipped_bit_of_the_mirror_is_not_taken(place: Place):
     assert is_complete(place.folder / "follower", place.manifest)
 
 
-def test_the_token_goes_to_the_named_node_only(place: Place):
+def test_hub_token_is_sent_to_the_named_node_only(place: Place):
     """The holder serves, but the order names another node: its certificate is refused before the token is sent."""
     fill(place)
     _, url = place.mirror()

@@ -224,7 +224,7 @@ async def test_one_lease_at_a_time(node: ModelNode):
     assert set(ends.values()) == {ModelOrderCode.COMPLETED}, "a repeated order attaches to the running one"
 
 
-async def test_the_owner_gets_the_memory_back(node: ModelNode):
+async def test_pause_ends_a_quantization(node: ModelNode):
     line = await node.start()
     await wait_ready(line)
     line.send(PauseNode(None, "alice"))

@@ -159,7 +159,7 @@ async def test_only_the_nodes_of_the_transfer_join(place: Place):
     assert await ask(place, place.follower, serves=False) == "removed"
 
 
-async def test_bytes_go_both_ways_and_the_end_of_one_connection_ends_the_other(place: Place):
+async def test_relay_forwards_both_ways_and_closes_both_connections(place: Place):
     place.open_transfer()
     serving = await join(place, place.holder, serves=True)
     getting = await join(place, place.follower, serves=False)

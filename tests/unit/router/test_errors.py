@@ -48,13 +48,13 @@ def test_every_refusal_has_its_status_and_openai_shape(code: RefusalCode):
         (RefusalCode.LOAD_FAILED, "server_error"),
     ],
 )
-def test_what_time_will_not_change_names_no_time_and_is_not_sent_again_by_itself(code: RefusalCode, kind: str):
+def test_permanent_problem_has_no_retry_time_and_should_retry_false(code: RefusalCode, kind: str):
     problem = from_refused(Refused(code, "why", None, 5.0))
     assert error(problem)["type"] == kind
     assert problem.build_headers() == [(b"x-should-retry", b"false")]
 
 
-def test_a_request_that_was_in_a_crash_is_not_sent_again_by_itself():
+def test_crashed_request_has_should_retry_false():
     assert from_failure("engine_crashed", "x").build_headers() == [(b"x-should-retry", b"false")]
     assert from_failure("node_lost", "x").build_headers() == []
 
@@ -76,7 +76,7 @@ def test_retry_after_is_a_whole_number_that_clients_honour(seconds: float, shown
     assert round_retry_seconds(seconds) == shown
 
 
-def test_what_broke_is_a_server_error():
+def test_failure_is_a_5xx_status():
     assert from_failure("engine_crashed", "x").status == 500
     assert from_failure("node_lost", "x").status == 502
     assert from_failure("anything else", "x").status == 500

@@ -22,7 +22,7 @@ FULL = ProfileSettings(
 NONE: frozenset[str] = frozenset()
 
 
-def test_a_profile_sets_what_the_request_leaves_open():
+def test_profile_sets_parameters_that_the_request_omits():
     found = FULL.apply_to_params(GenerationParams(seed=7), NONE, default_limit=False)
     assert found == GenerationParams(500, 0.2, 0.9, 7, top_k=40, min_p=0.1, presence_penalty=0.5,
                                      frequency_penalty=0.25, repetition_penalty=1.1)  # fmt: skip
@@ -33,7 +33,7 @@ def test_the_request_wins_also_with_a_value_that_is_the_default():
     assert FULL.apply_to_params(own, frozenset(PENALTIES), default_limit=False) == own
 
 
-def test_a_default_limit_of_a_dialect_gives_way_to_the_profile():
+def test_profile_overrides_the_default_limit_of_a_dialect():
     own = GenerationParams(16)
     assert FULL.apply_to_params(own, NONE, default_limit=True).max_tokens == 500
     assert ProfileSettings(top_p=0.5).apply_to_params(own, NONE, default_limit=True).max_tokens == 16

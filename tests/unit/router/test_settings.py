@@ -5,12 +5,12 @@ from router.placement.policies import POLICIES
 from router.settings import RouterSettings
 
 
-def test_every_setting_says_what_it_means():
+def test_settings_have_descriptions():
     for setting in list_settings(RouterSettings):
         assert setting.description.endswith("."), setting.key
 
 
-def test_every_policy_can_be_chosen_and_no_other():
+def test_policy_setting_accepts_known_policies_only():
     for name in POLICIES:
         assert resolve_layers(RouterSettings, [("--set", {"policy": name})]).value.policy == name
     with pytest.raises(SettingsError, match="policy"):

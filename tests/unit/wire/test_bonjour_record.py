@@ -23,7 +23,7 @@ def test_a_record_is_read_as_it_was_written() -> None:
     assert from_txt({**txt, b"unknown": b"\xff", b"flag": None}) == ADVERT
 
 
-def test_what_is_none_of_ours_is_left_out() -> None:
+def test_from_txt_ignores_invalid_records() -> None:
     good: dict[bytes, bytes | None] = {key.encode(): value.encode() for key, value in to_txt(ADVERT).items()}
     for key, value in {b"role": b"king", b"cid": b"<script>", b"fp": b"\xff", b"pv": b"-1"}.items():
         assert from_txt({**good, key: value}) is None
@@ -46,7 +46,7 @@ def test_a_name_from_the_network_is_safe_and_short(name: str, identity: str) -> 
     assert not set(shown) & set("<>&\"'\\`\x1b")
 
 
-def test_names_keep_their_words() -> None:
+def test_bonjour_names_are_sanitized_and_shortened() -> None:
     assert build_instance_name("Mac Studio", "0123-4567") == "Mac Studio-012345._macpool._tcp.local."
     assert get_shown_name("Mac Studio-012345._macpool._tcp.local.") == "Mac Studio-012345"
     assert sanitize_text("\x1b[31mred<b>") == "??31mred?b?"

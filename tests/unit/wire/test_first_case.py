@@ -93,7 +93,7 @@ def test_two_at_once_pass():
     assert ledger.compute_reserved_bytes() >= (148 + 3338) * KV.per_token
 
 
-def test_of_four_long_prompts_one_is_served_and_three_are_not_promised_what_is_not_there():
+def test_four_long_prompts_reserve_room_for_one():
     judge, ledger = gate(), CommitmentLedger(KV)
     answers = [admit(judge, ledger, 22_000) for _ in range(4)]
     assert [answer is None for answer in answers] == [True, False, False, False]

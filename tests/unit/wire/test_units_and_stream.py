@@ -28,7 +28,7 @@ def test_sizes_are_read(text: str | int, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "12 parsecs", "-1GiB", "1e9", "nan", "101%", -5])
-def test_what_is_no_size_is_refused(text: str | int) -> None:
+def test_parse_size_refuses_invalid_text(text: str | int) -> None:
     with pytest.raises(ValueError):
         parse_size(text, total=1000)
 
@@ -38,7 +38,7 @@ def test_a_percentage_needs_a_whole() -> None:
         parse_size("80%")
 
 
-def test_sizes_are_shown_with_their_unit() -> None:
+def test_show_size_has_a_unit() -> None:
     assert [show_size(s) for s in (None, 0, 2048, 3 * 1024**2, 31 * GIB, -GIB)] == [
         "-",
         "0.0 MiB",
@@ -62,7 +62,7 @@ def run_all(deferred: list[Callable[[], None]]) -> None:
         deferred.pop(0)()
 
 
-def test_short_frames_go_at_once_and_long_ones_in_turns() -> None:
+def test_short_frames_are_sent_at_once_and_long_ones_interleaved() -> None:
     written: list[bytes] = []
     deferred: list[Callable[[], None]] = []
     outbox = Outbox(written.append, deferred.append, deferred.append)
@@ -107,7 +107,7 @@ def heard(*frames: Generate) -> list[int]:
     return found
 
 
-def test_long_frames_wait_until_the_other_end_can_join_them() -> None:
+def test_long_frames_wait_until_the_peer_supports_parts() -> None:
     """Each frame is within the limit, but all of them together are not."""
     size = MAX_JOINED_BYTES * 15 // 32
     assert sorted(heard(*(prompt(number, size) for number in range(6)))) == list(range(6))
@@ -142,7 +142,7 @@ def test_frames_of_one_turn_leave_in_one_write_and_in_order() -> None:
     assert [decode(tag, body) for tag, body in Splitter().feed(written[0])] == [Cancel(0), Cancel(1), Cancel(2)]
 
 
-def test_a_long_answer_is_made_piece_by_piece_and_gives_way_to_the_loop() -> None:
+def test_background_answer_yields_to_the_loop() -> None:
     written: list[bytes] = []
     deferred: list[Callable[[], None]] = []
     made: list[int] = []

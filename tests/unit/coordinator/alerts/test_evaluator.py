@@ -85,7 +85,7 @@ def test_a_condition_ends_at_once_for_the_node_that_is_well_and_stays_for_the_ot
     assert conditions.get_flags() == {"AtOnce": False}
 
 
-def test_every_listener_is_told_once_of_begin_and_end():
+def test_evaluator_notifies_each_listener_once():
     conditions = ConditionEvaluator([AT_ONCE])
     told: list[tuple[int, bool]] = []
     for number in (1, 2):
@@ -155,7 +155,7 @@ def test_a_sample_has_the_values_that_the_metrics_have():
     assert found["macpool_gate_refusals_total"] == {frozenset({("node", "a"), ("reason", "all")}): 2006}
 
 
-def test_a_pool_whose_reports_are_of_trouble_has_the_conditions_of_it():
+def test_evaluator_raises_conditions_from_reported_faults():
     conditions = ConditionEvaluator()
     for now in (WALL, WALL + 30, WALL + 60, WALL + 120):
         picture = pool_picture(1, 1, leaks=1, conditions={}, wall=now)

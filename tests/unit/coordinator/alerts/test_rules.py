@@ -37,7 +37,7 @@ STUDIO: Labels = frozenset({("node", "studio")})
 # the table
 
 
-def test_every_rule_has_a_story_and_a_name_of_its_own():
+def test_alert_rules_have_scenarios_and_unique_names():
     assert len(NAMED) == len(RULES)
     assert set(STORIES) == set(NAMED)
 
@@ -52,7 +52,7 @@ def test_rules_look_at_metrics_and_labels_that_exist():
                 assert (family.kind is MetricKind.COUNTER) == isinstance(part, Increase), rule.name
 
 
-def test_every_rule_says_what_to_do_and_has_its_entry_in_the_runbook():
+def test_alert_rules_have_a_remedy_and_a_runbook_entry():
     page = (ROOT / "docs" / "alerts.md").read_text()
     for rule in RULES:
         assert len(rule.remedy) > 20
@@ -157,13 +157,13 @@ def test_the_condition_begins_and_rests(name: str):
         assert all(name not in {rule for rule, _ in held} for held in played(one, story.seconds))
 
 
-def test_an_inert_gate_is_told_within_half_a_minute():
+def test_alert_of_an_unarmed_gate_fires_within_30_seconds():
     story = STORIES["GateInert"]
     first = next(at for at, held in enumerate(played(story.holds, 60)) if held)
     assert first * STEP <= 20
 
 
-def test_an_inert_gate_that_runs_nothing_more_is_told_no_more():
+def test_alert_of_an_unarmed_gate_ends_when_its_counters_stand_still():
     frozen = {
         name: lambda now, values=values: values(min(now, 60)) for name, values in STORIES["GateInert"].holds.items()
     }
@@ -172,7 +172,7 @@ def test_an_inert_gate_that_runs_nothing_more_is_told_no_more():
     assert not any(held[(60 + 30 + STEP) // STEP :])
 
 
-def test_what_began_and_what_ended_is_told_once():
+def test_evaluator_notifies_begin_and_end_once():
     conditions, told_of = ConditionEvaluator(), list[tuple[str, str, bool]]()
     conditions.listeners.append(lambda one, began: told_of.append((one.rule.name, one.node, began)))
     for now in range(0, 60, STEP):

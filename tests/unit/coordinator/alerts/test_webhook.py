@@ -61,7 +61,7 @@ GUARD_OFF = Condition(next(rule for rule in RULES if rule.name == "GuardOff"), f
         "\0",
     ],
 )
-def test_what_is_no_address_for_conditions_is_refused(url: str):
+def test_parse_webhook_url_refuses_invalid_urls(url: str):
     with pytest.raises(WebhookError) as refused:
         parse_webhook_url(url)
     assert "pw" not in str(refused.value)
@@ -236,7 +236,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(webhook, "FIRST_RETRY_SECONDS", 0.01)
 
 
-async def test_what_begins_and_what_ends_is_told_in_order():
+async def test_webhook_sends_begins_and_ends_in_order():
     with receiver() as (address, got):
         await told(address, 2, got)
     assert [path for path, _ in got] == [f"/{SECRET}"] * 2
@@ -244,7 +244,7 @@ async def test_what_begins_and_what_ends_is_told_in_order():
     assert got[0][1] == {"schema": 1, "cluster": "home", "event": "began", **GUARD_OFF.to_row()}
 
 
-async def test_who_cannot_now_is_asked_again_and_who_will_not_is_not():
+async def test_webhook_retries_temporary_failures_only():
     with receiver(503, 429, 204, 400, 204) as (address, got):
         await told(address, 4, got)
     assert [message["event"] for _, message in got] == ["began", "began", "began", "ended"]
@@ -318,9 +318,7 @@ async def attempts(answers: list[int | Exception]) -> tuple[int, list[dict[str, 
         ([WebhookError("it has no address")] * 4, 4, "it has no address"),
     ],
 )
-async def test_the_answer_decides_whether_it_is_tried_again_and_the_log_says_why_it_failed(
-    answers: list[int | Exception], tried: int, reason: str
-):
+async def test_webhook_status_decides_the_retry_and_is_logged(answers: list[int | Exception], tried: int, reason: str):
     count, logs = await attempts(answers)
     failed = {"event": "webhook failed", "log_level": "warning", "host": "example.com", "reason": reason}
     assert (count, logs) == (tried, [failed] if reason else [])
@@ -344,7 +342,7 @@ async def test_a_flood_is_bounded():
     assert one.queued_messages == webhook.MAX_QUEUED_MESSAGES
 
 
-def test_what_answers_no_http_is_a_failure():
+def test_webhook_without_an_http_answer_fails():
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as server:

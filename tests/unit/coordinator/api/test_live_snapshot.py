@@ -110,7 +110,7 @@ async def test_a_request_under_way_and_its_end_are_listed_with_their_numbers(por
     assert (await sections(port))["ended"][0]["key"] == f"{key['id']} (ended)"
 
 
-async def test_a_request_that_waits_and_is_refused_is_told_with_why(port: Port):
+async def test_snapshot_has_waiting_requests_and_reasons_of_ended_ones(port: Port):
     line = await linked(port, "one", memory=a_memory(1024))
     async with port.client("infer") as client:
         running = ask(client, "r1")
@@ -161,7 +161,7 @@ async def test_status_counts_nodes_models_warnings_and_names_the_pool(port: Port
     assert whole["uptime_seconds"] > 0
 
 
-async def test_models_say_where_they_are_and_how_each_mac_stands_to_them(port: Port):
+async def test_snapshot_models_have_their_state_on_each_node(port: Port):
     models = (
         a_model("qwen", weights=17, context=99, prefill_speed=1234.5, decode_speed=67.8, fingerprint="f1"),
         a_model("llama", loaded=False, loading=True, progress=0.25),
@@ -236,7 +236,7 @@ async def test_wishes_are_sent_with_their_nodes_and_the_missing_number(port: Por
     }
 
 
-async def test_an_open_breaker_is_told_with_why_and_until_when(port: Port):
+async def test_snapshot_has_reason_and_end_of_an_open_breaker(port: Port):
     await linked(port, "one")
     made = port.application
     (node,), now = made.registry.pool.members, made.dispatcher.get_time()

@@ -66,7 +66,7 @@ def head(tree: object) -> bytes:
         (head({"format": 1, "other": 1}), "its manifest cannot be read"),
     ],
 )
-def test_a_manifest_that_cannot_be_used_says_why(data: bytes, words: str) -> None:
+def test_unusable_manifest_is_refused_with_the_reason(data: bytes, words: str) -> None:
     with pytest.raises(ArchiveError, match=words):
         read_manifest(io.BytesIO(data))
 
@@ -92,7 +92,7 @@ def test_a_manifest_whose_members_are_no_backups_is_refused(manifest: Manifest, 
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1])
-def test_a_member_is_read_in_pieces_and_is_what_its_digest_says(size: int) -> None:
+def test_archive_member_is_read_in_chunks_and_matches_its_digest(size: int) -> None:
     data = bytes(range(251)) * (size // 251 + 1)
     member = ArchiveMember("pepper", size, hashlib.sha256(data[:size]).hexdigest())
     source = io.BytesIO(data)

@@ -104,7 +104,7 @@ def shows(folder: Path) -> tuple[str, int, set[str], set[str]]:
 
 
 @pytest.mark.parametrize("passphrase", [None, b"correct horse"])
-def test_a_backup_taken_while_the_store_is_in_use_comes_back_elsewhere(
+def test_backup_of_a_store_in_use_can_be_restored_elsewhere(
     home: tuple[Path, str], tmp_path: Path, passphrase: bytes | None
 ) -> None:
     folder, ident = home
@@ -142,7 +142,7 @@ def test_generations_only_grow(home: tuple[Path, str], tmp_path: Path) -> None:
     store.close()
 
 
-def test_what_is_in_the_way_is_kept_beside_and_only_when_told(home: tuple[Path, str], tmp_path: Path) -> None:
+def test_restore_moves_an_existing_state_aside_only_with_replace(home: tuple[Path, str], tmp_path: Path) -> None:
     saved, other = create_backup(home[0], tmp_path / "b").file, tmp_path / "other"
     stranger = cluster(other, "lab")
     (other / "node").mkdir()
@@ -347,7 +347,9 @@ def test_nothing_but_a_backup_is_written_over(home: tuple[Path, str], tmp_path: 
 # -- the parts ------------------------------------------------------------------------------------------------------
 
 
-def test_only_a_coordinator_of_the_cluster_can_say_that_it_moved_on(home: tuple[Path, str], tmp_path: Path) -> None:
+def test_only_a_coordinator_of_the_cluster_can_report_a_newer_generation(
+    home: tuple[Path, str], tmp_path: Path
+) -> None:
     authority = ClusterCa(home[0] / "authority", time.time)
     stranger = ClusterCa(tmp_path / "stranger", time.time)
     fence = GenerationFence(authority, 5)
@@ -380,7 +382,7 @@ def test_only_a_coordinator_of_the_cluster_can_say_that_it_moved_on(home: tuple[
 # -- upgrades -------------------------------------------------------------------------------------------------------
 
 
-def test_a_backup_of_an_older_schema_comes_back_in_ours(tmp_path: Path) -> None:
+def test_restore_migrates_an_older_schema(tmp_path: Path) -> None:
 
     home = tmp_path / "home"
     name = cluster(home, video=False)
@@ -458,7 +460,7 @@ def test_backup_restores_every_row_of_every_table(tmp_path: Path) -> None:
     assert (done.counts.members, done.counts.keys, done.counts.tokens, done.counts.jobs) == (2, 2, 1, 2)
 
 
-def test_a_restored_cluster_keeps_what_people_decided(tmp_path: Path) -> None:
+def test_restore_keeps_administrative_settings(tmp_path: Path) -> None:
     full_cluster(tmp_path / "home")
     restore(create_backup(tmp_path / "home", tmp_path / "b").file, tmp_path / "other", NOW)
     store = Database(tmp_path / "other")
@@ -504,7 +506,7 @@ def test_backup_restores_every_file_byte_by_byte(home: tuple[Path, str], tmp_pat
     assert {one.name for one in made.manifest.members} == {"cluster.db", "videos.db", *before}
 
 
-def test_a_manifest_says_what_the_backup_is_of(home: tuple[Path, str], tmp_path: Path) -> None:
+def test_manifest_describes_the_backup(home: tuple[Path, str], tmp_path: Path) -> None:
     (home[0] / "config.toml").write_text('[http]\ntls_cert_file = "/etc/cert.pem"\ntls_key_file = "/etc/key.pem"\n')
     began = time.time()
     made = create_backup(home[0], tmp_path / "b")
@@ -556,7 +558,7 @@ def test_a_backup_without_videos_takes_those_of_the_former_state_away(tmp_path: 
 @pytest.mark.parametrize(
     ("present", "config"), [(None, "config.toml"), ("same", "config.toml"), ("other", "config.toml.restored")]
 )
-def test_settings_of_this_machine_stay_and_others_are_put_beside(
+def test_restore_keeps_local_settings_and_stores_others_aside(
     home: tuple[Path, str], saved: Path, tmp_path: Path, present: str | None, config: str
 ) -> None:
     ours, theirs = tmp_path / "two" / "config.toml", (home[0] / "config.toml").read_bytes()

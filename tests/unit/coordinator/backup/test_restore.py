@@ -50,7 +50,7 @@ def rebuilt(file: Path, name: str, content: bytes) -> Path:
         (b"", "is not a macpool backup"),
     ],
 )
-def test_a_file_that_is_no_backup_of_ours_says_what_it_is(tmp_path: Path, content: bytes, words: str) -> None:
+def test_restore_of_a_foreign_file_names_its_kind(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "b").write_bytes(content)
     for use in (inspect_backup, lambda file: restore(file, tmp_path / "state", NOW)):
         with pytest.raises(RestoreError, match=words):
@@ -97,7 +97,7 @@ def test_half_of_a_cluster_is_one_that_is_present(saved: Path, tmp_path: Path) -
         restore(saved, state, NOW)
 
 
-def test_a_restore_says_what_it_put_where(saved: Path, tmp_path: Path) -> None:
+def test_restore_returns_counts_and_paths(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "home" / "config.toml").unlink()
     bare = create_backup(tmp_path / "home", tmp_path / "bare").file
     done = restore(bare, tmp_path / "state", NOW)

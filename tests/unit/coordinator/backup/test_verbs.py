@@ -40,7 +40,7 @@ def test_there_and_back_with_a_passphrase_from_a_file(tmp_path: Path) -> None:
     assert json.loads(told)["members"] == 1
 
 
-def test_what_is_refused_says_the_next_step(tmp_path: Path) -> None:
+def test_backup_errors_name_the_next_step(tmp_path: Path) -> None:
     cluster(tmp_path / "home", video=False)
     file, plain = tmp_path / "b", ("--state", tmp_path / "home")
     code, _, warned = run("backup", file, *plain)

@@ -42,7 +42,7 @@ def alone(*words: str, **more: Any) -> Result:
 
 
 @pytest.mark.parametrize("old", shape.MOVED)
-def test_an_old_spelling_is_refused_with_the_line_to_type(old: tuple[str, ...]):
+def test_former_command_is_refused_with_its_replacement(old: tuple[str, ...]):
     done = alone(*old, "a", "-o", "json")
     assert done.exit_code == 2
     line = done.output.splitlines()[1].split()
@@ -108,7 +108,7 @@ def test_every_error_has_one_form(words: list[str]):
     assert done.exit_code in (2, 3, 5)
 
 
-def test_an_interrupted_command_says_stopped(monkeypatch: pytest.MonkeyPatch):
+def test_interrupted_command_prints_stopped(monkeypatch: pytest.MonkeyPatch):
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -186,7 +186,7 @@ def test_a_limit_that_changes_nothing_is_a_mistake(run: Callable[..., Result], w
 
 
 @pytest.mark.parametrize("words", [["key", "revoke", "kept"], ["token", "revoke", "kept"]])
-def test_what_cannot_be_taken_back_asks_first(run: Callable[..., Result], words: list[str]):
+def test_irreversible_commands_ask_for_confirmation(run: Callable[..., Result], words: list[str]):
     run(words[0], "create", *(["--name"] if words[0] == "token" else []), "kept")
     done = run(*words)
     assert done.exit_code == 2
@@ -247,13 +247,13 @@ def test_a_login_that_does_not_work_is_not_kept(
     assert not (tmp_path / "login.json").exists()
 
 
-def test_a_login_beside_a_running_coordinator_is_refused(tmp_path: Path):
+def test_login_is_refused_where_a_coordinator_runs(tmp_path: Path):
     (tmp_path / "run.json").write_text("{}")
     done = alone("login", "http://127.0.0.1:1", "--key-file", "-", "--state", str(tmp_path), input="mp_a_b")
     assert done.exit_code == 6
 
 
-def test_no_line_of_a_list_of_commands_is_cut_off():
+def test_command_lists_have_no_truncated_summary():
     groups = [path for path, context in contexts() if isinstance(context.command, click.Group)]
     assert len(groups) > 5
     cut = [(path, line) for path in groups for line in alone(*path[1:], "--help").output.splitlines() if "..." in line]

@@ -62,7 +62,7 @@ def node(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def test_the_sum_is_shown_term_by_term_with_what_decides_and_what_to_do():
+def test_memory_breakdown_lists_terms_limit_and_remedy():
     assert render_breakdown(node()) == [
         "cap       96.0 GiB, limited by metal, tier balanced",
         "ceiling   90.0 GiB, limited by leases; leases 6.0 GiB",
@@ -76,7 +76,7 @@ def test_the_sum_is_shown_term_by_term_with_what_decides_and_what_to_do():
     ]
 
 
-def test_what_is_unknown_is_shown_as_unknown():
+def test_memory_breakdown_prints_unknown_for_missing_values():
     lines = render_breakdown(node(phys=None, current=None, headroom=None, source=""))
     assert any("phys -" in line and "no source" in line for line in lines)
     assert any(line.startswith("headroom  - =") for line in lines)
@@ -100,7 +100,7 @@ def view(memory: Memory, enforcement: Enforcement) -> NodeView:
     return NodeView(NodeId("n1"), "studio", "ready", memory=memory, enforcement=enforcement)
 
 
-def test_a_weakened_guard_is_told_in_the_nodes_words_and_by_the_facts_where_it_has_none():
+def test_weakened_guard_has_the_warning_of_the_node_or_one_from_its_values():
     off = Memory(cap=8 * GIB, guard=False, margin=0)
     told = ("memory.guard is off: it may panic", "memory.margin is 0: a spike", "the cap is above the Metal limit")
     assert list_dangers(view(off, Enforcement(warnings=told))) == list(told)

@@ -152,7 +152,7 @@ async def test_a_command_for_a_node_that_left_is_refused(
 # greeting
 
 
-async def test_welcome_tells_the_cluster_its_epoch_generation_and_addresses(port: Port):
+async def test_welcome_has_cluster_epoch_generation_and_addresses(port: Port):
     nodes, who = port.application.nodes, port.member("one")
     addresses = ("10.0.0.5:8081", "studio.local:8081")
     nodes.admission.set_addresses(addresses)
@@ -167,7 +167,7 @@ async def test_welcome_tells_the_cluster_its_epoch_generation_and_addresses(port
     assert authority.is_sealed(0, welcome.seal)
 
 
-async def test_a_link_tells_hardware_version_and_protocol(port: Port):
+async def test_hello_has_hardware_version_and_protocol(port: Port):
     who = port.member("one")
     new = replace(HARDWARE, chip="M9 Ultra", memory=1 << 40)
     line = await port.link(who, hardware=new, version="9.8.7")

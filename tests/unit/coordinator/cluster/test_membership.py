@@ -60,11 +60,11 @@ def test_no_order_of_events_breaks_an_invariant(story: list[tuple[NodeId, Event,
             pytest.fail("ticking at the deadline must get somewhere")
 
 
-def test_the_table_knows_every_event() -> None:
+def test_transition_table_has_every_event() -> None:
     assert set(TABLE) == set(Event.__args__)
 
 
-def test_what_cannot_happen_is_a_typed_error() -> None:
+def test_illegal_event_raises_a_typed_error() -> None:
     with pytest.raises(IllegalEventError, match="unknown"):
         advance(Membership(), A, MemberReported(1), 0.0)
     pool, _ = advance(Membership(), A, MemberConnected(3, "i"), 0.0)
@@ -104,7 +104,7 @@ def test_a_pool_keeps_each_member_by_its_name() -> None:
         Membership({B: Member(A, NodeState.LOST, 0.0)}).check()
 
 
-def test_a_step_that_the_table_does_not_know_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transition_outside_the_table_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TABLE[MembershipTick], NodeState.READY, frozenset({NodeState.READY}))
     with pytest.raises(InvariantError, match="ready -> suspect"):
         tick(ready(), 3.0)
@@ -175,7 +175,7 @@ def test_a_pause_is_shown_before_a_drain_and_both_end_with_a_report() -> None:
         assert pool.members[A].state is state
 
 
-def test_what_an_older_link_says_changes_nothing() -> None:
+def test_event_of_a_former_link_changes_nothing() -> None:
     pool, actions = advance(ready(), A, MemberConnected(2, "j"), 1.0)
     assert actions == (CloseLink(A, 1, "replaced by a newer link"), ResumeRequests(A, "replaced"), PublishMember(A))
     for event in (MemberReported(1), MemberDisconnected(1), MemberGoodbye(1, "leave")):
@@ -191,7 +191,7 @@ def test_what_an_older_link_says_changes_nothing() -> None:
     ("reason", "state", "enrolled"),
     [("asleep", NodeState.ASLEEP, True), ("leave", NodeState.LEFT, False), ("stopping", NodeState.LOST, True)],
 )
-def test_a_goodbye_says_what_a_node_does(reason: str, state: NodeState, enrolled: bool) -> None:
+def test_goodbye_reason_decides_the_state(reason: str, state: NodeState, enrolled: bool) -> None:
     pool, actions = advance(ready(), A, MemberGoodbye(1, reason), 1.0)
     member = pool.members[A]
     assert (member.state, member.enrolled, member.link, member.silent_at) == (state, enrolled, 0, None)
@@ -217,7 +217,7 @@ def test_a_cordon_stays_over_every_state_until_it_is_taken_back() -> None:
     assert not restore_membership([A, B], 5.0, [B]).members[A].cordoned
 
 
-def test_who_is_no_member_is_forgotten_after_10_minutes_and_a_member_never() -> None:
+def test_former_member_is_deleted_after_10_minutes() -> None:
     pool, _ = advance(both(), A, MemberGoodbye(1, "leave"), 10.0)
     pool, _ = advance(pool, B, MemberGoodbye(1, "stopping"), 10.0)
     assert next_deadline(pool, 10.0) == 10.0 + DELETE_AFTER_SECONDS
@@ -229,7 +229,7 @@ def test_who_is_no_member_is_forgotten_after_10_minutes_and_a_member_never() -> 
     assert next_deadline(pool, 10.0**6) is None
 
 
-def test_when_half_falls_silent_at_once_the_coordinator_suspects_itself_until_they_are_back() -> None:
+def test_coordinator_suspects_itself_when_half_of_the_nodes_fall_silent() -> None:
     pool, _ = tick(both(), 3.0)
     assert pool.self_suspect
     back, _ = advance(pool, A, MemberReported(1), 3.5)
@@ -245,7 +245,7 @@ def test_when_half_falls_silent_at_once_the_coordinator_suspects_itself_until_th
 
 
 @pytest.mark.parametrize(("apart", "suspects"), [(4.0, True), (6.0, False)])
-def test_nodes_that_fall_silent_one_after_the_other_are_two_events(apart: float, suspects: bool) -> None:
+def test_coordinator_does_not_suspect_itself_for_separate_losses(apart: float, suspects: bool) -> None:
     names = [NodeId(name) for name in "abcd"]
     pool = Membership({name: ready(name).members[name] for name in names})
 

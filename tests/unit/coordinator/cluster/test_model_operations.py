@@ -53,7 +53,7 @@ def error(answer: httpx.Response) -> dict[str, Any]:
     return answer.json()["error"]
 
 
-async def test_a_model_is_loaded_where_it_fits_and_the_answer_says_where(port: Port):
+async def test_load_chooses_a_node_with_room_and_returns_it(port: Port):
     await node(port, "mini", big(), room=1 * GIB)
     _, studio = await node(port, "studio", big())
     asking = await ask(port, "load")
@@ -68,7 +68,7 @@ async def test_a_model_is_loaded_where_it_fits_and_the_answer_says_where(port: P
     assert found["node"]["seconds"] >= 0
 
 
-async def test_a_model_that_is_loaded_already_is_said_to_be(port: Port):
+async def test_load_of_a_loaded_model_reports_already_loaded(port: Port):
     await node(port, "studio", big(loaded=True))
     for where in (None, "studio"):
         answer = await (await ask(port, "load", where))
@@ -90,7 +90,7 @@ async def test_a_node_that_refuses_is_followed_by_the_next_and_the_refusal_keeps
     assert error(answer)["memory"]["headroom"] == 5
 
 
-async def test_a_named_node_is_asked_even_for_what_it_has_not_reported(port: Port):
+async def test_load_on_a_named_node_is_sent_for_an_unreported_model(port: Port):
     _, studio = await node(port, "studio")
     asking = await ask(port, "load", "studio")
     load = await studio.until(LoadModel)
@@ -125,7 +125,7 @@ async def test_a_node_that_is_lost_during_a_load_is_an_error(port: Port):
     assert f"studio was lost while it loaded {BIG}" in error(answer)["message"]
 
 
-async def test_an_engine_that_dies_in_a_load_is_an_error_and_no_other_node_is_asked(port: Port):
+async def test_load_with_a_crashed_engine_fails_without_another_node(port: Port):
     _, studio = await node(port, "studio", big())
     await node(port, "other", big(load_seconds=500.0))
     asking = await ask(port, "load")
@@ -148,7 +148,7 @@ async def test_a_model_is_unloaded_wherever_it_is_loaded(port: Port):
     assert sorted(row["name"] for row in (await asking).json()["nodes"]) == ["one", "two"]
 
 
-async def test_a_model_in_use_stays_and_what_was_done_elsewhere_is_said(port: Port):
+async def test_unload_skips_a_model_in_use_and_lists_the_rest(port: Port):
     _, one = await node(port, "one", big(loaded=True))
     _, two = await node(port, "two", big(loaded=True))
     asking = await ask(port, "unload")
@@ -170,7 +170,7 @@ async def test_a_model_in_use_stays_and_what_was_done_elsewhere_is_said(port: Po
         ("load", None, "a\nb", 400, "invalid_request"),
     ],
 )
-async def test_what_cannot_be_is_said_at_once(
+async def test_impossible_operations_fail_immediately(
     port: Port, verb: str, where: str | None, model: str, status: int, code: str
 ):
     await node(port, "studio", big())
@@ -178,7 +178,7 @@ async def test_what_cannot_be_is_said_at_once(
     assert (answer.status_code, error(answer)["code"]) == (status, code)
 
 
-async def test_the_list_says_how_every_node_stands_to_a_model(port: Port):
+async def test_list_has_the_state_of_a_model_on_every_node(port: Port):
     await node(port, "has", big(loaded=True))
     await node(port, "loads", big(loading=True))
     await node(port, "knows", big())
@@ -203,7 +203,7 @@ async def test_the_list_says_how_every_node_stands_to_a_model(port: Port):
         assert "no template" in (await client.get("/v1/models/gone")).json()["error"]["message"]
 
 
-async def test_a_model_is_measured_wherever_it_is_loaded_and_the_answer_says_what_was_found(port: Port):
+async def test_profile_measures_every_loaded_replica_and_returns_the_results(port: Port):
     _, one = await node(port, "one", big(loaded=True))
     await node(port, "two", big())
     asking = await ask(port, "profile")

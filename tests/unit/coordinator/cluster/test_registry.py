@@ -237,7 +237,7 @@ async def test_a_node_that_leaves_is_struck_off_and_one_that_sleeps_is_not(start
 # greetings
 
 
-async def test_a_welcome_says_who_the_coordinator_is(start: Callable[[], Coordinator]):
+async def test_welcome_identifies_the_coordinator(start: Callable[[], Coordinator]):
     one = start()
     one.nodes.admission.set_addresses(("10.0.0.1:8081",))
     welcome = one.greet(one.join("studio"))
@@ -288,7 +288,7 @@ async def test_a_sealed_higher_generation_shows_that_another_coordinator_counts(
     assert marks == [SupersededMark(3, seal, "studio", WALL)]
 
 
-async def test_a_member_reads_what_is_offered_and_nothing_else(start: Callable[[], Coordinator]):
+async def test_member_queries_return_offered_paths_only(start: Callable[[], Coordinator]):
     one = start()
     studio = one.join("studio")
     one.nodes.queries.offer({"/api/v1/status": lambda: {"name": "home"}})
@@ -303,7 +303,7 @@ async def test_a_member_reads_what_is_offered_and_nothing_else(start: Callable[[
         assert denied.reason == code
 
 
-async def test_who_is_no_member_is_denied_and_changes_nothing(start: Callable[[], Coordinator]):
+async def test_non_member_is_denied_without_a_change(start: Callable[[], Coordinator]):
     one = start()
     studio, peer = one.join("studio"), PeerIdentity(one.authority.cluster, NodeId("stranger"))
     stranger = one.nodes.admission.authorize(peer, "ab", replace(one.hello(studio), node="stranger"))
@@ -317,7 +317,7 @@ async def test_who_is_no_member_is_denied_and_changes_nothing(start: Callable[[]
     assert denied.reason == "removed"
 
 
-async def test_where_nothing_is_offered_a_member_is_told_so(start: Callable[[], Coordinator]):
+async def test_member_query_without_offers_is_refused(start: Callable[[], Coordinator]):
     one = start()
     studio = one.join("studio")
     peer, row = PeerIdentity(one.authority.cluster, studio), one.store.members[studio]
@@ -462,7 +462,7 @@ async def test_a_draining_or_paused_node_is_shown_as_such(start: Callable[[], Co
     assert one.state(studio) == "ready"
 
 
-async def test_what_a_node_runs_and_its_hardware_are_of_its_newest_hello(start: Callable[[], Coordinator]):
+async def test_version_and_hardware_are_those_of_the_newest_hello(start: Callable[[], Coordinator]):
     one = start()
     studio = one.join("studio")
     one.greet(studio, version="1.1.0", protocol=OLDEST_PROTOCOL)

@@ -51,7 +51,7 @@ def unpacked(file: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     "canary", [PROMPT, KEY, TOKEN, f"password={PASSWORD}", PEM, [PROMPT], {"deep": {"er": PROMPT}}]
 )
-def test_no_field_of_an_event_tells_a_text(where: str, canary: Any):
+def test_parse_event_omits_free_text_of_every_field(where: str, canary: Any):
     told = json.dumps(parse_event(json.dumps({**EVENT, where: canary})))
     assert [one for one in CANARIES if one in told] == []
 
@@ -70,12 +70,12 @@ def test_an_exception_keeps_its_type_and_its_way_only():
     assert parse_event(json.dumps({**EVENT, "exception": f"{PROMPT}: x"}))["exception"] == OMITTED  # pyright: ignore
 
 
-def test_numbers_switches_and_our_own_words_stay():
+def test_parse_event_keeps_numbers_booleans_and_known_words():
     line = {**EVENT, "predicted": 12_000_000, "armed": True, "bound_by": "dynamic", "skew": -0.25, "left": None}
     assert parse_event(json.dumps(line)) == line
 
 
-def test_what_libraries_say_is_left_out():
+def test_parse_event_omits_event_names_of_libraries():
     assert parse_event(json.dumps({**EVENT, "logger": "httpx", "event": "link lost"}))["event"] == OMITTED  # pyright: ignore
 
 
@@ -93,7 +93,7 @@ def test_lines_that_are_not_ours_are_counted():
 
 
 @given(st.text(max_size=80), st.dictionaries(st.text(max_size=12), st.text(max_size=60), max_size=4))
-def test_only_words_come_through(line: str, fields: dict[str, str]):
+def test_parse_event_keeps_single_words_only(line: str, fields: dict[str, str]):
     parse_event(line)
     for name, value in (parse_event(json.dumps({**EVENT, **fields})) or {}).items():
         assert name in EVENT or name in fields
@@ -128,7 +128,7 @@ def planted(state: Path) -> None:
     (state / "config.toml").write_text(f'[alerts]\nwebhook_url = "{hook}"\n[router]\nunknown = "{PASSWORD}"\n')
 
 
-def test_the_bundle_of_a_pool_holds_what_helps_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_bundle_of_a_pool_has_exactly_the_documented_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in [name for name in os.environ if name.startswith("MACPOOL_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -176,7 +176,7 @@ def test_the_bundle_of_a_pool_holds_what_helps_and_nothing_else(tmp_path: Path, 
     assert '"event": "link lost"' in parts["macpool-doctor/logs/node.log"]
 
 
-def test_a_bundle_replaces_what_was_there_and_follows_no_link(tmp_path: Path):
+def test_write_bundle_replaces_a_file_and_follows_no_link(tmp_path: Path):
     (tmp_path / "secret").write_text("mine")
     (tmp_path / "b.tgz").symlink_to(tmp_path / "secret")
     write_bundle(tmp_path / "b.tgz", {"a.json": {"n": 1}}, [], tmp_path)
@@ -206,7 +206,7 @@ def test_a_word_stays_in_a_field_that_we_write_ourselves_only():
     assert parse_event(json.dumps({**EVENT, "exception": ""})) == {**EVENT, "exception": OMITTED}
 
 
-def test_the_newest_events_are_kept_and_all_others_counted(monkeypatch: pytest.MonkeyPatch):
+def test_render_log_keeps_the_newest_events_and_counts_the_rest(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bundle, "MAX_LINES", 2)
     console = "2026-11-20 10:00:00 [warning  ] certificate renewed  text=x"
     lines = [json.dumps({**EVENT, "n": number}) for number in range(4)]
@@ -245,7 +245,7 @@ def test_secrets_and_the_home_folder_are_hidden_anywhere_in_a_value():
     assert [redact_value("/a/b", home) for home in ("/", "")] == ["/a/b", "/a/b"]
 
 
-def test_settings_are_told_where_they_are_plain_words():
+def test_redact_settings_keeps_plain_words():
     values = ("", "auto", "~/models:80%", "a secret text", ["a", "b c"], ("x",), 7, None)
     rows = [{"key": str(number), "value": value, "origin": "default"} for number, value in enumerate(values)]
     assert [one["value"] for one in redact_settings(rows).values()] == [
@@ -261,7 +261,7 @@ def test_settings_are_told_where_they_are_plain_words():
     assert redact_settings(rows[1:2]) == {"1": {"value": "auto", "origin": "default"}}
 
 
-def test_what_was_written_is_named(tmp_path: Path):
+def test_write_bundle_returns_the_names_of_its_files(tmp_path: Path):
     (tmp_path / "node.log").write_text(json.dumps(EVENT))
     logs = [tmp_path / "node.log", tmp_path / "gone.log"]
     assert write_bundle(tmp_path / "b.tgz", {"a.json": {}}, logs, tmp_path) == ["README.txt", "a.json", "logs/node.log"]

@@ -104,7 +104,7 @@ def test_a_laptop_may_sleep(tmp_path: Path):
     assert (found.result, "a laptop may sleep" in found.text) == ("ok", True)
 
 
-def test_a_limit_that_decides_the_cap_is_told_with_the_safe_figure(tmp_path: Path):
+def test_check_wired_limit_reports_the_safe_value_of_a_limiting_setting(tmp_path: Path):
     memory = {**MEMORY, "bound_by": "metal"}
     found = BY_ID["wired-limit"].run(pretended(tmp_path, memory=memory))
     assert found.result == "warn"
@@ -114,7 +114,7 @@ def test_a_limit_that_decides_the_cap_is_told_with_the_safe_figure(tmp_path: Pat
     assert found.numbers["safe"] == 120 * GIB
 
 
-def test_a_limit_that_no_engine_has_reported_is_told_as_a_guess(tmp_path: Path):
+def test_check_wired_limit_marks_an_unreported_limit_as_an_estimate(tmp_path: Path):
     found = BY_ID["wired-limit"].run(pretended(tmp_path, memory={**MEMORY, "metal_reported": False}))
     assert "the system's default, 96.0 GiB, estimated until an engine reports it;" in found.text
 
@@ -140,7 +140,7 @@ def test_local_network_privacy_is_not_a_network_that_is_down(tmp_path: Path):
     assert BY_ID["local-network"].run(pretended(tmp_path)).result == "ok"
 
 
-def test_a_nodes_own_coordinator_is_what_is_reached_first(tmp_path: Path):
+def test_check_local_network_fails_if_the_coordinator_of_the_node_is_blocked(tmp_path: Path):
     identity = tmp_path / "node" / "identity"
     identity.mkdir(parents=True)
     (identity / "identity.json").write_text("{}")
@@ -151,7 +151,7 @@ def test_a_nodes_own_coordinator_is_what_is_reached_first(tmp_path: Path):
 
 
 @pytest.mark.parametrize("check", ONLY_MACOS)
-def test_what_only_a_mac_has_says_so_elsewhere(tmp_path: Path, check: str):
+def test_checks_of_a_mac_are_not_applicable_on_other_systems(tmp_path: Path, check: str):
     found = BY_ID[check].run(pretended(tmp_path, platform="linux"))
     assert found.result == "not here"
     assert "macOS" in found.text
@@ -181,7 +181,7 @@ WATCHDOG, WIRED = "panic-full-2026-05-12-070000.0002.panic", "Kernel_2026-05-13-
         ((WATCHDOG,), "warn", WATCHDOG, "userspace watchdog timeout: no successful checkins from WindowServer", 0),
     ],
 )
-def test_the_newest_panic_is_named_with_its_date_and_what_to_do(
+def test_check_panics_reports_date_and_remedy_of_the_newest_panic(
     tmp_path: Path, names: tuple[str, ...], result: str, newest: str, says: str, of_gpu: int
 ):
     reports(tmp_path, *names)
@@ -194,9 +194,7 @@ def test_the_newest_panic_is_named_with_its_date_and_what_to_do(
         assert (step in found.fix) is (result == "fail")
 
 
-def test_panics_of_long_ago_do_not_count_and_those_that_cannot_be_read_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_check_panics_ignores_old_reports_and_warns_of_unreadable_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert BY_ID["panics"].run(pretended(tmp_path)).result == "ok"
     reports(tmp_path, GPU)
     folder = tmp_path / "Library" / "Logs" / "DiagnosticReports"
@@ -214,7 +212,7 @@ def test_panics_of_long_ago_do_not_count_and_those_that_cannot_be_read_are_told(
     assert "sudo" in found.fix
 
 
-def test_a_node_that_reaches_a_stranger_never_goes_on():
+def test_assess_dials_of_an_unexpected_peer_exits_with_pin():
     found = assess_dials([{**PEER, "proven": False, "error": "self-signed certificate in certificate chain"}])
     assert found.result == "fail"
     assert compute_exit_code([("coordinator", found)], strict=False) == 9
@@ -223,7 +221,7 @@ def test_a_node_that_reaches_a_stranger_never_goes_on():
     assert (lost.result, compute_exit_code([("coordinator", lost)], strict=False)) == ("fail", 6)
 
 
-def test_a_machine_in_no_cluster_has_little_to_say(tmp_path: Path):
+def test_cluster_checks_are_not_applicable_without_a_cluster(tmp_path: Path):
     for check in ("coordinator", "certificates", "clock", "protocol", "identity"):
         assert BY_ID[check].run(pretended(tmp_path)).result == "not here", check
 
@@ -242,7 +240,7 @@ def test_a_coordinator_that_does_not_run_is_a_failure_with_a_next_step(tmp_path:
         assert BY_ID[check].run(pretended(tmp_path)).result == "not here"
 
 
-def test_secrets_that_others_could_read_are_named(tmp_path: Path):
+def test_check_files_names_secrets_that_other_users_can_read(tmp_path: Path):
     (tmp_path / "pepper").write_text("x")
     (tmp_path / "pepper").chmod(0o644)
     found = BY_ID["files"].run(pretended(tmp_path))
@@ -252,7 +250,7 @@ def test_secrets_that_others_could_read_are_named(tmp_path: Path):
     assert BY_ID["files"].run(pretended(tmp_path)).result == "ok"
 
 
-def test_a_copied_identity_is_told(tmp_path: Path):
+def test_check_identity_reports_a_copied_identity(tmp_path: Path):
     (tmp_path / "node" / "identity").mkdir(parents=True)
     (tmp_path / "node" / "identity" / "identity.json").write_text("{}")
     found = BY_ID["identity"].run(pretended(tmp_path, identity_error="it belongs to another machine"))
@@ -315,7 +313,7 @@ def test_exit_codes():
     assert compute_exit_code([("a", ok("")), ("b", Finding("fail", "", "", intercepted=True))], strict=True) == 9
 
 
-def test_settings_that_the_file_changed_since_the_start_are_told(tmp_path: Path):
+def test_check_settings_warns_of_changes_since_the_start(tmp_path: Path):
     rows = [
         {"key": "memory.cap", "value": "80%", "origin": "--set", "description": ""},
         {"key": "sharing.when", "value": "always", "origin": "default", "description": ""},

@@ -121,7 +121,7 @@ def test_mlx_is_installed_loads_and_has_metal(tmp_path: Path):
     assert seen(found) == ("fail", "MLX is not installed", "install the extra: `uv tool install 'macpool[node]'`")
 
 
-def test_a_machine_whose_modules_do_not_answer_is_a_warning_with_the_command_to_run(tmp_path: Path):
+def test_checks_without_inspection_warn_with_the_command_to_run(tmp_path: Path):
     here = silent(pretended(tmp_path))
     for check, module in (
         (checks.check_mlx, "node.engine.process.device_info"),
@@ -215,14 +215,14 @@ def test_disks_have_room_for_models_and_for_the_state(
     )
 
 
-def test_room_is_what_others_than_root_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_check_disk_counts_blocks_available_to_normal_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.statvfs", Disk({str(tmp_path): 2 * GIB}))
     assert "2.0 GiB free" in checks.check_disk(pretended(tmp_path)).text, "f_bavail, not f_bfree"
 
 
 @pytest.mark.parametrize("name", ["pepper", "run.json", "cluster.db", "token", "identity.json", "a.pem", "a.key"])
 @pytest.mark.parametrize(("mode", "result"), [(0o600, "ok"), (0o640, "fail"), (0o602, "fail")])
-def test_every_secret_is_its_owners_alone(tmp_path: Path, name: str, mode: int, result: str):
+def test_check_files_requires_private_secrets(tmp_path: Path, name: str, mode: int, result: str):
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / name).touch(mode=0o600)
     (tmp_path / "deep" / name).chmod(mode)
@@ -234,7 +234,7 @@ def test_every_secret_is_its_owners_alone(tmp_path: Path, name: str, mode: int, 
         assert (name in found.text, found.fix) == (True, f"chmod -R go-rwx '{tmp_path}'")
 
 
-def test_what_is_no_secret_may_be_read(tmp_path: Path):
+def test_check_files_allows_readable_files_without_secrets(tmp_path: Path):
     for path in ("notes.txt", "logs/coordinator.log", "environments/x/a.pem", "trusted/b.pem"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
@@ -289,7 +289,7 @@ def test_open_files_are_at_least_1024(
         (None, False, False, "ok", "the application firewall is on; a node only makes outgoing connections"),
     ],
 )
-def test_the_firewall_lets_a_coordinator_listen(
+def test_check_firewall_judges_the_entry_of_the_coordinator(
     tmp_path: Path, listing: str | None, all_blocked: bool, coordinator: bool, result: str, says: str
 ):
     if coordinator:
@@ -388,7 +388,7 @@ def test_a_proxy_without_exceptions_is_a_warning(tmp_path: Path, environ: dict[s
     assert ("NO_PROXY" in found.fix) is (result == "warn")
 
 
-def test_another_system_is_named_as_it_names_itself(tmp_path: Path):
+def test_check_system_names_other_systems_by_their_own_name(tmp_path: Path):
     found = checks.check_system(pretended(tmp_path, platform="linux"))
     assert (found.result, found.text.split()[0]) == ("ok", platform.system())
 
@@ -398,7 +398,7 @@ def test_pythons_of_another_systems_folders_are_its_own(tmp_path: Path, monkeypa
     assert checks.check_python(pretended(tmp_path, platform="linux")).result == "ok"
 
 
-def test_a_device_that_tells_no_limit_has_none(tmp_path: Path):
+def test_check_mlx_of_a_device_without_a_limit_has_no_number(tmp_path: Path):
     assert checks.check_mlx(with_device(tmp_path, most=0)).numbers == {"most": None}
 
 

@@ -40,7 +40,7 @@ def test_the_firewall(text: str, on: bool | None):
         ("", None),
     ],
 )
-def test_a_firewall_that_lets_nothing_in(text: str, all_blocked: bool | None):
+def test_parse_block_all_detects_the_state(text: str, all_blocked: bool | None):
     assert macos.parse_block_all(text) is all_blocked
 
 
@@ -81,7 +81,7 @@ def test_filevault_and_lid():
         (0, (), False),
     ],
 )
-def test_privacy_is_told_from_a_network_that_is_down(gateway: int | None, others: tuple, blocked: bool):
+def test_is_blocked_distinguishes_privacy_from_a_network_failure(gateway: int | None, others: tuple, blocked: bool):
     assert is_blocked(Reachability(gateway, others)) is blocked
 
 
@@ -97,7 +97,7 @@ def test_privacy_is_told_from_a_network_that_is_down(gateway: int | None, others
         ({}, "the program that started this", False),
     ],
 )
-def test_who_is_responsible(environ: dict[str, str], who: str, exempt: bool):
+def test_find_responsible_program_by_environment(environ: dict[str, str], who: str, exempt: bool):
     assert find_responsible_program(environ) == who
     assert macos.is_exempt(environ) is exempt
 
@@ -137,7 +137,7 @@ def test_no_text_breaks_a_reader(text: str):
     macos.parse_neighbours(text, None)
 
 
-def test_neighbours_are_machines_beside_the_gateway():
+def test_parse_neighbours_omits_gateway_broadcast_and_multicast():
     listing = "".join(
         f"? ({address}) at {at} on en0\n"
         for address, at in (

@@ -112,18 +112,20 @@ def test_neighbours_are_dialled_only_where_no_known_coordinator_answers(
         ({"192.168.1.20": 65, "192.168.1.1": -1}, "warn", "gateway: no answer; 192.168.1.20: errno 65"),
     ],
 )
-def test_the_local_network_names_what_answered(tmp_path: Path, reach: dict[str, int], result: str, text: str):
+def test_check_local_network_reports_which_peers_answered(
+    tmp_path: Path, reach: dict[str, int], result: str, text: str
+):
     found = checks.check_local_network(pretended(tmp_path, reach=reach))
     assert (found.result, found.text.endswith(text)) == (result, True), found
     assert (result == "fail") is found.text.startswith("macOS blocks Terminal from the local network (errno 65)")
 
 
-def test_a_network_without_other_machines_says_so(tmp_path: Path):
+def test_check_local_network_without_other_machines_is_not_applicable(tmp_path: Path):
     found = checks.check_local_network(pretended(tmp_path, {"/usr/sbin/arp -an": ""}))
     assert seen(found)[:2] == ("not here", "gateway: answers; no other machine of the local network is known")
 
 
-def test_bonjour_hears_its_own_question_or_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_check_bonjour_receives_its_own_query_or_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "BONJOUR_GROUP", ("224.0.0.251", free_port()))
     heard = checks.check_bonjour(pretended(tmp_path))
     assert heard.result in ("ok", "warn")

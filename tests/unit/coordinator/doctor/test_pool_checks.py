@@ -120,7 +120,7 @@ def test_a_coordinator_that_does_not_run_names_its_state_folder(tmp_path: Path):
         ([], "fail", "no address is stored", False),
     ],
 )
-def test_a_node_reports_who_answers_at_each_address(
+def test_check_coordinator_reports_the_peer_at_each_address(
     tmp_path: Path, dialled: list[dict[str, Any]], result: str, text: str, intercepted: bool
 ):
     joined(tmp_path)
@@ -208,7 +208,7 @@ def test_certificates_that_end_within_14_days_are_a_warning_and_ended_ones_a_fai
     assert ("two thirds of their validity" in found.fix) is (result == "warn")
 
 
-def test_a_node_counts_its_own_certificate_and_the_shortest_that_was_shown(tmp_path: Path):
+def test_check_certificates_of_a_node_uses_own_and_earliest_presented_expiry(tmp_path: Path):
     joined(tmp_path)
     now = time.time()
     shown = [{**PEER, "expires": now + 50 * DAY}, {**PEER, "expires": now + 20 * DAY}, PEER]
@@ -335,7 +335,7 @@ def test_settings_of_the_file_are_counted_and_wrong_ones_named_up_to_three(tmp_p
 
 
 @pytest.mark.parametrize(("differing", "more"), [(1, ""), (2, " (and 1 more)"), (3, " (and 2 more)")])
-def test_settings_that_differ_from_what_runs_are_counted(tmp_path: Path, differing: int, more: str):
+def test_check_settings_counts_differences_from_the_running_process(tmp_path: Path, differing: int, more: str):
     drift = [{"key": f"node.x{number}", "running": "a", "now": "b"} for number in range(differing)]
     found = checks.check_settings(pretended(tmp_path, running={"settings": [], "drift": drift}))
     assert (found.result, found.numbers["drift"]) == ("warn", differing)

@@ -54,7 +54,7 @@ def test_a_connection_that_is_answered_never_ends_for_another_address():
     assert not set(ended) & set(busy)
 
 
-def test_a_good_key_gives_an_address_more_places():
+def test_connection_slots_grow_for_an_address_with_a_valid_key():
     places, ended = ConnectionSlots(max_connections=100, max_unauthenticated=3), list[ConnectionSlot]()
     for _ in range(50):
         one = taken(places, "192.0.2.1", ended)
@@ -144,7 +144,7 @@ def test_new_connections_are_refused_and_counted_where_all_are_answered():
     assert (places.shed, places.refused, ended) == (1, 1, busy[:1])
 
 
-def test_a_handshake_that_is_over_gives_way_to_none():
+def test_completed_handshake_is_never_evicted():
     places, ended = (
         ConnectionSlots(max_connections=10, max_unauthenticated=10, max_handshakes=1),
         list[ConnectionSlot](),
@@ -183,7 +183,7 @@ def test_a_place_is_proven_by_a_good_key_which_is_remembered_for_the_newest_addr
     assert known == ["192.0.2.1", "192.0.2.3"], "the one that was seen longest ago is forgotten"
 
 
-def test_who_leaves_makes_room_for_its_address_and_is_not_remembered():
+def test_closed_connection_frees_its_slot_and_is_not_remembered():
     places, ended = ConnectionSlots(max_connections=100, max_unauthenticated=2), list[ConnectionSlot]()
     first, second = (taken(places, "192.0.2.1", ended) for _ in range(2))
     for one in (first, second):

@@ -97,7 +97,9 @@ def test_the_whole_conversation_with_a_token(cluster: EnrollmentContext) -> None
 
 
 @pytest.mark.parametrize(("protocol", "who"), [(0, "node"), (PROTOCOL + 1, "coordinator")])
-def test_another_protocol_is_told_who_must_update(cluster: EnrollmentContext, protocol: int, who: str) -> None:
+def test_enrollment_with_another_protocol_names_the_side_to_update(
+    cluster: EnrollmentContext, protocol: int, who: str
+) -> None:
     conversation = talk(cluster)
     (answer,) = conversation.process_frame(EnrollStart(protocol), 0.0)
     assert isinstance(answer, Denied)
@@ -109,7 +111,9 @@ def test_another_protocol_is_told_who_must_update(cluster: EnrollmentContext, pr
     ("name", "machine", "reason"),
     [("", "m1", "bad_name"), ("<b>", "m1", "bad_name"), ("a\n", "m1", "bad_name"), ("a", "m/1", "bad_machine")],
 )
-def test_bad_words_use_no_token_up(cluster: EnrollmentContext, name: str, machine: str, reason: str) -> None:
+def test_enrollment_with_invalid_fields_does_not_use_the_token(
+    cluster: EnrollmentContext, name: str, machine: str, reason: str
+) -> None:
     conversation = talk(cluster)
     conversation.process_frame(START, 0.0)
     assert denied(conversation.process_frame(with_token(cluster, new_request("a").csr, name, machine), 0.0)) == reason
@@ -170,7 +174,7 @@ def test_a_code_is_rejected_or_forgotten(cluster: EnrollmentContext) -> None:
     assert denied(slow.poll(610.0)) == "approval_expired"
 
 
-def test_who_goes_away_waits_no_more(cluster: EnrollmentContext) -> None:
+def test_closed_connection_withdraws_its_join_request(cluster: EnrollmentContext) -> None:
     conversation, _ = pending(cluster)
     conversation.withdraw()
     assert not cluster.approvals.list_waiting(0.0)
@@ -189,7 +193,7 @@ def test_nonce_and_request_are_those_that_were_committed_to(cluster: EnrollmentC
     assert denied(bare.process_frame(Enroll(csr, "air", "m1", HARDWARE, opening=NONCE), 0.0)) == "token_needed"
 
 
-def test_an_address_that_asks_too_often_waits(cluster: EnrollmentContext) -> None:
+def test_enrollment_limits_the_rate_of_an_address(cluster: EnrollmentContext) -> None:
     door = EnrollmentServer(cluster, RateLimit(30, 2))
     assert isinstance(door.start_enrollment("10.0.0.7", 0.0, ignore), EnrollmentConnection)
     assert isinstance(door.start_enrollment("10.0.0.7", 0.0, ignore), EnrollmentConnection)
@@ -199,7 +203,7 @@ def test_an_address_that_asks_too_often_waits(cluster: EnrollmentContext) -> Non
     assert isinstance(door.start_enrollment("10.0.0.8", 0.0, ignore), EnrollmentConnection)
 
 
-def test_what_a_stranger_says_of_itself_is_made_printable(cluster: EnrollmentContext) -> None:
+def test_enrollment_makes_fields_of_a_joining_machine_printable(cluster: EnrollmentContext) -> None:
     conversation, csr = talk(cluster), new_request("a").csr
     conversation.process_frame(START, 0.0)
     good = with_token(cluster, csr)
@@ -234,7 +238,7 @@ def test_names_are_made_unique() -> None:
     assert make_unique_name("x" * 63, ["x" * 63]) == "x" * 61 + "-2"
 
 
-def test_a_machine_that_joins_again_keeps_what_people_decided_about_it(cluster: EnrollmentContext) -> None:
+def test_enrollment_of_a_known_machine_keeps_its_administration(cluster: EnrollmentContext) -> None:
     """It keeps node, cordon, labels and permission for videos. Its former certificate is denied, and the audit log says
     how."""
     first = talk(cluster)
@@ -301,7 +305,7 @@ def test_a_member_that_is_linked_is_replaced_by_no_token_and_no_code(cluster: En
     assert not cluster.approvals.list_waiting(0.0)
 
 
-def test_a_machine_proves_itself_by_the_key_of_its_certificate_unless_that_is_denied(
+def test_enrollment_accepts_the_certificate_of_a_former_member_unless_denied(
     cluster: EnrollmentContext, tmp_path: Path
 ) -> None:
     first, request = talk(cluster), new_request("studio")
@@ -405,7 +409,7 @@ def test_an_address_waits_also_for_less_than_a_second(cluster: EnrollmentContext
     assert answer.retry_after == 0.25
 
 
-def test_a_code_replaces_the_member_that_the_person_was_shown_and_no_other(cluster: EnrollmentContext) -> None:
+def test_approval_replaces_only_the_member_that_was_displayed(cluster: EnrollmentContext) -> None:
     row = joined(cluster)
     conversation, code = pending(cluster)
     assert [one.replaces for one in cluster.approvals.list_waiting(0.0)] == ["studio"]
@@ -416,7 +420,7 @@ def test_a_code_replaces_the_member_that_the_person_was_shown_and_no_other(clust
     assert "by an approved code" in cluster.store.audit[-2].subject
 
 
-def test_a_code_for_a_new_machine_replaces_no_member_that_came_meanwhile(cluster: EnrollmentContext) -> None:
+def test_approval_of_a_new_machine_replaces_no_later_member(cluster: EnrollmentContext) -> None:
     conversation, code = pending(cluster)
     assert [one.replaces for one in cluster.approvals.list_waiting(0.0)] == [""]
     row = joined(cluster)
@@ -452,13 +456,13 @@ def test_a_refused_replacement_is_audited_once_in_a_row(cluster: EnrollmentConte
     assert audited() == [*first, refused, ("joined", f"air {other.node}"), refused]
 
 
-def test_a_full_line_is_told_when_to_ask_again(cluster: EnrollmentContext) -> None:
+def test_full_approval_queue_returns_a_retry_time(cluster: EnrollmentContext) -> None:
     for number in range(MAX_WAITING_PER_ADDRESS):
         asking(cluster, f"m{number}")
     assert refusal(asking(cluster, "more")[1]) == ("approvals_full", False, APPROVAL_TIMEOUT_SECONDS)
 
 
-def test_who_gave_way_to_another_address_is_told_so(cluster: EnrollmentContext) -> None:
+def test_evicted_join_request_is_denied_with_the_reason(cluster: EnrollmentContext) -> None:
     first, second = (asking(cluster, f"m{number}")[0] for number in range(2))
     for number in range(MAX_WAITING - 1):
         where = f"10.0.1.{number}"

@@ -34,7 +34,7 @@ def asked(
     return ticket
 
 
-def test_a_code_is_decided_once_and_wakes_who_waits() -> None:
+def test_decision_on_a_code_is_final_and_wakes_the_request() -> None:
     line, woken = ApprovalQueue(), [0]
     first, second = asked(line, "111111", wake=lambda: woken.append(1)), asked(line, "222222")
     assert line.approve(" 111111 ", 1.0) == DecidedApproval(first.waiting, ApprovalDecision.APPROVED)
@@ -59,7 +59,7 @@ def test_three_wrong_codes_lock_for_a_minute() -> None:
     assert isinstance(line.approve("111111", LOCK_SECONDS), DecidedApproval)
 
 
-def test_the_line_is_bounded_and_expires() -> None:
+def test_approval_queue_is_bounded_and_expires() -> None:
     line = ApprovalQueue()
     for number in range(MAX_WAITING):
         asked(line, str(number), address=f"10.0.1.{number}")
@@ -84,7 +84,7 @@ def test_two_that_wait_never_share_a_code() -> None:
     assert line.list_waiting(0.0) == [first.waiting]
 
 
-def test_one_address_has_a_small_part_of_the_line_and_of_new_codes() -> None:
+def test_approval_queue_limits_requests_and_codes_of_one_address() -> None:
     line = ApprovalQueue()
     tickets = [asked(line, f"a{number}") for number in range(MAX_WAITING_PER_ADDRESS)]
     assert line.enqueue(waiting("one more"), 0.0) == APPROVAL_TIMEOUT_SECONDS
@@ -99,7 +99,7 @@ def test_one_address_has_a_small_part_of_the_line_and_of_new_codes() -> None:
     asked(line, "another", 1.0, "10.0.0.9")
 
 
-def test_in_a_full_line_the_oldest_of_the_fullest_address_gives_way_to_a_newcomer() -> None:
+def test_full_approval_queue_evicts_the_oldest_of_the_largest_address() -> None:
     line, woken = ApprovalQueue(), list[str]()
     crowd = [
         asked(line, f"c{number}", address="10.0.0.1", wake=lambda number=number: woken.append(f"c{number}"))
@@ -115,7 +115,7 @@ def test_in_a_full_line_the_oldest_of_the_fullest_address_gives_way_to_a_newcome
     assert isinstance(line.approve("c0", 1.0), WrongCode)
 
 
-def test_a_refusal_says_when_the_oldest_of_the_new_codes_is_over() -> None:
+def test_refusal_of_a_code_returns_when_the_oldest_code_expires() -> None:
     line = ApprovalQueue()
     line.withdraw(asked(line, "other", 3.0, "10.0.0.8"))
     for number in range(MAX_NEW_CODES_PER_ADDRESS):
@@ -125,14 +125,14 @@ def test_a_refusal_says_when_the_oldest_of_the_new_codes_is_over() -> None:
     asked(line, "ninth", APPROVAL_TIMEOUT_SECONDS + 5.0)
 
 
-def test_a_refusal_for_all_addresses_says_when_the_oldest_code_of_all_is_over() -> None:
+def test_refusal_for_all_addresses_returns_when_the_oldest_code_expires() -> None:
     line = ApprovalQueue()
     for number in range(MAX_NEW_CODES):
         line.withdraw(asked(line, str(number), float(number), f"10.0.{number // 200}.{number % 200}"))
     assert line.enqueue(waiting("wanted", 300.0, "10.0.0.9"), 300.0) == APPROVAL_TIMEOUT_SECONDS - 300.0
 
 
-def test_a_refusal_for_a_full_line_says_when_the_first_of_it_is_over() -> None:
+def test_refusal_of_a_full_queue_returns_when_its_first_request_expires() -> None:
     line = ApprovalQueue()
     for number in range(MAX_WAITING_PER_ADDRESS):
         asked(line, f"a{number}", 10.0 * number)
@@ -140,7 +140,7 @@ def test_a_refusal_for_a_full_line_says_when_the_first_of_it_is_over() -> None:
     assert line.enqueue(waiting("more", APPROVAL_TIMEOUT_SECONDS - 0.5), APPROVAL_TIMEOUT_SECONDS - 0.5) == 1.0
 
 
-def test_who_has_nearly_as_many_as_the_fullest_finds_no_room_in_a_full_line() -> None:
+def test_full_queue_refuses_an_address_with_nearly_as_many_requests() -> None:
     line = ApprovalQueue()
     asked(line, "mine", address="10.0.0.1")
     for number in range(MAX_WAITING - 2):
@@ -155,7 +155,7 @@ def test_who_has_nearly_as_many_as_the_fullest_finds_no_room_in_a_full_line() ->
     assert (left[0], third.displaced, len(left)) == ("mine", False, MAX_WAITING)
 
 
-def test_a_list_shows_no_request_whose_time_is_over() -> None:
+def test_list_omits_expired_requests() -> None:
     line = ApprovalQueue()
     asked(line, "111111")
     assert line.list_waiting(APPROVAL_TIMEOUT_SECONDS) == []

@@ -55,7 +55,7 @@ def test_each_no_has_its_reason(tokens: JoinTokens, wall: Wall) -> None:
     assert redeem(tokens, wrong) is Redemption.ACCEPTED
 
 
-def test_who_cannot_prove_the_secret_learns_nothing_of_the_token(tokens: JoinTokens, wall: Wall) -> None:
+def test_wrong_secret_reveals_nothing_about_the_token(tokens: JoinTokens, wall: Wall) -> None:
     token = tokens.create(ttl=10)
     wall.now += 100
     assert redeem(tokens, token, b"another request") is Redemption.WRONG
@@ -109,7 +109,7 @@ def test_a_token_keeps_its_uses_its_end_and_its_revocation_over_a_restart(tmp_pa
     store.close()
 
 
-def test_a_token_is_good_for_an_hour_unless_told_otherwise(tokens: JoinTokens, wall: Wall) -> None:
+def test_join_token_expires_after_one_hour_by_default(tokens: JoinTokens, wall: Wall) -> None:
     usual, short = tokens.create(), tokens.create(ttl=60)
     listed = {row.id: row for row in tokens.list()}
     assert (listed[usual.id].created, listed[usual.id].expires) == (1000.0, 4600.0)
@@ -146,10 +146,10 @@ def test_an_expired_token_is_listed_for_a_week_and_the_newest_comes_first(tokens
 
 
 @pytest.mark.parametrize("answer", [one for one in Redemption if one is not Redemption.ACCEPTED])
-def test_every_refusal_of_a_token_says_what_to_do(answer: Redemption) -> None:
+def test_token_refusals_name_the_next_step(answer: Redemption) -> None:
     step = "copy the whole token again" if answer is Redemption.WRONG else "`cluster token create`"
     assert step in MESSAGES[answer]
 
 
-def test_the_join_line_keeps_the_token_out_of_the_process_list() -> None:
+def test_join_command_keeps_the_token_out_of_the_process_list() -> None:
     assert build_join_command("host:8081", "mpj_x") == "echo mpj_x | cluster join host:8081 --token-file -"

@@ -30,7 +30,7 @@ def test_a_node_has_a_bounded_number_of_models_in_their_order():
     assert labels.admit_models(B, models[-1:]) == (models[-1],)
 
 
-def test_only_who_is_no_member_any_more_is_forgotten():
+def test_retain_members_deletes_labels_of_former_members_only():
     labels = AdmittedLabels()
     for node in (A, B):
         for number in range(MAX_HOST_LABELS):

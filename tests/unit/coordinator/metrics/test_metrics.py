@@ -52,7 +52,7 @@ PICTURES = [pytest.param(pool_picture(), id="pool"), pytest.param(node_picture(v
 
 
 @pytest.mark.parametrize("picture", PICTURES)
-def test_both_forms_say_the_same(picture: Any):
+def test_prometheus_and_openmetrics_formats_have_equal_values(picture: Any):
     text, kind = render_metrics(collect_families(NODE if isinstance(picture, NodeSnapshot) else POOL, picture), "")
     assert kind.startswith("text/plain")
     newer, kind = render_metrics(
@@ -75,7 +75,7 @@ def test_every_family_has_series_where_everything_has_happened(picture: Any):
     assert {one.family.full_name for one in collect_families(families, picture) if not one.rows} <= rare
 
 
-def test_names_are_whole_words_with_their_units_and_no_name_is_used_twice():
+def test_metric_names_have_units_and_are_unique():
     names = [family.full_name for family in (*POOL, *NODE)]
     assert len(names) == len(set(names))
     for family in (*POOL, *NODE):
@@ -111,7 +111,7 @@ def replaced(measures: NodeMeasures, **gate: Any) -> NodeMeasures:
 ANY = st.one_of(st.integers(-HUGE, HUGE), st.floats(), st.text(max_size=20), st.none(), st.booleans())
 
 
-def test_what_a_lying_node_says_is_finite_not_negative_and_escaped():
+def test_metrics_of_a_malicious_node_are_finite_and_escaped():
     told = NodeMeasures(
         GateMeasures((("x\n", -5), ("prefill", 2**64)), (), HistogramSnapshot((1, -2), math.nan)), math.inf, -1
     )
@@ -131,14 +131,14 @@ def test_a_hostile_name_is_escaped_and_makes_one_series():
 
 
 @given(st.recursive(ANY, lambda inner: st.lists(inner, max_size=5), max_leaves=30))
-def test_any_answer_of_a_node_gives_a_scrape(answer: Any):
+def test_scrape_succeeds_with_any_decoded_answer_of_a_node(answer: Any):
     measures = decode_measures(msgspec.msgpack.encode(answer))
     found = samples(scrape(node_picture(view(), measures)))
     assert all(math.isfinite(value) for value in found.values())
 
 
 @given(st.binary(max_size=200))
-def test_any_bytes_of_a_node_give_a_scrape(answer: bytes):
+def test_scrape_succeeds_with_any_bytes_of_a_node(answer: bytes):
     assert samples(scrape(node_picture(view(), decode_measures(answer))))
 
 
@@ -196,7 +196,7 @@ COUNTS = tuple(range(11))
         ),
     ],
 )
-def test_what_a_node_measured_is_kept_as_far_as_it_is_possible(told: NodeMeasures, honest: NodeMeasures):
+def test_sanitize_measures_keeps_plausible_values(told: NodeMeasures, honest: NodeMeasures):
     assert sanitize_measures(told) == honest
 
 
@@ -206,7 +206,7 @@ def test_gate_checks_at_sites_that_are_unknown_are_added_up():
     assert [found["macpool_gate_checks_total", (("site", site),)] for site in ("join", "other", "grow")] == [5, 5, 0]
 
 
-def test_models_in_memory_stand_before_others_and_then_by_name():
+def test_sort_by_priority_puts_loaded_models_first_then_by_name():
     models = (
         a_model("z", loaded=True),
         a_model("b", loaded=False),
@@ -234,7 +234,7 @@ def test_full_names_are_those_of_a_scrape():
     }
 
 
-def test_a_name_with_two_models_is_counted_and_no_other():
+def test_model_conflict_metric_counts_names_with_two_models():
     nodes = tuple(
         replace(view(name), models={"same": a_model("same"), "torn": a_model("torn", fingerprint=name)})
         for name in ("a", "b")
@@ -255,7 +255,7 @@ def test_a_pool_of_ten_with_ten_models_has_about_two_thousand_series():
     assert node <= 150
 
 
-def test_a_node_that_changes_its_words_at_every_report_makes_no_more_series():
+def test_changing_words_of_a_node_add_no_series():
     labels, seen = AdmittedLabels(), set[tuple[str, tuple[tuple[str, str], ...]]]()
     for number in range(200):
         models = tuple(a_model(f"m{number}-{one}") for one in range(40))

@@ -193,7 +193,7 @@ async def test_a_lost_node_is_counted_with_its_requests_and_its_link(port: Port)
     assert f'cluster_node_headroom_bytes{{node="{first}"}}' not in found
 
 
-async def test_links_strangers_and_refused_nodes_are_counted(port: Port):
+async def test_link_metrics_count_links_unlinked_and_denied_connections(port: Port):
     member = port.member("a")
     await port.link(member)
     (stranger, denied) = (await port.dial(), await port.dial(member))
@@ -245,7 +245,7 @@ async def test_the_process_shows_its_own_numbers(port: Port):
     assert time.time() - 60 < found["process_start_time_seconds"] < time.time()
 
 
-async def test_a_node_is_asked_for_its_measures_and_lost_ones_have_no_page(port: Port):
+async def test_render_node_fetches_metrics_and_fails_for_lost_nodes(port: Port):
     member = port.member("a")
     line = await port.link(member)
     await port.until(lambda: port.state(member) == "ready")
@@ -289,9 +289,7 @@ def metrics_of(port: Port, **more: Any) -> MetricsService:
     )
 
 
-async def test_only_linked_nodes_that_reported_have_pictures_and_the_others_say_why(
-    port: Port, monkeypatch: pytest.MonkeyPatch
-):
+async def test_node_snapshots_need_a_link_and_a_report(port: Port, monkeypatch: pytest.MonkeyPatch):
     metrics, nodes = metrics_of(port), port.application.nodes
     await linked(port, "silent")
     silent, joining, lost, left = (NodeId("node-1"), *(port.member(name) for name in ("joining", "lost", "left")))
@@ -346,7 +344,7 @@ async def test_every_condition_has_a_series(port: Port):
     assert found == {f'condition_active{{condition="{rule.name}"}}': 0 for rule in WATCHED}
 
 
-async def test_half_of_the_nodes_falling_silent_at_once_is_shown(port: Port):
+async def test_metrics_show_a_suspected_failure_of_the_coordinator(port: Port):
     lines = [await linked(port, name) for name in ("a", "b", "c", "d")]
     assert (await scrape(port))["coordinator_self_suspect"] == 0
     for line in lines[:2]:
@@ -406,7 +404,7 @@ async def test_a_picture_has_the_numbers_of_this_process_in_bytes_and_counts(
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_a_picture_forgets_the_tokens_of_keys_that_are_gone(port: Port):
+async def test_snapshot_omits_tokens_of_deleted_keys(port: Port):
     counters = port.application.dispatcher.counters
     counters.get_model("tiny")
     counters.add_key_tokens("gone", "tiny", 5)

@@ -194,7 +194,7 @@ def test_histograms_of_a_node_are_cumulative_with_the_bounds_of_the_protocol():
     assert transient[-2:] == [(f"{float(16384 * 2**20)!r}", 65), ("+Inf", 77)]
 
 
-def test_a_node_that_was_not_asked_has_its_reports_totals_and_no_histograms():
+def test_node_metrics_without_a_fetch_have_totals_of_the_report_only():
     found = numbers(node_scrape(node_picture(view(report=DISTINCT), None)))
     assert found['gate_checks_total{site="all"}'] == 2005
     assert found['gate_refusals_total{reason="all"}'] == 2006

@@ -40,7 +40,7 @@ def orders(tmp_path: Path) -> Orders:
     return Orders(tmp_path)
 
 
-def test_an_order_is_sent_and_its_progress_shown(orders: Orders):
+def test_start_sends_an_order_and_rows_have_its_progress(orders: Orders):
     one = orders.start()
     assert orders.sent == [(A, QuantizeModel(7, "big", 4, "big-4bit"))]
     orders.all.handle_frame(A, ModelOrderProgress(7, "quantizing", done=25, total=100, speed=5.0))
@@ -57,7 +57,7 @@ def test_an_order_is_sent_and_its_progress_shown(orders: Orders):
         ("code of a newer node", "failed"),
     ],
 )
-def test_an_end_is_shown_with_its_code(orders: Orders, code: str, state: str):
+def test_ended_quantization_has_its_code(orders: Orders, code: str, state: str):
     one = orders.start()
     orders.all.handle_frame(A, ModelOrderEnded(7, code, "why", stored=3, peak=9))
     row = orders.row(one)

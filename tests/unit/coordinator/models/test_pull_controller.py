@@ -140,7 +140,7 @@ async def test_open_pulls_are_bounded(pool: Pool) -> None:
         pool.controller.start_pull(replace_commit("z"), (A,), "key")
 
 
-async def test_cancel_tells_the_nodes(pool: Pool) -> None:
+async def test_cancel_sends_the_nodes_a_cancel_order(pool: Pool) -> None:
     record = pool.controller.start_pull(MANIFEST, (A, B), "key")
     ((_, order),) = pool.take()
     assert isinstance(order, PullModel)
@@ -174,7 +174,7 @@ async def test_a_removed_node_ends_its_pull(pool: Pool) -> None:
     assert build_pull_row(pool.controller.pulls[record.id], str)["state"] == "failed"
 
 
-async def test_the_token_of_the_hub_goes_to_the_downloading_node_only(tmp_path: Path) -> None:
+async def test_hub_token_is_sent_to_the_downloading_node_only(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("hf_secret\n")
     token.chmod(0o600)

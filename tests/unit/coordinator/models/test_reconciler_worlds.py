@@ -270,7 +270,7 @@ def test_plans_of_random_worlds_are_legal(part: int):
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-def test_a_world_without_changes_reaches_an_end_with_no_action_too_many(part: int):
+def test_reconciler_converges_without_surplus_actions(part: int):
     for world in range(WORLDS // PARTS // 5):
         draw = random.Random(f"{SEED} still {part} {world}")
         pool = make_world(draw)

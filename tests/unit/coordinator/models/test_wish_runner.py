@@ -66,7 +66,7 @@ def entries(port: Port, event: str) -> list[Any]:
     return [entry for entry in port.logs if entry["event"] == event]
 
 
-async def test_a_wish_is_loaded_met_and_shown(port: Port):
+async def test_wish_is_loaded_met_and_listed(port: Port):
     studio = await node(port, "studio", big())
     await want(port)
     load = await studio.until(LoadModel)
@@ -86,7 +86,7 @@ async def test_a_wish_is_loaded_met_and_shown(port: Port):
     assert port.application.wishes.take_snapshot().replicas == {BIG: (1, 1)}
 
 
-async def test_a_node_that_refuses_is_not_asked_again_and_the_next_one_is(port: Port):
+async def test_wish_moves_to_the_next_node_after_a_refusal(port: Port):
     first, second = await node(port, "first", big(load_seconds=1.0)), await node(port, "second", big(load_seconds=9.0))
     await want(port)
     load = await first.until(LoadModel)

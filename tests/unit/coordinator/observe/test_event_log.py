@@ -27,7 +27,7 @@ async def all_of(reading: AsyncGenerator[bytes]) -> list[bytes]:
     return [piece async for piece in reading]
 
 
-async def test_the_newest_are_told_in_order():
+async def test_event_log_returns_the_newest_events_in_order():
     hub = EventLog()
     tell(hub, *range(MAX_EVENTS + 50))
     await settled()
@@ -40,7 +40,7 @@ async def test_the_newest_are_told_in_order():
     assert await all_of(hub.stream_events(None, 0, follow=False)) == []
 
 
-async def test_what_was_missed_is_told_by_its_number():
+async def test_event_log_returns_events_after_a_number():
     hub = EventLog()
     tell(hub, 1, 2, 3)
     await settled()
@@ -49,7 +49,7 @@ async def test_what_was_missed_is_told_by_its_number():
     assert pieces[0].startswith(b"id: 2\n")
 
 
-async def test_what_comes_is_told_to_all_and_who_leaves_is_forgotten():
+async def test_event_log_notifies_all_followers_until_they_leave():
     hub = EventLog()
     first, second = (hub.stream_events(None, 0, follow=True) for _ in range(2))
     waiting = [asyncio.create_task(anext(one)) for one in (first, second)]
@@ -61,7 +61,7 @@ async def test_what_comes_is_told_to_all_and_who_leaves_is_forgotten():
     assert hub.readers == 0
 
 
-async def test_who_reads_too_slowly_is_told_how_much_was_lost():
+async def test_event_log_reports_lost_events_to_a_slow_follower():
     hub = EventLog()
     reading = hub.stream_events(None, 1, follow=True)
     tell(hub, 0)
@@ -81,7 +81,7 @@ async def test_silence_is_broken_by_a_comment(monkeypatch: pytest.MonkeyPatch):
     await reading.aclose()
 
 
-async def test_other_loggers_are_not_told_and_odd_values_do_no_harm():
+async def test_event_log_ignores_other_loggers_and_accepts_odd_values():
     hub = EventLog()
     hub.add_event({"logger": "uvicorn.error", "event": "x"})
     hub.add_event({"logger": "coordinator.x", "event": "x", "value": object(), "number": 1})
@@ -89,7 +89,7 @@ async def test_other_loggers_are_not_told_and_odd_values_do_no_harm():
     assert told(await all_of(hub.stream_events(None, 50, follow=False))) == [1]
 
 
-async def test_a_line_cannot_be_broken_by_what_it_says():
+async def test_event_values_cannot_break_a_log_line():
     hub = EventLog()
     hub.add_event({"logger": "coordinator.x", "event": "a\n\ndata: evil\n\n", "number": 1})
     await settled()

@@ -62,7 +62,7 @@ def test_the_time_in_which_nothing_was_read_is_a_gap():
     assert rows(history)["pool"]["in_flight"][-2:] == [0, 0]
 
 
-def test_a_total_that_began_again_gives_no_negative_rate():
+def test_add_reading_of_a_reset_counter_gives_no_negative_rate():
     history = LoadHistory()
     history.add_reading(LoadReading(0.0, {A: load(1000)}, requests=1000))
     history.add_reading(LoadReading(10.0, {A: load(20)}, requests=10))
@@ -85,7 +85,7 @@ def test_its_size_is_fixed_and_macs_that_left_are_forgotten():
     assert list(rows(history)["nodes"]) == [A]
 
 
-def test_only_the_newest_points_are_returned_where_fewer_are_asked_for():
+def test_to_row_returns_the_newest_points_up_to_count():
     history = LoadHistory()
     for number in range(5):
         history.add_reading(LoadReading(number * INTERVAL_SECONDS, {A: load(in_flight=number)}))
@@ -95,7 +95,7 @@ def test_only_the_newest_points_are_returned_where_fewer_are_asked_for():
 
 
 @pytest.mark.parametrize("state", NodeState)
-def test_only_a_mac_whose_report_is_of_now_has_memory(state: NodeState):
+def test_load_reading_has_memory_for_current_reports_only(state: NodeState):
     counts = NodeCounts()
     counts.generated_tokens = 7
     assert build_node_load(NodeView(A, "a", state), None, 3).in_flight == 3

@@ -32,12 +32,12 @@ async def test_no_line_is_cut_at_its_beginning(tmp_path: Path):
         assert asked == found
 
 
-async def test_a_file_that_is_not_there_is_said(tmp_path: Path):
+async def test_log_reader_reports_a_missing_file(tmp_path: Path):
     with pytest.raises(OSError, match="none"):
         await anext(log_reader.read_log(tmp_path / "none", 10))
 
 
-async def test_what_is_added_is_read_and_a_new_file_from_its_beginning(tmp_path: Path):
+async def test_log_reader_follows_appends_and_restarts_with_a_new_file(tmp_path: Path):
     file = tmp_path / "x.log"
     file.write_bytes(b"old line\n")
     reading = log_reader.read_log(file, 100, interval_seconds=0.01)

@@ -90,11 +90,11 @@ def test_an_engine_in_trouble_is_a_warning_with_its_cause(state: str):
 
 
 @pytest.mark.parametrize("state", [NodeState.SUSPECT, NodeState.LOST, NodeState.PAUSED, NodeState.DRAINING])
-def test_an_unarmed_gate_is_told_of_ready_nodes_alone(state: NodeState):
+def test_list_warnings_reports_an_unarmed_gate_of_ready_nodes_only(state: NodeState):
     assert list_warnings(a_view(state, armed=False)) == []
 
 
-def test_dangers_are_the_nodes_words_first_and_every_fact_once():
+def test_list_dangers_puts_own_warnings_first_without_duplicates():
     off = dataclasses.replace(
         a_view(), memory=a_memory(guard=False, margin=0, cap=24 * GIB), enforcement=Enforcement(MemoryLevel.OVER_HARD)
     )
@@ -275,7 +275,7 @@ def test_a_node_that_never_reported_shows_no_numbers_of_its_memory():
     assert empty == (None, None, None, None, "")
 
 
-def test_what_was_measured_of_a_model_is_shown_field_by_field():
+def test_get_measured_memory_returns_every_field():
     model = a_model(profiled=True, max_context=1, max_batch=2, kv_per_token=3, observed=4, residual=5, covered=6)
     assert get_measured_memory(model) == {
         "max_context": 1,

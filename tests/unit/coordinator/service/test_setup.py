@@ -54,7 +54,7 @@ def test_installed_twice_is_installed_once(tmp_path: Path, platform: str):
 
 @BOTH
 @pytest.mark.parametrize("missing", ["unit", "loaded", "changed", "cut off"])
-def test_what_is_half_there_is_repaired(tmp_path: Path, platform: str, missing: str):
+def test_install_repairs_an_incomplete_installation(tmp_path: Path, platform: str, missing: str):
     host, wanted = manager(tmp_path, platform), plan(tmp_path)
     install(host, wanted)
     if missing == "unit":
@@ -96,7 +96,7 @@ def cut_off(*_: object) -> None:
 
 
 @BOTH
-def test_a_state_folder_whose_name_goes_on_is_another(tmp_path: Path, platform: str):
+def test_install_distinguishes_state_folders_with_a_common_prefix(tmp_path: Path, platform: str):
     host, wanted = manager(tmp_path, platform), plan(tmp_path)
     host.unit.parent.mkdir(parents=True)
     host.unit.write_text(host.render_unit(plan(tmp_path, state=f"{wanted.state}-of-the-lab")))
@@ -117,7 +117,7 @@ def test_a_folder_of_logs_that_the_service_could_not_write_is_refused(tmp_path: 
 
 
 @BOTH
-def test_what_does_not_come_up_is_taken_back(tmp_path: Path, platform: str):
+def test_install_is_rolled_back_if_the_service_does_not_start(tmp_path: Path, platform: str):
     host, wanted = manager(tmp_path, platform), plan(tmp_path)
     (tmp_path / "bin" / "broken").touch()
     if host.mac:
@@ -133,7 +133,7 @@ def test_what_does_not_come_up_is_taken_back(tmp_path: Path, platform: str):
 
 
 @BOTH
-def test_what_ran_before_runs_again_after_a_change_that_fails(tmp_path: Path, platform: str):
+def test_failed_change_restarts_the_former_service(tmp_path: Path, platform: str):
     host, wanted = manager(tmp_path, platform), plan(tmp_path)
     install(host, wanted)
     (tmp_path / "bin" / "broken").touch()
@@ -273,7 +273,7 @@ def test_the_life_of_a_service(tmp_path: Path, platform: str):
         (["--coordinator", "--wired-limit-mb", "100"], 2, "is for macOS"),
     ],
 )
-def test_what_cannot_be_installed(tmp_path: Path, arguments: list[str], code: int, says: str):
+def test_check_plan_refuses_invalid_plans(tmp_path: Path, arguments: list[str], code: int, says: str):
     host, state = manager(tmp_path, "linux"), plan(tmp_path).state
     done = invoke(host, "install", "--state", state, *arguments)
     assert (done.exit_code, says in done.output) == (code, True), done.output

@@ -56,7 +56,7 @@ def test_our_own_jobs_have_no_fault():
         ({"ProcessType": "Fast"}, "there is no ProcessType Fast"),
     ],
 )
-def test_what_launchd_would_refuse_in_silence_is_found(change: dict, fault: str):
+def test_find_faults_detects_what_launchd_ignores_silently(change: dict, fault: str):
     assert launchd.find_faults(plistlib.dumps({**launchd.build_job(PLAN), **change})) == [fault]
 
 
@@ -124,13 +124,13 @@ def test_the_unit_of_systemd_has_what_a_server_needs():
     assert "NO_PROXY=*" in unit["Service"]["Environment"]
 
 
-def test_systemd_reads_the_words_that_we_meant():
+def test_quote_word_escapes_by_systemd_rules():
     assert systemd.quote_word('a b$c%d"e\\f') == '"a b$$c%%d\\"e\\\\f"'
     assert systemd.quote_word("A=$x", expanded=False) == "A=$x"
 
 
 @given(WORDS)
-def test_a_word_stays_one_word(word: str):
+def test_quote_word_keeps_one_argument(word: str):
     plain = systemd.quote_word(word)
     if plain.startswith('"'):
         body = plain[1:-1]
@@ -154,7 +154,7 @@ def test_a_word_stays_one_word(word: str):
         (0, "x = {\n\tlast terminating signal = Killed: 9\n\tlast exit code = 1\n}", (True, False, None, "Killed: 9")),
     ],
 )
-def test_what_launchctl_prints(code: int, listing: str, found: tuple):
+def test_parse_state_of_launchctl_output(code: int, listing: str, found: tuple):
     one = launchd.parse_state(code, listing)
     assert (one.loaded, one.running, one.pid, one.last_exit) == found
 
@@ -171,7 +171,7 @@ def test_what_launchctl_prints(code: int, listing: str, found: tuple):
         ("", (False, False, None, "")),
     ],
 )
-def test_what_systemctl_prints(listing: str, found: tuple):
+def test_parse_state_of_systemctl_output(listing: str, found: tuple):
     one = systemd.parse_state(listing)
     assert (one.loaded, one.running, one.pid, one.last_exit) == found
 

@@ -53,7 +53,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch, *arguments: str, **environ: str) -> 
     return CliRunner().invoke(cluster, ["config", *arguments])
 
 
-def test_lines_are_those_of_the_file():
+def test_find_line_numbers_counts_lines_of_the_file():
     lines = find_line_numbers(FILE)
     assert [
         find_line_number(key, lines) for key in ("cluster.nme", "memory.cap", "memory.margin", "node.log_level")
@@ -77,11 +77,11 @@ def test_every_key_of_a_table_has_its_line(table: dict[str, int]):
 
 
 @given(st.text(max_size=200))
-def test_no_text_breaks_the_reading_of_lines(text: str):
+def test_find_line_numbers_accepts_any_text(text: str):
     assert all(number >= 1 for number in find_line_numbers(text).values())
 
 
-def test_a_parsers_complaint_gives_its_line():
+def test_build_syntax_fault_has_the_line_of_the_parser():
     with pytest.raises(tomllib.TOMLDecodeError) as caught:
         tomllib.loads("[a]\nb = \n")
     wrong = build_syntax_fault("f.toml", str(caught.value))
@@ -175,13 +175,13 @@ def test_show_of_a_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert invoke(monkeypatch, "show", "--changed", "--state", str(tmp_path)).output.count("\n") == 1
 
 
-def test_show_of_what_runs_needs_something_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_config_show_running_needs_a_running_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     done = invoke(monkeypatch, "show", "--running", "--state", str(tmp_path))
     assert (done.exit_code, "neither a coordinator nor a node runs" in done.output) == (3, True)
     assert invoke(monkeypatch, "show", "--running", "--set", "a=b", "--state", str(tmp_path)).exit_code == 2
 
 
-def test_what_runs_is_compared_with_its_file_and_what_it_was_given_is_not():
+def test_running_settings_are_compared_with_the_file_except_overrides():
     flat = {"router.policy": "most_headroom", "http.drain_seconds": "9", "video.enabled": False}
     rows = build_setting_rows(
         resolve_layers(CoordinatorSettings, [("file", flat), ("--set", {"cluster.name": "lab"})], NODE_SECTIONS)
@@ -205,7 +205,7 @@ def test_what_runs_is_compared_with_its_file_and_what_it_was_given_is_not():
     )
 
 
-def test_an_address_is_shown_without_what_could_be_secret():
+def test_config_show_hides_secrets_in_urls():
     assert redact_value("alerts.webhook_url", "opensesame") == "(set, not shown)"
     assert [redact_value("alerts.webhook_url", text) for text in ("mailto:ann", "//h.example/x")] == [
         "(set, not shown)"

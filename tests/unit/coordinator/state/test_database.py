@@ -85,7 +85,7 @@ async def test_everything_survives_a_restart(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_flushed_survives_a_kill(tmp_path: Path) -> None:
+def test_flushed_writes_survive_a_kill(tmp_path: Path) -> None:
     code = (
         "import asyncio, sys; from pathlib import Path; from coordinator.state.database import Database\n"
         "from coordinator.state.rows import TokenRow\n"
@@ -217,7 +217,7 @@ def test_every_field_of_a_row_survives_a_restart(tmp_path: Path) -> None:
     again.close()
 
 
-def test_a_change_is_on_the_disk_when_sqlite_says_so(tmp_path: Path) -> None:
+def test_commit_is_on_the_disk_when_sqlite_returns(tmp_path: Path) -> None:
     connection = open_database(tmp_path / "x.db", MIGRATIONS)
     full, wal = 2, "wal"
     assert connection.execute("PRAGMA synchronous").fetchone() == (full,)

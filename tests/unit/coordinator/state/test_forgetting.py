@@ -113,7 +113,7 @@ def happen(pool: Cluster, step: str) -> None:
         pool.dispatcher.close(pool.dispatcher.list_open_requests()[0])
 
 
-def test_the_search_finds_what_is_kept():
+def test_search_finds_state_keyed_by_node():
     breakers: CircuitBreakers[NodeId] = CircuitBreakers()
     breakers.record_fault(A, 1, 0.0)
     assert list(found(breakers, A, "breakers", set())) != []
@@ -136,5 +136,5 @@ async def test_a_member_that_is_removed_leaves_nothing_in_the_registry(tmp_path:
 
 
 @pytest.mark.parametrize("what", ["affinity", "breakers", "ledger"])
-def test_what_is_kept_by_node_can_forget(what: str):
+def test_parts_with_state_by_node_have_remove_node(what: str):
     assert callable(getattr(getattr(Cluster(A).dispatcher, what), "remove_node", None))

@@ -66,7 +66,7 @@ async def refused(server: ssl.SSLContext, client: ssl.SSLContext) -> bool:
     return greeting == b""
 
 
-async def test_both_sides_know_each_other_strictly(tmp_path: Path) -> None:
+async def test_link_verifies_both_certificates(tmp_path: Path) -> None:
     authority = ClusterCa(tmp_path / "c", time.time)
     ours = create_client_context(identity(authority, tmp_path / "n"))
     assert ours.verify_flags & authority.get_server_context().verify_flags & ssl.VERIFY_X509_STRICT

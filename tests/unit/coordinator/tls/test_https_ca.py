@@ -170,7 +170,7 @@ def test_its_files_are_private(tmp_path: Path):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
 
 
-async def test_a_client_that_trusts_it_is_let_through_and_another_is_not(tmp_path: Path):
+async def test_https_ca_is_accepted_only_by_clients_that_trust_it(tmp_path: Path):
     made = HttpsCa(tmp_path, (), time.time, lambda: ())
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -208,7 +208,7 @@ def test_given_files_that_cannot_be_used_are_named(tmp_path: Path):
         ("192.168.1.2", False),
     ],
 )
-def test_loopback_is_told_from_the_rest(host: str, only_here: bool):
+def test_is_loopback_accepts_loopback_addresses_only(host: str, only_here: bool):
     assert is_loopback(host) is only_here
 
 
@@ -234,7 +234,7 @@ def test_only_the_right_and_constrained_authority_is_trusted(tmp_path: Path):
         check_authority("<html>", "https://x", None)
 
 
-def test_what_is_run_is_what_the_system_documents(tmp_path: Path):
+def test_trust_commands_match_the_documentation_of_the_system(tmp_path: Path):
     file, found = tmp_path / "ca.crt", "ab" * 32
     (mac,) = build_commands("darwin", file, found, remove=False)
     assert mac[:5] == ["security", "add-trusted-cert", "-r", "trustRoot", "-p"]

@@ -28,7 +28,7 @@ def door() -> Door:
     return Door()
 
 
-def test_a_code_gives_an_administrators_key_for_half_a_day(door: Door):
+def test_redeem_code_returns_an_admin_key_for_12_hours(door: Door):
     code = door.visitors.create_code()
     assert len(code) == 32
     entered = door.visitors.redeem_code(code)

@@ -37,7 +37,7 @@ async def test_every_file_is_served_with_the_strictest_policy(client: httpx.Asyn
     assert static_files.POLICY.startswith("default-src 'none'")
 
 
-async def test_what_is_known_is_not_sent_again(client: httpx.AsyncClient):
+async def test_static_files_with_a_known_etag_are_not_modified(client: httpx.AsyncClient):
     first = await client.get("/ui/app.js")
     again = await client.get("/ui/app.js", headers={"if-none-match": first.headers["etag"]})
     assert (again.status_code, again.content) == (304, b"")
@@ -74,7 +74,7 @@ def test_vendored_files_are_those_of_their_packages():
     assert told == found
 
 
-def test_no_file_asks_for_anything_from_elsewhere():
+def test_static_files_load_nothing_from_other_hosts():
     for path in SERVED:
         if "vendor" not in path.parts:
             text = (STATIC / path).read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")

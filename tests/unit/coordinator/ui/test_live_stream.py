@@ -27,7 +27,7 @@ async def soon(stream: AsyncIterator[bytes]) -> dict[str, object]:
         return told(await anext(stream))
 
 
-async def test_everything_at_first_and_then_what_changes():
+async def test_live_stream_sends_a_snapshot_and_then_changes():
     state: dict[str, object] = {"nodes": ["a"], "status": {"queued": 0}}
     stream = LiveStream(lambda: state).stream_events(lambda: True)
     assert await soon(stream) == state
@@ -36,13 +36,13 @@ async def test_everything_at_first_and_then_what_changes():
     await stream.aclose()
 
 
-async def test_who_does_not_follow_is_told_once():
+async def test_live_stream_without_follow_sends_one_snapshot():
     stream = LiveStream(lambda: {"n": 1}).stream_events(lambda: True, follow=False)
     async with asyncio.timeout(30):
         assert [told(news) async for news in stream] == [{"n": 1}]
 
 
-async def test_who_reads_slowly_misses_steps_and_never_the_newest():
+async def test_live_stream_skips_steps_for_a_slow_reader():
     state = {"n": 0}
     live = LiveStream(lambda: state)
     quick, slow = live.stream_events(lambda: True), live.stream_events(lambda: True)
@@ -89,7 +89,7 @@ async def test_no_snapshot_is_made_without_a_viewer():
         looks = asyncio.Queue()
 
 
-async def test_a_viewer_who_is_not_welcome_any_more_is_told_nothing():
+async def test_live_stream_ends_for_a_revoked_key():
     state, welcome = {"n": 0}, [True]
     stream = LiveStream(lambda: state).stream_events(lambda: welcome[0])
     await soon(stream)

@@ -6,7 +6,7 @@ from router.errors import Problem
 
 
 @given(st.text(max_size=40) | st.from_regex(r"bytes=\d{0,20}-\d{0,20}", fullmatch=True), st.integers(1, 10**12))
-def test_whatever_is_asked_for_lies_within_the_file(header: str, size: int):
+def test_any_range_lies_within_the_file(header: str, size: int):
     found = parse_range(header, size)
     if isinstance(found, Problem):
         assert found.status == 416
@@ -15,7 +15,7 @@ def test_whatever_is_asked_for_lies_within_the_file(header: str, size: int):
 
 
 @given(st.integers(1, 1000), st.integers(0, 1100), st.integers(0, 1100))
-def test_a_range_is_what_the_standard_says(size: int, first: int, last: int):
+def test_parse_range_follows_rfc_9110(size: int, first: int, last: int):
     found = parse_range(f"bytes={first}-{last}", size)
     if first > last:
         assert found is None

@@ -44,7 +44,7 @@ def test_the_wait_ends_with_the_lease():
     assert (sum(counters.queue_seconds.counts), counters.queue_seconds.total) == (1, 12.5)
 
 
-def test_a_picture_says_how_the_jobs_stand():
+def test_snapshot_counts_jobs_by_state():
     running = replace(JOB, id="b", state=JobState.IN_PROGRESS, node="n", progress=40)
     kept = ended(files=(StoredFile("clip.mp4", 1000, "00"),))
     seen = take_video_snapshot(VideoCounters(), [JOB, running, kept], 160.0, offered=True)

@@ -35,7 +35,7 @@ def test_a_pool_without_videos_has_no_database(tmp_path: Path):
     assert not (tmp_path / FILE).exists()
 
 
-async def test_what_was_put_is_there_again(tmp_path: Path):
+async def test_store_returns_jobs_after_a_reopen(tmp_path: Path):
     store = VideoStore(tmp_path)
     for number in (2, 1, 3):
         store.put_job(a_job(number))
@@ -67,7 +67,7 @@ async def test_a_write_that_fails_is_not_confirmed(tmp_path: Path):
 
 
 @pytest.mark.parametrize("content", [b"junk" * 1000, b""])
-def test_a_damaged_database_says_what_to_do(tmp_path: Path, content: bytes):
+def test_damaged_database_error_names_the_next_step(tmp_path: Path, content: bytes):
     (tmp_path / FILE).write_bytes(content)
     if not content:
         VideoStore(tmp_path).close()
@@ -77,7 +77,7 @@ def test_a_damaged_database_says_what_to_do(tmp_path: Path, content: bytes):
 
 
 @pytest.mark.slow
-def test_what_was_confirmed_survives_a_kill(tmp_path: Path):
+def test_confirmed_job_survives_a_kill(tmp_path: Path):
     script = tmp_path / "write.py"
     script.write_text(WRITER)
     command = [sys.executable, str(script), str(tmp_path)]

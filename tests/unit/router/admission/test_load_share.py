@@ -13,7 +13,7 @@ WEIGHTS = dict(zip("abcde", (1, 4, 4, 4, 16), strict=True))
 REQUESTS = st.lists(st.tuples(st.sampled_from("abcde"), st.integers(1, 50)), max_size=20)
 
 
-def test_one_of_three_may_ask_for_two_thirds_and_no_more():
+def test_exceeds_share_of_one_of_three_keys_above_two_thirds():
     asked = LoadShare()
     for key, size in (("ada", 100), ("bob", 100), ("carol", 400)):
         asked.add(WeightedKey(key, 4), size)
@@ -22,7 +22,7 @@ def test_one_of_three_may_ask_for_two_thirds_and_no_more():
     assert [key for key in KEYS if asked.exceeds_share(key)] == ["carol"]
 
 
-def test_who_is_alone_asks_for_nothing_beyond_a_part():
+def test_lone_key_never_exceeds_its_share():
     asked = LoadShare()
     assert not asked.exceeds_share("ada")
     asked.add(WeightedKey("ada", 4), 10**9)

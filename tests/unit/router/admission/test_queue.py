@@ -23,7 +23,7 @@ def offer(
     return entry
 
 
-def test_the_line_is_bounded_and_says_when_to_come_back():
+def test_full_queue_returns_a_retry_time():
     queue: AdmissionQueue[str] = AdmissionQueue()
     for number in range(MIN_QUEUE_LENGTH):
         offer(queue, str(number), f"key{number}")
@@ -47,7 +47,7 @@ def test_the_oldest_wait_is_that_of_the_request_that_came_first_of_all_keys():
     assert (queue.get_longest_wait(5.0), queue.count_queued("a"), queue.count_queued("b"), len(queue)) == (1.0, 0, 1, 1)
 
 
-def test_who_is_turned_away_is_told_to_come_back_when_the_line_should_have_moved():
+def test_retry_time_follows_from_the_pace_of_the_queue():
     queue: AdmissionQueue[str] = AdmissionQueue()
     for number in range(MIN_QUEUE_LENGTH):
         offer(queue, str(number), f"key{number % 8}")
@@ -144,7 +144,7 @@ def place_one(queue: AdmissionQueue[str], order: list[str]) -> None:
 
 
 @pytest.mark.parametrize("weight", [1, 2, 4])
-def test_a_heavier_key_gets_its_part_and_the_other_is_not_starved(weight: int):
+def test_queue_serves_keys_by_weight(weight: int):
     queue: AdmissionQueue[str] = AdmissionQueue()
     for number in range(30):
         queue.offer(f"heavy {number}", "heavy", QUANTUM_TOKENS, 0.0, 30.0, 20, weight=weight, share=100)
@@ -156,7 +156,7 @@ def test_a_heavier_key_gets_its_part_and_the_other_is_not_starved(weight: int):
     assert heavy == pytest.approx(20 * weight / (weight + 1), abs=1.5)
 
 
-def test_a_key_whose_priority_was_lowered_has_its_new_part_from_its_next_request_on():
+def test_changed_weight_applies_to_the_next_request():
     queue: AdmissionQueue[str] = AdmissionQueue()
     for number in range(30):
         weight = 16 if number < 29 else 1
@@ -203,7 +203,7 @@ def taken(queue: AdmissionQueue[str], patience: float) -> int:
     return queue.count_queued("k")
 
 
-def test_a_key_that_waits_alone_may_have_more_while_the_line_moves():
+def test_lone_key_may_queue_more_while_the_queue_moves():
     assert taken(moving(), 60.0) == MIN_QUEUE_LENGTH - MIN_KEY_SHARE, "other keys find the places of one share"
     assert taken(moving(), 15.0) == 30, "a later request would wait in vain"
     stuck: AdmissionQueue[str] = AdmissionQueue()
@@ -237,7 +237,7 @@ def test_leaving_twice_counts_once():
     assert len(queue) == 1
 
 
-def test_what_does_not_fit_does_not_block_what_is_behind_it():
+def test_request_without_room_does_not_block_the_queue():
     queue: AdmissionQueue[str] = AdmissionQueue()
     offer(queue, "large")
     offer(queue, "small")
@@ -264,7 +264,7 @@ def test_room_is_kept_after_eight_overtakes():
     assert kept[-1]
 
 
-def test_only_requests_that_came_earlier_are_overtaken():
+def test_overtakes_count_earlier_requests_only():
     queue: AdmissionQueue[str] = AdmissionQueue()
     waiting = (("oldest", 10), ("small", 10), ("long", 2 * QUANTUM_TOKENS), ("late", 10))
     entries = [offer(queue, item, item, cost) for item, cost in waiting]
@@ -328,7 +328,7 @@ def test_keys_leave_in_the_order_of_a_deficit_round_robin(waiting: list[tuple[st
     assert "".join(drain(queue)) == order
 
 
-def test_a_key_that_comes_later_does_not_go_first_until_all_are_even():
+def test_later_key_has_no_precedence():
     queue: AdmissionQueue[str] = AdmissionQueue()
     for _ in range(12):
         offer(queue, "a", "a", QUANTUM_TOKENS)
@@ -358,7 +358,7 @@ def test_a_key_earns_nothing_while_none_of_its_requests_fits():
     assert sorted(order) == ["a"] * 4 + ["b"] * 4
 
 
-def test_what_a_key_earned_for_a_large_request_takes_nothing_from_the_others():
+def test_saved_credit_of_a_large_request_costs_other_keys_nothing():
     queue: AdmissionQueue[str] = AdmissionQueue()
     for item, key, cost in (("a0", "a", 9), ("a1", "a", 9), ("large", "b", 9), ("b0", "b", 1), ("b1", "b", 1)):
         offer(queue, item, key, cost * QUANTUM_TOKENS)

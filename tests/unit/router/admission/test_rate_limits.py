@@ -66,7 +66,7 @@ def test_requests_a_minute():
     refused(one, 30.0)
 
 
-def test_tokens_a_minute_are_charged_by_estimate_and_settled_by_what_was_used():
+def test_tokens_per_minute_are_charged_by_estimate_and_settled_by_usage():
     one = quotas(tokens_per_minute=300)
     charged = taken(one)
     assert charged == estimate_charge(ASK) == 150
@@ -103,7 +103,7 @@ def test_a_refused_request_takes_nothing():
     taken(one)
 
 
-def test_a_clock_that_goes_back_gives_nothing():
+def test_clock_set_back_adds_no_tokens():
     one = quotas(requests_per_minute=1)
     taken(one, 100.0)
     assert refused(one, 50.0).retry_after == pytest.approx(60.0)
@@ -121,7 +121,7 @@ def test_new_limits_count_at_once():
         taken(one)
 
 
-def test_a_request_that_came_before_its_key_had_limits_takes_nothing_from_those_that_came_after():
+def test_request_before_the_limits_is_not_charged_later():
     limits: dict[str, KeyLimits] = {}
     one = RateLimits(limits.get)
     early = taken(one)
@@ -261,7 +261,7 @@ def test_a_debt_shows_nothing_left_and_the_time_until_all_is_back():
     assert (rate.remaining, rate.reset) == (0, pytest.approx(150.0))
 
 
-def test_settling_gives_back_what_was_not_used_up_to_a_full_bucket_and_takes_what_was_above():
+def test_settling_refunds_up_to_a_full_bucket_and_charges_excess():
     one = quotas(tokens_per_minute=300)
     charged = taken(one)
     one.record_end("k", ASK, charged, 200, 0.0)
@@ -271,14 +271,14 @@ def test_settling_gives_back_what_was_not_used_up_to_a_full_bucket_and_takes_wha
     assert one.list_rates("k", 60.0)[0].remaining == 300, "never more than a minute's worth"
 
 
-def test_settling_fills_a_bucket_before_it_takes_what_was_used_above_the_charge():
+def test_settling_refills_a_bucket_before_charging_excess():
     one = quotas(tokens_per_minute=300)
     charged = taken(one)
     one.record_end("k", ASK, charged, 250, 60.0)
     assert standings(one, 60.0) == [("tokens", 300, 200, 20.0)]
 
 
-def test_a_request_over_its_tokens_does_not_use_up_a_request_and_the_other_way_round():
+def test_refused_request_is_charged_in_neither_bucket():
     one = quotas(requests_per_minute=10, tokens_per_minute=200)
     taken(one)
     for _ in range(5):
@@ -309,7 +309,7 @@ def test_the_estimate_is_the_prompt_and_each_choices_longest_answer():
     assert estimate_probable_tokens(ResourceDemand("m", prompt_tokens=100, max_tokens=50, choices=2)) == 200
 
 
-def test_what_is_under_way_is_given_back_by_tokens_and_bytes_of_the_request():
+def test_record_end_releases_tokens_and_bytes_of_the_request():
     one = bounded(max_prompt_tokens_per_key=100, max_body_bytes_per_key=1000)
     first, second = ResourceDemand("m", prompt_tokens=60), ResourceDemand("m", prompt_tokens=40, prompt_bytes=900)
     assert one.admit("k", first, 0.0) == one.admit("k", second, 0.0) == 0

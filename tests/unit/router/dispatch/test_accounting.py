@@ -208,7 +208,7 @@ def _failed(cluster: Cluster) -> tuple[NodeId, Failed]:
     return node, Failed(request, "no_headroom", "no room to go on")
 
 
-async def test_a_reader_that_does_not_read_is_counted_and_its_node_told():
+async def test_slow_client_is_counted_and_cancelled_on_its_node():
     cluster = Cluster(A, slow_client_bytes=1 * MIB)
     ticket = ask(cluster)
     for _ in range(3):
@@ -219,7 +219,7 @@ async def test_a_reader_that_does_not_read_is_counted_and_its_node_told():
     cluster.settled()
 
 
-async def test_usage_that_a_node_makes_up_is_bounded_by_what_was_asked(one: Cluster):
+async def test_usage_of_a_node_is_bounded_by_the_request(one: Cluster):
     ask(one, max_tokens=5, n=2)
     one.say(lambda number: Admitted(number, 10**9, 10**9))
     finish(one, prompt_tokens=10**9, cached_tokens=10**9, completion_tokens=10**9, reasoning_tokens=10**9)
@@ -237,7 +237,7 @@ async def test_usage_that_a_node_makes_up_is_bounded_by_what_was_asked(one: Clus
     assert one.dispatcher.usage.drain()["k", "tiny"].completion_tokens == max(256, 1 + UNSENT_TOKENS)
 
 
-async def test_a_key_gets_back_what_it_was_charged_and_did_not_use(one: Cluster):
+async def test_unused_charge_is_returned_to_the_key(one: Cluster):
     one.limits |= {"k": KeyLimits(tokens_per_minute=1000)}
     ask(one, max_tokens=900)
     finish(one)
@@ -245,7 +245,7 @@ async def test_a_key_gets_back_what_it_was_charged_and_did_not_use(one: Cluster)
     assert (rate.unit, rate.limit, rate.remaining) == ("tokens", 1000, 1000 - 28)
 
 
-async def test_a_key_pays_for_what_was_sent_although_its_node_reports_less(one: Cluster):
+async def test_key_is_charged_for_sent_tokens_above_the_usage_of_the_node(one: Cluster):
     one.limits |= {"k": KeyLimits(tokens_per_minute=1000)}
     ticket = ask(one, max_tokens=900)
     one.speak()
@@ -275,7 +275,7 @@ async def test_a_model_that_no_node_has_makes_no_row(one: Cluster):
     assert "made-up" not in one.dispatcher.counters.models
 
 
-async def test_a_refusal_that_may_quote_the_request_is_kept_without_its_words(one: Cluster):
+async def test_stored_refusal_omits_text_of_the_request(one: Cluster):
     for code in QUOTING:
         ask(one)
         one.say(lambda number, code=code: Refusal(number, Refused(code, "secret words"), None))
@@ -286,7 +286,7 @@ async def test_a_refusal_that_may_quote_the_request_is_kept_without_its_words(on
     assert one.dispatcher.history.records[-1].message == "not here"
 
 
-async def test_after_a_shutdown_nothing_new_is_taken_and_a_drain_waits_for_what_runs():
+async def test_shutdown_refuses_new_requests_and_waits_for_running_ones():
     cluster = Cluster(A)
     running = ask(cluster)
     draining = asyncio.create_task(cluster.dispatcher.drain(30.0))
@@ -317,7 +317,7 @@ async def test_a_memory_correction_lasts_until_the_node_reports_again(two: Clust
     assert set(seen.values()) == {a_memory().headroom}
 
 
-async def test_a_node_that_stops_gets_the_request_no_more_and_administrators_are_told(one: Cluster):
+async def test_stopping_node_is_skipped_and_reported(one: Cluster):
     ticket = ask(one)
     one.say(lambda number: Failed(number, "node_stopping", "its Mac is shut down"))
     assert isinstance(ticket.outcome, RequestFailure)

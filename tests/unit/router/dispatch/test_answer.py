@@ -29,7 +29,7 @@ def test_add_collects_texts_and_calls_and_counts_them():
     assert whole.build_answer("f") == CompleteAnswer({(0, Channel.CONTENT): "Hello"}, {0: ["{}", "[]"]}, {}, "f")
 
 
-def test_add_keeps_log_probabilities_only_where_they_were_asked_for():
+def test_add_keeps_requested_log_probabilities_only():
     logprob = Logprob(b"a", -1.0, ())
     for asked, kept in ((True, {0: [logprob, logprob]}), (False, {})):
         whole = an_answer(logprobs=asked)
@@ -39,7 +39,7 @@ def test_add_keeps_log_probabilities_only_where_they_were_asked_for():
         assert (whole.buffered > 2) is asked
 
 
-def test_add_leaves_out_choices_that_were_not_asked_for():
+def test_add_ignores_unrequested_choices():
     whole = an_answer()
     assert whole.add(Delta(1, 1, (7,), ((Channel.CONTENT, "a"),))) is False
     assert (whole.buffered, whole.build_answer().texts) == (0, {})

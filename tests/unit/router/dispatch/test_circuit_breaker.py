@@ -36,7 +36,7 @@ def test_faults_in_a_row_open_it_for_a_while():
     assert breakers.opened == 1
 
 
-def test_it_says_how_it_stands_and_why():
+def test_breaker_state_has_its_reason():
     breakers: CircuitBreakers[str] = CircuitBreakers()
     assert breakers.get_state(NODE, 0.0) is None
     for at in range(MAX_FAULTS):
@@ -130,7 +130,7 @@ def test_each_failed_probe_opens_it_for_twice_as_long_up_to_two_minutes():
     assert lasted == [5, 10, 20, 40, 80, 120, 120]
 
 
-def test_only_the_first_request_sent_is_the_probe_and_no_other_moves_it():
+def test_only_the_first_request_is_the_probe():
     breakers, now = failing()
     now += MIN_OPEN_SECONDS
     probing = BreakerState("probing", "", now, 1)
@@ -144,7 +144,7 @@ def test_only_the_first_request_sent_is_the_probe_and_no_other_moves_it():
     assert breakers.get_state(NODE, now) is None
 
 
-def test_a_fault_that_says_nothing_keeps_what_the_one_before_said():
+def test_fault_without_a_reason_keeps_the_former_reason():
     breakers: CircuitBreakers[str] = CircuitBreakers()
     for at, why in enumerate(("it ended by SIGKILL", "", "")):
         breakers.record_fault(NODE, at, at * SAME_FAULT_SECONDS, why)
@@ -166,7 +166,7 @@ EVENTS = st.tuples(st.sampled_from(("tried", "fault", "good", "let_go")), st.int
 
 
 @given(st.lists(EVENTS, max_size=80))
-def test_it_never_bars_for_ever_and_never_without_faults(events: list[tuple[str, int, float]]):
+def test_breaker_never_stays_open_and_never_opens_without_faults(events: list[tuple[str, int, float]]):
     breakers: CircuitBreakers[str] = CircuitBreakers()
     now, faults = 0.0, 0
     for kind, request, later in events:

@@ -17,7 +17,7 @@ def counted(node: LoopbackNode) -> int:
     return sum(isinstance(frame, CountTokens) for frame in node.heard)
 
 
-async def test_a_node_that_has_the_model_loaded_is_asked_first():
+async def test_count_prefers_a_node_with_the_model_loaded():
     cold = LoopbackNode("a", models=(a_model(loaded=False),))
     warm = LoopbackNode("b")
     cluster = LoopbackCluster(cold, warm)
@@ -33,7 +33,7 @@ async def test_a_node_that_cannot_load_it_is_followed_by_the_next():
     assert (counted(broken), counted(cold)) == (1, 1)
 
 
-async def test_a_prompt_that_cannot_be_made_is_asked_for_once():
+async def test_count_of_an_invalid_prompt_is_tried_once():
     nodes = [LoopbackNode(name, refusal=Refused(RefusalCode.TEMPLATE, "no such role")) for name in ("a", "b")]
     found = await count_prompt_tokens(LoopbackCluster(*nodes).dispatcher, ASKED, "k")
     assert isinstance(found, Problem)
@@ -41,7 +41,7 @@ async def test_a_prompt_that_cannot_be_made_is_asked_for_once():
     assert sum(map(counted, nodes)) == 1
 
 
-async def test_a_cordoned_or_lost_node_is_not_asked():
+async def test_count_skips_cordoned_and_lost_nodes():
     node = LoopbackNode("a", state="lost")
     found = await count_prompt_tokens(LoopbackCluster(node).dispatcher, ASKED, "k")
     assert isinstance(found, Problem)
@@ -78,7 +78,7 @@ async def test_a_node_that_is_lost_while_it_counts_is_a_failure():
     assert (found.status, found.code) == (502, "node_lost")
 
 
-async def test_a_node_is_asked_in_the_name_of_the_key():
+async def test_count_is_sent_with_the_key():
     node = LoopbackNode("a")
     await count_prompt_tokens(LoopbackCluster(node).dispatcher, ASKED, "k")
     assert [frame.owner.name for frame in node.heard if isinstance(frame, CountTokens)] == ["k"]

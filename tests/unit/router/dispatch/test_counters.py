@@ -154,7 +154,7 @@ def test_first_tokens_waits_refusals_answers_and_swaps_are_counted_one_by_one():
     assert (counters.answers, counters.swaps) == ({200: 2, 503: 1}, {"done": 2, "dropped": 1})
 
 
-def test_a_node_that_is_forgotten_leaves_the_counts_of_others():
+def test_removed_node_keeps_the_counts_of_other_nodes():
     counters = Counters()
     for node in (A, B):
         counters.count_attempt(node, first=True, resumed=False)

@@ -58,7 +58,7 @@ def kept(*results: Placement | NoPlacement) -> list[PlacementDecision]:
 SLOW_AND_BIG, FAST_AND_SMALL = a_node("big", a_memory(64 * GIB, cap=96 * GIB), 100.0), a_node("fast", a_memory(2 * GIB))
 
 
-def test_a_decision_comes_back_from_its_line():
+def test_decision_is_parsed_back_from_its_line():
     placed, full = decided(SLOW_AND_BIG, FAST_AND_SMALL), decided(a_node("full", a_memory(0)))
     history = DecisionLog()
     for result in (placed, full):
@@ -71,12 +71,12 @@ def test_a_decision_comes_back_from_its_line():
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"at": 1}', b"\xff", b"x" * (5 * 2**20)])
-def test_a_line_that_is_none_is_a_clear_error(line: bytes):
+def test_invalid_decision_line_is_an_error(line: bytes):
     with pytest.raises(ValueError, match=r"\w"):
         parse_line(line)
 
 
-def test_the_same_policy_decides_the_same_and_another_shows_what_it_would_take():
+def test_replay_repeats_decisions_and_compares_policies():
     decisions = kept(decided(SLOW_AND_BIG, FAST_AND_SMALL), decided(a_node("full", a_memory(0))))
     same = replay(decisions, POLICIES["balanced"], Random(1).random)
     assert (same.decisions, same.same, same.refused, same.instead) == (2, 1, 1, ())
@@ -112,7 +112,7 @@ def way(ticket: ActiveRequest) -> list[tuple[str, str]]:
     return [(what, node) for _, what, node in ticket.steps]
 
 
-async def test_a_request_tells_its_way():
+async def test_record_has_the_steps_of_a_request():
     two = Cluster(A, B)
     ticket = two.submit(key="ada")
     first, _ = two.last()
@@ -135,7 +135,7 @@ async def test_a_request_tells_its_way():
     assert story.steps[-1][0] == pytest.approx(1.0)
 
 
-async def test_a_refused_and_a_waiting_request_have_a_record_too():
+async def test_refused_and_waiting_requests_have_records():
     one = Cluster(A)
     one.memory[A] = a_memory(0)
     one.report()
@@ -147,7 +147,7 @@ async def test_a_refused_and_a_waiting_request_have_a_record_too():
     assert isinstance(ticket.outcome, RequestFailure)
 
 
-async def test_what_goes_on_elsewhere_says_so():
+async def test_record_of_a_resumed_request_has_both_nodes():
     two = Cluster(A, B)
     ticket = two.submit()
     assert isinstance(ticket.answer, StreamedAnswer)

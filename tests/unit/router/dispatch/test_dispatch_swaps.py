@@ -73,7 +73,7 @@ def running(cluster: Cluster) -> ActiveRequest:
     return cluster.dispatcher.list_open_requests()[0]
 
 
-async def test_new_requests_wait_while_a_node_makes_room_and_the_other_model_comes_next(mac: Cluster):
+async def test_requests_wait_during_a_swap_and_the_other_model_is_next(mac: Cluster):
     other = ask(mac, "two", "bob")
     passes(mac, MIN_SLICE_SECONDS + 1)
     assert other.swap == "waiting for a model swap on node-a (one -> two)"
@@ -143,7 +143,7 @@ async def test_the_model_in_use_keeps_its_room_until_its_slice_ends(mac: Cluster
     assert ask(mac, "one").node == A
 
 
-async def test_who_waits_for_rows_only_has_the_queue_time(mac: Cluster):
+async def test_wait_for_rows_ends_after_the_queue_time(mac: Cluster):
     mac.memory = {A: a_memory(0)}
     mac.report()
     ticket = ask(mac, "one", "bob")
@@ -171,7 +171,7 @@ async def test_a_turn_ends_at_once_when_its_client_leaves(mac: Cluster):
     assert later.node == A
 
 
-async def test_an_answer_that_was_begun_goes_on_at_a_node_that_makes_room():
+async def test_begun_answer_continues_during_a_swap():
     cluster = pair(A, B)
     first, second = ask(cluster, "one"), ask(cluster, "one")
     assert (first.node, second.node) == (A, B)
@@ -188,7 +188,7 @@ async def test_an_answer_that_was_begun_goes_on_at_a_node_that_makes_room():
     cluster.dispatcher.shutdown()
 
 
-async def test_a_node_that_refuses_is_asked_again_with_its_next_report(mac: Cluster):
+async def test_refused_swap_is_retried_after_the_next_report(mac: Cluster):
     other = ask(mac, "two", "bob")
     passes(mac, MIN_SLICE_SECONDS + 1)
     finish(mac, running(mac))

@@ -215,7 +215,7 @@ async def test_a_whole_answer_is_collected(one: Cluster):
     assert ticket.answer.build_answer().texts == {(0, 0): "hello"}
 
 
-async def test_tools_and_template_go_to_the_engine(one: Cluster):
+async def test_tools_and_template_are_sent_to_the_engine(one: Cluster):
     job = RequestSpec(
         ResourceDemand("tiny", 100),
         "k",
@@ -266,7 +266,7 @@ async def test_an_unrequested_answer_is_not_kept(one: Cluster):
     one.finish()
 
 
-async def test_an_answer_that_never_ends_is_ended_by_its_calls_too(one: Cluster):
+async def test_answer_with_too_long_tool_calls_is_ended(one: Cluster):
     ticket = one.submit(stream=False)
     mebibyte = Delta(one.last()[1], 0, (), ((Channel.TOOL_CALL, "x" * MIB),))
     for _ in range(40):
@@ -275,7 +275,7 @@ async def test_an_answer_that_never_ends_is_ended_by_its_calls_too(one: Cluster)
     assert ticket.outcome.code == "answer_too_long"
 
 
-async def test_a_refusal_goes_to_the_next_node_at_once(two: Cluster):
+async def test_refused_request_is_retried_on_the_next_node(two: Cluster):
     ticket = two.submit()
     first, _ = two.last()
     two.refuse(room=5 * MIB)
@@ -287,7 +287,7 @@ async def test_a_refusal_goes_to_the_next_node_at_once(two: Cluster):
     assert isinstance(ticket.outcome, Finished)
 
 
-async def test_a_refusal_corrects_the_headroom_for_others_until_the_next_report(two: Cluster):
+async def test_refusal_corrects_headroom_until_the_next_report(two: Cluster):
     two.submit()
     first, _ = two.last()
     two.refuse(room=5 * MIB)
@@ -313,7 +313,7 @@ async def test_when_all_refuse_it_waits_and_is_placed_after_a_report(two: Cluste
     assert two.dispatcher.counters.requests == {"ok": 1}
 
 
-async def test_a_request_asks_four_nodes_in_a_row_at_most():
+async def test_request_tries_at_most_four_nodes_in_a_row():
     cluster = Cluster(*(NodeId(f"n{number}") for number in range(6)))
     cluster.submit()
     for _ in range(4):
@@ -333,7 +333,7 @@ async def test_a_refusal_of_the_request_itself_is_not_tried_elsewhere(two: Clust
     assert len(two.generates()) == 1
 
 
-async def test_too_large_for_one_node_is_tried_on_the_others_then_final(two: Cluster):
+async def test_request_too_large_for_one_node_tries_the_rest_then_fails(two: Cluster):
     ticket = two.submit()
     two.refuse(RefusalCode.TOO_LARGE, tokens=4000)
     assert ticket.outcome is None
@@ -367,7 +367,7 @@ async def test_the_deadline_answers_with_fresh_numbers():
     cluster.settled()
 
 
-async def test_a_full_line_and_a_greedy_key_are_told_so():
+async def test_full_queue_and_full_key_share_are_refused():
     cluster = Cluster(A, queue_limit=20)
     full(cluster, A)
     tickets = [cluster.submit(key="greedy") for _ in range(17)]
@@ -382,7 +382,7 @@ async def test_a_full_line_and_a_greedy_key_are_told_so():
     cluster.settled()
 
 
-async def test_a_large_request_is_not_overtaken_for_ever(one: Cluster):
+async def test_large_request_is_not_overtaken_indefinitely(one: Cluster):
     one.memory[A] = a_memory(200 * MIB)
     one.report()
     large = one.submit(prompt_tokens=3000)
@@ -414,14 +414,14 @@ async def test_the_room_that_is_kept_is_there_for_those_it_is_kept_for(one: Clus
     assert [ticket.node for ticket in waiting] == [A, None, None], "one request fits, and the first one is placed"
 
 
-async def test_one_of_two_keys_goes_to_a_node_whatever_is_in_front_of_it_there(one: Cluster):
+async def test_key_without_requests_starts_on_a_full_node(one: Cluster):
     ahead = [one.submit(prompt_tokens=3900, key="greedy") for _ in range(6)]  # at 1,000 tokens a second
     late = one.submit(prompt_tokens=3950, key="greedy")
     other = one.submit(prompt_tokens=100, key="ada")
     assert {ticket.node for ticket in (*ahead, late, other)} == {A}, "the node is fair to both"
 
 
-async def test_who_asks_for_far_more_than_others_waits_in_line_where_others_need_not(one: Cluster):
+async def test_crowding_key_is_queued_where_other_keys_start(one: Cluster):
     others = [one.submit(prompt_tokens=100, key=key) for key in ("ada", "bob")]
     greedy = [one.submit(prompt_tokens=1500, key="greedy") for _ in range(10)]
     assert [ticket.node for ticket in greedy] == 4 * [A] + 6 * [None], "four of six are one's of three, 6 s in front"
@@ -433,7 +433,7 @@ async def test_who_asks_for_far_more_than_others_waits_in_line_where_others_need
     assert all(ticket.node == A for ticket in greedy[4:]), "six of ten are not much"
 
 
-async def test_who_asks_for_far_more_than_others_is_told_so_at_the_deadline_unless_they_are_gone(one: Cluster):
+async def test_crowding_key_is_refused_at_its_deadline(one: Cluster):
     others = [one.submit(prompt_tokens=100, key=key) for key in ("ada", "bob")]
     greedy = [one.submit(prompt_tokens=1500, key="greedy") for _ in range(7)]
     *_, early, late = greedy
@@ -461,7 +461,7 @@ async def test_at_the_deadline_it_is_sent_all_the_same_where_half_of_the_memory_
     assert {ticket.node for ticket in (*others, *greedy)} == {A}
 
 
-async def test_who_asks_for_far_more_than_others_is_told_so_when_its_part_of_the_line_is_full(one: Cluster):
+async def test_crowding_key_is_refused_when_its_queue_share_is_full(one: Cluster):
     for key in ("ada", "bob"):
         one.submit(prompt_tokens=100, key=key)
     greedy = [one.submit(prompt_tokens=1500, key="greedy") for _ in range(40)]
@@ -476,14 +476,14 @@ async def test_who_asks_for_far_more_than_others_is_told_so_when_its_part_of_the
     assert one.submit(prompt_tokens=4000, key="ada").node == A, "other keys have headroom"
 
 
-async def test_nodes_are_told_whose_a_request_is_and_its_part(one: Cluster):
+async def test_requests_are_sent_with_key_and_weight(one: Cluster):
     one.submit(key="ada")
     ((_, frame),) = one.generates()
     assert frame.owner == WeightedKey("ada", 4)
     assert (frame.cache_scope, frame.shared) == ("", False), "its cached prefixes are its key's own"
 
 
-async def test_a_node_that_is_full_of_one_key_is_asked_for_another_ones_request(one: Cluster):
+async def test_node_full_of_one_key_is_offered_a_request_of_another(one: Cluster):
     """Its engine can preempt. The same key waits for room; the same holds for a second request next to a single one."""
     held = [one.submit(key="greedy") for _ in range(2)]
     full(one, A)
@@ -531,7 +531,7 @@ async def test_arrivals_that_fit_pass_those_that_wait_but_are_counted(one: Clust
     assert large.entry.overtaken == 1
 
 
-async def test_a_lost_node_gives_back_what_has_not_begun(two: Cluster):
+async def test_lost_node_returns_requests_that_have_not_begun(two: Cluster):
     ticket = two.submit(stream=False)
     first, _ = two.last()
     two.dispatcher.handle_lost_node(first, "connection ended")
@@ -575,7 +575,7 @@ def engine_lost(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_what_an_engine_s_death_only_hit_is_placed_once_more(two: Cluster, stream: bool):
+async def test_engine_crash_retries_unrelated_requests_once(two: Cluster, stream: bool):
     ticket = two.submit(stream=stream)
     engine_lost(two)
     assert ticket.outcome is None
@@ -615,7 +615,7 @@ async def test_a_request_leaves_the_node_whose_engine_died(two: Cluster):
     assert two.last()[0] != first
 
 
-async def test_a_model_that_one_node_cannot_load_is_tried_on_the_others_then_refused(two: Cluster):
+async def test_model_load_failure_tries_other_nodes_then_refuses(two: Cluster):
     ticket = two.submit()
     two.refuse(RefusalCode.LOAD_FAILED)
     assert ticket.outcome is None
@@ -636,7 +636,7 @@ async def test_a_model_that_no_node_can_load_never_waits(two: Cluster):
     assert two.generates() == []
 
 
-async def test_who_waits_for_a_model_learns_at_once_that_it_will_not_come(two: Cluster):
+async def test_queued_request_is_refused_when_its_model_cannot_load(two: Cluster):
     full(two, A, B)
     ticket = two.submit()
     assert ticket.entry is not None
@@ -667,7 +667,7 @@ async def test_the_weights_of_a_load_are_promised_until_the_report_has_them(one:
     assert isinstance(ticket.outcome, Finished)
 
 
-async def test_a_model_for_which_others_must_go_is_asked_for_as_soon_as_its_node_is_idle(one: Cluster):
+async def test_swap_is_ordered_when_its_node_is_idle(one: Cluster):
     one.models = (a_model(loaded=False, weights=9 * GIB), a_model("other"))
     one.memory[A] = a_memory(2 * GIB)
     one.report()
@@ -689,7 +689,7 @@ async def test_a_model_for_which_others_must_go_is_asked_for_as_soon_as_its_node
     assert len(one.generates()) == 2
 
 
-async def test_orders_are_heard_beside_requests(one: Cluster):
+async def test_commands_and_requests_share_a_link(one: Cluster):
     ticket = one.submit()
     asking = asyncio.create_task(one.dispatcher.commands.send(LoadModel, A, "node-a", "tiny"))
     await turn()
@@ -703,13 +703,13 @@ async def test_orders_are_heard_beside_requests(one: Cluster):
     assert isinstance(ticket.outcome, RequestFailure)
 
 
-async def test_a_link_that_is_gone_before_the_view_says_so_is_passed_over(two: Cluster):
+async def test_closed_link_is_skipped_before_the_view_changes(two: Cluster):
     two.cut = {A}
     tickets = [two.submit() for _ in range(4)]
     assert {ticket.node for ticket in tickets} == {B}
 
 
-async def test_a_client_that_leaves_is_told_to_the_node(one: Cluster):
+async def test_disconnected_client_cancels_on_the_node(one: Cluster):
     ticket = one.submit()
     _, request = one.last()
     one.dispatcher.close(ticket)
@@ -721,7 +721,7 @@ async def test_a_client_that_leaves_is_told_to_the_node(one: Cluster):
     assert one.dispatcher.counters.requests == {"cancelled": 1}
 
 
-async def test_a_client_that_leaves_while_waiting_leaves_the_line(one: Cluster):
+async def test_disconnected_client_leaves_the_queue(one: Cluster):
     full(one, A)
     ticket = one.submit()
     one.dispatcher.close(ticket)
@@ -730,7 +730,7 @@ async def test_a_client_that_leaves_while_waiting_leaves_the_line(one: Cluster):
     assert one.generates() == []
 
 
-async def test_what_is_about_no_live_request_is_ignored(two: Cluster):
+async def test_frame_of_an_unknown_request_is_ignored(two: Cluster):
     ticket = two.submit()
     owner, request = two.last()
     stranger = B if owner == A else A
@@ -762,7 +762,7 @@ async def test_text_for_a_reader_that_is_stuck_is_bounded():
     cluster.settled()
 
 
-async def test_a_reader_without_progress_is_let_go():
+async def test_client_without_progress_is_cancelled():
     cluster = Cluster(A, slow_client_seconds=0.05)
     ticket = cluster.submit()
     assert isinstance(ticket.answer, StreamedAnswer)
@@ -775,7 +775,7 @@ async def test_a_reader_without_progress_is_let_go():
     cluster.settled()
 
 
-async def test_a_silent_stream_is_nudged_but_not_while_it_waits_in_line():
+async def test_silent_stream_gets_a_keepalive_only_after_the_queue():
     cluster = Cluster(A, keepalive_seconds=0.05, queue_timeout_seconds=0.3)
     ticket = cluster.submit()
     assert isinstance(ticket.answer, StreamedAnswer)
@@ -826,7 +826,7 @@ async def test_decisions_are_kept_and_can_be_explained(two: Cluster):
     assert "refused this request" in str(decisions[1].to_rows())
 
 
-async def test_servable_says_why_not(one: Cluster):
+async def test_find_outage_reason_names_the_cause(one: Cluster):
     assert one.dispatcher.find_outage_reason() == ""
     full(one, A)
     assert "best node node-a has" in one.dispatcher.find_outage_reason()
@@ -945,7 +945,7 @@ async def test_all_chance_comes_from_the_injected_source():
 # cached prompts
 
 
-async def test_a_short_prompt_goes_anywhere(two: Cluster):
+async def test_short_prompt_has_no_affinity(two: Cluster):
     ticket = two.submit()
     assert ticket.chain is None
     two.finish()
@@ -1012,7 +1012,7 @@ async def test_a_key_is_held_to_its_limits_on_every_way_out(two: Cluster):
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("end", ["left", "slow", "lost", "engine", "stopped"])
-async def test_who_ends_early_pays_for_what_was_read_and_written(one: Cluster, end: str, stream: bool):
+async def test_cancelled_request_is_charged_prompt_and_generated_tokens(one: Cluster, end: str, stream: bool):
     one.limits |= {"k": KeyLimits(tokens_per_minute=1000)}
     ticket = one.submit(stream=stream, max_tokens=500)
     one.say(lambda number: Admitted(number, 200, 50))
@@ -1063,7 +1063,7 @@ async def test_ids_that_are_not_remembered_are_counted(one: Cluster):
     assert one.dispatcher.usage.drain()["k", "tiny"].completion_tokens == 8
 
 
-async def test_who_leaves_before_anything_was_done_pays_nothing(one: Cluster):
+async def test_request_cancelled_before_prefill_is_not_charged(one: Cluster):
     one.limits |= {"k": KeyLimits(tokens_per_minute=1000)}
     one.dispatcher.close(one.submit(max_tokens=900))
     assert one.dispatcher.usage.drain()["k", "tiny"].prompt_tokens == 0
@@ -1086,7 +1086,7 @@ async def test_a_key_that_is_bound_to_labels_meets_only_nodes_that_have_them(two
 # loss of a node
 
 
-async def test_a_drain_moves_what_runs_and_says_when_the_node_is_empty(two: Cluster):
+async def test_drain_migrates_requests_and_reports_an_empty_node(two: Cluster):
     ticket = two.submit()
     where, _ = two.last()
     two.speak("hello")
@@ -1102,7 +1102,7 @@ async def test_a_drain_moves_what_runs_and_says_when_the_node_is_empty(two: Clus
     two.settled()
 
 
-async def test_what_cannot_be_moved_is_moved_when_there_is_room(two: Cluster):
+async def test_drain_migrates_remaining_requests_when_there_is_room(two: Cluster):
     two.submit()
     where, _ = two.last()
     two.speak("hello")
@@ -1118,7 +1118,7 @@ async def test_what_cannot_be_moved_is_moved_when_there_is_room(two: Cluster):
     assert two.last()[0] == other
 
 
-async def test_what_ends_by_itself_empties_the_node_too(one: Cluster):
+async def test_drain_completes_when_requests_finish(one: Cluster):
     one.submit()
     waits = asyncio.create_task(one.dispatcher.wait_drained(A, 5.0))
     await turn()

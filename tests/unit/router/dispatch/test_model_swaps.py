@@ -147,7 +147,7 @@ def busy() -> World:
     return world
 
 
-def test_a_model_in_use_leaves_after_its_slice_and_the_patience_of_who_waits():
+def test_model_in_use_is_unloaded_after_slice_and_wait():
     world = busy()
     assert world.begun(SWAP_AFTER_SECONDS) == [], "model a has been there for five seconds only"
     assert world.begun(SLICE - SWAP_AFTER_SECONDS) == [(N1, "b", {"a"})]
@@ -160,7 +160,7 @@ def test_a_model_in_use_leaves_after_its_slice_and_the_patience_of_who_waits():
     assert world.begun(SWAP_AFTER_SECONDS) == [(N1, "b", {"a"})]
 
 
-def test_an_idle_model_leaves_at_once_also_beside_one_in_use():
+def test_idle_model_is_unloaded_at_once():
     world = World("a", "b", "c", room=25 * GIB)
     world.node(N1, "a", "c")
     world.runs(N1, "a")
@@ -234,7 +234,7 @@ def test_a_pinned_model_never_leaves():
     assert world.step(LONGEST) == []
 
 
-def test_what_fits_beside_all_models_waits_for_rows_in_the_ordinary_way():
+def test_request_that_fits_without_a_swap_waits_for_rows():
     world = World("a", "b", room=21 * GIB)
     world.node(N1, "a")
     world.runs(N1, "a")
@@ -288,7 +288,7 @@ def test_the_node_turns_that_the_fewest_keys_lose_and_that_is_free_soonest():
     assert world.begun(SLICE) == [(N2, "b", {"a"})]
 
 
-def test_older_requests_for_the_model_in_use_go_first():
+def test_older_requests_for_the_model_in_use_run_first():
     world = busy()
     world.waits("a", "ada", since=world.now - 1.0)
     assert world.begun(SLICE) == []
@@ -309,7 +309,7 @@ def test_a_model_that_more_keys_use_stays_longer():
     assert world.begun(MAX_SLICE_KEYS * SLICE) == [(N1, "b", {"a"})]
 
 
-def test_a_slice_ends_before_who_waits_gives_up():
+def test_slice_ends_before_the_deadline_of_a_waiting_request():
     world = busy()
     world.models = {name: msgspec.structs.replace(one, load_seconds=500.0) for name, one in world.models.items()}
     assert world.begun(LONGEST / WAIT_SLICES - 0.1) == []
@@ -335,7 +335,7 @@ def test_a_swap_ends_when_no_request_waits_or_the_node_is_lost_or_another_has_he
         assert not world.ledger.turns
 
 
-def test_a_turn_goes_on_for_the_next_request_when_the_first_leaves():
+def test_swap_continues_for_the_next_request_after_a_cancel():
     world = busy()
     second = world.waits("b", "eve")
     world.step(SLICE)
@@ -357,7 +357,7 @@ def test_a_request_that_comes_back_refused_is_sent_again():
     assert [type(action) for action in actions] == [BeginTurn, SendRequest]
 
 
-def test_a_turn_that_takes_too_long_ends_and_the_models_begin_another_slice():
+def test_slow_swap_ends_and_begins_another_slice():
     world = busy()
     assert world.begun(SLICE)
     (ended,) = world.step(LONGEST + 0.1)
@@ -381,7 +381,7 @@ def test_a_large_request_makes_idle_models_leave_although_its_own_is_loaded():
     assert isinstance(asked, SendRequest)
 
 
-def test_what_is_held_for_a_request_is_its_need_less_what_the_leaving_models_give_back():
+def test_hold_is_the_need_minus_unloaded_bytes():
     world = busy()
     (begun,) = world.step(SLICE)
     assert isinstance(begun, BeginTurn)
@@ -457,7 +457,7 @@ def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypat
     assert [at.node for at in loading.candidates] == [N3, N2], "one that loads the model has it"
 
 
-def test_a_picture_has_what_runs_where_with_the_seconds_that_it_still_takes():
+def test_snapshot_has_running_requests_with_remaining_seconds():
     world = World("a", "slow")
     world.models["slow"] = msgspec.structs.replace(model("slow"), decode_speed=0.0)
     world.node(N1, "a", "slow")

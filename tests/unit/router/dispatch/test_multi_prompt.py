@@ -88,7 +88,7 @@ def test_the_first_that_fails_ends_it():
     assert joined.ready
 
 
-async def test_who_waits_is_woken_by_any_of_them():
+async def test_merged_request_is_woken_by_any_part():
     tickets = streams(2)
     joined = MergedStream(tickets, 2)
     waiting = joined.wait()
@@ -102,7 +102,7 @@ async def test_who_waits_is_woken_by_any_of_them():
     assert called == [1]
 
 
-def test_being_read_or_blocked_or_open_is_said_to_all():
+def test_merged_request_forwards_reader_state_to_all_parts():
     tickets = streams(2)
     joined = MergedStream(tickets, 2)
     joined.set_blocked(False)

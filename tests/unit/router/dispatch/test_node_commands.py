@@ -64,7 +64,7 @@ def nodes() -> Nodes:
 
 
 @pytest.mark.parametrize("kind", [LoadModel, UnloadModel, ProfileModel])
-async def test_an_order_is_sent_and_its_end_is_heard(nodes: Nodes, kind: Kind):
+async def test_command_is_sent_and_returns_its_end(nodes: Nodes, kind: Kind):
     task = await nodes.give(kind)
     assert nodes.sent == [(A, kind(1, "tiny"))]
     assert len(nodes.orders) == 1
@@ -76,7 +76,7 @@ async def test_an_order_is_sent_and_its_end_is_heard(nodes: Nodes, kind: Kind):
     assert nodes.sent == [(A, kind(1, "tiny"))], "what has ended is not cancelled"
 
 
-async def test_a_refusal_keeps_its_numbers_and_says_whose_it_is(nodes: Nodes):
+async def test_refusal_of_a_command_has_numbers_and_node(nodes: Nodes):
     task = await nodes.give()
     nodes.orders.receive(
         A, Refusal(1, Refused(RefusalCode.NO_ROOM, "needs 5 GiB, headroom is 1 GiB", MemoryNumbers(headroom=1)))
@@ -105,14 +105,14 @@ ENDS: list[tuple[Callable[[NodeCommands], None], RequestFailure]] = [
 
 
 @pytest.mark.parametrize(("happen", "ended"), ENDS)
-async def test_whatever_goes_wrong_is_told(nodes: Nodes, happen: Callable[[NodeCommands], None], ended: RequestFailure):
+async def test_failed_command_has_a_cause(nodes: Nodes, happen: Callable[[NodeCommands], None], ended: RequestFailure):
     task = await nodes.give()
     happen(nodes.orders)
     assert await task == ended
     assert len(nodes.orders) == 0
 
 
-async def test_what_another_node_says_or_suffers_is_not_about_this_order(nodes: Nodes):
+async def test_command_ignores_frames_and_losses_of_other_nodes(nodes: Nodes):
     task = await nodes.give()
     nodes.orders.receive(B, Finished(1, (), 0, 0))
     nodes.orders.receive(A, Finished(7, (), 0, 0))
@@ -174,7 +174,7 @@ async def test_counts_are_bounded_by_key_and_in_all(nodes: Nodes):
     await asyncio.gather(*counts)
 
 
-async def test_who_waits_no_longer_leaves_nothing_open(nodes: Nodes):
+async def test_cancelled_command_leaves_nothing_open(nodes: Nodes):
     task = await nodes.give()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -182,7 +182,7 @@ async def test_who_waits_no_longer_leaves_nothing_open(nodes: Nodes):
     assert nodes.sent[-1] == (A, Cancel(1))
 
 
-async def test_an_engine_that_says_nothing_is_not_waited_for_for_ever(nodes: Nodes, monkeypatch: pytest.MonkeyPatch):
+async def test_silent_engine_ends_a_command_with_a_timeout(nodes: Nodes, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "COMMAND_TIMEOUT_SECONDS", 0.01)
     ended = await (await nodes.give())
     assert isinstance(ended, RequestFailure)

@@ -110,7 +110,7 @@ async def test_a_nudge_is_a_comment():
     assert b'"role":"assistant"' in transport.bodies[2]
 
 
-async def test_a_stream_that_breaks_says_so_and_has_no_done():
+async def test_failed_sse_stream_has_an_error_and_no_done():
     transport = Transport()
     ticket, _ = pumped(transport)
     say(ticket, "one")
@@ -154,7 +154,7 @@ async def test_a_coroutine_that_never_waits_ends_at_once():
     assert ended == [7]
 
 
-async def test_a_coroutine_goes_on_when_its_future_is_done():
+async def test_driver_resumes_a_coroutine_when_its_future_is_done():
     ended: list[Any] = []
     future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -170,7 +170,7 @@ async def test_a_coroutine_goes_on_when_its_future_is_done():
     assert ended == [2]
 
 
-async def test_what_is_given_up_is_cleaned_up_and_not_reported():
+async def test_closed_driver_cleans_up_without_a_report():
     ended: list[Any] = []
     cleaned: list[bool] = []
 
@@ -188,7 +188,7 @@ async def test_what_is_given_up_is_cleaned_up_and_not_reported():
     assert ended == []
 
 
-async def test_an_exception_is_told_to_the_loop():
+async def test_driver_reports_an_exception_to_the_loop():
     ended: list[Any] = []
     told: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))

@@ -44,7 +44,7 @@ def version(*nodes: NodeView) -> ModelVersion:
     return ClusterView(nodes).identify("tiny").version
 
 
-def test_identify_separates_models_with_equal_samples_and_other_content():
+def test_identify_separates_models_with_equal_samples_and_different_content():
     three = node("a", "x", content="1"), node("b", "x", content="2"), node("c", "x", content="2")
     assert version(*three) == ("x", "2")
     assert ClusterView(three).conflicts == ["tiny"]
@@ -163,7 +163,7 @@ async def test_an_order_to_load_goes_to_the_model_that_is_served():
     three.dispatcher.shutdown()
 
 
-async def test_a_stream_does_not_continue_with_the_other_model_and_says_why(three: Cluster):
+async def test_stream_does_not_resume_with_another_version(three: Cluster):
     ticket = three.submit()
     say(three, 1)
     taken(ticket)
@@ -178,7 +178,7 @@ async def test_a_stream_does_not_continue_with_the_other_model_and_says_why(thre
     assert B not in {node for node, _ in three.generates()}
 
 
-async def test_what_one_model_has_read_is_not_known_of_the_other(two: Cluster):
+async def test_prefixes_are_separate_for_each_version(two: Cluster):
     def ask() -> ActiveRequest:
         job = RequestSpec(
             ResourceDemand("tiny", len(LONG)), "k", "r", (Message("user", LONG),), GenerationParams(), 0, stream=True

@@ -52,17 +52,17 @@ def name(choice: LoadPlacement | Refused) -> str:
     return choice.name
 
 
-def test_the_node_that_can_hold_it_and_has_it_not_is_asked():
+def test_choose_load_node_takes_a_node_with_room_without_the_model():
     small = node("small", known(), a_memory(3 * GIB))
     assert name(pick(small, node("has", a_model()), node("can", known()))) == "can"
 
 
-def test_of_two_that_can_the_one_that_loads_faster_is_asked():
+def test_choose_load_node_takes_the_faster_node():
     slow, fast = known(load_seconds=60.0), known(load_seconds=5.0)
     assert name(pick(node("slow", slow), node("fast", fast))) == "fast"
 
 
-def test_a_node_that_has_it_will_do_when_no_other_can_hold_it():
+def test_choose_load_node_falls_back_to_a_node_with_the_model():
     small = node("small", known(), a_memory(3 * GIB))
     assert pick(small, node("has", a_model(), a_memory(0))) == LoadPlacement(NodeId("has"), "has", loaded=True)
 
@@ -71,11 +71,11 @@ def test_a_load_under_way_is_waited_for():
     assert pick(node("at-it", known(loading=True), a_memory(0))) == LoadPlacement(NodeId("at-it"), "at-it")
 
 
-def test_a_full_node_that_is_large_enough_may_give_idle_models_back():
+def test_choose_load_node_takes_a_full_node_with_idle_models():
     assert name(pick(node("full", known(), a_memory(1 * GIB)), node("fuller", known(), a_memory(0)))) == "full"
 
 
-def test_a_node_whose_cap_is_too_small_for_the_weights_is_never_asked():
+def test_choose_load_node_skips_a_cap_below_the_weights():
     answer = pick(node("mini", known(weights=30 * GIB)))
     assert isinstance(answer, Refused)
     assert (answer.code, answer.status) == (RefusalCode.TOO_LARGE, 400)
@@ -88,7 +88,7 @@ def test_a_load_by_order_needs_no_margin():
     assert name(pick(node("mini", known(weights=23 * GIB)))) == "mini", "of 24 GiB, 2 of them margin"
 
 
-def test_who_asks_by_name_asks_a_node_again_that_failed_to_load_it():
+def test_choose_load_node_retries_a_named_node_after_a_failure():
     broken = node("broken", known(cause="truncated"))
     assert name(pick(broken)) == "broken"
     assert name(pick(broken, node("sound", known()))) == "sound"
@@ -96,13 +96,13 @@ def test_who_asks_by_name_asks_a_node_again_that_failed_to_load_it():
 
 @pytest.mark.parametrize("change", [{"state": "lost"}, {"cordoned": True}, {"draining": True}])
 @pytest.mark.parametrize("model", [known(), a_model(), known(loading=True), known(cause="truncated")])
-def test_a_node_that_takes_nothing_is_not_asked_whatever_it_has(change: dict[str, Any], model: Model):
+def test_choose_load_node_skips_unavailable_nodes(change: dict[str, Any], model: Model):
     answer = pick(node("a", model, **change))
     assert isinstance(answer, Refused)
     assert answer.code in (RefusalCode.NOT_READY, RefusalCode.DRAINING, RefusalCode.LOAD_FAILED)
 
 
-def test_who_has_refused_is_not_asked_again():
+def test_choose_load_node_skips_nodes_that_refused():
     first, second = node("first", known(load_seconds=1.0)), node("second", known(load_seconds=9.0))
     told = Refused(RefusalCode.NO_ROOM, "a spike")
     assert name(pick(first, second, tried={NodeId("first"): told})) == "second"

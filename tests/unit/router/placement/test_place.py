@@ -100,7 +100,7 @@ def why(result: Placement | NoPlacement, name: str) -> str:
 LONG = ResourceDemand("tiny", 0, 4_000)
 
 
-def test_a_prompt_goes_back_to_where_it_was_read():
+def test_place_prefers_the_node_with_the_cached_prompt():
     result = decide(node("a"), node("b"), node("c"), ask=LONG, cached_shares={NodeId("b"): 0.9})
     assert chosen(result) == "b"
     times = {one.name: one.expected_ttft for one in result.candidates}
@@ -115,7 +115,7 @@ def test_a_queue_that_costs_more_than_the_cache_saves_sends_it_elsewhere():
     assert chosen(decide(node("a"), busy(4_000), ask=LONG, cached_shares={NodeId("b"): 0.9})) == "a"
 
 
-def test_an_answer_is_expected_to_be_as_long_as_usual_or_as_asked_within_the_context():
+def test_expected_answer_is_the_usual_length_within_limit_and_context():
     model = a_model(expected_output=64, context=4096)
     assert ResourceDemand("tiny").estimate_output_tokens(model, 100) == 64
     assert ResourceDemand("tiny", max_tokens=10).estimate_output_tokens(model, 100) == 10
@@ -144,7 +144,7 @@ def test_the_numbers_of_a_candidate_count_what_was_reserved_since_its_report():
     assert (numbers.headroom, numbers.ceiling, numbers.cap) == (4 * GIB, memory.ceiling, memory.cap)
 
 
-def test_what_was_written_elsewhere_is_read_again_and_never_known():
+def test_tokens_generated_elsewhere_are_prefilled_again():
     asked = ResourceDemand("tiny", 400, prompt_tokens=1000, known_tokens=500)
     (alone,), _ = told(decide(node("a"), ask=asked))
     assert (alone.prefill_tokens, alone.output_tokens) == (1500, 500 + KV_GROWTH_TOKENS)
@@ -161,14 +161,14 @@ def test_short_prompts_of_a_conversation_stay_together():
     assert names == {"b"}
 
 
-def test_a_model_that_is_gone_from_memory_is_not_warm():
+def test_unloaded_model_is_not_warm():
     cold = node("b", None, a_model(loaded=False, load_seconds=5.0))
     result = decide(node("a"), cold, ask=LONG, cached_shares={NodeId("b"): 1.0})
     assert chosen(result) == "a"
 
 
 @given(st.integers(0, 64), st.floats(0, 1), st.sampled_from(list(POLICIES)))
-def test_what_was_read_before_never_makes_room(mib: int, share: float, policy: str):
+def test_cached_tokens_do_not_reduce_the_need(mib: int, share: float, policy: str):
     nodes = (node("a", a_memory(mib * MIB)), node("b", a_memory(mib * MIB)))
     cold, warm = decide(*nodes, policy=policy), decide(*nodes, policy=policy, cached_shares={NodeId("a"): share})
     assert type(cold) is type(warm)
@@ -202,7 +202,7 @@ REASONS = [
 
 @pytest.mark.parametrize(("change", "reason"), REASONS)
 @pytest.mark.parametrize("policy", list(POLICIES))
-def test_a_node_that_may_not_be_picked_says_why(change: dict[str, Any], reason: str, policy: str):
+def test_excluded_candidate_has_a_reason(change: dict[str, Any], reason: str, policy: str):
     bad = node("bad", **change)
     result = decide(bad, node("good"), policy=policy)
     assert chosen(result) == "good"
@@ -215,7 +215,7 @@ def test_a_node_that_may_not_be_picked_says_why(change: dict[str, Any], reason: 
     [a_memory(phys=None, current=None, headroom=None), a_memory(ceiling=1, headroom=1 - 24 * GIB, bound_by=UNREADABLE)],
     ids=["the engine", "its machine"],
 )
-def test_where_no_memory_can_be_read_the_answer_says_so(memory: Memory):
+def test_place_reports_unreadable_memory(memory: Memory):
     result = decide(node("blind", memory), node("too", memory))
     assert isinstance(result, NoPlacement)
     assert result.refused.code is RefusalCode.UNREADABLE
@@ -227,7 +227,7 @@ def test_where_no_memory_can_be_read_the_answer_says_so(memory: Memory):
     assert "best node full" in full.refused.message
 
 
-def test_an_exact_prompt_longer_than_the_context_does_not_go_there():
+def test_place_excludes_a_context_shorter_than_the_prompt():
     small, large = node("small", None, a_model(context=100)), node("large", None, a_model(context=1000))
     result = decide(small, large, ask=ResourceDemand("tiny", 0, 500))
     assert chosen(result) == "large"
@@ -262,7 +262,7 @@ MAKES_ROOM = SwapTurn(NodeId("a"), "a", "large", frozenset({"tiny"}), 1, NOW)
         (ResourceDemand("tiny"), {"state": "asleep"}, "is asleep", RefusalCode.NOT_READY),
     ],
 )
-def test_a_node_that_makes_room_takes_no_new_request_for_what_is_in_the_way(
+def test_swapping_node_takes_no_request_for_the_leaving_model(
     ask: ResourceDemand, change: dict[str, object], reason: str, code: RefusalCode | None
 ):
     ledger = ReservationLedger()
@@ -295,7 +295,7 @@ TRIED = [
 
 
 @pytest.mark.parametrize(("trials", "reason", "code"), TRIED)
-def test_what_a_request_has_met_rules_a_node_out(trials: AttemptHistory, reason: str, code: RefusalCode | None):
+def test_attempt_history_excludes_nodes(trials: AttemptHistory, reason: str, code: RefusalCode | None):
     (found,) = decide(node("a"), trials=trials).candidates
     assert (found.why, found.code) == (reason, code)
 
@@ -341,7 +341,7 @@ def test_a_key_with_labels_gets_a_404_for_a_model_that_is_nowhere():
     assert answer == Refused(RefusalCode.NOT_READY, "no node can serve other now: b is asleep", None, 2.0)
 
 
-def test_what_was_promised_since_the_report_counts():
+def test_place_counts_reservations_since_the_report():
     ledger = ReservationLedger()
     ledger.reserve(NodeId("a"), 1, 1, 8 * GIB - 10 * MIB)
     result = decide(node("a"), node("b", a_memory(2 * GIB)), ledger=ledger)
@@ -373,13 +373,13 @@ def test_a_correction_withholds_what_the_view_overstates(
     assert (found.withheld, found.headroom) == (withheld, headroom)
 
 
-def test_a_node_that_refused_this_request_is_asked_again_after_its_next_report():
+def test_place_retries_a_refusing_node_after_its_next_report():
     trials = AttemptHistory(refused={NodeId("a"): NOW})
     assert why(decide(node("a"), trials=trials), "a") == "refused this request and has not reported since"
     assert chosen(decide(node("a", reported_at=NOW + 0.1), trials=trials)) == "a"
 
 
-def test_a_hold_keeps_others_out_and_its_owner_in():
+def test_hold_excludes_all_requests_but_its_own():
     ledger = ReservationLedger()
     ledger.hold_memory(5, NodeId("a"), 8 * GIB - 10 * MIB)
     assert isinstance(decide(node("a"), ledger=ledger), NoPlacement)
@@ -425,7 +425,7 @@ def test_the_texts_of_a_request_take_time_but_no_memory_together():
     assert many.chosen.prefill_tokens == one.chosen.prefill_tokens + 10_000 == 10_100
 
 
-def test_what_no_node_offers_is_said_whatever_the_state_of_the_nodes():
+def test_place_refuses_an_unknown_model_in_any_node_state():
     ask = ResourceDemand("tiny", 400, features=frozenset({"tools", "sampling"}))
     lost = node("lost", None, a_model(features=("tools",)), state="lost")
     refusal = refused(decide(lost, node("plain"), ask=ask))
@@ -443,7 +443,7 @@ def test_a_feature_of_a_node_that_is_away_is_worth_waiting_for():
 # models that are not loaded
 
 
-def test_weights_that_exceed_the_cap_keep_an_unloaded_model_off_a_node_for_ever():
+def test_place_excludes_a_model_with_weights_above_the_cap():
     small = node("small", None, a_model(loaded=False, weights=23 * GIB))
     result = decide(small, ask=ResourceDemand("tiny", 0, 1, 1))
     assert (refused(result).code, refused(result).status) == (RefusalCode.TOO_LARGE, 400)
@@ -513,7 +513,7 @@ def test_a_busy_node_with_the_model_loses_to_one_that_loads_it_sooner():
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
-def test_a_node_that_cannot_load_it_says_why_and_is_not_picked(policy: str):
+def test_place_excludes_an_unloadable_model_with_the_reason(policy: str):
     broken = node("broken", a_memory(60 * GIB, cap=96 * GIB), a_model(loaded=False, cause="a truncated file"))
     result = decide(broken, node("sound"), policy=policy)
     assert chosen(result) == "sound"
@@ -535,7 +535,7 @@ def test_when_no_node_can_load_it_the_causes_are_the_answer():
     assert answer.retry_after is None
 
 
-def test_a_node_that_cannot_load_it_is_no_hope_for_those_who_wait():
+def test_unloadable_model_is_no_reason_to_wait():
     broken = node("broken", None, a_model(loaded=False, cause="a truncated file"))
     assert refused(decide(broken, node("away", state="asleep"))).code is RefusalCode.NOT_READY
     assert refused(decide(broken, node("small"), ask=ResourceDemand("tiny", 0, 5000))).code is RefusalCode.CONTEXT
@@ -565,7 +565,7 @@ def asked(*nodes: NodeView, **more: Any) -> str | None:
     return None if result.candidate is None else result.candidate.name
 
 
-def test_an_idle_node_that_could_give_other_models_back_is_asked():
+def test_place_swaps_models_of_an_idle_node():
     assert asked(idle("a", 1 * GIB), idle("b", 2 * GIB)) == "b"
     assert asked(idle("busy", 1 * GIB, engine=EngineState("x", "ready", running=1))) is None
     assert asked(idle("small", 1 * GIB, a_model(loaded=False, weights=23 * GIB), a_model("other"))) == "small", (
@@ -579,7 +579,7 @@ def test_an_idle_node_that_could_give_other_models_back_is_asked():
     assert asked(idle("far", 2 * GIB, far), idle("near", 1 * GIB, near)) == "near", "it lacks the least"
 
 
-def test_a_node_is_asked_to_give_models_back_only_where_the_request_then_fits():
+def test_place_swaps_models_only_if_the_request_then_fits():
     ask = ResourceDemand("tiny", 400, max_tokens=64)
     need = estimate_request_need(a_model(), 100, 64)
     for over, name in ((0, "a"), (1, None)):
@@ -589,7 +589,7 @@ def test_a_node_is_asked_to_give_models_back_only_where_the_request_then_fits():
         assert asked(exact, beside, ask=ask) == name
 
 
-def test_no_node_is_asked_to_give_models_back_while_another_has_the_model_or_it_has_refused():
+def test_place_does_not_swap_while_another_node_has_the_model():
     assert asked(idle("a", 1 * GIB), node("has", a_memory(0))) is None
     assert asked(idle("a", 1 * GIB), node("has", a_memory(0), state="lost")) == "a"
     loading = a_model(loaded=False, loading=True, weights=9 * GIB)
@@ -817,7 +817,7 @@ def test_a_short_prompt_waits_for_the_shorter_ones_and_shares_with_the_oldest():
     )
 
 
-def test_time_counts_the_answer_too_and_those_whose_answers_stand_still():
+def test_expected_wait_includes_answers_and_stalled_requests():
     quick = node("quick", None, a_model(decode_speed=80.0))
     slow = node("slow", None, a_model(decode_speed=8.0))
     assert {chosen(decide(quick, slow, seed=seed)) for seed in range(9)} == {"quick"}
@@ -926,7 +926,7 @@ def test_a_cluster_without_a_model_is_not_ready_rather_than_wrong():
         assert (answer.code, answer.retry_after) == (RefusalCode.NOT_READY, 2.0)
 
 
-def test_no_room_says_the_best_node_its_numbers_and_the_next_step():
+def test_no_room_names_the_best_node_numbers_and_next_step():
     answer = refused(decide(node("mini", a_memory(10 * MIB)), node("studio-a", a_memory(50 * MIB))))
     assert (answer.code, answer.status, answer.node) == (RefusalCode.NO_ROOM, 503, "studio-a")
     assert answer.message.startswith("needs 74.2 MiB by estimate, best node studio-a has 50.0 MiB: retry, shorten")
@@ -963,7 +963,7 @@ def test_retry_after_is_when_the_next_answer_should_end(in_flight: int, answer: 
     assert result.retry_after == seconds
 
 
-def test_can_never_fit_is_said_only_with_an_exact_count():
+def test_too_large_needs_an_exact_token_count():
     model = a_model(kv_per_token=10 * GIB // 1000, context=100_000)
     guess = decide(node("a", None, model), ask=ResourceDemand("tiny", 4 * 40_000))
     assert isinstance(guess, NoPlacement)

@@ -56,7 +56,7 @@ def test_another_conversation_or_model_or_tool_is_known_nowhere():
     assert index.estimate_shares(chain(Message("system", "hello"))) is NOWHERE
 
 
-def test_a_shared_system_prompt_counts_as_far_as_it_goes():
+def test_shared_system_prompt_counts_up_to_its_end():
     system = Message("system", "s" * 899)
     index = known((A, chain(system, user("one")), HASH))
     share = index.estimate_shares(chain(system, user("t" * 99)))[A]
@@ -72,7 +72,7 @@ def test_where_one_key_was_answered_is_known_to_that_key_alone():
     assert index.estimate_shares(of_key("mallory", user("y"), session="chat")) is NOWHERE
 
 
-def test_of_a_system_prompt_of_all_keys_nothing_behind_it_is_known_to_others():
+def test_text_after_a_shared_system_prompt_is_private_to_its_key():
     system, question = Message("system", "s" * 899), user("q" * 99)
     index = known((A, of_key("alice", system, question, shared=True), HASH))
     assert index.estimate_shares(of_key("alice", system, question, shared=True)) == {A: 1.0}
@@ -117,14 +117,14 @@ def test_an_eviction_is_followed_once():
     assert index.estimate_shares(old) == {A: 1.0}, "the report repeats the eviction"
 
 
-def test_more_evictions_than_are_told_by_name_forget_all_of_the_node():
+def test_unlisted_evictions_clear_the_node():
     index = known((A, chain(user("hello")), HASH), (B, chain(user("hello")), HASH))
     index.apply_report(A, 1, 0, ())
     index.apply_report(A, 1, 5, (b"x", b"y"))
     assert index.estimate_shares(chain(user("hello"))) == {B: 1.0}
 
 
-def test_a_new_engine_knows_nothing():
+def test_new_engine_starts_without_prefixes():
     index = known((A, chain(user("hello")), HASH))
     index.apply_report(A, 1, 0, ())
     assert index.estimate_shares(chain(user("hello"))) == {A: 1.0}
@@ -134,7 +134,7 @@ def test_a_new_engine_knows_nothing():
     assert index.estimate_shares(chain(user("hello"))) == {A: 1.0}
 
 
-def test_a_new_engine_with_the_same_disk_cache_knows_the_prompts_of_the_old_one():
+def test_new_engine_with_the_same_disk_cache_keeps_its_prefixes():
     index, prompt = known((A, chain(user("hello")), HASH)), chain(user("hello"))
     index.apply_report(A, 1, 3, (), "store")
     index.record_prefill(prompt, A, HASH, 10, 0)
@@ -149,7 +149,7 @@ def test_a_new_engine_with_the_same_disk_cache_knows_the_prompts_of_the_old_one(
     assert index.estimate_shares(prompt) is NOWHERE
 
 
-def test_a_named_session_is_believed_where_the_text_tells_nothing():
+def test_named_session_counts_where_the_text_is_unknown():
     index = PrefixAffinity()
     index.record_prefill(chain(user("summary one" * 50), session="s"), A, HASH, 100, 0)
     other = chain(user("quite other text, as long" * 50), session="s")
@@ -164,7 +164,7 @@ def test_a_name_that_is_used_for_everything_loses_its_credit():
     assert index.estimate_shares(chain(user("and another" * 20), session="app")) is NOWHERE
 
 
-def test_a_name_whose_answers_came_from_the_cache_keeps_it():
+def test_session_with_cache_hits_keeps_its_estimate():
     index = PrefixAffinity()
     for number in range(8):
         index.record_prefill(chain(user(f"{number} " * 99), session="s"), A, bytes([number]), 100, 90)
@@ -218,7 +218,7 @@ def test_every_block_and_the_role_of_a_message_belong_to_the_prompt():
     }
 
 
-def test_a_session_is_worth_its_share_of_the_prompt_times_what_its_answers_proved():
+def test_session_estimate_is_prompt_share_times_hit_rate():
     index = PrefixAffinity()
 
     def share(size: int) -> float:
@@ -240,7 +240,7 @@ def test_a_session_is_worth_its_share_of_the_prompt_times_what_its_answers_prove
     )
 
 
-def test_a_session_counts_only_where_it_knows_more_than_the_text():
+def test_session_counts_only_above_the_text_match():
     index = PrefixAffinity()
     for _ in range(3):
         index.record_prefill(chain(user("a" * 99), said("b" * 99), session="s"), A, HASH, 100, 0)
@@ -253,7 +253,7 @@ def test_a_session_counts_only_where_it_knows_more_than_the_text():
     assert index.estimate_shares(chain(user("?" * 199), session="s")) is NOWHERE, "its trust is LEAST_TRUST"
 
 
-def test_a_session_of_an_engine_that_is_gone_is_not_believed():
+def test_session_of_a_former_engine_does_not_count():
     index = PrefixAffinity()
     index.apply_report(A, 1, 0, ())
     index.record_prefill(chain(user("a" * 99), session="s"), A, HASH, 100, 0)
@@ -300,7 +300,7 @@ def test_an_eviction_forgets_a_beginning_that_no_later_prompt_has():
     assert len(index) == 0
 
 
-def test_what_was_used_last_stays_in_a_full_index():
+def test_full_index_keeps_recently_used_prefixes():
     index = PrefixAffinity(entries=3)
     for text in ("one", "two", "three", "one", "four", "five"):
         index.record_prefill(chain(user(text), session=text), A, text.encode(), 10, 0)
@@ -316,7 +316,7 @@ def test_what_was_used_last_stays_in_a_full_index():
     ]
 
 
-def test_an_eviction_of_what_is_forgotten_in_part_changes_nothing_else():
+def test_eviction_of_a_partly_unknown_prefix_changes_nothing_else():
     index = PrefixAffinity(entries=1)
     index.record_prefill(chain(user("one"), said("two")), A, b"long", 10, 0)
     index.apply_report(A, 1, 1, (b"long",))
@@ -327,7 +327,7 @@ def test_an_eviction_of_what_is_forgotten_in_part_changes_nothing_else():
     assert index.estimate_shares(prompt) == {B: 1.0}
 
 
-def test_other_nodes_are_kept_and_a_returning_node_starts_without_history():
+def test_remove_node_keeps_other_nodes_and_deletes_the_history():
     one, two = chain(user("one"), session="a"), chain(user("two"), session="b")
     index = known((A, one, b"1"), (B, two, b"2"))
     index.apply_report(A, 1, 5, (b"x",) * 5)

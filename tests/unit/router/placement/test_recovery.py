@@ -101,7 +101,7 @@ def test_the_rules():
 
 @pytest.mark.parametrize("fall", [lose, engine_lost, short_of_memory])
 @pytest.mark.parametrize("read", [True, False])
-async def test_a_stream_goes_on_from_what_was_heard(two: Cluster, fall: Callable[[Cluster], None], read: bool):
+async def test_stream_resumes_after_the_received_tokens(two: Cluster, fall: Callable[[Cluster], None], read: bool):
     ticket = two.submit()
     two.say(lambda number: Admitted(number, 25))
     first = two.last()
@@ -120,7 +120,7 @@ async def test_a_stream_goes_on_from_what_was_heard(two: Cluster, fall: Callable
     assert two.dispatcher.counters.resumes == 1
 
 
-async def test_a_whole_answer_goes_on_too(two: Cluster):
+async def test_whole_answer_resumes_on_another_node(two: Cluster):
     ticket = two.submit(stream=False)
     say(two, 1, 2)
     lose(two)
@@ -131,7 +131,7 @@ async def test_a_whole_answer_goes_on_too(two: Cluster):
     assert ticket.answer.build_answer().texts == {(0, 0): "1 2 3 "}
 
 
-async def test_each_choice_goes_on_from_where_it_was(two: Cluster):
+async def test_each_choice_resumes_from_its_own_token(two: Cluster):
     job = two.submit().spec
     job = type(job)(job.demand, "k", "r", job.messages, type(job.params)(n=3, seed=7), 0, stream=True)
     two.dispatcher.submit(job)
@@ -142,7 +142,7 @@ async def test_each_choice_goes_on_from_where_it_was(two: Cluster):
     assert two.generates()[-1][1].params.seed in (7, 2**52)
 
 
-async def test_what_is_known_counts_where_it_goes_on(two: Cluster):
+async def test_resumed_answer_counts_known_tokens_in_its_need(two: Cluster):
     ticket = two.submit()
     two.say(lambda number: Admitted(number, 25))
     say(two, *range(200))
@@ -151,7 +151,7 @@ async def test_what_is_known_counts_where_it_goes_on(two: Cluster):
     assert ticket.demand.known_tokens == 200
 
 
-async def test_the_next_node_is_asked_when_one_refuses_to_go_on():
+async def test_resume_tries_the_next_node_after_a_refusal():
     cluster = Cluster(A, B, C)
     ticket = cluster.submit()
     say(cluster, 1)
@@ -180,7 +180,7 @@ def models(cluster: Cluster, **by_node: Model) -> None:
     cluster.report()
 
 
-async def test_it_goes_on_only_with_the_model_that_began_it():
+async def test_resume_needs_the_same_model_version():
     cluster = Cluster(A, B, C)
     models(cluster, b=a_model(fingerprint="another"), c=a_model(prefill_speed=1.0))
     ticket = cluster.submit()
@@ -209,7 +209,7 @@ async def test_an_unread_answer_may_start_again_with_another_model(two: Cluster)
     assert ticket.answer.build_answer().texts == {(0, 0): "7 "}
 
 
-async def test_a_model_without_a_fingerprint_cannot_be_told_from_others(two: Cluster):
+async def test_resume_refuses_a_model_without_a_fingerprint(two: Cluster):
     two.models = (a_model(fingerprint=""),)
     two.report()
     ticket = two.submit()
@@ -229,7 +229,7 @@ async def test_a_node_that_sends_unrequested_frames_is_rejected(two: Cluster):
     assert isinstance(ticket.outcome, RequestFailure)
 
 
-async def test_no_more_is_remembered_than_was_asked_for(two: Cluster):
+async def test_token_record_is_bounded_by_max_tokens(two: Cluster):
     params = GenerationParams(max_tokens=4)
     ticket = two.dispatcher.submit(RequestSpec(ResourceDemand("tiny", 100), "k", "r", (), params, 0, stream=True))
     say(two, *range(6))
@@ -241,7 +241,7 @@ async def test_no_more_is_remembered_than_was_asked_for(two: Cluster):
 # the limits
 
 
-async def test_the_request_in_the_forward_ends_and_the_others_go_on(two: Cluster):
+async def test_crash_ends_the_request_in_the_forward(two: Cluster):
     ticket = two.submit()
     say(two, 1)
     taken(ticket)
@@ -250,7 +250,7 @@ async def test_the_request_in_the_forward_ends_and_the_others_go_on(two: Cluster
     assert len(two.generates()) == 1
 
 
-async def test_a_request_that_broke_by_itself_is_not_placed_again(two: Cluster):
+async def test_failed_request_is_not_retried(two: Cluster):
     ticket = two.submit()
     two.say(lambda number: Failed(number, "engine_error", "its sampling failed"))
     assert ticket.outcome == RequestFailure("engine_error", "its sampling failed")
@@ -284,7 +284,7 @@ async def test_a_begun_request_survives_three_lost_nodes_and_no_more():
 # without room
 
 
-async def test_it_waits_before_all_newcomers_and_goes_on_when_there_is_room(two: Cluster):
+async def test_lost_answer_is_queued_first_and_resumes_with_room(two: Cluster):
     ticket = two.submit()
     say(two, 1)
     taken(ticket)
@@ -299,7 +299,7 @@ async def test_it_waits_before_all_newcomers_and_goes_on_when_there_is_room(two:
     assert resumes(two) == [(), ((1,),)]
 
 
-async def test_an_answer_whose_node_ran_out_of_room_goes_on_there_when_there_is_some(two: Cluster):
+async def test_answer_resumes_on_its_node_when_memory_is_free_again(two: Cluster):
     """The only Mac with this model: its other requests end, and the begun one is not lost."""
     begun = two.submit()
     where = begun.node
@@ -328,7 +328,7 @@ async def test_an_answer_that_never_has_room_ends_with_the_node_s_own_reason(two
     assert two.dispatcher.breakers.list_barred_nodes(two.now) == []
 
 
-async def test_a_full_line_does_not_refuse_what_was_begun():
+async def test_full_queue_accepts_begun_answers():
     cluster = Cluster(A, B, queue_limit=1)
     begun = [cluster.submit() for _ in range(4)]
     for number, (node, frame) in enumerate(cluster.generates()):
@@ -400,7 +400,7 @@ def other_than(node: NodeId) -> NodeId:
     return B if node == A else A
 
 
-async def test_what_fits_nowhere_else_runs_on_where_it_is_and_is_moved_later(two: Cluster):
+async def test_drain_migrates_a_request_later_if_no_node_has_room(two: Cluster):
     tickets = [two.submit(), two.submit(stream=False)]
     for ticket in tickets:
         if ticket.node != A:
@@ -462,7 +462,7 @@ async def silence(cluster: Cluster, node: NodeId, seconds: float) -> None:
     cluster.dispatcher.sweep()
 
 
-async def test_a_silent_node_s_streams_go_on_elsewhere_before_it_is_lost(two: Cluster):
+async def test_streams_of_a_silent_node_resume_before_it_is_lost(two: Cluster):
     ticket = two.submit()
     first = two.last()
     say(two, 1)
@@ -473,7 +473,7 @@ async def test_a_silent_node_s_streams_go_on_elsewhere_before_it_is_lost(two: Cl
     assert taken(ticket) == ["1 "]
 
 
-async def test_who_would_lose_much_waits_longer_for_a_silent_node(two: Cluster):
+async def test_long_answer_waits_longer_for_a_silent_node(two: Cluster):
     ticket = two.submit()
     first = two.last()
     say(two, 1)
@@ -486,7 +486,7 @@ async def test_who_would_lose_much_waits_longer_for_a_silent_node(two: Cluster):
     assert ticket.node == other_than(first[0])
 
 
-async def test_a_node_that_comes_back_may_go_on_with_what_was_lost_with_it(two: Cluster):
+async def test_returning_node_can_resume_its_lost_requests(two: Cluster):
     ticket = two.submit()
     say(two, 1)
     taken(ticket)
@@ -516,7 +516,7 @@ async def test_an_older_link_s_end_loses_nothing():
     cluster.settled()
 
 
-async def test_a_stopping_node_s_word_is_a_lost_node(two: Cluster):
+async def test_goodbye_of_a_stopping_node_resumes_its_requests(two: Cluster):
     ticket = two.submit()
     say(two, 1)
     taken(ticket)
@@ -527,7 +527,7 @@ async def test_a_stopping_node_s_word_is_a_lost_node(two: Cluster):
 # the breaker
 
 
-async def test_a_node_whose_engine_keeps_failing_gets_nothing_until_a_probe_is_well(two: Cluster):
+async def test_failing_node_gets_no_requests_until_a_probe_succeeds(two: Cluster):
     full(two, B)
     for _ in range(3):
         two.submit()

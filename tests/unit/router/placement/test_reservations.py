@@ -55,7 +55,7 @@ def test_of_a_node_that_is_no_member_any_more_nothing_is_kept():
     assert (ledger.find_hold_node(8), ledger.find_holder(B), ledger.get_holders()) == (B, 8, {8})
 
 
-def test_a_hold_counts_for_all_but_its_owner():
+def test_hold_counts_for_every_other_request():
     ledger = ReservationLedger()
     ledger.hold_memory(7, A, 300)
     assert (
@@ -138,7 +138,7 @@ TestAllOrders = AllOrders.TestCase
 
 
 @given(st.permutations(["admitted", "acknowledged", "released"]))
-def test_whatever_comes_first_the_ledger_returns_to_zero(order: list[str]):
+def test_ledger_returns_to_zero_in_any_order(order: list[str]):
     ledger = ReservationLedger()
     ledger.reserve(A, 1, 5, 100, 10)
     steps = {
@@ -204,7 +204,7 @@ def test_a_swap_bars_the_models_in_the_way_and_all_that_are_not_loaded(model: st
     assert turn(A, leaving=frozenset({"new"})).is_barred("new", loaded) is False
 
 
-def test_a_swap_names_the_models_that_go_and_the_one_that_comes():
+def test_swap_names_unloaded_and_loaded_models():
     assert turn(A).models == "idle, old -> new"
 
 

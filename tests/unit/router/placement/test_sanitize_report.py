@@ -146,7 +146,7 @@ POSITIVE: dict[str, Any] = {name: 9 + place for place, name in enumerate(SIZES)}
         (Memory(source="x" * MAX_TEXT_CHARS + "y"), Memory(source="x" * MAX_TEXT_CHARS)),
     ],
 )
-def test_a_reading_is_kept_but_for_what_cannot_be(memory: Memory, honest: Memory):
+def test_sanitize_memory_removes_impossible_readings_only(memory: Memory, honest: Memory):
     assert sanitize_memory(memory) == honest
 
 
@@ -224,7 +224,7 @@ HONEST = Model(
         ({"groups": (BatchGroup(0, 5, 0), BatchGroup(1, -1, 0), BatchGroup(1, 0, 0))}, {}),
     ],
 )
-def test_a_model_is_kept_but_for_what_cannot_be(said: dict[str, object], honest: dict[str, object]):
+def test_sanitize_report_removes_impossible_values_of_a_model_only(said: dict[str, object], honest: dict[str, object]):
     report = Report(0, Memory(), EngineState(), (replace(HONEST, **said),))
     assert seen(report).models == {"m": replace(HONEST, **honest)}
 
@@ -240,7 +240,7 @@ def test_an_impossible_speed_reads_as_unmeasured(speed: float):
     assert seen(report).models["m"].prefill_speed == UNMEASURED_PREFILL
 
 
-def test_a_name_that_could_break_a_header_gives_way_to_the_id():
+def test_sanitize_report_replaces_an_unsafe_name_by_the_id():
     assert seen(Report(0, Memory(), EngineState()), "evil\r\nx-admin: 1").name == "n1"
 
 

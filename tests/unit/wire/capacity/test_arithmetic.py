@@ -100,7 +100,7 @@ def test_levels_follow_from_margin_and_cap(phys: int, expected: MemoryLevel) -> 
     assert compute_level(replace(memory, phys=None)) is MemoryLevel.UNKNOWN
 
 
-def test_a_ceiling_that_could_not_be_read_makes_no_level_below_the_hard_line():
+def test_unreadable_ceiling_gives_no_level_below_the_hard_limit():
     memory = Memory(cap=100 * GIB, ceiling=1, margin=GIB, phys=50 * GIB, bound_by=UNREADABLE)
     assert compute_level(memory) is MemoryLevel.UNKNOWN
     assert compute_level(replace(memory, phys=101 * GIB)) is MemoryLevel.OVER_HARD, (
@@ -148,7 +148,7 @@ def test_freed_memory_does_not_delay_the_next_request():
     assert judge(replace(memory, reusable=90), 90) == Fits(100, 0), "free memory is never negative"
 
 
-def test_what_was_promised_or_squeezed_or_has_passed_makes_soft_and_never_hard() -> None:
+def test_reservations_and_peaks_give_the_soft_level_only() -> None:
     memory = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=15 * GIB, phys=50 * GIB)
     for change in ({"reserved": 40 * GIB}, {"ceiling": 1}, {"recent": 120 * GIB}):
         assert compute_level(replace(memory, **change)) is MemoryLevel.OVER_SOFT
@@ -185,7 +185,7 @@ def test_a_verdict_is_never_changed_afterwards():
         Fits(95, 5).spare = 6  # type: ignore[misc]
 
 
-def test_an_unreadable_footprint_says_so_and_what_of_the_numbers_is_known():
+def test_refusal_of_an_unreadable_footprint_has_the_known_numbers():
     memory = Memory(cap=120, ceiling=100, margin=10, phys=None, active=30, reserved=20, bound_by="static")
     refused = judge(memory, 25, node="studio")
     assert isinstance(refused, Refused)
@@ -205,7 +205,7 @@ def test_with_the_guard_off_by_name_everything_fits_and_nothing_is_spare():
     assert judge(replace(memory, phys=None), 25) == Fits(45, 0)
 
 
-def test_a_shed_of_an_unreadable_node_says_what_is_known():
+def test_shed_of_an_unreadable_node_has_the_known_numbers():
     memory = Memory(cap=8 * GIB, ceiling=7 * GIB, margin=GIB, phys=9 * GIB, reserved=MIB, bound_by="setting")
     known = MemoryNumbers(10 * GIB + MIB, 7 * GIB, 9 * GIB, MIB, 0, GIB, 8 * GIB, -3 * GIB - MIB, "setting")
     assert build_shed_refusal(memory, GIB).numbers == known
@@ -223,7 +223,7 @@ def test_a_system_that_cannot_be_read_refuses_as_unreadable() -> None:
 
 
 @given(MEMORY, SIZE, SIZE)
-def test_less_never_refuses_what_more_would_pass(memory: Memory, estimate: int, less: int) -> None:
+def test_judge_is_monotonic_in_the_estimate(memory: Memory, estimate: int, less: int) -> None:
     assume(less <= estimate)
     if isinstance(judge(memory, estimate), Fits):
         assert isinstance(judge(memory, less), Fits)
@@ -337,7 +337,7 @@ def test_joining_never_costs_more_than_a_batch_of_its_own_unless_nothing_else_is
     assert cost >= length * per_token
 
 
-def test_a_row_takes_its_tokens_what_its_cache_grew_ahead_its_window_and_its_fixed_state() -> None:
+def test_row_bytes_are_tokens_growth_window_and_fixed_state() -> None:
     kv = KvParameters(per_token=10, step=256, fixed=1000, window=512, window_per_token=3)
     assert compute_row_bytes(kv, 0) == compute_row_bytes(kv, -1) == 0
     assert compute_row_bytes(kv, 1) == 1000 + 256 * 10 + 256 * 3
@@ -361,7 +361,7 @@ def test_the_need_counts_the_whole_prompt_every_choice_and_absent_weights(prompt
 
 
 @given(MEMORY, st.integers(0, 10**6))
-def test_what_fits_now_can_ever_fit(memory: Memory, prompt: int) -> None:
+def test_fit_now_implies_can_ever_fit(memory: Memory, prompt: int) -> None:
     model = Model("m", loaded=True, weights=0, kv_per_token=1000)
     assume(memory.ceiling <= memory.cap)
     if isinstance(judge(memory, estimate_request_need(model, prompt, 100)), Fits):
@@ -413,7 +413,7 @@ def test_a_request_needs_the_smallest_chunk_at_its_end_or_the_step_that_it_joins
     assert estimate_request_transient(model, 1, 300, 64) == estimate_step_transient(TRANSIENT, 64, 301)
 
 
-def test_a_batch_wider_than_measured_is_charged_with_what_the_margin_was_narrowed_by():
+def test_batch_beyond_the_profile_is_charged_the_margin_reduction():
     model = Model("m", loaded=True, kv_per_token=10, forward=TRANSIENT, covered_rows=4, uncovered=GIB)
     model = replace(model, groups=(BatchGroup(3, 100, 300),))
     plain = replace(model, uncovered=0)
@@ -527,7 +527,7 @@ def test_a_batch_is_counted_in_rows_of_2048_tokens_or_of_the_models_context():
     assert compute_max_batch(Memory(cap=499 + 2048 + 3 * 2047), replace(model, forward=forward), 8) == 0
 
 
-def test_what_an_older_node_says_of_its_chunks_still_counts():
+def test_estimate_request_need_uses_the_transient_of_older_nodes():
     assert estimate_request_need(Model("m", loaded=True, transient=7), 100, 1) == 7
 
 
@@ -581,14 +581,14 @@ def test_reading_bytes_beyond_the_context_count_as_rendered_text():
     assert estimate_tokenize_bytes(text) == TOKENIZE_BYTES_PER_TOKEN * text
 
 
-def test_reading_bytes_are_zero_where_there_is_too_little_to_ask_for():
+def test_estimate_tokenize_bytes_is_zero_below_the_unchecked_size():
     files = UNCHECKED_TOKENIZE_BYTES // TOKENIZER_GUIDE_FACTOR
     assert estimate_tokenize_bytes(0, files, guides=True) == 0
     assert estimate_tokenize_bytes(0, files + 1, guides=True) == UNCHECKED_TOKENIZE_BYTES + TOKENIZER_GUIDE_FACTOR
     assert estimate_tokenize_bytes(UNCHECKED_TOKENIZE_BYTES // TOKENIZE_BYTES_PER_TOKEN) == 0
 
 
-def test_rows_beyond_those_profiled_are_charged_with_what_the_margin_was_narrowed_by():
+def test_rows_beyond_the_profile_are_charged_the_margin_reduction():
     model = Model("m", "f", True, GIB, 10, transient=100, covered_rows=2, uncovered=1000)
     assert estimate_request_transient(model, 10, 10, choices=2) == 100
     assert estimate_request_transient(model, 10, 10, choices=3) == 1100

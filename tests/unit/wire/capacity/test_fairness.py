@@ -31,11 +31,11 @@ def order(*waiting: WaitingRequest, **taken: int) -> list[int]:
     return list(compute_service_order(waiting, taken))
 
 
-def test_every_keys_first_request_comes_before_any_second():
+def test_service_order_serves_first_requests_of_all_keys_first():
     assert order(*[WaitingRequest(ADA)] * 3, WaitingRequest(BOB)) == [0, 3, 1, 2]
 
 
-def test_a_row_goes_to_who_has_fewest():
+def test_service_order_prefers_the_key_with_fewest_rows():
     assert order(WaitingRequest(ADA), WaitingRequest(BOB), ada=1, bob=2) == [0, 1]
     assert order(WaitingRequest(ADA), WaitingRequest(BOB), ada=2, bob=1) == [1, 0]
     assert order(WaitingRequest(ADA, rows=3), WaitingRequest(ADA), WaitingRequest(BOB), WaitingRequest(BOB)) == [
@@ -97,7 +97,7 @@ def test_beside_many_requests_each_key_has_as_much_prefilled():
     assert read(PrefillFairness(), [ADA] * (CROWDED_PROMPTS + 1) + [BOB], 8) == {"ada": 4, "bob": 4}
 
 
-def test_what_is_read_in_other_turns_counts_too():
+def test_prefill_share_counts_tokens_of_other_passes():
     reading, waiting = PrefillFairness(), [ADA] * (CROWDED_PROMPTS + 1) + [BOB]
     reading.choose_next(waiting)
     reading.count_prefilled(ADA, 400)
@@ -111,7 +111,7 @@ def test_of_weight_four_one_has_four_times_as_much_read():
     }
 
 
-def test_who_was_away_saves_nothing_up():
+def test_idle_key_earns_no_credit():
     reading, crowd = PrefillFairness(), [ADA] * (CROWDED_PROMPTS + 1)
     read(reading, [*crowd, BOB], 4)
     read(reading, crowd, 50)
@@ -119,9 +119,7 @@ def test_who_was_away_saves_nothing_up():
 
 
 @given(st.lists(st.sampled_from([ADA, BOB, WeightedKey("heavy", 4)]), min_size=1, max_size=24), st.data())
-def test_a_prompt_that_waits_is_chosen_and_no_owner_is_passed_over_for_ever(
-    owners: list[WeightedKey], data: st.DataObject
-):
+def test_choose_next_starves_no_key(owners: list[WeightedKey], data: st.DataObject):
     reading, had = PrefillFairness(), Counter[str]()
     for _ in range(60):
         owner = owners[reading.choose_next(owners)]
@@ -133,7 +131,7 @@ def test_a_prompt_that_waits_is_chosen_and_no_owner_is_passed_over_for_ever(
         assert set(had) == {owners[0].name}
 
 
-def test_the_youngest_of_the_key_that_holds_most_gives_way_as_long_as_it_holds_no_less_then():
+def test_preemption_takes_the_youngest_request_of_the_largest_key():
     a, b = WeightedKey("a", 4), WeightedKey("b", 4)
     assert choose_preemptions(b, 1, 1, [RunningRequest(a, 1)] * 4) == [3]
     assert choose_preemptions(b, 1, 1, [RunningRequest(a, 1)] * 3 + [RunningRequest(b, 1)]) == [2]
@@ -155,7 +153,7 @@ def test_an_exchange_is_never_taken_back(holding: list[tuple[str, int]], need: i
         assert not any(left[one].owner.name == "x" for one in back)
 
 
-def test_a_key_without_rows_goes_before_one_with_a_row():
+def test_service_order_puts_keys_without_rows_first():
     assert order(WaitingRequest(ADA), WaitingRequest(BOB), ada=1) == [1, 0]
 
 
@@ -171,7 +169,7 @@ def test_no_request_is_preempted_where_all_of_them_are_too_few():
     assert choose_preemptions(ADA, 0, 5, [RunningRequest(BOB, 5)]) == [0]
 
 
-def test_a_key_that_comes_begins_with_the_least_that_another_has_prefilled():
+def test_new_key_begins_at_the_lowest_prefill_count():
     eve, reading = WeightedKey("eve"), PrefillFairness()
     reading.count_prefilled(ADA, 1000)
     waiting = [*[ADA] * (CROWDED_PROMPTS + 1), BOB]

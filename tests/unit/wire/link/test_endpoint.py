@@ -140,7 +140,7 @@ def test_a_deferred_frame_is_sent_in_a_moment_when_nothing_follows() -> None:
     assert len(line.written) == 2, "the connection is closing"
 
 
-def test_a_long_frame_does_not_overtake_what_waits_to_go_with_it() -> None:
+def test_long_frame_does_not_overtake_gathered_frames() -> None:
     line = Line()
     end = End(line)
     end.send_with_next(encode(Ping(1)))
@@ -192,7 +192,7 @@ def test_a_peer_that_does_not_read_may_have_the_bound_unsent_and_no_byte_more(mo
     assert (len(line.written), line.closing) == (5, True)
 
 
-def test_what_was_gathered_for_a_connection_that_closed_is_not_written() -> None:
+def test_gathered_frames_of_a_closed_connection_are_discarded() -> None:
     for closed in (True, False):
         line = Line()
         end = End(line)

@@ -109,7 +109,7 @@ async def test_over_its_rate_a_key_gets_a_429_with_the_time(built: Application, 
     assert int(second.headers["retry-after"]) in (59, 60)
 
 
-async def test_what_was_used_is_summed_up_by_key_and_model(built: Application, admin: httpx.AsyncClient):
+async def test_usage_is_summed_by_key_and_model(built: Application, admin: httpx.AsyncClient):
     made = await make(admin)
     used = built.dispatcher.usage.get_totals(made["id"], "tiny")
     used.requests, used.prompt_tokens, used.completion_tokens = 2, 100, 30
@@ -191,7 +191,7 @@ async def test_when_a_key_expires_is_changed(built: Application, admin: httpx.As
         assert (await admin.put(path, json=body)).status_code == 400, body
 
 
-async def test_the_load_of_the_last_hour_is_shown(built: Application, admin: httpx.AsyncClient):
+async def test_load_route_returns_the_last_hour(built: Application, admin: httpx.AsyncClient):
     assert (await admin.get("/api/v1/history")).json()["number"] == -1
     for at in (0.0, 10.0):
         built.load.add_reading(LoadReading(at, {A: NodeLoad(generated_tokens=int(at), memory=5, cap=10)}, queued=2))
@@ -238,7 +238,7 @@ async def test_old_usage_is_dropped(built: Application):
     assert [row.day for row in built.store.usage.list_rows()] > ["2020-01-01"]
 
 
-async def test_every_administrative_act_is_written_down_with_who_did_it(built: Application, admin: httpx.AsyncClient):
+async def test_audit_log_has_every_administrative_action_with_its_actor(built: Application, admin: httpx.AsyncClient):
     built.store.members.put(MemberRow(NodeId("n1"), "studio", "m", Hardware(), "", 1.0))
     boss = next(iter(built.store.keys))
     made = await make(admin)
@@ -321,7 +321,7 @@ async def test_a_request_under_way_is_explained_by_its_phase_and_steps(built: Ap
     assert (await admin.get("/api/v1/requests/mine-2")).json()["under_way"] == []
 
 
-async def test_a_key_sees_only_what_it_may_use(built: Application, admin: httpx.AsyncClient):
+async def test_models_route_lists_only_models_the_key_may_use(built: Application, admin: httpx.AsyncClient):
     models = tuple(a_model(name, context=4096) for name in ("qwen3", "llama"))
     built.dispatcher.set_view(
         ClusterView(
@@ -414,7 +414,7 @@ async def test_usage_is_kept_for_400_days_and_counted_once(built: Application):
     ]
 
 
-async def test_what_is_changed_of_a_key_is_in_the_ring_and_on_the_disk_at_once(built: Application):
+async def test_key_changes_apply_in_memory_and_on_disk_immediately(built: Application):
     admin, ring = built.admin, built.admin.ring
     made = admin.create_key("app", ["infer"], None)
     assert admin.set_key_limits(made["id"], KeyLimits(concurrency=3))

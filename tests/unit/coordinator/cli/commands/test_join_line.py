@@ -27,7 +27,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str]]:
     return found
 
 
-def test_a_token_as_an_argument_is_refused_with_the_line_to_use(started: list[tuple[list[str], str]]) -> None:
+def test_join_refuses_a_token_argument_and_prints_the_right_command(started: list[tuple[list[str], str]]) -> None:
     refused = CliRunner().invoke(cluster, ["join", "127.0.0.1:8081", "--token", TOKEN])
     assert refused.exit_code == 2
     assert "echo TOKEN | cluster join URL --token-file -" in " ".join(refused.output.split())
@@ -45,7 +45,7 @@ def test_a_token_comes_from_a_file_or_a_pipe(how: str, tmp_path: Path, started: 
     assert not any("secret" in argument for argument in arguments)
 
 
-def test_the_printed_line_gives_the_token_to_a_pipe() -> None:
+def test_printed_join_command_passes_the_token_through_a_pipe() -> None:
     line = build_join_command("macpool://10.0.0.1:8081", TOKEN)
     echo, _, command = line.partition(" | ")
     assert echo == f"echo {TOKEN}"
@@ -53,7 +53,7 @@ def test_the_printed_line_gives_the_token_to_a_pipe() -> None:
 
 
 @pytest.mark.parametrize("url", ["https://studio.local:8080", "https://studio.local:8080/v1", "http://studio.local"])
-def test_the_endpoint_of_programs_is_refused_with_the_line_to_use(
+def test_join_refuses_the_http_endpoint_and_prints_the_right_command(
     url: str, started: list[tuple[list[str], str]]
 ) -> None:
     refused = CliRunner().invoke(cluster, ["join", url])

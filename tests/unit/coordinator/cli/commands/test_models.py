@@ -92,7 +92,7 @@ def test_models_names_the_nodes_that_hold_different_models(server: Server):
     assert "same is not the same" not in text
 
 
-def test_models_names_copies_with_equal_samples_and_other_content(server: Server):
+def test_models_reports_copies_with_equal_samples_and_different_content(server: Server):
     places = [
         {"name": name, "state": "ready", "model": "known", "cause": "", "fingerprint": "f" * 32, "content": content}
         for name, content in (("a", "1" * 64), ("b", "2" * 64), ("c", ""))
@@ -103,7 +103,7 @@ def test_models_names_copies_with_equal_samples_and_other_content(server: Server
     assert "ffffffff with content 22222222 (served) on b, c; ffffffff with content 11111111 on a" in text
 
 
-def test_models_says_how_every_node_stands_to_each(server: Server):
+def test_models_prints_the_state_of_each_model_on_each_node(server: Server):
     nodes = [
         row("studio"),
         row("mini", "loading", progress=0.426),
@@ -121,7 +121,7 @@ def test_models_says_how_every_node_stands_to_each(server: Server):
     assert "prefill" not in wide, "an older coordinator reports no speeds"
 
 
-def test_models_says_how_fast_a_node_is(server: Server):
+def test_models_prints_the_speeds_of_a_node(server: Server):
     nodes = [
         row("studio") | {"prefill_speed": 1234.5, "decode_speed": 61.2},
         row("air", "known") | {"prefill_speed": 300.0, "decode_speed": 20.0},
@@ -133,7 +133,7 @@ def test_models_says_how_fast_a_node_is(server: Server):
     assert "a/b on air" not in text, "nothing is loaded there"
 
 
-def test_load_says_where_and_how_long(server: Server):
+def test_load_prints_node_and_duration(server: Server):
     server.answer = {"model": "a/b", "node": {"id": "n", "name": "studio", "seconds": 12.34, "already": False}}
     assert server.run("model", "load", "a/b").output == "a/b loaded on studio in 12.3 s\n"
     assert server.asked == [("/api/v1/models/load", {"model": "a/b", "node": None})]
@@ -142,7 +142,7 @@ def test_load_says_where_and_how_long(server: Server):
     assert server.asked[1][1]["node"] == "studio"
 
 
-def test_unload_says_where(server: Server):
+def test_unload_prints_the_node(server: Server):
     nodes = [{"id": name, "name": name, "seconds": 0.2, "already": False} for name in ("one", "two")]
     server.answer = {"model": "a/b", "nodes": nodes}
     result = server.run("model", "unload", "a/b")
@@ -156,7 +156,7 @@ TOLD = (
 )
 
 
-def test_profile_says_what_was_found_and_models_shows_it(server: Server):
+def test_profile_prints_measurements_and_models_lists_them(server: Server):
     found = {"id": "n", "name": "studio", "seconds": 61.0, "already": False, "measured": MEASURED}
     server.answer = {"model": "a/b", "nodes": [found]}
     assert server.run("model", "profile", "a/b").output == f"a/b measured on studio in 61.0 s: {TOLD}\n"
@@ -182,7 +182,7 @@ ENDS = [
 
 @pytest.mark.parametrize(("problem", "code"), ENDS)
 @pytest.mark.parametrize("verb", ["load", "unload", "profile"])
-def test_what_goes_wrong_is_told_with_its_numbers_and_exit_code(server: Server, verb: str, problem: Problem, code: int):
+def test_model_command_errors_have_numbers_and_exit_codes(server: Server, verb: str, problem: Problem, code: int):
     server.answer = problem
     result = server.run("model", verb, "a/b")
     assert result.exit_code == code
@@ -268,7 +268,7 @@ def test_the_plan_names_nodes_actions_and_the_missing_number(server: Server):
     assert json.loads(server.run("models", "plan", "-o", "json").output) == server.answer
 
 
-def test_a_plan_without_wishes_says_how_to_make_one(server: Server):
+def test_plan_without_wishes_names_the_command_to_create_one(server: Server):
     server.answer = {"schema": 1, "wishes": [], "running": [], "next": []}
     assert server.run("models", "plan").output == ("no model is wanted: `cluster models want MODEL` keeps one loaded\n")
 

@@ -79,7 +79,7 @@ def test_a_pause_saves_no_rate_for_later() -> None:
     assert pace.charge(100_000, 100.0) == pytest.approx(0.1)
 
 
-async def test_a_node_that_does_not_read_stops_the_other() -> None:
+async def test_relay_applies_backpressure_to_the_sender() -> None:
     pair = Pair(RelayPace(RATE))
     pair.client.pause_writing()
     assert (pair.serving.reads.is_set(), pair.getting.reads.is_set()) == (False, True)
@@ -90,7 +90,7 @@ async def test_a_node_that_does_not_read_stops_the_other() -> None:
     assert pair.serving.reads.is_set()
 
 
-async def test_the_end_of_one_connection_ends_the_other() -> None:
+async def test_relay_closes_both_connections() -> None:
     pair = Pair(RelayPace(RATE))
     pair.client.connection_lost(None)
     assert (pair.serving.ends, pair.ended) == (["close"], [pair.client])

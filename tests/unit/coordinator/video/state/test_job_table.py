@@ -107,7 +107,7 @@ def state_of(job: VideoJob, phase: str = "denoising", **more: Any) -> LeaseState
     return LeaseState(job.lease, job.generation, job.id, 36, phase, **more)
 
 
-def test_a_job_from_the_line_to_its_files():
+def test_job_runs_from_queue_to_files():
     story = Story()
     story.submit(1)
     job = story.place()
@@ -177,7 +177,7 @@ def test_first_come_first_served_and_one_question_at_a_time():
     assert story.place("b").id == "video_2"
 
 
-def test_what_is_said_of_an_older_lease_changes_nothing_and_is_given_back():
+def test_report_of_an_older_lease_is_released_without_a_change():
     story = Story(on_node_loss="requeue")
     old = story.running()
     story.tell(NodeAway("a"))
@@ -198,7 +198,7 @@ def test_what_is_said_of_an_older_lease_changes_nothing_and_is_given_back():
 
 
 @pytest.mark.parametrize(("rule", "state"), [("fail", JobState.FAILED), ("requeue", JobState.QUEUED)])
-def test_a_node_that_stays_away_ends_its_job_as_the_settings_say(rule: Any, state: JobState):
+def test_absent_node_ends_its_job_after_the_configured_time(rule: Any, state: JobState):
     story = Story(on_node_loss=rule)
     story.running()
     story.tell(NodeAway("a"))
@@ -229,7 +229,7 @@ def test_a_job_that_is_lost_again_and_again_is_requeued_so_many_times_and_then_f
     assert story.job(1).attempts == 2
 
 
-def test_a_node_that_comes_back_in_time_goes_on():
+def test_returning_node_continues_its_job():
     story = Story()
     job = story.running()
     story.tell(NodeAway("a"))
@@ -242,7 +242,7 @@ def test_a_node_that_comes_back_in_time_goes_on():
     assert story.job(1).state == JobState.FINALIZING
 
 
-def test_a_node_that_comes_back_without_it_has_lost_it():
+def test_returning_node_without_the_job_loses_it():
     story = Story()
     story.running()
     story.tell(NodeAway("a"))
@@ -272,7 +272,7 @@ def test_this_process_began_again():
     assert story.job(1).state == JobState.IN_PROGRESS
 
 
-def test_files_are_asked_for_again_when_their_node_tells_of_them_again():
+def test_files_are_fetched_again_when_their_node_reports_them():
     story = Story()
     job = story.running()
     story.end(job)
@@ -282,7 +282,7 @@ def test_files_are_asked_for_again_when_their_node_tells_of_them_again():
     assert story.end(job)[-1] == ReleaseLease("a", job.lease, 1, ReleaseCause.ACKNOWLEDGED)
 
 
-def test_a_cancelled_job_has_ended_at_once_and_its_memory_when_the_node_says_so():
+def test_cancel_ends_a_job_at_once_and_its_lease_with_the_node():
     story = Story()
     job = story.running()
     actions = story.tell(JobCancelled("video_1"))
@@ -300,7 +300,7 @@ def test_a_cancelled_job_has_ended_at_once_and_its_memory_when_the_node_says_so(
     assert story.job(1).state == JobState.FAILED
 
 
-def test_a_deleted_job_leaves_its_hold_until_the_node_says_so():
+def test_delete_keeps_the_lease_until_the_node_confirms_its_end():
     story = Story()
     job = story.running()
     assert DeleteJob("video_1") in story.tell(JobDeleted("video_1"))
@@ -310,7 +310,7 @@ def test_a_deleted_job_leaves_its_hold_until_the_node_says_so():
     assert story.board.holds == {}
 
 
-def test_a_deleted_job_whose_files_come_late_leaves_none():
+def test_late_files_of_a_deleted_job_are_removed():
     story = Story()
     story.end(story.running())
     story.tell(JobDeleted("video_1"))
@@ -382,7 +382,7 @@ def refused(story: Story, job: VideoJob) -> None:
     story.tell(LeaseAnswered(job.node, LeaseRefused(job.lease, job.generation, "no_headroom", "no", retry_after=5)))
 
 
-def test_a_node_that_keeps_refusing_is_no_room_and_what_is_behind_it_gets_its_turn():
+def test_repeated_refusals_let_the_next_job_start():
     story = Story(headroom_seconds=60.0)
     story.submit(1, 2)
     began = story.now
@@ -397,7 +397,7 @@ def test_a_node_that_keeps_refusing_is_no_room_and_what_is_behind_it_gets_its_tu
     assert story.place().id == "video_2"
 
 
-def test_memory_that_is_granted_or_a_restart_gives_a_job_its_whole_time_again():
+def test_grant_or_restart_resets_the_deadline_of_a_job():
     story = Story(headroom_seconds=60.0, attempts=3)
     story.submit(1)
     refused(story, story.place())
@@ -414,7 +414,7 @@ def completed(story: Story, number: int, size: int = 100) -> None:
     story.tell(FilesFetched(f"video_{number}", 1, (StoredFile("video.mp4", size, ""),)))
 
 
-def test_files_go_by_count_bytes_and_age_oldest_first_and_the_record_stays():
+def test_retention_deletes_the_oldest_files_and_keeps_the_record():
     story = Story(keep_count=2, keep_bytes=250, keep_seconds=100.0)
     for number in (1, 2, 3):
         completed(story, number)

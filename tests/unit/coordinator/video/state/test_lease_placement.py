@@ -42,7 +42,7 @@ def chosen(*nodes: NodeView, board: JobTable | None = None, now: float = 0.0) ->
     return found.node if isinstance(found, LeaseChoice) else found.phase
 
 
-def test_the_node_with_most_room_is_asked():
+def test_choose_node_takes_the_node_with_most_headroom():
     assert chosen(a_node("a", 40 * GIB), a_node("b", 60 * GIB)) == "b"
 
 
@@ -68,7 +68,7 @@ def test_a_node_that_makes_a_video_takes_no_second_one():
     assert "makes another video" in found.phase
 
 
-def test_a_node_that_refused_is_left_alone_until_it_said():
+def test_choose_node_skips_a_refusing_node_until_its_retry_time():
     board = a_board(pauses={"a": 10.0})
     found = choose_node(board, ClusterView((a_node("a"),)), {}, 9.0, 0.0)
     assert isinstance(found, NoLeaseChoice)
@@ -92,7 +92,7 @@ def test_a_node_that_refused_is_left_alone_until_it_said():
         ({"package": VideoPackage("wan", engine="0.38.0", bits=8, expert=26 * GIB)}, "its engine needs"),
     ],
 )
-def test_what_it_waits_for_is_named(changes: dict[str, Any], why: str):
+def test_waiting_job_names_what_is_missing(changes: dict[str, Any], why: str):
     phase = chosen(a_node("a", **changes))
     assert phase.startswith("waiting: a: ")
     assert why in phase
@@ -130,7 +130,7 @@ def test_models_are_those_that_can_be_used_somewhere():
     assert is_guard_off([]) is False
 
 
-def test_a_job_whose_key_is_bound_to_labels_goes_to_nodes_that_have_them():
+def test_choose_node_respects_the_labels_of_the_key():
     job = a_job(1, size=LEASE)
     job = replace(job, wanted=replace(job.wanted, labels=("lab",)))
     board = JobTable(jobs={job.id: job})

@@ -54,7 +54,7 @@ def test_the_first_profile_gives_the_numbers_of_the_first_case(size: str, tokens
     assert need(size, predict_profile(A14B)) == pytest.approx(expected, abs=0.011)
 
 
-def test_what_is_above_the_lease_is_refused_with_all_numbers():
+def test_job_above_the_lease_is_refused_with_numbers():
     assert explain_too_large(FIRST_MEASURED_PROFILE, clip("1280x720"), LEASE) is None
     text = explain_too_large(FIRST_MEASURED_PROFILE, clip("1920x1088"), LEASE)
     assert text is not None
@@ -82,7 +82,7 @@ def test_newer_engines_hold_eight_bits_in_sixteen(engine: str, bits: int, low: b
         assert predict_profile(package).compute_need(336) / GIB == pytest.approx(36.74, abs=0.5)
 
 
-def test_a_package_that_says_nothing_is_taken_for_the_first_case():
+def test_predict_profile_without_details_is_the_first_measured_profile():
     assert predict_profile(VideoPackage("wan", engine="0.18.14")) == FIRST_MEASURED_PROFILE
     assert parse_engine_version("0.18.14") < parse_engine_version("0.18.17.dev1") < parse_engine_version("junk")
 
@@ -148,7 +148,7 @@ def test_seconds_become_frames(seconds: int, frames: int):
 
 
 @pytest.mark.parametrize(("seconds", "fps"), [(8, 15), (12, 10), (30, 4)])
-def test_too_long_names_the_rate_that_would_fit_and_it_does(seconds: int, fps: int):
+def test_refusal_of_a_long_clip_names_a_frame_rate_that_fits(seconds: int, fps: int):
     found = plan_clip(ClipRequest(seconds=seconds), ClipLimits(), A14B, 20)
     assert isinstance(found, ClipRefusal)
     assert f"fps {fps} would fit" in found.message

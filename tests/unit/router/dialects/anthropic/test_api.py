@@ -63,7 +63,7 @@ def test_a_count_has_the_prompt_of_the_request_that_it_counts():
     assert (found.tokens.model, found.tokens.created) == ("tiny", CREATED)
 
 
-def test_usage_is_always_told_and_thoughts_unless_they_are_omitted():
+def test_anthropic_answer_has_usage_and_thinking_unless_omitted():
     request, job = asked(MessagesRoute(), max_tokens=9, messages=HELLO)
     assert (job.include_usage, request.thoughts) == (True, True)  # pyright: ignore[reportAttributeAccessIssue]
     thinking = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}

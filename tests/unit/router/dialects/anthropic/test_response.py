@@ -52,7 +52,7 @@ def test_a_whole_message_has_every_block_and_the_exact_usage():
         (replace(FINISHED, reasons=()), False, "end_turn", None),
     ],
 )
-def test_the_stop_reason_says_how_a_message_ended(finished, calls: bool, reason: str, stop: str | None):
+def test_stop_reason_matches_the_end_of_a_message(finished, calls: bool, reason: str, stop: str | None):
     said = (
         whole(MessagesRoute(), finished=finished, **ASK)
         if calls

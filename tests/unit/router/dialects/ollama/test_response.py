@@ -46,7 +46,7 @@ def test_a_whole_generation_has_its_response_counts_and_nanoseconds():
     }
 
 
-def test_a_stream_is_a_line_for_each_piece_and_one_for_the_end():
+def test_ollama_stream_has_a_line_for_each_piece_and_one_for_the_end():
     said = {"role": "assistant", "content": ""}
     assert [json.loads(line) for line in streamed(OllamaChatRoute(), *SAID, **CHAT).splitlines()] == [
         ABOUT | {"message": said | {"thinking": "let me"}, "done": False},

@@ -134,7 +134,7 @@ def odd(value: object) -> bool:
 
 
 @given(st.dictionaries(st.text(max_size=5), VALUES, max_size=5))
-def test_what_is_read_is_what_was_written(body: dict[str, object]):
+def test_read_object_agrees_with_json_for_any_body(body: dict[str, object]):
     text = json.dumps(body)
     found = read_object(text.encode())
     if odd(body):

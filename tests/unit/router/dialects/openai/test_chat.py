@@ -106,17 +106,17 @@ def test_calls_and_their_results_are_taken_back():
     )
 
 
-def test_a_result_whose_call_was_cut_from_the_history_is_taken():
+def test_tool_result_without_its_call_is_accepted():
     assert good(body(messages=[*HELLO, {"role": "tool", "content": "42", "tool_call_id": "gone"}]))
 
 
-def test_what_client_libraries_leave_in_a_message_is_harmless():
+def test_message_fields_of_client_libraries_are_accepted():
     function = CALL["function"] | {"parsed_arguments": {"city": "Ulm"}}  # pyright: ignore
     message = {"role": "assistant", "content": None, "tool_calls": [CALL | {"function": function}], "parsed": None}
     assert good(body(messages=[message])).messages[0].tool_calls == (ASKED,)
 
 
-def test_harmless_fields_pass_and_neutral_values_too():
+def test_ignored_fields_and_neutral_values_are_accepted():
     assert good(body(**dict.fromkeys(HARMLESS, "x"))).params == GenerationParams()
     for name, values in NEUTRAL.items():
         for value in values:
@@ -163,7 +163,7 @@ def test_sampling_that_has_an_effect_is_demanded(name: str):
     assert good(body(**{name: SAMPLING[name]})).demand.features == {"sampling"}
 
 
-def test_only_what_has_an_effect_is_demanded():
+def test_only_fields_with_an_effect_are_required():
     off = {
         "top_k": -1,
         "min_p": 0,
@@ -211,7 +211,7 @@ def test_a_function_without_parameters_takes_none():
     ]
 
 
-def test_tools_that_may_not_be_called_are_not_told():
+def test_tools_are_not_sent_with_tool_choice_none():
     found = good(body(tools=[TOOL], tool_choice="none"))
     assert (found.tools, found.demand) == ("", good(body()).demand)
     assert bad(body(tools=[TOOL | {"type": "custom"}], tool_choice="none")).param == "tools[0].custom"
@@ -224,7 +224,7 @@ def test_tools_that_may_not_be_called_are_not_told():
         ({"type": "web_search"}, "web_search"),
     ],
 )
-def test_a_choice_of_what_there_is_not_is_not_offered(choice: object, kind: str):
+def test_unsupported_tool_choice_type_is_refused(choice: object, kind: str):
     problem = bad(body(tools=[TOOL], tool_choice=choice))
     assert (problem.code, problem.param) == ("unsupported_parameter", "tool_choice.type")
     assert repr(kind) in problem.message
@@ -272,7 +272,7 @@ RESERVED = (
 
 
 @pytest.mark.parametrize("name", RESERVED)
-def test_what_the_engine_decides_about_the_template_is_not_for_clients(name: str):
+def test_reserved_template_variables_are_refused(name: str):
     problem = bad(body(chat_template_kwargs={name: "x"}))
     assert (problem.code, problem.param) == ("invalid_request", f"chat_template_kwargs.{name}")
 
@@ -294,13 +294,13 @@ def deep(levels: int) -> object:
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": deep(61)}}}]}, "nested"),
     ],
 )
-def test_what_goes_on_as_json_is_bounded(fields: dict[str, object], text: str):
+def test_forwarded_json_is_bounded(fields: dict[str, object], text: str):
     problem = bad(body(**fields))
     assert problem.param == next(iter(fields))
     assert text in problem.message
 
 
-def test_a_number_that_is_no_json_does_not_go_on():
+def test_non_finite_number_is_refused():
     raw = body()[:-1] + b',"chat_template_kwargs":{"task":1e999}}'
     assert bad(raw).param == "chat_template_kwargs"
     assert good(body(chat_template_kwargs={"task": deep(63)}))
@@ -320,7 +320,7 @@ ASKS = {
 
 
 @pytest.mark.parametrize("name", list(NEUTRAL))
-def test_what_is_not_offered_is_refused_by_name(name: str):
+def test_unsupported_field_is_refused_by_name(name: str):
     problem = bad(body(**{name: ASKS[name]}))
     assert (problem.code, problem.param) == ("unsupported_parameter", name)
     assert name in problem.message
@@ -493,7 +493,7 @@ UNUSABLE: list[tuple[bytes, str]] = [
 
 
 @pytest.mark.parametrize(("raw", "text"), UNUSABLE)
-def test_a_body_that_is_not_what_it_should_be(raw: bytes, text: str):
+def test_invalid_body_is_a_400(raw: bytes, text: str):
     assert text in bad(raw).message
 
 

@@ -88,9 +88,7 @@ def agree(body: bytes) -> None:
 
 
 @given(BODIES, st.booleans(), st.booleans())
-def test_what_is_understood_quickly_is_understood_the_same_strictly(
-    body: dict[str, Any], ascii_: bool, wide: bool
-) -> None:
+def test_fast_parser_agrees_with_the_complete_parser(body: dict[str, Any], ascii_: bool, wide: bool) -> None:
     agree(json.dumps(body, ensure_ascii=ascii_, indent=2 if wide else None).encode("utf-8", "surrogatepass"))
 
 
@@ -213,7 +211,7 @@ def test_an_agents_body_with_something_unusual_is_left_to_the_strict_reader(body
         b"",
     ],
 )
-def test_what_might_need_a_word_is_left_to_the_strict_reader(body: bytes) -> None:
+def test_fast_parser_leaves_unusual_bodies_to_the_complete_parser(body: bytes) -> None:
     assert quick(body) is None
 
 

@@ -55,7 +55,7 @@ def test_a_stream_has_the_shape_that_clients_expect():
     }
 
 
-def test_usage_is_not_told_unasked():
+def test_usage_is_streamed_only_on_request():
     maker = ChatChunks(a_job())
     raw = maker.encode_deltas([Delta(1, 0, (5,), ((0, "hi"),))]) + maker.encode_end(FINISHED)
     assert all("usage" not in event for event in events(raw))
@@ -69,7 +69,7 @@ def test_every_text_arrives_as_it_was(said: list[str]):
     assert [chunk.choices[0].delta.content for chunk in chunks(raw)] == said
 
 
-def test_what_no_client_asked_for_is_not_sent():
+def test_deltas_of_unknown_choices_and_channels_are_not_sent():
     maker = ChatChunks(a_job())
     assert (
         maker.encode_deltas([Delta(1, 5, (), ((0, "x"),)), Delta(1, -1, (), ((0, "x"),)), Delta(1, 0, (), ((9, "x"),))])
@@ -93,7 +93,7 @@ def test_a_whole_answer_has_the_shape_that_clients_expect():
     assert answer.usage.prompt_tokens_details.cached_tokens == 3
 
 
-def test_the_counts_of_a_node_are_told_exactly_whole_and_streamed():
+def test_usage_of_the_node_is_exact_whole_and_streamed():
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
     usage = {
         "prompt_tokens": 20,
@@ -155,7 +155,7 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("piece", BROKEN)
-def test_a_broken_call_is_left_out_and_the_stream_goes_on(piece: str):
+def test_incomplete_tool_call_is_omitted_and_the_stream_continues(piece: str):
     maker = ChatChunks(a_job())
     raw = maker.encode_deltas([Delta(1, 0, (), ((2, piece), (0, "x")))]) + maker.encode_end(
         Finished(1, ("tool_calls",), 1, 1)
@@ -182,7 +182,7 @@ def test_a_choice_makes_a_bounded_number_of_calls():
     assert len(whole["choices"][0]["message"]["tool_calls"]) == MAX_CALLS_SENT
 
 
-def test_a_reason_that_clients_do_not_know_is_stop():
+def test_unknown_finish_reason_becomes_stop():
     maker = ChatChunks(a_job(2))
     ends = chunks(maker.encode_end(Finished(1, ('"} bad', "length"), 1, 1)))
     assert [one.choices[0].finish_reason for one in ends] == ["stop", "length"]
@@ -214,7 +214,7 @@ def told(chunk: ChatCompletionChunk) -> list[str]:
     return [one.token for one in logprobs.content or []] if logprobs is not None else []
 
 
-def test_log_probabilities_go_with_the_text_of_their_tokens():
+def test_log_probabilities_are_sent_with_their_tokens():
     maker = ChatChunks(a_job(logprobs=True, top_logprobs=2))
     (chunk,) = chunks(maker.encode_deltas([Delta(1, 0, (5,), ((0, "hi"),), (LOGPROB,))]))
     assert chunk.choices[0].delta.content == "hi"
@@ -236,9 +236,7 @@ def test_log_probabilities_go_with_the_text_of_their_tokens():
         (((9, "x"),), ["content="]),
     ],
 )
-def test_log_probabilities_are_told_once_whatever_the_delta_holds(
-    pieces: tuple[tuple[int, str], ...], carriers: list[str]
-):
+def test_log_probabilities_are_sent_once_for_any_delta(pieces: tuple[tuple[int, str], ...], carriers: list[str]):
     maker = ChatChunks(a_job(logprobs=True))
     found = chunks(maker.encode_deltas([Delta(1, 0, (5,), pieces, (LOGPROB,))]))
     fields = [one.choices[0].delta.model_dump(exclude_unset=True) for one in found if told(one)]
@@ -259,7 +257,7 @@ def test_log_probabilities_that_were_not_requested_are_not_sent():
     assert ChatChunks(a_job(logprobs=True)).encode_deltas([Delta(1, 3, (5,), (), (LOGPROB,))]) == b""
 
 
-def test_numbers_that_are_none_and_parts_of_characters_can_be_told():
+def test_non_finite_log_probabilities_and_partial_characters_are_encoded():
     odd = (Logprob(b"\xf0\x9f", float("-inf"), ((b"", float("nan")),)), Logprob(b"x" * 10_000, -1.0))
     maker = ChatChunks(a_job(logprobs=True, top_logprobs=20))
     (chunk,) = chunks(maker.encode_deltas([Delta(1, 0, (5,), ((0, "hi"),), odd)]))
@@ -295,7 +293,7 @@ deltas = st.lists(
 
 
 @given(deltas, st.booleans())
-def test_streamed_and_whole_answers_say_the_same(said: list[Delta], logprobs: bool):
+def test_streamed_and_whole_answers_are_equal(said: list[Delta], logprobs: bool):
     job = a_job(2, logprobs=logprobs, top_logprobs=1)
     ticket, maker = CollectedAnswer(2, logprobs), ChatChunks(job)
     for delta in said:

@@ -37,7 +37,7 @@ def test_a_whole_completion_has_every_choice_and_the_exact_usage():
     }
 
 
-def test_log_probabilities_are_told_with_the_place_of_their_token_in_the_text():
+def test_legacy_log_probabilities_have_text_offsets():
     request, job = asked(CompletionRoute(), prompt="once", logprobs=1)
     answer = CompleteAnswer({(0, Channel.CONTENT): " one"}, {}, {0: TOKENS})
     (choice,) = json.loads(request.render_complete(job, answer, FINISHED))["choices"]
@@ -52,7 +52,7 @@ def test_log_probabilities_are_told_with_the_place_of_their_token_in_the_text():
     assert [data["choices"][0]["logprobs"]["text_offset"] for _, data in events(raw)] == [[0], [3]]
 
 
-def test_a_stream_says_usage_once_at_its_end_and_null_before():
+def test_completion_stream_has_usage_only_at_its_end():
     request, job = asked(CompletionRoute(), prompt="once", n=2, stream=True, stream_options={"include_usage": True})
     chunks = request.create_chunk_encoder(Reading(job, job.demand))
     raw = chunks.encode_opening() + chunks.encode_deltas([Delta(7, 1, (1,), ((0, " two"),))]) + chunks.encode_end(ENDS)

@@ -20,7 +20,7 @@ SERVER_SENT: dict[str, Chunks] = {
 
 
 @pytest.mark.parametrize("chunks", SERVER_SENT.values(), ids=SERVER_SENT)
-def test_a_server_sent_sign_of_life_says_in_a_comment_what_is_waited_for(chunks: Chunks):
+def test_sse_keepalive_comment_names_the_wait(chunks: Chunks):
     assert chunks.encode_keepalive(WHY).startswith(f": {WHY}\n\n".encode())
     assert WHY.encode() not in chunks.encode_keepalive("")
     for why in ("", WHY):
@@ -28,7 +28,7 @@ def test_a_server_sent_sign_of_life_says_in_a_comment_what_is_waited_for(chunks:
         assert shown in ([], [b"event: ping", b'data: {"type":"ping"}'])
 
 
-def test_lines_have_no_comments():
+def test_ndjson_keepalive_has_no_comment():
     line = OllamaChunks(AnswerShape(a_job(), chat=True)).encode_keepalive(WHY)
     assert json.loads(line)["message"]["content"] == ""
     assert WHY.encode() not in line

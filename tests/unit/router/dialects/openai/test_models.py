@@ -38,7 +38,7 @@ def view() -> ClusterView:
     )
 
 
-def test_a_model_in_openai_s_shape_says_what_other_servers_say():
+def test_openai_model_has_the_fields_of_other_servers():
     listed = json.loads(models.list_models(list_visible(view()), CREATED))
     assert listed["object"] == "list"
     loaded, on_disk = listed["data"]
@@ -107,7 +107,7 @@ def test_a_model_in_anthropic_s_shape():
     }
 
 
-def test_a_model_that_no_node_can_load_is_not_listed_and_says_why():
+def test_unloadable_model_is_not_listed_and_has_a_reason():
     for show in (models.get_model, models.get_anthropic_model):
         problem = show(list_visible(view()), "broken", CREATED)
         assert isinstance(problem, Problem)
@@ -138,7 +138,7 @@ def test_ollama_s_tags_are_of_all_models_and_its_processes_of_the_loaded_ones():
     assert running == row | {"size_vram": GIB, "expires_at": "0001-01-01T00:00:00Z", "context_length": 4096}
 
 
-def test_ollama_shows_what_a_model_can():
+def test_ollama_show_lists_capabilities():
     for body in (b'{"model": "loaded:latest"}', b'{"name": "loaded"}'):
         shown = ollama_models.show_model(list_visible(view()), body, CREATED)
         assert isinstance(shown, bytes)

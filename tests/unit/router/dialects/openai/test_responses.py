@@ -64,7 +64,7 @@ def test_an_effort_is_a_variable_of_the_template(effort: str, template: dict[str
     assert json.loads(job.template) == template
 
 
-def test_tools_that_may_not_be_called_are_not_told_to_the_model():
+def test_tools_are_not_sent_with_tool_choice_none():
     told = asked(ResponsesRoute(), input="hi", tools=[TOOL])[1].tools
     assert json.loads(told)[0]["function"]["name"] == "weather"
     assert asked(ResponsesRoute(), input="hi", tools=[TOOL], tool_choice="none")[1].tools == ""

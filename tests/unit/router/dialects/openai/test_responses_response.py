@@ -23,7 +23,7 @@ REASONING = [{"type": "reasoning_text", "text": "let me"}]
 TEXT = [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}]
 
 
-def test_a_whole_response_says_what_was_asked_and_every_item():
+def test_whole_response_repeats_the_request_and_has_every_item():
     found = whole(
         ResponsesRoute(),
         input="hi",
@@ -81,7 +81,7 @@ def test_a_whole_response_says_what_was_asked_and_every_item():
     ["none", "required", {"type": "function", "name": "weather"}, {"type": "custom", "name": "patch"}],
     ids=str,
 )
-def test_the_choice_of_a_tool_and_the_format_are_told_as_they_were_asked(choice: object):
+def test_response_repeats_tool_choice_and_format(choice: object):
     tools = [*WEATHER, {"type": "custom", "name": "patch"}]
     form = {"format": {"type": "json_schema", "name": "s", "schema": {"type": "object"}}, "verbosity": None}
     asked: dict[str, Any] = {"input": "hi", "tools": tools, "tool_choice": choice, "text": form}
@@ -129,7 +129,7 @@ def test_events_are_numbered_and_each_item_is_added_filled_and_done():
     assert final["output"][2]["arguments"] == '{"city":"Ulm"}'
 
 
-def test_what_is_kept_of_a_stream_is_its_last_event_and_the_whole_conversation():
+def test_stored_stream_has_the_last_event_and_the_conversation():
     responses = ResponsesRoute()
     final = events(streamed(responses, *SAID, input="hi", tools=WEATHER))[-1][1]["response"]
     kept = responses.get("k1", final["id"])
@@ -148,7 +148,7 @@ def test_what_is_kept_of_a_stream_is_its_last_event_and_the_whole_conversation()
     ("broken", "code"),
     [(CROWDED, "server_error"), (Problem(429, "rate_limited", "slower"), "rate_limit_exceeded")],
 )
-def test_a_stream_that_breaks_keeps_what_was_said_and_says_why(broken: Problem, code: str):
+def test_failed_stream_keeps_its_text_and_has_the_reason(broken: Problem, code: str):
     found = events(streamed(ResponsesRoute(), *SAID[:2], broken=broken, input="hi"))
     name, last = found[-1]
     failed = last["response"]

@@ -100,13 +100,13 @@ def test_unknown_parts_of_parts_are_named_by_their_place():
         {"modalities": ["audio"]},
     ],
 )
-def test_what_changes_the_answer_is_refused(fields: dict[str, Any]):
+def test_unsupported_field_with_an_effect_is_refused(fields: dict[str, Any]):
     found = parse("chat", **fields)
     assert isinstance(found, Problem)
     assert found.status == 400
 
 
-def test_a_wrong_value_is_refused_beside_an_unknown_field():
+def test_wrong_value_is_refused_together_with_an_unknown_field():
     found = parse("chat", n="many", colour="red")
     assert isinstance(found, Problem)
     assert (found.status, found.param) == (400, "n")
@@ -119,7 +119,7 @@ def test_a_field_of_another_dialect_is_ignored_unless_it_holds_the_question():
     assert found.param == "prompt"
 
 
-def test_a_refusal_says_whether_the_server_or_the_model_cannot():
+def test_refusal_of_an_image_names_the_server_as_the_limit():
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
     assert "is not supported by this server, with any model" in parse("chat", messages=image).message
 
@@ -139,14 +139,14 @@ def test_a_refusal_says_whether_the_server_or_the_model_cannot():
         ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}, ()),
     ],
 )
-def test_thinking_is_steered_in_the_words_of_other_servers(
+def test_reasoning_fields_of_other_servers_are_accepted(
     fields: dict[str, object], template: dict[str, object], ignored: tuple[str, ...]
 ):
     found = good("chat", **fields)
     assert (json.loads(found.template or "{}"), found.ignored) == (template, ignored)
 
 
-def test_fields_that_steer_other_servers():
+def test_fields_of_other_servers_are_accepted():
     found = good(
         "chat",
         session_id="s",

@@ -302,13 +302,13 @@ def essence(found: object) -> object:
 
 
 @pytest.mark.parametrize("route", TABLES)
-def test_every_field_that_a_library_knows_stands_in_its_table(route: str):
+def test_field_tables_have_every_field_of_the_client_libraries(route: str):
     assert SDK[route] - TABLES[route].known == set()
     assert set(BASE) == set(PARSE) == set(SDK) == set(TABLES)
 
 
 @pytest.mark.parametrize(("route", "row"), rows("refused"), ids=str)
-def test_what_is_refused_is_named(route: str, row: FieldRow):
+def test_refused_field_is_named(route: str, row: FieldRow):
     for probe in (PROBES.get(row.name, {"a": 1}), [1], "strange"):
         found = ask(route, **{row.name: probe})
         assert isinstance(found, Problem)
@@ -319,20 +319,20 @@ def test_what_is_refused_is_named(route: str, row: FieldRow):
 
 
 @pytest.mark.parametrize(("route", "row"), rows("refused"), ids=str)
-def test_a_value_that_asks_for_nothing_passes(route: str, row: FieldRow):
+def test_neutral_value_is_accepted(route: str, row: FieldRow):
     for value in TABLES[route].neutral[row.name]:
         assert essence(ask(route, **{row.name: value})) == essence(ask(route))
 
 
 @pytest.mark.parametrize(("route", "row"), rows("ignored"), ids=str)
-def test_what_is_ignored_changes_nothing_and_says_why(route: str, row: FieldRow):
+def test_ignored_field_has_no_effect_and_a_reason(route: str, row: FieldRow):
     for probe in ("x", 5, {"a": [1]}):
         assert essence(ask(route, **{row.name: probe})) == essence(ask(route))
     assert row.note
 
 
 @pytest.mark.parametrize(("route", "row"), rows("honoured"), ids=str)
-def test_what_is_honoured_changes_what_a_node_is_asked(route: str, row: FieldRow):
+def test_supported_field_changes_the_request_to_the_node(route: str, row: FieldRow):
     if (route, row.name) in TOLD:
         essence(ask(route, **TOLD[route, row.name]))
         return

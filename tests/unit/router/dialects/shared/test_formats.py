@@ -70,7 +70,7 @@ def test_the_other_dialects():
     assert plain.params.grammar == wanted
 
 
-def test_what_is_asked_of_calls():
+def test_tool_choice_becomes_a_call_mode():
     assert asked(tools=[TOOL]) is asked(tools=[TOOL], tool_choice="auto") is None
     assert asked(tools=[STRICT]) == GrammarSpec(calls="free")
     assert asked(tools=[STRICT], tool_choice="none") is None
@@ -88,7 +88,7 @@ def test_what_is_asked_of_calls():
         ({"type": "none"}, None),
     ],
 )
-def test_what_anthropic_asks_of_calls(choice: object, wanted: GrammarSpec | None):
+def test_anthropic_tool_choice_becomes_a_call_mode(choice: object, wanted: GrammarSpec | None):
     body = HELLO | {"max_tokens": 5, "tools": [{"name": "look", "input_schema": SCHEMA}], "tool_choice": choice}
     found = MessagesRoute().parse(json.dumps(body).encode(), "k")
     assert not isinstance(found, Problem)
@@ -112,7 +112,7 @@ def test_what_anthropic_asks_of_calls(choice: object, wanted: GrammarSpec | None
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
     ],
 )
-def test_what_cannot_be_meant_is_named(fields: dict[str, object], param: str):
+def test_invalid_format_field_is_named(fields: dict[str, object], param: str):
     assert refused(**fields).param == param
 
 

@@ -222,7 +222,7 @@ async def test_labels_of_a_key_hold_for_every_candidate(cluster: AliasCluster):
     assert [(node, frame.model) for node, frame in cluster.generates()] == [(B, "small")]
 
 
-async def test_a_profile_goes_with_every_candidate(cluster: AliasCluster):
+async def test_profile_applies_to_every_candidate(cluster: AliasCluster):
     request = cluster.ask("coder:short")
     ((_, frame),) = cluster.generates()
     assert (frame.model, frame.context_limit) == ("small", 40)

@@ -61,7 +61,7 @@ def on(cluster: Cluster, tickets: list[ActiveRequest], node: NodeId) -> list[int
     return [number for number, ticket in enumerate(tickets) if ticket.node == node]
 
 
-async def test_who_has_waited_longest_for_a_first_word_goes_over_to_a_node_that_comes_in(joining: Cluster):
+async def test_rebalance_moves_the_longest_waiting_request_to_a_new_node(joining: Cluster):
     tickets = batch(joining)
     before = {ticket.number: ticket.attempt for ticket in tickets}
     comes(joining)
@@ -75,7 +75,7 @@ async def test_who_has_waited_longest_for_a_first_word_goes_over_to_a_node_that_
     assert joining.dispatcher.counters.moves == len(moved)
 
 
-async def test_what_was_taken_over_stays_there_and_what_is_left_stays_where_it_is(joining: Cluster):
+async def test_rebalanced_requests_are_not_moved_again(joining: Cluster):
     tickets = batch(joining)
     comes(joining)
     moved = on(joining, tickets, B)
@@ -104,7 +104,7 @@ async def test_no_request_is_moved_to_gain_little(joining: Cluster):
     assert on(joining, tickets, B) == []
 
 
-def test_it_is_worth_it_where_the_other_takes_a_third_and_five_seconds_are_gained():
+def test_is_worth_moving_needs_a_third_of_the_time_and_a_gain_of_five_seconds():
     here = Candidate(
         A, "a", "ready", expected_ttft=11.6, prefill_tokens=1000, model=a_model()
     )  # 1.6 of them are its own
@@ -147,7 +147,7 @@ def test_a_node_takes_requests_over_when_it_has_read_all_and_has_a_row(
     assert rebalancing.find_idle_nodes(view, ledger) == ({"tiny": view, "other": view} if free else {})
 
 
-def test_requests_that_wait_for_their_first_word_are_listed_oldest_first():
+def test_list_movable_requests_is_oldest_first():
     job = RequestSpec(ResourceDemand("tiny", 100), "k", "r", (Message("user", "hi"),), GenerationParams(), 0, True)
     tickets = [ActiveRequest(job, WeightedKey("k"), number, 100.0 if number else 99.0) for number in (3, 1, 2, 0)]
     for ticket in tickets:
@@ -198,7 +198,7 @@ async def test_a_node_without_a_free_row_takes_over_nothing(joining: Cluster):
     assert on(joining, tickets, B) == []
 
 
-async def test_those_in_line_go_first(joining: Cluster):
+async def test_rebalance_starts_queued_requests_first(joining: Cluster):
     tickets = batch(joining)
     in_line = joining.submit(prompt_tokens=3000, choices=64)
     assert in_line.entry is not None
@@ -209,7 +209,7 @@ async def test_those_in_line_go_first(joining: Cluster):
     assert on(joining, tickets, B) != []
 
 
-async def test_what_refuses_to_take_it_over_is_not_asked_again_and_again(joining: Cluster):
+async def test_rebalance_does_not_repeat_a_refused_move(joining: Cluster):
     tickets = batch(joining)
     comes(joining)
     moved = on(joining, tickets, B)
@@ -230,7 +230,7 @@ class Uneven(Cluster):
         return view if node == A else dataclasses.replace(view, models={"tiny": view.models["tiny"]})
 
 
-async def test_a_request_for_a_model_that_no_other_node_has_delays_no_other():
+async def test_rebalance_skips_a_model_without_another_node():
     cluster = Uneven(A, B)
     cluster.models = (a_model(), a_model("rare"))
     cluster.engine = EngineState("x", "ready", rows=ROWS)

@@ -21,7 +21,7 @@ def test_a_key_is_read_from_a_private_file(tmp_path: Path):
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
-def test_a_file_that_others_may_use_is_refused(tmp_path: Path, mode: int):
+def test_read_key_file_refuses_a_file_of_other_users(tmp_path: Path, mode: int):
     file = write(tmp_path, "sk-1", mode)
     with pytest.raises(KeyFileError, match=r"other users may read .*: run `chmod 600 "):
         read_key_file(file)
@@ -33,7 +33,7 @@ def test_a_file_without_a_key_is_refused(tmp_path: Path, text: str):
         read_key_file(write(tmp_path, text))
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path):
+def test_read_key_file_refuses_missing_files_pipes_and_links(tmp_path: Path):
     with pytest.raises(KeyFileError, match="No such file"):
         read_key_file(tmp_path / "missing")
     os.mkfifo(tmp_path / "pipe", 0o600)

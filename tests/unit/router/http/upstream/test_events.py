@@ -35,7 +35,7 @@ def test_events_do_not_depend_on_the_division_of_the_bytes(cuts: list[int]):
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_give_events_or_nothing(received: bytes):
+def test_feed_accepts_any_bytes(received: bytes):
     assert all(isinstance(one, bytes) for one in EventReader().feed(received))
 
 
@@ -52,7 +52,7 @@ def test_a_line_without_end_and_an_event_without_end_are_refused():
 
 
 @pytest.mark.parametrize("data", [b"{", b"[]", b"1", b"null", b"\xff", b"[" * 5000])
-def test_what_is_no_object_is_refused(data: bytes):
+def test_parse_object_refuses_other_json(data: bytes):
     with pytest.raises(UpstreamStreamError):
         parse_object(data)
 
