@@ -19,7 +19,7 @@ def test_a_commitment_binds_nonce_and_request() -> None:
     )
 
 
-def test_a_code_stands_for_all_four_parts() -> None:
+def test_compute_short_code_depends_on_all_four_parts() -> None:
     parts = [b"ca", b"csr", b"node nonce", b"coordinator nonce"]
     code = compute_short_code(*parts)
     assert len(code) == 6
