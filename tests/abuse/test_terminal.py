@@ -103,7 +103,7 @@ def hostile(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def _said(verb: str, pool: Served, folder: Path, *, color: bool) -> str:
+def _run_verb(verb: str, pool: Served, folder: Path, *, color: bool) -> str:
     (folder / "key").write_text(pool.keys["admin"])
     clean = dict.fromkeys(("MACPOOL_STATE", "MACPOOL_URL", "MACPOOL_KEY_FILE", "NO_COLOR", "FORCE_COLOR"))
     where = ["--state", str(folder), "--url", pool.url, "--key-file", str(folder / "key")]
@@ -124,7 +124,7 @@ def test_most_commands_query_the_coordinator() -> None:
 def test_commands_print_no_control_sequences(
     verb: str, pool: Served, tmp_path: Path, hostile: list[str], *, color: bool
 ) -> None:
-    said = _said(verb, pool, tmp_path, color=color)
+    said = _run_verb(verb, pool, tmp_path, color=color)
     assert hostile, "it asked nothing"
     assert said.strip()
     assert OBEYED.search(COLOUR.sub("", said)) is None, repr(said)

@@ -53,7 +53,7 @@ def pool() -> Iterator[Served]:
         yield made
 
 
-def said(verb: str, pool: Served, folder: Path, *, color: bool, **env: str) -> str:
+def run_verb(verb: str, pool: Served, folder: Path, *, color: bool, **env: str) -> str:
     """Run a verb that only reads, and return its complete output, with any exit code."""
     (folder / "key").write_text(pool.keys["admin"])
     clean = dict.fromkeys(("MACPOOL_STATE", "MACPOOL_URL", "MACPOOL_KEY_FILE", "NO_COLOR", "FORCE_COLOR"))
@@ -77,13 +77,13 @@ def test_most_verbs_that_look_are_tried():
 def test_no_color_is_honoured_and_plain_is_plain(verb: str, pool: Served, tmp_path: Path):
     if verb == "doctor":
         return  # takes seconds to check the machine: below
-    assert COLOUR.search(said(verb, pool, tmp_path, color=True, FORCE_COLOR="1", NO_COLOR="1")) is None
-    assert "\x1b" not in said(verb, pool, tmp_path, color=False)
+    assert COLOUR.search(run_verb(verb, pool, tmp_path, color=True, FORCE_COLOR="1", NO_COLOR="1")) is None
+    assert "\x1b" not in run_verb(verb, pool, tmp_path, color=False)
 
 
 def test_the_doctor_is_coloured_for_a_person_only(pool: Served, tmp_path: Path):
-    assert COLOUR.search(said("doctor", pool, tmp_path, color=True))
-    assert COLOUR.search(said("doctor", pool, tmp_path, color=True, NO_COLOR="1")) is None
+    assert COLOUR.search(run_verb("doctor", pool, tmp_path, color=True))
+    assert COLOUR.search(run_verb("doctor", pool, tmp_path, color=True, NO_COLOR="1")) is None
 
 
 def test_commands_have_plain_text_help():

@@ -160,7 +160,7 @@ async def test_a_refusal_of_the_node_hands_the_request_over(server: str, key_fil
         (KeyLimits(), False),
     ],
 )
-async def test_a_prompt_of_a_key_that_forbids_it_never_leaves(
+async def test_prompt_of_a_key_without_upstreams_is_not_sent_to_an_upstream(
     server: str, key_file: Path, limits: KeyLimits, default: bool
 ):
     before = len(read_seen(server))

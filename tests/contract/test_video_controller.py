@@ -107,7 +107,7 @@ async def test_returning_node_continues_its_video_job(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("rule", "ended"), [("fail", "failed"), ("requeue", "completed")])
-async def test_a_node_that_stays_away_loses_its_job_to_the_settings(tmp_path: Path, rule: str, ended: str):
+async def test_absent_node_loses_its_job_as_configured(tmp_path: Path, rule: str, ended: str):
     async with pool(tmp_path, "a", "b", peer={"plays": False}, node_loss_timeout_seconds=0.3, on_node_loss=rule) as one:
         video = await asked(one)
         await one.until(video, "in_progress")

@@ -171,7 +171,7 @@ async def test_frames_of_the_link_need_a_certificate(tmp_path: Path) -> None:
         await still_works(door, tmp_path / "n")
 
 
-async def test_what_is_not_tls_is_closed(tmp_path: Path) -> None:
+async def test_enrolment_port_closes_connections_without_tls(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         for noise in (b"GET / HTTP/1.1\r\n\r\n", bytes(5000), b"\x16\x03\x01" + bytes(200)):
             reader, writer = await asyncio.open_connection("127.0.0.1", door.port)

@@ -53,7 +53,7 @@ def plays(cluster: LoopbackCluster, play: Callable[[Generate], Play]) -> Loopbac
     return node
 
 
-def heard(node: LoopbackNode) -> Generate:
+def find_generate(node: LoopbackNode) -> Generate:
     return next(frame for frame in node.heard if isinstance(frame, Generate))
 
 
@@ -151,7 +151,7 @@ async def test_calls_whole_and_streamed(cluster: LoopbackCluster, choices: int):
         assert final.usage is not None
         assert final.usage.completion_tokens == 4 * choices
     check_calls(await by_sync(cluster, lambda api: api.chat.completions.create(**ask)), choices)
-    assert json.loads(heard(node).tools) == [TOOL]
+    assert json.loads(find_generate(node).tools) == [TOOL]
 
 
 async def test_the_stream_helper_gives_calls_as_events(cluster: LoopbackCluster):
@@ -184,7 +184,7 @@ async def test_conversation_continues_with_messages_of_the_library(cluster: Loop
             results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in said.tool_calls or []]
             told: Any = [*ASK["messages"], said, *results]
             await client.chat.completions.create(model="tiny", messages=told, tools=[TOOL])
-            _, asked, *answers = heard(node).messages
+            _, asked, *answers = find_generate(node).messages
             calls = [ToolCall(f"call_r_{place}", "weather", arguments(city)) for place, city in enumerate(CITIES)]
             assert asked == Message("assistant", "I look.", "", tuple(calls), "", "which city? Ulm.")
             assert answers == [Message("tool", "sunny", tool_call_id=f"call_r_{place}") for place in range(2)]
@@ -203,7 +203,7 @@ async def test_tools_that_may_not_be_called_stay_out(cluster: LoopbackCluster):
     async with library(cluster) as client:
         answer = await client.chat.completions.create(**ASK, tools=[TOOL], tool_choice="none")
     assert answer.choices[0].message.tool_calls is None
-    assert heard(node).tools == ""
+    assert find_generate(node).tools == ""
 
 
 # reasoning
@@ -223,7 +223,7 @@ async def test_reasoning_whole_and_streamed(cluster: LoopbackCluster):
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join((delta.model_extra or {}).get("reasoning_content", "") for delta in deltas) == "hm, yes"
     assert "".join(delta.content or "" for delta in deltas) == "Yes."
-    assert json.loads(heard(node).template) == {"reasoning_effort": "none", "enable_thinking": True}
+    assert json.loads(find_generate(node).template) == {"reasoning_effort": "none", "enable_thinking": True}
 
 
 # log probabilities
@@ -252,7 +252,7 @@ async def test_log_probabilities_whole_and_streamed(cluster: LoopbackCluster, ch
             check_logprobs(await stream.get_final_completion(), choices)
     assert kinds.count("logprobs.content.delta") == 3 * choices
     check_logprobs(await by_sync(cluster, lambda api: api.chat.completions.create(**ask)), choices)
-    params = heard(node).params
+    params = find_generate(node).params
     assert (params.logprobs, params.top_logprobs, params.n) == (True, 2, choices)
 
 
@@ -274,7 +274,7 @@ async def test_every_sampling_parameter_reaches_the_engine(cluster: LoopbackClus
             logit_bias={"5": -100},
             extra_body=more,
         )
-    params = heard(node).params
+    params = find_generate(node).params
     assert (params.top_k, params.min_p, params.repetition_penalty) == (40, 0.1, 1.5)
     assert (params.presence_penalty, params.frequency_penalty, params.logit_bias) == (0.5, -0.5, ((5, -100.0),))
     assert (params.temperature, params.top_p, params.seed, params.stop) == (0.7, 0.9, 7, ("x",))

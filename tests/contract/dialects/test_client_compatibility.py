@@ -84,7 +84,7 @@ async def test_a_key_finds_no_model_that_it_may_not_use():
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
-async def test_a_key_with_rates_learns_where_it_stands(path: str, stream: bool):
+async def test_key_with_rates_gets_rate_limit_headers(path: str, stream: bool):
     body = {"model": "tiny", "max_tokens": 5, "messages": HELLO, "stream": stream}
     if path == "/v1/responses":
         body = {"model": "tiny", "max_output_tokens": 5, "input": "x", "stream": stream}

@@ -91,7 +91,7 @@ def prompt(number: int, size: int) -> Generate:
     return Generate(number, number, "r", "m", (Message("user", "x" * size),), GenerationParams(), 0)
 
 
-def heard(*frames: Generate) -> list[int]:
+def reassemble(*frames: Generate) -> list[int]:
     """Send long frames at once; return the requests in the order in which the other end has reassembled them."""
     written: list[bytes] = []
     deferred: list[Callable[[], None]] = []
@@ -110,22 +110,22 @@ def heard(*frames: Generate) -> list[int]:
 def test_long_frames_wait_until_the_peer_supports_parts() -> None:
     """Each frame is within the limit, but all of them together are not."""
     size = MAX_JOINED_BYTES * 15 // 32
-    assert sorted(heard(*(prompt(number, size) for number in range(6)))) == list(range(6))
-    assert sorted(heard(*(prompt(number, MAX_PLAIN_BYTES) for number in range(MAX_OPEN_MESSAGES + 9)))) == list(
+    assert sorted(reassemble(*(prompt(number, size) for number in range(6)))) == list(range(6))
+    assert sorted(reassemble(*(prompt(number, MAX_PLAIN_BYTES) for number in range(MAX_OPEN_MESSAGES + 9)))) == list(
         range(73)
     )
 
 
 def test_a_frame_of_the_greatest_length_can_be_joined_and_a_longer_one_is_not_sent() -> None:
     empty = len(encode(prompt(1, MAX_PLAIN_BYTES))) - MAX_PLAIN_BYTES
-    assert heard(prompt(1, MAX_JOINED_BYTES - empty)) == [1]
+    assert reassemble(prompt(1, MAX_JOINED_BYTES - empty)) == [1]
     with pytest.raises(WireError, match="the limit is"):
         encode(prompt(1, MAX_JOINED_BYTES - empty + 1))
 
 
 def test_smaller_frames_pass_a_large_one_that_waits_and_not_for_long() -> None:
     small = MAX_JOINED_BYTES // 16
-    order = heard(prompt(1, 8 * small), prompt(2, 15 * small), *(prompt(number, small) for number in range(3, 63)))
+    order = reassemble(prompt(1, 8 * small), prompt(2, 15 * small), *(prompt(number, small) for number in range(3, 63)))
     assert order.index(3) < order.index(2), "it fits beside the first"
     assert order.index(2) < 40, "those that pass it, and those that fit beside it"
 

@@ -170,7 +170,7 @@ def test_evaluator_raises_conditions_from_reported_faults():
 
 
 @pytest.mark.parametrize(("failing", "logged"), [((1, 2, 3), 1), ((1, 3), 2), ((), 0)])
-async def test_a_look_that_fails_is_logged_once_and_the_next_is_taken(
+async def test_failed_evaluation_is_logged_once_and_the_next_one_runs(
     monkeypatch: pytest.MonkeyPatch, failing: tuple[int, ...], logged: int
 ):
     monkeypatch.setattr(evaluator, "EVALUATION_INTERVAL_SECONDS", 0.0)

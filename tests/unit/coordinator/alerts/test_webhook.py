@@ -77,7 +77,7 @@ def test_parse_webhook_url_refuses_invalid_urls(url: str):
         ("http://127.0.0.1", WebhookAddress(False, "127.0.0.1", 80, "/")),
     ],
 )
-def test_addresses_are_read(url: str, address: WebhookAddress):
+def test_parse_webhook_url_returns_the_address(url: str, address: WebhookAddress):
     assert parse_webhook_url(url) == address
 
 
@@ -218,7 +218,7 @@ def receiver(
         server.server_close()
 
 
-async def told(address: WebhookAddress, count: int, got: list[Any]) -> None:
+async def send_begin_and_end(address: WebhookAddress, count: int, got: list[Any]) -> None:
     one = Webhook(address, "home")
     running = asyncio.create_task(one.run())
     one.enqueue(GUARD_OFF, True)
@@ -238,7 +238,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_webhook_sends_begins_and_ends_in_order():
     with receiver() as (address, got):
-        await told(address, 2, got)
+        await send_begin_and_end(address, 2, got)
     assert [path for path, _ in got] == [f"/{SECRET}"] * 2
     assert [message["event"] for _, message in got] == ["began", "ended"]
     assert got[0][1] == {"schema": 1, "cluster": "home", "event": "began", **GUARD_OFF.to_row()}
@@ -246,13 +246,13 @@ async def test_webhook_sends_begins_and_ends_in_order():
 
 async def test_webhook_retries_temporary_failures_only():
     with receiver(503, 429, 204, 400, 204) as (address, got):
-        await told(address, 4, got)
+        await send_begin_and_end(address, 4, got)
     assert [message["event"] for _, message in got] == ["began", "began", "began", "ended"]
 
 
 async def test_a_redirect_is_not_followed():
     with receiver(302, 302, 302) as (address, got):
-        await told(address, 2, got)
+        await send_begin_and_end(address, 2, got)
     assert {path for path, _ in got} == {f"/{SECRET}"}
 
 

@@ -105,7 +105,7 @@ def test_archive_member_is_read_in_chunks_and_matches_its_digest(size: int) -> N
         list(read_member(io.BytesIO(b"x" * size), ArchiveMember("pepper", size, "00")))
 
 
-def test_so_many_bytes_are_read_as_are_wanted_or_the_file_was_cut_off() -> None:
+def test_read_exactly_returns_all_bytes_or_reports_a_truncated_file() -> None:
     source = Slow(b"0123456789")
     assert (read_exactly(source, 7), read_exactly(source, 0), read_exactly(source, 3)) == (b"0123456", b"", b"789")
     check_end(source)

@@ -326,7 +326,7 @@ def test_a_database_of_another_cluster_than_its_authority_is_refused(tmp_path: P
         create_backup(tmp_path / "one", tmp_path / "b")
 
 
-def test_nothing_but_a_backup_is_written_over(home: tuple[Path, str], tmp_path: Path) -> None:
+def test_create_backup_overwrites_only_backups(home: tuple[Path, str], tmp_path: Path) -> None:
     precious = tmp_path / "thesis.txt"
     precious.write_text("all of it")
     link = tmp_path / "link"

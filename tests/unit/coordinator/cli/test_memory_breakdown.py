@@ -92,7 +92,7 @@ def test_memory_breakdown_prints_unknown_for_missing_values():
         ({"cap": 0}, "-"),
     ],
 )
-def test_a_guard_in_a_word(changes: dict[str, Any], word: str):
+def test_get_guard_state_of_each_kind_of_guard(changes: dict[str, Any], word: str):
     assert get_guard_state(node(**changes)) == word
 
 

@@ -107,7 +107,7 @@ async def test_a_removed_nodes_link_ends_with_the_reason_and_it_stays_out_after_
         assert the_no(await late.ended()).reason == "removed"
 
 
-async def test_a_node_that_leaves_is_struck_off_and_one_that_sleeps_stays(port: Port):
+async def test_goodbye_of_a_leaving_node_ends_its_membership(port: Port):
     leaves, sleeps, stops = (port.member(name) for name in ("leaves", "sleeps", "stops"))
     for who, reason, state in ((leaves, "leave", "left"), (sleeps, "asleep", "asleep"), (stops, "stopping", "lost")):
         line = await port.link(who)

@@ -249,17 +249,17 @@ def test_coordinator_does_not_suspect_itself_for_separate_losses(apart: float, s
     names = [NodeId(name) for name in "abcd"]
     pool = Membership({name: ready(name).members[name] for name in names})
 
-    def heard(at: float, *nodes: NodeId) -> None:
+    def report_nodes(at: float, *nodes: NodeId) -> None:
         nonlocal pool
         pool, _ = tick(pool, at)
         for node in nodes:
             pool, _ = advance(pool, node, MemberReported(1), at)
 
-    heard(2.0, *names[1:])
-    heard(3.0, *names[1:])
+    report_nodes(2.0, *names[1:])
+    report_nodes(3.0, *names[1:])
     assert not pool.self_suspect, "one of four"
     for second in range(1, int(apart) + 1):
-        heard(3.0 + second, *(names[1:] if second <= apart - 3 else names[2:]))
+        report_nodes(3.0 + second, *(names[1:] if second <= apart - 3 else names[2:]))
     assert pool.members[names[1]].state is NodeState.SUSPECT
     assert pool.self_suspect is suspects
 
@@ -277,7 +277,7 @@ def test_coordinator_does_not_suspect_itself_for_separate_losses(apart: float, s
         ("suspect", MemberGoodbye(1, "stopping"), NodeState.LOST, 5.0, 3.0),
     ],
 )
-def test_an_event_keeps_since_when_a_node_is_as_it_is_and_when_it_fell_silent(
+def test_event_updates_since_and_silent_at_of_a_member(
     before: str, event: Event, state: NodeState, since: float, fell: float | None
 ) -> None:
     joining, _ = advance(advance(Membership(), A, MemberEnrolled(), 0.0)[0], A, MemberConnected(1, "i"), 0.0)

@@ -220,7 +220,7 @@ async def test_a_removed_node_is_no_member_after_a_restart_and_may_not_link(star
     assert (denied.reason, denied.final) == ("removed", True)
 
 
-async def test_a_node_that_leaves_is_struck_off_and_one_that_sleeps_is_not(start: Callable[[], Coordinator]):
+async def test_goodbye_removes_only_a_node_that_leaves(start: Callable[[], Coordinator]):
     one = start()
     studio, mini, air = (one.join(name) for name in ("studio", "mini", "air"))
     for node, reason in ((studio, "leave"), (mini, "asleep"), (air, "stopping")):
@@ -328,7 +328,7 @@ async def test_member_query_without_offers_is_refused(start: Callable[[], Coordi
 # links
 
 
-async def test_each_report_makes_a_picture_in_which_only_its_node_is_new(start: Callable[[], Coordinator]):
+async def test_each_report_publishes_a_view_with_only_its_node_changed(start: Callable[[], Coordinator]):
     one = start()
     studio, mini = one.join("studio"), one.join("mini")
     number = one.link(studio)
@@ -346,7 +346,7 @@ async def test_each_report_makes_a_picture_in_which_only_its_node_is_new(start: 
     assert one.registry.build_view().find_node(studio) is seen
 
 
-async def test_in_a_large_cluster_the_reports_of_a_moment_are_one_picture(
+async def test_large_cluster_publishes_one_view_for_simultaneous_reports(
     start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
 ):
     one = start()

@@ -60,7 +60,7 @@ def test_a_name_of_a_field_can_hold_nothing_either():
     assert PROMPT not in json.dumps(parse_event(json.dumps({**EVENT, PROMPT: 1})))
 
 
-def test_an_exception_keeps_its_type_and_its_way_only():
+def test_parse_event_keeps_types_and_frames_of_an_exception_only():
     text = f"ValueError from KeyError: {PROMPT}\ntext.py:12 render\n{PROMPT}\nloop.py:3 step"
     found = parse_event(json.dumps({**EVENT, "exception": text}))
     assert found is not None
@@ -197,7 +197,7 @@ def test_own_events_are_those_that_our_packages_log():
     assert "zebra canary" not in found
 
 
-def test_a_word_stays_in_a_field_that_we_write_ourselves_only():
+def test_parse_event_keeps_words_in_known_fields_only():
     assert parse_event(json.dumps({**EVENT, "reason": "zebra", "detail": "zebra"})) == {
         **EVENT,
         "reason": "zebra",
@@ -221,7 +221,7 @@ def test_render_log_keeps_the_newest_events_and_counts_the_rest(monkeypatch: pyt
     ]
 
 
-def test_the_end_of_a_log_begins_with_a_whole_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_read_newest_lines_begins_with_a_whole_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(bundle, "MAX_LOG_BYTES", 20)
     log = tmp_path / "node.log"
     assert read_newest_lines(log) == []

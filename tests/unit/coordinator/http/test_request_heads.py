@@ -97,7 +97,7 @@ class Read:
 @example(["content-length: 6"], GOOD)
 @example(["\tfolded: yes"], GOOD)
 @example(["origin: http://evil.example"], GOOD)
-def test_the_quick_reader_takes_nothing_that_the_careful_one_reads_otherwise(lines: list[str], good: list[str]):
+def test_fast_path_agrees_with_the_complete_parser_on_any_head(lines: list[str], good: list[str]):
     raw = REQUEST_START + "\r\n".join([*good, *lines]).encode("latin-1") + b"\r\n\r\n"
     cluster = LoopbackCluster(LoopbackNode("a"))
     guard = OriginCheck(serve_not_found)

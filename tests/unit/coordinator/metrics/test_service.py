@@ -361,7 +361,7 @@ async def test_the_limit_of_the_queue_grows_with_the_members(port: Port):
     assert (await scrape(port))["router_queue_limit"] == 4 * 40
 
 
-async def test_a_picture_reads_certificates_again_after_a_minute_and_counts_back_to_a_report(port: Port):
+async def test_snapshot_reads_certificates_again_after_a_minute(port: Port):
     now, lives = [100.0], {"endpoint": (1.0, 2.0)}
     sent = list[Frame]()
     dispatcher = Dispatcher(
@@ -386,9 +386,7 @@ async def test_a_picture_reads_certificates_again_after_a_minute_and_counts_back
     assert metrics.take_snapshot().certificates == {"endpoint": (3.0, 4.0)}
 
 
-async def test_a_picture_has_the_numbers_of_this_process_in_bytes_and_counts(
-    port: Port, monkeypatch: pytest.MonkeyPatch
-):
+async def test_snapshot_has_memory_and_open_files_of_this_process(port: Port, monkeypatch: pytest.MonkeyPatch):
     def peak() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 

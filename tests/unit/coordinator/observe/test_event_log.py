@@ -19,7 +19,7 @@ async def settled() -> None:
     await asyncio.sleep(0)
 
 
-def told(pieces: list[bytes]) -> list[int]:
+def parse_numbers(pieces: list[bytes]) -> list[int]:
     return [json.loads(piece.partition(b"data: ")[2])["number"] for piece in pieces if b"data: " in piece]
 
 
@@ -31,7 +31,7 @@ async def test_event_log_returns_the_newest_events_in_order():
     hub = EventLog()
     tell(hub, *range(MAX_EVENTS + 50))
     await settled()
-    assert told(await all_of(hub.stream_events(None, 3, follow=False))) == [
+    assert parse_numbers(await all_of(hub.stream_events(None, 3, follow=False))) == [
         MAX_EVENTS + 47,
         MAX_EVENTS + 48,
         MAX_EVENTS + 49,
@@ -45,7 +45,7 @@ async def test_event_log_returns_events_after_a_number():
     tell(hub, 1, 2, 3)
     await settled()
     pieces = await all_of(hub.stream_events(1, 0, follow=False))
-    assert told(pieces) == [2, 3]
+    assert parse_numbers(pieces) == [2, 3]
     assert pieces[0].startswith(b"id: 2\n")
 
 
@@ -55,7 +55,7 @@ async def test_event_log_notifies_all_followers_until_they_leave():
     waiting = [asyncio.create_task(anext(one)) for one in (first, second)]
     await settled()
     tell(hub, 7)
-    assert [told([await one]) for one in waiting] == [[7], [7]]
+    assert [parse_numbers([await one]) for one in waiting] == [[7], [7]]
     for one in (first, second):
         await one.aclose()
     assert hub.readers == 0
@@ -66,11 +66,11 @@ async def test_event_log_reports_lost_events_to_a_slow_follower():
     reading = hub.stream_events(None, 1, follow=True)
     tell(hub, 0)
     await settled()
-    assert told([await anext(reading)]) == [0]
+    assert parse_numbers([await anext(reading)]) == [0]
     tell(hub, *range(1, MAX_QUEUED_EVENTS + 11))
     await settled()
     assert await anext(reading) == b": 10 events were lost\n\n"
-    assert told([await anext(reading)]) == [11]
+    assert parse_numbers([await anext(reading)]) == [11]
     await reading.aclose()
 
 
@@ -86,7 +86,7 @@ async def test_event_log_ignores_other_loggers_and_accepts_odd_values():
     hub.add_event({"logger": "uvicorn.error", "event": "x"})
     hub.add_event({"logger": "coordinator.x", "event": "x", "value": object(), "number": 1})
     await settled()
-    assert told(await all_of(hub.stream_events(None, 50, follow=False))) == [1]
+    assert parse_numbers(await all_of(hub.stream_events(None, 50, follow=False))) == [1]
 
 
 async def test_event_values_cannot_break_a_log_line():

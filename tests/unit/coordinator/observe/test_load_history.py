@@ -51,7 +51,7 @@ def test_a_mac_that_is_lost_or_paused_is_a_gap_and_no_number_of_the_past():
     assert found["pool"]["cap_bytes"] == [4 * GIB, None, 4 * GIB]
 
 
-def test_the_time_in_which_nothing_was_read_is_a_gap():
+def test_add_reading_fills_missed_intervals_with_gaps():
     history = LoadHistory()
     for at in (0.0, 10.0, 40.0):
         history.add_reading(LoadReading(at, {A: load()}))

@@ -18,7 +18,7 @@ async def test_the_newest_bytes_are_read(tmp_path: Path):
         assert found == file.read_bytes()[-size:]
 
 
-async def test_no_line_is_cut_at_its_beginning(tmp_path: Path):
+async def test_read_log_begins_with_a_whole_line(tmp_path: Path):
     file = tmp_path / "x.log"
     file.write_bytes(b"".join(b'{"number": %d}\n' % number for number in range(100)))
     whole = file.read_bytes()

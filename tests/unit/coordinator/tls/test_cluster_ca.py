@@ -165,7 +165,7 @@ def test_a_request_that_was_changed_is_refused() -> None:
             extract_public_key(bad)
 
 
-def test_lives_begin_early_and_end_in_time(tmp_path: Path) -> None:
+def test_certificates_have_the_specified_validity(tmp_path: Path) -> None:
     wall = Wall(1_800_000_000.0)
     authority = ClusterCa(tmp_path, wall)
     told = read_certificate(authority.sign_request(new_request("a").csr, NODE, "a"))

@@ -147,7 +147,7 @@ def test_an_authority_with_constraints_on_addresses_is_issued_again_and_stays_tr
     assert endpoint(tmp_path).fingerprint == made.fingerprint, "once"
 
 
-def test_it_is_kept_and_only_renewed_when_due_or_when_the_names_change(tmp_path: Path):
+def test_https_ca_is_stored_and_renews_when_due_or_for_new_names(tmp_path: Path):
     clock, here = Clock(), ["studio.local", "192.168.1.7"]
     made = HttpsCa(tmp_path, (), clock, lambda: here)
     first = made.fingerprint

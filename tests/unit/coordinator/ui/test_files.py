@@ -62,7 +62,7 @@ async def test_there_is_nothing_else(client: httpx.AsyncClient, path: str):
     assert (await client.get(path)).status_code == 404
 
 
-async def test_files_are_only_read(client: httpx.AsyncClient):
+async def test_static_files_refuse_other_methods_than_get_and_head(client: httpx.AsyncClient):
     answer = await client.post("/ui/app.js", content=b"x")
     assert (answer.status_code, answer.headers["allow"]) == (405, "GET, HEAD")
 
@@ -82,7 +82,7 @@ def test_static_files_load_nothing_from_other_hosts():
             assert "innerHTML" not in text, path
 
 
-def test_a_join_line_has_its_squares():
+def test_build_qr_matrix_of_a_join_command_has_finder_patterns():
     rows = build_qr_matrix("cluster join macpool://192.168.1.20:8081 --token mpj1." + "x" * 120)
     assert len(rows) == len(rows[0]) >= 21
     assert set("".join(rows)) == {"0", "1"}

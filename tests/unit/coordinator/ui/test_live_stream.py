@@ -13,7 +13,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "POLL_INTERVAL_SECONDS", 0.01)
 
 
-def told(news: bytes) -> dict[str, object]:
+def parse_events(news: bytes) -> dict[str, object]:
     found: dict[str, object] = {}
     for event in news.decode().split("\n\n"):
         if event.startswith("event: "):
@@ -24,7 +24,7 @@ def told(news: bytes) -> dict[str, object]:
 
 async def soon(stream: AsyncIterator[bytes]) -> dict[str, object]:
     async with asyncio.timeout(30):
-        return told(await anext(stream))
+        return parse_events(await anext(stream))
 
 
 async def test_live_stream_sends_a_snapshot_and_then_changes():
@@ -39,7 +39,7 @@ async def test_live_stream_sends_a_snapshot_and_then_changes():
 async def test_live_stream_without_follow_sends_one_snapshot():
     stream = LiveStream(lambda: {"n": 1}).stream_events(lambda: True, follow=False)
     async with asyncio.timeout(30):
-        assert [told(news) async for news in stream] == [{"n": 1}]
+        assert [parse_events(news) async for news in stream] == [{"n": 1}]
 
 
 async def test_live_stream_skips_steps_for_a_slow_reader():

@@ -260,7 +260,7 @@ async def test_a_code_is_rejected_by_a_person(tmp_path: Path) -> None:
         ("[fe80::1%en0]", ("fe80::1%en0", 8081)),
     ],
 )
-def test_addresses_are_read(text: str, address: tuple[str, int]) -> None:
+def test_parse_webhook_url_returns_the_address(text: str, address: tuple[str, int]) -> None:
     assert parse_address(text) == address
 
 

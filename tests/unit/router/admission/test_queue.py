@@ -57,15 +57,15 @@ def test_retry_time_follows_from_the_pace_of_the_queue():
     for number in range(5):
         offer(queue, str(number), "more")
 
-    def told(now: float) -> float:
+    def get_retry_seconds(now: float) -> float:
         refused = queue.offer("one more", "late", 1, now, now + 30, 2)
         assert isinstance(refused, Refused)
         assert refused.retry_after is not None
         return refused.retry_after
 
-    assert told(3.0) == MIN_QUEUE_LENGTH * 0.5, "two left in each second"
-    assert told(3.7) > MIN_QUEUE_LENGTH * 0.5, "no entry has left since"
-    assert told(100.0) == 60.0
+    assert get_retry_seconds(3.0) == MIN_QUEUE_LENGTH * 0.5, "two left in each second"
+    assert get_retry_seconds(3.7) > MIN_QUEUE_LENGTH * 0.5, "no entry has left since"
+    assert get_retry_seconds(100.0) == 60.0
 
 
 @pytest.mark.parametrize(("now", "seconds"), [(0.0, 15.0), (20.0, 5.0), (29.0, 1.0), (30.0, 1.0)])
@@ -245,7 +245,7 @@ def test_request_without_room_does_not_block_the_queue():
     assert len(queue) == 1
 
 
-def test_room_is_kept_after_eight_overtakes():
+def test_headroom_is_held_after_eight_overtakes():
     queue: AdmissionQueue[str] = AdmissionQueue()
     large = offer(queue, "large")
     kept: list[bool] = []
@@ -274,7 +274,7 @@ def test_overtakes_count_earlier_requests_only():
     assert [entry.overtaken for entry in entries] == [2, 0, 0, 0]
 
 
-def test_room_is_kept_for_one_request_of_a_key_in_each_round():
+def test_headroom_is_held_for_one_request_of_a_key_in_each_round():
     queue: AdmissionQueue[str] = AdmissionQueue()
     for item in ("a0", "a1", "b0", "b1"):
         offer(queue, item, item[0])
@@ -284,7 +284,7 @@ def test_room_is_kept_for_one_request_of_a_key_in_each_round():
         assert kept == ["a0", "b0"]
 
 
-def test_room_is_kept_after_five_seconds_and_after_arrivals_that_never_waited():
+def test_headroom_is_held_after_five_seconds_or_eight_overtaking_arrivals():
     queue: AdmissionQueue[str] = AdmissionQueue()
     entry = offer(queue, "large", now=100.0)
     assert not queue.needs_room(entry, 100.0 + HOLD_HEADROOM_AFTER_SECONDS - 0.1)

@@ -93,7 +93,7 @@ def test_one_probe_at_a_time_closes_it_or_opens_it_for_longer():
     assert breakers.list_barred_nodes(now) == []
 
 
-def test_a_probe_that_shows_nothing_leaves_it_to_the_next_and_a_long_one_is_well():
+def test_probe_without_a_result_is_replaced_and_a_long_one_succeeds():
     breakers, now = failing()
     now += MIN_OPEN_SECONDS
     breakers.record_attempt(NODE, 50, now)

@@ -87,7 +87,7 @@ def test_replay_repeats_decisions_and_compares_policies():
     assert other.waits[0] == pytest.approx(1.0)
 
 
-def test_of_a_large_cluster_the_chosen_node_is_kept():
+def test_decision_of_a_large_cluster_keeps_the_chosen_node():
     nodes = [a_node(str(number), a_memory(2 * GIB), 100.0) for number in range(40)]
     nodes[30] = FAST_AND_SMALL
     (decision,) = kept(decided(*nodes))

@@ -161,7 +161,7 @@ async def test_a_stream_that_waits_for_a_swap_shows_a_sign_of_life(mac: Cluster)
     assert other.answer.ready, "a keep-alive is due, although the request is queued"
 
 
-async def test_a_turn_ends_at_once_when_its_client_leaves(mac: Cluster):
+async def test_swap_ends_when_its_client_disconnects(mac: Cluster):
     other = ask(mac, "two", "bob")
     passes(mac, MIN_SLICE_SECONDS + 1)
     later = ask(mac, "one")
@@ -201,7 +201,7 @@ async def test_refused_swap_is_retried_after_the_next_report(mac: Cluster):
     assert mac.last() == (A, other.attempt)
 
 
-async def test_no_third_model_takes_the_room_that_is_made(mac: Cluster):
+async def test_third_model_does_not_use_the_headroom_of_a_swap(mac: Cluster):
     third = a_model("three", weights=12 * GIB, loaded=False)
     mac.models += (third,)
     mac.report()

@@ -398,7 +398,7 @@ async def test_large_request_is_not_overtaken_indefinitely(one: Cluster):
     assert large.node == small.node == A
 
 
-async def test_the_room_that_is_kept_is_there_for_those_it_is_kept_for(one: Cluster):
+async def test_held_headroom_is_used_by_the_request_that_holds_it(one: Cluster):
     one.memory[A] = a_memory(200 * MIB)
     one.report()
     keys = ("ada", "ada", "bob")
@@ -449,7 +449,7 @@ async def test_crowding_key_is_refused_at_its_deadline(one: Cluster):
     assert one.submit(prompt_tokens=1500, key="greedy").node == A, "no other key has requests"
 
 
-async def test_at_the_deadline_it_is_sent_all_the_same_where_half_of_the_memory_stays_free(one: Cluster):
+async def test_crowding_key_starts_at_its_deadline_with_half_of_the_memory_free(one: Cluster):
     one.memory[A] = a_memory(20 * GIB)
     one.report()
     others = [one.submit(prompt_tokens=100, key=key) for key in ("ada", "bob")]
@@ -509,7 +509,7 @@ async def test_each_answer_of_a_request_takes_a_row(one: Cluster):
     assert one.dispatcher.ledger.get_account(A).rows == 0
 
 
-async def test_a_key_has_room_kept_for_one_of_its_requests(two: Cluster):
+async def test_headroom_is_held_for_one_request_of_each_key(two: Cluster):
     two.memory[A] = two.memory[B] = a_memory(200 * MIB)
     two.report()
     waiting = [two.submit(prompt_tokens=3000, key=key) for key in ("ada", "ada", "bob")]
@@ -987,7 +987,7 @@ async def test_after_its_engine_died_a_node_is_like_any_other():
 # Limits of a key
 
 
-async def test_a_key_is_held_to_its_limits_on_every_way_out(two: Cluster):
+async def test_every_end_of_a_request_releases_the_limits_of_its_key(two: Cluster):
     two.limits["k"] = KeyLimits(concurrency=1, waiting=0)
     first = two.submit()
     second = two.submit()
@@ -1172,7 +1172,7 @@ async def test_a_step_of_two_streams_is_two_gaps_however_many_tokens_it_has(one:
     assert one.dispatcher.counters.nodes[A].generated_tokens == 18
 
 
-async def test_reservations_and_room_of_no_request_are_leaks():
+async def test_count_leaks_counts_reservations_and_holds_without_a_request():
     cluster = Cluster(A)
     cluster.submit()
     assert cluster.dispatcher.count_leaks() == 0

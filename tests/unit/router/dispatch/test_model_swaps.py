@@ -188,7 +188,7 @@ def test_nothing_is_sent_before_the_last_answer_has_ended():
     assert not ended.why
 
 
-def test_a_report_from_before_a_request_was_sent_does_not_end_its_turn():
+def test_report_from_before_the_request_does_not_end_a_swap():
     world = busy()
     world.step(SLICE)
     world.running.clear()
@@ -215,7 +215,7 @@ def test_keys_that_wait_for_a_model_lose_it_as_those_do_that_use_it():
     )
 
 
-def test_the_model_that_left_gets_its_turn_by_the_same_rule():
+def test_unloaded_model_is_swapped_in_by_the_same_rule():
     world = busy()
     world.step(SLICE)
     world.running.clear()
@@ -245,7 +245,7 @@ def test_request_that_fits_without_a_swap_waits_for_rows():
     assert not plan.waits
 
 
-def test_a_node_turns_to_one_model_and_two_models_turn_two_nodes():
+def test_each_node_swaps_to_one_model_at_a_time():
     world = World("a", "b", "c", "d")
     world.node(N1, "a")
     world.runs(N1, "a")
@@ -259,7 +259,7 @@ def test_a_node_turns_to_one_model_and_two_models_turn_two_nodes():
     assert world.begun(SLICE) == [(N2, "c", {"d"})]
 
 
-def test_two_requests_for_one_model_turn_one_node():
+def test_two_requests_for_one_model_swap_one_node():
     world = World("a", "b")
     for node in (N1, N2):
         world.node(node, "a")
@@ -424,7 +424,7 @@ def judged(
     return build_swap_input(view, queued, live, ledger, lambda _, node: Candidate(node.id, node.name, node.state))
 
 
-def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypatch: pytest.MonkeyPatch):
+def test_snapshot_has_the_oldest_requests_of_each_model_and_key(monkeypatch: pytest.MonkeyPatch):
     world = World("a", "b")
     for node in (N1, N2, N3):
         world.node(node)
@@ -510,7 +510,7 @@ def drawn(
 
 
 @given(drawn_nodes, drawn_uses, drawn_waits, st.integers(5, 40), st.sets(st.sampled_from(NAMES), max_size=2))
-def test_every_turn_keeps_the_rules(
+def test_any_swap_keeps_the_rules(
     nodes: list[set[str]],
     uses: list[tuple[int, str, str]],
     waits: list[tuple[str, str, float]],
@@ -537,7 +537,7 @@ def test_every_turn_keeps_the_rules(
 
 
 @given(drawn_nodes, drawn_uses, drawn_waits, st.integers(11, 30), st.data())
-def test_every_turn_ends(
+def test_any_swap_ends(
     nodes: list[set[str]],
     uses: list[tuple[int, str, str]],
     waits: list[tuple[str, str, float]],

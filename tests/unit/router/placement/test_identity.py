@@ -148,7 +148,7 @@ async def test_requests_and_resumed_answers_keep_to_one_content_of_equal_samples
     three.dispatcher.shutdown()
 
 
-async def test_an_order_to_load_goes_to_the_model_that_is_served():
+async def test_load_order_uses_the_served_version():
     three = Cluster(A, B, C)
     models(
         three,

@@ -67,7 +67,7 @@ def test_choose_load_node_falls_back_to_a_node_with_the_model():
     assert pick(small, node("has", a_model(), a_memory(0))) == LoadPlacement(NodeId("has"), "has", loaded=True)
 
 
-def test_a_load_under_way_is_waited_for():
+def test_choose_load_node_takes_a_node_that_loads_the_model():
     assert pick(node("at-it", known(loading=True), a_memory(0))) == LoadPlacement(NodeId("at-it"), "at-it")
 
 

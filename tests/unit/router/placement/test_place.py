@@ -87,7 +87,7 @@ def refused(result: Placement | NoPlacement) -> Refused:
     return result.refused
 
 
-def told(result: Placement | NoPlacement) -> tuple[tuple[Candidate, ...], NodeId | None]:
+def get_candidates_and_node(result: Placement | NoPlacement) -> tuple[tuple[Candidate, ...], NodeId | None]:
     return result.candidates, result.chosen.node if isinstance(result, Placement) else None
 
 
@@ -137,7 +137,7 @@ def test_expected_answer_is_the_usual_length_within_limit_and_context():
 def test_the_numbers_of_a_candidate_count_what_was_reserved_since_its_report():
     ledger, memory = ReservationLedger(), a_memory(reserved=1 * GIB)
     ledger.reserve(NodeId("a"), 1, 1, 3 * GIB)
-    (found,), _ = told(decide(node("a", memory), ledger=ledger))
+    (found,), _ = get_candidates_and_node(decide(node("a", memory), ledger=ledger))
     numbers = found.build_memory_numbers()
     assert (numbers.reserved, numbers.estimate, numbers.margin) == (4 * GIB, found.need, memory.margin)
     assert numbers.predicted == (memory.current or 0) + 4 * GIB + found.need + memory.margin
@@ -146,13 +146,15 @@ def test_the_numbers_of_a_candidate_count_what_was_reserved_since_its_report():
 
 def test_tokens_generated_elsewhere_are_prefilled_again():
     asked = ResourceDemand("tiny", 400, prompt_tokens=1000, known_tokens=500)
-    (alone,), _ = told(decide(node("a"), ask=asked))
+    (alone,), _ = get_candidates_and_node(decide(node("a"), ask=asked))
     assert (alone.prefill_tokens, alone.output_tokens) == (1500, 500 + KV_GROWTH_TOKENS)
     assert alone.expected_ttft == pytest.approx(1.5), "at 1,000 tokens per second"
-    (warm,), _ = told(decide(node("a"), ask=asked, cached_shares={NodeId("a"): 0.75}))
+    (warm,), _ = get_candidates_and_node(decide(node("a"), ask=asked, cached_shares={NodeId("a"): 0.75}))
     assert (warm.prefill_tokens, warm.expected_ttft, warm.cached_share) == (250 + 500, pytest.approx(0.75), 0.75)
     usual = node("a", None, a_model(expected_output=256))
-    (short,), _ = told(decide(usual, ask=ResourceDemand("tiny", 400, prompt_tokens=1000, known_tokens=3)))
+    (short,), _ = get_candidates_and_node(
+        decide(usual, ask=ResourceDemand("tiny", 400, prompt_tokens=1000, known_tokens=3))
+    )
     assert short.output_tokens == 256, "no less than is usual"
 
 
@@ -460,7 +462,7 @@ def test_weights_count_where_a_model_is_not_loaded():
 
 
 @pytest.mark.parametrize("policy", list(POLICIES))
-def test_while_a_node_reads_a_model_in_its_weights_count_once(policy: str):
+def test_weights_of_a_loading_model_count_once(policy: str):
     room = estimate_request_need(a_model(), 100, 64)
     reading = a_model(loaded=False, loading=True, weights=4 * GIB)
     assert chosen(decide(node("a", a_memory(room), reading), policy=policy)) == "a"
@@ -658,7 +660,7 @@ def test_a_load_costs_its_weights_once_and_the_time_that_is_left(change: dict[st
         (EngineState("x", "ready", queued_tokens=50), 0, 0.15, 1.28, 0.0),
     ],
 )
-def test_time_counts_rows_that_decode_and_rows_that_are_taken(
+def test_expected_times_count_decoding_and_reserved_rows(
     engine: EngineState, taken: int, ttft: float, answer: float, delay: float
 ):
     ledger = ReservationLedger()
@@ -840,7 +842,7 @@ def test_many_at_once_are_shared_though_one_node_was_measured_as_faster():
     assert 4 <= taken["other"] < taken["quick"]
 
 
-def test_where_all_rows_are_taken_a_request_waits_until_some_have_ended():
+def test_expected_time_of_a_full_batch_includes_the_wait_for_a_row():
     full, free = (node(name, engine=EngineState("x", "ready", rows=rows)) for name, rows in (("full", 4), ("free", 16)))
     ledger = ReservationLedger()
     for number in range(10):
@@ -870,7 +872,7 @@ def test_each_answer_of_a_request_takes_a_row():
     assert of["full"].in_flight == of["free"].in_flight == 1
 
 
-def test_a_burst_of_small_requests_is_shared_though_one_node_has_read_their_beginning():
+def test_burst_with_a_common_prefix_is_spread_over_nodes():
     ledger, taken = ReservationLedger(), Counter[str]()
     both = [node(name, None, a_model(prefill_speed=10_000.0)) for name in ("a", "b")]
     for number in range(20):
@@ -1101,7 +1103,7 @@ def test_a_row_of_a_decision_is_the_whole_arithmetic():
 
 
 def test_explain_shows_every_node_with_its_arithmetic():
-    rows = explain(*told(decide(node("a"), node("b", a_memory(MIB)))))
+    rows = explain(*get_candidates_and_node(decide(node("a"), node("b", a_memory(MIB)))))
     assert [(row["name"], row["chosen"], row["feasible"]) for row in rows] == [("a", True, True), ("b", False, False)]
     assert rows[1]["headroom"] == MIB
     assert rows[1]["code"] == "no_headroom"
@@ -1177,7 +1179,7 @@ def test_no_policy_picks_a_node_that_its_own_gate_would_refuse(
     assert {candidate.node for candidate in result.candidates if candidate.feasible} == fits
     if isinstance(result, Placement):
         assert result.chosen.node in fits
-        assert [row["chosen"] for row in explain(*told(result))].count(True) == 1
+        assert [row["chosen"] for row in explain(*get_candidates_and_node(result))].count(True) == 1
     else:
         assert not fits
         assert all(candidate.why for candidate in result.candidates)

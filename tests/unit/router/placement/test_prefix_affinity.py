@@ -22,7 +22,7 @@ def user(text: str) -> Message:
     return Message("user", text)
 
 
-def said(text: str) -> Message:
+def build_answer_message(text: str) -> Message:
     return Message("assistant", text)
 
 
@@ -41,10 +41,10 @@ def known(*prompts: tuple[NodeId, PrefixHashChain, bytes]) -> PrefixAffinity:
     return index
 
 
-def test_the_next_turn_is_known_where_the_last_one_was_read():
+def test_next_message_matches_the_prefix_of_the_previous_one():
     first = chain(user("x" * 999))
     index = known((A, first, HASH))
-    turn = chain(user("x" * 999), said("y" * 499), user("z" * 499))
+    turn = chain(user("x" * 999), build_answer_message("y" * 499), user("z" * 499))
     assert index.estimate_shares(turn) == {A: 0.5}
     assert index.estimate_shares(first) == {A: 1.0}
 
@@ -95,8 +95,8 @@ def test_calls_of_tools_belong_to_the_prompt():
     assert index.estimate_shares(chain(user("q" * 9), other))[A] < 1.0
 
 
-def test_each_node_is_credited_with_the_deepest_that_it_has_read():
-    one, two = chain(user("x" * 99)), chain(user("x" * 99), said("y" * 99), user("z" * 99))
+def test_estimate_shares_uses_the_longest_prefix_of_each_node():
+    one, two = chain(user("x" * 99)), chain(user("x" * 99), build_answer_message("y" * 99), user("z" * 99))
     index = known((A, one, HASH), (B, two, HASH))
     shares = index.estimate_shares(two)
     assert shares == {A: 1 / 3, B: 1.0}
@@ -211,7 +211,7 @@ def test_every_block_and_the_role_of_a_message_belong_to_the_prompt():
     assert index.estimate_shares(chain(user(text[:-3] + "and"))) == {A: 3 * BLOCK_CHARS / (3 * BLOCK_CHARS + 4)}
     changed = text[:BLOCK_CHARS] + "y" + text[BLOCK_CHARS + 1 :]
     assert index.estimate_shares(chain(user(changed))) == {A: BLOCK_CHARS / (3 * BLOCK_CHARS + 4)}
-    assert index.estimate_shares(chain(said(text))) == {A: 3 * BLOCK_CHARS / (3 * BLOCK_CHARS + 4)}
+    assert index.estimate_shares(chain(build_answer_message(text))) == {A: 3 * BLOCK_CHARS / (3 * BLOCK_CHARS + 4)}
     index = known((A, chain(user("x" * 2 * BLOCK_CHARS)), HASH))
     assert index.estimate_shares(chain(user("x" * (2 * BLOCK_CHARS - 1) + "y"))) == {
         A: BLOCK_CHARS / (2 * BLOCK_CHARS + 1)
@@ -243,8 +243,8 @@ def test_session_estimate_is_prompt_share_times_hit_rate():
 def test_session_counts_only_above_the_text_match():
     index = PrefixAffinity()
     for _ in range(3):
-        index.record_prefill(chain(user("a" * 99), said("b" * 99), session="s"), A, HASH, 100, 0)
-    assert index.estimate_shares(chain(user("a" * 99), said("c" * 99), session="s")) == {A: 0.5}
+        index.record_prefill(chain(user("a" * 99), build_answer_message("b" * 99), session="s"), A, HASH, 100, 0)
+    assert index.estimate_shares(chain(user("a" * 99), build_answer_message("c" * 99), session="s")) == {A: 0.5}
     assert index.estimate_shares(chain(user("?" * 199), session="s")) == {A: 0.25}
     for _ in range(2):
         index.record_prefill(chain(user("a" * 199), session="s"), A, HASH, 100, 0)
@@ -290,7 +290,7 @@ def test_only_the_newest_evictions_are_followed_and_a_new_engine_counts_from_not
 
 
 def test_an_eviction_forgets_a_beginning_that_no_later_prompt_has():
-    short, long = chain(user("a" * 9)), chain(user("a" * 9), said("b" * 9))
+    short, long = chain(user("a" * 9)), chain(user("a" * 9), build_answer_message("b" * 9))
     index = known((A, long, b"long"), (A, short, b"short"), (B, short, b"short"))
     index.apply_report(A, 1, 1, (b"long",))
     assert index.estimate_shares(long) == {A: 0.5, B: 0.5}
@@ -318,7 +318,7 @@ def test_full_index_keeps_recently_used_prefixes():
 
 def test_eviction_of_a_partly_unknown_prefix_changes_nothing_else():
     index = PrefixAffinity(entries=1)
-    index.record_prefill(chain(user("one"), said("two")), A, b"long", 10, 0)
+    index.record_prefill(chain(user("one"), build_answer_message("two")), A, b"long", 10, 0)
     index.apply_report(A, 1, 1, (b"long",))
     assert len(index) == 0
     prompt = chain(user("one"))

@@ -661,7 +661,9 @@ class Story:
     st.lists(st.booleans(), min_size=1, max_size=4),
     st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 11)), max_size=60),
 )
-def test_whatever_happens_each_token_is_read_once_and_in_order(streams: list[bool], actions: list[tuple[str, int]]):
+def test_any_sequence_of_failures_delivers_each_token_once_in_order(
+    streams: list[bool], actions: list[tuple[str, int]]
+):
     async def story() -> None:
         told = Story()
         for stream in streams:

@@ -44,7 +44,7 @@ def test_two_promises_for_one_request_are_a_bug():
         ledger.reserve(B, 1, 2, 100)
 
 
-def test_of_a_node_that_is_no_member_any_more_nothing_is_kept():
+def test_remove_node_deletes_its_reservations_and_holds():
     ledger = ReservationLedger()
     ledger.reserve(A, 1, 1, 100)
     ledger.hold_memory(7, A, 300)
@@ -152,7 +152,7 @@ def test_ledger_returns_to_zero_in_any_order(order: list[str]):
     assert ledger.empty
 
 
-def test_weights_are_taken_off_a_promise_once_and_never_after_it_is_settled():
+def test_release_weights_reduces_an_open_reservation_once():
     ledger = ReservationLedger()
     ledger.reserve(NodeId("a"), 1, 1, 100, weights=60)
     ledger.release_weights(1)

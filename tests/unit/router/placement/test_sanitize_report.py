@@ -171,7 +171,7 @@ def test_a_model_is_seen_when_its_name_and_sizes_are_possible(change: dict[str, 
 
 
 @given(memories)
-def test_a_lie_about_memory_never_makes_room(memory: Memory):
+def test_sanitized_memory_never_adds_room(memory: Memory):
     honest = seen(Report(0, memory, EngineState())).memory
     verdict = judge(honest, 1)
     if isinstance(verdict, Fits) and memory.guard:

@@ -380,7 +380,7 @@ TRANSIENT = TransientModel(
 )
 
 
-def test_a_chunk_takes_more_the_further_it_sees_and_a_window_sees_no_further():
+def test_transient_grows_with_attended_tokens_up_to_the_window():
     assert estimate_prefill_transient(TRANSIENT, 100, 0) == 1000 + 2000 + 5000 + 300
     assert estimate_prefill_transient(TRANSIENT, 100, 900) == 1000 + 2000 + 50_000 + 3000
     assert estimate_prefill_transient(TRANSIENT, 100, 0, last=True) == 1000 + 40_000
@@ -603,7 +603,7 @@ def test_one_choice_adds_one_row():
     assert estimate_request_need(model, 10, 10, choices=3) == 3 * compute_row_bytes(model.kv, 20)
 
 
-def test_a_window_is_seen_only_as_far_as_tokens_were_written():
+def test_window_limits_attended_tokens_to_existing_ones():
     transient = TransientModel(seen=1.0, step_seen=1.0, window=100)
     assert estimate_prefill_transient(transient, 10, 30) == 10 + 30
     assert estimate_prefill_transient(transient, 10, 300) == 10 + 100

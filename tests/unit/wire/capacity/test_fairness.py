@@ -104,7 +104,7 @@ def test_prefill_share_counts_tokens_of_other_passes():
     assert read(reading, waiting, 4) == {"bob": 4}
 
 
-def test_of_weight_four_one_has_four_times_as_much_read():
+def test_prefill_share_is_proportional_to_the_weight():
     assert read(PrefillFairness(), [ADA] * (CROWDED_PROMPTS + 1) + [WeightedKey("heavy", 4)], 10) == {
         "ada": 2,
         "heavy": 8,
@@ -144,7 +144,7 @@ def test_preemption_takes_the_youngest_request_of_the_largest_key():
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5)), max_size=12), st.integers(1, 5))
-def test_an_exchange_is_never_taken_back(holding: list[tuple[str, int]], need: int):
+def test_preemption_is_never_reversed(holding: list[tuple[str, int]], need: int):
     held = [RunningRequest(WeightedKey(name, 4), size) for name, size in holding]
     places = choose_preemptions(WeightedKey("x", 4), need, need, held)
     left = [one for place, one in enumerate(held) if place not in places] + [RunningRequest(WeightedKey("x", 4), need)]

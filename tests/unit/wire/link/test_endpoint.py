@@ -91,7 +91,7 @@ def test_a_breach_ends_the_connection_with_its_reason() -> None:
     assert not end.send(Ping(1))
 
 
-def test_a_few_frames_leave_in_their_turn_and_a_rush_in_one_write_of_a_moment() -> None:
+def test_few_frames_are_written_at_once_and_many_are_coalesced() -> None:
     line = Line()
     end = End(line)
     for number in range(IMMEDIATE_WRITES - 1):
@@ -158,7 +158,7 @@ def test_closing_sends_what_was_gathered() -> None:
     assert line.written == [encode(Ping(1))]
 
 
-def test_a_peer_that_does_not_read_is_given_up_before_it_fills_the_memory() -> None:
+def test_peer_that_does_not_read_is_disconnected_at_max_unsent_bytes() -> None:
     line = Line()
     end = End(line)
     end.pause_writing()

@@ -66,7 +66,7 @@ def test_null_means_not_given():
     assert good(body(**nothing)).params == GenerationParams()
 
 
-def test_text_parts_are_joined_and_assistant_turns_taken_back():
+def test_text_parts_are_joined_and_assistant_messages_accepted():
     messages = [
         {"role": "system", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
         {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None, "annotations": [], "audio": None},
@@ -91,7 +91,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "argumen
 ASKED = ToolCall("c1", "weather", '{"city": "Ulm"}')
 
 
-def test_calls_and_their_results_are_taken_back():
+def test_tool_calls_and_their_results_are_accepted_as_input():
     messages = [
         {"role": "assistant", "content": None, "tool_calls": [CALL, CALL | {"id": "c2", "index": 1}]},
         {"role": "tool", "content": "sunny", "tool_call_id": "c1", "name": "weather"},
@@ -540,7 +540,7 @@ names = st.sampled_from(
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # the first text builds a table of characters
 @given(st.dictionaries(names, json_values))
-def test_whatever_is_taken_can_be_sent(fields: dict[str, object]):
+def test_any_accepted_body_can_be_encoded_as_a_frame(fields: dict[str, object]):
     found = parse(json.dumps({"model": "tiny", "messages": HELLO} | fields).encode())
     if isinstance(found, ChatRequest):
         frame = Generate(

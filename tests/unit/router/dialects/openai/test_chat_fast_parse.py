@@ -136,7 +136,7 @@ def test_bodies_with_a_wound_are_left_to_the_strict_reader_or_understood_the_sam
     agree(whole[:place] + wound + whole[place + len(wound) :])
 
 
-def test_an_agents_body_takes_the_short_cut() -> None:
+def test_fast_parser_accepts_the_body_of_an_agent() -> None:
     plain = quick(AGENT)
     assert plain is not None
     assert [len(one.tool_calls) for one in plain.messages] == [0, 0, 2, 0, 0]
@@ -155,7 +155,7 @@ def test_an_agents_body_takes_the_short_cut() -> None:
         AGENT.replace(b'": ', b'" : '),
     ],
 )
-def test_escapes_and_white_space_take_the_short_cut(body: bytes) -> None:
+def test_fast_parser_accepts_escapes_and_white_space(body: bytes) -> None:
     assert body not in (PLAIN, AGENT)
     assert quick(body) is not None
     agree(body)
@@ -233,7 +233,7 @@ WHOLE = {
 
 
 @pytest.mark.parametrize("fields", [{}, WHOLE, {"top_k": -1, "min_p": 0}, *({k: v} for k, v in WHOLE.items())])
-def test_plain_bodies_take_the_short_cut(fields: dict[str, Any]) -> None:
+def test_fast_parser_accepts_plain_bodies(fields: dict[str, Any]) -> None:
     body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hello"}]} | fields).encode()
     assert (quick(body) is not None) == ("stream_options" not in fields or "stream" in fields)
     agree(body)

@@ -209,7 +209,7 @@ def test_a_whole_answer_holds_its_calls_and_no_empty_content():
 LOGPROB = Logprob(b"hi", -0.25, ((b"hi", -0.25), (b"ho", -1.5), (b"he", -3.0)))
 
 
-def told(chunk: ChatCompletionChunk) -> list[str]:
+def list_logprob_tokens(chunk: ChatCompletionChunk) -> list[str]:
     logprobs = chunk.choices[0].logprobs
     return [one.token for one in logprobs.content or []] if logprobs is not None else []
 
@@ -239,7 +239,7 @@ def test_log_probabilities_are_sent_with_their_tokens():
 def test_log_probabilities_are_sent_once_for_any_delta(pieces: tuple[tuple[int, str], ...], carriers: list[str]):
     maker = ChatChunks(a_job(logprobs=True))
     found = chunks(maker.encode_deltas([Delta(1, 0, (5,), pieces, (LOGPROB,))]))
-    fields = [one.choices[0].delta.model_dump(exclude_unset=True) for one in found if told(one)]
+    fields = [one.choices[0].delta.model_dump(exclude_unset=True) for one in found if list_logprob_tokens(one)]
     assert [f"{name}={text}" for field in fields for name, text in field.items()] == carriers
     said = "".join((one.choices[0].delta.content or "") for one in found)
     assert said == "".join(text for channel, text in pieces if channel == Channel.CONTENT)
@@ -307,4 +307,4 @@ def test_streamed_and_whole_answers_are_equal(said: list[Delta], logprobs: bool)
         assert (choice.message.content or "") == "".join(one.choices[0].delta.content or "" for one in mine)
         assert len(choice.message.tool_calls or []) == sum(len(one.choices[0].delta.tool_calls or []) for one in mine)
         known = [one.token for one in choice.logprobs.content or []] if choice.logprobs else []
-        assert known == [token for one in mine for token in told(one)]
+        assert known == [token for one in mine for token in list_logprob_tokens(one)]

@@ -86,7 +86,7 @@ async def test_rebalanced_requests_are_not_moved_again(joining: Cluster):
         assert on(joining, tickets, B) == moved, "it has prompts to read itself"
 
 
-async def test_a_request_is_taken_over_once(joining: Cluster):
+async def test_request_is_rebalanced_once(joining: Cluster):
     tickets = batch(joining)
     comes(joining)
     moved = on(joining, tickets, B)
@@ -134,7 +134,7 @@ def test_it_is_not_worth_it_to_gain_exactly_five_seconds():
         ("suspect", EngineState("x", "ready"), 0, False, False),
     ],
 )
-def test_a_node_takes_requests_over_when_it_has_read_all_and_has_a_row(
+def test_find_idle_nodes_needs_a_free_row_and_no_open_prefill(
     state: str, engine: EngineState, taken: int, unread: bool, free: bool
 ):
     ledger = ReservationLedger()
@@ -177,14 +177,14 @@ def test_list_movable_requests_is_oldest_first():
         EngineState("x", "starting", rows=ROWS),
     ],
 )
-async def test_a_node_that_has_something_to_read_takes_over_nothing(joining: Cluster, engine: EngineState):
+async def test_node_with_open_prefill_gets_no_rebalanced_request(joining: Cluster, engine: EngineState):
     tickets = batch(joining)
     joining.engine = engine
     comes(joining)
     assert on(joining, tickets, B) == []
 
 
-async def test_a_node_without_a_free_row_takes_over_nothing(joining: Cluster):
+async def test_node_without_a_free_row_gets_no_rebalanced_request(joining: Cluster):
     tickets = batch(joining)
     joining.state[A] = "suspect"
     joining.state[B] = "ready"
