@@ -38,13 +38,16 @@ from node.engine.kv.kv_cache import Layers
 from node.engine.kv.prefix_store import BLOCK_TOKENS, MAX_EVICTIONS_REPORTED, CachedPrefix, DiskCopy
 from node.engine.kv.radix_trie import ID_BYTES
 from wire.report import CacheState
-from wire.units import GIB, show_size
+from wire.units import GIB, MIB, show_size
 
 FIRST_READ_SPEED = 1.0 * GIB
 """Bytes per second that a disk is expected to read before a measurement."""
 SPEED_WEIGHT = 0.2
 BUSY_WRITE_INTERVAL_SECONDS = 0.25
-"""Seconds between two parts that are cut out while requests run."""
+"""Most seconds between two parts that are cut out while requests run."""
+BUSY_WRITE_SPEED = 32 * MIB
+"""Bytes per second of parts that are cut out while requests run, where that interval does not make it more. Small parts
+are then on the disk before their entry is evicted."""
 RETRY_SECONDS = 0.05
 """Seconds until the next try while the writer is behind or memory is short."""
 MAX_PENDING = 256
@@ -72,6 +75,8 @@ class PendingEntry(NamedTuple):
     """Names of its parts, with the positions of their first and last tokens."""
     key_file: str
     """File without which the entry is of no use: the state, or the first block."""
+    part_bytes: int
+    """Most bytes of one of its parts, about."""
 
 
 class DiskCache:
@@ -275,11 +280,17 @@ class DiskCache:
         parts = list(_list_parts(entry, shape))
         if not parts:
             return
-        key_part = parts[-1] if BlockPart.STATE in shape.parts else parts[0]
-        self._pending.append(PendingEntry(entry, iter(parts), key_part[0].file))
+        has_state = BlockPart.STATE in shape.parts
+        key_part = parts[-1] if has_state else parts[0]
+        part_bytes = entry.nbytes if has_state else entry.nbytes * BLOCK_TOKENS // entry.length
+        self._pending.append(PendingEntry(entry, iter(parts), key_part[0].file, part_bytes))
         if len(self._pending) > MAX_PENDING:
             self._pending.popleft()
             self.unwritten += 1
+
+    def get_next_bytes(self) -> int:
+        """Return the most bytes of the part that `write_next` cuts out; 0 if nothing is to be written."""
+        return self._pending[0].part_bytes if self._pending else 0
 
     def get_next_write(self) -> float | None:
         """Return the monotonic time from which `write_next` may be called; None if nothing is to be written."""
@@ -293,8 +304,9 @@ class DiskCache:
         if not has_room or not self.writer.can_accept():
             self._next_at = now + RETRY_SECONDS
             return
-        self._next_at = now + BUSY_WRITE_INTERVAL_SECONDS if busy else 0.0
-        entry, parts, key_file = self._pending[0]
+        entry, parts, key_file, part_bytes = self._pending[0]
+        pause = min(BUSY_WRITE_INTERVAL_SECONDS, part_bytes / BUSY_WRITE_SPEED)
+        self._next_at = now + pause if busy else 0.0
         if entry.value is None:
             self._pending.popleft()
             self.unwritten += 1
