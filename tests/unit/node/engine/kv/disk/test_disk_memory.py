@@ -57,7 +57,10 @@ def test_a_part_is_cut_out_where_two_of_them_fit_however_small_the_room(tmp_path
     disk = DiskCache(tmp_path, "auto", 0.0)
     memory = PrefixMemory(PrefixCache[Layers](), lambda: a_memory(room), lambda cap: cap, lambda: None, disk)
     disk.offer(build_entry(3), SHAPE, 1.0)
-    DiskTier(disk, memory).write_next(1.0, busy=False)
+    tier = DiskTier(disk, memory)
+    tier.write_next(1.0, busy=False)
+    assert disk.queued_bytes == parts * PART
+    disk.write_next(1.0, busy=False, has_room=False)
     assert disk.describe(CacheState()).disk_saves == parts
 
 
@@ -66,6 +69,8 @@ def test_small_parts_follow_each_other_soon_while_requests_run(tmp_path: Path, b
     disk = DiskCache(tmp_path, "auto", 0.0)
     disk.offer(build_entry(blocks), SHAPE, 1.0)
     disk.write_next(5.0, busy=True, has_room=True)
+    assert disk.get_next_write() == 0.0, "the copies are passed on in the next turn"
+    disk.write_next(5.1, busy=True, has_room=True)
     assert disk.get_next_write() == 5.0 + PART / BUSY_WRITE_SPEED
 
 
@@ -75,4 +80,23 @@ def test_large_parts_follow_each_other_after_a_quarter_of_a_second(tmp_path: Pat
     large = CachedPrefix("m", entry.key, entry.value or Layers(), 64 * MIB)
     disk.offer(large, SHAPE, 1.0)
     disk.write_next(5.0, busy=True, has_room=True)
+    assert disk.get_next_write() == 0.0, "the copies are passed on in the next turn"
+    disk.write_next(5.1, busy=True, has_room=True)
     assert disk.get_next_write() == 5.0 + BUSY_WRITE_INTERVAL_SECONDS
+
+
+@pytest.mark.parametrize("doing", ["clear", "clear_queue"])
+def test_copies_that_were_launched_are_dropped_with_the_queue(tmp_path: Path, doing: str):
+    disk = DiskCache(tmp_path, "auto", 0.0)
+    disk.offer(build_entry(1), SHAPE, 1.0)
+    disk.write_next(1.0, busy=False, has_room=True)
+    assert disk.queued_bytes == PART
+    if doing == "clear":
+        disk.clear("")
+    else:
+        assert disk.clear_queue() == PART
+    assert disk.queued_bytes == 0
+    disk.write_next(2.0, busy=False, has_room=True)
+    state = disk.describe(CacheState())
+    assert (state.disk_saves, disk.files, disk.get_next_write()) == (0, 0, None)
+    assert state.disk_drops == (doing == "clear_queue")
