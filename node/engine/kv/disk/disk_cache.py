@@ -75,6 +75,8 @@ class PendingEntry(NamedTuple):
     """Names of its parts, with the positions of their first and last tokens."""
     key_file: str
     """File without which the entry is of no use: the state, or the first block."""
+    shape: CacheShape
+    """Parts of the caches of its model."""
     part_bytes: int
     """Most bytes of one of its parts, about."""
 
@@ -162,7 +164,11 @@ class DiskCache:
         return (0 if self._cut is None else self._cut[1].nbytes) + (0 if self.writer is None else self.writer.nbytes)
 
     def clear_queue(self) -> int:
-        """Drop the parts that wait for the writer, because memory is short; return their bytes."""
+        """Drop the parts that wait for the writer, because memory is short; return their bytes. They are cut out again
+        if their entry stays in memory."""
+        if self._pending:
+            first = self._pending[0]
+            self._pending[0] = first._replace(parts=_list_parts(first.entry, first.shape))
         launched, self._cut = self._cut, None
         self.unwritten += launched is not None
         return (0 if launched is None else launched[1].nbytes) + (0 if self.writer is None else self.writer.clear())
@@ -288,7 +294,7 @@ class DiskCache:
         has_state = BlockPart.STATE in shape.parts
         key_part = parts[-1] if has_state else parts[0]
         part_bytes = entry.nbytes if has_state else entry.nbytes * BLOCK_TOKENS // entry.length
-        self._pending.append(PendingEntry(entry, iter(parts), key_part[0].file, part_bytes))
+        self._pending.append(PendingEntry(entry, iter(parts), key_part[0].file, shape, part_bytes))
         if len(self._pending) > MAX_PENDING:
             self._pending.popleft()
             self.unwritten += 1
@@ -316,7 +322,7 @@ class DiskCache:
         if not has_room or not self.writer.can_accept():
             self._next_at = now + RETRY_SECONDS
             return
-        entry, parts, key_file, part_bytes = self._pending[0]
+        entry, parts, key_file, _, part_bytes = self._pending[0]
         pause = min(BUSY_WRITE_INTERVAL_SECONDS, part_bytes / BUSY_WRITE_SPEED)
         self._next_at = now + pause if busy else 0.0
         if entry.value is None:

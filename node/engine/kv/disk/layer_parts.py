@@ -83,7 +83,7 @@ def _begin_copies(arrays: Sequence[mx.array]) -> LaunchedCut | None:
         return None
     own = [mx.contiguous(array) for array in arrays]
     own = [array.view(mx.uint16) if array.dtype == mx.bfloat16 else array for array in own]
-    mx.async_eval(own)
+    cast("Any", mx).async_eval(own)
     return LaunchedCut(tuple(TYPES[array.dtype] for array in arrays), tuple(own))
 
 
