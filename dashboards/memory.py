@@ -110,10 +110,12 @@ GLANCE = (
         (f"macpool_node_memory_reusable_bytes{N}", "{{node}} reusable"),
     ),
     create_line_panel(
-        "Tokens from the cache",
-        "Prompt tokens per second that needed no prefill.",
+        "Prompt tokens",
+        "Prompt tokens per second that engines computed, and those that needed no prefill.",
         PER_SECOND,
-        (_build_rate("prefix_cache_hit_tokens"), "{{node}}"),
+        (_build_rate("engine_prefill_tokens"), "{{node}} computed"),
+        (_build_rate("prefix_cache_hit_tokens"), "{{node}} from memory"),
+        (_build_rate("disk_cache_hit_tokens"), "{{node}} from the disk"),
     ),
 )
 MEMORY = (

@@ -284,6 +284,10 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     """Models that were unloaded because they were idle for long."""
     prefill_tokens: Natural = 0
     """Prompt tokens that forwards have computed. Tokens from the prefix cache are not among them."""
+    returned_tokens: Natural = 0
+    """Tokens of rows that were preempted or in a broken batch, at their return."""
+    recomputed_tokens: Natural = 0
+    """Those of `returned_tokens` that forwards have computed again. The rest came from the prefix cache."""
 
 
 class ModelCache(WireStruct, frozen=True, gc=False):

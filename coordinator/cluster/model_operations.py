@@ -12,6 +12,7 @@ from router.dispatch.node_commands import Kind
 from router.dispatch.request import RequestFailure
 from router.placement.cluster_view import NodeView
 from router.placement.model_load import LoadPlacement
+from wire.codec import TAG_OF
 from wire.frames import ClearCache, Finished, LoadModel, ProfileModel, UnloadModel
 from wire.identity import NodeId
 from wire.node_state import GONE, NodeState
@@ -133,7 +134,8 @@ class ModelOperations:
 
     async def _clear_cache_of(self, model: str, node: NodeView) -> CommandOutcome:
         away = self._dispatcher.placer.find_unavailable_refusal(replace(node, cordoned=False))
-        return away or await self._send_command(ClearCache, node.id, node.name, model)
+        old = None if TAG_OF[ClearCache] in node.frames else _build_old_node_refusal(node)
+        return away or old or await self._send_command(ClearCache, node.id, node.name, model)
 
     async def _send_command(self, kind: Kind, node: NodeId, name: str, model: str) -> CommandOutcome:
         begun = self._clock()
@@ -150,6 +152,12 @@ def _is_loaded(node: NodeView, model: str) -> bool:
 def _may_cache(node: NodeView, model: str) -> bool:
     """Return whether a node may have cached prompts of a model, by its name or fingerprint; empty: of any model."""
     return not model or model in node.models or any(entry.model == model for entry in node.engine.cache.models)
+
+
+def _build_old_node_refusal(node: NodeView) -> Refused:
+    """Return the refusal for a node that would ignore the command, so that its result would never come."""
+    text = f"the macpool on {node.name} is older than this command: update macpool there"
+    return Refused(RefusalCode.UNSUPPORTED, text, None, None, node.name)
 
 
 def _join_refusals(tried: dict[NodeId, Refused]) -> Refused | None:

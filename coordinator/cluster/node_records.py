@@ -38,7 +38,7 @@ class NodeRecords:
         self._store = store
         self._received: dict[NodeId, ReceivedReport] = {}
         self._report_events: dict[NodeId, asyncio.Event] = {}
-        self._software: dict[NodeId, tuple[str, int]] = {}
+        self._software: dict[NodeId, Hello] = {}
         self._views: dict[NodeId, _CachedView] = {}
 
     def record_report(self, node: NodeId, report: Report, now: float) -> None:
@@ -48,8 +48,8 @@ class NodeRecords:
             event.set()
 
     def record_software(self, node: NodeId, hello: Hello) -> None:
-        """Record the version of macpool and of the protocol that a node runs, by its Hello."""
-        self._software[node] = sanitize_text(hello.version), hello.protocol
+        """Record the versions of a node's macpool and protocol, and the frames that the node knows, by its Hello."""
+        self._software[node] = hello
 
     def delete(self, node: NodeId) -> None:
         """Delete all records of a node."""
@@ -71,7 +71,8 @@ class NodeRecords:
 
     def get_software(self, node: NodeId) -> tuple[str, int]:
         """Return a node's versions of macpool and of the protocol; empty and 0 before its first Hello."""
-        return self._software.get(node, ("", 0))
+        hello = self._software.get(node)
+        return ("", 0) if hello is None else (sanitize_text(hello.version), hello.protocol)
 
     def get_view(self, member: Member) -> NodeView:
         """Return the view of a member for placement, which stays the same object until one of its values changes."""
@@ -79,12 +80,13 @@ class NodeRecords:
         row, received, cached = self._store.members[node], self._received.get(node), self._views.get(node)
         if cached is not None and cached.member is member and cached.row is row and cached.received is received:
             return cached.view
-        view = _build_view(member, row, received)
+        hello = self._software.get(node)
+        view = _build_view(member, row, received, frozenset() if hello is None else frozenset(hello.frames))
         self._views[node] = _CachedView(view, member, row, received)
         return view
 
 
-def _build_view(member: Member, row: MemberRow, received: ReceivedReport | None) -> NodeView:
+def _build_view(member: Member, row: MemberRow, received: ReceivedReport | None, frames: frozenset[int]) -> NodeView:
     labels = frozenset(row.labels)
     if received is None:
         return NodeView(row.node, row.name, member.state, member.cordoned, labels=labels, video_allowed=row.video)
@@ -98,4 +100,5 @@ def _build_view(member: Member, row: MemberRow, received: ReceivedReport | None)
         epoch=member.link,
         labels=labels,
         video_allowed=row.video,
+        frames=frames,
     )

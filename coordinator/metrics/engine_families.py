@@ -52,6 +52,11 @@ ENGINE: tuple[MetricFamily[NodeSnapshot], ...] = (
     create_counter(
         "engine_forwards", "Prefills and joins; each follows a check.", lambda p: p.view.engine.counts.forwards
     ),
+    create_counter(
+        "engine_prefill_tokens",
+        "Prompt tokens that forward passes have computed; cached tokens are not among them.",
+        lambda p: p.view.engine.counts.prefill_tokens,
+    ),
     create_counter("engine_steps", "Decode steps.", lambda p: p.view.engine.counts.steps),
     create_counter(
         "engine_failures", "Requests that failed with an engine fault.", lambda p: p.view.engine.counts.failures

@@ -31,7 +31,7 @@ from node.agent.identity import (
 from node.agent.link_state import LinkLife, LinkState
 from node.agent.links import CoordinatorLinks
 from node.illegal_events import IllegalEvents
-from wire.frames import CertificateRenewed, Denied, Goodbye, GoodbyeReason, Hello, RenewCertificate, Welcome
+from wire.frames import TAGS, CertificateRenewed, Denied, Goodbye, GoodbyeReason, Hello, RenewCertificate, Welcome
 from wire.identity import PROTOCOL
 from wire.report import Hardware
 
@@ -273,6 +273,7 @@ class LinkKeeper:
             takeover=takeover,
             generation=identity.generation,
             seal=identity.seal,
+            frames=tuple(TAGS),
         )
 
     async def _watch(self) -> None:

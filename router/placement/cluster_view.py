@@ -60,6 +60,8 @@ class NodeView:
     illegal_events: int = 0
     """Events that the state machines of the agent refused since its start."""
     disk: Disk = field(default_factory=Disk)
+    frames: frozenset[int] = frozenset()
+    """Tags of the frames that the node knows, by its Hello; empty for a node of version 0.1.0."""
 
     @cached_property
     def headroom(self) -> int | None:

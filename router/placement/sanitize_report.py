@@ -76,8 +76,10 @@ def build_node_view(
     epoch: int = 0,
     labels: frozenset[str] = frozenset(),
     video_allowed: bool = False,
+    frames: frozenset[int] = frozenset(),
 ) -> NodeView:
-    """Build a node's view from its report and its membership record. `reported_at` is in monotonic seconds.
+    """Build a node's view from its report, its membership record and the frames that it knows. `reported_at` is in
+    monotonic seconds.
 
     Impossible values of the report are corrected or left out.
     """
@@ -101,6 +103,7 @@ def build_node_view(
         sharing=_sanitize_sharing(report.sharing),
         illegal_events=report.illegal_events,
         disk=Disk(report.disk.free, report.disk.total, _make_printable(report.disk.folder)),
+        frames=frames,
     )
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import psutil
 
 from tests.bench import begin, metrics, page, pull, simulation, video
-from tests.bench.engine import disk, embed
+from tests.bench.engine import disk, embed, tiers
 from tests.bench.engine import rows as engine
 from tests.bench.router import end_to_end, front, load
 from tests.bench.router.front import STEP_MS, two_nodes
@@ -155,9 +155,10 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     **engine.GROUPS,
     "embed": embed.bench_embed,
     "cache": disk.bench_cache,
+    "tiers": tiers.bench_tiers,
     "end": end_to_end.bench_end_to_end,
 }
-BY_NAME = frozenset({"simulation", "embed", "cache"})
+BY_NAME = frozenset({"simulation", "embed", "cache", "tiers"})
 """Groups outside the plan, which has an hour. Almost all figures of `simulation` are the same on every machine, because
 it runs in virtual time."""
 BUDGETS = {
@@ -193,6 +194,7 @@ BUDGETS = {
     "steady": 160,
     "embed": 240,
     "cache": 400,
+    "tiers": 120,
     "end": 200,
 }
 """Seconds that each group may take on two quiet cores; those of the plan make an hour at most."""

@@ -81,7 +81,7 @@ SEEDS: tuple[Frame, ...] = (
     LeaseGranted("l1", 1, "/folder"),
     LeaseRefused("l1", 1, "no_headroom", "no", 5, 6, 1.0, "room"),
     LeaseEnded("l1", 1, "completed", "", (Artifact("clip.mp4", 10, b"x" * 32),), 5, 1.0, b"{}"),
-    Hello(PROTOCOL, NODE, "studio", "instance", "m1", "0.1.0", HARDWARE),
+    Hello(PROTOCOL, NODE, "studio", "instance", "m1", "0.1.0", HARDWARE, frames=(10, 43)),
     MemberQuery(PROTOCOL, NODE, "m1", "/api/v1/nodes"),
     JoinRelay(PROTOCOL, NODE, "m1", "token", serves=True),
     EnrollStart(PROTOCOL, b"commitment"),

@@ -81,6 +81,8 @@ DISTINCT = Report(
             overs=2014,
             departures=2015,
             prefill_tokens=2111,
+            returned_tokens=2112,
+            recomputed_tokens=2113,
         ),
         cache=CacheState(
             *(2016, 2017, 2018, 2019, 2020, 2021, (), 2101, 2102, 2103, 2104, 2105, 2106, 2107, 2108, 2109, 2110, "s"),

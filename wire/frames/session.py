@@ -53,6 +53,8 @@ class Hello(Frame, frozen=True, array_like=True, gc=False):
     """Highest generation that the node has received in Welcome. A coordinator with a lower one is outdated."""
     seal: Blob = b""
     """Signature of that generation by the CA (`Welcome.seal`)."""
+    frames: Annotated[tuple[Natural, ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Tags of the frames that the node knows. A node of version 0.1.0 does not name them."""
 
 
 class MemberQuery(Frame, frozen=True, array_like=True, gc=False):

@@ -31,6 +31,7 @@ def status(session: ApiSession, node: str | None, model: str | None) -> None:
     """Show the cached prompts of each node and model.
 
     Bytes and hits are those in memory and on the disk. The quota and the write budget are those of the disk cache.
+    Where it is off, the number of prompts is shown that were evicted from memory.
     """
     nodes = _select_nodes(session.request_json("GET", "/api/v1/nodes")["nodes"], node, model)
     session.print_answer({"schema": 1, "nodes": nodes}, _print_status)
@@ -84,7 +85,10 @@ def _list_rows(node: Entry) -> Iterator[tuple[str, ...]]:
 def _describe_disk(name: str, state: Entry) -> str:
     """Return a line about the disk cache of a node."""
     if not state["store"]:
-        return f"{name}: no disk cache (engine.mlx.disk_cache_size)"
+        return (
+            f"{name}: no disk cache; {state['evictions']} prompts were evicted since its engine started. "
+            "engine.mlx.disk_cache_size=auto stores prompts on that Mac's disk. Their text can be recovered from it"
+        )
     if not state["disk_quota"]:
         return f"{name}: {show_size(state['disk_bytes'])} on the disk; without quota or lock, nothing is written"
     return (

@@ -65,6 +65,7 @@ class GatedForwards:
         self._free_memory = free_memory
         self._give_up_load = give_up_load
         self._forwards = self._steps = self._prefill_tokens = 0
+        self._returned_tokens = self._recomputed_tokens = 0
         self._last_check: tuple[GateSite, int, Memory] | None = None
         self._weights = weights
         self._clock = clock or system_clocks()[0]
@@ -214,13 +215,21 @@ class GatedForwards:
         """Count a request that was preempted."""
         self.preemptions += 1
 
+    def count_returned(self, tokens: int) -> None:
+        """Count the tokens of a row that returns to a prefill after its first join."""
+        self._returned_tokens += tokens
+
+    def count_recomputed(self, tokens: int) -> None:
+        """Count the tokens of such a row that a forward computes again."""
+        self._recomputed_tokens += tokens
+
     def count_failure(self, *, by_engine: bool) -> None:
         """Count a failed request, unless the client caused the failure."""
         self.failures += by_engine
 
     def get_counts(self) -> EngineCounters:
         """Return the counts since the engine started: checks, refusals, forwards, steps, failures, sheds, shrinks,
-        preemptions, overs and prefill tokens.
+        preemptions, overs, and tokens of prefills.
 
         `evictions` and `departures` are 0, because the model unloader counts them.
         """
@@ -235,4 +244,6 @@ class GatedForwards:
             preemptions=self.preemptions,
             overs=self.overs,
             prefill_tokens=self._prefill_tokens,
+            returned_tokens=self._returned_tokens,
+            recomputed_tokens=self._recomputed_tokens,
         )

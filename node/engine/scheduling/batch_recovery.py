@@ -61,6 +61,8 @@ class BatchRecovery:
     ) -> None:
         """Queue a prefill of `ids` after its lookup in the prefix cache, with `first` at the start."""
         prefill = Prefill(loaded_model, sequence, rows, ids)
+        if prefill.is_return:
+            self._forwards.count_returned(len(ids))
         self._prefixes.begin_lookup(prefill)
         self._requests.enqueue(prefill, first=first)
 

@@ -90,6 +90,7 @@ class PackedPrefill:
         with self._forwards.run_native(
             NativeCallKind.PREFILL, loaded_model.name, 0, expected, prefill_tokens=tokens
         ) as call:
+            self._forwards.count_recomputed(sum(len(prefill.ids) for prefill in members if prefill.is_return))
             prefill_rows(loaded_model.model, rows, cache)
         loaded_model.stats.record_prefill(count, time.monotonic() - call.since, longest / 2)
         loaded_model.estimator.observe_packed(

@@ -151,6 +151,11 @@ class Prefill:
         return bool(sequence.joined or sequence.request.resume) and not sequence.yielded
 
     @property
+    def is_return(self) -> bool:
+        """Whether its rows return after their first join: they were preempted, or their batch broke."""
+        return bool(self.sequence.joined)
+
+    @property
     def left(self) -> int:
         """Tokens still to prefill."""
         return len(self.ids) - self.stored_tokens

@@ -176,6 +176,8 @@ class PrefillRunner:
         loaded_model, cache, last = prefill.loaded_model, prefill.cache, count == prefill.left
         assert cache is not None  # noqa: S101 `restore` has set it
         piece = prefill.ids[prefill.stored_tokens : prefill.stored_tokens + count]
+        if prefill.is_return:
+            self._forwards.count_recomputed(count)
         prefill.begin_chunk()
         before = measure_extent(cache)
         grow_caches(cache, count, len(prefill.ids))

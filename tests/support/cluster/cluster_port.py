@@ -32,7 +32,7 @@ from tests.support.cluster.enrolment import HARDWARE
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.certificate import read_certificate
 from wire.codec import Splitter, decode, encode
-from wire.frames import Admitted, Delta, Deltas, Denied, Finished, Frame, Generate, Hello, Report, Welcome
+from wire.frames import TAGS, Admitted, Delta, Deltas, Denied, Finished, Frame, Generate, Hello, Report, Welcome
 from wire.identity import PROTOCOL, NodeId
 from wire.report import EngineState
 
@@ -214,7 +214,17 @@ async def _serve(line: Line, enough: asyncio.Event, sent: asyncio.Queue[int]) ->
 def hello(who: NodeIdentity, **changes: Any) -> Hello:
     """Make the Hello of a node, with false values on request."""
     return replace(
-        Hello(PROTOCOL, who.node, who.name, f"instance of {who.name}", who.machine, "0.1.0", HARDWARE), **changes
+        Hello(
+            PROTOCOL,
+            who.node,
+            who.name,
+            f"instance of {who.name}",
+            who.machine,
+            "0.1.0",
+            HARDWARE,
+            frames=tuple(TAGS),
+        ),
+        **changes,
     )
 
 

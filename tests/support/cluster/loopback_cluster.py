@@ -32,6 +32,7 @@ from router.placement.sanitize_report import build_node_view
 from router.settings import RouterSettings
 from wire.capacity.arithmetic import Fits, compute_headroom, estimate_request_need, judge
 from wire.frames import (
+    TAGS,
     Admitted,
     Cancel,
     ClearCache,
@@ -199,6 +200,7 @@ class LoopbackCluster:
             state=node.state,
             reported_at=time.monotonic(),
             labels=node.labels,
+            frames=frozenset(TAGS),
         )
 
     def send(self, node_id: NodeId, frame: Frame) -> bool:

@@ -6,6 +6,7 @@ A hash therefore names all tokens up to its block, for one model and one scope. 
 Their names hold the last whole block and the number of further tokens, so that a prompt finds them by their names.
 """
 
+import re
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -16,6 +17,8 @@ from node.engine.kv.radix_trie import ID_BYTES
 BLOCK_BYTES = BLOCK_TOKENS * ID_BYTES
 HASH_BYTES = 16
 _PARTS = {part.value: part for part in BlockPart}
+WHOLE_BLOCK = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}\.[{BlockPart.TOKENS}{BlockPart.WINDOW}]")
+"""Names of the parts of whole blocks, without the folder. `parse_name` takes several times as long."""
 
 
 class BlockName(NamedTuple):

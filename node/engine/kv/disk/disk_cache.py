@@ -33,18 +33,21 @@ from node.engine.kv.disk.block_file import BlockPart
 from node.engine.kv.disk.block_index import BlockIndex, FolderSize
 from node.engine.kv.disk.block_reader import DiskRestore, PlannedPart, ReadPlan
 from node.engine.kv.disk.block_writer import DAILY_DISK_SHARE, BlockWriter, WriteBudget, compute_quota
-from node.engine.kv.disk.layer_parts import count_window_blocks, cut_part
+from node.engine.kv.disk.layer_parts import LaunchedCut, begin_cut, count_window_blocks
 from node.engine.kv.kv_cache import Layers
 from node.engine.kv.prefix_store import BLOCK_TOKENS, MAX_EVICTIONS_REPORTED, CachedPrefix, DiskCopy
 from node.engine.kv.radix_trie import ID_BYTES
 from wire.report import CacheState
-from wire.units import GIB, show_size
+from wire.units import GIB, MIB, show_size
 
 FIRST_READ_SPEED = 1.0 * GIB
 """Bytes per second that a disk is expected to read before a measurement."""
 SPEED_WEIGHT = 0.2
 BUSY_WRITE_INTERVAL_SECONDS = 0.25
-"""Seconds between two parts that are cut out while requests run."""
+"""Most seconds between two parts that are cut out while requests run."""
+BUSY_WRITE_SPEED = 32 * MIB
+"""Bytes per second of parts that are cut out while requests run, where that interval does not make it more. Small parts
+are then on the disk before their entry is evicted."""
 RETRY_SECONDS = 0.05
 """Seconds until the next try while the writer is behind or memory is short."""
 MAX_PENDING = 256
@@ -72,6 +75,10 @@ class PendingEntry(NamedTuple):
     """Names of its parts, with the positions of their first and last tokens."""
     key_file: str
     """File without which the entry is of no use: the state, or the first block."""
+    shape: CacheShape
+    """Parts of the caches of its model."""
+    part_bytes: int
+    """Most bytes of one of its parts, about."""
 
 
 class DiskCache:
@@ -88,6 +95,8 @@ class DiskCache:
         self._index = BlockIndex()
         self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         self._pending: deque[PendingEntry] = deque()
+        self._cut: tuple[BlockName, LaunchedCut] | None = None
+        """Part whose copies were launched, for the writer."""
         self._copies: dict[str, dict[bytes, DiskCopy]] = {}
         """Copies of entries by the file without which a copy is of no use, and by the hash of the prompt."""
         self._read_speed = FIRST_READ_SPEED
@@ -151,12 +160,18 @@ class DiskCache:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes in memory that wait for the writer."""
-        return 0 if self.writer is None else self.writer.nbytes
+        """Bytes in memory that wait for the writer, and those of the copies that were launched."""
+        return (0 if self._cut is None else self._cut[1].nbytes) + (0 if self.writer is None else self.writer.nbytes)
 
     def clear_queue(self) -> int:
-        """Drop the parts that wait for the writer, because memory is short; return their bytes."""
-        return 0 if self.writer is None else self.writer.clear()
+        """Drop the parts that wait for the writer, because memory is short; return their bytes. They are cut out again
+        if their entry stays in memory."""
+        if self._pending:
+            first = self._pending[0]
+            self._pending[0] = first._replace(parts=_list_parts(first.entry, first.shape))
+        launched, self._cut = self._cut, None
+        self.unwritten += launched is not None
+        return (0 if launched is None else launched[1].nbytes) + (0 if self.writer is None else self.writer.clear())
 
     def take_lost(self) -> list[bytes]:
         """Return the hashes of the prompts that left memory earlier and the disk since the last call."""
@@ -186,6 +201,7 @@ class DiskCache:
         if not self._open_writer() or self.writer is None:
             raise BlockingIOError(f"another process writes to {self._folder}")
         self._pending.clear()
+        self._cut = None
         self.writer.discard()
         for fingerprint in [model] if model else self.list_models():
             for file in self._index.list_files(fingerprint):
@@ -275,26 +291,40 @@ class DiskCache:
         parts = list(_list_parts(entry, shape))
         if not parts:
             return
-        key_part = parts[-1] if BlockPart.STATE in shape.parts else parts[0]
-        self._pending.append(PendingEntry(entry, iter(parts), key_part[0].file))
+        has_state = BlockPart.STATE in shape.parts
+        key_part = parts[-1] if has_state else parts[0]
+        part_bytes = entry.nbytes if has_state else entry.nbytes * BLOCK_TOKENS // entry.length
+        self._pending.append(PendingEntry(entry, iter(parts), key_part[0].file, shape, part_bytes))
         if len(self._pending) > MAX_PENDING:
             self._pending.popleft()
             self.unwritten += 1
 
+    def get_next_bytes(self) -> int:
+        """Return the most bytes of the part that `write_next` cuts out; 0 if nothing is to be written."""
+        return self._pending[0].part_bytes if self._pending else 0
+
     def get_next_write(self) -> float | None:
         """Return the monotonic time from which `write_next` may be called; None if nothing is to be written."""
-        return self._next_at if self._pending else None
+        return 0.0 if self._cut is not None else self._next_at if self._pending else None
 
     def write_next(self, now: float, *, busy: bool, has_room: bool) -> None:
-        """Cut the next missing part out of an entry and queue it for the writer, if that is due at the monotonic time
-        `now`. `busy`: requests run. `has_room`: memory suffices for a part."""
-        if self.writer is None or not self._pending or now < self._next_at:
+        """Launch the copies of the next missing part of an entry, if that is due at the monotonic time `now`. The next
+        call queues them for the writer: no decode step waits for them. `busy`: requests run. `has_room`: memory
+        suffices for a part."""
+        if self.writer is None:
+            return
+        if self._cut is not None:
+            (name, cut), self._cut = self._cut, None
+            self.writer.put(name, cut.collect())
+            return
+        if not self._pending or now < self._next_at:
             return
         if not has_room or not self.writer.can_accept():
             self._next_at = now + RETRY_SECONDS
             return
-        self._next_at = now + BUSY_WRITE_INTERVAL_SECONDS if busy else 0.0
-        entry, parts, key_file = self._pending[0]
+        entry, parts, key_file, _, part_bytes = self._pending[0]
+        pause = min(BUSY_WRITE_INTERVAL_SECONDS, part_bytes / BUSY_WRITE_SPEED)
+        self._next_at = now + pause if busy else 0.0
         if entry.value is None:
             self._pending.popleft()
             self.unwritten += 1
@@ -302,9 +332,9 @@ class DiskCache:
         for name, start, end in parts:
             if name in self._index:
                 continue
-            arrays = cut_part(entry.value, name.part, start, end)
-            if arrays is not None:
-                self.writer.put(name, arrays)
+            cut = begin_cut(entry.value, name.part, start, end)
+            if cut is not None:
+                self._cut = name, cut
                 return
         self._add_copy(entry, key_file)
         self._pending.popleft()

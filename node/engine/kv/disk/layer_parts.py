@@ -9,7 +9,7 @@ as integers of two bytes.
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
@@ -38,9 +38,28 @@ def get_window(layers: Layers) -> int:
     return max((getattr(layer, "max_size", 0) for layer in layers), default=0)
 
 
-def cut_part(layers: Layers, part: BlockPart, start: int, end: int) -> list[BlockArray] | None:
-    """Return the arrays of one part of a stored cache, for the tokens from `start` to `end`; None if they are not
-    recorded. The arrays are copies of their own."""
+class LaunchedCut(NamedTuple):
+    """Copies of the arrays of one part, which MLX computes after the steps that were launched before."""
+
+    kinds: tuple[str, ...]
+    arrays: tuple[mx.array, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies."""
+        return sum(array.nbytes for array in self.arrays)
+
+    def collect(self) -> list[BlockArray]:
+        """Wait for the copies and return them."""
+        evaluate(self.arrays)
+        return [
+            BlockArray(kind, np.array(array, copy=False)) for kind, array in zip(self.kinds, self.arrays, strict=True)
+        ]
+
+
+def begin_cut(layers: Layers, part: BlockPart, start: int, end: int) -> LaunchedCut | None:
+    """Launch the copies of one part of a stored cache, for the tokens from `start` to `end`. Return None if the tokens
+    are not recorded."""
     arrays = list[mx.array]()
     for layer in cast("list[object]", layers):
         if isinstance(layer, StoredWindow) and part is BlockPart.WINDOW:
@@ -56,16 +75,16 @@ def cut_part(layers: Layers, part: BlockPart, start: int, end: int) -> list[Bloc
             arrays += cast("list[mx.array]", cast("Any", layer).cache)
     if not arrays or any(array is None for array in cast("list[object]", arrays)):
         return None
-    return _convert_arrays(arrays)
+    return _begin_copies(arrays)
 
 
-def _convert_arrays(arrays: Sequence[mx.array]) -> list[BlockArray] | None:
-    own = [mx.contiguous(array) for array in arrays]
-    own = [array.view(mx.uint16) if array.dtype == mx.bfloat16 else array for array in own]
+def _begin_copies(arrays: Sequence[mx.array]) -> LaunchedCut | None:
     if any(array.dtype not in TYPES for array in arrays):
         return None
-    evaluate(own)
-    return [BlockArray(TYPES[array.dtype], np.array(copy, copy=False)) for array, copy in zip(arrays, own, strict=True)]
+    own = [mx.contiguous(array) for array in arrays]
+    own = [array.view(mx.uint16) if array.dtype == mx.bfloat16 else array for array in own]
+    cast("Any", mx).async_eval(own)
+    return LaunchedCut(tuple(TYPES[array.dtype] for array in arrays), tuple(own))
 
 
 class LayerBuilder:

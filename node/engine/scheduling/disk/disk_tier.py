@@ -26,12 +26,11 @@ from node.engine.scheduling.prefill import Prefill, PrefixState
 from wire.bounds import MAX_ITEMS
 from wire.frames import SHARED_SCOPE
 from wire.report import CacheState, ModelCache
-from wire.units import MIB
 
 READ_TIMEOUT_SECONDS = 0.02
 """Seconds that a turn waits for the next part."""
-WRITE_ROOM_BYTES = 64 * MIB
-"""Free memory without which no part is cut out to be written."""
+WRITE_ROOM_PARTS = 2
+"""Parts that must fit into the memory before one is cut out to be written."""
 
 
 class DiskTier:
@@ -123,7 +122,8 @@ class DiskTier:
         """Pass the next part to the writer, if that is due at the monotonic time `now`. `busy`: requests run."""
         due = self.find_next_write()
         if self.cache is not None and due is not None and due <= now:
-            self.cache.write_next(now, busy=busy, has_room=self._memory.has_room(WRITE_ROOM_BYTES))
+            room = WRITE_ROOM_PARTS * self.cache.get_next_bytes()
+            self.cache.write_next(now, busy=busy, has_room=self._memory.has_room(room))
 
     # for the engine
 

@@ -277,6 +277,22 @@ async def test_a_node_that_does_not_clear_is_named_with_those_that_did(port: Por
     assert "cleared on first" in error(answer)["message"]
 
 
+async def test_a_node_that_does_not_know_the_command_is_refused_at_once(port: Port):
+    _, new = await node(port, "new", big())
+    who = port.member("old")
+    await port.link(who, report(big()), frames=())
+    await port.until(lambda: port.state(who) == "ready")
+    answer = await (await clear(port, node="old"))
+    assert (answer.status_code, error(answer)["code"]) == (400, "unsupported_parameter")
+    assert "update macpool there" in error(answer)["message"]
+    asking = await clear(port)
+    order = await new.until(ClearCache)
+    new.send(Finished(order.request, (), 0, 0))
+    message = error(await asking)["message"]
+    assert "on old is older" in message
+    assert "cleared on new" in message
+
+
 async def test_a_node_that_is_away_is_named_because_its_files_remain(port: Port):
     _, first = await node(port, "first", big())
     who, second = await node(port, "second", big())

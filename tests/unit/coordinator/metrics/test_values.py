@@ -129,6 +129,7 @@ NODE_NUMBERS: Numbers = {
     'engine_requests{state="waiting"}': 2003,
     "engine_queued_tokens": 2004,
     "engine_forwards_total": 2007,
+    "engine_prefill_tokens_total": 2111,
     "engine_steps_total": 2008,
     "engine_failures_total": 2009,
     "engine_requests_evicted_total": 2010,

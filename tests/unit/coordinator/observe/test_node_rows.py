@@ -198,6 +198,8 @@ def test_a_row_of_a_node_has_every_value_in_its_place():
                 "overs": 2014,
                 "departures": 2015,
                 "prefill_tokens": 2111,
+                "returned_tokens": 2112,
+                "recomputed_tokens": 2113,
             },
             "cache": {
                 "nbytes": 2016,

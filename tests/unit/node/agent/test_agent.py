@@ -28,6 +28,7 @@ from tests.support.cluster.node import unstarted_node
 from wire.bounds import MAX_MODELS
 from wire.codec import encode
 from wire.frames import (
+    TAGS,
     Admitted,
     Cancel,
     Deltas,
@@ -330,6 +331,7 @@ async def test_a_hello_says_who_this_is_and_a_report_what_the_engine_s_gate_judg
         "1.2.3",
     )
     assert (hello.hardware, hello.takeover, hello.generation) == (HARDWARE, False, 0)
+    assert set(hello.frames) == TAGS.keys()
     report = await one.ready(line)
     snapshot = one.supervisor.reports.latest
     assert snapshot is not None

@@ -3,65 +3,18 @@
 import json
 import os
 import subprocess
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from coordinator.cli import cluster
 from coordinator.client.errors import NOT_FOUND, REFUSED, TIMED_OUT
 from router.errors import Problem, from_failure, from_refused
+from tests.support.cluster.answering_server import Server
 from tests.support.processes import CLI, environment
 from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.units import GIB
-
-
-class Server:
-    """Sends the same answer to every request, once `may` is set, and records the requests."""
-
-    def __init__(self, folder: Path) -> None:
-        self.answer: dict[str, Any] | Problem = {}
-        self.asked: list[tuple[str, Any]] = []
-        self.may = threading.Event()
-        self.may.set()
-        told = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                self.do_POST()
-
-            def do_PUT(self) -> None:
-                self.do_POST()
-
-            def do_DELETE(self) -> None:
-                self.do_POST()
-
-            def do_POST(self) -> None:
-                length = int(self.headers.get("content-length", 0))
-                told.asked.append((self.path, json.loads(self.rfile.read(length) or "null")))
-                told.may.wait(20)
-                problem = told.answer if isinstance(told.answer, Problem) else None
-                body = problem.encode_body("r") if problem else json.dumps(told.answer).encode()
-                self.send_response(problem.status if problem else 200)
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                return
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.key = folder / "key"
-        self.key.write_text("mp_a_b")
-        self.options = ["--url", f"http://127.0.0.1:{self.http.server_port}", "--key-file", str(self.key)]
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-
-    def run(self, *words: str) -> Result:
-        return CliRunner().invoke(cluster, [*words, *self.options])
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.kv.disk.block_chain import BlockName, compute_chain, compute_root, name_state, parse_name
+from node.engine.kv.disk.block_chain import WHOLE_BLOCK, BlockName, compute_chain, compute_root, name_state, parse_name
 from node.engine.kv.disk.block_file import BlockPart
-from node.engine.kv.disk.block_index import MAX_EVICTIONS_PER_SAVE, TEMPORARY, BlockIndex
+from node.engine.kv.disk.block_index import MAX_EVICTIONS_PER_SAVE, TEMPORARY, BlockIndex, FolderSize
 from node.engine.kv.prefix_store import BLOCK_TOKENS
 from node.engine.kv.radix_trie import pack
 
@@ -35,6 +35,7 @@ def test_a_chain_names_the_model_the_scope_and_all_tokens_before():
 def test_a_name_is_read_back(chain: bytes, tail: bytes, part: BlockPart):
     name = name_state("m", chain, tail) if part is BlockPart.STATE else BlockName("m", part, chain)
     assert parse_name(name.file) == name
+    assert bool(WHOLE_BLOCK.fullmatch(name.file.removeprefix("m/"))) is (part is not BlockPart.STATE)
 
 
 def test_other_files_have_no_name():
@@ -95,13 +96,20 @@ def test_a_folder_is_read_by_its_names_in_order_of_use(tmp_path: Path):
         path.write_bytes(b"x" * number)
         os.utime(path, (time.time() - age, time.time() - age))
     (tmp_path / "identity").write_text("other")
+    (tmp_path / "m" / f"{'0' * 31}g.t").write_bytes(b"no name of a block")
+    (tmp_path / "n").mkdir()
+    state = name_state("n", ROOT, pack([1, 2]))
+    (tmp_path / state.file).write_bytes(b"xxxx")
+    os.utime(tmp_path / state.file, (time.time() - 1, time.time() - 1))
     unfinished = tmp_path / (block(4).file + TEMPORARY)
     unfinished.write_bytes(b"x")
     index = BlockIndex()
     index.scan(tmp_path, clean=False)
     assert unfinished.exists(), "another process may be writing it"
-    assert (len(index), index.nbytes) == (3, 6)
-    assert index.choose_evictions(0, 0) == [block(number).file for number in (2, 3, 1)]
+    assert (len(index), index.nbytes) == (4, 10)
+    assert index.list_models() == {"m": FolderSize(3, 6), "n": FolderSize(1, 4)}
+    assert index.find_state("n", [ROOT], pack([1, 2, 3]), 2) == (2, state)
+    assert index.choose_evictions(0, 0) == [*(block(number).file for number in (2, 3, 1)), state.file]
     BlockIndex().scan(tmp_path, clean=True)
     assert not unfinished.exists()
 

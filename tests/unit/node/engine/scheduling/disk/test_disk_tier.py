@@ -217,8 +217,11 @@ def test_a_preempted_row_returns_from_the_disk(filled: tuple[Path, list[int]], p
     end = driver.end(number)
     assert isinstance(end, Finished)
     assert driver.ids[number, 0] == wanted
-    assert driver.engine.report(0.0).cache.disk_hits == 2
+    report = driver.engine.report(0.0)
+    assert report.cache.disk_hits == 2
     assert sum(prefilled) <= 0.1 * end.prompt_tokens
+    assert report.counts.recomputed_tokens == sum(prefilled), "counted at the forwards"
+    assert 0 < report.counts.returned_tokens - end.prompt_tokens <= len(wanted)
 
 
 def test_a_cancelled_restoration_leaves_nothing(filled: tuple[Path, list[int]]):
