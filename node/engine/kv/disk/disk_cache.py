@@ -32,7 +32,8 @@ from node.engine.kv.disk.block_chain import BlockName, compute_chain, compute_ro
 from node.engine.kv.disk.block_file import BlockPart
 from node.engine.kv.disk.block_index import BlockIndex, FolderSize
 from node.engine.kv.disk.block_reader import DiskRestore, PlannedPart, ReadPlan
-from node.engine.kv.disk.block_writer import DAILY_DISK_SHARE, BlockWriter, WriteBudget, compute_quota
+from node.engine.kv.disk.block_writer import BlockWriter
+from node.engine.kv.disk.disk_budget import DAILY_DISK_SHARE, WriteBudget, compute_quota
 from node.engine.kv.disk.layer_parts import LaunchedCut, begin_cut, count_window_blocks
 from node.engine.kv.kv_cache import Layers
 from node.engine.kv.prefix_store import BLOCK_TOKENS, MAX_EVICTIONS_REPORTED, CachedPrefix, DiskCopy

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from node.engine.kv.disk.block_chain import BlockName
 from node.engine.kv.disk.block_file import BlockArray, BlockPart, decode_block
 from node.engine.kv.disk.block_index import BlockIndex
-from node.engine.kv.disk.block_writer import MAX_QUEUED_BYTES, BlockWriter, WriteBudget, compute_quota
+from node.engine.kv.disk.block_writer import MAX_QUEUED_BYTES, BlockWriter
+from node.engine.kv.disk.disk_budget import WriteBudget
 from wire.units import GIB
 
 ARRAYS = [BlockArray("float32", np.zeros((1, 1, 4, 8), np.float32))]
@@ -113,21 +113,3 @@ def test_a_discarded_part_is_removed_although_it_is_being_written(tmp_path: Path
     made.put(block(3), ARRAYS)
     wait(made)
     assert len(index) == 1
-
-
-def test_a_budget_saves_up_one_day_at_most():
-    budget = WriteBudget(100.0, 0.0)
-    assert [budget.take(60, 0.0), budget.take(60, 0.0), budget.take(60, 86_400 * 0.2)] == [True, False, True]
-    assert [budget.take(101, 1e9), budget.take(100, 1e9), budget.take(1, 1e9)] == [False, True, False]
-
-
-def test_a_quota_leaves_a_part_of_the_disk_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    disk = {"total": 1000, "used": 600, "free": 400}
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: type("Usage", (), disk))
-    assert compute_quota("auto", tmp_path, 0) == 200
-    assert compute_quota(10_000, tmp_path, 0) == 350
-    assert compute_quota(100, tmp_path, 0) == 100
-    disk["free"] = 60
-    assert compute_quota("auto", tmp_path, 20) == 30
-    disk["free"] = 10
-    assert compute_quota("auto", tmp_path, 20) == 0
