@@ -66,7 +66,7 @@ class ModelNames:
         return bool(self._upstreams) and not self.is_plain(name, view)
 
     def get_profile(self, name: str) -> ProfileSettings:
-        """Return a profile by its name as `resolve` returns it."""
+        """Return a profile by its name in the settings, as in `ModelTarget.profile`. Raise `KeyError` if unknown."""
         return self._profiles[name]
 
     def find_alias(self, name: str, view: ClusterView) -> str | None:

@@ -68,7 +68,11 @@ class ScriptedBatch:
         self._preemptor.release_memory(max(waiting, key=lambda request: request.age), refused, now)
 
     def end_prefill(self, chunk: PrefillChunk, turns: int, now: float) -> list[Frame]:
-        """Record a prefill of `turns` equal turns. Prompts that are complete join the decode batch through the gate."""
+        """Record that `chunk` was prefilled in each of `turns` equal turns of the engine (`ScriptedTurns`).
+
+        Prompts that are complete join the decode batch through the gate. Return the frames to send: deltas, then the
+        ends of requests. `now` is in monotonic seconds.
+        """
         deltas: list[Delta] = []
         ends: list[Frame] = []
         for member in chunk.members:
