@@ -10,7 +10,7 @@ class NotFiniteError(ValueError):
 
 
 def normalize(vectors: mx.array) -> mx.array:
-    """Return vectors of the length 1; a vector of zeros stays."""
+    """Return `vectors`, shape (texts, numbers), each scaled to the length 1; a vector of zeros stays."""
     return vectors / mx.maximum(mx.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
 
 

@@ -51,10 +51,10 @@ def list_bert_rows(shape: EncoderShape) -> dict[str, int]:
 def run_bert(
     weights: EncoderWeights, shape: EncoderShape, ids: mx.array, mask: mx.array | None, segments: mx.array | None
 ) -> mx.array:
-    """Return the hidden states of texts, shape (texts, tokens, features), lazily.
+    """Return the hidden states of texts, shape (texts, tokens, features), lazily. `ids` has the shape (texts, tokens).
 
-    `mask`, shape (texts, 1, 1, tokens), is False for padding; None without padding. `segments` are 1 for tokens of a
-    second text; None if all tokens belong to the first.
+    `mask`, shape (texts, 1, 1, tokens), is False for padding; None without padding. `segments`, shape (texts, tokens),
+    are 1 for tokens of a second text; None if all tokens belong to the first.
     """
     places = mx.arange(ids.shape[1]) + shape.first_position
     states = weights.take_rows(_WORDS, ids)
