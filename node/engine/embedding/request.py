@@ -235,7 +235,7 @@ class EmbeddingTable:
         request.loaded_model.usage.mark_used(now)
 
     def count_tokens(self) -> int:
-        """Return the tokens of all requests that have not run."""
+        """Return the number of tokens of all requests that have not run yet."""
         return sum(request.left for request in self._live.values())
 
     def compute_reserved_bytes(self) -> int:

@@ -15,8 +15,10 @@ def normalize(vectors: mx.array) -> mx.array:
 
 
 def cut_vectors(vectors: mx.array, dimensions: int, *, normalized: bool) -> bytes:
-    """Return the bytes of vectors, cut to `dimensions` numbers each (0: all). Cut vectors are normalized again if
-    `normalized`."""
+    """Return the bytes of `vectors`, shape (texts, numbers), cut to `dimensions` numbers each (0: all).
+
+    Cut vectors are normalized again if `normalized`.
+    """
     if dimensions and dimensions < vectors.shape[1]:
         vectors = vectors[:, :dimensions]
         vectors = normalize(vectors) if normalized else vectors

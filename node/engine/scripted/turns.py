@@ -102,7 +102,7 @@ class ScriptedTurns:
         return frames
 
     def next_at(self, now: float) -> float | None:
-        """Return the time of the next `step`; None if only a new request can bring work."""
+        """Return the monotonic time of the next `step`; None if only a new request can bring work."""
         if self._prefills.next_free(now) is not None:
             return now
         if self._running is not None:

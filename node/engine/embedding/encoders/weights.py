@@ -45,7 +45,7 @@ class EncoderWeights:
             raise EncoderWeightsError(f"its checkpoint has {found} rows of {name}, its config needs {rows}")
 
     def take_rows(self, name: str, ids: mx.array) -> mx.array:
-        """Return the rows of an embedding for ids."""
+        """Return the rows of the embedding matrix `name` for `ids`, shape (…): shape (…, features)."""
         weight = self.arrays[f"{name}.weight"]
         if f"{name}.scales" not in self.arrays or self._quantization is None:
             return weight[ids]
