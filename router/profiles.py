@@ -16,9 +16,9 @@ from wire.frames import GenerationParams
 
 TemplateValue = bool | int | float | str
 RESERVED = "latest"
-"""Tag that Ollama's clients add to names of models."""
+"""Name that no profile may have, because Ollama's clients add it to names of models."""
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
-"""Parameters whose absence has the same value as their default."""
+"""Parameters of `GenerationParams` whose values do not show whether the request sets them: see `set_penalties`."""
 
 
 class ProfileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):

@@ -28,14 +28,14 @@ class Arrivals:
         """Time at which the last request ended."""
 
     def start(self) -> None:
-        """Start the arrivals."""
+        """Schedule the first conversation, after which each conversation schedules the next at its start time."""
         if self._conversations:
             self._loop.call_at(self._conversations[0].at, self._next_conversation)
         else:
             self._over.set()
 
     async def wait(self) -> None:
-        """Wait until all requests have ended."""
+        """Wait until all conversations have begun and all of their requests have ended."""
         await self._over.wait()
 
     def _next_conversation(self) -> None:
@@ -53,7 +53,8 @@ class Arrivals:
         self._arrive(turn)
 
     def end(self, request_id: str, *, served: bool) -> None:
-        """Record the end of a request. After a complete answer, the conversation continues."""
+        """Record the end of a request. If it was `served` (a complete answer), the next turn of its conversation
+        arrives after the turn's `think` seconds."""
         self._open -= 1
         rest = self._rest.pop(request_id, [])
         if rest and served:

@@ -233,5 +233,5 @@ def _parse_size(where: str, text: str) -> int:
 
 
 def round_to_tokens(value: float) -> int:
-    """Round a length down to whole tokens, at least 1."""
+    """Round a length (`value`, in tokens) down to whole tokens, at least 1."""
     return max(1, math.floor(value))

@@ -127,7 +127,7 @@ def _compute_mean(lengths: Lengths) -> float:
 
 
 def draw_length(lengths: Lengths, random: Random) -> float:
-    """Draw one value of a distribution."""
+    """Draw a length (tokens or seconds, as in `lengths`), limited to `least` and `most` of the distribution."""
     drawn = random.lognormvariate(math.log(lengths.median), lengths.sigma)
     return min(lengths.most, max(lengths.least, drawn))
 

@@ -29,6 +29,7 @@ class Certificate:
     issued: float
     """Time of creation: the begin of the validity plus `BACKDATED_SECONDS`."""
     expires: float
+    """End of the validity."""
 
     @property
     def renew_from(self) -> float:

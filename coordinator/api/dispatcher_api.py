@@ -42,7 +42,7 @@ class DispatcherApi(Protocol):
         ...
 
     def get_time(self) -> float:
-        """Return the current time in seconds, on the clock of the dispatcher's other times."""
+        """Return the current time in monotonic seconds, as in all times of the dispatcher."""
         ...
 
     async def wait_drained(self, node: NodeId, seconds: float) -> int:

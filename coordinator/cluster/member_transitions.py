@@ -67,7 +67,8 @@ def step(member: Member, event: Event, now: float) -> Step:
     """Apply one event to one node at `now` (monotonic seconds). Return the new membership and the actions in order.
 
     Ignore an event of an older link. Raise `IllegalEventError` if `TABLE` does not allow the event in the node's state.
-    Raise the same for an event of an unknown link, and for a new link without a higher number.
+    Raise the same for an event of an unknown link, and for a new link without a higher number. Raise `InvariantError`
+    if the new state is not in `TABLE` or contradicts itself, which only a bug can cause.
     """
     if isinstance(event, LinkEvent) and _is_stale(member, event):
         return member, ()
@@ -191,7 +192,10 @@ def _apply_tick(member: Member, now: float) -> Step:
 
 
 def compute_deadline(member: Member) -> float | None:
-    """Return the time at which time alone changes the state; None if never."""
+    """Return the monotonic seconds at which a `MembershipTick` is due, because a deadline of the node passes.
+
+    Return None if time changes nothing: the node is a member that is lost, asleep or left.
+    """
     if member.state in GONE:
         return None if member.enrolled else member.since + DELETE_AFTER_SECONDS
     reported_at = (

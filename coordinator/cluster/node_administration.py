@@ -31,7 +31,7 @@ class NodeAdministration:
     def set_cordoned(self, node: NodeId, *, on: bool) -> None:
         """Exclude a node from new work if `on`, otherwise admit it again.
 
-        Raise `IllegalEventError` if it has left; nothing is stored then.
+        Raise `IllegalEventError` if the node has left; nothing is stored then.
         """
         self.registry.apply_event(node, MemberCordoned() if on else MemberUncordoned())
         self.store.members.put(replace(self.store.members[node], cordoned=on))

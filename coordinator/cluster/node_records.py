@@ -16,7 +16,7 @@ from wire.identity import NodeId
 
 @dataclass(frozen=True, slots=True)
 class ReceivedReport:
-    """Newest report of a node, and when it arrived, in seconds of the loop's clock."""
+    """Newest report of a node, which arrived at `at`, in seconds of the loop's clock."""
 
     report: Report
     at: float
@@ -75,7 +75,10 @@ class NodeRecords:
         return ("", 0) if hello is None else (sanitize_text(hello.version), hello.protocol)
 
     def get_view(self, member: Member) -> NodeView:
-        """Return the view of a member for placement, which stays the same object until one of its values changes."""
+        """Return the view of a member for placement, which stays the same object until one of its values changes.
+
+        Raise `KeyError` if the store does not have the member.
+        """
         node = member.node
         row, received, cached = self._store.members[node], self._received.get(node), self._views.get(node)
         if cached is not None and cached.member is member and cached.row is row and cached.received is received:

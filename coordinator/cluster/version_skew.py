@@ -33,7 +33,9 @@ class SkewAdvice:
 
     member: MemberVersion
     ok: bool
+    """Whether no action is needed."""
     advice: str
+    """Fault of the version with the next step, for a person; empty if `ok`."""
     joinable: bool = True
     """Whether the coordinator supports the member's protocol."""
 

@@ -55,7 +55,7 @@ MESSAGES = {
 
 @dataclass(frozen=True, slots=True)
 class JoinTokenInfo:
-    """Join token without its secret, for lists. Times are in Unix seconds."""
+    """Join token without its secret, for lists. `created` and `expires` are in Unix seconds."""
 
     id: str
     name: str

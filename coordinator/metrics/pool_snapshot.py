@@ -46,7 +46,7 @@ class PoolSnapshot:
     wall: float
     """Current time in Unix seconds."""
     now: float
-    """Current time on the loop's clock."""
+    """Current time in seconds of the loop's clock."""
     view: ClusterView
     states: Mapping[str, int]
     self_suspect: bool

@@ -50,7 +50,7 @@ class RequestSender(Protocol):
 
 
 def add_benchmark_key(get_limits: Callable[[str], KeyLimits | None]) -> Callable[[str], KeyLimits | None]:
-    """Return the limits of keys with those of the benchmark's own key, which has low priority."""
+    """Return a function like `get_limits` that also knows the benchmark's own key, which has low priority."""
     return lambda key: BENCHMARK_LIMITS if key == BENCHMARK_KEY else get_limits(key)
 
 

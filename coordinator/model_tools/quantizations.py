@@ -139,7 +139,7 @@ class Quantizations:
     def start(self, node: NodeId, model: str, bits: int, name: str, actor: str) -> QuantizationRecord:
         """Start a quantization on a node and return it. A running one with the same result is returned instead.
 
-        Without a link the quantization fails at once. Raise TooManyQuantizationsError.
+        Without a link the quantization fails at once. Raise TooManyQuantizationsError if `MAX_OPEN` are open.
         """
         opened = self._list_open()
         for record in opened:

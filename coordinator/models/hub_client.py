@@ -27,7 +27,7 @@ class TokenFileError(Exception):
 
 
 class HubClient:
-    """Client of the hub with these settings. `program` is the command of the child."""
+    """Client of the hub with these settings. `program` is the command line of the child process of each query."""
 
     def __init__(
         self, settings: HubSettings, program: tuple[str, ...] = (sys.executable, "-P", "-m", "node.hub.query")
@@ -54,7 +54,10 @@ class HubClient:
         return token
 
     async def query(self, repo: str, revision: str) -> HubAnswer | HubRefusal:
-        """Query the hub for a repository. An empty `revision` selects `main`."""
+        """Query the hub for the files and the metadata of a repository. An empty `revision` selects `main`.
+
+        Return a refusal also if the token file cannot be used, if the child fails, or after `CHILD_TIMEOUT_SECONDS`.
+        """
         try:
             token = self.read_token()
         except TokenFileError as error:

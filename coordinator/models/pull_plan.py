@@ -61,7 +61,7 @@ class NodePlan:
 
 @dataclass(frozen=True, slots=True)
 class PullPlan:
-    """Plan of a pull."""
+    """Plan of a pull: for each node of the pool, whether it gets the model, and why not."""
 
     nodes: tuple[NodePlan, ...]
 
@@ -79,7 +79,10 @@ class PullPlan:
 def plan_pull(
     view: ClusterView, model: Model, size: int, selection: NodeSelection, named: Collection[NodeId] = ()
 ) -> PullPlan:
-    """Choose the nodes of a pull of `size` bytes. `model` predicts the memory that the model will take."""
+    """Choose the nodes of a pull of `size` bytes. `model` predicts the memory that the model will take.
+
+    `named` are the nodes that `NodeSelection.NAMED` selects. Nodes that have left or never linked are left out.
+    """
     nodes = [node for node in view.nodes if node.state not in (NodeState.LEFT, NodeState.JOINING)]
     return PullPlan(tuple(_plan_node(node, model, size, selection, named) for node in nodes))
 

@@ -73,7 +73,7 @@ def restore_pull(state: PullState, next_order: int) -> PullState:
 
 
 def find_deadline(state: PullState) -> float | None:
-    """Return the time of the next `TimePassed`; None if nothing is due."""
+    """Return the time of the next `TimePassed`, in seconds of the controller's clock; None if nothing is due."""
     if state.has_ended:
         return None
     return min(_list_deadlines(state), default=None)
@@ -90,9 +90,10 @@ def _list_deadlines(state: PullState) -> Iterator[float]:
 
 
 def step(state: PullState, event: Event, now: float) -> Step:
-    """Apply one event at `now`. Return the new state and the actions in order.
+    """Apply one event at `now` (seconds of the controller's clock). Return the new state and the actions in order.
 
     Raise `IllegalEventError` for a node that does not belong to the pull. Frames about former orders change nothing.
+    Raise `InvariantError` if the new state contradicts itself, which only a bug can cause.
     """
     node = getattr(event, "node", None)
     if node is not None and node not in state.nodes:

@@ -64,7 +64,9 @@ class Mirror:
 
     node: NodeId
     order: int
+    """Number of the order to serve."""
     begun: float
+    """Time at which that order was sent, in seconds of the controller's clock."""
     addresses: tuple[str, ...] = ()
     """URLs at which the mirror listens; empty until the node has opened it."""
 

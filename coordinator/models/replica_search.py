@@ -103,7 +103,7 @@ class ReplicaSearch:
         self._leaving: dict[str, int] = {}
 
     def take(self, option: NodeOption) -> None:
-        """Take a node for the action of its option."""
+        """Reserve the node of an option for its action, and record the replicas that the action unloads."""
         self.reserve_node(option.node.id)
         for name in option.victims:
             self._leaving[name] = self._leaving.get(name, 0) + 1
@@ -260,9 +260,9 @@ class ReplicaSearch:
 
 
 def choose_victims(candidate: Candidate, evictable: list[Model]) -> list[Model] | None:
-    """Return the models to unload for a replica, none if it fits; None if it does not fit without all of them.
+    """Return the models to unload before a replica is loaded: an empty list if the replica fits now.
 
-    `evictable` has the first to unload first.
+    Return None if the replica would not fit after unloading all of `evictable`, which has the first to unload first.
     """
     if candidate.feasible:
         return []

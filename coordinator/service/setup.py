@@ -33,7 +33,7 @@ TAIL_CHARS = 2000
 
 @dataclass(frozen=True, slots=True)
 class ExistingUnit:
-    """Existing unit that this program wrote. All fields are empty if there is none."""
+    """Installed unit of the service (launchd or systemd), written by this program. All fields are empty without one."""
 
     text: str = ""
     """Content of the file."""

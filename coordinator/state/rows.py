@@ -68,7 +68,7 @@ class KeyRow:
     """Digest of the secret."""
     created: float
     expires: float | None = None
-    """None: never."""
+    """Time from which the key is not valid; None: never."""
     limits: KeyLimits | None = None
 
 

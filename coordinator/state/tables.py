@@ -199,7 +199,10 @@ class AuditLog(Sequence[AuditRow]):
         return len(self._rows)
 
     def add(self, at: float, actor: str, action: str, subject: str, address: str = "") -> None:
-        """Append an entry with the fields of `AuditRow`. Keep at most `MAX_AUDIT_ENTRIES` entries."""
+        """Append an entry of the time `at` (Unix seconds), with the fields of `AuditRow`.
+
+        Keep the newest `MAX_AUDIT_ENTRIES` entries.
+        """
         number = self._rows[-1].number + 1 if self._rows else 1
         self._rows.append(AuditRow(number, at, actor, action, subject, address))
         self._writer.enqueue("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?)", number, at, actor, action, subject, address)

@@ -136,7 +136,10 @@ such a task is then legal and changes nothing.
 
 
 def step(life: LinkLife, event: Event) -> LinkLife:
-    """Apply one event. Return the new state. Raise `IllegalEventError` if `TABLE` does not allow the event."""
+    """Apply one event. Return the new state. Raise `IllegalEventError` if `TABLE` does not allow the event.
+
+    Raise `InvariantError` if the new state is not in `TABLE` or contradicts itself, which only a bug can cause.
+    """
     allowed = TABLE[type(event)].get(life.state)
     if allowed is None:
         raise IllegalEventError(f"the link is {life.state}: {event} cannot happen")

@@ -74,8 +74,10 @@ def compute_waiting_bytes(shape: preflight.RequestShape, descriptor: ModelDescri
 
 
 def refuse_other_model(request: Generate | Embed, descriptor: ModelDescriptor | None) -> Refused | None:
-    """Refuse to resume an answer that another model of this name started, because the router knows only the last
-    report."""
+    """Return the refusal to resume an answer that another model of this name began; None for any other request.
+
+    The router knows only the last report, and the model of this node may have changed since.
+    """
     if isinstance(request, Embed) or not request.fingerprint or descriptor is None:
         return None
     if descriptor.version.is_same(ModelVersion(request.fingerprint, request.content)):

@@ -124,7 +124,10 @@ class EngineParts:
 
 
 class TextEngine:
-    """Engine that serves the text models of a node with mlx-lm (see the module's docstring)."""
+    """Engine that serves the text models of a node with mlx-lm (see the module's docstring).
+
+    `now` is in monotonic seconds in all methods.
+    """
 
     def __init__(self, parts: EngineParts) -> None:
         self.parts = parts

@@ -27,7 +27,10 @@ LOAD_STEP_EXPECTED_SECONDS = 10.0
 
 
 class ModelCommands:
-    """Executor of orders about models. `cause(found, now)` returns why a model cannot be used now; empty if it can."""
+    """Executor of orders about models. `now` is in monotonic seconds in all methods.
+
+    `cause(found, now)` returns why a model cannot be used now; empty if it can.
+    """
 
     def __init__(
         self,

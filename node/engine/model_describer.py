@@ -44,7 +44,7 @@ class DescriberRules(NamedTuple):
 
 
 class ModelDescriber:
-    """Describer of models for reports and for admission."""
+    """Describer of models for reports and for admission. `now` is in monotonic seconds in all methods."""
 
     def __init__(
         self,

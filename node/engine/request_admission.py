@@ -57,7 +57,8 @@ than needed would be preempted."""
 class RequestAdmission:
     """Admission of requests in the engine. `acked` is the newest sequence number (`Generate.seq`) with a decision.
 
-    `embeddings` are the live requests for embeddings. `floor`: tokens of the smallest chunk.
+    `embeddings` are the live requests for embeddings. `floor`: tokens of the smallest chunk. `now` is in monotonic
+    seconds in all methods.
     """
 
     def __init__(
@@ -162,7 +163,8 @@ class RequestAdmission:
     ) -> list[Frame]:
         """Check a request against the memory now, commit its memory, and start it; or refuse it.
 
-        The model is in use meanwhile: memory that is freed for this request is not that of its own model.
+        `arrived` is the arrival of the request in monotonic seconds. The model is in use meanwhile: memory that is
+        freed for this request is not that of its own model.
         """
         with loaded_model.usage.hold():
             return self._admit(loaded_model, prepared, arrived, now)

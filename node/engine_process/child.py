@@ -130,8 +130,8 @@ class EngineChild(asyncio.Protocol):
         return 0.0 if self.pinged is None else now - self.pinged
 
     def compute_call_deadline(self, factor: float) -> float:
-        """Return the time from which the native call in progress exceeds `factor` times its expected duration, by the
-        last pong; 0 without a call."""
+        """Return the monotonic time from which the native call in progress exceeds `factor` times its expected
+        duration, by the last pong; 0 without a call."""
         return self.ponged - self.pong.busy + factor * self.pong.expected if self.pong.expected else 0.0
 
     def end(self, urgency: ExitUrgency, timeouts: SupervisorTimeouts, cause: str) -> None:

@@ -247,8 +247,8 @@ TABLE: Mapping[type, Mapping[EngineStage, frozenset[EngineStage]]] = {
 def step(life: EngineLife, event: Event, timeouts: SupervisorTimeouts) -> Step:
     """Apply one event. Return the new state and the actions in order.
 
-    Raise `IllegalEventError` if `TABLE` does not allow the event in the stage. Raise the same for an event of a child
-    if none runs, and for a start while one runs.
+    Raise `IllegalEventError` if `TABLE` does not allow the event. Raise the same for an event of a child if none runs,
+    and for a start while one runs. Raise `InvariantError` for a new state that `TABLE` or `check` does not allow.
     """
     allowed = TABLE[type(event)].get(life.stage)
     if allowed is None:

@@ -94,10 +94,11 @@ class QuantizeOrder(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     """Folder that the child creates, with the quantized model."""
     bits: int
+    """Bits per weight of the result."""
 
 
 class ChildProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress", omit_defaults=True):
-    """Progress of an order, with the fields of `ModelOrderProgress`."""
+    """Progress of an order. Fields have the meanings and the units of those in `ModelOrderProgress`."""
 
     phase: str
     done: int = 0
@@ -110,7 +111,7 @@ class ChildProgress(msgspec.Struct, frozen=True, kw_only=True, tag="progress", o
 
 
 class ChildEnd(msgspec.Struct, frozen=True, kw_only=True, tag="end", omit_defaults=True):
-    """End of an order, with the fields of `ModelOrderEnded`."""
+    """End of an order. Fields have the meanings and the units of those in `ModelOrderEnded`."""
 
     code: str
     message: str = ""

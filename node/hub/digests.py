@@ -23,7 +23,7 @@ STORE_NAME = "digests.json"
 
 
 class FileDigest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """SHA-256 of a file in one state."""
+    """SHA-256 of a file in one state: its `size` in bytes, its `mtime_ns` (Unix nanoseconds) and its inode."""
 
     size: int
     mtime_ns: int

@@ -41,7 +41,11 @@ class Download:
         """Bytes received over the network."""
 
     def run(self) -> str:
-        """Download all files and return the content hash of the model. Raise ModelFileError or OSError."""
+        """Download all files and return the content hash of the model.
+
+        Raise OrderStopped after a cancel, ModelFileError if a file cannot be downloaded or verified, or if another
+        process has the lock. Raise OSError for faults of the disk.
+        """
         fault = find_manifest_fault(self._order.manifest)
         if fault:
             raise ModelFileError(ModelOrderCode.INVALID, fault)
@@ -143,7 +147,7 @@ class Download:
 
 
 def run_download(order: DownloadOrder, channel: ChildChannel) -> ChildEnd:
-    """Perform an order and return its end."""
+    """Download the files of a model as the order says. Return how the order ended, also after a cancel or a fault."""
     download = Download(order, channel)
     try:
         content = download.run()
@@ -159,7 +163,7 @@ def run_download(order: DownloadOrder, channel: ChildChannel) -> ChildEnd:
 
 
 def main() -> None:
-    """Perform the order of the standard input, and end the process."""
+    """Read an order from standard input, download the model, and end the process."""
     perform_order(DownloadOrder, run_download)
 
 

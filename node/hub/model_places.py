@@ -55,7 +55,11 @@ def locate_model(settings: ModelSettings, name: str, environment: Mapping[str, s
 
 
 def remove_model(place: ModelPlace) -> int:
-    """Delete a model with all revisions, and return the freed bytes. Raise ModelFileError or OSError."""
+    """Delete a model with all revisions, and return the freed bytes.
+
+    Raise ModelFileError for a link, for a model folder of the settings itself, and for a repository that another
+    process works on. Raise OSError if a file cannot be deleted.
+    """
     if place.repository is not None:
         return _remove_repository(place.repository)
     if place.folder == place.root:

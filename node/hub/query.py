@@ -187,7 +187,7 @@ def _build_file(sibling: Any) -> ModelFile:
 
 
 def answer_query(query: HubQuery) -> HubAnswer | HubRefusal:
-    """Perform a query within its timeout, and return its answer."""
+    """Query the hub for a repository. Return the answer, or the refusal after a failure or the query's timeout."""
     answers = list[HubAnswer | HubRefusal]()
 
     def run() -> None:
@@ -207,7 +207,7 @@ def answer_query(query: HubQuery) -> HubAnswer | HubRefusal:
 
 
 def main() -> None:
-    """Answer the query of the standard input."""
+    """Read a query from standard input, write the answer to standard output, and end the process."""
     os.environ.update(LIBRARY_ENVIRONMENT)
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -34,7 +34,10 @@ class Verification:
         self._done = 0
 
     def run(self) -> ChildEnd:
-        """Hash all files, store their digests, and return the end with the content hash. Raise OSError."""
+        """Hash all files, store their digests, and return the end of the order with the content hash.
+
+        Raise OrderStopped after a cancel, OSError if a file cannot be read or the digests cannot be written.
+        """
         names = list_content_files(self._folder)
         self._total = sum((self._folder / name).stat().st_size for name in names)
         digests: dict[str, FileDigest] = {}
@@ -85,7 +88,7 @@ def _is_changed_blob(path: Path, digest: FileDigest) -> bool:
 
 
 def run_verification(order: VerifyOrder, channel: ChildChannel) -> ChildEnd:
-    """Perform an order and return its end."""
+    """Verify a model as the order says. Return how the order ended, also after a cancel or an unreadable file."""
     try:
         return Verification(order, channel).run()
     except OrderStopped:
@@ -95,7 +98,7 @@ def run_verification(order: VerifyOrder, channel: ChildChannel) -> ChildEnd:
 
 
 def main() -> None:
-    """Perform the order of the standard input, and end the process."""
+    """Read an order from standard input, verify the model, and end the process."""
     perform_order(VerifyOrder, run_verification)
 
 

@@ -29,9 +29,11 @@ from wire.report import Memory, MemoryLevel
 from wire.units import show_size
 
 BUSY_POLL_SECONDS = 0.25
+"""Seconds between polls while the engine works or is above its cap."""
 IDLE_POLL_SECONDS = POLL_PERIOD_SECONDS
+"""Seconds between polls while the engine is idle."""
 EMPTY_POLL_SECONDS = 5.0
-"""Seconds between polls: while the engine works or is above its cap, while it is idle, and without a loaded model."""
+"""Seconds between polls while no model is loaded."""
 LATE_POLL_SECONDS = 2 * BUSY_POLL_SECONDS
 """Seconds after which the next poll of an engine over its cap is late."""
 

@@ -37,7 +37,7 @@ from wire.units import MIB, show_size
 
 CEILING_STEP_BYTES = 64 * MIB
 CEILING_STEP_SHARE = 0.01
-"""Change of the ceiling that is sent to the engine: the lesser of these bytes and this share of the cap."""
+"""Change of the ceiling, as a share of the cap, from which it is sent; `CEILING_STEP_BYTES` applies if that is less."""
 
 log = structlog.get_logger("node.memory.limits")
 
@@ -161,7 +161,11 @@ class Limiter:
 
     def poll(self, phys: int | None, send: Callable[[MemoryLimits], object]) -> MemoryLimits:
         """Return the limits as `compute_limits` does, and pass them to `send` if they have changed since they were last
-        sent."""
+        sent.
+
+        A change of the ceiling alone counts from `CEILING_STEP_BYTES` or `CEILING_STEP_SHARE`. `phys` is the footprint
+        of the engine in bytes, as in `compute_limits`.
+        """
         limits, last = self.compute_limits(phys), self._last_limits
         if (
             last is None

@@ -14,9 +14,12 @@ DEAD = (b"Z", b"X")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 KIB = 1024
 UNLIMITED = 2**60
-"""Values from this on mean "no limit": cgroup v1 uses a number near 2^63."""
+"""Bytes from which a limit means "no limit": cgroup v1 uses a number near 2^63."""
 STALLED = (("critical", 60.0), ("warn", 10.0))
-"""Percent of the last 10 s in which a task waited for memory. systemd-oomd kills processes from 60."""
+"""Levels of the memory pressure, each with its threshold in percent, highest first.
+
+The percent are those of the last 10 s in which a task waited for memory. systemd-oomd kills processes from 60.
+"""
 
 
 class LinuxFootprint:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from wire.units import GIB, show_size
 
 LEAK_SHARE = 0.5
+"""Share of the weights below which wired memory is no leak, because other programs wire memory as well."""
 MIN_LEAK_BYTES = GIB
-"""Thresholds of a leak, as share of the weights and in bytes, because other programs wire memory as well."""
+"""Wired bytes below which memory is no leak, for the same reason."""
 
 
 @dataclass(slots=True)

@@ -121,7 +121,7 @@ class ModelCatalogue:
         self._pinned = {other: model for other, model in self._pinned.items() if other != name}
 
     def find_replacement(self, descriptor: ModelDescriptor) -> ModelDescriptor | None:
-        """Return the model that has replaced the loaded model `found` on the disk, by the last scan.
+        """Return the model that has replaced the loaded model `descriptor` on the disk, by the last scan.
 
         Return None if the files are the same or missing, or the new model cannot be loaded.
         """

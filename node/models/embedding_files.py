@@ -93,7 +93,10 @@ def _is_count(value: object) -> bool:
 
 
 def read_file(folder: Path, name: str) -> bytes | None:
-    """Return the content of a file; None if there is none."""
+    """Return the content of a file; None if there is none.
+
+    Raise `EmbeddingFilesError` for more than `MAX_FILE_BYTES` bytes, OSError for an unreadable file.
+    """
     file = folder / name
     if not file.exists():
         return None
@@ -103,7 +106,10 @@ def read_file(folder: Path, name: str) -> bytes | None:
 
 
 def read_object(folder: Path, name: str) -> Config:
-    """Return the JSON object in a file; empty if there is no file."""
+    """Return the JSON object in a file; empty if there is no file.
+
+    Raise `EmbeddingFilesError` for any other content, and raise as `read_file`.
+    """
     raw = read_file(folder, name)
     try:
         return {} if raw is None else parse_json_object(raw)

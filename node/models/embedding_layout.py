@@ -34,7 +34,9 @@ class DenseLayer:
     file: str
     """Its weights, relative to the folder of the model."""
     inputs: int
+    """Numbers of a vector before the layer."""
     outputs: int
+    """Numbers of a vector after the layer."""
     bias: bool
     activation: Activation
     nbytes: int

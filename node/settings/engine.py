@@ -332,6 +332,9 @@ class ModelSettings(Section, frozen=True):
     ] = 0.0
 
     def get_kinds(self) -> Mapping[str, ModelKind]:
-        """Return the kinds of `kinds` by name of the model. Raise ValueError for an entry without a name or kind."""
+        """Return the kind of each model in the setting `kinds`, by name of the model.
+
+        Raise ValueError for an unknown kind, such as the kind of an entry without `=`.
+        """
         parts = (entry.rpartition("=") for entry in self.kinds)
         return {name: ModelKind(kind) for name, _, kind in parts}

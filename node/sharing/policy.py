@@ -258,7 +258,8 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True)
 class GracePeriods:
-    """Seconds that requests and a video may continue after the node stopped sharing."""
+    """Seconds for which running work may continue after the node stopped sharing: `requests`, and a job with a lease
+    (`video`)."""
 
     requests: float = 30.0
     video: float = 300.0

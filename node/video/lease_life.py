@@ -67,7 +67,7 @@ class LeaseLife:
         )
 
     def is_current(self, lease: str, generation: int) -> bool:
-        """Return whether this lease is granted, held or ended now."""
+        """Return whether the node's lease has this id and generation: it is being granted, held or ended now."""
         return self.stage is not LeaseStage.IDLE and (lease, generation) == (self.lease, self.generation)
 
     def check(self) -> None:
@@ -221,7 +221,8 @@ TABLE: Mapping[type, Mapping[LeaseStage, frozenset[LeaseStage]]] = {
 def step(life: LeaseLife, event: Event) -> Step:
     """Apply one event. Return the new state and the actions in order.
 
-    Raise `IllegalEventError` if `TABLE` does not allow the event in the stage.
+    Raise `IllegalEventError` if `TABLE` does not allow the event in the stage. Raise `InvariantError` if the new stage
+    is not in `TABLE` or the state contradicts itself, which only a bug can cause.
     """
     allowed = TABLE[type(event)].get(life.stage)
     if allowed is None:

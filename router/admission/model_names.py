@@ -66,7 +66,7 @@ class ModelNames:
         return bool(self._upstreams) and not self.is_plain(name, view)
 
     def get_profile(self, name: str) -> ProfileSettings:
-        """Return a profile by its name as `resolve` returns it."""
+        """Return a profile by its name in the settings, as in `ModelTarget.profile`. Raise `KeyError` if unknown."""
         return self._profiles[name]
 
     def find_alias(self, name: str, view: ClusterView) -> str | None:
@@ -153,7 +153,10 @@ class VisibleModels:
         return next((served[model] for model in self.aliases[alias] if model in served), None)
 
     def find_model(self, name: str) -> Model | None:
-        """Return the model that a name means, or that of an alias under the alias's name; None without one."""
+        """Return the model that a name means; None if no node can serve one.
+
+        For an alias, return the model of `find_alias_model` with the alias as its name.
+        """
         alias = self.find_alias(name)
         if alias is None:
             return self.view.get_served_models().get(self.view.resolve_name(name))

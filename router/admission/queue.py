@@ -59,7 +59,7 @@ class QueuedRequest(Generic[T]):
     """Number of later requests that were placed before this one."""
 
     def extend(self, deadline: float) -> float:
-        """Set the deadline to `deadline` if that is later. Return the deadline."""
+        """Set the deadline to `deadline` (monotonic seconds) if that is later. Return the deadline in force."""
         self.deadline = max(self.deadline, deadline)
         return self.deadline
 
@@ -141,8 +141,9 @@ class AdmissionQueue(Generic[T]):
         """Enqueue a request (`item`) of an API key. Return the queued request, or the refusal.
 
         Refuse a key that is over its share (429), and any request to a full queue (503). `cost` is in tokens, `now` and
-        `deadline` in monotonic seconds. `weight` is the key's weight against the other queued keys. `share` overrides
-        the key's maximum number of queued requests. A `begun` request was admitted before and is never refused.
+        `deadline` in monotonic seconds. `nodes` is the number of nodes, from which the limits follow. `weight`
+        is the key's weight against the other queued keys. `share` overrides the key's maximum number of queued
+        requests. A `begun` request was admitted before and is never refused.
         """
         if begun:
             return self._enqueue(item, key, cost, now, deadline, weight)

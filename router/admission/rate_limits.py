@@ -67,7 +67,7 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     @property
     def weight(self) -> int:
-        """Weight of the key in the queue."""
+        """Weight of the key in the queue, from its priority (`WEIGHTS`)."""
         return WEIGHTS[self.priority]
 
 

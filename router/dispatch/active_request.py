@@ -148,7 +148,10 @@ class ActiveRequest:
         return actions
 
     def check(self) -> None:
-        """Raise `InvariantError` if the life contradicts itself, or has a place in the queue in another state."""
+        """Raise `InvariantError` if two values of `life` contradict each other.
+
+        Raise `AssertionError` if the place in the queue or the node does not match the state.
+        """
         self.life.check()
         assert (self.entry is not None) == (self.state is RequestState.QUEUED), self  # noqa: S101  an invariant
         assert (self.node is not None) == (self.state in ON_NODE), self  # noqa: S101  an invariant

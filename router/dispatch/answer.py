@@ -50,11 +50,14 @@ class Answer:
     # dispatcher
 
     def add(self, delta: Delta) -> bool:
-        """Store one delta from the node. Return True if `flush` must follow after the last delta of its frame."""
+        """Store one delta from the node. Return True if `flush` must follow after the last delta of its frame.
+
+        Each subclass overrides this.
+        """
         raise NotImplementedError
 
     def discard(self) -> None:
-        """Discard the stored part of the answer."""
+        """Discard the stored part of the answer. Each subclass overrides this."""
         raise NotImplementedError
 
     def flush(self) -> None:
@@ -90,7 +93,7 @@ class Answer:
         self._sink = sink
 
     def detach(self) -> None:
-        """End the calls of the sink."""
+        """Stop calling the sink."""
         self._sink = None
 
     def wait(self) -> asyncio.Future[None]:
@@ -146,7 +149,7 @@ class StreamedAnswer(Answer):
         self.blocked = blocked
 
     def take_deltas(self) -> list[Delta]:
-        """Return the pending deltas in order, at most MAX_DELTAS_TAKEN, and clear a keep-alive."""
+        """Return the pending deltas in order, at most MAX_DELTAS_TAKEN, and reset `keepalive_due`."""
         self.takes += 1
         self.keepalive_due = False
         taken = self.pending

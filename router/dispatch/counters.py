@@ -19,7 +19,7 @@ ITL_BOUNDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15
 E2E_BOUNDS = (0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 240, 480, 960)
 WAIT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60)
 PLACEMENT_BOUNDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02)
-"""Bounds of the histograms, all in seconds."""
+"""Bounds in seconds of the histogram of placement decisions; the tuples above are those of the other histograms."""
 MAX_MODELS = 64
 """Maximum number of models with a row of their own."""
 MAX_PACES = 4096
@@ -108,7 +108,7 @@ class UpstreamCounts:
     completion_tokens: int = 0
 
     def count(self, outcome: str, prompt: int, completion: int) -> None:
-        """Count a request with its tokens."""
+        """Count a request with its outcome, one of `UPSTREAM_OUTCOMES`, and its prompt and generated tokens."""
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         self.prompt_tokens += prompt
         self.completion_tokens += completion
@@ -161,13 +161,13 @@ class Counters:
     """Prompt and generated tokens of ended requests by key id and model; at most MAX_KEY_MODELS pairs."""
     queue_wait: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
     placement: Histogram = field(default_factory=lambda: Histogram(PLACEMENT_BOUNDS))
-    """Duration of placement decisions."""
+    """Durations of placement decisions, in seconds."""
     _last_steps: dict[tuple[NodeId, str], tuple[int, float]] = field(
         default_factory=dict[tuple[NodeId, str], tuple[int, float]]
     )
 
     def count_upstream(self, upstream: str, outcome: str, prompt: int, completion: int) -> None:
-        """Count a request that an upstream took, with its tokens."""
+        """Count a request that an upstream took, as `UpstreamCounts.count`."""
         self.upstreams.setdefault(upstream, UpstreamCounts()).count(outcome, prompt, completion)
 
     def get_model(self, name: str) -> ModelCounts:
@@ -221,13 +221,13 @@ class Counters:
         self.placements[node] = self.placements.get(node, 0) + 1
 
     def count_finished(self, prompt: int, cached: int, completion: int) -> None:
-        """Add the tokens of a complete answer."""
+        """Add the prompt, cached and generated tokens of a complete answer."""
         self.prompt_tokens += prompt
         self.cached_tokens += cached
         self.completion_tokens += completion
 
     def count_generated(self, node: NodeId, tokens: int) -> None:
-        """Add the tokens of one frame of a node."""
+        """Add the number of tokens that a node has generated in one frame."""
         self.get_node(node).count_generated(tokens)
 
     def count_node_loss(self) -> None:
@@ -266,7 +266,7 @@ class Counters:
         self.get_model(model).ttft.observe(seconds)
 
     def count_queue_exit(self, seconds: float) -> None:
-        """Record the queue time of a request that leaves the queue."""
+        """Record that a request leaves the queue after `seconds` in it."""
         self.queue_seconds += seconds
         self.queue_wait.observe(seconds)
 

@@ -304,7 +304,7 @@ class Dispatcher:
         return not self._open
 
     def get_time(self) -> float:
-        """Return the current time in seconds, on the clock of the dispatcher's other times."""
+        """Return the current time in monotonic seconds, as in all times of the dispatcher."""
         return self._clock()
 
     def count_in_flight(self, node: NodeId) -> int:

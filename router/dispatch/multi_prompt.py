@@ -102,15 +102,15 @@ class MergedAnswer(Generic[A]):
         return _combine_ends(finished, self._choices) if len(finished) == len(ends) else None
 
     def attach(self, sink: Callable[[], None]) -> None:
-        """Call `sink` whenever any request has something new."""
+        """Call `sink` whenever any request has new deltas, an outcome, or a keep-alive that is due."""
         self._sink = sink
 
     def detach(self) -> None:
-        """End the calls of the sink."""
+        """Stop calling the sink."""
         self._sink = None
 
     def wait(self) -> asyncio.Future[None]:
-        """Return a Future that is done when any request has something new."""
+        """Return a Future that is done at the next flush of any request, if no sink is attached."""
         self._waiter = asyncio.get_running_loop().create_future()
         return self._waiter
 

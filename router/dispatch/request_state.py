@@ -172,7 +172,8 @@ def step(life: RequestLife, event: Event, now: float) -> Step:
     """Apply one event to a request at `now` (monotonic seconds). Return its new life and the actions in order.
 
     Ignore the event of an earlier attempt. Raise `IllegalEventError` if `TABLE` does not allow the event in this state.
-    Raise the same for an attempt that was never made, and for a new attempt without a higher number.
+    Raise the same for an attempt that was never made, and for a new attempt without a higher number. Raise
+    `InvariantError` if the new state is not in `TABLE`, which only a bug can cause.
     """
     kind = type(event)
     if isinstance(event, OfAttempt) and event.attempt != life.attempt:

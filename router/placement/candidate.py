@@ -24,7 +24,9 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
     prompt_tokens: int | None = None
     """Exact prompt tokens; None until a node has counted them."""
     max_tokens: int | None = None
+    """Maximum output tokens of each choice; None if the request sets no limit."""
     choices: int = 1
+    """Number of answers to generate, each with a decode row."""
     features: frozenset[str] = frozenset()
     labels: frozenset[str] = frozenset()
     """Node labels that the API key requires."""

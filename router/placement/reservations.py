@@ -100,13 +100,13 @@ class NodeReservations:
         self.pending_tokens += reservation.tokens
 
     def settle(self, request: int, reservation: _Reservation) -> None:
-        """Take off the bytes and tokens of a reservation, which the report counts or which is released."""
+        """Subtract the bytes and tokens of a request's reservation, which the report counts or which is released."""
         self.need -= reservation.need
         self.tokens -= reservation.tokens
         self.open_requests.discard(request)
 
     def drop_need(self, need: int) -> None:
-        """Take off bytes of a reservation that the report counts."""
+        """Subtract `need` bytes of a reservation from the sum, because the report counts them."""
         self.need -= need
 
     def remove(self, request: int, reservation: _Reservation) -> None:

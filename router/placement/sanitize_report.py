@@ -57,7 +57,7 @@ MAX_EVICTIONS, MAX_HASH_BYTES = 64, 32
 MAX_WARNINGS = 8
 """Maximum warnings read from one report."""
 MAX_KV_STEP = 65_536
-"""Maximum `kv_step` of a model."""
+"""Maximum tokens by which the cache of a row grows (`Model.kv_step`)."""
 MAX_PACKAGES, MAX_LEASES = 64, 16
 """Maximum video packages and leases read from one report."""
 MAX_SIDE, MAX_FRAMES, MAX_FPS = 1024, 64, 1000

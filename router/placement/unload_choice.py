@@ -19,7 +19,9 @@ def choose_unloading_node(
 ) -> Candidate | None:
     """Choose an idle, large enough node that could hold the model after unloading unused models.
 
-    The node with the lowest `compute_unload_cost` is chosen, and of equal ones the roomiest.
+    The node with the lowest `compute_unload_cost` is chosen, and of equal ones the roomiest. `serving` are the nodes
+    with the model, `offers` their arithmetic for the request. `trials` are the earlier attempts of the request. `rates`
+    are the expected requests per second of each model.
 
     Return None while some present node has the model loaded or loading, because the request then only has to wait.
     """
@@ -54,8 +56,8 @@ def compute_unload_cost(
 ) -> float:
     """Return the expected load seconds per second that a node causes by unloading models for `missing` bytes.
 
-    The models with the least demand leave first. A model that another node has loaded costs nothing. `keep` is the
-    model that needs the memory.
+    The models with the least demand are unloaded first. A model that another node has loaded costs nothing. `keep` is
+    the model that needs the memory. `rates` are the expected requests per second of each model.
     """
     loaded = [model for model in node.models.values() if model.loaded and not model.pinned and model.name != keep]
     cost = 0.0

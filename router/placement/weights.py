@@ -5,7 +5,9 @@ simulate household` and `lab` with seeds 1 to 3. A value without a command follo
 """
 
 HEADROOM_SATURATION = 2
-"""Number of such requests for which room gets full marks. In simulations of tight memory 2 beats 4 and 8.
+"""Number of requests like the placed one for which a node needs room to get full marks.
+
+In simulations of tight memory 2 beats 4 and 8.
 
 Chosen by `python -m tests.bench simulation`, scenario `tight`.
 """

@@ -39,7 +39,7 @@ class EndedChats:
         return bool(self._chats)
 
     def find(self, session: str, model: str, prompt: int) -> int:
-        """Return the tokens of a prompt that are cached: all but one at most."""
+        """Return the number of cached tokens of a prompt of `prompt` tokens, at most all but one."""
         chat = self._chats.get(session) if session else None
         return 0 if chat is None or chat.model != model else min(chat.tokens, prompt - 1)
 

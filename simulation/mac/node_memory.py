@@ -11,8 +11,10 @@ from wire.report import Memory
 
 
 class NodeMemory:
-    """Memory of a simulated node with `total` bytes of RAM. Its engine asks here before every forward
-    (`node.engine.scripted.preemption.BatchMemory`)."""
+    """Memory of a simulated node with `total` bytes of RAM. `now` is in virtual seconds in all methods.
+
+    The engine of the node calls `check` before every forward (`node.engine.scripted.preemption.BatchMemory`).
+    """
 
     def __init__(self, total: int, models: NodeModels, chats: EndedChats) -> None:
         self._total = total
@@ -25,7 +27,7 @@ class NodeMemory:
         """Highest footprint of all reports."""
 
     def read(self, now: float, *, reported: bool = False) -> Memory:
-        """Return the memory at this time.
+        """Return the memory at `now`.
 
         With `reported`, written tokens count as active memory, as in a report. Without, they count as reserved, and the
         sum is the same.

@@ -67,7 +67,10 @@ class SimulatedModel:
         self.loaded = False
 
     def compute_progress(self, now: float) -> float:
-        """Return the share of the weights that are in memory; a load that waits has 1 in a report of bytes."""
+        """Return the share of the weights, 0 to 1, that the running load has read at `now` (virtual seconds).
+
+        The result is 1 for a queued load, whose weights `NodeMemory.read` therefore counts as in memory.
+        """
         total = self.model.load_seconds
         return 1.0 if total <= 0 else min(1.0, max(0.0, 1 - (self.ready_at - now) / total))
 
@@ -87,7 +90,10 @@ class SimulatedModel:
 
 
 class NodeModels:
-    """Models of one simulated node with a disk of `disk` bytes per second. `cap` is the node's cap in bytes."""
+    """Models of one simulated node with a disk of `disk` bytes per second. `cap` is the node's cap in bytes.
+
+    `now` is in virtual seconds in all methods.
+    """
 
     def __init__(self, chip: Chip, disk: int, cap: int) -> None:
         self._chip = chip
@@ -142,11 +148,11 @@ class NodeModels:
             model.start_load(now)
 
     def next_loaded_at(self) -> float | None:
-        """Return the time at which the running load ends; None if no load runs."""
+        """Return the time at which the running load ends, in virtual seconds; None if no load runs."""
         return self._loading[0].ready_at if self._loading else None
 
     def end_load(self, now: float) -> SimulatedModel | None:
-        """Return the model whose load has ended at this time, and start the next load; None if no load has ended."""
+        """Return the model whose load has ended at `now`, and start the next load; None if no load has ended."""
         if not self._loading or self._loading[0].ready_at > now:
             return None
         model = self._loading.pop(0)

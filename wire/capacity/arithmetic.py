@@ -182,7 +182,7 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
 
 
 def judge_load(memory: Memory, estimate: int) -> Fits | Refused:
-    """Check whether the bytes of a model load (weights, fixed state, transient) fit, without the margin.
+    """Check whether the `estimate` bytes of a model load (weights, fixed state, transient) fit, without the margin.
 
     Return `Fits`, or the refusal with all numbers. The margin covers transients of forwards, and a load runs
     only a warm-up. Requests to the loaded model are checked with the margin.
@@ -326,7 +326,8 @@ def estimate_tokenize_bytes(
 
 
 def can_ever_fit(memory: Memory, model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> bool:
-    """Return whether a request would fit on the idle node, with no other model loaded; True without the guard.
+    """Return whether a request with `choices` answers would fit on the idle node, with no other model loaded; True
+    without the guard.
 
     Weights, KV and transient must be within `compute_most_bytes`.
     """

@@ -52,7 +52,8 @@ def compute_join_bytes(groups: Iterable[BatchGroup], length: int, kv: KvParamete
 
 
 def choose_batch(groups: Sequence[BatchGroup], length: int, kv: KvParameters) -> tuple[BatchGroup | None, int]:
-    """Return the batch in which a new row adds least (None for a new batch), and the bytes that it adds."""
+    """Return the batch to which a new row of `length` tokens adds the fewest bytes (None for a new batch), and these
+    bytes."""
     if not groups:
         return None, compute_row_bytes(kv, length)
     best, least = None, 0

@@ -64,7 +64,7 @@ class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HubAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
-    """Answer to a query."""
+    """Answer of the hub to a query of a repository: its files, and the predicted properties of its model."""
 
     manifest: ModelManifest
     """Files that serving needs, at the commit of the revision."""
@@ -73,7 +73,7 @@ class HubAnswer(msgspec.Struct, frozen=True, kw_only=True, tag="answer"):
 
 
 class HubRefusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
-    """Answer to a query that failed."""
+    """Reason why a repository cannot be pulled, or why the query of the hub failed."""
 
     code: str
     """A `wire.frames.ModelOrderCode`."""

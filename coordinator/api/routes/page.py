@@ -59,7 +59,9 @@ class PageRoutes:
         return {"schema": 1, "url": f"{self._url}/#in={self._sessions.create_code()}", "seconds": CODE_SECONDS}
 
     async def enter(self, body: LoginCodeBody) -> dict[str, Any]:
-        """Exchange the code of a sign-in link for a session key."""
+        """Exchange the code of a sign-in link for a session key.
+
+        A code works once, within 2 minutes. Any other code is refused with 401."""
         entered = self._sessions.redeem_code(body.code)
         if entered is None:
             raise ProblemError(Problem(401, "link_used_up", "this link was used, or is too old: run `cluster open`"))

@@ -153,7 +153,7 @@ class WallClock:
         self._offset = 0.0
 
     def to_unix(self, at: float) -> float:
-        """Convert a time on the clock of requests to Unix seconds, rounded to milliseconds."""
+        """Convert the time `at` of the dispatcher (monotonic seconds) to Unix seconds, rounded to milliseconds."""
         offset = time.time() - self._now()
         if abs(offset - self._offset) > MAX_DRIFT_SECONDS:
             self._offset = offset

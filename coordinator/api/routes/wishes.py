@@ -106,7 +106,7 @@ class WishRoutes:
         return {"schema": 1, "model": name}
 
     async def plan_models(self) -> dict[str, Any]:
-        """Return the nodes and the missing number of each wish, then the running and the next actions."""
+        """Return the nodes and the shortfall of each wish, then the running and the next actions."""
         plan = self._runner.build_plan()
         return {
             "schema": 1,
@@ -116,7 +116,7 @@ class WishRoutes:
         }
 
     def build_state_rows(self) -> list[dict[str, Any]]:
-        """Return the nodes and the missing number of each wish."""
+        """Return a row for each wish, with its nodes and its shortfall."""
         return self._build_state_rows(self._runner.build_plan()) if self._store.wishes else []
 
     def _find_wish(self, model: str) -> str:

@@ -21,9 +21,9 @@ REPORTS_PER_SECOND, REPORTS_BURST = 60.0, 240.0
 REPORT_BYTES_PER_SECOND, REPORT_BYTES_BURST = 1.0 * 2**20, 2.0 * 2**20
 RENEWALS_PER_SECOND, RENEWALS_BURST = 0.1, 5.0
 LOGGED_PER_SECOND, LOGGED_BURST = 20.0, 100.0
-"""Limits for frames that each write a line to the log."""
+"""Frames a second, and at once, of the kinds of which each frame writes a line to the log."""
 PROGRESS_PER_SECOND, PROGRESS_BURST = 100.0, 400.0
-"""Limits for progress of model orders: 2 a second for each order."""
+"""Frames `ModelOrderProgress` a second, and at once. A node sends 2 a second for each order."""
 LINKS_PER_SECOND, LINKS_BURST = 1.0, 30.0
 QUERIES_PER_SECOND, QUERIES_BURST = 10.0, 60.0
 BUDGET_RETRY_SECONDS = 5.0
@@ -36,7 +36,7 @@ _REPORT, _RENEW, _PROGRESS = _TAG_OF[Report], _TAG_OF[RenewCertificate], _TAG_OF
 class LinkBudget:
     """Token bucket for frames or links of one node: `burst` tokens at once, refilled with `rate` tokens a second.
 
-    `what` names the budget in error texts.
+    `subject` is the name of the limited units in error texts, such as `frames`.
     """
 
     __slots__ = ("_at", "_burst", "_left", "_rate", "_subject")

@@ -11,7 +11,7 @@ from wire.identity import PeerIdentity
 
 
 class MemberQueries:
-    """API paths that members may read. None can be read before the API offers its contents."""
+    """API paths that members may read, with the functions that return their contents. Empty before `offer`."""
 
     def __init__(self, authentication: MemberAuthentication) -> None:
         self._authentication = authentication

@@ -115,7 +115,7 @@ class RelayStream(asyncio.Protocol):
             self._peer.hold_reading(full=False)
 
     def hold_reading(self, *, full: bool) -> None:
-        """Stop reading while the buffer of the peer is full."""
+        """Stop reading from the node of this connection if the buffer of the peer is `full`; else read again."""
         self._peer_is_full = full
         self._update_reading()
 

@@ -11,7 +11,7 @@ from coordinator.video.state.jobs import JobFault, JobState, VideoJob, change_st
 from wire.video import ReleaseCause
 
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
-"""Code of a job whose worker never started. Nodes use the same code."""
+"""Bounds of the seconds for which a node that refused a lease, or whose worker did not start, is not asked again."""
 
 
 class Transition:

@@ -113,11 +113,11 @@ class EmbeddingRequest:
         return not self.waiting and self.partial is None
 
     def count_beginning(self) -> int:
-        """Return the tokens of the shared beginning whose cache is complete."""
+        """Return the number of tokens of the shared beginning; 0 until its cache is complete."""
         return len(self.beginning) if self.beginning_cache else 0
 
     def count_own_tokens(self, place: int) -> int:
-        """Return the tokens of a text after the shared beginning."""
+        """Return the number of tokens of a text after the shared beginning. `place` is the position of the text."""
         return len(self.prepared.inputs[place]) - len(self.beginning)
 
     def compute_reserved_bytes(self) -> int:
@@ -235,7 +235,7 @@ class EmbeddingTable:
         request.loaded_model.usage.mark_used(now)
 
     def count_tokens(self) -> int:
-        """Return the tokens of all requests that have not run."""
+        """Return the number of tokens of all requests that have not run yet."""
         return sum(request.left for request in self._live.values())
 
     def compute_reserved_bytes(self) -> int:

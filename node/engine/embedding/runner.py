@@ -46,7 +46,7 @@ class WaitingText(NamedTuple):
 
 
 class EmbeddingRunner:
-    """Runner of forwards for embeddings. `floor`: tokens of the smallest chunk."""
+    """Runner of forwards for embeddings. `floor`: tokens of the smallest chunk. `now` is in monotonic seconds."""
 
     def __init__(self, forwards: GatedForwards, floor: int) -> None:
         self._forwards = forwards

@@ -41,7 +41,7 @@ class EmbeddingScheduler:
     """Scheduler of the requests for embeddings of all models.
 
     `table` has the live requests, `scheduler` the rows that decode. `chunk`: maximum tokens of a forward. `floor`:
-    tokens of the smallest chunk.
+    tokens of the smallest chunk. `now` is in monotonic seconds in all methods.
     """
 
     def __init__(

@@ -10,13 +10,15 @@ class NotFiniteError(ValueError):
 
 
 def normalize(vectors: mx.array) -> mx.array:
-    """Return vectors of the length 1; a vector of zeros stays."""
+    """Return `vectors`, shape (texts, numbers), each scaled to the length 1; a vector of zeros stays."""
     return vectors / mx.maximum(mx.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
 
 
 def cut_vectors(vectors: mx.array, dimensions: int, *, normalized: bool) -> bytes:
-    """Return the bytes of vectors, cut to `dimensions` numbers each (0: all). Cut vectors are normalized again if
-    `normalized`."""
+    """Return the bytes of `vectors`, shape (texts, numbers), cut to `dimensions` numbers each (0: all).
+
+    Cut vectors are normalized again if `normalized`.
+    """
     if dimensions and dimensions < vectors.shape[1]:
         vectors = vectors[:, :dimensions]
         vectors = normalize(vectors) if normalized else vectors

@@ -182,7 +182,7 @@ class CompiledGrammar:
         )
 
     def get_start_place(self) -> MarkerPlace:
-        """Return the place where an answer starts."""
+        """Return the state of the text at the start of an answer, as `MarkerLayout.get_start_place`."""
         return self.outline.get_start_place()
 
     def create_cutter(self) -> FormatCutter:

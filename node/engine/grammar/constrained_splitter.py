@@ -56,7 +56,7 @@ class MarkerLayout:
     marker from the values."""
 
     def get_start_place(self) -> MarkerPlace:
-        """Return the place where the answer starts."""
+        """Return the state of the text at the start of the answer: reasoning if the prompt began it, else normal."""
         return MarkerPlace(REASONING if self.reasoning is ReasoningStart.OPEN else NORMAL)
 
 

@@ -40,7 +40,7 @@ def compute_reserve_bytes(setting: str | int, cap: int) -> int:
 class EmergencyReserve:
     """Emergency reserve of the engine (see the module's docstring).
 
-    `setting` is `memory.reserve`: `auto`, `off` or a size. `memory()` reads the memory now.
+    `setting` is `memory.reserve`: `auto`, `off` or a size. `memory()` reads the memory of the engine now.
     """
 
     def __init__(self, setting: str | int, memory: Callable[[], Memory]) -> None:

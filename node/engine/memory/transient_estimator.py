@@ -208,13 +208,16 @@ class TransientEstimator:
         return grown // max(1, layers)
 
     def estimate_charged_join(self, grown: int, layers: int, rows: int) -> int:
-        """Return the bytes that a join needs: its transient as in `estimate_join`, and the charge of
-        `compute_uncovered_bytes`. `rows` is the number of rows after the join."""
+        """Return the bytes that a join needs: its transient, and the charge of `compute_uncovered_bytes`.
+
+        `grown` (bytes) and `layers` are as in `estimate_join`. `rows` is the number of rows after the join.
+        """
         return self.estimate_join(grown, layers) + self.compute_uncovered_bytes(JOINS, rows)
 
     def observe_prefill(self, tokens: int, past: int, taken: int, *, last: bool = False, grew: bool = True) -> None:
-        """Record a prefill that took `taken` bytes in addition to its KV. `last` and `grew` are as `last` and `grows`
-        in `estimate_prefill`.
+        """Record a prefill of `tokens` after `past` cached tokens that took `taken` bytes in addition to its KV.
+
+        `last` and `grew` are as `last` and `grows` in `estimate_prefill`.
 
         Fit the coefficients again if it took more than the estimate, or if it is the first of its kind and took far
         less. A last chunk of at least `MIN_LOGITS_CHUNK_TOKENS` tokens is no sample: it only raises the cost of logits.

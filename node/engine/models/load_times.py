@@ -39,7 +39,7 @@ class MeasuredLoad(msgspec.Struct):
     """Seconds of a load without the profile, by fingerprint, the newest last."""
 
     def record(self, fingerprint: str, weights: int, read: float, warm: float, probe: float) -> None:
-        """Record the parts of a load, as in `LoadTimes.record`."""
+        """Record the parts of a load of `weights` bytes: `read`, `warm` and `probe`, in seconds."""
         if weights >= MIN_BYTES:
             self.speed = update_mean(self.speed, weights / max(read, 1e-3))
         self.warm = update_mean(self.warm, warm)

@@ -45,7 +45,7 @@ class ModelStats:
         self.pace.learn(tokens, back, seconds)
 
     def record_step(self, seconds: float, rows: int) -> None:
-        """Record the duration of a decode step of a batch with `rows` rows, and derive the speed of a single row.
+        """Record a decode step of `rows` rows that took `seconds`, and derive the speed of a single row.
 
         Both are running means, because the last step alone would describe a machine that may be idle by now.
         """

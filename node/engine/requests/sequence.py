@@ -242,7 +242,7 @@ class Sequence:
 
     @property
     def age(self) -> tuple[float, int]:
-        """Sort key of the age of a request, the newest last."""
+        """Sort key of the request, the newest last: monotonic time of arrival, and number of the request."""
         return self.arrived, self.number
 
     @property

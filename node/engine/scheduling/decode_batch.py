@@ -199,7 +199,7 @@ class DecodeBatch(Generic[K]):
             evaluate(cast("Any", self._batch)._next_tokens)
 
     def record_call(self, seconds: float) -> None:
-        """Record the duration of the last call of a step."""
+        """Record `seconds` as the duration of the last call of a step, for `take_call`."""
         self._called = seconds
 
     def take_call(self) -> float | None:

@@ -62,8 +62,8 @@ class PrefillQueue:
         return iterate_in_service_order(self._requests.prefills, self._batches.count_rows_by_key())
 
     def compute_wait_end(self, choices: list[Prefill]) -> float:
-        """Return the time until which `choices` wait for packing; 0.0 without a wait. They wait if no row decodes and
-        several requests were live recently."""
+        """Return the monotonic time until which `choices` wait for packing; 0.0 without a wait. They wait if no row
+        decodes and several requests were live recently."""
         if self._batches or any(prefill.started or not prefill.loaded_model.plain for prefill in choices):
             return 0.0
         if sum(prefill.width for prefill in choices) >= self._batch:
@@ -71,8 +71,10 @@ class PrefillQueue:
         return compute_packing_time([prefill.arrived for prefill in choices], self._requests.crowded_at)
 
     def schedule_next(self, now: float) -> list[Prefill]:
-        """Return the prompts to prefill now, in one forward if there are several; an empty list if none may
-        continue."""
+        """Return the prompts to prefill at `now` (monotonic time), in one forward if there are several.
+
+        Return an empty list if none may continue.
+        """
         choices = self.list_choices(now)
         if not choices or now < self.compute_wait_end(choices):
             return []

@@ -44,8 +44,12 @@ class RowJoin:
         self._prefixes = prefixes
 
     def join_prefill(self, prefill: Prefill, logits: mx.array) -> Refused | None:
-        """Join the rows of a prompt to their decode batches. Each join passes the gate, because it copies a batch layer
-        by layer. Rows without room join later."""
+        """Join the rows of a prompt to their decode batches. Return the refusal of a row without room, which joins
+        later; None if all rows have joined.
+
+        Each join passes the gate, because it copies a batch layer by layer. `logits` (1, vocabulary) are those of the
+        last token of the prompt.
+        """
         tokens = list[NextToken[Row]]()
         refused = self._join_batches(prefill, logits, tokens)
         now = time.monotonic()

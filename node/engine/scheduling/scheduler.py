@@ -191,7 +191,10 @@ class Scheduler:
             self.recovery.queue_prefill(loaded_model, sequence, rows, [*sequence.prompt, *ids])
 
     def cancel(self, number: int, now: float) -> bool:
-        """Cancel a request in any state without a further frame. Return False if it has ended or is unknown."""
+        """Cancel a request in any state without a further frame. Return False if it has ended or is unknown.
+
+        `now` is the monotonic time at which the turn began.
+        """
         sequence = self._requests.live.get(number)
         if sequence is None:
             return False
@@ -207,7 +210,8 @@ class Scheduler:
         """End the newest request that holds memory; return whether there was one. Requests without written tokens hold
         none.
 
-        The request is refused with `refused`, or fails if some of its tokens were delivered.
+        The request is refused with `refused`, or fails if some of its tokens were delivered. `now` is the monotonic
+        time at which the turn began.
         """
         ended = self.preemptor.end_newest(refused)
         self._requests.record_ends(now)

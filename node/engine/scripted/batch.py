@@ -21,7 +21,7 @@ from wire.refusals import RefusalCode, Refused
 
 class ScriptedBatch:
     """Work of the scripted engine's requests in `table`. `crash(number)` ends the process in the first decode step of a
-    request that must crash. With `silent_joins` a prefill returns no token."""
+    request that must crash. With `silent_joins` a prefill returns no token. `now` is in monotonic seconds."""
 
     def __init__(
         self,
@@ -68,7 +68,11 @@ class ScriptedBatch:
         self._preemptor.release_memory(max(waiting, key=lambda request: request.age), refused, now)
 
     def end_prefill(self, chunk: PrefillChunk, turns: int, now: float) -> list[Frame]:
-        """Record a prefill of `turns` equal turns. Prompts that are complete join the decode batch through the gate."""
+        """Record that `chunk` was prefilled in each of `turns` equal turns of the engine (`ScriptedTurns`).
+
+        Prompts that are complete join the decode batch through the gate. Return the frames to send: deltas, then the
+        ends of requests.
+        """
         deltas: list[Delta] = []
         ends: list[Frame] = []
         for member in chunk.members:
@@ -130,7 +134,7 @@ class ScriptedBatch:
         )
 
     def decode(self, steps: int, now: float) -> list[Frame]:
-        """Decode this many tokens for every row: deltas of all rows first, then the ends."""
+        """Decode `steps` tokens for every row. Return the frames: deltas of all rows, then the ends of requests."""
         deltas: list[Delta] = []
         ends: list[Frame] = []
         self.steps += steps

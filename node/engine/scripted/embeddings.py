@@ -23,7 +23,7 @@ _RANGE = 2**31
 
 class ScriptedEmbeddings:
     """Requests for embeddings and scores of the scripted engine, whose model is of the kind `kind` and computes
-    `dimensions` numbers. The model reads at most `max_tokens` tokens of a text."""
+    `dimensions` numbers. The model reads at most `max_tokens` tokens of a text. `now` is in monotonic seconds."""
 
     def __init__(self, memory: ScriptedMemory, model: str, kind: ModelKind, dimensions: int, max_tokens: int) -> None:
         self._memory = memory

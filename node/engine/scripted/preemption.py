@@ -21,7 +21,7 @@ from wire.refusals import FailureCode, RefusalCode, Refused
 
 
 class BatchMemory(Protocol):
-    """Memory of the scripted engine's requests, behind the gate."""
+    """Memory of the scripted engine's requests, behind the gate. `now` is in monotonic seconds in all methods."""
 
     def check(self, site: GateSite, now: float, estimate: int = 0) -> Refused | None:
         """Check for `estimate` bytes in addition to the commitments; return the refusal, if any."""
@@ -32,19 +32,22 @@ class BatchMemory(Protocol):
         ...
 
     def compute_peak_expiry(self, now: float) -> float | None:
-        """Return the time at which the recent peak falls; None if only another reading can change it."""
+        """Return the monotonic time at which the recent peak falls; None if only another reading can change it."""
         ...
 
 
 class ScriptedPreemptor:
-    """Preempts and ends requests for lack of memory or rows, and returns preempted ones."""
+    """Preempts and ends requests for lack of memory or rows, and returns preempted ones.
+
+    `now` is in monotonic seconds in all methods.
+    """
 
     def __init__(self, table: ScriptedTable, memory: BatchMemory) -> None:
         self._table = table
         self._memory = memory
         self._ends: list[Frame] = []
         self.return_at = 0.0
-        """Time from which the next preempted request may return."""
+        """Monotonic time from which the next preempted request may return."""
         self.preemptions = 0
 
     def drain_ends(self) -> list[Frame]:

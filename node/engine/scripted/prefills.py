@@ -32,7 +32,7 @@ class PrefillChunk(NamedTuple):
     tokens: int
     """Tokens of the chunk of a single prompt."""
     seconds: float
-    """Duration."""
+    """Duration in seconds."""
 
     def start(self) -> None:
         """Record that its prompts have caches."""
@@ -51,7 +51,7 @@ class PrefillChunk(NamedTuple):
 
 
 class ScriptedPrefills:
-    """Choices of the next prefills. `chunk`: maximum tokens of a forward."""
+    """Choices of the next prefills. `chunk`: maximum tokens of a forward. `now` is in monotonic seconds."""
 
     def __init__(self, table: ScriptedTable, costs: EngineCosts, chunk: int) -> None:
         self._table = table
@@ -82,7 +82,7 @@ class ScriptedPrefills:
         return [request for request in found if request.retry_at <= now]
 
     def compute_packing_time(self, choices: Sequence[ScriptedSequence]) -> float:
-        """Return the time until which `choices` wait for packing; 0.0 without a wait."""
+        """Return the monotonic time until which `choices` wait for packing; 0.0 without a wait."""
         table = self._table
         if (
             table.rows

@@ -14,7 +14,10 @@ from wire.frames import Channel, Delta, Finished, Generate, Timings
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ScriptedRow:
-    """One choice of an admitted request, whose tokens are counted. Its text is made up when it is sent."""
+    """One choice of an admitted request, whose tokens are counted. Its text is made up when it is sent.
+
+    `now` is in monotonic seconds in all methods.
+    """
 
     choice: int
     """Index of the choice in its request."""
@@ -101,7 +104,7 @@ class TextRow(ScriptedRow):
         return 1
 
     def add_tokens(self, number: int, count: int, now: float, *, ends: int, limit: int) -> None:
-        """Generate the next `count` tokens of a request with this number, and end the row with the last one."""
+        """Generate the next `count` tokens of a request, as `ScriptedRow.add_tokens`, and store their deltas."""
         for _ in range(count):
             self.gathered.append(self._add_token(number, now, ends=ends, limit=limit))
 
@@ -201,7 +204,7 @@ class ScriptedSequence:
 
     @property
     def age(self) -> tuple[float, int]:
-        """Sort key of the request's age, the newest last."""
+        """Sort key of the request, the newest last: monotonic time of arrival, and number of the request."""
         return self.arrived, self.number
 
     @property

@@ -27,7 +27,7 @@ class RunningTurns(NamedTuple):
     """Equal turns that are running now."""
 
     began: float
-    """Time at which the first one began."""
+    """Monotonic time at which the first one began."""
     turns: int
     """Number of turns."""
     done: int
@@ -38,7 +38,7 @@ class RunningTurns(NamedTuple):
     """Prefills of the turns, which alternate; empty without a prefill."""
 
     def compute_seconds(self, turns: int) -> float:
-        """Return the duration of the first `turns` turns."""
+        """Return the duration of the first `turns` turns in seconds."""
         period = len(self.chunks)
         if not period:
             return turns * self.step
@@ -47,7 +47,7 @@ class RunningTurns(NamedTuple):
         return turns * self.step + rounds * whole + sum(chunk.seconds for chunk in self.chunks[:rest])
 
     def compute_end(self) -> float:
-        """Return the time at which the last turn ends."""
+        """Return the monotonic time at which the last turn ends."""
         return self.began + self.compute_seconds(self.turns)
 
     def count_completed(self, now: float) -> int:
@@ -102,7 +102,7 @@ class ScriptedTurns:
         return frames
 
     def next_at(self, now: float) -> float | None:
-        """Return the time of the next `step`; None if only a new request can bring work."""
+        """Return the monotonic time of the next `step`; None if only a new request can bring work."""
         if self._prefills.next_free(now) is not None:
             return now
         if self._running is not None:

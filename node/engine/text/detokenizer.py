@@ -65,7 +65,7 @@ class AnswerFormat(Protocol):
         ...
 
     def get_start_place(self) -> MarkerPlace:
-        """Return the place where an answer starts."""
+        """Return the state of the text at the start of an answer: within reasoning, or not."""
         ...
 
     def create_cutter(self) -> MarkerCutter:

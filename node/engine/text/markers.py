@@ -46,7 +46,7 @@ class MarkerSet:
     """Initial state of the response format; empty without one."""
 
     def get_start_place(self, thinking: bool) -> MarkerPlace:
-        """Return the place where an answer starts. `thinking`: the prompt left a thought open."""
+        """Return the state of the text at the start of an answer. `thinking`: the prompt left a thought open."""
         return MarkerPlace(self.initial or (REASONING if thinking and self.think[1] else NORMAL))
 
     def build_transitions(self, tools: bool) -> dict[MarkerPlace, list[tuple[str, MarkerPlace]]]:

@@ -52,7 +52,10 @@ class PartFile:
         return start, min(self._file.size, start + self._piece_bytes)
 
     def open(self) -> None:
-        """Open the file and keep the pieces of an earlier download whose checksums are right. Raise OSError."""
+        """Open the file and keep the pieces of an earlier download whose checksums are right.
+
+        Raise OSError if a file cannot be created, read or written.
+        """
         self._part = os.open(self._folder.get_part(self._file.etag), _FLAGS, _MODE)
         self._checksums = self._read_valid_pieces()
         self._received_bytes = sum(end - start for start, end in map(self.get_extent, self._checksums))
@@ -101,14 +104,17 @@ class PartFile:
         return count_pieces(self._file.size, self._piece_bytes)
 
     def finish(self) -> None:
-        """Rename the file to its blob. The content must be complete and verified. Raise OSError."""
+        """Rename the file to its blob. The content must be complete and verified. Raise OSError on failure."""
         os.fsync(self._part)
         self._folder.get_part(self._file.etag).replace(self._folder.get_blob(self._file.etag))
         self._folder.get_journal(self._file.etag).unlink(missing_ok=True)
         self.close()
 
     def discard(self) -> None:
-        """Delete the file, because its content is wrong, and begin again with an empty file. Raise OSError."""
+        """Delete the file, because its content is wrong, and begin again with an empty file.
+
+        Raise OSError on failure.
+        """
         self.close()
         self._folder.get_part(self._file.etag).unlink(missing_ok=True)
         self._folder.get_journal(self._file.etag).unlink(missing_ok=True)

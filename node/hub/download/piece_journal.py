@@ -61,7 +61,7 @@ def encode_header(size: int, piece_bytes: int) -> bytes:
 
 
 def encode_record(piece: int, checksum: int) -> bytes:
-    """Encode the record of a received piece."""
+    """Encode the record of a received piece: its number from 0, and the CRC-32 of its content."""
     return _RECORD.pack(piece, checksum, _compute_record_check(piece, checksum))
 
 

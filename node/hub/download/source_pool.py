@@ -94,9 +94,10 @@ class SourcePool:
     def open(
         cls, sources: Sequence[ModelSource], cluster: ClusterFiles, timeout: float, connections: int
     ) -> "SourcePool":
-        """Create the clients of all sources whose kind is known. `timeout` of 0 selects the default of each kind.
+        """Create the clients of all sources whose kind is known, each with at most `connections` connections.
 
-        A source that cannot be used from the start is left out, with its reason in `unusable`.
+        `timeout` is that of each source in seconds; 0 selects the default of its kind. A source that cannot be used
+        from the start is left out, with its reason in `unusable`.
         """
         opened, unusable = list[DownloadSource](), list[str]()
         for source in sources:

@@ -40,6 +40,7 @@ class QuantizationPlan:
     name: str
     """Name of the result."""
     bits: int
+    """Bits per weight of the result."""
     source: Path
     target: Path
     root: Path
@@ -52,13 +53,16 @@ class QuantizationPlan:
         return self.target.with_name(f"{TEMPORARY}{self.target.name}")
 
     def prepare(self) -> None:
-        """Create the folder of the target, and delete the rest of an earlier quantization. Raise OSError."""
+        """Create the folder of the target, and delete the rest of an earlier quantization. Raise OSError on failure."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         if self.temporary.exists():
             shutil.rmtree(self.temporary)
 
     def complete(self) -> None:
-        """Check the result and rename it to the target. Raise ModelFileError or OSError."""
+        """Check that the result can be loaded, and rename its folder to the target.
+
+        Raise ModelFileError if the result cannot be loaded or the target exists, OSError if the rename fails.
+        """
         descriptor = describe_folder(self.name, self.temporary)
         if descriptor is None or descriptor.cause:
             cause = descriptor.cause if descriptor is not None else "it is not a text model"
@@ -81,7 +85,11 @@ class QuantizationPlan:
 def plan_quantization(
     order: QuantizeModel, settings: ModelSettings, own: Path, environment: Mapping[str, str]
 ) -> QuantizationPlan:
-    """Return the plan of an order. `own` is the node's own model folder. Raise ModelFileError or OSError."""
+    """Return the plan of an order. `own` is the node's own model folder.
+
+    Raise ModelFileError if the order cannot be performed, because of the model, the name, the bits or the free disk
+    space. Raise OSError if the weights cannot be read.
+    """
     if order.bits not in BITS:
         known = ", ".join(map(str, BITS[:-1]))
         raise ModelFileError(

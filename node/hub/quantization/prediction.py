@@ -26,13 +26,13 @@ LAYER_FACTOR = 3
 SIZE_MARGIN = 1.05
 """Factor on the predicted size, because some architectures keep single layers at more bits."""
 FP8_FACTOR = 2
-"""Bytes of a weight in bf16 by those in fp8."""
+"""Bytes in bf16 for each byte in fp8."""
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Tensor of a weight file."""
+    """Tensor of a weight file, as the header of the file describes it."""
 
     name: str
     shape: tuple[int, ...]
@@ -57,7 +57,7 @@ class QuantizationCost:
 
 
 def predict_cost(tensors: Iterable[StoredTensor], bits: int) -> QuantizationCost:
-    """Return the predicted cost of a quantization of tensors to `bits`."""
+    """Return the predicted cost of a quantization of tensors to `bits` bits per weight."""
     layers, stored = Counter[str](), 0
     for tensor in tensors:
         match = _LAYER.match(tensor.name)

@@ -91,7 +91,7 @@ class Quantizer:
         self._paused = why
 
     def end(self, why: str) -> None:
-        """End the running quantization and refuse new ones, because of `why`. Do nothing if there is none."""
+        """Cancel the running quantization, if there is one, and refuse new ones because of `why`."""
         self._paused = why
         if self._child is not None:
             self._child.cancel()

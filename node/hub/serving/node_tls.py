@@ -30,7 +30,10 @@ class NodeServerContext(_NodeContext):
 
     @classmethod
     def create(cls, files: ClusterFiles) -> "NodeServerContext":
-        """Return a context with the certificates of `files`. Raise OSError, ValueError or ssl.SSLError."""
+        """Return a context with the certificates of `files`.
+
+        Raise OSError, ValueError or ssl.SSLError if they cannot be used.
+        """
         context = cls(ssl.PROTOCOL_TLS_SERVER)
         context.load(files)
         return context
@@ -43,7 +46,10 @@ class NodeClientContext(_NodeContext):
 
     @classmethod
     def create(cls, files: ClusterFiles, node: str) -> "NodeClientContext":
-        """Return a context that accepts the node with the id `node`. Raise OSError, ValueError or ssl.SSLError."""
+        """Return a context with the certificates of `files` that accepts the node with the id `node`.
+
+        Raise OSError, ValueError or ssl.SSLError if the certificates cannot be used.
+        """
         context = cls(ssl.PROTOCOL_TLS_CLIENT)
         context.load(files)
         context.accept_only(build_node_uri(files.cluster, NodeId(node)))
@@ -51,7 +57,10 @@ class NodeClientContext(_NodeContext):
 
     @classmethod
     def create_for_coordinator(cls, files: ClusterFiles) -> "NodeClientContext":
-        """Return a context that accepts the coordinator of the cluster. Raise OSError, ValueError or ssl.SSLError."""
+        """Return a context with the certificates of `files` that accepts the coordinator of the cluster.
+
+        Raise OSError, ValueError or ssl.SSLError if the certificates cannot be used.
+        """
         context = cls(ssl.PROTOCOL_TLS_CLIENT)
         context.load(files)
         context.accept_only(build_coordinator_uri(files.cluster))

@@ -48,7 +48,7 @@ def encode_ollama_embedding(spec: RequestSpec, answer: CompleteAnswer, finished:
 
 
 def encode_numbers(vector: bytes) -> bytes:
-    """Encode the numbers of a vector as a JSON list."""
+    """Encode a vector (single precision, little endian) as a JSON list of numbers."""
     return _encode(struct.unpack(f"<{len(vector) // NUMBER_BYTES}f", vector))
 
 

@@ -29,7 +29,10 @@ COHERE = DialectStyle(encode_cohere_error)
 def encode_rerank(
     spec: RequestSpec, answer: CompleteAnswer, finished: Finished, top_n: int | None, *, with_documents: bool
 ) -> bytes:
-    """Encode the answer of `/v1/rerank`."""
+    """Encode the answer of `/v1/rerank` with the `top_n` best results (None: all).
+
+    With `with_documents`, each result has the text of its document.
+    """
     documents = spec.embed.texts if with_documents and spec.embed is not None else ()
     tokens = finished.prompt_tokens
     body = {
@@ -43,7 +46,7 @@ def encode_rerank(
 
 
 def encode_cohere_rerank(spec: RequestSpec, answer: CompleteAnswer, finished: Finished, top_n: int | None) -> bytes:
-    """Encode the answer of `/v2/rerank`."""
+    """Encode the answer of `/v2/rerank` with the `top_n` best results (None: all)."""
     meta = {
         "api_version": {"version": "2"},
         "billed_units": {"search_units": -(-len(answer.vectors) // DOCUMENTS_PER_UNIT)},
@@ -55,7 +58,9 @@ def encode_cohere_rerank(spec: RequestSpec, answer: CompleteAnswer, finished: Fi
 def rank_documents(
     vectors: Sequence[bytes], top_n: int | None, documents: Sequence[str] = ()
 ) -> list[dict[str, object]]:
-    """Return the results of a request, the highest score first. Equal scores keep the order of their documents.
+    """Return the `top_n` best results of a request (None: all), the highest score first.
+
+    Equal scores keep the order of their documents.
 
     `vectors` has the score of each document, in single precision and little endian. `documents` are their texts; none:
     without texts.

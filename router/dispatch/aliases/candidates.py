@@ -39,7 +39,7 @@ class CandidateState:
     chain: PrefixHashChain | None
     """Hashes of the prompt for this model; None if placement does not use them."""
     cached_shares: Mapping[NodeId, float]
-    """Share of the prompt in the prefix cache of each node."""
+    """Share of the prompt in the prefix cache of each node, 0 to 1."""
 
     def remove_node(self, node: NodeId) -> None:
         """Remove all state of a node that is no longer a member."""
@@ -57,8 +57,10 @@ class UnusedCandidate:
     """Nodes that were lost with the request, shared by all its candidates."""
 
     def prepare(self, chain: PrefixHashChain | None, cached_shares: Mapping[NodeId, float]) -> CandidateState:
-        """Return the state for the first use, with the prefix hashes of the prompt and the nodes that have a part of
-        it."""
+        """Return the state for the first use, with the prefix hashes of the prompt (None: not used by placement).
+
+        `cached_shares` maps nodes to the share of the prompt in their prefix cache, 0 to 1.
+        """
         return CandidateState(self.spec, self.demand, TriedNodes(self.lost), chain, cached_shares)
 
 
@@ -110,11 +112,11 @@ class AliasCandidates:
             self.unused[at] = UnusedCandidate(own_spec, replace(demand, model=model), lost)
 
     def take(self, at: int) -> CandidateState | UnusedCandidate:
-        """Return the state of a candidate that is not in use, which is used from now on."""
+        """Remove and return the state of the candidate at position `at`, which is not in use. `store` must follow."""
         return self.unused.pop(at) if at in self.unused else self.stored.pop(at)
 
     def store(self, at: int, former: CandidateState) -> None:
-        """Store the state of the former candidate, and record the position of the one in use."""
+        """Store the state of the candidate that was in use. From now on, the candidate at position `at` is in use."""
         self.stored[self.at] = former
         self.at = at
 

@@ -18,7 +18,10 @@ class TriedNodes:
         """Nodes that were lost with the request."""
 
     def mark_refused(self, node: NodeId, reported_at: float, refused: Refused | None = None) -> None:
-        """Exclude a node until its next report, or for good if its refusal is final."""
+        """Exclude a node until its next report, or for good if its refusal is final.
+
+        `reported_at` is the arrival of the node's newest report, in monotonic seconds.
+        """
         self.refused[node] = reported_at
         if refused is not None and refused.final:
             self.never[node] = refused

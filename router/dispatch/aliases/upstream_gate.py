@@ -55,7 +55,9 @@ class UpstreamGate:
     def record_end(
         self, name: str, number: int, outcome: str, *, fault: str = "", prompt: int = 0, completion: int = 0
     ) -> None:
-        """Record the end of a request with its tokens. `outcome` is `ok` or a code of a failure.
+        """Record the end of request `number` at the upstream `name`, with its prompt and generated tokens.
+
+        `outcome` is one of `router.dispatch.counters.UPSTREAM_OUTCOMES`.
 
         `fault` is the sentence of a failure that counts against the upstream; empty for any other end.
         """

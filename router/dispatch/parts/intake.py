@@ -138,7 +138,7 @@ class Intake:
         return replace(spec.params, seed=int(self._draw() * (1 << SEED_BITS)))
 
     def estimate_shares(self, chain: PrefixHashChain | None) -> Mapping[NodeId, float]:
-        """Return the share of a prompt that each node has in its prefix cache."""
+        """Return the share of a prompt, 0 to 1, that each node has in its prefix cache. Empty without hashes."""
         return NOWHERE if chain is None else self._affinity.estimate_shares(chain)
 
     def compute_hash_chain(self, spec: RequestSpec) -> PrefixHashChain | None:

@@ -135,7 +135,10 @@ class UpstreamClient:
     def build_error(
         self, text: str, outcome: str = "failed", status: int = 502, retry_after: float | None = None
     ) -> UpstreamError:
-        """Return an error about this upstream; `text` continues its name."""
+        """Return an error about this upstream, whose sentence is the upstream's name followed by `text`.
+
+        `outcome`, `status` and `retry_after` (seconds) are those of `UpstreamError`.
+        """
         return UpstreamError(f"the upstream {self.name} {text}", outcome, status, retry_after)
 
     async def _check_response(self, response: httpx2.Response, *, stream: bool) -> None:

@@ -43,7 +43,7 @@ def list_bert_names(shape: EncoderShape) -> Iterator[str]:
 
 
 def list_bert_rows(shape: EncoderShape) -> dict[str, int]:
-    """Return the rows that each embedding needs at least, by name."""
+    """Return the minimum number of rows of each embedding matrix, by the name of the matrix."""
     pairs = shape.has_classifier and shape.family is EncoderFamily.BERT
     return {_WORDS: shape.vocabulary, _PLACES: shape.first_position + shape.context, _SEGMENTS: 2 if pairs else 1}
 
@@ -51,10 +51,10 @@ def list_bert_rows(shape: EncoderShape) -> dict[str, int]:
 def run_bert(
     weights: EncoderWeights, shape: EncoderShape, ids: mx.array, mask: mx.array | None, segments: mx.array | None
 ) -> mx.array:
-    """Return the hidden states of texts, shape (texts, tokens, features), lazily.
+    """Return the hidden states of texts, shape (texts, tokens, features), lazily. `ids` has the shape (texts, tokens).
 
-    `mask`, shape (texts, 1, 1, tokens), is False for padding; None without padding. `segments` are 1 for tokens of a
-    second text; None if all tokens belong to the first.
+    `mask`, shape (texts, 1, 1, tokens), is False for padding; None without padding. `segments`, shape (texts, tokens),
+    are 1 for tokens of a second text; None if all tokens belong to the first.
     """
     places = mx.arange(ids.shape[1]) + shape.first_position
     states = weights.take_rows(_WORDS, ids)
@@ -82,7 +82,7 @@ def _run_layer(
 
 
 def classify_bert(weights: EncoderWeights, shape: EncoderShape, states: mx.array) -> mx.array:
-    """Return the logits of pooled states, shape (texts, 1), lazily."""
+    """Return the logits, shape (texts, 1), of pooled `states`, shape (texts, features), lazily."""
     is_bert = shape.family is EncoderFamily.BERT
     inner, last = ("pooler.dense", "classifier") if is_bert else ("classifier.dense", "classifier.out_proj")
     return weights.apply_linear(last, mx.tanh(weights.apply_linear(inner, states)))

@@ -48,7 +48,7 @@ class Encoder:
         return run_bert(self._weights, self.shape, ids, mask, second)
 
     def classify(self, states: mx.array) -> mx.array:
-        """Return the logits of pooled states, shape (texts, 1), lazily."""
+        """Return the logits, shape (texts, 1), of pooled `states`, shape (texts, features), lazily."""
         classify = classify_modernbert if self._is_modern else classify_bert
         return classify(self._weights, self.shape, states)
 

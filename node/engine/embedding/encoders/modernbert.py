@@ -34,12 +34,15 @@ def list_modernbert_names(shape: EncoderShape) -> Iterator[str]:
 
 
 def list_modernbert_rows(shape: EncoderShape) -> dict[str, int]:
-    """Return the rows that each embedding needs at least, by name."""
+    """Return the minimum number of rows of each embedding matrix, by the name of the matrix."""
     return {_WORDS: shape.vocabulary}
 
 
 def run_modernbert(weights: EncoderWeights, shape: EncoderShape, ids: mx.array, mask: mx.array | None) -> mx.array:
-    """Return the hidden states of texts, shape (texts, tokens, features), lazily. `mask` as in `run_bert`."""
+    """Return the hidden states of texts, shape (texts, tokens, features), lazily.
+
+    `ids` and `mask` are as in `run_bert`.
+    """
     states = weights.take_rows(_WORDS, ids)
     states = weights.normalize("embeddings.norm", states, shape.epsilon)
     near = _build_window(ids.shape[1], shape.window, mask)
@@ -79,6 +82,6 @@ def _run_layer(
 
 
 def classify_modernbert(weights: EncoderWeights, shape: EncoderShape, states: mx.array) -> mx.array:
-    """Return the logits of pooled states, shape (texts, 1), lazily."""
+    """Return the logits, shape (texts, 1), of pooled `states`, shape (texts, features), lazily."""
     inner = apply_gelu(weights.apply_linear("head.dense", states))
     return weights.apply_linear("classifier", weights.normalize("head.norm", inner, shape.epsilon))

@@ -45,7 +45,7 @@ class EncoderWeights:
             raise EncoderWeightsError(f"its checkpoint has {found} rows of {name}, its config needs {rows}")
 
     def take_rows(self, name: str, ids: mx.array) -> mx.array:
-        """Return the rows of an embedding for ids."""
+        """Return the rows of the embedding matrix `name` for `ids`, shape (…): shape (…, features)."""
         weight = self.arrays[f"{name}.weight"]
         if f"{name}.scales" not in self.arrays or self._quantization is None:
             return weight[ids]
@@ -54,7 +54,10 @@ class EncoderWeights:
         return mx.dequantize(weight[ids], scales, biases, group_size=group, bits=bits)
 
     def apply_linear(self, name: str, states: mx.array) -> mx.array:
-        """Return the output of a linear layer."""
+        """Return the output, shape (…, outputs), of the linear layer `name` for `states`, shape (…, inputs).
+
+        A quantized layer is not unpacked.
+        """
         weight, bias = self.arrays[f"{name}.weight"], self.arrays.get(f"{name}.bias")
         if f"{name}.scales" in self.arrays and self._quantization is not None:
             bits, group = self._quantization
@@ -65,7 +68,10 @@ class EncoderWeights:
         return states if bias is None else states + bias
 
     def normalize(self, name: str, states: mx.array, epsilon: float) -> mx.array:
-        """Return the output of a layer normalization."""
+        """Return `states`, shape (…, features), normalized over their features by the layer `name`.
+
+        `epsilon` is the small number in the divisor.
+        """
         return mx.fast.layer_norm(states, self.arrays[f"{name}.weight"], self.arrays.get(f"{name}.bias"), epsilon)
 
 
@@ -98,7 +104,7 @@ def _rename(name: str) -> str:
 
 
 def apply_gelu(states: mx.array) -> mx.array:
-    """Return the exact Gaussian error linear unit of states."""
+    """Return the exact Gaussian error linear unit of each number of `states`, in their shape."""
     return states * (1 + mx.erf(states / math.sqrt(2))) / 2
 
 
@@ -111,6 +117,6 @@ def compute_attention(queries: mx.array, keys: mx.array, values: mx.array, mask:
 
 
 def split_heads(states: mx.array, heads: int) -> mx.array:
-    """Return states by head, shape (texts, heads, tokens, size)."""
+    """Return states, shape (texts, tokens, features), by head, shape (texts, heads, tokens, size)."""
     texts, tokens, features = states.shape
     return mx.transpose(mx.reshape(states, (texts, tokens, heads, features // heads)), (0, 2, 1, 3))

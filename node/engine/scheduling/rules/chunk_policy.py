@@ -49,8 +49,8 @@ RECOVERY_SECONDS = 300.0
 
 
 def update_mean(before: float, newest: float) -> float:
-    """Return the running mean after the measurement `newest`. `before` is the mean so far; 0 before the first
-    measurement."""
+    """Return the running mean after the measurement `newest`, in its unit. `before` is the mean so far; 0 before the
+    first measurement."""
     return newest if before == 0 else before + _NEWEST_WEIGHT * (newest - before)
 
 
@@ -68,8 +68,8 @@ class PrefillSpeed:
     """Highest running mean."""
 
     def learn(self, newest: float) -> None:
-        """Record a measurement in tokens per second. Implausible values (a clock jumped, or tokens were counted twice)
-        are limited, because the best value is never lowered."""
+        """Record the measurement `newest`, in tokens per second. Implausible values (a clock jumped, or tokens were
+        counted twice) are limited, because the best value is never lowered."""
         self.late = update_mean(self.late, min(newest, OUTLIER_FACTOR * self.late) if self.late else newest)
         self.best = max(self.best, self.late)
 
@@ -110,7 +110,7 @@ class ChunkPace:
 
 
 def next_prefill(waiting: Sequence[tuple[int, float, WeightedKey]], turn: int, reading: PrefillFairness) -> int:
-    """Return the index of the next prefill among `(tokens left, time of arrival, API key)`.
+    """Return the index of the next prefill among `(tokens left, monotonic time of arrival, API key)`.
 
     `turn` counts the choices. Every second choice is the shortest prompt; `reading` makes the other choices by age and
     fairness between keys.
@@ -124,8 +124,8 @@ def next_prefill(waiting: Sequence[tuple[int, float, WeightedKey]], turn: int, r
 def compute_budget(step: float, total: float) -> float:
     """Return the seconds that the next chunk of a prompt may take.
 
-    `step` is the duration of a decode step (0: no row decodes). `total` is the time that the rest of the prompt would
-    take.
+    `step` is the duration of a decode step in seconds (0: no row decodes). `total` is the seconds that the rest of the
+    prompt would take.
     """
     if not step:
         return IDLE_CHUNK_SECONDS

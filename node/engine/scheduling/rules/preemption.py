@@ -26,7 +26,7 @@ class LiveRequest(Protocol):
 
     @property
     def age(self) -> tuple[float, int]:
-        """Sort key of the request's age, the newest last."""
+        """Sort key of the request, the newest last: monotonic time of arrival, and number of the request."""
         ...
 
     @property
