@@ -209,7 +209,7 @@ def materialize_layers(layers: Layers) -> Layers:
 
 
 def compute_cuts(layers: Layers) -> Cuts:
-    """Return the ranges of lengths to which a stored cache with windows can be cut; none without a history."""
+    """Return the ranges of lengths in tokens to which a stored cache with windows can be cut; none without history."""
     windows = [layer for layer in cast("list[object]", layers) if isinstance(layer, StoredWindow)]
     if not windows:
         return ()
