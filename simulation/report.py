@@ -54,9 +54,9 @@ class RunStatistics:
 
 
 def compute_statistics(policy: str, pool: SimulatedPool, until: float) -> RunStatistics:
-    """Return the statistics of a completed run without ratios.
+    """Return the statistics of a completed run. The ratios to the clairvoyant's times are NaN.
 
-    `until` is the end of the arrivals in virtual seconds: tokens that are served later do not count as fairness.
+    `until` is the end of the arrivals in virtual seconds: tokens that are served later do not count for fairness.
     """
     outcomes = [outcome for outcome in pool.outcomes.values() if outcome.fits]
     ttft = sorted(

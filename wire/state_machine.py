@@ -27,7 +27,7 @@ class StateMachine(StrEnum):
 
 
 class IllegalEventCounts(dict[StateMachine, int]):
-    """Number of illegal events by state machine. Any number but 0 is a bug."""
+    """Number of illegal events and violated invariants by state machine. Any number but 0 is a bug."""
 
     def __init__(self) -> None:
         super().__init__(dict.fromkeys(StateMachine, 0))

@@ -1,7 +1,8 @@
 """Webhook for conditions: sends a POST with JSON at each begin and end, with bounded retries.
 
-HTTPS is allowed to any address except link-local ones, which serve the secrets of cloud machines. Plain HTTP is allowed
-to loopback only. The URL has no user name and no unusual characters, because two parsers could read them differently.
+HTTPS is allowed to any address except unspecified, multicast and reserved ones. HTTPS is also refused to
+`METADATA_NETWORKS`, where clouds serve the secrets of a machine. Plain HTTP is allowed to loopback only. The URL has no
+user name and no unusual characters, because two parsers could read them differently.
 
 The host name is resolved once per attempt. Every address must be allowed, and the connection uses a checked address.
 Redirects are not followed. The path of a webhook is often its password: only the host is logged. A message contains

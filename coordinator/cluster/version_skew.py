@@ -43,7 +43,7 @@ class SkewAdvice:
 def parse_version(text: str) -> tuple[int, ...]:
     """Parse a version into at most four numbers, without a suffix such as `rc1`.
 
-    Return `()`, the lowest version, for a text without numbers.
+    Return `()`, the lowest version, for a text that does not begin with a number, such as `v1.2`.
     """
     release = re.split(r"[^0-9.]", text, maxsplit=1)[0]
     return tuple(int(number) for number in _NUMBER.findall(release)[:4])

@@ -96,7 +96,7 @@ class Reachability:
 
 
 def is_answer(code: int | None) -> bool:
-    """Return whether a machine answered, by the result of a connection. A refused connection is an answer."""
+    """Return whether a machine answered. `code` is a result in `Reachability`. A refused connection is an answer."""
     return code == 0 or code in REFUSED
 
 

@@ -46,7 +46,10 @@ class ListenerFanout:
             self._dispatcher.receive(node, frame)
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Report the end of a node's link to the dispatcher, with its reason, and to the controllers."""
+        """Notify the dispatcher and both controllers that the link of a node ended.
+
+        Only the dispatcher receives `reason`.
+        """
         self._dispatcher.handle_lost_node(node, reason)
         self._controller.handle_node_gone(node)
         self._pulls.handle_lost_node(node)

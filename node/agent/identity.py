@@ -245,8 +245,10 @@ def needs_renewal(identity: NodeIdentity, now: float) -> bool:
 
 
 def new_csr(identity: NodeIdentity) -> bytes:
-    """Create the key of the next certificate and store it. Return the certificate request (DER) for
-    `wire.frames.RenewCertificate`."""
+    """Create and store the key of the next certificate. Return the request (DER) for `wire.frames.RenewCertificate`.
+
+    The key replaces that of an earlier request without an answer. Raise OSError if the key cannot be stored.
+    """
     request = new_request(identity.name)
     write_private(identity.folder / "next.key", request.key)
     return request.csr

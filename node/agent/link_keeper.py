@@ -194,7 +194,11 @@ class LinkKeeper:
         self._apply(link_state.LinkDenied(denied.final, denied.retry_after))
 
     def take_over(self, renewed: CertificateRenewed) -> None:
-        """Install a renewed certificate, and open a second link with it."""
+        """Install a renewed certificate, and open a second link with it.
+
+        Raise IdentityError if no certificate was requested or this one is not for this node. Raise OSError if the files
+        of the identity cannot be written.
+        """
         self._identity = install_certificate(self._identity, renewed.certificate)
         self._context = create_client_context(self._identity)
         log.info("certificate renewed")

@@ -13,7 +13,7 @@ from wire.frames import Cancel
 
 
 class SharingEffects:
-    """Target of the sharing controller (`SharingTarget`).
+    """Implementation of `SharingTarget`: applies decisions to the requests, leases, quantization and engine of a node.
 
     `on_sharing(reason)` is called when this node stops sharing, and with an empty text when it shares again.
     """

@@ -75,10 +75,10 @@ def _list_indexed_files(folder: Path) -> set[str]:
 
 
 def read_tensor_sizes(file: Path, digest: Digest) -> tuple[int, int, int]:
-    """Read one header and samples of its tensors.
+    """Read the header of a safetensors file, and add the header and samples of the tensors to `digest`.
 
-    Return the bytes of its tensors, of one of its unquantized numbers (0: none), and of all of its tensors in fp8.
-    Raise ValueError if the file is broken.
+    Return three sizes in bytes: of all tensors, of one number of the widest unquantized type (0: none), and of the
+    tensors in fp8. Raise ValueError if the file is broken, OSError if it cannot be read.
     """
     raw, end = read_header(file)
     tensors = [cast("Config", tensor) for key, tensor in parse_json_object(raw).items() if key != "__metadata__"]

@@ -21,7 +21,7 @@ class EndedChat(NamedTuple):
 
 
 def make_chat_key(session: str) -> bytes:
-    """Return the key of a chat in reports."""
+    """Return the key of a chat in frames: the last `MAX_KEY_BYTES` bytes of its session."""
     return session.encode()[-MAX_KEY_BYTES:]
 
 

@@ -1,4 +1,4 @@
-"""Routes of requests: placement of a hypothetical request, and the history of ended requests."""
+"""Routes of requests: placement of a hypothetical request, open and ended requests, and placement decisions."""
 
 import time
 from collections.abc import Callable, Iterable

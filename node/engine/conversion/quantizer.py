@@ -3,7 +3,8 @@
 The order is a line of the standard input (`node.hub.child_messages.QuantizeOrder`). The weights are those of
 `mlx_lm.convert(quantize=True)`, but each tensor is computed alone, and a file is written when 1 GiB of tensors are
 ready. The memory is therefore bounded by one layer and one file (`node.hub.quantization.prediction`), and the order can
-be cancelled after each tensor. All other files of the model are copied unchanged, because they determine the prompts.
+be cancelled after each tensor. Tokenizer, template and further files (`COPIED`) are copied unchanged, because they
+determine the prompts. `config.json` and the index of the weights are written by the child.
 
 Code of a model folder is neither run nor copied.
 """

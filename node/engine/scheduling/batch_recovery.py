@@ -81,7 +81,10 @@ class BatchRecovery:
             self.fail_request(sequence, FailureCode.ENGINE_ERROR, f"the engine has an error: {error}")
 
     def store_rows(self, loaded_model: LoadedModel, rows: Iterable[Row]) -> None:
-        """Store the tokens of rows in the prefix cache, before they leave their batches."""
+        """Store the tokens of rows in the prefix cache, before they leave their batches.
+
+        If a store raises, the row's batch is rebuilt, which can fail requests of that batch.
+        """
         for row in rows:
             number = loaded_model.ledger.get_batch_number(row.commitment)
             batch = self._batches.get(loaded_model, number)

@@ -9,7 +9,7 @@ from wire.frames import Delta, Finished, Frame, Timings, split_deltas
 
 @dataclass(slots=True)
 class StepOutput:
-    """Output of one iteration: deltas of all batches in one frame, then the ends of requests."""
+    """Output of one iteration: deltas of all batches in the frames of `split_deltas`, then the ends of requests."""
 
     deltas: list[Delta] = field(default_factory=list[Delta])
     ends: list[Frame] = field(default_factory=list[Frame])

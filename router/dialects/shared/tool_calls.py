@@ -64,7 +64,7 @@ class _Token(msgspec.Struct, gc=False):
 
 
 class Logprobs(msgspec.Struct, gc=False):
-    """Field `choices[].logprobs` of an answer. `content` is a list of tokens, encoded in slices."""
+    """Field `choices[].logprobs` of an answer. `content` is the list of tokens as encoded JSON."""
 
     content: msgspec.Raw
     refusal: None = None

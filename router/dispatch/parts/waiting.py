@@ -95,7 +95,11 @@ class QueuedRequests:
             request.leave_queue()
 
     def withdraw(self, request: ActiveRequest, _: Withdraw) -> None:
-        """Take a request out of the queue that ended there. Its swap may be in the way of other requests."""
+        """Remove a request that ended while queued from the queue; do nothing for other requests.
+
+        Every node with a model swap is marked as changed, because the swap may be for this request and may block other
+        requests.
+        """
         if request.entry is not None:
             self._queue.remove(request.entry)
             self.dequeue(request, Dequeue())

@@ -23,7 +23,10 @@ class NodeChanges:
         self._due = False
 
     def mark(self, node: NodeId) -> None:
-        """Record a change of a node, unless no request waits for one."""
+        """Record a change of a node, and schedule a call of `wake`.
+
+        Do nothing while no request is queued and no model swap is under way.
+        """
         if not len(self._queue) and not self._ledger.turns:
             return
         self._changed.add(node)

@@ -26,8 +26,8 @@ _BENCHMARKS = "/api/v1/benchmarks"
 def bench(session: ApiSession, name: str | None, nodes: tuple[str, ...], force: bool, show: bool) -> None:
     """Measure the speeds of a model on each node that has it.
 
-    Prompts of 512 and 2,048 tokens with answers of 128 tokens, one request and then four at once. The requests have low
-    priority. The results are stored; the newest one is shown.
+    Send prompts of 512 and 2,048 tokens with answers of 128 tokens: first one request, then four at once. The requests
+    have low priority. Stored results of the same model version, node and software are replaced.
     """
     if show:
         answer = session.request_json("GET", _BENCHMARKS + (f"?model={quote(name, safe='')}" if name else ""))

@@ -165,8 +165,11 @@ class DiskCache:
         return (0 if self._cut is None else self._cut[1].nbytes) + (0 if self.writer is None else self.writer.nbytes)
 
     def clear_queue(self) -> int:
-        """Drop the parts that wait for the writer, because memory is short; return their bytes. They are cut out again
-        if their entry stays in memory."""
+        """Discard the parts that are queued for the writer or being copied for it, and return their bytes.
+
+        Parts of the oldest pending entry are cut out again if that entry stays in memory. Parts of earlier entries are
+        not written.
+        """
         if self._pending:
             first = self._pending[0]
             self._pending[0] = first._replace(parts=_list_parts(first.entry, first.shape))
