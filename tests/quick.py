@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("coordinator", "host", "node", "router", "simulation", "wire")
+IMPORTED = ("coordinator", "host", "node", "router", "simulation", "tests/support", "wire")
+"""Folders whose modules tests import."""
 TESTS = ("tests/unit", "tests/contract")
 """Folders whose tests run if they import a changed module."""
 ALWAYS = ("tests/test_architecture.py", "tests/test_structure.py", "tests/contract/test_conventions.py")
@@ -34,17 +35,18 @@ def _run_git(*words: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def choose_tests(changed: Iterable[str], tests: Iterable[str], read: Sequence[str] | None = None) -> list[str]:
+def choose_tests(changed: Iterable[str], tests: Iterable[str], sources: Sequence[str] | None = None) -> list[str]:
     """Return the test modules for changed paths: changed ones, and those of `tests` that import a changed module.
 
-    `read` has the sources of `tests`; None: they are read from the repository.
+    `sources` has the texts of `tests`; None: they are read from the repository.
     """
     paths = list(tests)
-    sources = [(ROOT / path).read_text(encoding="utf-8") for path in paths] if read is None else read
+    if sources is None:
+        sources = [(ROOT / path).read_text(encoding="utf-8") for path in paths]
     modules = [
         name.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for name in changed
-        if name.endswith(".py") and name.startswith(PACKAGES)
+        if name.endswith(".py") and name.startswith(IMPORTED)
     ]
     chosen = {name for name in changed if name.startswith("tests/") and Path(name).match("test_*.py")}
     for path, source in zip(paths, sources, strict=True):

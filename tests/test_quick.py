@@ -9,7 +9,11 @@ from tests import quick
 from tests.quick import ALWAYS, choose_tests, list_changed
 
 TESTS = ("tests/unit/wire/test_units.py", "tests/unit/node/test_run.py", "tests/contract/test_links.py")
-SOURCES = ("from wire.units import GIB\n", "import node.run\n", "from wire.link.endpoint import LinkEndpoint\n")
+SOURCES = (
+    "from wire.units import GIB\n",
+    "import node.run\n",
+    "from wire.link.endpoint import LinkEndpoint\nfrom tests.support.processes import Pool\n",
+)
 
 
 @pytest.mark.parametrize(
@@ -18,7 +22,7 @@ SOURCES = ("from wire.units import GIB\n", "import node.run\n", "from wire.link.
         (["wire/units.py"], [TESTS[0]]),
         (["node/run.py", "docs/cli.md"], [TESTS[1]]),
         (["wire/link/endpoint.py", "wire/unit.py"], [TESTS[2]]),
-        (["tests/e2e/test_pool.py", "tests/support/processes.py"], ["tests/e2e/test_pool.py"]),
+        (["tests/e2e/test_pool.py", "tests/support/processes.py"], ["tests/e2e/test_pool.py", TESTS[2]]),
         ([], []),
     ],
 )
