@@ -20,7 +20,7 @@ class Server:
         self.asked: list[tuple[str, Any]] = []
         self.may = threading.Event()
         self.may.set()
-        told = self
+        server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
@@ -34,10 +34,10 @@ class Server:
 
             def do_POST(self) -> None:
                 length = int(self.headers.get("content-length", 0))
-                told.asked.append((self.path, json.loads(self.rfile.read(length) or "null")))
-                told.may.wait(20)
-                problem = told.answer if isinstance(told.answer, Problem) else None
-                body = problem.encode_body("r") if problem else json.dumps(told.answer).encode()
+                server.asked.append((self.path, json.loads(self.rfile.read(length) or "null")))
+                server.may.wait(20)
+                problem = server.answer if isinstance(server.answer, Problem) else None
+                body = problem.encode_body("r") if problem else json.dumps(server.answer).encode()
                 self.send_response(problem.status if problem else 200)
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
