@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 
 from node.engine.admission import RequestLimits
+from node.engine.embedding.beginning_store import BeginningStore
 from node.engine.embedding.preparer import EmbeddingPreparer
 from node.engine.embedding.request import EmbeddingTable
 from node.engine.embedding.scheduler import EmbeddingScheduler
@@ -194,7 +195,8 @@ def compose(
         recorder, memory, peak_tracker, manager.free_for_forward, manager.abort_load, models.get_weights
     )
     scheduler = Scheduler(forwards, lambda: models.loaded, prefix_cache, scheduler_limits)
-    embeddings = EmbeddingScheduler(embedding_table, forwards, scheduler, mlx.prefill_step_size, floor)
+    beginnings = BeginningStore(prefixes, prefix_memory)
+    embeddings = EmbeddingScheduler(embedding_table, forwards, scheduler, beginnings, mlx.prefill_step_size, floor)
     sweeps = SweepQueue(
         running=running_sweep,
         profiler=profiler,
@@ -217,6 +219,7 @@ def compose(
         wiring=wiring,
         limits=limits,
         embeddings=embedding_table,
+        beginnings=beginnings,
         floor=floor,
     )
     commands = ModelCommands(

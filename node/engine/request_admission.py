@@ -25,6 +25,7 @@ from node.engine.admission import (
     refuse_other_model,
     refuse_unknown_model,
 )
+from node.engine.embedding.beginning_store import BeginningStore
 from node.engine.embedding.request import EmbeddingRequest, EmbeddingTable
 from node.engine.kv.commitments import Commitment
 from node.engine.memory.gate import GateSite
@@ -57,8 +58,8 @@ than needed would be preempted."""
 class RequestAdmission:
     """Admission of requests in the engine. `acked` is the newest sequence number (`Generate.seq`) with a decision.
 
-    `embeddings` are the live requests for embeddings. `floor`: tokens of the smallest chunk. `now` is in monotonic
-    seconds in all methods.
+    `embeddings` are the live requests for embeddings, `beginnings` their stored beginnings. `floor`: tokens of the
+    smallest chunk. `now` is in monotonic seconds in all methods.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class RequestAdmission:
         wiring: ModelWiring,
         limits: RequestLimits,
         embeddings: EmbeddingTable,
+        beginnings: BeginningStore,
         floor: int,
     ) -> None:
         self._table = table
@@ -85,6 +87,7 @@ class RequestAdmission:
         self._wiring = wiring
         self._limits = limits
         self._embeddings = embeddings
+        self._beginnings = beginnings
         self._floor = floor
         self.acked = 0
         self._cancelled: dict[int, None] = {}
@@ -207,7 +210,8 @@ class RequestAdmission:
         refused = refuse_embedding(prepared, head.layout, head.dimensions, loaded_model.vocabulary)
         if refused is not None:
             return [Refusal(number, refused)]
-        request = EmbeddingRequest(prepared, loaded_model, loaded_model.usage.hold(), arrived, self._floor)
+        cached = self._beginnings.count_cached(prepared)
+        request = EmbeddingRequest(prepared, loaded_model, loaded_model.usage.hold(), arrived, self._floor, cached)
         first = prepared.longest if head.runs_whole_texts else min(prepared.longest, self._floor)
         held = request.compute_reserved_bytes()
         total = held + loaded_model.estimator.estimate_chunk(first, 0) + head.estimate_bytes(first)

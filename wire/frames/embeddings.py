@@ -45,6 +45,8 @@ class Embed(Frame, frozen=True, array_like=True, gc=False):
     """Query that the documents are scored for; empty for embeddings."""
     max_tokens: Tokens = 0
     """Tokens of each document at which it is cut; 0: no cut."""
+    cache_scope: Word = ""
+    """Scope of cached beginnings, as in Generate."""
 
     @property
     def count(self) -> int:

@@ -56,6 +56,8 @@ class EmbeddingRequest:
     """Time of arrival."""
     floor: int
     """Tokens up to which a text never needs a cache."""
+    cached: int = 0
+    """Tokens with which its first text begins in the prefix cache, at its admission."""
     begun: float = 0.0
     """Start of its first forward; 0.0 before."""
     retry_at: float = 0.0
@@ -69,12 +71,14 @@ class EmbeddingRequest:
     beginning: tuple[int, ...] = ()
     """Tokens with which all texts begin, if their cache serves all texts; else empty."""
     beginning_cache: list[LayerCache] = field(default_factory=list[LayerCache])
-    """Keys and values of `beginning`; empty until they are computed."""
+    """Keys and values of `beginning`; empty until they are computed or restored."""
+    restored_tokens: int = 0
+    """Tokens of `beginning` that came from the prefix cache."""
 
     def __post_init__(self) -> None:
         inputs = self.prepared.inputs
         self.waiting = sorted(range(len(inputs)), key=lambda place: -len(inputs[place]))
-        self.beginning = find_shared_beginning(self.loaded_model, inputs)
+        self.beginning = find_shared_beginning(self.loaded_model, inputs, self.cached)
 
     @property
     def number(self) -> int:
@@ -177,6 +181,17 @@ class EmbeddingRequest:
             self.waiting.remove(text.place)
         self.partial = text
 
+    def restore_beginning(self, layers: list[LayerCache], tokens: int) -> None:
+        """Take keys and values of the first `tokens` tokens of the shared beginning from the prefix cache."""
+        head = self.loaded_model.head
+        assert head is not None  # noqa: S101 only a model with a head admits such a request
+        self.restored_tokens = tokens
+        if tokens == len(self.beginning):
+            self.beginning_cache = layers
+        else:
+            pooled = head.start([len(self.beginning) - tokens])  # it is not read
+            self.partial = PartialText(BEGINNING, self.beginning, layers, pooled, tokens)
+
     def end_beginning(self) -> None:
         """Keep the cache of the shared beginning, which is complete."""
         assert self.partial is not None  # noqa: S101 it is in progress
@@ -196,7 +211,7 @@ class EmbeddingRequest:
     def build_finished(self, now: float) -> Finished:
         """Return the end of the request at the monotonic time `now`."""
         timings = Timings(self.begun - self.arrived, now - self.begun)
-        return Finished(self.number, (), self.prepared.tokens, 0, timings=timings)
+        return Finished(self.number, (), self.prepared.tokens, 0, self.restored_tokens, timings=timings)
 
 
 def compute_cache_bytes(loaded_model: LoadedModel, tokens: int, floor: int) -> int:

@@ -10,7 +10,8 @@ Rules
   would grow with the number of texts, which may be thousands.
 - Fairness: as for prefills (`chunk_policy.next_prefill`): the shortest request and the next key take turns.
 - Batches: texts of similar length run together, also those of other requests for the same model.
-- Shared beginning: it runs once for all texts of a request (`shared_beginning`), and its texts run after it.
+- Shared beginning: it runs once for all texts of a request (`shared_beginning`), and its texts run after it. It is
+  stored for later requests (`beginning_store`).
 - Faults: a shared forward that raises has no known culprit. Its requests then run alone, and the faulty one fails.
 """
 
@@ -20,6 +21,7 @@ from itertools import count
 
 import structlog
 
+from node.engine.embedding.beginning_store import BeginningStore
 from node.engine.embedding.request import EmbeddingRequest, EmbeddingTable
 from node.engine.embedding.runner import EmbeddingRunner, WaitingText
 from node.engine.memory.gated_forward import GatedForwards
@@ -40,14 +42,21 @@ log = structlog.get_logger("engine.embedding")
 class EmbeddingScheduler:
     """Scheduler of the requests for embeddings of all models.
 
-    `table` has the live requests, `scheduler` the rows that decode. `chunk`: maximum tokens of a forward. `floor`:
-    tokens of the smallest chunk. `now` is in monotonic seconds in all methods.
+    `table` has the live requests, `scheduler` the rows that decode, `beginnings` the stored beginnings. `chunk`:
+    maximum tokens of a forward. `floor`: tokens of the smallest chunk. `now` is in monotonic seconds in all methods.
     """
 
     def __init__(
-        self, table: EmbeddingTable, forwards: GatedForwards, scheduler: Scheduler, chunk: int, floor: int
+        self,
+        table: EmbeddingTable,
+        forwards: GatedForwards,
+        scheduler: Scheduler,
+        beginnings: BeginningStore,
+        chunk: int,
+        floor: int,
     ) -> None:
         self._table = table
+        self._beginnings = beginnings
         self._forwards = forwards
         self._scheduler = scheduler
         self._chunk = chunk
@@ -107,11 +116,14 @@ class EmbeddingScheduler:
         waiting = [(request.left, request.arrived, request.owner) for request in choices]
         first = choices[next_prefill(waiting, next(self._turns), self._fairness)]
         self._scheduler.synchronize()
-        tokens = self._compute_tokens(first)
-        texts = self._select_texts(first, choices, tokens)
-        involved = list(dict.fromkeys(text.request for text in texts)) or [first]
-        before = {request.number: request.left for request in involved}
+        involved = [first]
         try:
+            if first.needs_beginning:
+                self._beginnings.restore(first)
+            tokens = self._compute_tokens(first)
+            texts = self._select_texts(first, choices, tokens)
+            involved = list(dict.fromkeys(text.request for text in texts)) or involved
+            before = {request.number: request.left for request in involved}
             refused = self._run(first, texts, tokens, now)
         except Exception as error:
             self._handle_fault(involved, error, now)
@@ -130,9 +142,12 @@ class EmbeddingScheduler:
     def _run(self, first: EmbeddingRequest, texts: Sequence[WaitingText], tokens: int, now: float) -> Refused | None:
         """Run whole texts in one forward if any fit; else the next chunk of the first request."""
         fitting, chunk = self._runner.select_fitting(texts), max(self._floor, tokens)
+        had_beginning = bool(first.beginning_cache)
         frames = self._runner.run_texts(fitting, now) if fitting else self._runner.run_chunk(first, chunk, now)
         if isinstance(frames, Refused):
             return frames
+        if first.beginning_cache and not had_beginning:
+            self._beginnings.store(first)
         self._output += frames
         return None
 
@@ -175,6 +190,7 @@ class EmbeddingScheduler:
 
     def _handle_fault(self, involved: Sequence[EmbeddingRequest], error: Exception, now: float) -> None:
         first = involved[0]
+        self._beginnings.invalidate(first.loaded_model.name)
         log.error("forward", request=first.number, requests=len(involved), error=format_error(error), exc_info=error)
         if len(involved) > 1:
             for request in involved:

@@ -13,22 +13,27 @@ from node.models.embedding_layout import Pooling
 MIN_TOKENS = 32
 """Tokens from which a beginning is computed separately. The forward of a shorter one costs as much as it saves."""
 MIN_TEXTS = 3
-"""Texts from which a beginning is computed separately."""
+"""Texts from which a beginning is computed separately, if it is not cached."""
 
 
-def find_shared_beginning(loaded_model: LoadedModel, texts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def find_shared_beginning(
+    loaded_model: LoadedModel, texts: Sequence[tuple[int, ...]], cached: int = 0
+) -> tuple[int, ...]:
     """Return the tokens with which all texts begin; at least one token of each text is left out. Return none if they
     are too few to be computed separately, or the model cannot continue from them.
 
-    A model can if it is a decoder that reads the state of the last token only. Its layers must all keep keys and values
-    by position.
+    `cached`: tokens of that beginning in the prefix cache. Of few texts only these are separated.
+
+    A model can continue if it is a decoder that reads the state of the last token only. Its layers must all keep keys
+    and values by position.
     """
     head = loaded_model.head
-    if len(texts) < MIN_TEXTS or head is None or head.runs_whole_texts:
+    most = len(texts[0]) if len(texts) >= MIN_TEXTS else cached
+    if most < MIN_TOKENS or head is None or head.runs_whole_texts:
         return ()
     if set(head.layout.poolings) != {Pooling.LAST} or not is_plain(create_cache(loaded_model.model)):
         return ()
-    count = count_shared_tokens(texts)
+    count = min(most, count_shared_tokens(texts))
     return texts[0][:count] if count >= MIN_TOKENS else ()
 
 

@@ -89,3 +89,8 @@ class PreparedEmbedding:
     def longest(self) -> int:
         """Number of tokens of the longest text."""
         return max(map(len, self.inputs), default=0)
+
+    @property
+    def cache_scope(self) -> str:
+        """Scope of the cached beginnings that this request reuses and stores."""
+        return self.request.cache_scope or self.request.owner.name

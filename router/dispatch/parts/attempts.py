@@ -87,7 +87,7 @@ class Attempts:
         spec, placed = request.spec, action.placed
         if spec.embed is not None:
             request.answer.discard()
-            return self._send(placed.chosen.node, _build_embed(request, action, spec.embed))
+            return self._send(placed.chosen.node, _build_embed(request, action, spec.embed, self._scopes.scope))
         known = () if action.first else request.tokens.get_ids()
         frame = Generate(
             request=placed.attempt,
@@ -161,7 +161,7 @@ class Attempts:
                     self._ledger.release_weights(request.attempt)
 
 
-def _build_embed(request: ActiveRequest, action: Send, embed: EmbeddingInput) -> Embed:
+def _build_embed(request: ActiveRequest, action: Send, embed: EmbeddingInput, scope: str) -> Embed:
     return Embed(
         request=action.placed.attempt,
         seq=action.placed.seq,
@@ -175,4 +175,5 @@ def _build_embed(request: ActiveRequest, action: Send, embed: EmbeddingInput) ->
         owner=request.weighted_key,
         query=embed.query,
         max_tokens=embed.max_tokens,
+        cache_scope=scope,
     )

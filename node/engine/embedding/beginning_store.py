@@ -1,0 +1,66 @@
+"""Shared beginnings in the prefix cache, for later requests of the same key with the same query or prompt.
+
+    admission ─► count_cached     restore ─► forwards of the rest ─► store
+                 of few texts     copies                             copies
+
+Rules
+- Memory: A copy is made only if it fits now. The arrays of a request are its own and count against its reservation. An
+  entry counts as cached. Without room the beginning is computed, or not stored.
+- Scopes: A request finds beginnings of its own key, as in the prefix cache of chats.
+- Faults: After a fault none of the model's entries is used again, because the fault may be in an entry.
+- Disk: The disk cache has none of them, because they are short.
+"""
+
+from collections.abc import Sequence
+
+from node.engine.embedding.request import EmbeddingRequest
+from node.engine.kv.kv_cache import Layers, copy_prefix, materialize, sum_nbytes
+from node.engine.kv.prefix_memory import PrefixMemory
+from node.engine.kv.prefix_store import CachedPrefix, PrefixCache, PrefixHit
+from node.engine.kv.radix_trie import pack
+from node.engine.requests.prepared import PreparedEmbedding
+
+_NEXT_TOKEN = 0
+"""Token after a beginning in its lookup, which leaves out the last token."""
+
+
+class BeginningStore:
+    """Prefix cache of shared beginnings (see the module's docstring).
+
+    `store` has the sequences of all models, `memory` makes room for them.
+    """
+
+    def __init__(self, store: PrefixCache[Layers], memory: PrefixMemory) -> None:
+        self._store = store
+        self._memory = memory
+
+    def count_cached(self, prepared: PreparedEmbedding) -> int:
+        """Return the number of cached tokens with which the first text of a request begins; less than its tokens."""
+        return self._find(prepared.request.model, prepared.inputs[0], prepared.cache_scope).length
+
+    def restore(self, request: EmbeddingRequest) -> None:
+        """Copy the cached part of the beginning of a request into the request. Do nothing if none is cached or the copy
+        has no room."""
+        prepared, beginning = request.prepared, request.beginning
+        hit = self._find(request.loaded_model.name, (*beginning, _NEXT_TOKEN), prepared.cache_scope)
+        if hit.entry is None or hit.entry.value is None:
+            return
+        layers = copy_prefix(hit.entry.value, hit.length)
+        if self._memory.has_room(sum_nbytes(layers)):
+            request.restore_beginning(materialize(layers), hit.length)
+            self._store.count_hit(request.loaded_model.name, hit.length)
+
+    def store(self, request: EmbeddingRequest) -> None:
+        """Store a copy of the complete beginning of a request, unless it is cached or memory does not suffice."""
+        name, scope, key = request.loaded_model.name, request.prepared.cache_scope, pack(request.beginning)
+        layers = copy_prefix(request.beginning_cache, len(request.beginning))
+        size = sum_nbytes(layers)
+        if not self._store.covers(name, key, cut=True, scope=scope) and self._memory.make_room(size):
+            self._store.store(CachedPrefix(name, key, materialize(layers), size, snapshot=True, scope=scope))
+
+    def invalidate(self, model: str) -> None:
+        """Remove all entries of a model after a fault."""
+        self._store.evict_model(model)
+
+    def _find(self, model: str, ids: Sequence[int], scope: str) -> PrefixHit[Layers]:
+        return self._store.find(model, pack(ids), cut=True, scope=scope)
