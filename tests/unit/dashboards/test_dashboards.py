@@ -43,7 +43,7 @@ def test_there_is_no_other_json():
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_every_panel_says_what_it_shows(name: str):
+def test_every_panel_has_a_title_description_and_unit(name: str):
     for panel in panels(name):
         assert panel["title"], panel
         assert panel["description"].endswith("."), panel["title"]

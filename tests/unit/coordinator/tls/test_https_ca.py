@@ -72,7 +72,7 @@ def verifies(folder: Path, name: str, trusted: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["localhost", "studio.local", "192.168.1.7", "127.0.0.1", "pool.example"])
-def test_it_vouches_for_this_machine(tmp_path: Path, name: str):
+def test_it_signs_the_names_of_this_machine(tmp_path: Path, name: str):
     made = endpoint(tmp_path, "pool.example")
     assert name in made.names
     assert verifies(tmp_path, name, made.ca_pem) == ""

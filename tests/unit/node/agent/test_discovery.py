@@ -52,7 +52,7 @@ def announcement(cluster: str, name: str = "lab", port: int = 8081) -> Announcem
 
 
 @needs_multicast
-async def test_a_coordinator_is_found_until_it_says_goodbye() -> None:
+async def test_a_coordinator_is_found_until_its_announcement_ends() -> None:
     cluster = str(uuid4())
     announced = announcement(cluster)
     announced.start()
@@ -66,7 +66,7 @@ async def test_a_coordinator_is_found_until_it_says_goodbye() -> None:
 
 
 @needs_multicast
-async def test_two_clusters_are_both_seen_and_told_apart() -> None:
+async def test_two_clusters_are_both_found_and_distinguished() -> None:
     first, second = str(uuid4()), str(uuid4())
     both = [announcement(first), announcement(second, "lab", 8082)]
     for announced in both:

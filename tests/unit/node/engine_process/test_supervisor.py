@@ -135,7 +135,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_it_says_how_many_rows_decode_at_once(agent: Callable[..., Agent]):
+def test_the_state_has_the_maximum_rows_of_a_batch(agent: Callable[..., Agent]):
     settings = {"engine.mlx.max_batch_size": 7, "engine.scripted.max_batch_size": 5}
     assert agent(**settings).supervisor.state.rows == 5
     assert agent(**settings, **{"engine.kind": "mlx"}).supervisor.state.rows == 7
@@ -176,7 +176,7 @@ async def test_a_request_is_served_and_the_snapshot_kept(agent: Callable[..., Ag
 
 
 @pytest.mark.slow
-async def test_a_crash_fails_what_was_open_says_why_and_the_next_request_is_served(agent: Callable[..., Agent]):
+async def test_a_crash_fails_open_requests_with_a_cause_and_the_next_one_is_served(agent: Callable[..., Agent]):
     one = agent(crash="boom", step_ms=5)
     await one.supervisor.start()
     await one.ready()
@@ -261,7 +261,7 @@ async def test_stopping_ends_the_child_and_what_was_open_and_leaves_nothing(agen
 
 
 @pytest.mark.slow
-async def test_the_engines_stderr_is_in_a_file_of_its_owner(agent: Callable[..., Agent]):
+async def test_the_engines_stderr_is_in_a_private_file(agent: Callable[..., Agent]):
     one = agent()
     await one.supervisor.start()
     await one.ready()
@@ -655,7 +655,7 @@ async def test_a_call_may_last_five_times_what_was_expected_from_its_own_beginni
 
 
 @pytest.mark.slow
-async def test_a_child_that_never_comes_up_is_failed_with_its_last_words(agent: Callable[..., Agent]):
+async def test_a_child_that_never_starts_is_failed_with_its_last_output(agent: Callable[..., Agent]):
     command = program("sys.exit('no such luck')")
     one = agent(SupervisorTimeouts(first=0.01, longest=0.04), command)
     await one.supervisor.start()
@@ -693,7 +693,7 @@ async def test_a_child_that_was_healthy_for_long_enough_is_restarted_without_a_l
 
 
 @pytest.mark.slow
-async def test_the_state_is_what_the_engine_said_last(agent: Callable[..., Agent]):
+async def test_the_state_follows_the_last_report_of_the_engine(agent: Callable[..., Agent]):
     one = agent(step_ms=20, max_batch_size=1)
     await one.supervisor.start()
     await one.ready()
@@ -876,7 +876,7 @@ async def test_an_end_under_way_may_become_sooner_and_not_later(agent: Callable[
 
 
 @pytest.mark.slow
-async def test_a_child_that_ends_is_not_ready_again_whatever_it_reports(agent: Callable[..., Agent], tmp_path: Path):
+async def test_a_child_that_ends_is_not_ready_again_for_any_report(agent: Callable[..., Agent], tmp_path: Path):
     command = engine(tmp_path, "")
     command[-1] = command[-1].replace("sys.exit(0)", "[(report(), time.sleep(0.1)) for _ in range(3)]; os._exit(0)")
     one = agent(NEVER, command)
@@ -953,7 +953,7 @@ async def loses(one: Agent, before: int, after: int) -> None:
 
 
 @pytest.mark.slow
-async def test_wired_memory_that_stays_is_said_and_after_the_second_time_no_engine_is_started(
+async def test_wired_memory_that_stays_is_logged_and_after_two_times_no_engine_starts(
     agent: Callable[..., Agent],
 ):
     one = agent(LEAKY, weights="20GiB")

@@ -111,7 +111,7 @@ def write(folder: Path, **values: object) -> None:
         (folder / name.replace("__", ".")).write_text(f"{value}\n")
 
 
-def test_what_can_be_neither_paged_out_nor_given_back_is_read_where_it_is_told(proc: Path):
+def test_unevictable_bytes_are_read_if_meminfo_has_them(proc: Path):
     assert read_unevictable_bytes(proc) is None
     with (proc / "meminfo").open("a") as file:
         file.write("Unevictable:      2048 kB\nMlocked:          1024 kB\n")

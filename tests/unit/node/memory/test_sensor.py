@@ -38,7 +38,7 @@ def test_the_scripted_kind_is_judged_on_a_pretended_mac():
     assert open_machine(NodeSettings()).hardware == describe_machine(), "real models are judged on the real machine"
 
 
-def test_a_pretended_mac_reads_what_a_file_says_at_each_look(tmp_path: Path):
+def test_a_simulated_machine_reads_its_file_at_each_reading(tmp_path: Path):
     file = tmp_path / "readings"
     tree = {"engine.kind": "scripted", "engine.scripted.memory": "64GiB", "engine.scripted.readings": str(file)}
     pretended = open_machine(resolve_settings([("test", tree)]).value)
@@ -58,7 +58,7 @@ def test_a_pretended_mac_reads_what_a_file_says_at_each_look(tmp_path: Path):
         )
 
 
-def test_a_real_machine_tells_what_is_wired():
+def test_a_real_machine_has_wired_bytes():
     wired = open_machine(NodeSettings()).read_wired()
     assert wired is not None
     assert 0 <= wired <= describe_machine().memory

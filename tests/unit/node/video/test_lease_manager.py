@@ -167,7 +167,7 @@ async def test_a_refused_lease_takes_nothing(make: Make, ask: dict[str, Any], co
     assert (node.ceiling, node.limiter.leases, node.lender.list_states()) == (before, 0, ())
 
 
-async def test_a_lease_that_does_not_fit_now_says_what_it_waits_for_and_restores_the_ceiling(make: Make):
+async def test_a_refused_lease_names_what_it_waits_for_and_restores_the_ceiling(make: Make):
     node = await make(engine__scripted__weights="80GiB")
     node.chat(1)
     await node.until(

@@ -42,7 +42,7 @@ def test_what_is_granted_leaves_the_headroom_at_least_nothing(size: int, phys: i
     assert granted == isinstance(judge(memory, size), Fits)
 
 
-def test_a_refusal_says_who_holds_the_memory():
+def test_a_refusal_names_the_holders_of_the_memory():
     models = (
         Model("kept", loaded=True),
         Model("used", loaded=True),
@@ -56,7 +56,7 @@ def test_a_refusal_says_who_holds_the_memory():
 
 
 @pytest.mark.parametrize(("bound_by", "text"), [("dynamic", "dynamic"), ("", "the cap")])
-def test_a_refusal_without_models_says_what_bounds_the_memory(bound_by: str, text: str):
+def test_a_refusal_without_models_names_the_bound_of_the_memory(bound_by: str, text: str):
     refused = leases.check_fits(ask(70 * GIB), replace(MEMORY, bound_by=bound_by), (Model("away"),), frozenset())
     assert refused is not None
     assert refused.waiting_for == f"10.0 GiB more headroom, bound by {text}"

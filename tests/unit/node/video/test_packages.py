@@ -96,7 +96,7 @@ def test_a_component_that_is_named_as_nothing_is_not_missed_and_one_that_is_name
     assert two.cause == "it has no transformer_2: download it again"
 
 
-def test_a_config_says_the_shape_where_there_is_one(tmp_path: Path):
+def test_a_config_overrides_the_default_shape(tmp_path: Path):
     folder = package(tmp_path / "wan", two=False, index={**WAN, "transformer_2": None})
     (folder / "vae" / "config.json").write_text('{"scale_factor_spatial": 8, "scale_factor_temporal": 4}')
     assert found(tmp_path)["wan"].described.token_side == 16

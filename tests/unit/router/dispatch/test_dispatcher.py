@@ -651,7 +651,7 @@ async def test_queued_request_is_refused_when_its_model_cannot_load(two: Cluster
     assert len(two.dispatcher.queue) == 0
 
 
-async def test_the_weights_of_a_load_are_promised_until_the_report_has_them(one: Cluster):
+async def test_the_weights_of_a_load_are_reserved_until_the_report_has_them(one: Cluster):
     one.models = (a_model(loaded=False, weights=4 * GIB),)
     one.report()
     ticket = one.submit()

@@ -45,7 +45,7 @@ def test_what_is_not_asked_is_the_packages_own():
     ],
     ids=str,
 )
-def test_what_no_worker_should_be_told_is_refused_with_a_sentence(change: dict[str, object]):
+def test_an_invalid_spec_is_refused_with_a_sentence(change: dict[str, object]):
     said = parse_spec(json.dumps({**LEAST, **change}).encode())
     assert isinstance(said, str)
     assert len(said) > 20

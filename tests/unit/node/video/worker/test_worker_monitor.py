@@ -124,7 +124,7 @@ def test_nor_does_any_event(event: dict[str, object]):
     hear(event)
 
 
-def test_a_worker_is_told_what_is_named_and_nothing_else(tmp_path: Path):
+def test_a_worker_gets_only_the_listed_variables(tmp_path: Path):
     inherited = {"PATH": "/bin", "OPENAI_API_KEY": "sk", "MACPOOL_X": "1", "HOME": "/nonexistent", "LANG": "C"}
     told = build_worker_environment(inherited, tmp_path)
     assert set(told) == {
@@ -232,7 +232,7 @@ def test_a_claim_is_made_once(tmp_path: Path):
     assert [one.name for one in tmp_path.iterdir()] == ["claim.json"]
 
 
-def test_a_grant_that_makes_no_sense_is_none(tmp_path: Path):
+def test_an_invalid_grant_is_none(tmp_path: Path):
     assert lease_files.read_grant(tmp_path) is None
     (tmp_path / lease_files.GRANT).write_text('{"lease": 5}')
     assert lease_files.read_grant(tmp_path) is None
