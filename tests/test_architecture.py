@@ -285,7 +285,7 @@ def test_requirements_are_locked_by_hash_and_name_no_host(name: str):
     assert re.findall(r"^-.*", text, flags=re.MULTILINE) == []
 
 
-def test_what_we_depend_on_is_locked():
+def test_dependencies_are_locked():
     locked = {line.partition("==")[0] for line in (ROOT / "requirements" / "run.txt").read_text().splitlines()}
     wanted = {re.split(r"[><=\[;]", need)[0] for need in PROJECT["project"]["dependencies"]}
     assert wanted - locked == set()

@@ -126,7 +126,7 @@ async def test_no_address_means_no_record_and_no_error() -> None:
     await announced.close()
 
 
-async def test_an_address_that_is_not_ours_is_logged_once_and_closes(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_address_of_another_machine_is_logged_once_and_closes(capsys: pytest.CaptureFixture[str]) -> None:
     announced = Announcement(
         BonjourRecord("coord"), "lab", str(uuid4()), 1, interfaces=["192.0.2.250"], look_every=0.001
     )

@@ -162,7 +162,7 @@ async def test_a_certificate_is_renewed_with_a_new_key(tmp_path: Path) -> None:
         assert await proves_itself(renewed, door.address)
 
 
-async def test_only_the_certificate_that_was_asked_for_is_installed(tmp_path: Path) -> None:
+async def test_only_the_requested_certificate_is_installed(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         token = door.tokens.create(uses=2)
         identity = await join(door, tmp_path / "a", token, machine="m1")
@@ -204,7 +204,7 @@ async def test_addresses_are_remembered_latest_first(tmp_path: Path) -> None:
     assert store_address(moved, "10.0.0.7:1").addresses[0] == "10.0.0.7:1"
 
 
-async def test_a_code_is_approved_by_a_person(tmp_path: Path) -> None:
+async def test_a_pairing_code_is_approved_by_an_admin(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         codes: asyncio.Queue[str] = asyncio.Queue()
         joining = asyncio.create_task(
@@ -227,7 +227,7 @@ async def test_a_code_is_approved_by_a_person(tmp_path: Path) -> None:
         assert await proves_itself(identity, door.address)
 
 
-async def test_a_code_is_rejected_by_a_person(tmp_path: Path) -> None:
+async def test_a_pairing_code_is_rejected_by_an_admin(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         codes: asyncio.Queue[str] = asyncio.Queue()
         joining = asyncio.create_task(

@@ -434,7 +434,7 @@ async def test_an_engine_that_is_used_is_not_replaced(keeps: str, agent: Callabl
 
 
 @pytest.mark.slow
-async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent: Callable[..., Agent]):
+async def test_the_memory_of_a_real_engine_that_leaks_is_returned(agent: Callable[..., Agent]):
     leaky = """
         from node.engine.models import model_unloader as loading
         unload, leaked = loading.ModelUnloader.unload, []
@@ -471,7 +471,7 @@ async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent
 
 
 @pytest.mark.slow
-async def test_a_resting_engine_holds_no_model_and_what_is_preloaded_comes_back(agent: Callable[..., Agent]):
+async def test_a_resting_engine_holds_no_model_and_preloads_models_afterwards(agent: Callable[..., Agent]):
     name = "macpool-tiny"
     settings = {
         "engine.kind": "mlx",
@@ -519,7 +519,7 @@ IN_FORWARD = """
 
 
 @pytest.mark.slow
-async def test_what_was_loaded_is_loaded_again_after_a_death(agent: Callable[..., Agent], tmp_path: Path):
+async def test_loaded_models_are_loaded_again_after_a_crash(agent: Callable[..., Agent], tmp_path: Path):
     one = agent(AT_ONCE, engine(tmp_path, ""))
     await one.supervisor.start()
     await one.ready()
@@ -544,7 +544,7 @@ async def test_what_was_unloaded_is_not_loaded_again(agent: Callable[..., Agent]
 
 
 @pytest.mark.slow
-async def test_a_load_that_a_death_cut_short_is_begun_again_if_the_model_was_loaded_before(
+async def test_a_load_that_a_crash_interrupted_is_repeated_if_the_model_was_loaded_before(
     agent: Callable[..., Agent], tmp_path: Path
 ):
     command = engine(
@@ -567,7 +567,7 @@ async def test_a_load_that_a_death_cut_short_is_begun_again_if_the_model_was_loa
 
 
 @pytest.mark.slow
-async def test_a_model_that_was_in_the_forward_of_two_deaths_is_kept_out(agent: Callable[..., Agent], tmp_path: Path):
+async def test_a_model_in_the_forward_of_two_crashes_is_quarantined(agent: Callable[..., Agent], tmp_path: Path):
     one = agent(AT_ONCE, engine(tmp_path, IN_FORWARD))
     await one.supervisor.start()
     await one.ready()
@@ -606,7 +606,7 @@ async def test_only_the_request_in_the_forward_is_blamed(
 
 
 @pytest.mark.slow
-async def test_an_engine_that_dies_outside_of_any_call_names_no_request(agent: Callable[..., Agent], tmp_path: Path):
+async def test_an_engine_that_crashes_outside_of_any_call_names_no_request(agent: Callable[..., Agent], tmp_path: Path):
     one = agent(AT_ONCE, engine(tmp_path, "elif isinstance(frame, Generate):\n    sys.exit(3)"))
     await one.supervisor.start()
     await one.ready()
@@ -617,7 +617,7 @@ async def test_an_engine_that_dies_outside_of_any_call_names_no_request(agent: C
 
 
 @pytest.mark.slow
-async def test_a_turn_that_never_ends_while_pings_are_answered_is_hung(agent: Callable[..., Agent]):
+async def test_a_step_that_never_ends_while_pings_are_answered_is_hung(agent: Callable[..., Agent]):
     command = program("""
         line.sendall(encode(EngineReport(Memory(cap=1, armed=True), (), 0, 0)))
         splitter = Splitter()
@@ -675,7 +675,7 @@ async def test_a_child_that_never_starts_is_failed_with_its_last_output(agent: C
         ("sys.exit(0)", "the engine process ended with exit code 0"),
     ],
 )
-async def test_a_death_is_named_by_its_signal_or_its_exit_code(agent: Callable[..., Agent], line: str, cause: str):
+async def test_a_crash_is_described_by_its_signal_or_exit_code(agent: Callable[..., Agent], line: str, cause: str):
     one = agent(SupervisorTimeouts(first=0.01, longest=0.01), program(line))
     await one.supervisor.start()
     await one.until(lambda: one.supervisor.state.state == "failed")
@@ -709,7 +709,7 @@ async def test_the_state_follows_the_last_report_of_the_engine(agent: Callable[.
 
 
 @pytest.mark.slow
-async def test_an_order_to_make_room_is_known_by_the_number_that_the_engine_repeats(agent: Callable[..., Agent]):
+async def test_an_order_to_free_memory_is_identified_by_the_number_in_reports(agent: Callable[..., Agent]):
     one = agent()
     await one.supervisor.start()
     await one.ready()
@@ -1008,7 +1008,7 @@ async def test_weights_that_a_load_has_read_so_far_can_stay_wired_too(agent: Cal
 
 
 @pytest.mark.slow
-async def test_wired_memory_that_comes_back_within_the_time_it_takes_is_no_leak(agent: Callable[..., Agent]):
+async def test_wired_memory_that_is_released_in_time_is_no_leak(agent: Callable[..., Agent]):
     one = agent(replace(LEAKY, settle=WAIT, look=0.02), weights="20GiB")
     one.wired = 3 * GIB
     await one.supervisor.start()

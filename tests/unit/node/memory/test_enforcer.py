@@ -111,7 +111,7 @@ def test_the_cause_of_an_ended_engine_names_its_cap_less_the_leases():
     assert ends == [EndEngine("over its cap: 7.0 GiB of 6.0 GiB in two readings, without an answer of the engine")]
 
 
-def test_who_was_never_asked_is_asked_before_it_is_ended():
+def test_an_engine_gets_an_order_before_it_is_ended():
     seen = EnforcerInput(1, replace(CAP, phys=101 * GIB))
     state, (action,) = step(EnforcerState(engine=1, over=1, looked_at=999.9), seen, 1000.0)
     assert action == SendOrder(ReduceMemory(1, HARD, GIB))

@@ -178,7 +178,7 @@ def test_the_memory_of_a_machine_that_cannot_be_read_is_unknown(tmp_path: Path, 
     ) == (0, 0, None, None)
 
 
-def test_the_room_of_a_container_counts(proc: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_free_memory_of_a_container_counts(proc: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
     monkeypatch.setattr(linux, "read_container_free_bytes", lambda: 3 * GIB)
     assert LinuxMachine(describe_machine()).read_reclaimable() == 3 * GIB

@@ -28,7 +28,7 @@ def test_a_sensor_dates_its_readings_and_names_their_source():
     sensor.close()
 
 
-def test_the_scripted_kind_is_judged_on_a_pretended_mac():
+def test_the_scripted_engine_has_a_simulated_machine():
     settings = resolve_settings([("test", {"engine.kind": "scripted", "engine.scripted.memory": "64GiB"})]).value
     pretended = open_machine(settings)
     assert pretended.hardware.memory == 64 * GIB
@@ -83,7 +83,7 @@ def _read_child(pid: int) -> tuple[tuple[int, ...], str, int | None]:
     return list_group_members(pid), read_process_identity(pid), measure_group_footprint(pid)
 
 
-def test_other_processes_of_ours_are_read_by_their_group(idle_child: subprocess.Popen[bytes]):
+def test_other_own_processes_are_read_by_their_group(idle_child: subprocess.Popen[bytes]):
     pid = idle_child.pid
     members, mark, footprint = _read_child(pid)
     assert members == (pid,)

@@ -249,7 +249,7 @@ KEYS = st.sampled_from([*LLAMA, "layer_types", "text_config", "sliding_window", 
 
 
 @given(st.dictionaries(KEYS, JSON, max_size=5), st.dictionaries(st.sampled_from(["w", "__metadata__"]), JSON))
-def test_no_strangers_files_raise(config: dict[str, Any], header: dict[str, Any]):
+def test_unknown_files_raise_nothing(config: dict[str, Any], header: dict[str, Any]):
     raw = json.dumps(header).encode()
     with tempfile.TemporaryDirectory() as name:
         weights = struct.pack("<Q", len(raw)) + raw

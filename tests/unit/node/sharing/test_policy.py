@@ -207,7 +207,7 @@ def charged(charges: list[float], least: int = 50, plugged: bool | None = False)
     return found
 
 
-def test_on_battery_it_shares_down_to_its_charge_and_comes_back_higher() -> None:
+def test_on_battery_sharing_ends_at_a_charge_and_begins_at_a_higher_one() -> None:
     assert charged([80, 50, 49, 50, 54, 55, 50, 49]) == [True, True, False, False, False, True, True, False]
     assert charged([99, 98, 99, 100], least=99) == [True, False, False, True]
     assert charged([3, 2, 1], plugged=True) == [True] * 3

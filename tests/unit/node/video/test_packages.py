@@ -78,7 +78,7 @@ def test_no_component_is_taken_for_a_package(tmp_path: Path):
         [1],
     ],
 )
-def test_other_pipelines_are_nothing_to_us(tmp_path: Path, index: Any):
+def test_other_pipelines_are_ignored(tmp_path: Path, index: Any):
     package(tmp_path / "other", index)
     assert found(tmp_path) == {}
 

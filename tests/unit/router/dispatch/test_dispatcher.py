@@ -962,7 +962,7 @@ def served_by(cluster: Cluster, *texts: str, session: str = "") -> NodeId:
     return cluster.last()[0]
 
 
-async def test_the_turns_of_a_conversation_meet_one_node():
+async def test_all_requests_of_a_conversation_go_to_one_node():
     cluster = Cluster(A, B, C)
     first = served_by(cluster, "x" * 100)
     for other in (A, B, C):

@@ -54,7 +54,7 @@ def test_it_admits_requests_that_fit_by_its_report(prompt: int):
     mac.loop.close()
 
 
-def test_a_request_goes_its_way_and_leaves_nothing_behind():
+def test_a_request_is_answered_and_leaves_nothing():
     mac = Mac()
     before = mac.machine.report().memory
     mac.ask(1, 1000)
