@@ -38,7 +38,9 @@ HEADERS = (
     "netinet/in.h",
     "netinet/tcp.h",
 )
+"""Headers of libSystem that declare the compared structures, constants and calls."""
 FRAMEWORK_HEADERS = ("stdint.h", "CoreFoundation/CoreFoundation.h", "IOKit/IOMessage.h", "IOKit/pwr_mgt/IOPMLib.h")
+"""Headers of IOKit and CoreFoundation, which only a Mac has."""
 UNDECLARED = frozenset({"proc_reset_footprint_interval"})
 """Calls that no public header declares; Apple publishes `libproc_internal.h` as source."""
 
@@ -74,6 +76,7 @@ LAYOUTS = (
         "sizeof(struct proc_bsdinfo)",
     ),
 )
+"""Structures that Macpool reads."""
 CONSTANTS: Mapping[str, int] = {
     "RUSAGE_INFO_V4": darwin.RUSAGE_INFO_V4,
     "PROC_PIDTBSDINFO": darwin.PROC_PIDTBSDINFO,
@@ -86,12 +89,15 @@ CONSTANTS: Mapping[str, int] = {
     "EHOSTUNREACH": macos.NO_ROUTE,
     "ECONNREFUSED": macos.REFUSED[0],
 }
+"""Values of Macpool by Apple's names, from the headers of libSystem."""
 FRAMEWORK_CONSTANTS: Mapping[str, int] = {
     "kIOMessageCanSystemSleep": iokit.CAN_SLEEP,
     "kIOMessageSystemWillSleep": iokit.WILL_SLEEP,
     "kIOMessageSystemHasPoweredOn": iokit.POWERED_ON,
 }
+"""Values of Macpool by Apple's names, from the headers of IOKit."""
 POINTERS: Mapping[Any, str] = {ctypes.c_void_p: "void *", ctypes.c_char_p: "char *"}
+"""C++ types of the untyped pointers of ctypes."""
 AGREE_TEMPLATE = """
 template <class T> struct Plain { using type = T; };
 template <class T> struct Plain<const T> { using type = T; };
@@ -119,6 +125,7 @@ template <class R, class... A, class S, class... B> struct Agree<R(A...), S(B...
     }
 };
 """
+"""C++ templates that compare two prototypes: `Agree<A, B>::value()`."""
 
 
 def find_foreign_functions(holder: object) -> dict[str, Any]:
@@ -170,7 +177,7 @@ def _render_constants(constants: Mapping[str, int]) -> Iterable[str]:
 
 
 def render_prototypes(calls: Mapping[str, Any]) -> Iterable[str]:
-    """Yield one C++ assertion about the prototype of each call."""
+    """Yield one C++ assertion about the prototype of each call. `calls` are foreign functions by symbol."""
     for name, call in calls.items():
         ours = f"{_render_type(call.restype)}({', '.join(map(_render_type, call.argtypes))})"
         yield _render_assertion(f"Agree<{ours}, decltype({name})>::value()", f"{name}: prototype")
@@ -194,7 +201,10 @@ def _render_type(ours: Any) -> str:
 
 
 def check_layouts() -> Outcome:
-    """Compile all assertions against the SDK of this Mac. Raise `ToolError` if an assertion fails."""
+    """Compile all assertions against the SDK of this Mac, and return the outcome `pass`.
+
+    Raise `ToolError` if an assertion fails or the compiler is missing, and OSError if a framework cannot be loaded.
+    """
     kit, core = ctypes.CDLL(iokit.IOKIT), ctypes.CDLL(iokit.CORE)
     iokit.declare_functions(kit, core)
     calls, framework_calls = (

@@ -43,10 +43,14 @@ FORMULA = """class Macpool < Formula
   end
 end
 """
+"""Template of the formula, for `str.format`."""
 
 
 def render_formula(version: str, url: str, sha256: str) -> str:
-    """Return the formula of a release. Raise `ValueError` for an invalid version, HTTPS address or SHA-256."""
+    """Return the formula of a release, as Ruby source.
+
+    Raise `ValueError` for an invalid version, an address that is not an HTTPS archive, or an invalid SHA-256.
+    """
     if not re.fullmatch(r"\d+\.\d+\.\d+(?:[a-z0-9.+-]*)", version):
         raise ValueError(f"{version!r} is not a version")
     if not re.fullmatch(r"https://[\w.-]+/[\w./%+-]+\.tar\.gz", url):

@@ -29,6 +29,7 @@ class Entry:
     id: str
     """Name on the command line and in docs/macos-checklist.md."""
     title: str
+    """Heading for a person."""
     run: Callable[[], Outcome] | None = None
     """Function that runs the check; None for a manual check."""
     risky: bool = False
@@ -86,12 +87,14 @@ ENTRIES = (
     Entry("pull-and-quantize", "Two Macs pull a model, and one of them quantizes it"),
     Entry("embeddings", "Embeddings of a real model during chats"),
 )
+"""All entries, in the order in which they run."""
 
 
 def run_entry(entry: Entry, *, is_named: bool = False) -> Outcome:
-    """Run one entry. Skip a manual one, and a risky one that is not named on the command line (`is_named`).
+    """Run one entry and return its outcome.
 
-    The outcome is `fail` if the entry raises `ToolError`, `OSError` or `ValueError`.
+    Skip a manual entry, and a risky one that is not named on the command line (`is_named`). The outcome is `fail` if
+    the entry raises `ToolError`, `OSError` or `ValueError`.
     """
     if entry.run is None:
         return create_skip(f"by hand: docs/macos-checklist.md, {entry.id}")

@@ -30,7 +30,8 @@ MAX_GROWTH_BYTES = 64 * MIB
 def check_engine_answers() -> Outcome:
     """Check the answers of an engine process to the trained prompts of the embedded model, and its footprint.
 
-    Raise `ToolError` if the process fails.
+    The entry passes if every answer is equal to the trained one, and the footprint grew at most `MAX_GROWTH_BYTES` more
+    than MLX counts. It is skipped without MLX. Raise `ToolError` if the process fails.
     """
     if find_spec("mlx") is None:
         return create_skip("needs MLX: install the extra `node`")
@@ -44,7 +45,10 @@ def check_engine_answers() -> Outcome:
 
 
 def check_soft_end() -> Outcome:
-    """Check that an engine process ends in time after SIGTERM during an answer, and unloads its model before."""
+    """Check that an engine process ends in time after SIGTERM during an answer, and unloads its model before.
+
+    The time limit is `EXIT_TIMEOUT_SECONDS`. The entry is skipped without MLX.
+    """
     from node.engine.process.main import EXIT_TIMEOUT_SECONDS, encode_settings
     from node.memory.sensor import open_machine
     from node.settings import ModelSettings, NodeSettings

@@ -40,7 +40,10 @@ def hold_gibibyte() -> Generator[int]:
 
 
 def check_footprint() -> Outcome:
-    """Check Macpool's footprint of a child that holds 1 GiB against the tools `footprint` and `vmmap -summary`."""
+    """Check Macpool's footprint of a child that holds 1 GiB against the tools `footprint` and `vmmap -summary`.
+
+    Each difference may be 6 %. The entry is skipped if neither tool answers.
+    """
     with hold_gibibyte() as pid:
         ours = LibSystem().read_footprint(pid)
         if ours is None:
@@ -105,7 +108,8 @@ def compare_metal(reported: int, total: int, wired: int | None, system: str) -> 
 def check_reclaimable() -> Outcome:
     """Check Macpool's figure of reclaimable memory against the pages that `vm_stat` counts at about the same moment.
 
-    `vm_stat` excludes speculative pages from the free ones; psutil's `available` includes them.
+    The difference may be 5 %. `vm_stat` excludes speculative pages from the free ones; psutil's `available` includes
+    them. Raise `ToolError` if `vm_stat` fails.
     """
     listing, pages = run_tool("/usr/bin/vm_stat"), read_virtual_memory()
     ours = None if pages is None else int(pages.available + pages.active * ACTIVE_SHARE)

@@ -174,7 +174,7 @@ async def _run_bonjour() -> Outcome:
 
 
 async def _wait_for_event(browser: asyncio.subprocess.Process, event: str, label: str) -> bool:
-    """Read lines until one reports this event of the record. Return False after LISTEN_SECONDS."""
+    """Read lines until one reports this event of the record. Return False after `ANSWER_TIMEOUT_SECONDS`."""
     assert browser.stdout is not None  # noqa: S101  it was asked for
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(ANSWER_TIMEOUT_SECONDS):

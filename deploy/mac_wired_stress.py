@@ -37,6 +37,7 @@ CACHE = "1GiB"
 PROGRESS = Path("mac-check-wired.log")
 """File with the progress, synced to the disk every `PROGRESS_SECONDS`, because the file must survive a panic."""
 PROGRESS_SECONDS = 5.0
+"""Seconds between two lines of the progress."""
 
 
 def check_wired_stress() -> Outcome:

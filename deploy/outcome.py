@@ -20,6 +20,7 @@ class Outcome:
     """Result of one entry of the Mac check."""
 
     status: Literal["pass", "fail", "skip"]
+    """Result; `skip` if the entry could not be checked here."""
     text: str
     """Numbers that decided the status, or the reason for a skip."""
 
@@ -35,7 +36,7 @@ def create_skip(why: str) -> Outcome:
 
 
 class ToolError(Exception):
-    """A system tool is missing, failed, or printed unknown output. The text names the tool and the problem."""
+    """Raised if a system tool is missing, fails, or prints unknown output. The text names the tool and the problem."""
 
 
 def run_tool(*command: str) -> str:

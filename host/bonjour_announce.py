@@ -27,7 +27,7 @@ GOODBYE_TIMEOUT_SECONDS = 3.0
 
 
 def list_addresses() -> list[str]:
-    """Return the addresses of this machine that another machine can dial, best first."""
+    """Return the IP addresses of this machine that another machine can dial, as texts, best first."""
     pairs = [(adapter.name, ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
     return rank_addresses((name, ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for name, ip in pairs)
 
@@ -35,9 +35,9 @@ def list_addresses() -> list[str]:
 class Announcement:
     """Bonjour announcement of this machine on the LAN, from `start` to `close`.
 
-    `advert` has the TXT fields of the record, `port` is the announced TCP port. `name` is a display name; with
-    `identity`, the id of cluster or machine, the name of the record is unique. `interfaces` are the addresses to
-    announce; None for those of this machine. The addresses are checked every `look_every` seconds.
+    `advert` has the TXT fields of the record, `port` is the announced TCP port. `name` is a display name. `identity`,
+    the id of cluster or machine, makes the name of the record unique. `interfaces` are the addresses to announce; None
+    for those of this machine. The addresses are checked every `look_every` seconds.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import signal
 def describe_exit(code: int | None) -> str:
     """Describe the return code of an ended process: "ended by SIGSEGV" or "ended with exit code 3".
 
-    `code` is a `subprocess.Popen.returncode`: negative for a signal.
+    `code` is a `subprocess.Popen.returncode`: negative for a signal, None if it is unknown.
     """
     if code is None or code >= 0:
         return f"ended with exit code {code}"

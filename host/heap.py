@@ -20,7 +20,10 @@ By default glibc raises the limit to the size of the longest block that was free
 
 
 def map_long_blocks() -> None:
-    """Configure glibc to return long blocks to the system when they are freed. Call once, at start."""
+    """Configure glibc to return blocks of at least `MMAP_THRESHOLD_BYTES` to the system when they are freed.
+
+    Call once, at start. On systems without glibc, do nothing.
+    """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 

@@ -14,6 +14,7 @@ IOKIT = "/System/Library/Frameworks/IOKit.framework/IOKit"
 CORE = "/System/Library/Frameworks/CoreFoundation.framework/CoreFoundation"
 CAN_SLEEP, WILL_SLEEP, POWERED_ON = 0xE0000270, 0xE0000280, 0xE0000300
 ANSWER_TIMEOUT_SECONDS = 2.0
+"""Longest delay of a sleep by this module, and longest wait for the start and the end of the thread."""
 
 _CALLBACK = CFUNCTYPE(None, c_void_p, c_uint32, c_uint32, c_void_p)
 
@@ -52,7 +53,7 @@ class SleepNotificationListener:
         return bool(registered)
 
     def stop(self) -> None:
-        """Stop listening and end the thread."""
+        """Stop listening and end the thread. The call waits at most ANSWER_TIMEOUT_SECONDS."""
         if self._core is not None and self._loop is not None and not self._ended.is_set():
             self._core.CFRunLoopStop(self._loop)
             self._ended.wait(ANSWER_TIMEOUT_SECONDS)

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 BURST_EVENTS = 20
+"""Number of events about a subject that are admitted in a window."""
 WINDOW_SECONDS = 60.0
+"""Length of a window, from its first event."""
 MAX_SUBJECTS = 1024
 """Maximum number of subjects; above it, all subjects of an event count as one."""
 _SUBJECT = ("node", "peer", "address", "reason", "why", "condition", "model")
@@ -53,9 +55,10 @@ class LogDeduplicator:
         return sum(recent.left_out for recent in self._recent.values())
 
     def admit(self, logger: str, event: str, fields: Mapping[str, Any], now: float) -> int | None:
-        """Return None to leave out an event, else the number of events of this subject left out in the last window.
+        """Return None to leave out an event, else the number of its repeats that were left out in the previous window.
 
-        `logger` and `event` are names, `fields` the values of the event. `now` is in seconds of a monotonic clock.
+        The number is 0 except for the first event of a window. `logger` and `event` are names, `fields` the values of
+        the event. `now` is in seconds of a monotonic clock.
         """
         key = (logger, event, *(str(fields[name])[:100] for name in _SUBJECT if name in fields))
         recent = self._recent.get(key)

@@ -23,7 +23,9 @@ from host.log_dedup import LogDeduplicator
 from host.redaction import PRIVATE, format_exception, hide_secrets_in_line, redact_fields
 
 MAX_LOG_BYTES = 20 * 1024 * 1024
+"""Bytes of a log file before it is rotated."""
 MAX_LOG_FILES = 5
+"""Number of rotated files that are kept."""
 Tap = Callable[[Mapping[str, Any]], None]
 """Function that gets each written event, after redaction."""
 
@@ -94,9 +96,9 @@ class _StderrHandler(logging.StreamHandler[Any]):
 
 
 def empty_if_longer(descriptor: int, longest: int = MAX_LOG_BYTES) -> bool:
-    """Empty the open file if it is a regular file of more than `longest` bytes. Return whether it was emptied.
+    """Empty an open file if it is a regular file of more than `longest` bytes. Return whether it was emptied.
 
-    Raise OSError if `descriptor` is not open.
+    Raise OSError if `descriptor` is not the descriptor of an open file.
     """
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or facts.st_size <= longest:

@@ -28,6 +28,7 @@ class PauseFile:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
+        """Path of the file."""
 
     def write(self, pause: PauseRecord) -> None:
         """Store a pause in place of an earlier one. Raise OSError if that fails."""

@@ -15,7 +15,9 @@ from typing import Protocol, cast
 import psutil
 
 TOOL_TIMEOUT_SECONDS = 5.0
+"""Longest run of a tool."""
 TOUCHED = ("/usr/sbin/ioreg", "-rd1", "-c", "IOHIDSystem")
+"""Command that prints the idle time of macOS."""
 
 RunCommand = Callable[[tuple[str, ...]], str]
 """Function that runs a tool and returns its output; empty after an error."""
@@ -33,7 +35,7 @@ class PowerState:
     """Reading of power supply, battery and idle time of this machine. None: the value cannot be read."""
 
     plugged: bool | None = None
-    """Whether the machine runs on mains."""
+    """Whether the machine runs on mains; None if that is unknown."""
     battery: float | None = None
     """Charge in percent; None also without a battery."""
     idle_s: float | None = None

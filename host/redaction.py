@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Any, cast
 
 HIDDEN = "[hidden]"
+"""Text in place of a secret."""
 NAMES = frozenset(
     {
         "authorization",
@@ -44,6 +45,7 @@ NAMES = frozenset(
 PRIVATE = frozenset({"prepare", "grammar", "text"})
 """Events of the engine whose exceptions can quote the text of a client."""
 MAX_MESSAGE_CHARS = 300
+"""Maximum characters of the message of an exception in the log."""
 _SHAPES = re.compile(
     r"mp_[a-z2-7]{4,16}_[A-Za-z0-9_-]{20,}"  # API keys
     r"|mpj1\.[A-Za-z0-9.]{20,}"  # join tokens
@@ -55,6 +57,7 @@ _NAMED = re.compile(
 )
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)")
 Failure = tuple[type[BaseException], BaseException, TracebackType | None]
+"""Type, exception and traceback, as from `sys.exc_info`."""
 
 
 def hide_secrets(text: str) -> str:

@@ -28,6 +28,7 @@ GIVEN = frozenset({"environment", "--set", "--models"})
 """Origins that a change of the file does not affect."""
 
 Flat = Mapping[str, object]
+"""Values by dotted key."""
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -51,6 +52,7 @@ class Setting:
     default: object
     """Default; an empty dictionary for a table of named entries."""
     description: str
+    """Meaning of the setting, as in docs/settings.md."""
     entry_default: object = None
     """For a table whose entries are lists, an empty tuple; else None."""
 
@@ -106,7 +108,10 @@ def from_tree(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]
 
 
 def split_key(key: str) -> list[str]:
-    """Split a dotted key into its names. A name in quotes may have dots."""
+    """Split a dotted key into its names. A name in quotes may have dots.
+
+    A key with an invalid quotation is split at every dot.
+    """
     names: list[str] = []
     at = 0
     while at < len(key):

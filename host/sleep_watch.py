@@ -18,10 +18,12 @@ import structlog
 log = structlog.get_logger("host.sleep_watch")
 
 POLL_INTERVAL_SECONDS = 2.0
+"""Seconds between two checks of the clocks."""
 MIN_SLEEP_SECONDS = 3.0
 """Shortest difference of the clocks that counts as a sleep."""
 
 Acknowledge = Callable[[], None]
+"""Function that permits an announced sleep."""
 Clocks = tuple[Callable[[], float], Callable[[], float]]
 """A clock that runs during sleep and one that does not, in seconds."""
 
@@ -49,7 +51,7 @@ class NoSleepNotices:
         return False
 
     def stop(self) -> None:
-        """Do nothing."""
+        """Do nothing, because no announcement was started."""
 
 
 def open_sleep_notices() -> SleepNotices:
@@ -74,10 +76,10 @@ def system_clocks() -> Clocks:
 
 
 class SleepWatch:
-    """Detector of sleep and wake-up of this machine. All functions are called on the running loop.
+    """Detector of sleep and wake-up of this machine. All callbacks run on the event loop of `start`.
 
-    `on_sleep` is called before an announced sleep, with a function that permits the sleep. `on_wake` is called after
-    a sleep with its duration in seconds, `on_look` at every check. `notice` and `clocks` replace those of the system in
+    `on_sleep` is called before an announced sleep, with a function that permits the sleep. `on_wake` is called after a
+    sleep with its duration in seconds, `on_look` at every check. `notices` and `clocks` replace those of the system in
     tests.
     """
 

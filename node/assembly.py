@@ -34,7 +34,7 @@ from wire.report import Hardware
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Parts of a node that are started and stopped."""
+    """Parts of a node that its program starts and stops."""
 
     agent: Agent
     supervisor: Supervisor
@@ -60,10 +60,10 @@ def assemble(
     engine_timeouts: SupervisorTimeouts | None = None,
     link_timeouts: LinkTimeouts | None = None,
 ) -> Node:
-    """Construct the parts of a node. Nothing is started.
+    """Construct the parts of a node and connect them. Nothing is started.
 
-    `state` is the state folder. `on_ready(address)` is that of `Agent`. Tests replace the command of the engine process
-    and the timeouts.
+    `state` is the state folder. `on_ready` is called with the coordinator's address (`host:port`), possibly often, when
+    the node is linked and its engine is ready. Tests replace the command of the engine process and the timeouts.
     """
     settings = add_own_folder(settings, state)
     links, engine_changed, video_changed = CoordinatorLinks(), Notifier(), Notifier()

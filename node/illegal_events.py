@@ -8,12 +8,13 @@ log = structlog.get_logger("node.illegal_events")
 
 
 class IllegalEvents:
-    """Number of events since the start of the agent that a state machine refused. Each of them is a bug."""
+    """Counter of the events that state machines refused since the start of the agent. Each of them is a bug."""
 
     def __init__(self) -> None:
         self.count = 0
+        """Number of the events."""
 
     def record(self, machine: str, error: IllegalEventError) -> None:
-        """Log and count an illegal event of a state machine."""
+        """Log and count an illegal event. `machine` is the name of the state machine."""
         self.count += 1
         log.error("illegal event", machine=machine, error=str(error), exc_info=error)

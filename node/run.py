@@ -54,17 +54,20 @@ from wire.join_token import JoinToken, parse_token
 from wire.report import Hardware
 
 DRAIN_TIMEOUT_SECONDS = 20.0
+"""Longest wait for running requests when the node stops."""
 FIND_TIMEOUT_SECONDS = 5.0
+"""Duration of the search for a coordinator by Bonjour."""
 
 log = structlog.get_logger("node.run")
 
 
 class NodeStartError(Exception):
-    """Error for a node that cannot start, with its exit code. The text names the reason and the next step."""
+    """Error for a node that cannot start. The text names the reason and the next step."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
         self.code = code
+        """Exit code of the program."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -180,7 +180,7 @@ def test_no_other_distribution_owns_the_names_of_our_packages(package: str):
 # style
 
 
-def test_every_module_says_what_it_is():
+def test_every_module_has_a_docstring():
     silent = [name_of(file) for file in modules() if not ast.get_docstring(ast.parse(file.read_text()))]
     assert silent == []
 
@@ -201,7 +201,7 @@ def test_the_types_are_checked_strictly():
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_the_type_checker_is_told_to_look_away_less_and_less(package: str):
+def test_the_number_of_type_ignores_only_falls(package: str):
     found = [
         f"{name_of(file)}:{number}"
         for file in modules(package)
@@ -212,7 +212,7 @@ def test_the_type_checker_is_told_to_look_away_less_and_less(package: str):
     assert len(found) == IGNORES[package], f"lower the number for {package} to {len(found)}"
 
 
-def test_every_noqa_says_of_what():
+def test_every_noqa_names_its_rule():
     files = [*modules(), *modules("tests", "deploy", "docs")]
     bare = [
         f"{name_of(file)}:{number}"
@@ -245,7 +245,7 @@ def test_only_clocks_are_slept_for():
     assert sleeping == set(PERIODIC_SLEEPS)
 
 
-def test_no_file_knows_a_certain_machine():
+def test_no_file_contains_a_path_of_one_machine():
     pattern = re.compile(r"(?<![\w.\]}])/(?:work|root|Users|home)/\w")
     found = [
         f"{name_of(file)}:{number}: {line.strip()[:100]}"
@@ -285,7 +285,7 @@ def test_requirements_are_locked_by_hash_and_name_no_host(name: str):
     assert re.findall(r"^-.*", text, flags=re.MULTILINE) == []
 
 
-def test_what_we_depend_on_is_locked():
+def test_dependencies_are_locked():
     locked = {line.partition("==")[0] for line in (ROOT / "requirements" / "run.txt").read_text().splitlines()}
     wanted = {re.split(r"[><=\[;]", need)[0] for need in PROJECT["project"]["dependencies"]}
     assert wanted - locked == set()

@@ -49,7 +49,7 @@ def test_list_changed_compares_a_clean_tree_with_the_commit_before(repository: P
     assert list_changed("") == ["second"]
 
 
-def test_list_changed_compares_other_trees_with_head_and_knows_new_files(repository: Path) -> None:
+def test_list_changed_compares_other_trees_with_head_and_lists_new_files(repository: Path) -> None:
     (repository / "first").write_text("changed")
     (repository / "new").write_text("new")
     (repository / "second").unlink()

@@ -187,7 +187,7 @@ def test_every_verb_has_its_route_or_a_reason(built: Application):
     assert wanted - documented == set()
 
 
-def test_every_path_that_the_command_asks_for_is_documented(built: Application):
+def test_every_path_that_the_command_requests_is_documented(built: Application):
     documented = {filled(path) for path in built.document()["paths"]}
     asked = {path for file in CLI.rglob("*.py") for path in _paths(ast.parse(file.read_text()))}
     assert asked - documented == set()
@@ -265,7 +265,7 @@ async def test_no_route_answers_without_a_key(built: Application, headers: dict[
                 assert answer.status_code == 401, f"{method} {path} answers {answer.status_code} without a key"
 
 
-async def test_a_key_opens_what_its_scope_says_and_nothing_else(built: Application):
+async def test_a_key_opens_only_the_routes_of_its_scope(built: Application):
     keys = {scope: built.admin.create_key(scope, [scope], None)["key"] for scope in SCOPES}
     async with client(built.app) as program:
         for method, path, operation in operations(built.document()):

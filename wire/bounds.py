@@ -12,27 +12,41 @@ from msgspec import Meta
 MAX_SIZE_BYTES = 2**50
 """1 PiB, above the memory and the file sizes of every machine."""
 MAX_TOKENS = 2**31 - 1
+"""Maximum token id and number of tokens."""
 MAX_COUNT = 2**53
 """Largest integer that every JSON parser keeps exact; bounds counters and sequence numbers."""
 MAX_NUMBER = 2**63 - 1
+"""Largest signed 64-bit integer, which the database can store."""
 MAX_SECONDS = 2.0**40
+"""Maximum of a duration or a Unix time."""
 MAX_REAL = 2.0**60
+"""Maximum of any other real number."""
 MAX_WORD_CHARACTERS = 1024
+"""Maximum characters of a name, id or code."""
 MAX_TEXT_CHARACTERS = 8 * 1024
+"""Maximum characters of one or two sentences."""
 MAX_MESSAGE_CHARACTERS = 64 * 1024
+"""Maximum characters of an error text."""
 MAX_LONG_CHARACTERS = 2**24
+"""Maximum characters of a prompt or an answer."""
 MAX_BLOB_BYTES = 64 * 1024
+"""Maximum bytes of a certificate, digest or JSON object."""
 MAX_ITEMS = 1024
+"""Maximum items of a list without a limit of its own."""
 MAX_MODELS = 512
 """Models in one report."""
 MAX_GROUPS = 256
+"""Maximum decode batches of a model."""
 MAX_DELTAS = 256
 """Deltas of a frame, pieces of a delta, and log probabilities of a delta."""
 LONG_CHARACTERS = 64 * 1024
 """Characters of text in one engine step above which each delta is sent in its own frame."""
 MAX_BIASES = 16 * 1024
+"""Maximum logit biases of a request."""
 MAX_MESSAGES = 2**18
+"""Maximum messages of a conversation."""
 MAX_IDS = 2**24
+"""Maximum token ids of a prompt."""
 
 Size = Annotated[int, Meta(ge=0, le=MAX_SIZE_BYTES)]
 """Bytes."""
@@ -41,13 +55,17 @@ Difference = Annotated[int, Meta(ge=-4 * MAX_SIZE_BYTES, le=4 * MAX_SIZE_BYTES)]
 Estimate = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 """Bytes computed from a request or from a model's files; can exceed the memory of every machine."""
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+"""Number of tokens, or a token id."""
 Ids = Annotated[tuple[Tokens, ...], Meta(max_length=MAX_IDS)]
 """Token ids."""
 Natural = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+"""Count, or another number that is not negative."""
 Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
 """Number of a request, sequence number of a command, nonce, or epoch."""
 Signed = Annotated[int, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
+"""Number that may be negative, such as a seed."""
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
+"""Duration in seconds, or a Unix time."""
 Real = Annotated[float, Meta(ge=-MAX_REAL, le=MAX_REAL)]
 """Finite, neither NaN nor infinite."""
 Word = Annotated[str, Meta(max_length=MAX_WORD_CHARACTERS)]

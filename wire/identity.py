@@ -14,8 +14,10 @@ OLDEST_PROTOCOL = 1
 """The coordinator accepts versions from this to PROTOCOL so that nodes of versions N and N-1 can run together."""
 
 SERVICE_TYPE = "_macpool._tcp.local."
+"""Bonjour's type of Macpool's service."""
 
 NodeId = NewType("NodeId", str)
+"""Id of a node."""
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9 ._-]{0,61}[A-Za-z0-9._-])?")
 _MODEL = re.compile(r"\w[\w ._:/@+()-]{0,199}")
@@ -63,11 +65,12 @@ def build_coordinator_uri(cluster: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:
-    """Identity of a peer, from its verified certificate; `node` is None for the coordinator."""
+    """Identity of a peer, from its verified certificate."""
 
     cluster: str
     """Id of the cluster."""
     node: NodeId | None
+    """Id of the node; None for the coordinator."""
 
 
 def parse_uri(uri: str) -> PeerIdentity | None:

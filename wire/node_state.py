@@ -7,13 +7,21 @@ class NodeState(StrEnum):
     """State of a node in the cluster, as the coordinator computes it from links and reports."""
 
     JOINING = "joining"
+    """The node has joined or linked again, and has not reported since."""
     READY = "ready"
+    """The link and its reports are alive."""
     SUSPECT = "suspect"
+    """Reports are late. The node gets no new requests."""
     ASLEEP = "asleep"
+    """The node has announced a sleep."""
     LOST = "lost"
+    """The node has been silent for longer, or never connected."""
     DRAINING = "draining"
+    """The node accepts no new requests, by its own report."""
     PAUSED = "paused"
+    """The node does not share its memory now, by its own report."""
     LEFT = "left"
+    """The node has left the cluster or was removed."""
 
 
 class EngineStage(StrEnum):

@@ -46,7 +46,9 @@ class MemoryLevel(IntEnum):
     UNKNOWN = 0
     OK = 1
     OVER_SOFT = 2
+    """The headroom is negative; unused memory is freed."""
     OVER_HARD = 3
+    """The engine is above cap − leases; requests are ended."""
 
 
 class Hardware(WireStruct, frozen=True, array_like=True, gc=False):
@@ -64,15 +66,15 @@ class Hardware(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class Memory(WireStruct, frozen=True, array_like=True, gc=False):
-    """A consistent memory reading of an engine, and the limits in force at that moment (docs/memory.md).
-
-    If `phys` is None, `headroom` is None and the node receives no new request.
-    """
+    """A consistent memory reading of an engine, and the limits in force at that moment (docs/memory.md). If `phys` is
+    None, `headroom` is None and the node receives no new request."""
 
     cap: Size = 0
+    """Memory that the engine may use."""
     ceiling: Size = 0
     """Cap at this moment: lower while leases or other programs use memory."""
     margin: Size = 0
+    """Part of the cap that is kept free for buffers of forwards."""
     phys: Size | None = None
     """Footprint of the engine's process; None if it could not be read."""
     active: Size = 0
@@ -123,11 +125,9 @@ class BatchGroup(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class TransientModel(WireStruct, frozen=True, array_like=True, gc=False):
-    """Fitted model of the transient memory of a forward, without the KV that it writes.
-
-    All values are bytes, except `window` and `floor`. Formulas: `wire.capacity.arithmetic.estimate_prefill_transient`
-    and `wire.capacity.arithmetic.estimate_step_transient`.
-    """
+    """Fitted model of the transient memory of a forward, without the KV that it writes. All values are bytes, except
+    `window` and `floor`. Formulas: `wire.capacity.arithmetic.estimate_prefill_transient` and
+    `wire.capacity.arithmetic.estimate_step_transient`."""
 
     fixed: Real = 0.0
     """Prefill: constant."""

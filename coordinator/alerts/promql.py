@@ -17,7 +17,9 @@ from operator import eq, ge, gt, le, lt
 from typing import NamedTuple
 
 Labels = frozenset[tuple[str, str]]
+"""Labels of a series, as (label, value) pairs."""
 Vector = Mapping[Labels, float]
+"""Values of the series of a metric, by their labels."""
 Sample = Mapping[str, Vector]
 """Values of one moment: the series of each metric, by the full name of the metric."""
 _COMPARE: dict[str, Callable[[float, float], bool]] = {">": gt, "<": lt, "==": eq, ">=": ge, "<=": le}
@@ -44,7 +46,9 @@ class SampleHistory:
         self._last: dict[tuple[str, Labels], float] = {}
         self._rises: dict[tuple[str, Labels], deque[tuple[float, float]]] = {}
         self.sample: Sample = {}
+        """Newest sample."""
         self.now = 0.0
+        """Time of the newest sample in Unix seconds; 0 before the first."""
 
     def add_sample(self, sample: Sample, now: float) -> None:
         """Add the next sample, taken at `now` (Unix seconds)."""
@@ -164,7 +168,7 @@ class MaxOver(Expression):
         return value if isinstance(value, Scalar) else ({frozenset(): max(value.values())} if value else {})
 
     def get_operands(self) -> tuple[Expression, ...]:
-        """Return the operands."""
+        """Return the operand, as the only element."""
         return (self.operand,)
 
 
@@ -190,7 +194,7 @@ class BinaryOp(Expression):
         return left / right if right else None
 
     def get_operands(self) -> tuple[Expression, ...]:
-        """Return the operands."""
+        """Return both operands, left first."""
         return (self.left, self.right)
 
 
@@ -216,7 +220,7 @@ class Comparison(Expression):
         )
 
     def get_operands(self) -> tuple[Expression, ...]:
-        """Return the operands."""
+        """Return both operands, left first; only the left one if the right one is a number."""
         return (self.left, self.right) if isinstance(self.right, Expression) else (self.left,)
 
 
@@ -236,7 +240,7 @@ class Intersection(Expression):
         return _combine_matching(self.left.evaluate(history), self.right.evaluate(history), lambda value, _: value)
 
     def get_operands(self) -> tuple[Expression, ...]:
-        """Return the operands."""
+        """Return both operands, left first."""
         return (self.left, self.right)
 
 

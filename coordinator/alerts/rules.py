@@ -321,9 +321,11 @@ RULES = (
         "check that it runs, that its address is right, and that the token is valid (`cluster key list`)",
     ),
 )
+"""All rules, for Prometheus."""
 EXTERNAL_RULES = frozenset({"CoordinatorDown"})
 """Rules that only an external observer can evaluate."""
 WATCHED = tuple(rule for rule in RULES if rule.name not in EXTERNAL_RULES)
+"""Rules that the coordinator evaluates as conditions."""
 
 
 def collect_windows() -> Mapping[str, frozenset[float]]:

@@ -31,9 +31,11 @@ from coordinator.alerts.evaluator import Condition
 TIMEOUT_SECONDS = 5.0
 """Timeout of the connection, and of the answer after it, in seconds."""
 MAX_ATTEMPTS = 4
+"""Attempts to send a message."""
 FIRST_RETRY_SECONDS = 2.0
 """Seconds before the second attempt; doubled for each further attempt."""
 MAX_QUEUED_MESSAGES = 64
+"""Maximum queued messages."""
 _PLAIN = re.compile(r"[!-\[\]-~]+")
 """Allowed characters of a URL: printable ASCII without space and backslash."""
 
@@ -62,6 +64,7 @@ ISATAP = 0x5EFE
 log = structlog.get_logger("coordinator.webhook")
 Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
 Resolve = Callable[[str, int], Sequence[str]]
+"""Function that returns the IP addresses of a host for a port."""
 
 
 class WebhookError(ValueError):
@@ -138,7 +141,10 @@ def is_forbidden(address: Ip) -> bool:
 
 
 def find_destinations(text: str) -> Sequence[Ip]:
-    """Return the possible destinations of a packet to an IP address: the address, or IPv4 addresses embedded in it."""
+    """Return the possible destinations of a packet to an IP address: the address, or IPv4 addresses embedded in it.
+
+    Raise `ValueError` if the text is not an IP address.
+    """
     address = ipaddress.ip_address(text)
     if isinstance(address, ipaddress.IPv4Address):
         return [address]

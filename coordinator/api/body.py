@@ -28,7 +28,7 @@ PLAIN_TEXT_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]*$"
 
 
 class Body(BaseModel):
-    """Base of all request bodies of the control plane. Unknown fields are refused."""
+    """Base of all request bodies of the control plane. A body with an unknown field is refused with 400."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -59,12 +59,14 @@ class StrictRoute(APIRoute):
     """
 
     check: Callable[[Request], Awaitable[None]] | None = None
+    """Function that raises `ProblemError` for a request without a sufficient key; None for a public route."""
     max_body_bytes = MAX_BODY_BYTES
+    """Maximum bytes of the body of a request."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return FastAPI's handler, preceded by the check of the key and the read of the body.
 
-        The handler raises `ProblemError` for a body that is too long, late or incomplete.
+        The handler raises `ProblemError` for a body that is too long (413), late (408) or incomplete (400).
         """
         plain = super().get_route_handler()
 

@@ -67,12 +67,13 @@ class Observability:
     load: LoadHistory
     events: EventLog
     log_file: Path
+    """Log of the coordinator, as JSON lines."""
 
 
 class ControlApi:
     """Control application `app` with all groups of routes.
 
-    `paths` describes the inference routes, for the OpenAPI document.
+    `paths` has the OpenAPI path items of the inference routes by path.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ def _create_route_class(check: Callable[[Request], Awaitable[None]] | None, max_
 class ControlApplication(FastAPI):
     """FastAPI application whose OpenAPI document also describes all answers of `routes`.
 
-    `paths` describes routes outside the application.
+    `paths` has the OpenAPI path items of routes outside the application, by path.
     """
 
     def __init__(self, version: str, routes: Sequence[Route], paths: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ class DispatcherApi(Protocol):
     names: ModelNames
 
     def submit(self, spec: RequestSpec) -> ActiveRequest:
-        """Accept a request. The caller must `close` it."""
+        """Place a request, queue it, or end it with a refusal. Return its state. The caller must `close` it."""
         ...
 
     def close(self, request: ActiveRequest) -> None:
@@ -30,7 +30,7 @@ class DispatcherApi(Protocol):
         ...
 
     def count_in_flight(self, node: NodeId) -> int:
-        """Return the number of requests on a node."""
+        """Return the number of requests that are on a node, queued requests excluded."""
         ...
 
     def count_queued(self) -> int:

@@ -21,14 +21,20 @@ class ProblemError(Exception):
 
 
 def build_response(problem: Problem, request: Request) -> Response:
-    """Convert a problem into an HTTP response."""
+    """Return the HTTP response for a problem, in the API's JSON format.
+
+    The body repeats the first 64 characters of the `x-request-id` of `request`.
+    """
     headers = {name.decode(): value.decode() for name, value in problem.build_headers()}
     body = problem.encode_body(request.headers.get("x-request-id", "")[:64])
     return Response(body, problem.status, headers, "application/json")
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Install handlers that answer every error of the application in the API's format."""
+    """Install handlers in `app` that answer every error in the API's format.
+
+    A `StoreError` becomes 503. An `HTTPException` keeps its status.
+    """
     app.add_exception_handler(ProblemError, _on_problem)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)

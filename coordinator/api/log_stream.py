@@ -11,14 +11,15 @@ from coordinator.api.errors import ProblemError
 from router.errors import Problem
 
 MAX_LOG_BYTES = 2**30
+"""Maximum of the parameter `bytes` of a log route."""
 FOLLOW_INTERVAL_SECONDS = 1.0
 """Seconds between two reads of a followed log."""
 LogBytes = Annotated[int, Query(alias="bytes", ge=1, le=MAX_LOG_BYTES)]
-"""Number of bytes from the end of a log."""
+"""Query parameter `bytes`: number of bytes from the end of a log."""
 
 
 async def stream_log(pieces: AsyncIterator[bytes]) -> Response:
-    """Return a response that streams the text of a log.
+    """Return a response that streams the text of a log. `pieces` are the parts of the text in UTF-8.
 
     Raise `ProblemError` (503) for an error before the first piece. A later error ends the text.
     """

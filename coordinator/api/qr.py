@@ -4,5 +4,8 @@ import segno
 
 
 def build_qr_matrix(text: str) -> list[str]:
-    """Return the rows of the QR code, `1` for a dark square. Raise `ValueError` if the text is too long."""
+    """Return the rows of a text's QR code: `1` for a dark module, `0` for a light one.
+
+    Raise `ValueError` if the text is too long.
+    """
     return ["".join("1" if dark else "0" for dark in row) for row in segno.make(text, micro=False).matrix]

@@ -40,18 +40,23 @@ TEXT = Content.of_text("text/plain")
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Control route: method, path, required scope and handler.
-
-    FastAPI calls `handler`, whose name is the action in the audit log.
-    """
+    """Control route: method, path, required scope and handler."""
 
     method: str
+    """HTTP method in capitals."""
     path: str
+    """Path with parameters in braces, as `/api/v1/nodes/{node}`."""
     scope: str
+    """Scope that the API key needs; `PUBLIC_SCOPE` if no key is needed."""
     handler: Callable[..., Any]
+    """Function that FastAPI calls.
+
+    Its name is the action in the audit log, its docstring the description in OpenAPI.
+    """
     refusals: tuple[int, ...] = ()
     """Error statuses in addition to those that method and path imply."""
     content: Content = JSON
+    """Content of the response with status 200."""
     ends_with_name: bool = False
     """Whether the path ends with a parameter that may contain slashes, such as `publisher/model`."""
 
@@ -76,7 +81,7 @@ class Route:
         return (self.handler.__doc__ or "").splitlines()[0]
 
     def describe_responses(self) -> dict[str, Any]:
-        """Return the OpenAPI descriptions of all responses, by status."""
+        """Return the OpenAPI response objects of all possible responses, by status as text."""
         content = {self.content.media: {"schema": dict(self.content.schema)}}
         good = {"description": "the answer" if self.method == "GET" else "done", "content": content}
         missing = (404,) if "{" in self.path else ()

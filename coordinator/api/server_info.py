@@ -5,19 +5,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """Facts about the coordinator for the routes of its status, settings and CA.
-
-    `epoch` counts the starts of the coordinator. `base_url` is the endpoint for clients, `cluster_url` the address for
-    nodes. `started` is in monotonic seconds. `ca_pem` is empty if the endpoint has no CA of its own.
-    """
+    """Facts about the coordinator for the routes of its status, settings and CA."""
 
     name: str
+    """Name of the cluster."""
     version: str
+    """Version of Macpool."""
     epoch: int
+    """Number of starts of the coordinator, this one included."""
     base_url: str
+    """Endpoint for clients, with its `/v1`."""
     cluster_url: str
+    """Address for nodes."""
     cluster: str
+    """Id of the cluster."""
     started: float
+    """Start of the coordinator in monotonic seconds."""
     ca_pem: str = ""
+    """CA of the endpoint's certificate (PEM); empty if the endpoint has no CA of its own."""
     settings: tuple[dict[str, object], ...] = ()
     """All settings in force, each with its key, value, origin and description."""

@@ -99,6 +99,7 @@ COMMANDS = {name: command for section in SECTIONS.values() for name, command in 
 NAMES = ("cluster", "macpool")
 """Names of the command: graphviz has a `cluster` of its own on many machines."""
 INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
 
 
 class LazyGroup(CommandGroup):
@@ -112,7 +113,10 @@ class LazyGroup(CommandGroup):
         standalone_mode: bool = True,
         **extra: Any,
     ) -> Any:
-        """Run a verb, print an error uniformly, and exit the process with a code of the help unless the code is 0."""
+        """Run a verb and print its error.
+
+        Exit the process with an exit code of the help, unless the code is 0. A closed output pipe counts as success.
+        """
         try:
             code = super().main(args, prog_name, complete_var, False, **extra)
         except click.ClickException as error:

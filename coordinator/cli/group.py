@@ -123,5 +123,5 @@ def confirm(question: str, *, yes: bool) -> None:
 
 
 def yes_option(command: click.decorators.FC) -> click.decorators.FC:
-    """Decorate a command that asks for confirmation with --yes."""
+    """Add the option --yes to a command that asks for confirmation."""
     return click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")(command)

@@ -11,7 +11,7 @@ ALARMING = frozenset({OFF, NO_MARGIN})
 
 
 def format_age(seconds: float | None) -> str:
-    """Format an age in the largest unit, as `5m`; `-` if it is unknown."""
+    """Format an age in seconds in its largest unit, as `5m`; `-` if it is None."""
     if seconds is None:
         return "-"
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):

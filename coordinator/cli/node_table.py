@@ -1,4 +1,7 @@
-"""Nodes as table rows: seven columns for 80 characters, all with `-o wide`, and the bars of the live view."""
+"""Nodes as table rows: seven columns for 80 characters, all with `-o wide`, and the bars of the live view.
+
+A node is an object of `/api/v1/nodes`.
+"""
 
 from typing import Any
 
@@ -98,7 +101,10 @@ def format_model_count(node: dict[str, Any]) -> str:
 
 
 def describe_video(video: dict[str, Any] | None) -> str:
-    """Describe a node's video capability: `-` without package, leases with progress, or whether the node is ready."""
+    """Describe the field `video` of a node: `-` without package, leases with phase and progress, or a state.
+
+    The states are `not allowed`, `ready` and `not ready`.
+    """
     if not video or not video["packages"]:
         return "-"
     lent = [lease for lease in video["leases"] if lease["size"]]
@@ -112,7 +118,7 @@ def describe_video(video: dict[str, Any] | None) -> str:
 
 
 def format_headroom(node: dict[str, Any]) -> str:
-    """Return a node's headroom; `-` if it is outdated."""
+    """Return a node's headroom as text, `1.5 GiB`; `-` if it is unknown or outdated."""
     return "-" if node["state"] in SILENT else show_size(node["headroom"])
 
 

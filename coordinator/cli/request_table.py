@@ -9,8 +9,10 @@ from wire.units import show_size
 
 
 def print_placement(answer: dict[str, Any]) -> None:
-    """Print the candidates of a placement with their memory, and the chosen node. Name the passed-over models of an
-    alias."""
+    """Print the candidates of a placement with their memory, and the chosen node.
+
+    `answer` is that of `/api/v1/place`. The passed-over models of an alias come first.
+    """
     for row in answer.get("passed_over", ()):
         click.echo(f"passed over {row['model']}: {row['reason']}")
     sizes = ("need", "headroom", "ceiling", "current", "reserved", "margin")
@@ -31,7 +33,7 @@ def print_placement(answer: dict[str, Any]) -> None:
 
 
 def print_requests(answer: dict[str, Any]) -> None:
-    """Print requests as a table, one a line."""
+    """Print the ended requests of an answer of `/api/v1/requests` as a table, one request per row."""
     print_table(
         ("ID", "MODEL", "KEY", "SECONDS", "OUTCOME", "PROMPT", "CACHED", "ANSWER", "WAY"),
         [
@@ -54,7 +56,10 @@ def print_requests(answer: dict[str, Any]) -> None:
 
 
 def print_request(answer: dict[str, Any]) -> None:
-    """Print one request with its steps, and the decisions about its placement."""
+    """Print one request with its steps, and the decisions about its placement.
+
+    `answer` is that of `/api/v1/requests/ID`.
+    """
     for request in answer.get("under_way", ()):
         click.echo(
             f"{request['request_id']}  {request['model']}, key {request['key']}: {request['phase']}, "

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import ssl
 
 MEMBER_PATHS = frozenset({"/api/v1/status", "/api/v1/nodes", "/api/v1/models"})
-"""Paths that a node's Mac reads with its certificate."""
+"""Paths of the API that a node's Mac can read with its certificate, without a key."""
 LOGIN_FILE = "login.json"
 """File in the state folder (0600) with the data of `cluster login`."""
 
@@ -85,7 +85,10 @@ class ApiSession:
 
     @property
     def running(self) -> bool:
-        """Whether a coordinator is known: by --url, as running in the state folder, or by `cluster login`."""
+        """Whether a coordinator is known: by --url, as running in the state folder, or by `cluster login`.
+
+        Raise `CommandError` if a file of the state folder cannot be read.
+        """
         return self.url is not None or self._read_file("run.json") is not None or self.stored_login is not None
 
     @property
@@ -107,7 +110,8 @@ class ApiSession:
     def select_coordinator(self) -> CoordinatorAddress:
         """Return the coordinator to use: that of --url, the local one, or that of `cluster login`.
 
-        Raise `CommandError` if there is none.
+        Raise `CommandError` if there is none, or if a key or a file of the state folder cannot be read. Raise
+        `click.UsageError` for an invalid --url.
         """
         if self.url is not None:
             return CoordinatorAddress(
@@ -139,14 +143,14 @@ class ApiSession:
         )
 
     def get_url_and_key(self) -> tuple[str, str]:
-        """Return base URL (without path) and key of the coordinator to use. Raise `CommandError` if none is known."""
+        """Return base URL (without path) and key of the coordinator to use. Raise as `select_coordinator` does."""
         reached = self.select_coordinator()
         return reached.url, reached.key
 
     def get_authority(self) -> str:
         """Return the known CA (PEM) of the endpoint; empty if the system trusts it, or without TLS.
 
-        Raise `CommandError` if no coordinator is known.
+        Raise as `select_coordinator` does.
         """
         return self.select_coordinator().authority
 

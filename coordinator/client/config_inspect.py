@@ -18,7 +18,9 @@ from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import CommandError
 
 CHILD_TIMEOUT_SECONDS = 20.0
+"""Longest run of the process that reads the node's settings."""
 ANSWER_TIMEOUT_SECONDS = 5.0
+"""Longest wait for the settings of the running coordinator."""
 
 
 @dataclass(frozen=True, slots=True)

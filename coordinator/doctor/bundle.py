@@ -26,8 +26,11 @@ from host.redaction import HIDDEN, hide_secrets, redact_fields
 MAX_LOG_BYTES = 512 * 1024
 """Bytes read from the end of each log."""
 MAX_LINES = 2000
+"""Maximum events of each log in the archive."""
 OMITTED = "[omitted]"
+"""Replacement of a text that is not allowed."""
 OWN_PACKAGES = ("coordinator", "node", "router", "host", "simulation", "wire")
+"""Packages whose events the archive may name."""
 KEPT_FIELDS = frozenset(
     {
         "timestamp",
@@ -63,6 +66,7 @@ origins), conditions.json and nodes.json (from the coordinator, if it answered),
 by people or models are omitted). The archive contains no API key, no token, no private key, no prompt and no answer.
 Review it before you send it: it contains names of machines and models.
 """
+"""Text of the file README.txt in the archive."""
 
 
 @cache

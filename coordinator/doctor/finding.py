@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Result = Literal["ok", "warn", "fail", "not here"]
+"""Result of a check. `not here`: the check does not apply to this machine."""
 CLEAN, WARNED, FAILED, PIN, BLOCKED = 0, 1, 6, 9, 10
 """Exit codes of the doctor."""
 LOCAL_NETWORK, LINK = "local-network", "coordinator"
@@ -31,17 +32,17 @@ class Finding:
 
 
 def ok(text: str, **numbers: float | str | None) -> Finding:
-    """Return a finding without a fault."""
+    """Return a finding without a fault. `numbers` are values by name, for programs."""
     return Finding("ok", text, "", numbers)
 
 
 def warn(text: str, fix: str, **numbers: float | str | None) -> Finding:
-    """Return a finding about something that works but needs attention."""
+    """Return a finding about something that works but needs attention. `fix` is the next step."""
     return Finding("warn", text, fix, numbers)
 
 
 def fail(text: str, fix: str, **numbers: float | str | None) -> Finding:
-    """Return a finding about something that does not work."""
+    """Return a finding about something that does not work. `fix` is the next step."""
     return Finding("fail", text, fix, numbers)
 
 

@@ -21,7 +21,9 @@ FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 MIN_MODEL_DISK_BYTES = 20 * GIB
 """Free bytes on a disk of models below which the next download may fail."""
 MIN_STATE_DISK_BYTES = GIB
+"""Free bytes on the disk of the state folder below which the check fails."""
 MIN_OPEN_FILES = 1024
+"""Least limit of open files that a process needs."""
 MAX_PANIC_AGE_DAYS = 30
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
@@ -140,7 +142,10 @@ def check_memory(here: HostProbe) -> Finding:
 
 
 def check_disk(here: HostProbe) -> Finding:
-    """Check the free space on the disks of the model folders and the state folder."""
+    """Check the free space on the disks of the model folders and the state folder.
+
+    Warn below `MIN_MODEL_DISK_BYTES` for models. Fail below `MIN_STATE_DISK_BYTES` for the state folder.
+    """
     inspection = here.read_inspection()
     folders = [Path(path) for path in (inspection["folders"] if inspection else ())]
     rows = [(folder, _read_free_disk_bytes(folder), MIN_MODEL_DISK_BYTES) for folder in folders] + [

@@ -21,7 +21,9 @@ SKEW_WARN_SECONDS, SKEW_FAIL_SECONDS = 5.0, 600.0
 """Differences of the clocks, in seconds, above which the check warns or fails."""
 DAY_SECONDS = 86400.0
 EXPIRES_SOON_SECONDS = 14 * DAY_SECONDS
+"""Remaining validity of a certificate below which the check warns."""
 MAX_TAIL_BYTES = 256 * 1024
+"""Bytes that are read from the end of a log."""
 NO_CLUSTER = "this machine is in no cluster: `cluster up` creates one, `cluster join` joins one"
 
 
@@ -130,7 +132,10 @@ def _describe_dial(dial: dict[str, Any]) -> str:
 
 
 def check_certificates(here: HostProbe) -> Finding:
-    """Check the expiry of this machine's certificates and of the one that the coordinator presented."""
+    """Check the expiry of this machine's certificates and of the one that the coordinator presented.
+
+    Warn if one expires within `EXPIRES_SOON_SECONDS`. Fail if one has expired.
+    """
     lives = _read_expiries(here)
     if not lives:
         return not_here(NO_CLUSTER)
@@ -182,7 +187,10 @@ def _read_expiries(here: HostProbe) -> dict[str, float]:
 
 
 def check_clock(here: HostProbe) -> Finding:
-    """Check this machine's clock against the coordinator's, by its API or by the last difference in the node's log."""
+    """Check this machine's clock against the coordinator's, by its API or by the last difference in the node's log.
+
+    Warn above `SKEW_WARN_SECONDS`, and fail above `SKEW_FAIL_SECONDS`.
+    """
     if here.session.running:
         skew = _measure_clock_difference(here)
         where = "the coordinator's endpoint"

@@ -24,6 +24,7 @@ class Check:
     title: str
     """Subject of the check, for `--list`."""
     run: Callable[[HostProbe], Finding]
+    """Function that does the check."""
 
 
 CHECKS = (

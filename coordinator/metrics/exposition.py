@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from coordinator.metrics.families import PREFIX, CollectedFamily, HistogramValue, MetricKind
 
 MAX_LABEL_CHARS = 200
+"""Maximum characters of a label value; the rest is cut."""
 
 
 class SnapshotCollector(Collector):

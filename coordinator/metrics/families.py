@@ -34,7 +34,7 @@ class MetricKind(StrEnum):
 
 
 class HistogramValue(NamedTuple):
-    """Value of a histogram: upper bounds without the infinite one, and the counts, not cumulative."""
+    """Value of a histogram: upper bounds without the infinite one, and the count of each bucket, not cumulative."""
 
     bounds: Sequence[float]
     tally: HistogramSnapshot
@@ -42,6 +42,7 @@ class HistogramValue(NamedTuple):
 
 Value = float | HistogramValue
 Row = tuple[tuple[str, ...], Value]
+"""One series: the values of its labels in order, and its value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class CollectedFamily(NamedTuple, Generic[P]):
 
 
 def collect_families(families: Iterable[MetricFamily[P]], snapshot: P) -> list[CollectedFamily[P]]:
-    """Read each family from one snapshot. Omit values that are not finite."""
+    """Return each family with its series in one snapshot. Omit values that are not finite."""
     return [
         CollectedFamily(family, [row for row in family.read(snapshot) if _is_finite(row[1])]) for family in families
     ]

@@ -18,8 +18,9 @@ class ProcessMetrics:
     """Unix time in seconds."""
     cpu_seconds: float
     peak_bytes: int
-    """Peak of resident memory."""
+    """Peak of resident memory, in bytes."""
     open_files: int
+    """Number of open files and connections."""
     max_files: int
     """Limit of open files."""
 
@@ -49,11 +50,13 @@ class PoolSnapshot:
     """Current time in seconds of the loop's clock."""
     view: ClusterView
     states: Mapping[str, int]
+    """Number of members by state."""
     self_suspect: bool
     counters: Counters
     keys: Mapping[str, str]
     """Names of valid API keys by id."""
     in_flight: Mapping[NodeId, int]
+    """Number of requests on each node."""
     unacknowledged: Mapping[NodeId, int]
     """Bytes by node that are reserved and not in the node's report yet."""
     leaks: int
@@ -65,14 +68,18 @@ class PoolSnapshot:
     waiting: int
     """Number of queued requests."""
     queue_limit: int
+    """Maximum number of queued requests."""
     oldest_wait_seconds: float
     """Waiting time of the oldest queued request."""
     keys_refused: int
     """Number of requests with an unknown or expired API key."""
     certificates: Mapping[str, tuple[float, float]]
+    """Validity of the coordinator's certificates, by name."""
     node_certificates: Mapping[NodeId, tuple[float, float]]
+    """Validity of the certificate of each linked node."""
     links: LinkCounts
     conditions: Mapping[str, bool]
+    """Whether a condition is active, by alert rule."""
     process: ProcessMetrics
     video: VideoSnapshot
     wishes: WishSnapshot

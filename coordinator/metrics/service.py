@@ -35,9 +35,11 @@ from wire.node_state import SCRAPABLE, NodeState
 MEASURES_TIMEOUT_SECONDS = 3.0
 """Maximum seconds to wait for a node's measurements; less than the timeout of Prometheus."""
 MAX_MEASURES_BYTES = 16 * 1024
+"""Maximum bytes of a node's measurements."""
 VALIDITY_CACHE_SECONDS = 60.0
 """Seconds for which the validity of certificates is cached, because it is read from files."""
 Validities = Mapping[str, tuple[float, float]]
+"""Issue and expiry of certificates in Unix seconds, by name."""
 
 
 class NodeUnreachable(Exception):

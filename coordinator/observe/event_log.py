@@ -14,14 +14,17 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 MAX_EVENTS = 500
+"""Events in the ring."""
 MAX_QUEUED_EVENTS = 200
 """Maximum queued events of one reader."""
 MAX_READERS = 64
+"""Maximum concurrent readers."""
 KEEPALIVE_SECONDS = 15.0
 """Seconds of silence after which a reader receives a comment."""
 STREAMED_LOGGERS = ("coordinator.", "router.")
 """Prefixes of loggers whose events are streamed. Events of libraries are only in the log."""
 Event = tuple[int, bytes]
+"""Number of an event, from 1, and its JSON."""
 
 
 class EventLog:

@@ -22,6 +22,7 @@ MAX_POINTS = 360
 MAX_NODES = 64
 """Maximum number of nodes with their own points, of 17 KB each."""
 UNKNOWN = math.nan
+"""Value of a gap."""
 NODE_SERIES = (
     "prompt_tokens_per_second",
     "generated_tokens_per_second",
@@ -30,21 +31,23 @@ NODE_SERIES = (
     "cap_bytes",
     "ttft_seconds",
 )
+"""Series of a node."""
 POOL_SERIES = (*NODE_SERIES, "requests_per_second", "queued")
+"""Series of the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLoad:
-    """Load of one node at one moment: totals since the coordinator started, then gauges.
-
-    `first_token_seconds` is the sum of the times to first token of `first_tokens` requests.
-    """
+    """Load of one node at one moment: totals since the coordinator started, then gauges."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
     first_tokens: int = 0
+    """Requests that have received their first token."""
     first_token_seconds: float = 0.0
+    """Sum of their times to first token, in seconds."""
     in_flight: int = 0
+    """Requests on the node."""
     memory: int | None = None
     """Current memory in bytes; None while the node is not linked or the pool does not use its memory."""
     cap: int | None = None
@@ -61,6 +64,7 @@ class LoadReading:
     requests: int = 0
     """Total of ended requests since the coordinator started."""
     queued: int = 0
+    """Requests that wait for a node."""
 
 
 class _Ring:

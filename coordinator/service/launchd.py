@@ -25,9 +25,11 @@ from coordinator.service.plan import (
 )
 
 FOLDER = "Library/LaunchDaemons"
+"""Folder of the jobs, below the root."""
 LOGS = "/Library/Logs/macpool"
 """Folder of the service's output. Must be on the startup volume, because launchd opens no log on another volume."""
 DOMAIN = "system"
+"""Domain of launchd for jobs of the system."""
 NOT_FOUND = frozenset({113, 3, 36})
 """Exit codes of launchctl for a job that is not loaded."""
 KEY_TYPES: dict[str, type | tuple[type, ...]] = {

@@ -26,11 +26,13 @@ class ServicePlan:
     """Service to install on this machine. Paths are absolute."""
 
     role: Role
+    """Whether the service runs the coordinator or a node."""
     python: str
     """Path of the Python interpreter."""
     user: str
     """Account under which the service runs."""
     group: str
+    """Primary group of `user`."""
     home: str
     """Home folder of `user`."""
     state: str
@@ -69,6 +71,7 @@ class ServiceState:
     loaded: bool = False
     """Whether the manager knows the unit."""
     running: bool = False
+    """Whether the service has a process."""
     pid: int | None = None
     """Process id; None if no process runs."""
     last_exit: str = ""

@@ -26,11 +26,12 @@ TOOLS = {
 
 
 class ServiceError(Exception):
-    """An operation on the service failed: exit code of the command, and a text with the reason and the next step."""
+    """An operation on the service failed. The text has the reason and the next step."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
         self.code = code
+        """Exit code of the command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,10 @@ class ServiceHost:
             self.run_tool_checked("systemctl", "restart", UNIT)
 
     def reload_manager(self) -> None:
-        """Reload systemd after the removal of the unit's file; launchd needs no reload."""
+        """Reload systemd after the removal of the unit's file; launchd needs no reload.
+
+        Raise `ServiceError` if systemctl fails.
+        """
         if not self.mac:
             self.run_tool_checked("systemctl", "daemon-reload")
 

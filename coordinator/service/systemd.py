@@ -17,8 +17,11 @@ from coordinator.service.plan import (
 )
 
 FOLDER = "etc/systemd/system"
+"""Folder of the units, below the root."""
 NOTICE = "# Written by `cluster service install`. Run it again to change this file."
+"""First line of every unit that this program writes."""
 SHOWN = ("LoadState", "ActiveState", "SubState", "MainPID", "Result", "ExecMainStatus", "UnitFileState", "NRestarts")
+"""Properties that `systemctl show` prints for `parse_state`."""
 FINAL_EXIT_CODES = "2 6 8 9"
 """Exit codes after which a new start would end the same way: wrong settings, another coordinator or another cluster,
 other protocol, wrong peer."""
@@ -35,6 +38,7 @@ HARDENING = {
     "SystemCallArchitectures": "native",
     "RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6 AF_NETLINK",
 }
+"""Settings of the unit that restrict the service."""
 
 
 def render_unit(plan: ServicePlan) -> str:

@@ -45,21 +45,24 @@ def start_periodic_tasks(
     tls: HttpsCa | ssl.SSLContext | None,
     stack: AsyncExitStack,
 ) -> None:
-    """Start the periodic renewal of certificates and the periodic write of usage."""
+    """Start the periodic renewal of certificates and the periodic write of usage. `stack` stops them."""
     stack.push_async_callback(_cancel_task, asyncio.create_task(_renew_certificates(state.authority, tls)))
     stack.callback(access.admin.usage.record, dispatcher.usage)
     stack.push_async_callback(_cancel_task, asyncio.create_task(_store_usage(access.admin, dispatcher)))
 
 
 def start_wishes(wishes: WishRunner, stack: AsyncExitStack) -> None:
-    """Start to load and unload models for the wishes."""
+    """Start to load and unload models for the wishes. `stack` stops that."""
     stack.push_async_callback(_cancel_task, asyncio.create_task(wishes.run()))
 
 
 def start_conditions(
     conditions: ConditionEvaluator, settings: CoordinatorSettings, metrics: MetricsService, stack: AsyncExitStack
 ) -> None:
-    """Start to watch the conditions that need a person. Raise `AuthorityError` if the webhook address is invalid."""
+    """Start to watch the conditions that need a person. `stack` stops that.
+
+    Raise `AuthorityError` if the webhook address is invalid.
+    """
     conditions.listeners.append(log_condition)
     if settings.alerts.webhook_url:
         webhook = Webhook(parse_webhook_address(settings), settings.cluster.name)
@@ -72,7 +75,7 @@ def start_conditions(
 
 
 def start_load_history(cluster: ClusterSide, stack: AsyncExitStack) -> LoadHistory:
-    """Start to sample the load of the pool."""
+    """Start to sample the load of the pool, and return its history. `stack` stops the samples."""
     history = LoadHistory()
     sampling = asyncio.create_task(sample_load(history, partial(read_load, cluster.nodes.registry, cluster.dispatcher)))
     stack.push_async_callback(_cancel_task, sampling)
@@ -98,7 +101,10 @@ async def start_local_node(
     cluster: ClusterSide,
     stack: AsyncExitStack,
 ) -> bool:
-    """Start the node on this machine. Return whether it can answer requests."""
+    """Start the node on this machine. Return whether it can answer requests within `LOCAL_NODE_TIMEOUT_SECONDS`.
+
+    `stack` stops the node.
+    """
     address = f"{get_local_host(options.cluster_listen[0])}:{cluster.port}"
     node = LocalNode(
         state.state, address, options.node_arguments, lambda: str(access.tokens.create(600.0, replaces=True))

@@ -54,7 +54,8 @@ async def start_cluster(
 ) -> ClusterSide:
     """Construct the cluster side and listen for nodes. `stack` stops it.
 
-    `on_superseded` is that of `LinkAdmission`. Raise `OSError` if the address cannot be used.
+    `on_superseded` is called with a node's proof that another coordinator is newer. Raise `OSError` if the address
+    cannot be used.
     """
     links = create_links()
     dispatcher = _create_dispatcher(options, state.epoch, links.table, access.ring)

@@ -46,21 +46,27 @@ MAX_OPEN_FILES = 8192
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Addresses of the endpoint for clients, and of the cluster port.
-
-    `local_url` is the URL from this machine. `ca_pem` is empty unless the endpoint has a CA of its own.
-    """
+    """Addresses of the endpoint for clients, and of the cluster port."""
 
     socket: socket.socket
+    """Listening socket of the endpoint."""
     tls: HttpsCa | ssl.SSLContext | None
+    """TLS of the endpoint: its own authority, the context of given files, or None."""
     base_url: str
+    """URL for clients on other machines, without a path."""
     local_url: str
+    """URL from this machine, without a path."""
     cluster_url: str
+    """Address for nodes."""
     ca_pem: str
+    """CA of the endpoint (PEM); empty unless it has a CA of its own."""
 
 
 def create_endpoint(options: RunOptions, state: Path, cluster_port: int, listener: socket.socket) -> Endpoint:
-    """Return the endpoint of an open socket, with its TLS."""
+    """Return the endpoint of an open socket, with its TLS.
+
+    `state` is the state folder. Raise `AuthorityError` if the TLS settings cannot be used.
+    """
     host, port = options.listen[0], listener.getsockname()[1]
     tls = create_https_tls(options.settings.http, host, state)
     scheme = "http" if tls is None else "https"
@@ -82,7 +88,10 @@ async def serve_http(
     endpoint: Endpoint,
     stack: AsyncExitStack,
 ) -> None:
-    """Create the routes and serve them. `stack` stops the server."""
+    """Create the routes and serve them. `stack` stops the server.
+
+    Raise `SettingsError` for an upstream's key file that cannot be used, and `AuthorityError` for an invalid webhook.
+    """
     settings, ring, dispatcher = options.settings, access.ring, cluster.dispatcher
     api = ControlApi(
         cluster.nodes,
@@ -182,7 +191,11 @@ def _start_observability(
 
 
 def create_local_key(state: CoordinatorState, access: Credentials, endpoint: Endpoint, stack: AsyncExitStack) -> None:
-    """Create the key of the owner's commands, valid while the coordinator runs."""
+    """Create the key of the owner's commands, valid while the coordinator runs.
+
+    The key is in the file `run.json` of the state folder, which `stack` deletes. Raise `OSError` if it cannot be
+    written.
+    """
     local, secret = new_key(access.pepper, LOCAL_KEY_NAME, ["admin"], created=time.time())
     access.ring.put(local)
     _write_access_file(state.state / "run.json", endpoint.local_url, secret, endpoint.ca_pem, stack)
@@ -195,7 +208,10 @@ def _write_access_file(file: Path, url: str, secret: str, trusted: str, stack: A
 
 
 def build_ready_facts(endpoint: Endpoint, token: str, key: str | None) -> dict[str, Any]:
-    """Return the facts of the ready line. `key` is the first API key, only if it was created now."""
+    """Return the facts of the ready line as a JSON object.
+
+    `token` is a join token. `key` is the first API key, only if it was created now.
+    """
     tls = endpoint.tls
     answer: dict[str, Any] = {
         "schema": 1,

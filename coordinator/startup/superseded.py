@@ -19,6 +19,7 @@ class SupersededHandler:
         self._state = state
         self._stop = stop
         self.mark: SupersededMark | None = None
+        """First proof of a node; None without one."""
 
     def handle(self, mark: SupersededMark) -> None:
         """Record the first proof in the state folder and stop the coordinator. Ignore further proofs."""

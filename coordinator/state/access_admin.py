@@ -21,7 +21,10 @@ LOCAL_KEY_NAME = "local"
 
 
 def load_pepper(state: Path) -> bytes:
-    """Return the secret for digests of API keys. Create it on first use (file `pepper`, 32 bytes, mode 0600)."""
+    """Return the secret for digests of API keys. Create it on first use (file `pepper`, 32 bytes, mode 0600).
+
+    Raise `OSError` if the file cannot be read or written.
+    """
     file = state / "pepper"
     if not file.exists():
         write_private(file, secrets.token_bytes(32))
@@ -43,6 +46,7 @@ class AccessAdmin:
     tokens: JoinTokens
     ring: KeyRing
     pepper: bytes
+    """Secret for digests of API keys."""
     clock: Callable[[], float]
 
     @property

@@ -30,7 +30,7 @@ class StoreWriter:
         self._thread.start()
 
     def enqueue(self, statement: str, *values: object) -> None:
-        """Enqueue one change. Raise `StoreError` after a failed write."""
+        """Enqueue an SQL statement with its values as one change. Raise `StoreError` after a failed write."""
         self.raise_failure()
         self._writes.put(lambda: self._execute(statement, values))
 

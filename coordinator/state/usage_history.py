@@ -32,9 +32,10 @@ class UsageHistory:
         self.store.usage.delete_before((today - timedelta(days=USAGE_DAYS)).isoformat())
 
     def sum(self, key: str | None = None, since: str = "", *, daily: bool = False) -> dict[str, Any]:
-        """Sum the usage by key and model, and with `daily` also by day (UTC).
+        """Return the body of `/api/v1/keys/usage`: requests and tokens by key and model, with `daily` also by day.
 
-        `since` is the first day, as `2026-01-31`; empty for all days. `key` limits the result to the key of this id.
+        `since` is the first day (UTC), as `2026-01-31`; empty for all days. `key` limits the result to the key of this
+        id.
         """
         sums: dict[tuple[str, str, str], UsageTotals] = {}
         for row in self.store.usage.list_rows():

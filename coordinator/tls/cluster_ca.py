@@ -6,8 +6,8 @@ mode 0600. The cluster's id is part of the CA: the file is the cluster's identit
 
 Invariants
 - Only the public key of a certificate request is used. Names, SANs and extensions are set by the authority.
-- A node's certificate is valid for clients only, the coordinator's for servers only. A stolen node cannot pose as
-  coordinator, whichever SAN it has.
+- The SAN names the holder: a node by its id, or the coordinator. Peers accept as coordinator only a certificate with
+  the coordinator's SAN. A stolen node therefore cannot pose as coordinator.
 - Certificates pass `VERIFY_X509_STRICT` (Python's default from 3.13 on). They begin a day early for clocks that are
   slow.
 """
@@ -72,6 +72,7 @@ class ClusterCa:
             write_key_pair(file, *_create_ca(clock()))
         self._key, self._certificate = read_key_pair(file)
         self.cluster = _get_cluster_id(self._certificate, file)
+        """Id of the cluster."""
         self.ca = self._certificate.public_bytes(Encoding.DER)
         """The CA's certificate, DER."""
         if not self._own.exists() or not self._has_issued_own_certificate():
@@ -145,7 +146,8 @@ class ClusterCa:
     def renew(self) -> bool:
         """Issue a new coordinator certificate after two thirds of the validity of the current one.
 
-        New connections use the new certificate. Return whether a certificate was issued.
+        New connections use the new certificate. Return whether a certificate was issued. Raise `OSError` if it cannot
+        be written.
         """
         if self._clock() < self.renew_from:
             return False

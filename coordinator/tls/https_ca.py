@@ -61,7 +61,9 @@ REISSUED_WARNING = (
     "constraints: run `cluster trust-ca` again for them; all other programs trust it as before"
 )
 LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
+"""Names that every certificate of the endpoint contains."""
 LOCAL_DOMAIN = "local"
+"""Domain of Bonjour's names."""
 
 
 class HttpsCa:
@@ -88,6 +90,7 @@ class HttpsCa:
         self._names: tuple[str, ...] = ()
         self._renew_from = 0.0
         self.context = create_server_context()
+        """TLS context of the endpoint, with its current certificate."""
         self.renew()
 
     @property

@@ -35,9 +35,13 @@ from wire.refusals import RefusalCode
 
 VIDEOS = "/v1/videos"
 MAX_JSON_BYTES = 64 * 1024
+"""Maximum bytes of a JSON body."""
 MAX_LISTED = 100
+"""Maximum videos in one list."""
 DEFAULT_LISTED = 20
+"""Videos in one list without the parameter `limit`."""
 MAX_KEY_CHARS = 200
+"""Maximum characters of an Idempotency-Key."""
 _ID = re.compile(r"video_[0-9a-f]{24}")
 _READ = ("GET", "HEAD")
 NOT_OFFERED: Mapping[str, str] = {
@@ -48,6 +52,7 @@ NOT_OFFERED: Mapping[str, str] = {
 }
 """Routes of OpenAI's API that are not supported, by the last word of their path."""
 VARIANTS = {"video": VIDEO, "thumbnail": THUMBNAIL}
+"""Kinds of files by their names in the API."""
 
 
 class AnswerCounter(Protocol):

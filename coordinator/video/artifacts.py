@@ -33,14 +33,19 @@ SUFFIXES = {
 }
 """Kind and media type of a file by its suffix. All other files stay on the node."""
 MAX_FILES = 4
+"""Maximum files of a job; further ones stay on the node."""
 SLACK_BYTES = 16 * 2**20
 """Bytes that a file may have beyond its uncompressed frames: headers, indexes, sound."""
 DISK_FULL_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errnos of a disk or quota without space."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,60}\.[a-z0-9]{2,4}")
 _JOB = re.compile(r"video_[A-Za-z0-9]{1,64}")
 
 FetchFromNode = Callable[[NodeId, str, int], AsyncIterator[bytes]]
-"""Type of `coordinator.cluster.links.node_fetches.NodeFetches.fetch_source`."""
+"""Function that yields the newest bytes of a node's source: node, name of the source, maximum bytes.
+
+It raises LookupError if the node is not linked or cannot answer, TimeoutError if the node stops answering.
+"""
 
 
 class FetchInterrupted(Exception):
@@ -125,7 +130,7 @@ class ArtifactFolder:
         return digest.digest(), size
 
     async def remove_files(self, job: str) -> None:
-        """Remove all files of a job."""
+        """Remove all files of a job. Ignore an unknown or invalid id."""
         if _JOB.fullmatch(job):
             await asyncio.to_thread(shutil.rmtree, self.get_folder(job), ignore_errors=True)
 
@@ -136,7 +141,10 @@ class ArtifactFolder:
         return self._folder / job
 
     def find_file(self, job: VideoJob, kind: str) -> tuple[Path, StoredFile] | None:
-        """Return path and record of a job's file of a kind (`VIDEO` or `THUMBNAIL`); None if the job has none."""
+        """Return path and record of a job's file of a kind (`VIDEO` or `THUMBNAIL`); None if the job has none.
+
+        Raise `ValueError` for an invalid job id.
+        """
         file = next((file for file in job.files if get_kind(file.name) == kind), None)
         return None if file is None else (self.get_folder(job.id) / file.name, file)
 

@@ -39,6 +39,7 @@ from wire.state_machine import IllegalEventCounts, StateMachine
 log = structlog.get_logger("coordinator.video")
 
 LEASE_FRAMES = (LeaseGranted, LeaseRefused, LeaseEnded)
+"""Frames of nodes about leases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,9 @@ class VideoController:
         self._permissions = VideoPermissions(send, enabled=settings.enabled)
         self._history = JobHistory(wall)
         self.view = ClusterView()
+        """Newest view of the cluster."""
         self.table = JobTable(settings.rules, {job.id: job for job in store.jobs})
+        """Table of all jobs and of the memory that nodes hold for them."""
         self._sequence = max((job.sequence for job in store.jobs), default=0)
         self._reported_at: dict[str, float] = {}
         self._events: deque[events.Event] = deque()
@@ -97,7 +100,7 @@ class VideoController:
 
     @property
     def profiles(self) -> Mapping[VideoProfileKey, VideoMemoryProfile]:
-        """Measured memory of each package and engine."""
+        """Measured memory profiles by package, version of the engine, and bits of the quantization."""
         return self._records.profiles
 
     # -- requests of clients --------------------------------------------------------------

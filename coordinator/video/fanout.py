@@ -30,7 +30,7 @@ class ListenerFanout:
         self._on_view = on_view
 
     def set_view(self, view: ClusterView) -> None:
-        """Pass a new cluster view to the dispatcher and the controllers."""
+        """Pass a new cluster view to the dispatcher and the controllers, then call `on_view`."""
         self._dispatcher.set_view(view)
         self._controller.apply_view(view)
         self._pulls.apply_view(view)

@@ -10,7 +10,7 @@ IDLE_TICK_SECONDS = 60.0
 
 
 class JobTimer:
-    """Timer that calls `tick` once, as early as any `schedule` since the last call asked for."""
+    """Timer that calls `tick` once, at the earliest of the scheduled times."""
 
     def __init__(self, tick: Callable[[], None]) -> None:
         self._tick = tick

@@ -14,6 +14,7 @@ CONFIRM_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1, 5, 30)
 """Upper bounds of histogram buckets in seconds, as are `WAIT_BOUNDS` and `TIME_BOUNDS`."""
 COMPLETED, FAILED, CANCELLED, OTHER = "completed", "failed", "cancelled", "other"
 ENDS = (COMPLETED, FAILED, CANCELLED)
+"""Ends of jobs, as a label of metrics."""
 REASONS = (
     frozenset[str](LeaseEndCode) - {LeaseEndCode.COMPLETED}
     | frozenset[str](JobFaultCode) - {JobFaultCode.CANCELLED}
@@ -27,13 +28,17 @@ class VideoCounters:
     """Counters of video jobs since the start of the coordinator."""
 
     ends: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
+    """Ended jobs by end, one of `ENDS`."""
     failures: dict[str, int] = field(default_factory=dict[str, int])
     """Failed jobs by reason, one of `REASONS`."""
     clip_seconds: float = 0.0
     """Total playing time of all finished clips, in seconds."""
     queue_seconds: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
+    """Seconds from the submission of a job to the grant of its lease."""
     run_seconds: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS))
+    """Seconds from the grant of its lease to the end of a completed job."""
     confirm_seconds: Histogram = field(default_factory=lambda: Histogram(CONFIRM_BOUNDS))
+    """Seconds from the request of a lease to its grant."""
 
     def count_transition(self, old: VideoJob, job: VideoJob, now: float) -> None:
         """Count the transition of a job from its state in `old` to its state in `job`. `now` is in Unix seconds."""
@@ -61,19 +66,19 @@ class VideoCounters:
 
 @dataclass(frozen=True, slots=True)
 class VideoSnapshot:
-    """Video jobs at one moment, for metrics.
-
-    `states` counts the open jobs by state. `oldest_wait_seconds` is the longest wait of a queued job. `stored_bytes` is
-    the size of all stored files. `progress` is the completed share (0 to 1) of the job on each node. `used`: a node
-    offers video models, or there is or was a job.
-    """
+    """Video jobs at one moment, for metrics."""
 
     counters: VideoCounters = field(default_factory=VideoCounters)
     states: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Number of open jobs by state."""
     oldest_wait_seconds: float = 0.0
+    """Longest wait of a queued job, in seconds."""
     stored_bytes: int = 0
+    """Size of all stored files, in bytes."""
     progress: Mapping[NodeId, float] = field(default_factory=dict[NodeId, float])
+    """Completed share (0 to 1) of the job on each node."""
     used: bool = False
+    """Whether a node offers video models, or there is or was a job."""
 
 
 def take_video_snapshot(

@@ -17,10 +17,13 @@ from router.errors import Problem, build_body_too_long, build_invalid
 from router.http.exchange import Exchange
 
 MAX_PARTS = 32
+"""Maximum parts of a form."""
 MAX_TEXT_BYTES = 64 * 1024
 """Maximum bytes of all fields together, names included."""
 MAX_HEADERS = 8
+"""Maximum headers of a part."""
 MAX_HEADER_BYTES = 1024
+"""Maximum bytes of a header."""
 
 
 class _StopParsing(Exception):

@@ -14,6 +14,7 @@ from host.private_files import create_private_folder
 from node.hub.digests import STORE_NAME
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+"""Environment variables that make malloc of glibc return free memory at once."""
 PROFILES = "MACPOOL_PROFILES"
 """Environment variable with the folder in which the engine stores profiles of models."""
 DIGESTS = "MACPOOL_DIGESTS"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from wire.frames import ModelBan
 
 MAX_CRASHES = 2
+"""Crashes of a model within `WINDOW_SECONDS` after which its quarantine begins."""
 WINDOW_SECONDS = 600.0
 """Seconds within which crashes are counted together."""
 QUARANTINE_SECONDS = 600.0

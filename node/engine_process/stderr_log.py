@@ -11,6 +11,7 @@ MAX_LOG_BYTES = 8 * MIB
 TAIL_BYTES = 2048
 """Bytes of the log that the cause of a crash may quote."""
 TAIL_LINES = 3
+"""Lines of the log that the cause of a crash quotes."""
 
 
 class EngineLog:

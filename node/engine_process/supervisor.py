@@ -68,6 +68,7 @@ from wire.state_machine import IllegalEventError
 from wire.units import MIB, show_size
 
 COMMAND: Final = (sys.executable, "-m", "node.engine.process.main")
+"""Command that starts an engine."""
 MAX_UNSENT_BYTES = 64 * MIB
 """Maximum unreceived bytes in the child's socket buffer. Above that, new requests are refused."""
 

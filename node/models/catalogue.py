@@ -60,7 +60,9 @@ SCAN_VALID_SECONDS = 2.0
 SCAN_INTERVAL_SECONDS = 30.0
 """Seconds between two scans of an idle node."""
 EMBEDDED = Path(__file__).with_name("macpool-tiny")
+"""Folder of the embedded model."""
 GGUF = "it is in GGUF, the format of llama.cpp: download its MLX or safetensors build, for example from mlx-community"
+"""Cause of a folder with weights of llama.cpp."""
 
 log = structlog.get_logger("node.models.catalogue")
 

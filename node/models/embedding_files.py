@@ -13,14 +13,21 @@ from node.models.embedding_layout import Activation, DenseLayer, EmbeddingLayout
 from node.models.weight_files import Config, parse_json_object, parse_json_value, read_header
 
 MODULES = "modules.json"
+"""File with the list of modules."""
 POOLING = "1_Pooling/config.json"
+"""File with the pooling."""
 PROMPTS = "config_sentence_transformers.json"
+"""File with the prompts."""
 LENGTH = "sentence_bert_config.json"
+"""File with the maximum length of an input."""
 DENSE_FOLDERS = ("2_Dense", "3_Dense", "4_Dense")
+"""Folders of Dense layers, in their order."""
 DENSE_FILES = tuple(f"{folder}/{name}" for folder in DENSE_FOLDERS for name in ("config.json", "model.safetensors"))
+"""Files of Dense layers."""
 MAX_FILE_BYTES = 1024 * 1024
 """Maximum bytes of each file, without the weights of Dense layers."""
 MAX_PROMPTS = 64
+"""Maximum prompts of a model."""
 QWEN = "qwen3-embedding"
 """Part of the names of a family with Matryoshka vectors, in lower case (https://huggingface.co/Qwen/Qwen3-Embedding-0.6B)."""
 _POOLING_FOLDER = POOLING.partition("/")[0]
@@ -211,6 +218,9 @@ def _read_prompts(folder: Path) -> tuple[Mapping[str, str], str]:
 
 
 def read_max_tokens(folder: Path) -> int:
-    """Return the maximum tokens of an input; 0 if the files name none."""
+    """Return the maximum tokens of an input; 0 if the files name none.
+
+    Raise `EmbeddingFilesError` for a file that is not a JSON object, OSError for an unreadable one.
+    """
     value = read_object(folder, LENGTH).get("max_seq_length")
     return cast("int", value) if _is_count(value) else 0

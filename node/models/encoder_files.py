@@ -20,6 +20,7 @@ FAMILIES: Mapping[str, EncoderFamily] = {
     "xlm-roberta": EncoderFamily.ROBERTA,
     "modernbert": EncoderFamily.MODERNBERT,
 }
+"""Families of encoders that Macpool runs, by `model_type`."""
 ENCODERS = frozenset({*FAMILIES, "distilbert", "mpnet", "nomic_bert", "new", "deberta-v2", "electra", "albert"})
 """Types of encoders. Those outside of `FAMILIES` cannot be served."""
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "classifier_activation")
@@ -85,7 +86,7 @@ def read_classifier_pooling(config: Config) -> Pooling:
 
 
 def predict_encoder_transient(forward: TransientModel) -> TransientModel:
-    """Return the transient bytes of a forward of an encoder, which computes no logits and caches nothing.
+    """Return the model of the transient bytes of an encoder's forward, which computes no logits and caches nothing.
 
     `forward` is the prediction for a decoder of this size. Scores without fused attention exist twice, before and after
     their softmax.

@@ -30,3 +30,4 @@ IDENTITY_FILES = (
     "4_Dense/config.json",
     "4_Dense/model.safetensors",
 )
+"""Paths of these files below the folder of a model, in their order in the fingerprint."""

@@ -9,9 +9,11 @@ import msgspec
 import structlog
 
 FILE = "last-use.json"
+"""Name of the file."""
 STORE_INTERVAL_SECONDS = 3600.0
 """Seconds by which a last use must be later than the stored one before it is stored. The inference thread writes."""
 MAX_MODELS = 1024
+"""Maximum models with a stored last use; above it, the oldest entry is dropped."""
 
 log = structlog.get_logger("node.models.last_use")
 

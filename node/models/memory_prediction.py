@@ -8,6 +8,7 @@ from node.models.weight_files import NUMBER_BYTES, Config, WeightHeaders
 from wire.report import CACHE_STEP_TOKENS, KvParameters, TransientModel
 
 DEFAULT_CONTEXT = 4096
+"""Context length in tokens of a config that names none."""
 MAX_METHOD_CHARACTERS = 20
 """Maximum characters of a quantization method, which a config may name freely."""
 _CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "seq_length", "n_positions")

@@ -16,6 +16,7 @@ from node.models.encoder_files import is_cross_encoder, read_classifier_pooling
 from node.models.weight_files import Config
 
 LOGIT_SCORE = "1_LogitScore/config.json"
+"""File with the two tokens of a score."""
 QWEN = "qwen3-reranker"
 """Part of the names of a known family, in lower case."""
 _QWEN_TYPE = "qwen3"

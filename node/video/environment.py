@@ -39,13 +39,17 @@ LOCKS = {("Darwin", "arm64"): "macos-arm64", ("Linux", "x86_64"): "linux-x86_64"
 A file `<name>.torch` next to it lists packages from an index that only pip knows.
 """
 ENGINE = "mlx-gen"
+"""Name of the package of the video engine."""
 PROBE = "import mflux.models.wan.variants"
+"""Program that proves that the engine can be imported."""
 READY = "ready.json"
+"""File in a complete environment, with its engine and version of Python."""
 PROBE_SECONDS = 300.0
 NO_TORCH = (
     "the package indexes have only builds of torch with gigabytes of CUDA; nothing was installed: add an index with a "
     "CPU build to pip's configuration (extra-index-url or find-links), or use a --wheelhouse that has one"
 )
+"""Message if the indexes have no suitable build of torch."""
 
 
 class EnvironmentBuildError(Exception):

@@ -19,6 +19,7 @@ from wire.state_machine import IllegalEventError, InvariantError
 from wire.video import LeaseEndCode, LeaseRefusalCode
 
 RETRY_SOON_SECONDS = 2.0
+"""Seconds after which a lease is requested again, if another request is being answered."""
 
 
 class LeaseStage(StrEnum):
@@ -47,6 +48,7 @@ class LeaseLife:
     paused: str = ""
     """Reason for which the node accepts no leases; empty if it accepts them."""
     stopping: bool = False
+    """Whether the agent stops."""
 
     @property
     def end(self) -> EndWorker | None:
@@ -192,7 +194,7 @@ class RefuseLease:
 
 @dataclass(frozen=True, slots=True)
 class CheckLease:
-    """Action: let the task of the lease see its state now."""
+    """Action: wake the task of the lease, which then checks its state."""
 
 
 Action = BeginGrant | RefuseLease | CheckLease

@@ -138,7 +138,8 @@ class LeaseManager:
     def release(self, order: LeaseRelease) -> None:
         """End a lease, or delete a lease whose end is acknowledged.
 
-        Send the end of a lease that has ended already or is unknown.
+        For a lease that has ended, send its end again. For an unknown lease, send that its worker is lost, unless the
+        order is an acknowledgement.
         """
         record = self._store.ledger.find(order.lease, order.generation)
         if record is not None and record.ended is not None:

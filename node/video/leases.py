@@ -32,9 +32,13 @@ from wire.units import show_size
 from wire.video import LeaseRefusalCode, LeaseState
 
 HELD_RETRY_SECONDS = 30.0
+"""Seconds until a retry, if another lease is held."""
 HEADROOM_RETRY_SECONDS = 5.0
+"""Seconds until a retry, if memory is in use."""
 READY_RETRY_SECONDS = 60.0
+"""Seconds until a retry, if the node is not ready for videos."""
 NAME = re.compile(r"[A-Za-z0-9_-]{1,96}")
+"""Pattern of the name of a lease or job."""
 MAX_JOBS_REMEMBERED = 64
 """Maximum number of jobs whose newest generation is stored."""
 
@@ -56,6 +60,7 @@ class LeasePhase(StrEnum):
 WORKING = frozenset(
     {LeasePhase.STARTING, LeasePhase.LOADING, LeasePhase.DENOISING, LeasePhase.DECODING, LeasePhase.SAVING}
 )
+"""Phases in which the worker runs."""
 SHARES = {
     LeasePhase.STARTING: 2,
     LeasePhase.LOADING: 3,

@@ -20,10 +20,15 @@ from wire.identity import is_valid_model
 from wire.video import VideoPackage
 
 PIPELINES = frozenset({"WanPipeline"})
+"""Values of `_class_name` that the worker supports."""
 EXPERTS = ("transformer", "transformer_2")
+"""Components with the weights of an expert."""
 NEEDED = ("transformer", "vae", "text_encoder")
+"""Components without which a package cannot be used."""
 TOKENIZERS = ("tokenizer.json", "spiece.model")
+"""Files of a tokenizer, of which one is needed."""
 MAX_INDEX_BYTES = 256 * 1024
+"""Maximum bytes that are read of an index or config."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ def check(part: str, steps: tuple[str, ...]) -> None:
     assert len({row[4] for row in found[:-1]}) == 1, "a conversation stays where it is known"
 
 
-def test_the_page_shows_what_it_says():
+def test_the_page_has_a_part_for_each_session():
     text = PAGE.read_text()
     assert parts(text).keys() == SESSIONS.keys()
     for part in parts(text).values():

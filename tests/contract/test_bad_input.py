@@ -110,7 +110,7 @@ async def test_a_body_of_exactly_the_limit_is_read(cluster: LoopbackCluster):
     assert (await post(cluster, body))[0] == 200
 
 
-async def test_a_body_that_drips_is_given_up(cluster: LoopbackCluster):
+async def test_a_body_that_arrives_too_slowly_is_given_up(cluster: LoopbackCluster):
     raw = await exchange(cluster, head(cluster, "content-length: 9000"), *[b"{"] * 5, pause=0.02)
     assert (parsed(raw)[0], parsed(raw)[1]["error"]["code"]) == (408, "request_timeout")
 

@@ -50,7 +50,7 @@ async def trouble(cluster: LoopbackCluster, chance: random.Random) -> None:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-async def test_after_a_storm_the_books_are_balanced_and_the_next_request_is_answered(seed: int):
+async def test_after_random_load_the_ledger_is_empty_and_the_next_request_is_answered(seed: int):
     chance = random.Random(seed)
     nodes = [LoopbackNode(name, step_seconds=0.002, text=("word ",) * 20) for name in "abc"]
     cluster = LoopbackCluster(*nodes, settings=RouterSettings(queue_timeout_seconds=1.0, queue_limit=1000))

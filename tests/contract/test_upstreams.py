@@ -131,7 +131,7 @@ async def test_upstream_completions_use_their_path_and_profile(server: str, key_
     assert seen["body"] == {"model": "far", "prompt": "hello", "top_p": 1, "temperature": 0.1, "max_tokens": 9}
 
 
-async def test_a_model_with_room_is_never_passed_over(server: str, key_file: Path):
+async def test_a_model_that_fits_is_never_skipped(server: str, key_file: Path):
     async with served(server, key_file) as cluster, library(cluster) as client:
         cluster.nodes["studio"].memory = a_memory(80 * GIB, 96 * GIB)  # pyright: ignore
         cluster.report()
@@ -140,7 +140,7 @@ async def test_a_model_with_room_is_never_passed_over(server: str, key_file: Pat
         assert cluster.dispatcher.counters.upstreams == {}
 
 
-async def test_a_refusal_of_the_node_hands_the_request_over(server: str, key_file: Path):
+async def test_a_request_that_a_node_refuses_is_retried(server: str, key_file: Path):
     async with served(server, key_file) as cluster, library(cluster) as client:
         node = cluster.nodes["studio"]  # pyright: ignore
         node.memory, node.refuse = a_memory(80 * GIB, 96 * GIB), 1

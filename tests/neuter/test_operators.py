@@ -48,7 +48,7 @@ def test_members_shorten_collections_that_are_values(body: str, expected: list[s
         ("return g(b=f'{a}')", []),
     ],
 )
-def test_calls_lose_a_keyword_or_give_way_to_their_argument(body: str, expected: list[str]):
+def test_calls_lose_a_keyword_or_are_replaced_by_their_argument(body: str, expected: list[str]):
     assert made(body, "calls") == expected
 
 

@@ -113,7 +113,7 @@ def test_a_gap_matches_nothing_too():
     assert replaced(code, ["f"], "first(a)\n...\nlast(a)", "last(a)\n...") == "def f(a):\n    last(a)\n"
 
 
-def test_a_wildcard_stands_for_the_same_expression():
+def test_a_wildcard_matches_equal_expressions():
     code = "def f(a, b):\n    return (a.x, a.y), (b.z, b.z)\n"
     assert replaced(code, ["f"], "(_any, _any)", "[_any]") == "def f(a, b):\n    return (a.x, a.y), ([b.z])\n"
 
@@ -151,7 +151,7 @@ def test_a_method_is_removed_with_its_decorators():
     assert "def free(self):" in made
 
 
-def test_what_stands_in_an_f_string_is_replaced():
+def test_an_expression_in_an_f_string_is_replaced():
     made = replaced('def f(a):\n    return f"{a} and {a + 1}"\n', ["f"], "a + 1", "a + 2")
     names: dict[str, object] = {}
     exec(made, names)

@@ -37,13 +37,17 @@ from wire.report import (
 from wire.units import GIB, MIB, show_size
 
 MARGIN_SHARE = 12 / 107.52
+"""Default margin divided by the cap."""
 MAX_MARGIN_BYTES = 12 * GIB
+"""Maximum default margin."""
 MIN_MARGIN_BYTES = 512 * MIB
+"""Minimum default margin."""
 UNREADABLE = "unreadable"
 """Value of `bound_by` while the memory of the system cannot be read; the ceiling is then 1 byte."""
 RESIDUAL_FACTOR = 12 / 10.6
 """Default margin divided by the measured excess it was chosen for: 12 GiB / 10.6 GiB."""
 MIN_PROFILED_MARGIN_SHARE = 0.02
+"""Minimum margin divided by the cap, if every loaded model has a profile."""
 KV_GROWTH_TOKENS = 64
 """Tokens by which the memory of a row grows when its answer exceeds the expected length."""
 DEFAULT_ROW_TOKENS = 2048

@@ -37,7 +37,9 @@ class WeightedKey(WireStruct, frozen=True, array_like=True, gc=False):
     """API key of a request and its weight: weight 4 may hold four times as many rows as weight 1."""
 
     name: Word = ""
+    """Opaque name of the key. The empty name is a key of its own."""
     weight: Natural = 1
+    """Weight of the key, at least 1 in all computations."""
 
     def load(self, much: float) -> float:
         """Return `much` (rows, tokens or bytes) divided by the weight of this key."""

@@ -30,9 +30,13 @@ from wire.frames import Frame
 MAX_BUFFERED_BYTES = 64 * 1024
 """Bytes in the buffer of the transport above which pieces wait; also the limit of unsent bytes in the kernel."""
 AF_UNIX = 1
+"""Address family of Unix sockets, as in the module `socket`, which this module does not import."""
 IPPROTO_TCP = 6
+"""Protocol number of TCP, as in `socket`."""
 TCP_NODELAY = 1
+"""Socket option, as in `socket`."""
 NOTSENT_LOWAT_MACOS = 0x201
+"""TCP_NOTSENT_LOWAT of macOS."""
 TCP_NOTSENT_LOWAT = NOTSENT_LOWAT_MACOS if sys.platform == "darwin" else 25
 """Socket option that Python's socket module does not name (netinet/tcp.h on macOS, linux/tcp.h)."""
 COALESCE_SECONDS, IMMEDIATE_WRITES = 0.002, 4
@@ -43,6 +47,7 @@ A write and the wake-up of the peer cost as much CPU as the rest of a request; a
 ACCOMPANY_SECONDS = 0.02
 """Maximum seconds for which a short frame waits for another frame (`Outbox.send_with_next`)."""
 TCP_RTO_MAX_MS = 44
+"""Socket option of Linux for `MAX_RETRANSMIT_MS`."""
 MAX_RETRANSMIT_MS = 1000
 """Maximum milliseconds between two TCP retransmissions, on Linux 6.15 and later.
 
@@ -257,7 +262,7 @@ class LinkEndpoint:
         self._clock.call_at(self._clock.time() + ACCOMPANY_SECONDS, then)
 
     def on_opened(self) -> None:
-        """Handle an opened connection."""
+        """Handle an opened connection. Subclasses override this; by default, do nothing."""
 
     def on_frame(self, tag: int, body: bytes) -> None:
         """Handle a received frame. A WireError raised here closes the connection with its text as the reason."""

@@ -16,7 +16,9 @@ from wire.report import WireStruct
 PIECE_BYTES = 8 * 1024 * 1024
 """Maximum bytes that a download fetches again after an interruption, over all of its connections."""
 MAX_PATH_CHARACTERS = 255
+"""Maximum characters of a path in a repository."""
 MAX_PATH_PARTS = 8
+"""Maximum names in a path."""
 
 _REPO = re.compile(
     r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?/[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"

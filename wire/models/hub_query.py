@@ -6,6 +6,7 @@ from wire.models.files import ModelManifest
 from wire.report import KvParameters, Model, TransientModel
 
 QUERY_TIMEOUT_SECONDS = 60.0
+"""Default of `HubQuery.timeout_seconds`."""
 
 
 class HubQuery(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,14 +15,17 @@ class HubQuery(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str
     """Base URL of the hub."""
     repo: str
+    """Repository, as `publisher/name`."""
     token: str = ""
+    """Token of the hub; empty for none."""
     revision: str = ""
     """Branch, tag or commit; empty for `main`."""
     timeout_seconds: float = QUERY_TIMEOUT_SECONDS
+    """Longest duration of the query."""
 
 
 class SkippedFile(msgspec.Struct, frozen=True):
-    """File of a repository that serving does not need."""
+    """File of a repository that serving does not need. `size` is in bytes."""
 
     path: str
     size: int

@@ -38,3 +38,4 @@ class ModelVersion(NamedTuple):
 
 
 UNKNOWN_VERSION = ModelVersion()
+"""Version of a model about which nothing is known."""

@@ -19,7 +19,7 @@ from wire.refusals import RefusalCode, Refused
 
 
 class BenchmarkBody(Body):
-    """Body of a benchmark: the model and the node."""
+    """Body of a benchmark: the model, and the node by name or id."""
 
     model: Annotated[str, Field(min_length=1, max_length=200)]
     node: Annotated[str, Field(min_length=1, max_length=100)]
@@ -43,7 +43,11 @@ class BenchmarkRoutes:
         )
 
     async def benchmark(self, body: BenchmarkBody) -> dict[str, Any]:
-        """Measure the speeds of a model on a node, with requests of low priority. The answer follows at the end."""
+        """Measure the speeds of a model on a node, with requests of low priority. The answer follows at the end.
+
+        Raise `ProblemError`: 400 or 404 for a wrong model or node, 409 for a busy node, 507 if the result cannot be
+        stored. Any other status is that of a failed request of the measurement.
+        """
         if not is_valid_model(body.model):
             raise ProblemError(build_invalid("model: this cannot be the name of a model", "model"))
         node = find_node(self._nodes.directory, body.node)

@@ -16,11 +16,14 @@ from router.errors import Problem
 
 
 class NewTokenBody(Body):
-    """Body of a request for a new join token: lifetime in seconds, number of uses, and a name."""
+    """Body of a request for a new join token."""
 
     ttl_seconds: Annotated[float, Field(gt=0, le=30 * 86400)] = 3600.0
+    """Lifetime in seconds, at most 30 days."""
     uses: Annotated[int, Field(ge=1, le=1000)] = 1
+    """Number of machines that may join with the token."""
     name: Annotated[str, Field(max_length=100, pattern=PLAIN_TEXT_PATTERN)] = ""
+    """Name in the list of tokens; may be empty."""
 
 
 class JoinRoutes:
@@ -54,14 +57,17 @@ class JoinRoutes:
         return {**answer, "join": join, "qr": build_qr_matrix(join)}
 
     async def revoke_token(self, token: str) -> dict[str, Any]:
-        """Revoke a join token at once."""
+        """Revoke a join token at once.
+
+        Raise `ProblemError` 404 if there is no such token.
+        """
         if not self._admin.revoke_token(token):
             raise ProblemError(Problem(404, "token_not_found", f"there is no token {token[:40]!r}"))
         await self._admin.store.flush()
         return {"schema": 1, "id": token}
 
     async def joins(self) -> dict[str, Any]:
-        """List the machines waiting for approval of their code. The response contains no codes."""
+        """List the machines waiting for approval of their code, oldest first. The response contains no codes."""
         return {"schema": 1, "joins": self.build_rows()}
 
     def build_rows(self) -> list[dict[str, Any]]:
@@ -72,11 +78,17 @@ class JoinRoutes:
         ]
 
     async def approve(self, code: str) -> dict[str, Any]:
-        """Approve the waiting machine with this code. Too many wrong codes block decisions for a while."""
+        """Approve the waiting machine with this code. Too many wrong codes block decisions for a while.
+
+        Raise `ProblemError`: 404 if no machine shows the code, 429 while decisions are blocked.
+        """
         return _build_decision_answer(self._approvals.approve(code, asyncio.get_running_loop().time()))
 
     async def reject(self, code: str) -> dict[str, Any]:
-        """Reject the waiting machine with this code. Too many wrong codes block decisions for a while."""
+        """Reject the waiting machine with this code. Too many wrong codes block decisions for a while.
+
+        Raise `ProblemError`: 404 if no machine shows the code, 429 while decisions are blocked.
+        """
         return _build_decision_answer(self._approvals.reject(code, asyncio.get_running_loop().time()))
 
 

@@ -21,8 +21,9 @@ from router.errors import NO_KEY, Problem, build_invalid
 MAX_KEY_LIFE_SECONDS = 10 * 365 * 86400.0
 """Maximum lifetime of a key with an expiry, in seconds. A key without expiry is valid until it is revoked."""
 Since = Annotated[str, Query(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
-"""A day, or empty for all stored days."""
+"""Query parameter: first day of the usage (UTC), as `2026-01-31`; empty for all stored days."""
 LifetimeSeconds = Annotated[float, Field(gt=0, le=MAX_KEY_LIFE_SECONDS)]
+"""Seconds from now until a key expires."""
 
 
 class NewKeyBody(Body):  # ruff does not see that it is a model, whose defaults are copied
@@ -31,13 +32,16 @@ class NewKeyBody(Body):  # ruff does not see that it is a model, whose defaults 
     name: Annotated[str, Field(min_length=1, max_length=100, pattern=PLAIN_TEXT_PATTERN)]
     scopes: Annotated[list[Literal["infer", "metrics", "admin"]], Field(min_length=1, max_length=3)] = ["infer"]  # noqa: RUF012
     ttl_seconds: LifetimeSeconds | None = None
+    """Seconds from now until the key expires; null: never."""
     limits: dict[str, Any] = {}  # noqa: RUF012
+    """Fields of `KeyLimits`; a missing field is no limit."""
 
 
 class KeyLimitsBody(Body):
     """Body with the new limits of a key. They replace all earlier limits."""
 
     limits: dict[str, Any]
+    """Fields of `KeyLimits`; a missing field is no limit."""
 
 
 class KeyNameBody(Body):
@@ -80,18 +84,27 @@ class KeyRoutes:
         return self._admin.list_keys()
 
     async def create_key(self, body: NewKeyBody) -> dict[str, Any]:
-        """Create an API key. Only this response contains its secret."""
+        """Create an API key. Only this response contains its secret.
+
+        Raise `ProblemError`: 400 for a reserved name or wrong limits, 409 for a name in use.
+        """
         self._check_key_name(body.name)
         answer = self._admin.create_key(body.name, list(body.scopes), body.ttl_seconds, _parse_limits(body.limits))
         await self._admin.store.flush()
         return answer
 
     async def limit_key(self, key: str, body: KeyLimitsBody) -> dict[str, Any]:
-        """Change the limits of a key at once: models, node labels, rates, running and queued requests, priority."""
+        """Replace all limits of a key at once: models, labels, rates, running and queued requests, priority, upstreams.
+
+        Raise `ProblemError`: 400 for wrong limits, 404 for an unknown key.
+        """
         return await self._confirm_change(key, self._admin.set_key_limits(key, _parse_limits(body.limits)))
 
     async def rename_key(self, key: str, body: KeyNameBody) -> dict[str, Any]:
-        """Rename a key. Its secret, limits and usage stay; names of keys are unique."""
+        """Rename a key. Its secret, limits and usage stay; names of keys are unique.
+
+        Raise `ProblemError`: 400 for a reserved name, 404 for an unknown key, 409 for a name in use.
+        """
         self._check_key_name(body.name, except_key=key)
         return await self._confirm_change(key, self._admin.rename_key(key, body.name))
 
@@ -106,16 +119,25 @@ class KeyRoutes:
             raise ProblemError(Problem(409, "name_taken", str(error), "name")) from None
 
     async def expire_key(self, key: str, body: KeyExpiryBody) -> dict[str, Any]:
-        """Set when a key expires, counted from now."""
+        """Set when a key expires, counted from now.
+
+        Raise `ProblemError` 404 for an unknown key.
+        """
         return await self._confirm_change(key, self._admin.set_key_expiry(key, body.ttl_seconds))
 
     async def rotate_key(self, key: str) -> dict[str, Any]:
-        """Replace the secret of a key. Only this response contains the new secret; the old secret stops working."""
+        """Replace the secret of a key. Only this response contains the new secret; the old secret stops working.
+
+        Raise `ProblemError` 404 for an unknown key.
+        """
         text = self._admin.rotate_key(key)
         return {**await self._confirm_change(key, text), "key": text}
 
     async def revoke_key(self, key: str) -> dict[str, Any]:
-        """Revoke an API key at once."""
+        """Revoke an API key at once.
+
+        Raise `ProblemError` 404 for an unknown key.
+        """
         return await self._confirm_change(key, self._admin.revoke_key(key))
 
     async def _confirm_change(self, key: str, known: object) -> dict[str, Any]:
@@ -131,11 +153,17 @@ class KeyRoutes:
         return self._sum_usage(key, since, daily=daily)
 
     async def own_usage(self, since: Since = "", daily: bool = False) -> dict[str, Any]:
-        """Return the requests and tokens of the calling key by model; with `daily`, per day."""
+        """Return the requests and tokens of the calling key by model; with `daily`, per day.
+
+        `since` is the first day (UTC, such as `2026-01-31`); without it, all stored days are included.
+        """
         return self._sum_usage(KEY.get(), since, daily=daily)
 
     async def own_key(self) -> dict[str, Any]:
-        """Return the calling key without its secret: name, scopes, expiry and limits."""
+        """Return the calling key without its secret: name, scopes, expiry and limits.
+
+        `expires` is in Unix seconds; null: never. Raise `ProblemError` 401 if the key was revoked during the request.
+        """
         key = self._ring.find_key(KEY.get())
         if key is None:
             raise ProblemError(NO_KEY)

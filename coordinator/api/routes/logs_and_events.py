@@ -33,7 +33,10 @@ class LogRoutes:
         )
 
     async def own_logs(self, size: LogBytes = 65536, follow: bool = False) -> Response:
-        """Return the end of the coordinator's log as text. With `follow`, stream new lines."""
+        """Return the last `bytes` bytes of the coordinator's log as text. With `follow`, stream new lines.
+
+        Raise `ProblemError` 503 if the log cannot be read.
+        """
         return await stream_log(
             log_reader.read_log(self._log_file, size, interval_seconds=FOLLOW_INTERVAL_SECONDS if follow else None)
         )
@@ -43,7 +46,9 @@ class LogRoutes:
     ) -> Response:
         """Return the newest events of the coordinator as server-sent events; with `follow` also new events.
 
-        After an interruption, `Last-Event-ID` requests the missed events."""
+        After an interruption, `Last-Event-ID` requests the missed events. Raise `ProblemError` 503 if too many clients
+        follow.
+        """
         if self._events.full:
             raise ProblemError(
                 Problem(503, "too_many_readers", "as many read the events as may: try again later", retry_after=10.0)

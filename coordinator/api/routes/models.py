@@ -37,7 +37,7 @@ class ModelBody(Body):
 
 
 class ModelRoutes:
-    """Routes of `cluster models`, `load`, `unload` and `profile`."""
+    """Routes of `cluster models`, and of `cluster model load`, `unload` and `profile`."""
 
     def __init__(
         self, nodes: NodePool, loads: ModelOperations, ring: KeyRing, names: ModelNames, benchmarks: BenchmarkRecords
@@ -60,9 +60,9 @@ class ModelRoutes:
     def build_rows(self, limits: KeyLimits | None = None) -> list[dict[str, Any]]:
         """Return a row for each model that a key with these limits may use, sorted by name.
 
-        `fingerprint` and `content` identify the version that new requests use. `identity` is the grade at which a node
-        has that version. `kind` is that of its requests: chat, embed or rerank. `conflict`: nodes have different models
-        of this name.
+        `weights` are bytes, `context` tokens. `fingerprint` and `content` identify the version that new requests use.
+        `identity` is the grade at which a node has that version. `kind` is that of its requests: chat, embed or rerank.
+        `conflict`: nodes have different models of this name.
         """
         rows: dict[str, dict[str, Any]] = {}
         view = filter_view(self._nodes.registry.build_view(), limits)
@@ -112,14 +112,20 @@ class ModelRoutes:
         return self.build_answer(self._ring.get_limits(KEY.get()))
 
     async def load(self, body: ModelBody) -> dict[str, Any]:
-        """Load a model on a node, or on the best node. The answer follows once the model is loaded."""
+        """Load a model on a node, or on the best node. The answer follows once the model is loaded.
+
+        Raise `ProblemError`: 400 or 404 for a wrong model or node, or the status of the refusal or failure.
+        """
         answer = await self._operations.load_model(check_model_name(body.model), self._find_node_view(body))
         if not isinstance(answer, CommandResult):
             raise ProblemError(_to_problem(answer))
         return {"schema": 1, "model": body.model, "node": answer.to_row()}
 
     async def unload(self, body: ModelBody) -> dict[str, Any]:
-        """Unload a model from a node, or from every node that has it loaded."""
+        """Unload a model from a node, or from every node that has it loaded.
+
+        Raise `ProblemError`: 400 or 404 for a wrong model or node, or the status of the refusal or failure.
+        """
         return build_command_answer(
             body.model, *await self._operations.unload_model(check_model_name(body.model), self._find_node_view(body))
         )
@@ -128,6 +134,7 @@ class ModelRoutes:
         """Measure the memory of a model: on `node` if the body names one, else on every node that has the model loaded.
 
         If no node has it loaded, load it on the best node and measure it there. The answer has the measured values.
+        Raise `ProblemError`: 400 or 404 for a wrong model or node, or the status of the refusal or failure.
         """
         return build_command_answer(
             body.model, *await self._operations.profile_model(check_model_name(body.model), self._find_node_view(body))

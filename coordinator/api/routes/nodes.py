@@ -21,6 +21,7 @@ from wire.identity import NodeId
 from wire.node_state import NodeState
 
 LABEL = "^[A-Za-z0-9][A-Za-z0-9._=-]{0,62}$"
+"""Pattern of a valid label: 1 to 63 characters, the first a letter or digit."""
 MAX_PAUSE_SECONDS = 365 * 86400.0
 """Maximum seconds of a pause with an end. A pause without an end lasts until the node is resumed."""
 
@@ -77,7 +78,7 @@ class NodeRoutes:
         )
 
     def build_rows(self) -> list[dict[str, Any]]:
-        """Return a row for each member."""
+        """Return a row for each member, as in the answer of `/api/v1/nodes`."""
         return [self._build_row(node) for node in self._nodes.registry.pool.members]
 
     def _build_row(self, node: NodeId) -> dict[str, Any]:
@@ -111,11 +112,18 @@ class NodeRoutes:
         return {"schema": 1, "nodes": self.build_rows()}
 
     async def node(self, node: str) -> dict[str, Any]:
-        """Return all details of a node."""
+        """Return all details of a node; sizes in bytes.
+
+        Raise `ProblemError` 404 for an unknown node.
+        """
         return {"schema": 1, "node": self._build_row(self._find_node(node))}
 
     async def logs(self, node: str, size: LogBytes = 65536, follow: bool = False) -> Response:
-        """Return the end of a node's log as text, fetched over its link. With `follow`, stream new lines."""
+        """Return the last `bytes` bytes of a node's log as text. With `follow`, stream new lines.
+
+        The log is fetched over the node's link. Raise `ProblemError`: 404 for an unknown node, 503 if the node does not
+        answer.
+        """
         fetches, node_id = self._nodes.links.fetches, self._find_node(node)
         pieces = (
             fetches.follow_source(node_id, "logs", size, FOLLOW_INTERVAL_SECONDS)
@@ -127,11 +135,17 @@ class NodeRoutes:
     # -- whether it is given work -----------------------------------------------------------------
 
     async def cordon(self, node: str) -> dict[str, Any]:
-        """Cordon a node: it gets no new requests; running requests finish."""
+        """Cordon a node: it gets no new requests; running requests finish.
+
+        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        """
         return await self._set_cordon(node, on=True)
 
     async def uncordon(self, node: str) -> dict[str, Any]:
-        """Uncordon a node: it gets requests again."""
+        """Uncordon a node: it gets requests again.
+
+        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        """
         return await self._set_cordon(node, on=False)
 
     async def _set_cordon(self, node: str, *, on: bool) -> dict[str, Any]:
@@ -141,11 +155,17 @@ class NodeRoutes:
         return {"schema": 1, "node": node_id, "cordoned": on}
 
     async def allow_video(self, node: str) -> dict[str, Any]:
-        """Allow the placement of video jobs on a node."""
+        """Allow the placement of video jobs on a node.
+
+        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        """
         return await self._set_video(node, on=True)
 
     async def deny_video(self, node: str) -> dict[str, Any]:
-        """Stop placing video jobs on a node. A running job finishes."""
+        """Stop placing video jobs on a node. A running job finishes.
+
+        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        """
         return await self._set_video(node, on=False)
 
     async def _set_video(self, node: str, *, on: bool) -> dict[str, Any]:
@@ -157,7 +177,9 @@ class NodeRoutes:
     async def drain(self, node: str, body: DrainBody) -> dict[str, Any]:
         """Cordon a node, migrate its requests, and return the number of requests left after `wait_seconds`.
 
-        The answer follows earlier if no requests are left. The node stays cordoned until it is uncordoned."""
+        The answer follows earlier if no requests are left. The node stays cordoned until it is uncordoned. Raise
+        `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        """
         node_id = self._find_member(node)
         self._nodes.administration.set_cordoned(node_id, on=True)
         await self._store.flush()
@@ -167,11 +189,16 @@ class NodeRoutes:
     async def pause(self, node: str, body: PauseBody) -> dict[str, Any]:
         """Pause a node: migrate its requests and free its memory for its owner.
 
-        The node enforces the pause, also without the coordinator. Without `seconds`, the pause lasts until a resume."""
+        The node enforces the pause, also without the coordinator. Without `seconds`, the pause lasts until a resume.
+        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left, 503 if the node does not confirm.
+        """
         return await self._set_pause(node, body.seconds)
 
     async def resume(self, node: str) -> dict[str, Any]:
-        """End a node's pause; the node's rule `sharing.when` can still keep it paused."""
+        """End a node's pause; the node's rule `sharing.when` can still keep it paused.
+
+        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left, 503 if the node does not confirm.
+        """
         return await self._set_pause(node, 0.0)
 
     async def _set_pause(self, node: str, seconds: float | None) -> dict[str, Any]:
@@ -188,14 +215,20 @@ class NodeRoutes:
     # -- name and membership ----------------------------------------------------------------------
 
     async def label(self, node: str, body: LabelsBody) -> dict[str, Any]:
-        """Set the labels of a node. Keys can be limited to labels."""
+        """Replace the labels of a node. Keys can be limited to labels.
+
+        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        """
         node_id = self._find_member(node)
         self._nodes.administration.set_labels(node_id, tuple(dict.fromkeys(body.labels)))
         await self._store.flush()
         return {"schema": 1, "node": node_id, "labels": body.labels}
 
     async def remove(self, node: str) -> dict[str, Any]:
-        """Revoke a node's certificate at once and remove the node from the pool."""
+        """Revoke a node's certificate at once and remove the node from the pool.
+
+        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        """
         node_id = self._find_member(node)
         self._nodes.administration.remove_node(node_id)
         await self._store.flush()

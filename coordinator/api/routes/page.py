@@ -61,7 +61,8 @@ class PageRoutes:
     async def enter(self, body: LoginCodeBody) -> dict[str, Any]:
         """Exchange the code of a sign-in link for a session key.
 
-        A code works once, within 2 minutes. Any other code is refused with 401."""
+        A code works once, within 2 minutes. `expires` is in Unix seconds. Raise `ProblemError` 401 for any other code.
+        """
         entered = self._sessions.redeem_code(body.code)
         if entered is None:
             raise ProblemError(Problem(401, "link_used_up", "this link was used, or is too old: run `cluster open`"))
@@ -69,7 +70,10 @@ class PageRoutes:
         return {"schema": 1, "key": entered[0], "expires": entered[1]}
 
     async def leave(self) -> dict[str, Any]:
-        """End the page's session that uses the calling key."""
+        """End the page's session that uses the calling key.
+
+        Raise `ProblemError` 404 if the key is not that of a session.
+        """
         if not self._sessions.end_session(KEY.get()):
             raise ProblemError(Problem(404, "no_visit", "this key is none that the page was given: nothing ends"))
         return {"schema": 1}
@@ -77,7 +81,9 @@ class PageRoutes:
     async def live(self, request: Request, follow: bool = False) -> Response:
         """Return the data of the page as server-sent events, one per section. With `follow`, stream changes.
 
-        The stream sends at most twice per second, and ends when the key expires."""
+        The stream sends at most twice per second, and ends when the key expires. Raise `ProblemError` 503 if too many
+        pages are open.
+        """
         if self._live.full:
             raise ProblemError(Problem(503, "too_many_viewers", "too many pages are open: close one", retry_after=5))
         presented = extract_key(request.scope["headers"]) or b""

@@ -94,15 +94,18 @@ class PoolRoutes:
         )
 
     def read_load_history(self, points: int) -> dict[str, Any]:
-        """Return the newest `points` points of the load history, one per 10 seconds."""
+        """Return the newest `points` points of the load history, one per 10 seconds, as `/api/v1/history` has them."""
         return self._load.to_row(points)
 
     async def settings(self) -> dict[str, Any]:
-        """List the coordinator's settings: value, source and meaning."""
+        """List the coordinator's settings: key, value, origin and description."""
         return {"schema": 1, "settings": list(self._facts.settings)}
 
     async def ca(self) -> Response:
-        """Return the CA certificate of this endpoint (PEM). The certificate is not secret."""
+        """Return the CA certificate of this endpoint (PEM). The certificate is not secret.
+
+        Raise `ProblemError` 404 if the endpoint has no CA of its own.
+        """
         if not self._facts.ca_pem:
             raise ProblemError(Problem(404, "no_authority", "this endpoint has no CA of its own"))
         return Response(self._facts.ca_pem, media_type=CERTIFICATE)

@@ -33,7 +33,10 @@ class PrometheusRoutes:
         return Response(text, headers={"content-type": kind})
 
     async def node_metrics(self, node: str, request: Request) -> Response:
-        """Return a node's metrics in Prometheus format. Service discovery lists the address."""
+        """Return a node's metrics in Prometheus format. Service discovery lists the address.
+
+        Raise `ProblemError`: 404 for an unknown node, 503 if the node does not answer.
+        """
         node_id, accepted = find_node(self._directory, node), request.headers.get("accept", "")
         try:
             text, kind = await self._metrics.render_node(node_id, accepted)

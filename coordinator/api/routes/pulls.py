@@ -47,7 +47,7 @@ class PullBody(Body):
     revision: Annotated[str, Field(max_length=200)] = ""
     """Branch, tag or commit; empty for `main`."""
     nodes: Annotated[list[NodeText], Field(max_length=1000, default_factory=list)]
-    """Nodes by name or id; empty for a selection by `all`."""
+    """Nodes by name or id; empty for a selection of nodes by `all`."""
     all: bool = False
     """Whether every member that has room gets the model, also when it is away now. Else every linked one does."""
     dry_run: bool = False
@@ -62,7 +62,7 @@ class ModelFilesBody(Body):
 
 
 class PullRoutes:
-    """Routes of `cluster pull`, `cluster pulls`, `cluster model verify` and `cluster model rm`."""
+    """Routes of `cluster pull`, `cluster pulls`, `cluster models verify` and `cluster models rm`."""
 
     def __init__(self, nodes: NodePool, pulls: PullController) -> None:
         self._nodes = nodes
@@ -80,7 +80,11 @@ class PullRoutes:
         )
 
     async def pull(self, body: PullBody) -> dict[str, Any]:
-        """Plan a pull of a repository of the hub, and start it unless `dry_run` is set."""
+        """Plan a pull of a repository of the hub, and start it unless `dry_run` is set.
+
+        Raise `ProblemError`: 400 for a wrong body or an unsupported model, 404 for an unknown node. Also: 429 for too
+        many pulls, 507 if no node has room. A failed query of the hub has the status of its code in `STATUS`.
+        """
         if body.nodes and body.all:
             raise ProblemError(build_invalid("nodes and all exclude each other", "nodes"))
         named = [find_node(self._nodes.directory, node) for node in body.nodes]
@@ -126,14 +130,20 @@ class PullRoutes:
         return [build_pull_row(record, self._get_name) for record in records if record.id not in older]
 
     async def pull_state(self, pull: str) -> dict[str, Any]:
-        """Return one pull with its progress on each node."""
+        """Return one pull with its progress on each node in bytes.
+
+        Raise `ProblemError` 404 for an unknown pull.
+        """
         record = self._pulls.pulls.get(pull)
         if record is None:
             raise ProblemError(_build_unknown_pull(pull))
         return {"schema": 1, "pull": build_pull_row(record, self._get_name)}
 
     async def pull_cancel(self, pull: str) -> dict[str, Any]:
-        """Cancel a pull. Received pieces stay on the disks, and a later pull continues with them."""
+        """Cancel a pull. Received pieces stay on the disks, and a later pull continues with them.
+
+        Raise `ProblemError`: 404 for an unknown pull, 409 for one that has ended.
+        """
         record = self._pulls.pulls.get(pull)
         if record is None:
             raise ProblemError(_build_unknown_pull(pull))
@@ -142,11 +152,19 @@ class PullRoutes:
         return {"schema": 1, "pull": build_pull_row(self._pulls.pulls[pull], self._get_name)}
 
     async def verify(self, body: ModelFilesBody) -> dict[str, Any]:
-        """Read all files of a model on a node and compute their digests again."""
+        """Read all files of a model on a node and compute their digests again.
+
+        Raise `ProblemError`: 404 for an unknown node or model, 409 for an absent node. A failure has the status of its
+        code in `STATUS`.
+        """
         return await self._run_order(VerifyModel, body)
 
     async def remove(self, body: ModelFilesBody) -> dict[str, Any]:
-        """Delete the files of a model from the disk of a node. Refused while the model is loaded."""
+        """Delete the files of a model from the disk of a node. Refused while the model is loaded.
+
+        Raise `ProblemError`: 404 for an unknown node or model, 409 for an absent node or a loaded model. A failure has
+        the status of its code in `STATUS`.
+        """
         return await self._run_order(RemoveModel, body)
 
     async def _run_order(self, kind: type[VerifyModel] | type[RemoveModel], body: ModelFilesBody) -> dict[str, Any]:

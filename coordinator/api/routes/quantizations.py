@@ -18,7 +18,7 @@ from wire.node_state import LINKED
 from wire.refusals import RefusalCode
 
 BITS = (2, 3, 4, 5, 6, 8)
-"""Bits of a quantized weight. The node decides; a wrong number is refused here with the known ones."""
+"""Accepted numbers of bits of a quantized weight. A refusal here lists them; the node checks the number again."""
 
 
 class QuantizationBody(Body):
@@ -26,10 +26,11 @@ class QuantizationBody(Body):
 
     model: Annotated[str, Field(min_length=1, max_length=200)]
     bits: Annotated[int, Field(ge=1, le=64)] = 4
+    """Bits of a weight, one of `BITS`."""
     node: Annotated[str | None, Field(min_length=1, max_length=100)] = None
     """Name or id of the node; None for the linked node that has the model and most free memory."""
     name: Annotated[str | None, Field(min_length=1, max_length=200)] = None
-    """Name of the result; None for the name of the model with `-4bit` at its end."""
+    """Name of the result; None for the name of the model with the bits at its end, as in `MODEL-4bit`."""
 
 
 class QuantizationRoutes:
@@ -49,7 +50,11 @@ class QuantizationRoutes:
         )
 
     async def quantize(self, body: QuantizationBody) -> dict[str, Any]:
-        """Quantize a model on a node, under a lease of memory. The result is another model on the disk of the node."""
+        """Quantize a model on a node, under a lease of memory. The result is another model on the disk of the node.
+
+        Raise `ProblemError`: 400 for a wrong name or number of bits, 404 for an unknown node or model. Also: 409 for a
+        node that is absent or too old, 429 for too many quantizations.
+        """
         name = body.name or f"{body.model}-{body.bits}bit"
         for text, field in ((body.model, "model"), (name, "name")):
             if not is_valid_model(text):
@@ -70,11 +75,17 @@ class QuantizationRoutes:
         return {"schema": 1, "quantizations": rows}
 
     async def quantization_state(self, quantization: str) -> dict[str, Any]:
-        """Return one quantization with its progress."""
+        """Return one quantization with its progress in bytes.
+
+        Raise `ProblemError` 404 for an unknown quantization.
+        """
         return self._build_answer(self._find(quantization))
 
     async def quantization_cancel(self, quantization: str) -> dict[str, Any]:
-        """Cancel a quantization. Its incomplete result is deleted."""
+        """Cancel a quantization. Its incomplete result is deleted.
+
+        Raise `ProblemError`: 404 for an unknown quantization, 409 if it has ended or its node is not linked.
+        """
         self._find(quantization)
         if not self._quantizations.cancel(quantization):
             text = f"{quantization} has ended already, or its node is not linked"

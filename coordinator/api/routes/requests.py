@@ -42,7 +42,7 @@ class PlacementBody(Body):
 
 
 class RequestRoutes:
-    """Routes of `cluster place`, `cluster explain` and `cluster replay`."""
+    """Routes of `cluster place` and `cluster explain`."""
 
     def __init__(self, traffic: DispatcherApi, ring: KeyRing) -> None:
         self._traffic = traffic
@@ -59,7 +59,10 @@ class RequestRoutes:
         )
 
     async def place(self, body: PlacementBody) -> dict[str, Any]:
-        """Return the node for a hypothetical request, and the memory arithmetic of every node. No request is sent."""
+        """Return the node for a hypothetical request, and the memory arithmetic of every node. No request is sent.
+
+        Raise `ProblemError` 404 for an unknown profile of an alias or model.
+        """
         target = self._traffic.names.resolve(body.model, self._traffic.placer.view, NO_LIMITS)
         if isinstance(target, Refused):
             raise ProblemError(problem_of(target))
@@ -109,7 +112,9 @@ class RequestRoutes:
     async def request(self, request_id: str) -> dict[str, Any]:
         """Return the record of a request: phase or end, steps, and placement decisions.
 
-        Each decision has the memory arithmetic of every node."""
+        Each decision has the memory arithmetic of every node. Raise `ProblemError` 404 if nothing is stored about the
+        request.
+        """
         history = self._traffic.history
         records, decisions = history.find_requests(request_id), history.find_decisions(request_id)
         open_requests = [
@@ -141,7 +146,7 @@ class RequestRoutes:
         }
 
     async def decisions(self) -> Response:
-        """Return every kept placement decision as JSON lines, for `cluster replay`."""
+        """Return every stored placement decision as JSON lines, for `cluster replay`."""
         return StreamingResponse(self._traffic.history.encode_lines(), media_type=JSON_LINES_TYPE)
 
 
@@ -172,9 +177,10 @@ def build_record_row(record: RequestRecord, clock: WallClock) -> dict[str, Any]:
 
 
 def summarize_request(record: RequestRecord, clock: WallClock) -> dict[str, Any]:
-    """Return arrival (Unix seconds), last node, seconds to the first token, and the decode speed in tokens per second.
+    """Return the fields `at`, `node`, `ttft_seconds` and `tokens_per_second` of an ended request.
 
-    Absent values are None.
+    `at` is the arrival in Unix seconds, `node` the last node (empty without one). `tokens_per_second` is the decode
+    speed. Unknown seconds and speeds are None.
     """
     first = next((at for at, step, _ in record.steps if step == "first token"), None)
     nodes = [node for _, _, node in record.steps if node]
@@ -192,7 +198,7 @@ def summarize_request(record: RequestRecord, clock: WallClock) -> dict[str, Any]
 
 
 def get_phase(request: ActiveRequest) -> str:
-    """Return the phase of an open request: queue, model swap, prefill, decode or upstream."""
+    """Return the phase of an open request: `queued`, a model swap, `prefill`, `decode` or `upstream`."""
     if request.state is RequestState.UPSTREAM:
         return "upstream"
     if request.node is None:

@@ -29,7 +29,7 @@ from wire.identity import NodeId, is_valid_model
 MAX_WISHES = 100
 """Maximum wishes of a pool."""
 MAX_IDLE_SECONDS = 30 * 86400.0
-"""Maximum idle time of a wish, in seconds."""
+"""Maximum of `WishBody.idle_unload_seconds`."""
 _Text = Annotated[str, Field(min_length=1, max_length=100, pattern=PLAIN_TEXT_PATTERN)]
 _Texts = Annotated[list[_Text], Field(max_length=100)]
 
@@ -38,12 +38,19 @@ class WishBody(Body):
     """Body with all properties of a wish. Nodes are given by name or id."""
 
     replicas: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
+    """Number of nodes on which the model is loaded."""
     labels: _Texts = []  # noqa: RUF012
+    """Labels that a node needs for a replica."""
     allow: _Texts = []  # noqa: RUF012
+    """The only nodes for replicas; empty allows all nodes."""
     deny: _Texts = []  # noqa: RUF012
+    """Nodes that get no replica."""
     idle_unload_seconds: Annotated[float, Field(gt=0, le=MAX_IDLE_SECONDS)] | None = None
+    """Seconds without a request after which all replicas are unloaded; null: never."""
     eviction_cost: Annotated[int, Field(ge=1, le=MAX_EVICTION_COST)] = DEFAULT_EVICTION_COST
+    """Replicas are unloaded only for a wish with a higher cost."""
     load_at_boot: bool = True
+    """Whether replicas are loaded before the first request since the coordinator started."""
 
 
 class WishRoutes:
@@ -65,15 +72,21 @@ class WishRoutes:
         )
 
     async def list_wishes(self) -> dict[str, Any]:
-        """List the wishes by model."""
+        """List the wishes, sorted by model."""
         return {"schema": 1, "wishes": [self._build_wish_row(wish) for _, wish in sorted(self._store.wishes.items())]}
 
     async def get_wish(self, model: str) -> dict[str, Any]:
-        """Return the wish for a model."""
+        """Return the wish for a model.
+
+        Raise `ProblemError` 404 if there is none.
+        """
         return {"schema": 1, "wish": self._build_wish_row(self._store.wishes[self._find_wish(model)])}
 
     async def want_model(self, model: str, body: WishBody) -> dict[str, Any]:
-        """Want replicas of a model, or change its wish. The plan loads them where they fit."""
+        """Want replicas of a model, or change its wish. The plan loads them where they fit.
+
+        Raise `ProblemError`: 400 for a wrong name of a model, 404 for an unknown node, 409 for too many wishes.
+        """
         if not is_valid_model(model) or {"", ".", ".."} & set(model.split("/")):
             raise ProblemError(build_invalid("model: this cannot be the name of a model", "model"))
         wishes = self._store.wishes
@@ -98,7 +111,10 @@ class WishRoutes:
         return {"schema": 1, "wish": self._build_wish_row(wish)}
 
     async def unwant_model(self, model: str) -> dict[str, Any]:
-        """End the wish for a model. Its replicas stay loaded until their memory is needed."""
+        """End the wish for a model. Its replicas stay loaded until their memory is needed.
+
+        Raise `ProblemError` 404 if there is no such wish.
+        """
         name = self._find_wish(model)
         self._store.wishes.delete(name)
         await self._store.flush()
@@ -116,7 +132,7 @@ class WishRoutes:
         }
 
     def build_state_rows(self) -> list[dict[str, Any]]:
-        """Return a row for each wish, with its nodes and its shortfall."""
+        """Return a row for each wish, with its nodes and its shortfall, as `/api/v1/models/plan` has them."""
         return self._build_state_rows(self._runner.build_plan()) if self._store.wishes else []
 
     def _find_wish(self, model: str) -> str:

@@ -38,7 +38,8 @@ def show(prefix: str, state: Path | None, pairs: tuple[str, ...], changed: bool,
     Each setting has its value and origin: default, the file, environment or --set. PREFIX limits the output. Secrets in
     URLs are hidden.
 
-    Exit codes: 2 a setting is wrong and a start would fail; 3 with --running, no process runs here.
+    Exit codes: 2 a setting is wrong and a start would fail; 3 with --running, no process runs here; 5 no setting has
+    PREFIX.
     """
     folder = state or get_default_state()
     if running and pairs:

@@ -131,7 +131,10 @@ def _format_local_time(when: str) -> str:
 )
 @session_options
 def top(session: ApiSession, once: bool, every: float) -> None:
-    """Show the pool live: a memory bar for each node, requests, and conditions."""
+    """Show the pool live: a memory bar for each node, requests, and conditions.
+
+    With --once, with `-o json`, or without a terminal, the state is printed once.
+    """
     from rich.console import Console
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)

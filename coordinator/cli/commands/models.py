@@ -23,6 +23,7 @@ from wire.units import show_size
 LOAD_TIMEOUT_SECONDS = 3700.0
 """Timeout of a load, unload or measurement, in seconds. The coordinator abandons a load after an hour."""
 SPINNER_DELAY_SECONDS = 1.0
+"""Seconds after which a spinner appears, because a short wait needs none."""
 _PURPOSES = {ModelKind.EMBED: "for embeddings", ModelKind.RERANK: "for rerank"}
 _WISH_PATH = "/api/v1/models/wishes/"
 
@@ -171,7 +172,7 @@ def _format_speeds(node: dict[str, Any]) -> str:
 
 
 def format_benchmark(benchmark: dict[str, Any]) -> str:
-    """Format the first measurement of a benchmark, with its date."""
+    """Format the first run of a benchmark (object of `/api/v1/benchmarks`), with its date and the longest prompt."""
     run = benchmark["runs"][0]
     speeds = f"{run['prefill_speed']:,.0f} / {run['decode_speed']:,.0f} tokens/s" if not run["skipped"] else "skipped"
     day = time.strftime("%Y-%m-%d", time.localtime(benchmark["measured"]))
@@ -192,7 +193,11 @@ def _format_place(node: dict[str, Any]) -> str:
 
 
 def format_model_label(name: str, row: dict[str, Any]) -> str:
-    """Format the name of a model or node with the model's state in `row`; the name alone if the model is loaded."""
+    """Format `name` with the state of a model; the name alone if the model is loaded.
+
+    `name` is that of the model or of a node. `row` is the model on a node, as in `/api/v1/models`, with `model` as its
+    state: loaded, loading, known or failed.
+    """
     reading = f" (loading, {row.get('progress', 0.0):.0%})"
     words = {"loaded": "", "loading": reading, "known": " (not loaded)", "failed": " (cannot load)"}
     return name + words[row["model"]]
@@ -325,9 +330,9 @@ def unwant(session: ApiSession, name: str) -> None:
 @models.command()
 @session_options
 def plan(session: ApiSession) -> None:
-    """Show wanted models, next actions and missing numbers.
+    """Show wanted models, next actions and unmet wishes.
 
-    The missing number of an unmet wish comes with the next step.
+    The nodes of each wanted model are shown. For an unmet wish, the number that is missing is shown with the next step.
     """
     session.print_answer(session.request_json("GET", "/api/v1/models/plan"), print_plan)
 

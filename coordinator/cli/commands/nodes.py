@@ -18,7 +18,7 @@ from wire.node_state import NodeState
 from wire.units import show_size
 
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,62}")
-"""Pattern of a valid label."""
+"""Pattern of a valid label of a node: 1 to 63 characters, the first a letter or digit."""
 MAX_MODELS_SHOWN = 6
 """Most names of models that `status` prints."""
 
@@ -117,7 +117,10 @@ def show_node(session: ApiSession, node: str) -> None:
 
 
 def print_node(node: dict[str, Any]) -> None:
-    """Print a node (object of `/api/v1/nodes/NODE`): its memory, faults, and then all fields as an indented list."""
+    """Print a node: its memory, its faults, and then all fields as an indented list.
+
+    `node` is the field `node` of an answer of `/api/v1/nodes/NODE`.
+    """
     for line in render_breakdown(node):
         click.echo(line)
     if broken := describe_breaker(node):

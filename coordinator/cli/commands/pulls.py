@@ -100,7 +100,7 @@ def _raise_if_failed(ended: dict[str, Any]) -> None:
 
 
 def describe_node(node: dict[str, Any]) -> str:
-    """Return the state of a pull on one node as a line of text."""
+    """Render the state of a pull on one node as a line of text. `node` is an entry of `nodes` of a pull in the API."""
     name, message = node["name"], replace_control_characters(node["message"])
     match node["state"]:
         case "completed":
@@ -123,7 +123,7 @@ def describe_node(node: dict[str, Any]) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Format a duration as `42 s`, `12 min` or `3.5 h`."""
+    """Format a duration in seconds as `42 s`, `12 min` or `3.5 h`."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
@@ -198,10 +198,10 @@ def _wait_for_pull(session: ApiSession, started: dict[str, Any]) -> dict[str, An
 
 
 class PullProgress(Protocol):
-    """Output for the progress of a pull while a command waits for it."""
+    """Output for the progress of a pull while a command waits for it. A pull is an object of `/api/v1/pulls`."""
 
     def show(self, pull: dict[str, Any]) -> None:
-        """Show the progress on every node."""
+        """Show the progress of a pull on each of its nodes."""
         ...
 
 
@@ -219,7 +219,10 @@ class PullProgressLines:
         self._shown: dict[str, tuple[tuple[str, str], float]] = {}
 
     def show(self, pull: dict[str, Any]) -> None:
-        """Print the lines that are due."""
+        """Print a line for each node whose state or message changed, or whose last line is `LINE_INTERVAL_SECONDS` old.
+
+        Nodes that have completed the pull are omitted.
+        """
         for node in pull["nodes"]:
             state, now = (node["state"], node["message"]), time.monotonic()
             former, at = self._shown.get(node["id"], (("", ""), 0.0))
@@ -244,10 +247,11 @@ class PullProgressBars:
         )
         console = Console(file=get_raw_stream(sys.stderr))
         self.progress = Progress(*columns, console=console, transient=True)
+        """Display of the bars. The caller opens it as a context."""
         self._tasks: dict[str, Any] = {}
 
     def show(self, pull: dict[str, Any]) -> None:
-        """Update the bars."""
+        """Update bytes, speed and remaining time in the bar of each node, and add a bar for a new node."""
         for node in pull["nodes"]:
             if node["id"] not in self._tasks:
                 self._tasks[node["id"]] = self.progress.add_task(node["name"], total=None, note="")

@@ -1,12 +1,13 @@
-"""Events of the video job table (input of `transitions.advance`) and actions for the controller (its output). Pure."""
+"""Events of the video job table (input of `transitions.advance`) and actions for the controller (its output). Pure.
+
+In the fields, `job`, `node` and `lease` are ids, unless the type is that of an object.
+"""
 
 from dataclasses import dataclass
 
 from coordinator.video.state.jobs import JobFault, StoredFile, VideoJob
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.video import Artifact, LeaseState, ReleaseCause
-
-"""Cause in `ReleaseLease` that acknowledges the end of a lease. The node then deletes the record and files."""
 
 # -- events ---------------------------------------------------------------------------------------------------------
 
@@ -31,7 +32,7 @@ class JobPlaced:
 class JobWaited:
     """Event: the first queued job cannot be placed, for the reason in `phase`.
 
-    `busy`: only because of running jobs, in which case the job is not failed by its deadline.
+    `busy`: running jobs are the only reason. The deadline of the job then does not apply.
     """
 
     job: str

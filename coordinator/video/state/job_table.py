@@ -25,39 +25,46 @@ from coordinator.video.state.jobs import JobState, VideoJob
 
 @dataclass(frozen=True, slots=True)
 class JobRules:
-    """Settings of the job table, from `VideoSettings.rules`, in seconds, bytes and counts.
-
-    A job whose node or worker was lost is restarted at most `attempts` times, if `on_node_loss` is `requeue`. `records`
-    is the maximum number of ended jobs without files that are kept.
-    """
+    """Settings of the job table, from `VideoSettings.rules`."""
 
     on_node_loss: Literal["fail", "requeue"] = "fail"
+    """Whether a job whose node or worker was lost fails, or is restarted."""
     attempts: int = 2
+    """Maximum restarts of a job."""
     lease_seconds: float = 30.0
+    """Longest wait for the answer of a node to a lease request."""
     start_seconds: float = 90.0
+    """Longest time from the grant of a lease to the start of the worker."""
     away_seconds: float = 60.0
+    """Longest absence of a node with a running job."""
     headroom_seconds: float = 3600.0
+    """Longest wait of the first queued job for memory while no other job runs."""
     keep_seconds: float = 86400.0
+    """Lifetime of the files of a job."""
     keep_count: int = 50
+    """Maximum number of jobs with files."""
     keep_bytes: int = 50 * 2**30
+    """Maximum size of all files together."""
     records: int = 1000
+    """Maximum number of ended jobs without files that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseHold:
-    """Memory of `size` bytes that was requested from a node and is not confirmed as released.
-
-    `since` is the Unix time of the request. `misses` counts consecutive reports of the node without this lease.
-    """
+    """Memory that was requested from a node and is not confirmed as released."""
 
     lease: str
     node: str
     generation: int
     job: str
     size: int
+    """Size in bytes."""
     since: float
+    """Unix time of the request."""
     granted: bool = False
+    """Whether the node has granted the lease."""
     misses: int = 0
+    """Consecutive reports of the node without this lease."""
 
 
 @dataclass(frozen=True, slots=True)

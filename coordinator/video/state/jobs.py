@@ -35,10 +35,11 @@ TRANSITIONS: Mapping[JobState, frozenset[JobState]] = MappingProxyType(
 )
 """Legal state transitions. An ended job has none."""
 OPEN_STATES = frozenset({JobState.QUEUED, JobState.LEASING, JobState.IN_PROGRESS, JobState.FINALIZING})
+"""States of a job that has not ended."""
 API_STATUS: Mapping[JobState, str] = MappingProxyType({JobState.LEASING: "queued", JobState.FINALIZING: "in_progress"})
 """Status in the API for states that OpenAI's API does not have."""
 FETCHING_PROGRESS = 99
-"""Percent of a job while its files are fetched."""
+"""Progress of a job in percent while its files are fetched."""
 
 
 class IllegalTransitionError(IllegalEventError):
@@ -62,10 +63,12 @@ class JobFaultCode(StrEnum):
 
 
 class JobFault(msgspec.Struct, frozen=True):
-    """Reason why a job failed: a code for programs, a sentence for people."""
+    """Reason why a job failed."""
 
     code: str
+    """`JobFaultCode`, `LeaseEndCode`, or a code of the node."""
     message: str
+    """Sentence for people."""
 
 
 class StoredFile(msgspec.Struct, frozen=True):
@@ -77,22 +80,26 @@ class StoredFile(msgspec.Struct, frozen=True):
 
 
 class RequestedClip(msgspec.Struct, frozen=True):
-    """Requested clip, checked and rounded. Sides are in pixels.
-
-    `tokens` is the number of spatial tokens of a frame. None stands for the default of the package.
-    """
+    """Requested clip, checked and rounded. None stands for the default of the package."""
 
     model: str
     prompt: str
     width: int
+    """Width in pixels."""
     height: int
+    """Height in pixels."""
     frames: int
     fps: int
+    """Frames per second."""
     steps: int
+    """Denoising steps."""
     tokens: int
+    """Number of spatial tokens of a frame."""
     negative_prompt: str = ""
     guidance: float | None = None
+    """Strength with which the clip follows the prompt."""
     guidance_2: float | None = None
+    """The same for the second expert of the model."""
     seed: int | None = None
     warnings: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
@@ -116,10 +123,7 @@ class RequestedClip(msgspec.Struct, frozen=True):
 
 
 class VideoJob(msgspec.Struct, frozen=True):
-    """Video job as stored and as in the job table. Points in time are in Unix seconds, sizes in bytes.
-
-    `seconds` is the lifetime of the worker. `expired`: the files were deleted. `made` is JSON of the clip's properties.
-    """
+    """Video job as stored and as in the job table. Points in time are in Unix seconds, sizes in bytes."""
 
     id: str
     sequence: int
@@ -129,18 +133,26 @@ class VideoJob(msgspec.Struct, frozen=True):
     created: float
     wanted: RequestedClip
     size: int
+    """Size of the lease."""
     state: JobState = JobState.QUEUED
     idempotency: str = ""
+    """Idempotency key of the request; empty without one."""
     digest: str = ""
+    """SHA-256 (hex) of the request's body; empty without one."""
     node: str = ""
+    """Id of the node; empty for a queued job."""
     lease: str = ""
+    """Id of the lease; empty for a queued job."""
     generation: int = 0
     """Number of the job's current or newest lease. Messages about an older generation are ignored."""
     attempts: int = 0
     """Restarts so far, because the node or worker was lost or the worker never started."""
     phase: str = "queued"
+    """Current activity or reason of the wait, as text for the client."""
     progress: int = 0
+    """Progress in percent."""
     step: int = 0
+    """Denoising step that the worker has reported."""
     due: float | None = None
     """Unix time of the deadline of the current step; None without one.
 
@@ -151,12 +163,17 @@ class VideoJob(msgspec.Struct, frozen=True):
     started: float | None = None
     ended: float | None = None
     expires: float | None = None
+    """Time from which the files may be deleted; None before the job has completed."""
     expired: bool = False
+    """Whether the files were deleted."""
     fault: JobFault | None = None
     files: tuple[StoredFile, ...] = ()
     peak: int = 0
+    """Highest reported footprint of the worker; 0 if unknown."""
     seconds: float = 0.0
+    """Lifetime of the worker, in seconds; 0 before its end."""
     made: str = ""
+    """Properties of the clip as JSON; empty before the end of the worker."""
     misses: int = 0
     """Consecutive reports of the node that did not list the lease of the files to fetch."""
     room_by: float | None = None

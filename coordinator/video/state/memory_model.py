@@ -20,21 +20,30 @@ from wire.units import GIB, show_size
 from wire.video import VideoPackage
 
 EXPERT_BYTES = int(14.35 * GIB)
+"""Bytes of the loaded expert in the first measured package."""
 RUNTIME_BYTES = int(3.15 * GIB)
+"""Bytes of a worker without the expert."""
 BYTES_PER_SPATIAL_TOKEN = 0.0029 * GIB
+"""Growth of the peak with each spatial token of a frame, in bytes."""
 MARGIN_BYTES = 6 * GIB
+"""Bytes reserved in addition to a predicted peak."""
 WIDENED_FROM = (0, 18, 17)
 """First engine version that holds weights stored at 8 bits in 16 bits.
 
 Source: its code, and loads with both versions.
 """
 WIDENED_BITS = 8
+"""Bits of the stored weights that such an engine widens."""
 WIDENED_FACTOR = 16 / 8.5
 """Growth factor of weights stored at 8 bits in such an engine: from 8 bits plus half a bit of scales to 16 bits."""
 MIN_FPS, MAX_FPS = 4, 60
+"""Bounds of the frame rate, in frames per second."""
 MIN_SIDE, MAX_SIDE = 32, 4096
+"""Bounds of width and height, in pixels."""
 DEFAULT_SIZE = (480, 272)
+"""Width and height of a clip without a size, in pixels."""
 DEFAULT_SECONDS = 3
+"""Playing time of a clip without a length."""
 MAX_TRAINED_FRAMES = 81
 """Frames of the model's training clips. A longer clip may run back and forth at its end."""
 
@@ -125,9 +134,9 @@ class ClipRequest:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Clip that will be generated, with warnings for the client.
+    """Clip that will be generated, with warnings for the client. Sides are in pixels.
 
-    `tokens` is the number of spatial tokens of a frame.
+    `tokens` is the number of spatial tokens of a frame. `fps` are frames per second, `steps` denoising steps.
     """
 
     width: int

@@ -96,7 +96,7 @@ class Transition:
             self.fail_job(job, code, message)
 
     def retry_start(self, job: VideoJob, code: str, message: str) -> None:
-        """Requeue a job whose worker never started, or fail it at the limit of attempts. Pause its node briefly."""
+        """Requeue a job whose worker never started, or fail it at the limit of attempts. Pause its node for 5 s."""
         self.pause_node(job.node, MIN_PAUSE_SECONDS * 5)
         if job.attempts < self.rules.attempts:
             self.requeue_job(replace(job, attempts=job.attempts + 1), f"again, because {message}")

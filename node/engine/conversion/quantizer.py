@@ -28,6 +28,7 @@ from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
 from wire.units import GIB, MIB
 
 REPORT_SECONDS = 0.5
+"""Seconds between two reports of progress."""
 FULL_DISK_BYTES = 64 * MIB
 """Free bytes below which a failed write of MLX, whose errors have no number, counts as a full disk."""
 COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "1_Pooling/config.json", "1_LogitScore/config.json")
@@ -37,7 +38,7 @@ REPLACED = frozenset({"config.json", "model.safetensors.index.json"})
 
 
 class QuantizationRun:
-    """QuantizationRun of one model folder."""
+    """Quantization of one model folder into another, as an order demands. Progress goes to `channel`."""
 
     def __init__(self, order: QuantizeOrder, channel: ChildChannel) -> None:
         self._source = Path(order.source)
@@ -48,7 +49,11 @@ class QuantizationRun:
         self._reported_at = 0.0
 
     def run(self) -> ChildEnd:
-        """Write the quantized model and return the end. Raise OSError, or ValueError if mlx-lm refuses the model."""
+        """Write the quantized model and return the end.
+
+        Raise OSError if a file cannot be written, ValueError or RuntimeError if mlx-lm refuses the model. Raise
+        `OrderStopped` if the order is cancelled.
+        """
         from mlx_lm.utils import load_model, quantize_model
 
         self._target.mkdir()

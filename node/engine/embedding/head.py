@@ -105,7 +105,11 @@ class EmbeddingHead:
 
 
 def load_head(folder: Path, layout: EmbeddingLayout, model: TextModel | Encoder) -> EmbeddingHead:
-    """Return the lazy head of a model. Raise `EmbeddingHeadError` if its parts do not fit together."""
+    """Return the lazy head of a model.
+
+    Raise `EmbeddingHeadError` if its parts do not fit together, `ValueError` if a token of its scores is not in the
+    vocabulary. Exceptions of faulty files propagate.
+    """
     if isinstance(model, Encoder):
         layers, hidden = model, model.shape.hidden
     else:

@@ -19,6 +19,7 @@ from wire.frames import Frame, split_vectors
 from wire.refusals import Refused
 
 PAD_TOKEN = 0
+"""Token id of padding, whose states are not read."""
 
 
 class WaitingText(NamedTuple):

@@ -15,9 +15,9 @@ def normalize(vectors: mx.array) -> mx.array:
 
 
 def cut_vectors(vectors: mx.array, dimensions: int, *, normalized: bool) -> bytes:
-    """Return the bytes of `vectors`, shape (texts, numbers), cut to `dimensions` numbers each (0: all).
+    """Return `vectors`, shape (texts, numbers), cut to `dimensions` numbers each (0: all), as bytes.
 
-    Cut vectors are normalized again if `normalized`.
+    The numbers are in single precision. Cut vectors are normalized again if `normalized`.
     """
     if dimensions and dimensions < vectors.shape[1]:
         vectors = vectors[:, :dimensions]

@@ -15,6 +15,7 @@ from node.engine.text.markers import NORMAL, REASONING, TOOL, MarkerPlace
 from node.engine.text.stop_strings import count_overlap
 
 Segments = list[tuple[MarkerPlace, str]]
+"""Parts of a text, each with its place."""
 
 
 class CallPlaces(StrEnum):

@@ -48,8 +48,10 @@ class LogitsMask:
 
 
 def apply_mask(logits: mx.array, mask: bytes) -> mx.array:
-    """Return logits (1, vocabulary) with −inf for every token that a mask (`GrammarMatcher.mask`) excludes or is not
-    long enough to contain."""
+    """Return logits (1, vocabulary) with −inf for every token that a mask excludes or is not long enough to contain.
+
+    `mask` is that of `GrammarMatcher.compute_mask`: one bit per token, lowest first.
+    """
     words = mx.array(cast("Any", memoryview(mask).cast("I")))
     bits = mx.flatten((words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1)
     allowed = bits[None, : logits.shape[-1]].astype(mx.bool_)

@@ -21,6 +21,7 @@ CPU_LIMIT_SECONDS = 0.05
 TIMEOUT_SECONDS = 3.0
 """Limit of elapsed seconds."""
 TOO_LONG = "it takes too long to compile: simplify it or its patterns"
+"""Fault of a grammar that exceeds a limit of time."""
 
 
 class SandboxClient:
@@ -34,7 +35,7 @@ class SandboxClient:
         """Return the fault of a grammar (llguidance's JSON or Lark); empty if it can be compiled.
 
         If the process exceeds a limit of time, start another and return `TOO_LONG`. If it ends in another way, start
-        another and return how it ended.
+        another and return how it ended. Raise OSError if no process can be started.
         """
         child = self._child or self.start()
         try:
@@ -50,8 +51,10 @@ class SandboxClient:
         return f"its compiler {describe_exit(child.returncode)}: simplify it or its patterns"
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Start and return the process. It sends nothing before the first check, and its start does not count in a
-        grammar's time."""
+        """Start and return the process. Raise OSError if that fails.
+
+        The process sends nothing before the first check, and its start does not count in a grammar's time.
+        """
         script = Path(__file__).with_name("sandbox_main.py")
         child = subprocess.Popen(
             [sys.executable, "-I", str(script), str(self._cpu)],

@@ -27,9 +27,13 @@ from node.engine.grammar.tool_arguments import (
 from node.engine.grammar.tool_spec import MAX_JSON_DEPTH, PREFIX, Json, ToolSpec, UnsupportedSchema
 
 KEY: Final = re.compile(r"\w+", re.ASCII)
+"""Pattern of a key or name that is written without quotes."""
 SCALARS: Final = ("integer", "number", "boolean", "null")
+"""Types of values that llguidance renders from their schema."""
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+"""Keywords that bound a number."""
 KINDS: Final = ("string", *SCALARS, "array", "object")
+"""All types of values."""
 UNRENDERED_KEYWORDS: Final = frozenset(
     {
         "allOf",

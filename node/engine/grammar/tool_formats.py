@@ -23,6 +23,7 @@ Form = Callable[[LarkBuilder, Sequence[ToolSpec], bool], str]
 call."""
 
 BLANK = "BLANK: /[ \\n]{1,4}/\n"
+"""Terminal of the blanks between parts of a call."""
 PLAIN: Final = frozenset({"json_tools", "longcat", "mistral"})
 """Parsers of models whose arguments are all JSON; only llguidance handles their schemas."""
 INSEPARABLE_PARSERS: Final = frozenset({"kimi_k3"})

@@ -10,10 +10,14 @@ Json = dict[str, object]
 MAX_JSON_DEPTH: Final = 64
 """Maximum levels of a JSON text. JSON parsers recurse once per level."""
 MAX_DETAIL_CHARS: Final = 300
+"""Maximum characters of the detail in an error text."""
 PREFIX: Final = "the grammar cannot be used: "
+"""Beginning of the error text of a grammar."""
 
 LENIENT: Json = {"whitespace_pattern": "[ \\n\\t]{1,32}", "lenient": True, "coerce_one_of": True}
+"""Options of llguidance for the schema of a tool that is not strict."""
 STRICT: Json = {"whitespace_pattern": "[ \\n\\t]{1,32}"}
+"""Options of llguidance for a schema that is enforced exactly."""
 
 
 class UnsupportedSchema(ValueError):

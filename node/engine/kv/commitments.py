@@ -55,7 +55,7 @@ class Commitment:
         self.stored_tokens, self.is_joined, self.capacity_tokens = 0, False, 0
 
     def extend(self, tokens: int) -> None:
-        """Commit `more` tokens in addition."""
+        """Commit `tokens` tokens in addition."""
         self.committed_tokens += tokens
 
 

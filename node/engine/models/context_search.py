@@ -14,6 +14,7 @@ KNOBS = (
     "engine.mlx.max_context, raise memory.cap, set a smaller memory.margin, or take a variant of the model with a "
     "smaller quantization"
 )
+"""Settings that let a longer row pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,6 @@ def search_context(
 
 
 def describe_failed_search(model: str, result: ContextSearchResult) -> str:
-    """Return the text for the owner after a search in which no attempt passed, with the settings to change."""
+    """Return the diagnosis after a search in which no attempt passed, with the settings to change."""
     attempts = "1 attempt" if result.attempts == 1 else f"{result.attempts} attempts"
     return f"the profile of {model} failed after {attempts}, the last with a row of {result.tokens} tokens: {KNOBS}"

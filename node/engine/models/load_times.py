@@ -18,10 +18,13 @@ from wire.units import MIB
 ASSUMED_WARMUP_SECONDS = 2.0
 """Seconds assumed for the first warm-up: kernels take 0.4 to 1.6 s each with g++."""
 FILE = "load-times.json"
+"""Name of the file."""
 MIN_BYTES = 256 * MIB
 """Minimum bytes of weights from which the speed of the disk is measured."""
 MAX_MODELS = 256
+"""Maximum models whose seconds are stored. The oldest is dropped first."""
 MAX_SECONDS = 3600.0
+"""Maximum seconds that are stored for a model."""
 
 log = structlog.get_logger("engine.load_times")
 

@@ -26,11 +26,16 @@ WALK_TOKENS = (512, 64, 256, 32, 128)
 SWEEP_FORWARD_TOKENS = (1024, 2048, 4096, 8192)
 """Tokens of the additional forwards of a sweep, up to the engine's chunk."""
 ROWS = (1, 2, 4, 8)
+"""Rows of the decode steps of a probe, up to the engine's batch."""
 MORE_ROWS = (16, 32, 64, 128, 256)
+"""Rows of the additional decode steps of a sweep, up to the engine's batch."""
 DECODE_TOKENS = 512
+"""Tokens of each row in the second series of decode steps. The rows of the first series have 64 tokens."""
 STEPS_PER_SIZE = 3
+"""Decode steps that are measured for each number of rows."""
 
 CheckGate = Callable[[int], bool]
+"""Function that returns whether the gate lets a forward of this many bytes pass."""
 
 
 @dataclass(slots=True, eq=False)

@@ -65,6 +65,7 @@ class LoadSucceeded:
     """Outcome of a load: the loaded model."""
 
     loaded_model: LoadedModel
+    """The model that is now in memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,7 +75,10 @@ class ModelUnloader:
     # models
 
     def unload(self, name: str) -> None:
-        """Unload a loaded model: release its weights and evict its cached prefixes."""
+        """Unload a loaded model: release its weights and evict its cached prefixes.
+
+        Raise KeyError if it is not loaded.
+        """
         loaded_model = self._table.remove(name)
         self._catalogue.unpin(name)
         self._prefix_cache.evict_model(name)

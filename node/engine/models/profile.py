@@ -25,14 +25,19 @@ class MemoryProfileKey(msgspec.Struct, frozen=True):
     """Key of a profile. Another model, machine or library version needs other bytes, and a profile of its own."""
 
     fingerprint: str
+    """Fingerprint of the model."""
     chip: str
+    """Name of the machine's chip."""
     memory: int
     """RAM in bytes."""
     device: str
     """Device of MLX: `metal` or `cpu`."""
     mlx: str
+    """Installed version of mlx."""
     mlx_lm: str
+    """Installed version of mlx-lm."""
     macpool: str
+    """Installed version of this program."""
     method: int = METHOD_VERSION
     """Version of the measurement."""
 

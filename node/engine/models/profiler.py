@@ -30,6 +30,7 @@ PROBE_SECONDS = 10.0
 PROBE_ROW_TOKENS = 3072
 """Maximum tokens of the long row of the probe at a load."""
 SWEEP_SECONDS = 600.0
+"""Maximum duration of a sweep, in seconds."""
 
 log = structlog.get_logger("engine.profile")
 

@@ -24,11 +24,13 @@ from dataclasses import dataclass, field
 from node.engine.process.interface import NativeCallKind
 
 SIZE = mmap.PAGESIZE
+"""Bytes of the page."""
 MAX_MODEL_BYTES = 200
 """Maximum bytes of a model's name (`wire.identity.is_valid_model`)."""
 SLOT_BYTES = 256
 """Bytes of a slot; the first slot is that of the forward."""
 SLOTS = 4
+"""Number of slots."""
 _LAYOUT = struct.Struct("<BQdH")
 
 

@@ -43,6 +43,7 @@ class Halted(BaseException):
 
 
 Work = Frame | PreparedRequest | PreparedEmbedding | UntokenizedPrompt | TokenizeResult
+"""Work for `Engine.handle`."""
 
 
 class NativeCallKind(IntEnum):
@@ -97,6 +98,7 @@ class Engine(Protocol):
     """Interface of an engine, which `EngineLoop` drives. `now` is the inference thread's monotonic clock in seconds."""
 
     gate: "MemoryGate"
+    """Gate of the engine, which checks every forward."""
 
     def prepare(self, frame: Frame) -> Work | None:
         """Convert a frame into work for `handle`, on the I/O thread; tokenize a short prompt. Return None if there is

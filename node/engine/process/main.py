@@ -39,9 +39,11 @@ from wire.codec import MAX_JOINED_BYTES, Splitter, WireError, decode, encode
 from wire.frames import Frame, Ping, Pong, StopEngine
 
 READ_BYTES = 256 * 1024
+"""Maximum bytes of one read from the socket."""
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """Maximum bytes queued for an agent that does not read. Above it the process ends."""
 MAX_SETTINGS_BYTES = 1024 * 1024
+"""Maximum bytes of the settings."""
 EXIT_TIMEOUT_SECONDS = 5.0
 """Seconds for a native call in flight to return and for memory to be released. A server with 373 GB of wired weights
 took up to 4.1 s to release them (oMLX#2184)."""
@@ -189,9 +191,10 @@ def read_frames(connection: socket.socket, engine: Engine, loop: EngineLoop, wri
 
 
 def serve(connection: socket.socket, recorder: CrashRecorder, terminations: int) -> int:
-    """Serve one agent over one socket for the lifetime of the process. Return an exit code only if the start fails.
+    """Serve one agent over one socket for the lifetime of the process.
 
-    The process also ends with a byte from the descriptor `terminations`.
+    Return an exit code only if the start fails or the agent closes the socket before it. The process also ends with a
+    byte from the descriptor `terminations`.
     """
     try:
         settings = read_settings(connection)

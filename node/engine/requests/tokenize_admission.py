@@ -4,11 +4,11 @@ A tokenizer keeps records of its own in addition to the tokens. They take up to 
 token is shorter than one byte of text. Loading a tokenizer takes up to 34 times its files, the tables for grammars 14
 times. No estimate of a forward covers these bytes.
 
-A prompt for which `arithmetic.reading_bytes` counts any is therefore checked on the inference thread, as a forward
-would be. Its bytes are reserved until it is tokenized. Two threads tokenize such prompts, one of them only long texts.
-A prompt of usual length therefore never waits for a text of megabytes. Each thread takes turns between API keys. The
-I/O thread prepares short prompts itself (`RequestPreparer.can_prepare_inline`), because it must answer pings, limits
-and cancels without a wait.
+A prompt for which `arithmetic.estimate_tokenize_bytes` counts any is therefore checked on the inference thread, as a
+forward would be. Its bytes are reserved until it is tokenized. Two threads tokenize such prompts, one of them only long
+texts. A prompt of usual length therefore never waits for a text of megabytes. Each thread takes turns between API keys.
+The I/O thread prepares short prompts itself (`RequestPreparer.can_prepare_inline`), because it must answer pings,
+limits and cancels without a wait.
 
     I/O thread                       inference thread              prompt threads
     not inline: UntokenizedPrompt ──► checked, reserved ──────────► tokenize

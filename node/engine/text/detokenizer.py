@@ -28,6 +28,7 @@ from node.engine.text.tool_call_parser import ToolCallParser
 from wire.frames import Channel
 
 Pieces = tuple[tuple[Channel, str], ...]
+"""Pairs of channel and text."""
 
 
 class Decoder(Protocol):

@@ -9,7 +9,10 @@ from node.engine.text.markers import NORMAL, MarkerPlace
 
 
 class TokenDecoder:
-    """mlx-lm's streaming detokenizer for one pipeline: no id raises, and end-of-answer tokens have no text."""
+    """mlx-lm's streaming detokenizer for one pipeline: no id raises an exception.
+
+    `size` is the highest id plus one. `silent` are the tokens without text, which end an answer.
+    """
 
     def __init__(self, detokenizer: StreamingDetokenizer, size: int, silent: frozenset[int]) -> None:
         self._detokenizer = detokenizer

@@ -15,6 +15,7 @@ def _build_byte_signs() -> dict[str, bytes]:
 
 
 BYTES: Final = _build_byte_signs()
+"""Bytes by the signs of a byte-level vocabulary."""
 
 
 class TokenBytes:

@@ -29,9 +29,11 @@ MEMORY_LIMIT_BYTES = 768 * MIB
 """Limit of bytes of the process, in addition to 40 times the tokenizer's files. It takes 350 MB with a small
 tokenizer."""
 MEMORY_PER_FILE_BYTE = 40
+"""Bytes of the limit for each byte of the tokenizer's files."""
 POLL_INTERVAL_SECONDS = 0.02
 """Seconds between two checks of the process."""
 FILE = "trials.json"
+"""Name of the file with the fingerprints that passed."""
 MAX_RESULTS = 1024
 """Maximum number of stored models; above it, the oldest are tried again."""
 EXIT_NOT_LOADED = 3

@@ -35,8 +35,11 @@ from node.video.worker.actor import WorkerHost
 
 ray: Any = untyped
 NAMESPACE = "macpool"
+"""Namespace of the actors in Ray."""
 RESOURCE = "video_lease_gib"
+"""Name of Ray's resource for leases, in GiB."""
 CONNECT_TIMEOUT_SECONDS = 45.0
+"""Longest connection to Ray."""
 CLOSED, FAILED = 3, 4
 """Exit codes: the agent closed the socket; Ray could not be used."""
 

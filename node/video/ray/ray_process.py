@@ -22,14 +22,19 @@ RESTART_DELAYS_SECONDS = (1.0, 60.0)
 HEALTHY_AFTER_SECONDS = 120.0
 """Seconds of a run after which the next wait is the first wait of `RESTART_DELAYS_SECONDS`."""
 EXIT_GRACE_SECONDS = 5.0
+"""Seconds that Ray has to exit after SIGTERM."""
 OBJECT_STORE_BYTES = 80_000_000
 """Bytes of Ray's object store, which is required but stays empty."""
 MAX_OUTPUT_BYTES = 2**20
+"""Bytes of output after which the start counts as failed."""
 STARTED = b"Ray runtime started"
+"""Text of Ray's output once Ray is up."""
 LAST_LINES = 3
+"""Lines of output in a message."""
 CHILD = ("-P", "-m", "node.video.ray.ray_child", "start", "--block")
 """Interpreter arguments that start Ray through `ray_child`."""
 QUIET = ("--disable-usage-stats", "--include-log-monitor=false", "--include-dashboard=false", "--no-monitor")
+"""Options that disable the parts of Ray that are not needed."""
 HOST = "127.0.0.1"
 """Address of all sockets of Ray, which no other machine can reach."""
 KEPT = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")

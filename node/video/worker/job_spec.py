@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 from wire.video import VideoPackage
 
 MAX_PIXELS = 2**24
+"""Maximum pixels of a frame."""
 Side = Annotated[int, Meta(ge=16, le=8192)]
 Text = Annotated[str, Meta(max_length=100_000)]
 Guidance = Annotated[float, Meta(ge=0, le=100)]

@@ -56,8 +56,8 @@ class WorkerClaim(Struct, frozen=True, kw_only=True):
 def lock_file(path: Path, *, wait: bool = False, shared: bool = False) -> int | None:
     """Lock a file and return the descriptor that holds the lock; None if another process holds it.
 
-    Create the file if it is missing. With `wait`, block until the lock is free. Raise `OSError` if the file cannot be
-    opened.
+    Create the file if it is missing. With `wait`, block until the lock is free. With `shared`, other shared locks are
+    possible at the same time. Raise `OSError` if the file cannot be opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -72,7 +72,10 @@ def lock_file(path: Path, *, wait: bool = False, shared: bool = False) -> int | 
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether another process holds the exclusive lock of a file. Create the file if it is missing."""
+    """Return whether another process holds the exclusive lock of a file. Create the file if it is missing.
+
+    Raise `OSError` if the file cannot be opened.
+    """
     descriptor = lock_file(path, shared=True)
     if descriptor is None:
         return True

@@ -68,10 +68,12 @@ class WatchdogState:
 
 @dataclass(frozen=True, slots=True)
 class EndWorker:
-    """End of a worker, decided or observed, with the code and message that the node reports."""
+    """End of a worker, decided or observed."""
 
     code: str
+    """Code that the node reports, a `LeaseEndCode` or a cause of the coordinator."""
     message: str
+    """Sentence for a person; empty for a completed job."""
     at_once: bool = False
     """Whether the worker is killed without a grace period."""
 

@@ -32,12 +32,14 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 1
+"""Version of the events, in their field `v`."""
 UNWIRED_BYTES = 2 * 1024**3
 """Bytes of the lease that may not be wired: Python, torch's text encoder, and memory that the system holds for the
 worker."""
 MAX_CACHE_BYTES = 10**9
 """Maximum bytes of free buffers in MLX's cache."""
 PROGRESS_INTERVAL_SECONDS = 1.0
+"""Seconds between two `beat` events."""
 TRANSFORMER = (
     "in_channels",
     "out_channels",
@@ -199,7 +201,8 @@ def set_memory_limits(mx: Any, size: int, *, wire: bool = True) -> int:
 def make_clip(job: dict[str, Any], writer: EventWriter, reporter: ProgressReporter) -> dict[str, Any]:
     """Generate the clip of a job with MLX, and write its progress as events to `writer`.
 
-    `job` is the JSON object from stdin. `reporter` counts transformer blocks. Return the result of `save_clip`.
+    `job` is the JSON object from stdin. `reporter` counts transformer blocks. Return the properties of the clip by
+    name, as `save_clip` does. Raise `ValueError` if the clip has no frames, or any error of the engine.
     """
     mx: Any = importlib.import_module("mlx.core")
     wired = set_memory_limits(mx, int(job["size"]), wire=job.get("wire", True))

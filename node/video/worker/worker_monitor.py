@@ -47,6 +47,7 @@ EXIT_TIMEOUT_SECONDS = 5.0
 REPORT_TIMEOUT_SECONDS = 1.0
 """Seconds that the parent process has, after the worker's end, to report the end or to exit as well."""
 EXIT_POLL_SECONDS = 0.02
+"""Seconds between two checks whether a killed worker has ended."""
 PHASES = {
     "start": LeasePhase.STARTING,
     "denoise": LeasePhase.DENOISING,
@@ -55,6 +56,7 @@ PHASES = {
     "generated": LeasePhase.SAVING,
     "save": LeasePhase.SAVING,
 }
+"""Phases of a lease by the phases in the worker's `progress` events."""
 CODES = frozenset(
     {
         LeaseEndCode.OUTPUT_INVALID,

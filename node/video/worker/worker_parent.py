@@ -40,6 +40,7 @@ from node.video.worker.lease_files import (
 
 WORKER = Path(__file__).with_name("worker.py")
 POLL_INTERVAL_SECONDS = 0.05
+"""Seconds between two checks for the agent's `go` file."""
 GO_SECONDS = 30.0
 """Seconds that a started worker waits for the agent's `go` file before it is ended."""
 

@@ -59,7 +59,7 @@ CHECKLIST: dict[str, tuple[str, ...]] = {
     ),
     "long bodies": (f"{HERE}::test_long_bodies_are_not_read", f"{PORT}::test_more_than_eight_mebibytes_are_413"),
     "idle, slow head": (f"{PORT}::test_heads_that_drip_or_never_come_have_ten_seconds",),
-    "slow body": (f"{HERE}::test_bodies_that_drip", f"{DIALECTS}::test_a_body_that_drips_is_given_up"),
+    "slow body": (f"{HERE}::test_bodies_that_drip", f"{DIALECTS}::test_a_body_that_arrives_too_slowly_is_given_up"),
     "slow reader": (
         "tests/abuse/http/test_keys.py::test_nothing_runs_on_after_a_hundred_requests",
         "tests/contract/dialects/test_chat.py::test_a_reader_that_does_not_read_loses_its_stream_alone",

@@ -63,7 +63,7 @@ def generates(cluster: LoopbackCluster) -> list[Generate]:
     return [frame for node in cluster.nodes.values() for frame in node.heard if isinstance(frame, Generate)]
 
 
-async def test_the_openai_library_gets_the_small_model_while_the_big_one_has_no_room():
+async def test_the_openai_library_gets_the_small_model_if_the_big_one_does_not_fit():
     async with served() as cluster, library(cluster) as client:
         raw = await client.chat.completions.with_raw_response.create(model="coder", messages=MESSAGES)
         answer = raw.parse()
@@ -76,7 +76,7 @@ async def test_the_openai_library_gets_the_small_model_while_the_big_one_has_no_
         assert "x-macpool-model" not in direct.headers
 
 
-async def test_the_big_model_answers_where_it_has_room():
+async def test_the_big_model_answers_if_it_fits():
     async with served() as cluster, library(cluster) as client:
         cluster.nodes["studio"].memory = a_memory(80 * GIB, 96 * GIB)  # pyright: ignore
         cluster.report()

@@ -115,7 +115,7 @@ async def test_a_client_that_leaves_within_its_body_costs_nothing(cluster: Loopb
 
 
 @pytest.mark.parametrize("route", ALL)
-async def test_a_body_that_drips_is_given_up(cluster: LoopbackCluster, route: str):
+async def test_a_body_that_arrives_too_slowly_is_given_up(cluster: LoopbackCluster, route: str):
     writer = await raw(cluster, route, 5_000, b'{"model"')
     await until(lambda: cluster.dispatcher.counters.answers.get(408) == 1)
     writer.close()

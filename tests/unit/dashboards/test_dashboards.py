@@ -43,7 +43,7 @@ def test_there_is_no_other_json():
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_every_panel_says_what_it_shows(name: str):
+def test_every_panel_has_a_title_description_and_unit(name: str):
     for panel in panels(name):
         assert panel["title"], panel
         assert panel["description"].endswith("."), panel["title"]
@@ -78,7 +78,7 @@ def test_a_dozen_panels_are_open_and_all_others_in_collapsed_rows(name: str):
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_a_board_shows_six_hours_leads_to_the_others_and_marks_what_happened(name: str):
+def test_a_dashboard_shows_six_hours_links_to_the_others_and_marks_events(name: str):
     board = board_of(name)
     assert board["time"] == {"from": "now-6h", "to": "now"}
     (link,) = board["links"]
@@ -92,7 +92,7 @@ def test_a_board_shows_six_hours_leads_to_the_others_and_marks_what_happened(nam
 
 
 @pytest.mark.parametrize("name", BOARDS)
-def test_values_of_a_mac_or_a_model_link_to_its_board(name: str):
+def test_values_of_a_mac_or_a_model_link_to_its_dashboard(name: str):
     uids = {board.uid for board in BOARDS.values()}
     for panel in panels(name):
         links = panel["fieldConfig"]["defaults"].get("links", [])

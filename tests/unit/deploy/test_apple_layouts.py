@@ -115,7 +115,7 @@ def test_layouts_constants_and_calls_of_libsystem_are_apples(
     record_property("seen", f"{seen}; no header here for {without}, IOKit and CoreFoundation")
 
 
-def test_every_symbol_that_we_call_is_in_libsystem(calls: dict[str, Any]):
+def test_every_called_symbol_is_in_libsystem(calls: dict[str, Any]):
     exported = set(re.findall(r"\b_\w+", SYMBOLS.read_text()))
     assert len(exported) > 1000
     assert {name for name in calls if f"_{name}" not in exported} == set()

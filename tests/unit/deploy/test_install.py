@@ -96,7 +96,7 @@ def test_a_dry_run_only_prints(tmp_path: Path):
     assert called(tmp_path, "uv") == []
 
 
-def test_a_script_that_stands_alone_installs_nothing_by_a_name(tmp_path: Path):
+def test_a_script_outside_the_repository_installs_nothing_by_a_name(tmp_path: Path):
     alone = tmp_path / "elsewhere" / "install.sh"
     alone.parent.mkdir()
     shutil.copy(DEPLOY / "install.sh", alone)

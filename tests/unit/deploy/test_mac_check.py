@@ -25,7 +25,7 @@ def test_every_entry_is_documented_in_the_same_order_and_nothing_else_is():
 
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.id)
-def test_an_entry_says_command_expectation_and_what_to_change(entry: Entry):
+def test_an_entry_has_its_command_expectation_and_remedy(entry: Entry):
     section = sections()[entry.id]
     assert section.startswith(f"{entry.title} ({entry.mode}")
     assert [part for part in PARTS if part not in section] == []
@@ -41,7 +41,7 @@ def test_every_file_that_is_to_be_changed_exists():
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="a Mac can run it")
-def test_other_systems_are_told_that_it_needs_a_mac():
+def test_other_systems_get_an_error():
     done = subprocess.run([sys.executable, "-m", "deploy.mac_check"], capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", NO_MAC + "\n")
 
@@ -61,7 +61,7 @@ def test_what_can_be_seen_on_any_system_passes_here(check):
     assert outcome.status == "pass", outcome.text
 
 
-def test_the_child_holds_what_it_promises():
+def test_the_child_holds_a_gibibyte():
     import psutil
 
     with mac_machine.hold_gibibyte() as pid:
@@ -102,7 +102,7 @@ def test_an_assumed_metal_limit_that_is_three_per_cent_off_fails(
     assert ("sysctl" if wired else f"guess for {system}") in outcome.text
 
 
-def test_an_entry_that_breaks_fails_and_says_why():
+def test_an_entry_that_raises_fails_with_the_error():
     def broken() -> Outcome:
         raise ToolError("vm_stat: not found")
 
@@ -123,7 +123,7 @@ def test_an_entry_that_can_panic_the_mac_runs_only_where_it_is_named():
     assert [entry.id for entry in ENTRIES if entry.risky] == ["wired-panic"]
 
 
-def test_the_workload_of_the_panic_says_what_is_wrong_with_its_model(tmp_path: Path):
+def test_the_workload_of_the_panic_refuses_an_unknown_model(tmp_path: Path):
     with pytest.raises(ToolError, match="this node has no model nowhere"):
         mac_wired_stress.run_churn(tmp_path / "nowhere", "on", tmp_path / "progress")
     assert not (tmp_path / "progress").exists()

@@ -4,7 +4,7 @@ from pathlib import Path
 from host.left_marker import delete_left_mark, has_left, mark_left
 
 
-def test_a_node_that_left_is_marked_until_it_is_wanted_again(tmp_path: Path):
+def test_a_node_that_left_is_marked_until_the_mark_is_deleted(tmp_path: Path):
     before = os.umask(0)
     try:
         assert not has_left(tmp_path)

@@ -13,7 +13,7 @@ def admitted(
     return [repeats.admit("links", event, fields, now) for _ in range(count)]
 
 
-def test_a_burst_is_admitted_and_the_next_window_tells_how_many_were_left_out():
+def test_a_burst_is_admitted_and_the_next_window_has_the_number_left_out():
     repeats = LogDeduplicator()
     assert admitted(repeats, BURST_EVENTS + 3, 100.0) == [0] * BURST_EVENTS + [None] * 3
     assert admitted(repeats, 1, 100.0 + WINDOW_SECONDS - 0.5) == [None]

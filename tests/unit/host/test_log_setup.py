@@ -34,7 +34,7 @@ def own_logging() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("own_logging")
-def test_an_event_is_heard_and_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_an_event_is_notified_and_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     heard: list[Any] = []
     open_journal(tmp_path / "x.log", "info", heard.append)
     structlog.get_logger("coordinator.test").warning("node gone", node="a", reason="stopped")

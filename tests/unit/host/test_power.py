@@ -65,7 +65,7 @@ def test_what_cannot_be_read_is_not_known(error: Exception):
 
 
 @pytest.mark.parametrize(("status", "idle"), [(0, 62.017345875), (1, None)])
-def test_the_tool_of_a_mac_is_run_and_believed_if_it_succeeds(
+def test_the_output_of_the_tool_counts_only_if_it_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, idle: float | None
 ):
     (tmp_path / "listing").write_text(IOREG)

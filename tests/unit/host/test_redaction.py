@@ -100,7 +100,7 @@ def broken(private: bool) -> str:
     raise AssertionError("nothing failed")
 
 
-def test_an_exception_is_told_with_its_cause_its_way_and_a_bounded_message_on_one_line():
+def test_an_exception_has_its_cause_its_lines_and_a_bounded_message():
     told = hidden = ""
     try:
         try:
@@ -159,7 +159,7 @@ def test_every_name_of_a_secret_or_a_prompt_is_hidden_and_other_values_stay():
     assert redact_fields(event) == told
 
 
-def test_an_exception_is_told_without_values_and_without_code():
+def test_an_exception_has_no_values_and_no_code():
     told = broken(private=False)
     assert told.startswith("ValueError: cannot read [hidden] in")
     assert "broken" in told
@@ -212,7 +212,7 @@ def test_no_process_logs_a_secret_or_a_prompt(log_file: Path, capsys: pytest.Cap
     assert "ValueError" in str(told[2]["exception"])
 
 
-def test_a_log_is_its_owners_and_bounded(log_file: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_log_is_private_and_bounded(log_file: Path, monkeypatch: pytest.MonkeyPatch):
     handler = logging.root.handlers[0]
     monkeypatch.setattr(handler, "maxBytes", 2000)
     log = structlog.get_logger("test")
@@ -224,7 +224,7 @@ def test_a_log_is_its_owners_and_bounded(log_file: Path, monkeypatch: pytest.Mon
     assert all(file.stat().st_size <= 2200 for file in files)
 
 
-def test_a_flood_is_told_as_a_number(log_file: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_flood_is_logged_as_a_number(log_file: Path, monkeypatch: pytest.MonkeyPatch):
     now = [1000.0]
     monkeypatch.setattr(log_setup.time, "monotonic", lambda: now[0])
     log = structlog.get_logger("test")
@@ -238,7 +238,7 @@ def test_a_flood_is_told_as_a_number(log_file: Path, monkeypatch: pytest.MonkeyP
     assert [line.get("left_out") for line in told] == [None] * (BURST_EVENTS + 1) + [1000 - BURST_EVENTS]
 
 
-def test_events_are_told_apart_by_their_beginning(log_file: Path):
+def test_events_are_distinguished_by_their_beginning(log_file: Path):
     log = structlog.get_logger("test")
     for number in range(BURST_EVENTS + 1):
         log.info(f"event {number}")
@@ -250,7 +250,7 @@ def test_events_are_told_apart_by_their_beginning(log_file: Path):
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 10)), max_size=200))
-def test_every_event_is_told_or_counted(events: list[tuple[str, float]]):
+def test_every_event_is_admitted_or_counted(events: list[tuple[str, float]]):
     repeats, now, told, left_out = LogDeduplicator(), 0.0, 0, 0
     for event, pause in events:
         now += pause
@@ -260,7 +260,7 @@ def test_every_event_is_told_or_counted(events: list[tuple[str, float]]):
     assert told + left_out + repeats.left_out == len(events)
 
 
-def test_a_stranger_with_many_addresses_fills_no_memory():
+def test_many_addresses_fill_no_memory():
     repeats = LogDeduplicator()
     for number in range(10 * MAX_SUBJECTS):
         repeats.admit("x", "denied", {"peer": str(number)}, 0.0)

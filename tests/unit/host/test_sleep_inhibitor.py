@@ -79,7 +79,7 @@ def test_a_tool_has_a_session_of_its_own_and_is_killed_if_it_ignores_its_end(
     assert not psutil.pid_exists(pid)
 
 
-def test_it_ends_with_us_when_we_are_killed(tmp_path: Path):
+def test_it_ends_if_its_parent_is_killed(tmp_path: Path):
     note = tmp_path / "pid"
     code = (
         "import sys, time; from host.sleep_inhibitor import SleepInhibitor; "

@@ -87,7 +87,7 @@ async def test_a_sleep_is_found_when_it_is_over():
     assert owner.heard == ["woke after 122", "woke after 3"]
 
 
-async def test_a_sleep_that_is_told_is_told_once_each_way():
+async def test_an_announced_sleep_is_notified_once_at_each_end():
     clocks, owner, system, said = Clocks(), Owner(), Told(), threading.Event()
     watch = SleepWatch(owner.slept, owner.woke, notices=system, clocks=clocks.pair())
     watch.start()
@@ -132,7 +132,7 @@ async def test_a_watch_looks_by_this_systems_own_means_until_it_is_stopped():
     assert owner.heard == []
 
 
-def test_a_system_that_tells_when_the_loop_is_closed_is_not_answered():
+def test_a_notice_after_the_loop_is_closed_has_no_effect():
     owner, system = Owner(), Told()
 
     async def begin():
@@ -147,7 +147,7 @@ def test_a_system_that_tells_when_the_loop_is_closed_is_not_answered():
     assert owner.heard == []
 
 
-def test_macos_alone_tells_of_a_sleep_before_it_comes(monkeypatch: pytest.MonkeyPatch):
+def test_only_macos_announces_a_sleep(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert isinstance(open_sleep_notices(), SleepNotificationListener)
     monkeypatch.setattr(sys, "platform", "linux")
@@ -158,7 +158,7 @@ def test_macos_alone_tells_of_a_sleep_before_it_comes(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("platform", "boot", "read"), [("linux", 7, (7.0, 1.0)), ("darwin", None, (1.0, 8.0)), ("linux", None, None)]
 )
-def test_a_clock_that_goes_on_in_a_sleep_is_beside_one_that_does_not(
+def test_one_clock_counts_sleep_and_one_does_not(
     monkeypatch: pytest.MonkeyPatch, platform: str, boot: int | None, read: tuple[float, float] | None
 ):
     monkeypatch.setattr(sys, "platform", platform)
@@ -170,7 +170,7 @@ def test_a_clock_that_goes_on_in_a_sleep_is_beside_one_that_does_not(
     assert clocks == (time.monotonic, time.monotonic) if read is None else (clocks[0](), clocks[1]()) == read
 
 
-def test_this_systems_clocks_go_on_together_while_it_is_awake():
+def test_both_clocks_advance_together_while_the_system_is_awake():
     on, off = system_clocks()
     first = on() - off()
     assert abs(on() - off() - first) < 1.0
@@ -209,7 +209,7 @@ def test_macos_is_answered_after_the_goodbye(library: Path):
     )
 
 
-def test_a_system_that_does_not_let_us_listen_is_none_that_tells(library: Path, tmp_path: Path):
+def test_a_listener_that_the_system_refuses_does_not_start(library: Path, tmp_path: Path):
     ctypes.CDLL(str(library)).refuse_all()
     assert not SleepNotificationListener(str(library), str(library)).start(lambda _: None, lambda: None)
     missing = SleepNotificationListener(str(tmp_path / "none"), str(tmp_path / "none"))

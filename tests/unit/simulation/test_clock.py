@@ -20,7 +20,7 @@ def test_time_passes_by_itself():
     assert seen == pytest.approx([0.0, 0.001, 3600.001, 262_800.001])
 
 
-def test_what_can_never_end_is_told():
+def test_a_loop_that_can_never_end_is_a_deadlock():
     loop = VirtualLoop()
 
     async def story() -> None:

@@ -56,7 +56,7 @@ def test_a_scenario_is_read():
         ('model = "chat"', 'model = "cat"', "load 1: there is no model 'cat', only chat"),
     ],
 )
-def test_what_cannot_be_simulated_is_told_with_its_place(old: str, new: str, words: str):
+def test_an_invalid_scenario_is_an_error_with_its_place(old: str, new: str, words: str):
     assert old in GOOD
     with pytest.raises(ScenarioError, match=words):
         read_scenario(GOOD.replace(old, new, 1))
@@ -85,7 +85,7 @@ def test_files_and_policies_are_named_in_errors(tmp_path: Path):
         ("no", "line 1 of 1: "),
     ],
 )
-def test_a_bad_trace_is_told_with_its_line(tmp_path: Path, line: str, words: str):
+def test_a_bad_trace_is_an_error_with_its_line(tmp_path: Path, line: str, words: str):
     (tmp_path / "t.jsonl").write_text(line + "\n")
     scenario = read_scenario(GOOD.replace("rate = 1", 'trace = "t.jsonl"'))
     with pytest.raises(ScenarioError, match=words):
@@ -107,7 +107,7 @@ def test_the_same_seed_draws_the_same_and_another_something_else():
     assert drawn(1) == drawn(1) != drawn(2)
 
 
-def test_prompts_of_a_conversation_grow_by_what_was_said_and_fit_the_context():
+def test_prompts_of_a_conversation_grow_by_earlier_turns_and_fit_the_context():
     scenario = read_scenario(GOOD.replace("rate = 1", "rate = 2\nturns = 40\nprompt = { median = 3000 }"))
     talks = draw_conversations(scenario, 1, Path())
     assert any(len(talk.turns) > 3 for talk in talks)

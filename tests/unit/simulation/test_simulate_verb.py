@@ -20,14 +20,14 @@ def test_the_table_has_a_line_for_each_member():
     assert table[1].split()[4] == "1.00"
 
 
-def test_json_knows_never():
+def test_json_contains_no_infinity():
     done = run(STORY, "--policy", "round-robin", "--seed", "3", "--json")
     answer = json.loads(done.stdout)
     assert (answer["schema"], answer["seed"], len(answer["rows"])) == (1, 3, 2)
     assert "Infinity" not in done.stdout
 
 
-def test_the_log_tells_every_step():
+def test_the_log_has_every_step():
     done = run(STORY, "--policy", "balanced", "--log")
     assert "r0 first token on mini-2" in done.stdout
 

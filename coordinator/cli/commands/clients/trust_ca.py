@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cryptography import x509
 
 SYSTEM_STORE = Path("/usr/local/share/ca-certificates")
+"""Folder of added authorities on Linux."""
 BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/ssl/cert.pem", "/etc/pki/tls/certs/ca-bundle.crt")
 """Files with the system's trusted authorities. The first that exists is part of the bundle of `write_bundle`."""
 MAX_CERTIFICATE_BYTES = 16_384
@@ -39,9 +40,9 @@ def trust_ca(
 ) -> None:
     """Trust the authority behind the endpoint at URL, so that this machine's programs can use HTTPS there.
 
-    The authority can certify `.local` names, `localhost`, the names of `http.allowed_hosts`, and addresses. Run the
-    command on every machine with a client. Programs with their own list of authorities (Python, Node, Bun) also need
-    the variables that `cluster env` prints.
+    Without URL, it is the endpoint of the coordinator that commands use. The authority can certify `.local` names,
+    `localhost`, the names of `http.allowed_hosts`, and addresses. Run the command on every machine with a client.
+    Programs with their own list of authorities (Python, Node, Bun) also need the variables that `cluster env` prints.
     """
     base = parse_base_url(endpoint) if endpoint else session.get_url_and_key()[0]
     pem = fetch_authority(base)
@@ -191,9 +192,9 @@ def find_bundle(state: Path, pem: str) -> str | None:
 
 
 def find_trusted_endpoint(state: Path, base: str | None) -> tuple[str, str] | None:
-    """Return URL and bundle of the endpoint at `base` if this machine trusts it; if `base` is None, of the newest one.
+    """Return URL and bundle of the endpoint at `base` if this machine trusts it.
 
-    Return None if there is no such endpoint.
+    If `base` is None, return those of the endpoint that was trusted last. Return None if there is no such endpoint.
     """
     files = sorted((state / "trusted").glob("*.url"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files:

@@ -83,7 +83,7 @@ def _show_progress(session: ApiSession) -> Generator[Callable[[dict[str, Any]], 
 
 
 def describe(row: dict[str, Any]) -> str:
-    """Return the state of a quantization as a line of text."""
+    """Render a quantization (object of `/api/v1/quantizations`) as a line of text."""
     node = row["node"]["name"]
     match row["state"]:
         case "completed":

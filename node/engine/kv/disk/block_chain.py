@@ -15,7 +15,9 @@ from node.engine.kv.prefix_store import BLOCK_TOKENS
 from node.engine.kv.radix_trie import ID_BYTES
 
 BLOCK_BYTES = BLOCK_TOKENS * ID_BYTES
+"""Bytes of the packed ids of a block."""
 HASH_BYTES = 16
+"""Bytes of a hash of a chain."""
 _PARTS = {part.value: part for part in BlockPart}
 WHOLE_BLOCK = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}\.[{BlockPart.TOKENS}{BlockPart.WINDOW}]")
 """Names of the parts of whole blocks, without the folder. `parse_name` takes several times as long."""

@@ -18,9 +18,13 @@ import msgspec
 import numpy as np
 
 MAGIC = b"MPKV"
+"""First bytes of each file."""
 FORMAT_VERSION = 1
+"""Version of the format. It is part of each chain, so that files of another version are not found."""
 MAX_HEADER_BYTES = 1 << 20
+"""Maximum bytes of a header that is read."""
 DIGEST_BYTES = 16
+"""Bytes of a checksum."""
 ITEM_TYPES = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
 """Types of arrays in files, with the types of numpy that hold their bytes."""
 

@@ -19,6 +19,7 @@ from node.engine.kv.radix_trie import ID_BYTES
 MAX_EVICTIONS_PER_SAVE = 32
 """Maximum files that are deleted for one new file, because each deletion delays the writer."""
 MAX_REMOVED = 4096
+"""Maximum names of removed files that are held. The oldest is dropped first."""
 TEMPORARY = ".new"
 """Suffix of a file that is being written."""
 
@@ -27,7 +28,9 @@ class FolderSize(NamedTuple):
     """Size of the files of a model."""
 
     files: int = 0
+    """Number of files."""
     nbytes: int = 0
+    """Bytes of these files."""
 
 
 _STATE_SUFFIX = f".{BlockPart.STATE}"

@@ -19,6 +19,7 @@ from node.engine.kv.disk.layer_parts import LayerBuilder
 from node.engine.kv.kv_cache import Layers
 
 PARTS_AHEAD = 2
+"""Maximum parts that are read before they are taken."""
 STALLED_SECONDS = 5.0
 """Seconds without a further part after which the disk counts as stalled."""
 

@@ -288,7 +288,8 @@ class DiskCache:
     # writing
 
     def offer(self, entry: CachedPrefix[Layers], shape: CacheShape, prefill_seconds: float) -> None:
-        """Queue an entry to be written, if its prefill of `prefill_seconds` takes longer enough than its reading."""
+        """Queue an entry to be written, if its prefill of `prefill_seconds` takes at least `min_seconds` longer than
+        its reading. Drop the oldest entry above `MAX_PENDING`."""
         saved = prefill_seconds - self.estimate_read_seconds(entry.nbytes)
         if not shape.parts or saved < self.min_seconds or not self._open_writer():
             return
@@ -345,7 +346,8 @@ class DiskCache:
 
 
 def clear_folder(folder: Path, model: str) -> None:
-    """Delete files in a folder that no disk cache of this process uses, as `DiskCache.clear` does."""
+    """Delete the files of a model, or of all, in a folder that no disk cache of this process uses. Arguments and errors
+    are those of `DiskCache.clear`."""
     if not folder.exists():
         return
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)

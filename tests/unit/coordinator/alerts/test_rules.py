@@ -163,7 +163,7 @@ def test_alert_of_an_unarmed_gate_fires_within_30_seconds():
     assert first * STEP <= 20
 
 
-def test_alert_of_an_unarmed_gate_ends_when_its_counters_stand_still():
+def test_alert_of_an_unarmed_gate_ends_when_its_counters_stop():
     frozen = {
         name: lambda now, values=values: values(min(now, 60)) for name, values in STORIES["GateInert"].holds.items()
     }

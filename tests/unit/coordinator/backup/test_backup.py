@@ -588,7 +588,7 @@ def test_a_broken_off_restore_is_finished_before_a_backup_is_made(home: tuple[Pa
 
 
 @pytest.mark.parametrize("name", ["authority/evil.PEM.pem", "videos/video_abc/.hidden.mp4"])
-def test_a_file_that_is_not_ours_is_named_and_not_taken(home: tuple[Path, str], tmp_path: Path, name: str) -> None:
+def test_a_file_of_another_program_is_named_and_not_taken(home: tuple[Path, str], tmp_path: Path, name: str) -> None:
     (home[0] / name).write_bytes(b"x")
     with pytest.raises(BackupError, match="is not a file of macpool: move it away, then back up"):
         create_backup(home[0], tmp_path / "b", artifacts=True)

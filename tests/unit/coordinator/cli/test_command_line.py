@@ -81,7 +81,7 @@ def test_every_group_lists_and_shows():
     assert all(isinstance(group, shape.CommandGroup) for group in groups)
 
 
-def test_help_and_version_are_where_people_look():
+def test_help_and_version_have_their_usual_forms():
     assert alone("help").output == alone("--help").output
     assert alone("help", "key", "limit").output == alone("key", "limit", "--help").output
     assert alone("--version").output.startswith("macpool ")

@@ -262,7 +262,7 @@ async def test_welcome_identifies_the_coordinator(start: Callable[[], Coordinato
         ({"machine": "another"}, "cloned", "belongs to another machine (studio)"),
     ],
 )
-async def test_a_wrong_greeting_is_denied_for_good(
+async def test_a_wrong_hello_is_denied_for_good(
     start: Callable[[], Coordinator], changes: dict[str, Any], code: str, words: str
 ):
     one = start()

@@ -79,7 +79,7 @@ def test_parse_event_omits_event_names_of_libraries():
     assert parse_event(json.dumps({**EVENT, "logger": "httpx", "event": "link lost"}))["event"] == OMITTED  # pyright: ignore
 
 
-def test_lines_that_are_not_ours_are_counted():
+def test_lines_of_other_formats_are_counted():
     lines = [
         json.dumps(EVENT),
         PROMPT,

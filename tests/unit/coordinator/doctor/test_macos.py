@@ -11,7 +11,7 @@ def test_the_version_of_the_system():
     assert macos.parse_version("") == ("", "")
 
 
-def test_power_settings_with_their_remarks():
+def test_power_settings_are_read_without_their_comments():
     text = "Currently in use:\n sleep                1 (sleep prevented by caffeinate)\n womp 1\n hibernatemode 3\n"
     assert macos.parse_power_settings(text) == {"sleep": 1, "womp": 1, "hibernatemode": 3}
 

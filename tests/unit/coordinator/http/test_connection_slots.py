@@ -167,7 +167,7 @@ def test_the_longest_at_rest_is_the_one_that_was_answered_first():
     assert ended == [second]
 
 
-def test_a_place_is_proven_by_a_good_key_which_is_remembered_for_the_newest_addresses(monkeypatch: pytest.MonkeyPatch):
+def test_a_slot_is_authenticated_by_a_valid_key_stored_for_the_newest_addresses(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(places_module, "MAX_KNOWN_ADDRESSES", 2)
     places, ended = ConnectionSlots(max_connections=100, max_unauthenticated=1), list[ConnectionSlot]()
     for address in ("192.0.2.1", "192.0.2.2", "192.0.2.1", "192.0.2.3"):

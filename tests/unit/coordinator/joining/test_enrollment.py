@@ -120,7 +120,7 @@ def test_enrollment_with_invalid_fields_does_not_use_the_token(
     assert [token.uses_left for token in cluster.tokens.list()] == [1]
 
 
-def test_a_request_that_we_do_not_sign_uses_no_token_up(cluster: EnrollmentContext) -> None:
+def test_a_request_that_is_not_signed_uses_no_token(cluster: EnrollmentContext) -> None:
     conversation = talk(cluster)
     conversation.process_frame(START, 0.0)
     assert denied(conversation.process_frame(with_token(cluster, b"junk"), 0.0)) == "bad_request"

@@ -143,7 +143,7 @@ def test_scrape_succeeds_with_any_bytes_of_a_node(answer: bytes):
 
 
 @given(st.lists(st.integers(-HUGE, 2**64 - 1), max_size=15), st.floats())
-def test_histograms_of_liars_are_whole_or_empty(counts: list[int], total: float):
+def test_histograms_of_false_reports_are_consistent_or_empty(counts: list[int], total: float):
     honest = sanitize_measures(NodeMeasures(GateMeasures(predicted=HistogramSnapshot(tuple(counts), total))))
     found = samples(scrape(node_picture(view(), honest)))
     rows = [value for (name, _), value in found.items() if name == "macpool_gate_predicted_peak_ratio_bucket"]
@@ -290,7 +290,7 @@ def key_series(counters: Counters, keys: dict[str, str]) -> dict[tuple[tuple[str
     return {labels: value for (name, labels), value in found.items() if name == "macpool_key_tokens_total"}
 
 
-def test_tokens_of_keys_stand_under_their_names_and_two_keys_of_one_name_are_one_series():
+def test_tokens_of_keys_are_labelled_with_names_and_two_keys_of_one_name_are_one_series():
     counters = Counters()
     counters.get_model("tiny")
     for key, tokens in (("id1", 5), ("id2", 7), ("revoked", 100)):

@@ -119,7 +119,7 @@ def test_a_node_that_links_later_follows_too() -> None:
     assert pull.apply(NodeLinked(A)) == [SendServe(B, 2)]
 
 
-def test_the_node_with_most_of_the_files_replaces_a_downloading_node_that_is_gone() -> None:
+def test_the_node_with_most_of_the_files_replaces_a_lost_downloading_node() -> None:
     pull = Pull(A, B, C)
     follow(pull)
     pull.progress(B, done=1, fetched=1)

@@ -145,7 +145,7 @@ def test_a_node_that_acts_for_a_wish_is_not_named_as_missing():
     )
 
 
-def test_the_model_that_was_used_longest_ago_leaves_first():
+def test_the_least_recently_used_model_is_unloaded_first():
     pool = WishPool([node("a", 24, "x", "y", m=14, x=7, y=7)], [Wish("m")])
     pool.requested = {"x"}
     pool.plan()
@@ -406,7 +406,7 @@ def test_a_lost_node_may_return_within_a_minute_before_its_replica_is_replaced()
 
 
 @pytest.mark.parametrize("facts", [{"cordoned": True}, {"state": "asleep"}, {"state": "paused"}, {"state": "left"}])
-def test_a_replica_on_a_node_that_a_person_took_out_is_replaced_at_once(facts: dict[str, Any]):
+def test_a_replica_on_a_cordoned_asleep_paused_or_left_node_is_replaced_at_once(facts: dict[str, Any]):
     pool = WishPool([node("a", 24, "m"), node("b")], [Wish("m")])
     pool.plan()
     pool.nodes[A].facts |= facts

@@ -66,7 +66,7 @@ def test_no_bytes_break_the_linter(content: bytes):
     assert launchd.parse_own_job(content) is None
 
 
-def test_only_our_own_files_are_ours():
+def test_only_files_of_this_program_are_its_own():
     assert launchd.parse_own_job(launchd.render_property_list(launchd.build_job(PLAN)).encode()) == launchd.build_job(
         PLAN
     )

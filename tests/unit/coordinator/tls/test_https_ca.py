@@ -72,7 +72,7 @@ def verifies(folder: Path, name: str, trusted: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["localhost", "studio.local", "192.168.1.7", "127.0.0.1", "pool.example"])
-def test_it_vouches_for_this_machine(tmp_path: Path, name: str):
+def test_it_signs_the_names_of_this_machine(tmp_path: Path, name: str):
     made = endpoint(tmp_path, "pool.example")
     assert name in made.names
     assert verifies(tmp_path, name, made.ca_pem) == ""
@@ -244,7 +244,7 @@ def test_trust_commands_match_the_documentation_of_the_system(tmp_path: Path):
     assert build_commands("linux", file, found, remove=True) == [["rm", "-f", place], ["update-ca-certificates"]]
 
 
-def test_the_bundle_holds_the_systems_authorities_and_ours(tmp_path: Path):
+def test_the_bundle_holds_the_authorities_of_the_system_and_the_cluster(tmp_path: Path):
     made = endpoint(tmp_path)
     assert find_bundle(tmp_path, made.ca_pem) is None
     bundle = write_bundle(tmp_path, made.ca_pem, made.fingerprint, "https://studio.local:8080")

@@ -198,7 +198,7 @@ async def test_an_agent_that_sleeps_can_be_stopped(tmp_path: Path) -> None:
         agent.fall_asleep(lambda: None)
 
 
-async def test_an_agent_answers_for_its_own_cpu_and_footprint_and_says_what_it_cannot_answer(tmp_path: Path) -> None:
+async def test_an_agent_reports_its_own_cpu_and_footprint_and_refuses_unknown_sources(tmp_path: Path) -> None:
     async with linked(tmp_path) as (port, _, node):
         fetches = port.application.nodes.links.fetches
         before = time.process_time()
@@ -319,7 +319,7 @@ def asks(number: int, tokens: int = 4) -> Generate:
     )
 
 
-async def test_a_hello_says_who_this_is_and_a_report_what_the_engine_s_gate_judges_by(mac: Callable[..., Mac]):
+async def test_a_hello_identifies_the_node_and_a_report_has_the_inputs_of_the_gate(mac: Callable[..., Mac]):
     one = mac()
     line = await one.start()
     hello = one.hello
@@ -407,7 +407,7 @@ async def test_an_engine_that_dies_is_reported_and_its_requests_fail_on_their_li
     assert (await line.until(Finished)).request == 2
 
 
-async def test_a_stop_lets_a_request_end_says_goodbye_and_ends_what_takes_longer(mac: Callable[..., Mac]):
+async def test_a_stop_waits_for_a_request_sends_goodbye_and_ends_longer_ones(mac: Callable[..., Mac]):
     one = mac(engine__scripted__step_ms=5)
     line = await one.start()
     await one.ready(line)
@@ -421,7 +421,7 @@ async def test_a_stop_lets_a_request_end_says_goodbye_and_ends_what_takes_longer
     await asyncio.wait_for(one.running, 30)
 
 
-async def test_a_stop_waits_no_longer_than_it_was_told_to(mac: Callable[..., Mac]):
+async def test_a_stop_waits_no_longer_than_its_limit(mac: Callable[..., Mac]):
     one = mac(engine__scripted__step_ms=5)
     line = await one.start()
     await one.ready(line)
@@ -436,7 +436,7 @@ async def test_a_stop_waits_no_longer_than_it_was_told_to(mac: Callable[..., Mac
         await asyncio.sleep(0.01)
 
 
-async def test_a_sleeping_mac_says_goodbye_and_dials_again_when_it_wakes(mac: Callable[..., Mac]):
+async def test_a_sleeping_mac_sends_goodbye_and_connects_again_when_it_wakes(mac: Callable[..., Mac]):
     one = mac()
     line = await one.start()
     await one.ready(line)

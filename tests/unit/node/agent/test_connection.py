@@ -63,10 +63,10 @@ async def reached(folder: Path, uri: str) -> CoordinatorLink:
 @pytest.mark.parametrize(
     "uri", [build_node_uri("CLUSTER", NodeId("n1")), build_coordinator_uri("another"), "https://coordinator.example"]
 )
-async def test_only_the_coordinators_own_name_is_believed(tmp_path: Path, uri: str) -> None:
+async def test_only_a_certificate_of_the_coordinator_is_accepted(tmp_path: Path, uri: str) -> None:
     with pytest.raises(NotTheCoordinator):
         await reached(tmp_path, uri)
 
 
-async def test_the_coordinator_is_believed(tmp_path: Path) -> None:
+async def test_the_coordinator_is_verified(tmp_path: Path) -> None:
     assert (await reached(tmp_path, build_coordinator_uri("CLUSTER"))).verified

@@ -52,7 +52,7 @@ def announcement(cluster: str, name: str = "lab", port: int = 8081) -> Announcem
 
 
 @needs_multicast
-async def test_a_coordinator_is_found_until_it_says_goodbye() -> None:
+async def test_a_coordinator_is_found_until_its_announcement_ends() -> None:
     cluster = str(uuid4())
     announced = announcement(cluster)
     announced.start()
@@ -66,7 +66,7 @@ async def test_a_coordinator_is_found_until_it_says_goodbye() -> None:
 
 
 @needs_multicast
-async def test_two_clusters_are_both_seen_and_told_apart() -> None:
+async def test_two_clusters_are_both_found_and_distinguished() -> None:
     first, second = str(uuid4()), str(uuid4())
     both = [announcement(first), announcement(second, "lab", 8082)]
     for announced in both:
@@ -126,7 +126,7 @@ async def test_no_address_means_no_record_and_no_error() -> None:
     await announced.close()
 
 
-async def test_an_address_that_is_not_ours_is_logged_once_and_closes(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_address_of_another_machine_is_logged_once_and_closes(capsys: pytest.CaptureFixture[str]) -> None:
     announced = Announcement(
         BonjourRecord("coord"), "lab", str(uuid4()), 1, interfaces=["192.0.2.250"], look_every=0.001
     )

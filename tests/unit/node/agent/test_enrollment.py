@@ -45,7 +45,7 @@ async def join(door: Door, folder: Path, token: JoinToken, name: str = "studio",
     )
 
 
-async def test_a_token_makes_a_node_that_the_coordinator_knows(tmp_path: Path) -> None:
+async def test_a_token_enrolls_a_node_at_the_coordinator(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         identity = await join(door, tmp_path / "n", door.tokens.create())
         assert load_identity(tmp_path / "n", "m1") == identity
@@ -66,7 +66,7 @@ async def test_the_private_key_is_private(tmp_path: Path) -> None:
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
 
 
-async def test_two_nodes_of_one_name_are_told_apart(tmp_path: Path) -> None:
+async def test_two_nodes_of_one_name_get_different_names(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         token = door.tokens.create(uses=2)
         first = await join(door, tmp_path / "a", token, "studio", "m1")
@@ -129,7 +129,7 @@ async def test_what_a_token_does_to_an_identity_that_is_there(tmp_path: Path) ->
         assert load_known_identity(folder, "m1", mine) is None, "a damaged identity is replaced"
 
 
-async def test_a_local_node_of_another_cluster_is_told_once_and_not_started_again(
+async def test_a_local_node_of_another_cluster_is_logged_once_and_not_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in os.environ if name.startswith("MACPOOL_")]:
@@ -162,7 +162,7 @@ async def test_a_certificate_is_renewed_with_a_new_key(tmp_path: Path) -> None:
         assert await proves_itself(renewed, door.address)
 
 
-async def test_only_the_certificate_that_was_asked_for_is_installed(tmp_path: Path) -> None:
+async def test_only_the_requested_certificate_is_installed(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         token = door.tokens.create(uses=2)
         identity = await join(door, tmp_path / "a", token, machine="m1")
@@ -204,7 +204,7 @@ async def test_addresses_are_remembered_latest_first(tmp_path: Path) -> None:
     assert store_address(moved, "10.0.0.7:1").addresses[0] == "10.0.0.7:1"
 
 
-async def test_a_code_is_approved_by_a_person(tmp_path: Path) -> None:
+async def test_a_pairing_code_is_approved_by_an_admin(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         codes: asyncio.Queue[str] = asyncio.Queue()
         joining = asyncio.create_task(
@@ -227,7 +227,7 @@ async def test_a_code_is_approved_by_a_person(tmp_path: Path) -> None:
         assert await proves_itself(identity, door.address)
 
 
-async def test_a_code_is_rejected_by_a_person(tmp_path: Path) -> None:
+async def test_a_pairing_code_is_rejected_by_an_admin(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         codes: asyncio.Queue[str] = asyncio.Queue()
         joining = asyncio.create_task(
@@ -265,6 +265,6 @@ def test_parse_webhook_url_returns_the_address(text: str, address: tuple[str, in
 
 
 @pytest.mark.parametrize("text", ["", "a b", "host:0", "host:70000", "host:x", "fd00::1", "http://h:1/path"])
-def test_what_is_no_address_is_said(text: str) -> None:
+def test_an_invalid_address_is_an_error(text: str) -> None:
     with pytest.raises(EnrollError, match="not an address"):
         parse_address(text)

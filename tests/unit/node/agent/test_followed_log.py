@@ -28,7 +28,7 @@ def test_a_truncated_file_is_read_from_its_beginning(tmp_path: Path):
     assert window(file, 500) == (b"new\n", 0, 4)
 
 
-def test_a_log_that_is_not_there_is_said(tmp_path: Path):
+def test_a_missing_log_is_an_error(tmp_path: Path):
     (answer,) = read_chunks(FetchRequest(1, "logs", -10, 10), tmp_path / "none")
     assert answer.last
     assert answer.error

@@ -10,7 +10,7 @@ from tests.support.cluster.older_protocol import old_coordinator
 from wire.frames import Goodbye, Hello
 
 
-async def test_a_node_turns_away_from_a_coordinator_that_was_left_behind(tmp_path: Path) -> None:
+async def test_a_node_refuses_a_coordinator_of_an_older_generation(tmp_path: Path) -> None:
     async with old_coordinator(tmp_path) as before:
         state = before.node("studio")
         folder = state / "node" / "identity"

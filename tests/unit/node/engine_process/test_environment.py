@@ -7,7 +7,7 @@ from node.engine_process import environment as tested
 from node.engine_process.environment import MALLOC, build_engine_environment
 
 
-def test_temporary_files_are_private_and_no_hub_is_asked(tmp_path: Path):
+def test_temporary_files_are_private_and_the_hub_is_offline(tmp_path: Path):
     made = build_engine_environment({"A": "1"}, tmp_path / "deep" / "scratch", "bundled")
     assert made["A"] == "1"
     assert made["HF_HUB_OFFLINE"] == made["TRANSFORMERS_OFFLINE"] == "1"
@@ -16,7 +16,7 @@ def test_temporary_files_are_private_and_no_hub_is_asked(tmp_path: Path):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="malloc's thresholds are glibc's")
-def test_on_linux_malloc_gives_back_and_openblas_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_on_linux_malloc_returns_memory_and_openblas_is_preloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     library = tmp_path / "libopenblas.so.0"
     library.touch()
     monkeypatch.setattr(tested, "OPENBLAS", ("/nowhere", str(library)))

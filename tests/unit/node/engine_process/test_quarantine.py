@@ -13,13 +13,13 @@ def test_a_model_that_killed_twice_is_kept_out_for_ten_minutes():
     assert quarantine.list_bans(10.0 + QUARANTINE_SECONDS) == ()
 
 
-def test_deaths_that_lie_far_apart_are_not_counted_together():
+def test_crashes_outside_of_the_window_are_not_counted_together():
     quarantine = Quarantine()
     assert not quarantine.record_crash("m", 0.0)
     assert not quarantine.record_crash("m", WINDOW_SECONDS + 1)
 
 
-def test_after_the_quarantine_it_takes_two_deaths_again():
+def test_after_the_quarantine_two_crashes_are_needed_again():
     quarantine = Quarantine()
     quarantine.record_crash("m", 0.0)
     quarantine.record_crash("m", 1.0)

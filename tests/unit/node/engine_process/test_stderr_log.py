@@ -4,7 +4,7 @@ from pathlib import Path
 from node.engine_process.stderr_log import MAX_LOG_BYTES, TAIL_BYTES, EngineLog
 
 
-def test_the_last_words_since_a_start_without_what_only_informs(tmp_path: Path):
+def test_the_tail_since_a_start_omits_lines_that_only_inform(tmp_path: Path):
     path = tmp_path / "deep" / "engine.log"
     log = EngineLog(path)
     assert (log.measure_size(), log.read_tail(0)) == (0, "")

@@ -135,7 +135,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_it_says_how_many_rows_decode_at_once(agent: Callable[..., Agent]):
+def test_the_state_has_the_maximum_rows_of_a_batch(agent: Callable[..., Agent]):
     settings = {"engine.mlx.max_batch_size": 7, "engine.scripted.max_batch_size": 5}
     assert agent(**settings).supervisor.state.rows == 5
     assert agent(**settings, **{"engine.kind": "mlx"}).supervisor.state.rows == 7
@@ -176,7 +176,7 @@ async def test_a_request_is_served_and_the_snapshot_kept(agent: Callable[..., Ag
 
 
 @pytest.mark.slow
-async def test_a_crash_fails_what_was_open_says_why_and_the_next_request_is_served(agent: Callable[..., Agent]):
+async def test_a_crash_fails_open_requests_with_a_cause_and_the_next_one_is_served(agent: Callable[..., Agent]):
     one = agent(crash="boom", step_ms=5)
     await one.supervisor.start()
     await one.ready()
@@ -261,7 +261,7 @@ async def test_stopping_ends_the_child_and_what_was_open_and_leaves_nothing(agen
 
 
 @pytest.mark.slow
-async def test_the_engines_stderr_is_in_a_file_of_its_owner(agent: Callable[..., Agent]):
+async def test_the_engines_stderr_is_in_a_private_file(agent: Callable[..., Agent]):
     one = agent()
     await one.supervisor.start()
     await one.ready()
@@ -434,7 +434,7 @@ async def test_an_engine_that_is_used_is_not_replaced(keeps: str, agent: Callabl
 
 
 @pytest.mark.slow
-async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent: Callable[..., Agent]):
+async def test_the_memory_of_a_real_engine_that_leaks_is_returned(agent: Callable[..., Agent]):
     leaky = """
         from node.engine.models import model_unloader as loading
         unload, leaked = loading.ModelUnloader.unload, []
@@ -471,7 +471,7 @@ async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent
 
 
 @pytest.mark.slow
-async def test_a_resting_engine_holds_no_model_and_what_is_preloaded_comes_back(agent: Callable[..., Agent]):
+async def test_a_resting_engine_holds_no_model_and_preloads_models_afterwards(agent: Callable[..., Agent]):
     name = "macpool-tiny"
     settings = {
         "engine.kind": "mlx",
@@ -519,7 +519,7 @@ IN_FORWARD = """
 
 
 @pytest.mark.slow
-async def test_what_was_loaded_is_loaded_again_after_a_death(agent: Callable[..., Agent], tmp_path: Path):
+async def test_loaded_models_are_loaded_again_after_a_crash(agent: Callable[..., Agent], tmp_path: Path):
     one = agent(AT_ONCE, engine(tmp_path, ""))
     await one.supervisor.start()
     await one.ready()
@@ -544,7 +544,7 @@ async def test_what_was_unloaded_is_not_loaded_again(agent: Callable[..., Agent]
 
 
 @pytest.mark.slow
-async def test_a_load_that_a_death_cut_short_is_begun_again_if_the_model_was_loaded_before(
+async def test_a_load_that_a_crash_interrupted_is_repeated_if_the_model_was_loaded_before(
     agent: Callable[..., Agent], tmp_path: Path
 ):
     command = engine(
@@ -567,7 +567,7 @@ async def test_a_load_that_a_death_cut_short_is_begun_again_if_the_model_was_loa
 
 
 @pytest.mark.slow
-async def test_a_model_that_was_in_the_forward_of_two_deaths_is_kept_out(agent: Callable[..., Agent], tmp_path: Path):
+async def test_a_model_in_the_forward_of_two_crashes_is_quarantined(agent: Callable[..., Agent], tmp_path: Path):
     one = agent(AT_ONCE, engine(tmp_path, IN_FORWARD))
     await one.supervisor.start()
     await one.ready()
@@ -606,7 +606,7 @@ async def test_only_the_request_in_the_forward_is_blamed(
 
 
 @pytest.mark.slow
-async def test_an_engine_that_dies_outside_of_any_call_names_no_request(agent: Callable[..., Agent], tmp_path: Path):
+async def test_an_engine_that_crashes_outside_of_any_call_names_no_request(agent: Callable[..., Agent], tmp_path: Path):
     one = agent(AT_ONCE, engine(tmp_path, "elif isinstance(frame, Generate):\n    sys.exit(3)"))
     await one.supervisor.start()
     await one.ready()
@@ -617,7 +617,7 @@ async def test_an_engine_that_dies_outside_of_any_call_names_no_request(agent: C
 
 
 @pytest.mark.slow
-async def test_a_turn_that_never_ends_while_pings_are_answered_is_hung(agent: Callable[..., Agent]):
+async def test_a_step_that_never_ends_while_pings_are_answered_is_hung(agent: Callable[..., Agent]):
     command = program("""
         line.sendall(encode(EngineReport(Memory(cap=1, armed=True), (), 0, 0)))
         splitter = Splitter()
@@ -655,7 +655,7 @@ async def test_a_call_may_last_five_times_what_was_expected_from_its_own_beginni
 
 
 @pytest.mark.slow
-async def test_a_child_that_never_comes_up_is_failed_with_its_last_words(agent: Callable[..., Agent]):
+async def test_a_child_that_never_starts_is_failed_with_its_last_output(agent: Callable[..., Agent]):
     command = program("sys.exit('no such luck')")
     one = agent(SupervisorTimeouts(first=0.01, longest=0.04), command)
     await one.supervisor.start()
@@ -675,7 +675,7 @@ async def test_a_child_that_never_comes_up_is_failed_with_its_last_words(agent: 
         ("sys.exit(0)", "the engine process ended with exit code 0"),
     ],
 )
-async def test_a_death_is_named_by_its_signal_or_its_exit_code(agent: Callable[..., Agent], line: str, cause: str):
+async def test_a_crash_is_described_by_its_signal_or_exit_code(agent: Callable[..., Agent], line: str, cause: str):
     one = agent(SupervisorTimeouts(first=0.01, longest=0.01), program(line))
     await one.supervisor.start()
     await one.until(lambda: one.supervisor.state.state == "failed")
@@ -693,7 +693,7 @@ async def test_a_child_that_was_healthy_for_long_enough_is_restarted_without_a_l
 
 
 @pytest.mark.slow
-async def test_the_state_is_what_the_engine_said_last(agent: Callable[..., Agent]):
+async def test_the_state_follows_the_last_report_of_the_engine(agent: Callable[..., Agent]):
     one = agent(step_ms=20, max_batch_size=1)
     await one.supervisor.start()
     await one.ready()
@@ -709,7 +709,7 @@ async def test_the_state_is_what_the_engine_said_last(agent: Callable[..., Agent
 
 
 @pytest.mark.slow
-async def test_an_order_to_make_room_is_known_by_the_number_that_the_engine_repeats(agent: Callable[..., Agent]):
+async def test_an_order_to_free_memory_is_identified_by_the_number_in_reports(agent: Callable[..., Agent]):
     one = agent()
     await one.supervisor.start()
     await one.ready()
@@ -876,7 +876,7 @@ async def test_an_end_under_way_may_become_sooner_and_not_later(agent: Callable[
 
 
 @pytest.mark.slow
-async def test_a_child_that_ends_is_not_ready_again_whatever_it_reports(agent: Callable[..., Agent], tmp_path: Path):
+async def test_a_child_that_ends_is_not_ready_again_for_any_report(agent: Callable[..., Agent], tmp_path: Path):
     command = engine(tmp_path, "")
     command[-1] = command[-1].replace("sys.exit(0)", "[(report(), time.sleep(0.1)) for _ in range(3)]; os._exit(0)")
     one = agent(NEVER, command)
@@ -953,7 +953,7 @@ async def loses(one: Agent, before: int, after: int) -> None:
 
 
 @pytest.mark.slow
-async def test_wired_memory_that_stays_is_said_and_after_the_second_time_no_engine_is_started(
+async def test_wired_memory_that_stays_is_logged_and_after_two_times_no_engine_starts(
     agent: Callable[..., Agent],
 ):
     one = agent(LEAKY, weights="20GiB")
@@ -1008,7 +1008,7 @@ async def test_weights_that_a_load_has_read_so_far_can_stay_wired_too(agent: Cal
 
 
 @pytest.mark.slow
-async def test_wired_memory_that_comes_back_within_the_time_it_takes_is_no_leak(agent: Callable[..., Agent]):
+async def test_wired_memory_that_is_released_in_time_is_no_leak(agent: Callable[..., Agent]):
     one = agent(replace(LEAKY, settle=WAIT, look=0.02), weights="20GiB")
     one.wired = 3 * GIB
     await one.supervisor.start()

@@ -49,6 +49,6 @@ def test_a_child_has_time_to_end_by_urgency_and_call(
     assert timeouts.total == timeouts.stop_requested + timeouts.terminated
 
 
-def test_an_agent_without_time_gives_the_child_only_the_time_after_sigterm():
+def test_an_agent_without_time_waits_for_the_child_only_after_sigterm():
     timeouts = SupervisorTimeouts(stopping=2.0).choose_exit_timeouts(ExitUrgency.AGENT_STOPS, 0.0, 0.0)
     assert timeouts == ExitTimeouts(0.0, 6.0)

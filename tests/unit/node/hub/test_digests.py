@@ -134,7 +134,7 @@ def test_add_keeps_the_entries_of_processes_that_write_at_once(tmp_path: Path):
     assert len(json.loads((tmp_path / "state" / "digests.json").read_text())) == 60
 
 
-def test_content_hasher_knows_both_kinds_of_digests():
+def test_content_hasher_computes_both_kinds_of_digests():
     for file in (ModelFile("a", len(CONTENT), SHA256), ModelFile("a", len(CONTENT), "", git_sha1(CONTENT))):
         hasher = ContentHasher(file)
         hasher.update(CONTENT[:3])

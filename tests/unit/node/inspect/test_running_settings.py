@@ -28,7 +28,7 @@ def locked(folder: Path, pid: int = 7) -> Generator[None]:
         yield
 
 
-def test_a_running_node_tells_its_settings_and_where_they_come_from(tmp_path: Path) -> None:
+def test_a_running_node_publishes_its_settings_with_their_sources(tmp_path: Path) -> None:
     folder = create_private_folder(tmp_path / "node")
     assert read_running_settings(folder, COORDINATOR_SECTIONS) is None
     with locked(folder):
@@ -57,12 +57,12 @@ def test_a_killed_nodes_or_copied_state_is_not_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"pid": "x", "settings": {}}'])
-def test_what_is_damaged_is_not_believed(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_file_is_ignored(tmp_path: Path, content: bytes) -> None:
     with locked(tmp_path):
         (tmp_path / FILE).write_bytes(content)
         assert read_running_settings(tmp_path, COORDINATOR_SECTIONS) is None
 
 
-def test_a_node_starts_where_nothing_can_be_told(tmp_path: Path) -> None:
+def test_a_node_starts_if_its_settings_cannot_be_published(tmp_path: Path) -> None:
     with publish_settings(tmp_path / "nowhere", os.getpid(), SETTINGS):
         assert not (tmp_path / "nowhere").exists()

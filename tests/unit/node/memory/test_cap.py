@@ -136,7 +136,7 @@ def test_in_a_container_shares_and_reserves_are_of_its_limit():
     assert (cap.bytes, cap.bound_by) == (24 * GIB, "container")
 
 
-def test_where_the_ram_cannot_be_read_only_a_size_says_anything():
+def test_without_readable_ram_only_a_size_is_a_valid_cap():
     for setting in ("auto", "80%"):
         with pytest.raises(SettingsError, match=r"memory\.cap.*cannot be read"):
             resolve_cap(setting, "balanced", MachineBounds(0))
@@ -194,7 +194,7 @@ def test_margin_is_the_verdicts_default_or_as_it_is_and_zero_is_warned_about():
 
 
 @pytest.mark.parametrize("setting", ["3GiB", "0", "96GiB"])
-def test_a_margin_that_a_person_set_is_no_automatic_one_and_the_engine_is_told_which(setting: str):
+def test_the_engine_gets_whether_the_margin_is_automatic(setting: str):
     for margin, automatic in [(resolve_margin(setting, 96 * GIB), False), (resolve_margin("auto", 96 * GIB), True)]:
         assert margin.automatic is automatic
         assert build_limits(CAP, margin, compute_ceiling(CAP, 50 * GIB), guard=True).margin_auto is automatic
@@ -264,7 +264,7 @@ def test_dynamic_counts_each_byte_once_and_unknown_is_never_plenty(
         assert phys + free <= reach <= phys + free + lease
 
 
-def test_bytes_and_leases_without_an_owner_add_nothing_to_the_reach():
+def test_a_lease_or_worker_alone_adds_nothing_to_the_reach():
     assert compute_reach(5, 20) == 25
     assert compute_reach(5, 20, lease=7) == 25
     assert compute_reach(5, 20, worker=7) == 25

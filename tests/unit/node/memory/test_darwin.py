@@ -93,7 +93,7 @@ def test_high_water_marks_stay_after_the_memory_is_released_until_the_next_inter
     assert marks.lifetime >= high
 
 
-def test_marks_of_no_process_are_unknown_and_a_refused_reset_says_so(system: LibSystem):
+def test_marks_of_no_process_are_unknown_and_a_refused_reset_returns_false(system: LibSystem):
     assert DarwinFootprint(2**22 + 1, system).read_high_water_marks() == HighWaterMarks()
     assert not DarwinFootprint(0, system).begin_interval()
 
@@ -155,7 +155,7 @@ def test_a_missing_library_is_an_error():
         LibSystem("/nowhere/libSystem.dylib")
 
 
-def test_a_start_tells_namesakes_apart(system: LibSystem):
+def test_a_process_identity_distinguishes_processes_of_one_id(system: LibSystem):
     assert ctypes.sizeof(ProcBsdInfo) == 136
     assert _offset(ProcBsdInfo, "start_seconds") == 120
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)

@@ -82,7 +82,7 @@ def test_one_reading_over_the_cap_ends_nothing_and_two_end_the_newest_and_then_o
     assert run.state.kills == 0
 
 
-def test_an_order_says_by_how_much():
+def test_an_order_has_its_excess():
     run = Run(memory=replace(CAP, leases=20 * GIB, ceiling=80 * GIB))
     run.poll(83)
     (action,) = run.poll(84)
@@ -105,13 +105,13 @@ def test_an_engine_over_the_cap_that_does_not_answer_within_a_period_is_ended_wi
     assert run.state.kills == 1
 
 
-def test_what_is_told_of_an_ended_engine_is_its_cap_less_the_leases():
+def test_the_cause_of_an_ended_engine_names_its_cap_less_the_leases():
     run = Run(memory=replace(CAP, cap=8 * GIB, leases=2 * GIB, ceiling=6 * GIB), answers=False)
     ends = [action for _ in range(8) for action in run.poll(7) if isinstance(action, EndEngine)]
     assert ends == [EndEngine("over its cap: 7.0 GiB of 6.0 GiB in two readings, without an answer of the engine")]
 
 
-def test_who_was_never_asked_is_asked_before_it_is_ended():
+def test_an_engine_gets_an_order_before_it_is_ended():
     seen = EnforcerInput(1, replace(CAP, phys=101 * GIB))
     state, (action,) = step(EnforcerState(engine=1, over=1, looked_at=999.9), seen, 1000.0)
     assert action == SendOrder(ReduceMemory(1, HARD, GIB))
@@ -161,7 +161,7 @@ def test_a_look_that_comes_late_ends_nothing_because_the_answer_may_lie_unread()
     assert run.levels(110) == [["end"]]
 
 
-def test_time_that_stands_still_is_no_silence():
+def test_a_clock_that_does_not_advance_is_no_silence():
     run = Run(answers=False)
     run.levels(110, 110)
     for _ in range(50):
@@ -201,7 +201,7 @@ def test_an_engine_with_the_process_number_of_one_that_was_ended_is_judged_for_i
         run.poll(110)
 
 
-def test_an_unreadable_footprint_neither_counts_nor_pardons():
+def test_an_unreadable_footprint_neither_counts_nor_resets():
     run = Run(answers=False)
     run.levels(110, 110)
     run.memory = replace(run.memory, phys=None)
@@ -211,7 +211,7 @@ def test_an_unreadable_footprint_neither_counts_nor_pardons():
     assert run.levels(110) == [["end"]]
 
 
-def test_a_ceiling_that_cannot_be_read_asks_for_nothing_and_ends_nothing():
+def test_an_unreadable_ceiling_orders_and_ends_nothing():
     blind = replace(CAP, ceiling=1, bound_by=UNREADABLE)
     run = Run(memory=blind, answers=False)
     assert run.levels(*[99] * 50) == [[]] * 50

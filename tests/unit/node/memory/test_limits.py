@@ -65,7 +65,7 @@ def limiter(machine: SetMachine, folder: Path | None = None, **memory: object) -
     return Limiter(resolved.value, machine, resolved.origins, folder)
 
 
-def test_one_line_at_the_start_says_what_the_guard_resolved_to_and_where_it_comes_from():
+def test_one_log_event_at_the_start_has_the_limits_and_their_sources():
     with structlog.testing.capture_logs() as logs:
         limiter(SetMachine(), cap="64GiB", margin="2GiB")
     (line,) = logs
@@ -225,7 +225,7 @@ def told(one: Limiter, phys: int | None = 0) -> list[MemoryLimits]:
     return frames
 
 
-def test_a_quiet_machine_tells_nothing_and_a_ceiling_that_moved_by_a_step_is_told():
+def test_limits_are_sent_only_if_the_ceiling_moved_by_a_step():
     machine = SetMachine(free=32 * GIB)
     one = limiter(machine)
     assert len(told(one)) == 1
@@ -345,7 +345,7 @@ def test_a_cap_above_metals_limit_is_an_error_at_the_start_and_lowered_while_we_
     assert "the lower value is used" in one.list_warnings()[0]
 
 
-def test_a_lease_is_told_at_once_however_small():
+def test_limits_are_sent_at_once_for_a_lease_of_any_size():
     one = limiter(SetMachine())
     told(one)
     one.begin_lease(MIB, LeaseHolder.VIDEO)
@@ -356,7 +356,7 @@ def test_a_lease_is_told_at_once_however_small():
     assert (frame.leases, frame.ceiling) == (0, 96 * GIB)
 
 
-def test_a_worker_that_lives_on_a_lease_is_taken_off_once():
+def test_the_footprint_of_a_leases_worker_is_subtracted_once():
     machine = SetMachine(free=32 * GIB)
     one = limiter(machine)
     one.begin_lease(GIB, LeaseHolder.VIDEO)

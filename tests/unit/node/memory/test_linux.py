@@ -111,7 +111,7 @@ def write(folder: Path, **values: object) -> None:
         (folder / name.replace("__", ".")).write_text(f"{value}\n")
 
 
-def test_what_can_be_neither_paged_out_nor_given_back_is_read_where_it_is_told(proc: Path):
+def test_unevictable_bytes_are_read_if_meminfo_has_them(proc: Path):
     assert read_unevictable_bytes(proc) is None
     with (proc / "meminfo").open("a") as file:
         file.write("Unevictable:      2048 kB\nMlocked:          1024 kB\n")
@@ -178,7 +178,7 @@ def test_the_memory_of_a_machine_that_cannot_be_read_is_unknown(tmp_path: Path, 
     ) == (0, 0, None, None)
 
 
-def test_the_room_of_a_container_counts(proc: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_free_memory_of_a_container_counts(proc: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(proc))
     monkeypatch.setattr(linux, "read_container_free_bytes", lambda: 3 * GIB)
     assert LinuxMachine(describe_machine()).read_reclaimable() == 3 * GIB

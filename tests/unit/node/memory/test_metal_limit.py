@@ -43,7 +43,7 @@ def test_a_figure_under_a_set_limit_belongs_to_that_limit(tmp_path: Path):
 
 
 @pytest.mark.parametrize("change", [{"limit": 0}, {"limit": -1}, {"limit": "much"}, {"more": 1}, {"wired": 0}])
-def test_a_file_that_says_something_else_is_ignored(tmp_path: Path, change: dict[str, object]):
+def test_a_file_with_other_values_is_ignored(tmp_path: Path, change: dict[str, object]):
     write_device(tmp_path, MAC, FIGURE)
     kept = json.loads((tmp_path / FILE).read_text())
     (tmp_path / FILE).write_text(json.dumps(kept | change))

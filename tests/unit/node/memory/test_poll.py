@@ -476,7 +476,7 @@ async def test_what_is_read_outside_is_reported_with_source_and_age(make: Callab
     assert enforcement.polls == node.poll.state.polls > 0
 
 
-async def test_a_weakened_guard_is_said_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_weakened_guard_is_logged_repeatedly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     node = Node(tmp_path, {"cap": "90GiB", "margin": "0", "guard": "off"})
     clock = Later()
     monkeypatch.setattr(time, "monotonic", clock)

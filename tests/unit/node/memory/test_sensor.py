@@ -28,7 +28,7 @@ def test_a_sensor_dates_its_readings_and_names_their_source():
     sensor.close()
 
 
-def test_the_scripted_kind_is_judged_on_a_pretended_mac():
+def test_the_scripted_engine_has_a_simulated_machine():
     settings = resolve_settings([("test", {"engine.kind": "scripted", "engine.scripted.memory": "64GiB"})]).value
     pretended = open_machine(settings)
     assert pretended.hardware.memory == 64 * GIB
@@ -38,7 +38,7 @@ def test_the_scripted_kind_is_judged_on_a_pretended_mac():
     assert open_machine(NodeSettings()).hardware == describe_machine(), "real models are judged on the real machine"
 
 
-def test_a_pretended_mac_reads_what_a_file_says_at_each_look(tmp_path: Path):
+def test_a_simulated_machine_reads_its_file_at_each_reading(tmp_path: Path):
     file = tmp_path / "readings"
     tree = {"engine.kind": "scripted", "engine.scripted.memory": "64GiB", "engine.scripted.readings": str(file)}
     pretended = open_machine(resolve_settings([("test", tree)]).value)
@@ -58,7 +58,7 @@ def test_a_pretended_mac_reads_what_a_file_says_at_each_look(tmp_path: Path):
         )
 
 
-def test_a_real_machine_tells_what_is_wired():
+def test_a_real_machine_has_wired_bytes():
     wired = open_machine(NodeSettings()).read_wired()
     assert wired is not None
     assert 0 <= wired <= describe_machine().memory
@@ -83,7 +83,7 @@ def _read_child(pid: int) -> tuple[tuple[int, ...], str, int | None]:
     return list_group_members(pid), read_process_identity(pid), measure_group_footprint(pid)
 
 
-def test_other_processes_of_ours_are_read_by_their_group(idle_child: subprocess.Popen[bytes]):
+def test_other_own_processes_are_read_by_their_group(idle_child: subprocess.Popen[bytes]):
     pid = idle_child.pid
     members, mark, footprint = _read_child(pid)
     assert members == (pid,)

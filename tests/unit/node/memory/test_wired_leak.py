@@ -64,7 +64,7 @@ def lost(leaks: WiredLeaks, before: int, after: int) -> int:
     return leaks.add(WiredReadings(before * GIB, None, 40 * GIB), after * GIB) // GIB
 
 
-def test_leaks_add_up_and_say_what_to_do():
+def test_leaks_add_up_and_their_text_has_a_remedy():
     leaks = WiredLeaks()
     assert leaks.describe_leak() == ""
     assert lost(leaks, 3, 4) == 0
@@ -78,7 +78,7 @@ def test_leaks_add_up_and_say_what_to_do():
     )
 
 
-def test_what_comes_back_was_not_lost():
+def test_memory_that_is_released_later_is_no_leak():
     leaks = WiredLeaks()
     lost(leaks, 3, 43)
     lost(leaks, 43, 83)

@@ -233,7 +233,7 @@ def test_weights_replaced_in_place_are_seen_by_a_scan(tmp_path: Path):
         (struct.pack("<Q", 4) + b"{no}", "Expecting"),
     ],
 )
-def test_broken_weights_say_what_is_wrong(tmp_path: Path, weights: bytes, words: str):
+def test_broken_weights_have_a_cause(tmp_path: Path, weights: bytes, words: str):
     found = describe_folder("m", model(tmp_path / "m", weights=weights))
     assert found is not None
     assert words in found.cause
@@ -249,7 +249,7 @@ KEYS = st.sampled_from([*LLAMA, "layer_types", "text_config", "sliding_window", 
 
 
 @given(st.dictionaries(KEYS, JSON, max_size=5), st.dictionaries(st.sampled_from(["w", "__metadata__"]), JSON))
-def test_no_strangers_files_raise(config: dict[str, Any], header: dict[str, Any]):
+def test_unknown_files_raise_nothing(config: dict[str, Any], header: dict[str, Any]):
     raw = json.dumps(header).encode()
     with tempfile.TemporaryDirectory() as name:
         weights = struct.pack("<Q", len(raw)) + raw
@@ -275,7 +275,7 @@ def test_code_of_its_own_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("text", ["[]", "{", "[" * 100_000])
-def test_a_config_that_is_none_says_so(tmp_path: Path, text: str):
+def test_an_invalid_config_has_a_cause(tmp_path: Path, text: str):
     folder = model(tmp_path / "m")
     (folder / "config.json").write_text(text)
     found = describe_folder("m", folder)
@@ -372,7 +372,7 @@ def test_an_unreadable_folder_is_no_reason_to_fail(tmp_path: Path):
         ({"num_key_value_heads": None}, KvParameters(4 * 2 * 4 * 16 * 2, 256)),
     ],
 )
-def test_what_a_row_takes_is_foreseen_from_the_config(config: dict[str, Any], kv: KvParameters):
+def test_the_bytes_of_a_row_are_predicted_from_the_config(config: dict[str, Any], kv: KvParameters):
     assert predict_kv({**LLAMA, **config}, 2) == kv
 
 
@@ -392,7 +392,7 @@ def test_dimensions_are_found_where_they_are(config: dict[str, Any]):
     assert find_unknown_dimensions(inner) == ()
 
 
-def test_the_seed_case_of_a_long_prompt_takes_what_the_formula_says():
+def test_the_seed_case_of_a_long_prompt_takes_the_bytes_of_the_formula():
     """110,000 tokens in chunks of 2,048, 10 of 40 layers with attention, 16 heads over 2, heads of 256: 15.557 GiB."""
     config = {
         "num_hidden_layers": 40,
@@ -408,7 +408,7 @@ def test_the_seed_case_of_a_long_prompt_takes_what_the_formula_says():
     assert round((written + scores) / GIB, 3) == 15.557
 
 
-def test_quantized_keys_are_foreseen_at_the_size_of_the_base_type():
+def test_quantized_keys_are_predicted_at_the_size_of_the_base_type():
     assert predict_kv({**LLAMA, "quantization": {"bits": 4, "group_size": 64}}, 2) == predict_kv(LLAMA, 2)
 
 
@@ -512,7 +512,7 @@ def test_a_new_library_scans_at_its_first_refresh(tmp_path: Path):
     assert unscanned.find_fresh("m") == made.find_fresh("m")
 
 
-def test_files_that_cannot_be_read_say_why(tmp_path: Path):
+def test_unreadable_files_have_a_cause(tmp_path: Path):
     (tmp_path / "unreadable" / "config.json").mkdir(parents=True)
     header = json.dumps({"w": {"dtype": "F32", "data_offsets": [0]}}).encode()
     model(tmp_path / "senseless", weights=struct.pack("<Q", len(header)) + header)
@@ -629,7 +629,7 @@ def test_weights_in_fp8_grow_to_two_bytes_unless_they_stay_packed(tmp_path: Path
     assert (found.stored, found.weights) == (108, 208 if grows else 108)
 
 
-def test_a_header_is_read_as_it_is_and_says_what_is_wrong_with_it_in_numbers(tmp_path: Path):
+def test_a_header_is_read_unchanged_and_errors_contain_numbers(tmp_path: Path):
     file = tmp_path / "model.safetensors"
     whole = safetensors(("F32", 64))
     file.write_bytes(whole)
@@ -699,7 +699,7 @@ DELTA = {
         ({"text_config": {"n_layer": 2, "num_hidden_layers": 3}}, KvParameters(384, 256)),
     ],
 )
-def test_each_kind_of_layer_is_foreseen_in_bytes(config: dict[str, Any], kv: KvParameters):
+def test_each_kind_of_layer_is_predicted_in_bytes(config: dict[str, Any], kv: KvParameters):
     assert predict_kv({**LLAMA, **config}, 3) == kv
 
 
@@ -735,7 +735,7 @@ def test_each_kind_of_layer_is_foreseen_in_bytes(config: dict[str, Any], kv: KvP
         ),
     ],
 )
-def test_a_forward_is_foreseen_in_bytes(
+def test_a_forward_is_predicted_in_bytes(
     monkeypatch: pytest.MonkeyPatch, platform: str, config: dict[str, Any], transient: TransientModel
 ):
     monkeypatch.setattr("sys.platform", platform)

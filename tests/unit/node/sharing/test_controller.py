@@ -154,7 +154,7 @@ async def test_power_is_read_again_only_after_a_while(
     assert sharer.sharing_state.shared is not reads
 
 
-async def test_readings_decide_where_the_rule_asks_for_them(tmp_path: Path) -> None:
+async def test_readings_decide_if_the_rule_depends_on_them(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {"when": "plugged-in"}, power=PowerState(plugged=True))
     assert (await started(scene.sharer())).sharing_state.shared
     scene.power = PowerState(plugged=False)
@@ -166,7 +166,7 @@ async def test_readings_decide_where_the_rule_asks_for_them(tmp_path: Path) -> N
     assert (await started(scene.sharer())).sharing_state.shared
 
 
-async def test_a_battery_that_wavers_ends_no_work_twice(tmp_path: Path) -> None:
+async def test_a_battery_that_varies_ends_no_work_twice(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {"min_battery_percent": 50}, power=PowerState(plugged=False, battery=49.0))
     sharer = scene.sharer()
     await sharer.start()

@@ -178,7 +178,7 @@ BATTERY = SharingState(False, "the Mac is on battery and shares only on mains po
         ),
     ],
 )
-def test_the_rule_says_yes_or_why_not(rule: SharingRule, facts: SharingInputs, found: SharingState) -> None:
+def test_the_rule_shares_or_has_a_cause(rule: SharingRule, facts: SharingInputs, found: SharingState) -> None:
     assert decide_sharing(rule, facts, 0.0) == found
 
 
@@ -207,7 +207,7 @@ def charged(charges: list[float], least: int = 50, plugged: bool | None = False)
     return found
 
 
-def test_on_battery_it_shares_down_to_its_charge_and_comes_back_higher() -> None:
+def test_on_battery_sharing_ends_at_a_charge_and_begins_at_a_higher_one() -> None:
     assert charged([80, 50, 49, 50, 54, 55, 50, 49]) == [True, True, False, False, False, True, True, False]
     assert charged([99, 98, 99, 100], least=99) == [True, False, False, True]
     assert charged([3, 2, 1], plugged=True) == [True] * 3
@@ -221,13 +221,13 @@ def test_on_battery_it_shares_down_to_its_charge_and_comes_back_higher() -> None
 
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=20), st.integers(1, 100))
-def test_a_charge_that_wavers_below_the_regained_one_changes_the_answer_once(charges: list[float], least: int) -> None:
+def test_a_charge_that_varies_below_the_recovery_changes_the_answer_once(charges: list[float], least: int) -> None:
     below = [min(charge, compute_recovery_percent(least) - 0.5) for charge in charges]
     found = charged(below, least)
     assert found == sorted(found, reverse=True)
 
 
-def test_the_battery_only_narrows_what_the_rule_says() -> None:
+def test_the_battery_only_narrows_the_rule() -> None:
     weak, full = SharingInputs(plugged=False, battery=10, idle=700), SharingInputs(plugged=False, battery=90, idle=700)
     assert not decide_sharing(SharingRule(ShareWhen.IDLE, battery=50), weak, 0.0).shared
     assert decide_sharing(SharingRule(ShareWhen.IDLE, battery=50), full, 0.0).shared

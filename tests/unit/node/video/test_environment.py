@@ -50,14 +50,16 @@ def test_what_is_not_probed_is_not_there(tmp_path: Path):
 
 
 @pytest.mark.parametrize("system", [("Windows", "AMD64"), ("Darwin", "x86_64"), ("Linux", "riscv64")])
-def test_other_systems_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: tuple[str, str]):
+def test_an_unsupported_system_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: tuple[str, str]):
     monkeypatch.setattr("platform.system", lambda: system[0])
     monkeypatch.setattr("platform.machine", lambda: system[1])
     with pytest.raises(environment.EnvironmentBuildError, match="does not run on"):
         environment.install_environment(tmp_path)
 
 
-def test_a_failed_build_leaves_nothing_and_says_the_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_build_leaves_nothing_and_its_error_has_the_last_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(environment, "PROBE", "raise ImportError('no such engine')")
     monkeypatch.setattr(
         environment,

@@ -106,7 +106,7 @@ async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back
     assert kinds(node) == [LeaseGranted, LeaseEnded]
 
 
-async def test_an_ask_that_comes_again_is_answered_again_and_granted_once(make: Make):
+async def test_a_repeated_lease_request_is_answered_again_and_granted_once(make: Make):
     node = await make()
     node.ask()
     await node.frame(LeaseGranted)
@@ -167,7 +167,7 @@ async def test_a_refused_lease_takes_nothing(make: Make, ask: dict[str, Any], co
     assert (node.ceiling, node.limiter.leases, node.lender.list_states()) == (before, 0, ())
 
 
-async def test_a_lease_that_does_not_fit_now_says_what_it_waits_for_and_restores_the_ceiling(make: Make):
+async def test_a_refused_lease_names_what_it_waits_for_and_restores_the_ceiling(make: Make):
     node = await make(engine__scripted__weights="80GiB")
     node.chat(1)
     await node.until(
@@ -184,7 +184,7 @@ async def test_a_lease_that_does_not_fit_now_says_what_it_waits_for_and_restores
     assert (node.ceiling, node.limiter.leases) == (before, 0)
 
 
-async def test_a_node_that_is_paused_lends_nothing_new_and_keeps_what_it_lends(make: Make):
+async def test_a_paused_node_grants_no_lease_and_keeps_the_one_it_has(make: Make):
     node = await make()
     node.ask()
     await node.frame(LeaseGranted)
@@ -222,7 +222,7 @@ async def test_a_lease_that_no_worker_takes_up_ends_at_its_start_timeout(make: M
     assert node.limiter.leases == 0
 
 
-async def test_a_node_that_stops_ends_its_lease_first_and_lends_nothing_more(make: Make):
+async def test_a_node_that_stops_ends_its_lease_first_and_grants_no_other(make: Make):
     node = await make()
     node.ask()
     await node.frame(LeaseGranted)
@@ -235,7 +235,7 @@ async def test_a_node_that_stops_ends_its_lease_first_and_lends_nothing_more(mak
     assert node.limiter.leases == 0
 
 
-async def test_a_restarted_agent_ends_the_lease_that_it_finds_and_lends_again(make: Make, tmp_path: Path):
+async def test_a_restarted_agent_ends_the_lease_that_it_finds_and_grants_others(make: Make, tmp_path: Path):
     leases = tmp_path / "node" / "node" / "video" / "leases"
     for name in ("l-1.1", "forgotten.1"):
         (leases / name / "scratch").mkdir(parents=True)

@@ -42,7 +42,7 @@ def test_what_is_granted_leaves_the_headroom_at_least_nothing(size: int, phys: i
     assert granted == isinstance(judge(memory, size), Fits)
 
 
-def test_a_refusal_says_who_holds_the_memory():
+def test_a_refusal_names_the_holders_of_the_memory():
     models = (
         Model("kept", loaded=True),
         Model("used", loaded=True),
@@ -56,13 +56,13 @@ def test_a_refusal_says_who_holds_the_memory():
 
 
 @pytest.mark.parametrize(("bound_by", "text"), [("dynamic", "dynamic"), ("", "the cap")])
-def test_a_refusal_without_models_says_what_bounds_the_memory(bound_by: str, text: str):
+def test_a_refusal_without_models_names_the_bound_of_the_memory(bound_by: str, text: str):
     refused = leases.check_fits(ask(70 * GIB), replace(MEMORY, bound_by=bound_by), (Model("away"),), frozenset())
     assert refused is not None
     assert refused.waiting_for == f"10.0 GiB more headroom, bound by {text}"
 
 
-def test_an_unreadable_footprint_lends_nothing():
+def test_no_lease_is_granted_if_the_footprint_is_unreadable():
     memory = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=GIB, phys=None)
     refused = leases.check_fits(ask(), memory, (), frozenset())
     assert refused is not None
@@ -70,7 +70,7 @@ def test_an_unreadable_footprint_lends_nothing():
     assert refused.waiting_for == "a reading of the engine's footprint"
 
 
-def test_with_the_guard_off_nothing_is_lent():
+def test_no_lease_is_granted_if_the_guard_is_off():
     refused = leases.check_ready(ask(), Memory(cap=100 * GIB, ceiling=100 * GIB, phys=0, guard=False), "")
     assert refused is not None
     assert (refused.code, refused.retry_after) == ("guard_off", 0.0)
@@ -99,7 +99,7 @@ def test_an_older_generation_is_fenced_even_when_its_lease_is_forgotten():
     assert leases.check_generation(ask(lease="l-4", generation=4), ledger) is None
 
 
-def test_a_lease_may_be_asked_for_again_by_its_own_name_once_it_has_ended():
+def test_a_lease_may_be_requested_again_by_its_name_after_its_end():
     ended, holding = LeaseLedger().put(held(ended=True)), LeaseLedger().put(held())
     assert leases.check_generation(ask(), ended) is None
     codes = [leases.check_generation(ask(), holding), leases.check_generation(ask(lease="l-2"), ended)]
@@ -128,7 +128,7 @@ def test_a_lease_is_found_by_both_of_its_names_and_written_in_its_place():
     assert after.put(held(ended=True)).holding is None
 
 
-def test_only_so_many_jobs_are_remembered():
+def test_the_number_of_stored_jobs_is_bounded():
     ledger = LeaseLedger()
     for number in range(leases.MAX_JOBS_REMEMBERED + 10):
         ledger = ledger.put(held(lease=f"l-{number}", job=f"video_{number}", ended=True))

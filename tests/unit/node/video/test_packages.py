@@ -78,7 +78,7 @@ def test_no_component_is_taken_for_a_package(tmp_path: Path):
         [1],
     ],
 )
-def test_other_pipelines_are_nothing_to_us(tmp_path: Path, index: Any):
+def test_other_pipelines_are_ignored(tmp_path: Path, index: Any):
     package(tmp_path / "other", index)
     assert found(tmp_path) == {}
 
@@ -96,7 +96,7 @@ def test_a_component_that_is_named_as_nothing_is_not_missed_and_one_that_is_name
     assert two.cause == "it has no transformer_2: download it again"
 
 
-def test_a_config_says_the_shape_where_there_is_one(tmp_path: Path):
+def test_a_config_overrides_the_default_shape(tmp_path: Path):
     folder = package(tmp_path / "wan", two=False, index={**WAN, "transformer_2": None})
     (folder / "vae" / "config.json").write_text('{"scale_factor_spatial": 8, "scale_factor_temporal": 4}')
     assert found(tmp_path)["wan"].described.token_side == 16

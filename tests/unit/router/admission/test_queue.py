@@ -78,7 +78,7 @@ def test_before_any_has_left_a_refusal_names_half_of_the_time_until_the_oldest_m
     assert (refused.code, refused.retry_after) == (RefusalCode.QUEUE_FULL, seconds)
 
 
-def test_a_round_in_which_none_leaves_does_not_quicken_the_pace():
+def test_a_round_without_placed_requests_does_not_raise_the_pace():
     queue: AdmissionQueue[str] = AdmissionQueue(6)
     for number in range(6):
         offer(queue, str(number), str(number))

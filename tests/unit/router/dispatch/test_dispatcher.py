@@ -651,7 +651,7 @@ async def test_queued_request_is_refused_when_its_model_cannot_load(two: Cluster
     assert len(two.dispatcher.queue) == 0
 
 
-async def test_the_weights_of_a_load_are_promised_until_the_report_has_them(one: Cluster):
+async def test_the_weights_of_a_load_are_reserved_until_the_report_has_them(one: Cluster):
     one.models = (a_model(loaded=False, weights=4 * GIB),)
     one.report()
     ticket = one.submit()
@@ -962,7 +962,7 @@ def served_by(cluster: Cluster, *texts: str, session: str = "") -> NodeId:
     return cluster.last()[0]
 
 
-async def test_the_turns_of_a_conversation_meet_one_node():
+async def test_all_requests_of_a_conversation_go_to_one_node():
     cluster = Cluster(A, B, C)
     first = served_by(cluster, "x" * 100)
     for other in (A, B, C):

@@ -227,7 +227,7 @@ def test_unloaded_model_is_swapped_in_by_the_same_rule():
     assert world.begun(1.1) == [(N1, "a", {"b"})]
 
 
-def test_a_pinned_model_never_leaves():
+def test_a_pinned_model_is_never_unloaded():
     world = busy()
     world.models["a"] = model("a", pinned=True)
     world.running.clear()
@@ -269,7 +269,7 @@ def test_two_requests_for_one_model_swap_one_node():
     assert world.begun(SLICE) == []
 
 
-def test_the_node_turns_that_the_fewest_keys_lose_and_that_is_free_soonest():
+def test_the_node_swaps_that_fewest_keys_lose_and_that_is_free_soonest():
     world = World("a", "b", "c")
     world.node(N1, "a")
     world.node(N2, "c")
@@ -346,7 +346,7 @@ def test_swap_continues_for_the_next_request_after_a_cancel():
     assert changed.turn.began == world.now - 0.1
 
 
-def test_a_request_that_comes_back_refused_is_sent_again():
+def test_a_refused_request_is_sent_again():
     world = busy()
     world.step(SLICE)
     world.running.clear()
@@ -395,7 +395,7 @@ def test_hold_is_the_need_minus_unloaded_bytes():
     assert begun.hold == 0, "it needs less than that"
 
 
-def test_a_pinned_model_that_is_idle_is_no_room_for_a_request():
+def test_an_idle_pinned_model_is_not_unloaded_for_a_request():
     world = World("a", "b", "pinned", room=25 * GIB)
     world.models["pinned"] = model("pinned", pinned=True)
     world.node(N1, "a", "pinned")

@@ -679,7 +679,7 @@ def test_a_text_that_takes_more_to_tokenize_than_to_decode_needs_that():
     assert found.need == estimate_tokenize_bytes(text, context=100_000) > estimate_request_need(small, 100_000, 1)
 
 
-def test_a_node_without_its_guard_has_the_room_that_a_request_needs():
+def test_a_node_without_guard_fits_every_request():
     (found,) = decide(node("a", a_memory(guard=False))).candidates
     (blind,) = decide(node("a", a_memory(guard=False, phys=None, current=None, headroom=None))).candidates
     assert (found.headroom, found.why, blind.headroom, blind.why) == (NEED, "", NEED, "")
@@ -784,9 +784,7 @@ def waiting(*prompts: PendingPrefill) -> NodeReservations:
 
 
 @given(lengths=LENGTHS, mine=st.integers(1, 20_000), share=st.floats(0, 2))
-def test_prompts_in_turns_wait_for_no_more_than_all_and_for_no_less_than_themselves(
-    lengths: list[int], mine: int, share: float
-):
+def test_the_prefill_wait_is_between_the_own_prompt_and_all_prompts(lengths: list[int], mine: int, share: float):
     unread = waiting(*(PendingPrefill(tokens, tokens / 1000) for tokens in lengths))
     ahead = round(share * sum(lengths))
     wait, delay = estimate_prefill_wait(unread, ahead, mine, 1000.0)

@@ -11,7 +11,7 @@ from wire.identity import NodeId
 A, B = NodeId("a"), NodeId("b")
 
 
-def test_a_promise_counts_until_the_report_contains_it():
+def test_a_reservation_counts_until_the_report_contains_it():
     ledger = ReservationLedger()
     ledger.reserve(A, 1, seq=10, need=100, tokens=7)
     assert (ledger.get_unacknowledged_bytes(A), ledger.get_account(A).tokens, ledger.count_in_flight(A)) == (100, 7, 1)
@@ -27,7 +27,7 @@ def test_a_promise_counts_until_the_report_contains_it():
     assert ledger.empty
 
 
-def test_a_promise_is_freed_exactly_once():
+def test_a_reservation_is_freed_exactly_once():
     ledger = ReservationLedger()
     ledger.reserve(A, 1, 1, 100)
     ledger.reserve(A, 2, 2, 50)
@@ -37,7 +37,7 @@ def test_a_promise_is_freed_exactly_once():
     assert ledger.get_unacknowledged_bytes(A) == 50
 
 
-def test_two_promises_for_one_request_are_a_bug():
+def test_two_reservations_for_one_request_are_an_error():
     ledger = ReservationLedger()
     ledger.reserve(A, 1, 1, 100)
     with pytest.raises(LedgerError):
@@ -174,7 +174,7 @@ def test_release_weights_reduces_an_open_reservation_once():
     assert ledger.empty
 
 
-def test_promises_and_holds_are_listed():
+def test_reservations_and_holds_are_listed():
     ledger = ReservationLedger()
     ledger.reserve(A, 1, 1, 100)
     ledger.reserve(B, 2, 2, 100)
@@ -231,7 +231,7 @@ def test_a_node_with_requests_under_way_keeps_its_account_until_they_end():
     assert ledger.empty
 
 
-def test_a_ledger_is_empty_only_without_promises_holds_and_swaps():
+def test_a_ledger_is_empty_only_without_reservations_holds_and_swaps():
     ledger = ReservationLedger()
     assert ledger.empty
     ledger.turns[A] = turn(A)
@@ -277,7 +277,7 @@ DAMAGES: dict[str, Callable[[NodeReservations], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_check_finds_every_difference_between_an_account_and_its_promises(damage: str):
+def test_check_finds_every_difference_between_an_account_and_its_reservations(damage: str):
     ledger = ReservationLedger()
     ledger.reserve(A, 1, 1, 100, tokens=7)
     ledger.reserve(B, 2, 2, 100, tokens=7)

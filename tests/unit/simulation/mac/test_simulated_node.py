@@ -43,7 +43,7 @@ class Mac:
 
 
 @given(st.integers(1, 12_000))
-def test_it_admits_what_its_report_says_will_fit(prompt: int):
+def test_it_admits_requests_that_fit_by_its_report(prompt: int):
     mac = Mac()
     mac.ask(1, 2000, 100)
     report = mac.machine.report()
@@ -54,7 +54,7 @@ def test_it_admits_what_its_report_says_will_fit(prompt: int):
     mac.loop.close()
 
 
-def test_a_request_goes_its_way_and_leaves_nothing_behind():
+def test_a_request_is_answered_and_leaves_nothing():
     mac = Mac()
     before = mac.machine.report().memory
     mac.ask(1, 1000)
@@ -69,7 +69,7 @@ def test_a_request_goes_its_way_and_leaves_nothing_behind():
     mac.loop.close()
 
 
-def test_the_newest_gives_way_to_an_answer_that_outgrows_its_promise_and_comes_back():
+def test_the_newest_is_preempted_for_an_answer_above_its_estimate_and_resumes():
     mac = Mac()
     room = mac.machine.read_memory().headroom or 0
     tokens = (room // MIB - 2 * 256 - 400) // 2
@@ -111,7 +111,7 @@ def test_a_model_is_read_in_before_the_first_token_and_its_weights_are_counted_m
     mac.loop.close()
 
 
-def test_rows_are_shared_between_owners():
+def test_rows_are_shared_between_keys():
     mac = Mac(batch=2)
     for number in range(1, 7):
         mac.ask(number, 200)

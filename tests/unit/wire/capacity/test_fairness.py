@@ -60,7 +60,7 @@ def test_answers_that_were_begun_come_first():
 
 
 @given(WAITING)
-def test_every_key_gets_a_turn_and_its_first_request_first(waiting: list[WaitingRequest]):
+def test_every_key_is_served_and_its_requests_stay_in_order(waiting: list[WaitingRequest]):
     places = order(*waiting)
     assert sorted(places) == list(range(len(waiting)))
     for name in "abcd":

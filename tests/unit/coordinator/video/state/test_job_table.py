@@ -499,7 +499,7 @@ EVENTS = st.one_of(
 
 @given(st.lists(EVENTS, max_size=60), st.sampled_from(["fail", "requeue"]))
 @settings(max_examples=400)
-def test_the_rules_hold_whatever_happens(events: list[Any], rule: Any):
+def test_the_rules_hold_after_any_events(events: list[Any], rule: Any):
     story = Story(on_node_loss=rule)
     story.submit(1, 2, 3, 4)
     placed: list[int] = []

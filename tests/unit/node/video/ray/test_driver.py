@@ -97,7 +97,7 @@ async def turned(wanted: Callable[[], object]) -> None:
             await asyncio.sleep(0)
 
 
-async def test_an_actor_that_starts_is_told_and_one_that_does_not_is_ended_and_says_why():
+async def test_a_started_actor_is_reported_and_a_failed_one_is_ended_with_a_cause():
     async def create(wanted: CreateActor) -> None:
         if wanted.lease == "lease_2":
             raise ValueError("no")

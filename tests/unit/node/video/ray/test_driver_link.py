@@ -29,7 +29,7 @@ WORDS = st.one_of(
 
 
 @given(st.lists(WORDS, max_size=5), st.lists(st.integers(1, 30), max_size=20))
-def test_what_was_said_is_heard_however_it_is_cut(words: list[ToDriver], cuts: list[int]):
+def test_messages_are_decoded_however_they_are_cut(words: list[ToDriver], cuts: list[int]):
     stream, reader, heard = b"".join(map(encode_message, words)), MessageReader(ToDriver), []
     for cut in cuts:
         heard += reader.feed(stream[:cut])
@@ -47,7 +47,7 @@ def test_what_was_said_is_heard_however_it_is_cut(words: list[ToDriver], cuts: l
     ],
     ids=["too long", "not for a driver", "no msgpack", "a pickle"],
 )
-def test_what_is_no_word_of_ours_is_not_heard(data: bytes):
+def test_an_unknown_message_is_an_error(data: bytes):
     with pytest.raises(DriverLinkError):
         MessageReader(ToDriver).feed(data)
 

@@ -107,7 +107,7 @@ async def test_a_job_keeps_the_ray_that_started_it_until_it_is_over(one: Observe
 
 
 @pytest.mark.slow
-async def test_a_token_of_its_own_is_in_a_file_of_its_owner_and_another_one_each_time(one: ObservedRay, tmp_path: Path):
+async def test_each_start_has_a_new_token_in_a_private_file(one: ObservedRay, tmp_path: Path):
     one.set_offered(wanted=True)
     one.set_allowed(on=True)
     node = await changed(one, None)
@@ -122,7 +122,7 @@ async def test_a_token_of_its_own_is_in_a_file_of_its_owner_and_another_one_each
     await one.stop()
 
 
-async def test_what_was_asked_of_a_driver_that_is_gone_is_asked_of_the_next(tmp_path: Path):
+async def test_orders_without_a_driver_are_sent_to_the_next_one(tmp_path: Path):
     failed: list[tuple[str, str]] = []
     driver = local_ray.DriverProcess(tmp_path, lambda lease, why: failed.append((lease, why)))
     for lease in ("a", "b", "c"):

@@ -59,7 +59,7 @@ async def test_it_is_read_until_it_is_up_and_ended_with_all_of_its_group(tmp_pat
     assert await ended(process) == -15, "no process of the group holds the pipe"
 
 
-async def test_what_does_not_start_has_last_words_and_what_says_too_much_is_read_no_further(tmp_path: Path):
+async def test_a_failed_start_has_its_last_output_and_long_output_is_cut(tmp_path: Path):
     process, said = await started("print('one'); print('two\\n\\n three '); print('four')", tmp_path)
     assert ray_process.summarize_output(said) == "two / three / four"
     assert ray_process.summarize_output(b"") == "it printed nothing"

@@ -23,7 +23,7 @@ PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv
 
 
 @pytest.mark.timeout(60)
-def test_it_leaves_when_its_parent_has():
+def test_it_exits_after_its_parent():
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, CHILD], cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True
     ) as parent:
@@ -48,7 +48,7 @@ sys.exit("still here")
 """
 
 
-def test_it_leaves_by_itself_after_its_worker(tmp_path: Path):
+def test_it_exits_after_its_worker(tmp_path: Path):
     command = [sys.executable, "-c", LEFT_ALONE, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")

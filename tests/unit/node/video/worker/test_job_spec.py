@@ -10,7 +10,7 @@ from wire.video import VideoPackage
 LEAST = {"prompt": "a fox", "width": 64, "height": 48}
 
 
-def test_what_is_not_asked_is_the_packages_own():
+def test_missing_parameters_are_those_of_the_package():
     spec = parse_spec(json.dumps({**LEAST, "seed": 7, "guidance": 4.0, "timeout": 60, "stall": 9}).encode())
     assert isinstance(spec, JobSpec)
     assert (spec.timeout, spec.stall) == (60, 9)
@@ -45,7 +45,7 @@ def test_what_is_not_asked_is_the_packages_own():
     ],
     ids=str,
 )
-def test_what_no_worker_should_be_told_is_refused_with_a_sentence(change: dict[str, object]):
+def test_an_invalid_spec_is_refused_with_a_sentence(change: dict[str, object]):
     said = parse_spec(json.dumps({**LEAST, **change}).encode())
     assert isinstance(said, str)
     assert len(said) > 20

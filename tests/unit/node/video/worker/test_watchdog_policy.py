@@ -47,7 +47,7 @@ def test_a_job_has_its_time():
     assert run((7199.0, WorkerObservation(GIB, 1)), (7200.0, WorkerObservation(GIB, 2)))[1] == ["", "job_timeout"]
 
 
-def test_a_worker_that_is_gone_crashed_unless_who_started_it_is_gone_too():
+def test_a_missing_worker_has_crashed_unless_its_parent_is_missing_too():
     assert run((1.0, WorkerObservation(None, "a", alive=False)))[1] == ["worker_crashed"]
     assert run((1.0, WorkerObservation(None, "a", alive=False, attended=False)))[1] == ["worker_lost"]
     assert run((1.0, WorkerObservation(GIB, "a", attended=False)))[1] == ["worker_lost"]

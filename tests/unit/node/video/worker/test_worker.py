@@ -50,7 +50,7 @@ def write(path: Path, content: object) -> None:
     path.write_text(json.dumps(content))
 
 
-def test_a_package_without_configs_is_as_the_catalogue_says(tmp_path: Path):
+def test_a_package_without_configs_has_the_values_of_the_catalogue(tmp_path: Path):
     write(tmp_path / "model_index.json", {"transformer_2": ["diffusers", "X"], "boundary_ratio": 0.875})
     found = worker.build_package_config(tmp_path, Config)
     assert (found.base_model, found.known["num_layers"], found.known["boundary_ratio"]) == ("catalogue", 40, 0.875)
@@ -58,7 +58,7 @@ def test_a_package_without_configs_is_as_the_catalogue_says(tmp_path: Path):
     assert found.known["vae_config"] == {"base_dim": 96, "z_dim": 16}
 
 
-def test_what_a_package_says_of_itself_counts(tmp_path: Path):
+def test_configs_of_a_package_override_the_catalogue(tmp_path: Path):
     write(tmp_path / "model_index.json", {"transformer_2": [None, None], "expand_timesteps": True})
     write(tmp_path / "transformer" / "config.json", {"num_layers": 2, "_class_name": "X", "ffn_dim": 128})
     write(tmp_path / "vae" / "config.json", {"base_dim": 8, "other": 1})

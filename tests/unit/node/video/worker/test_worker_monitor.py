@@ -36,7 +36,7 @@ def progress(phase: str, step: int) -> dict[str, object]:
     return {"event": "progress", "phase": phase, "step": step, "steps": 4}
 
 
-def test_a_job_goes_through_its_phases():
+def test_events_set_the_phase_of_a_job():
     job = hear({"event": "start"}, {"event": "loading"})
     assert job.phase is LeasePhase.LOADING
     job = hear(progress("denoise", 3))
@@ -95,7 +95,7 @@ def test_each_sign_of_progress_is_another_mark_and_a_beat_alone_is_none():
     assert hear(*events).mark == hear(*events, {"event": "beat", "blocks": 2}, {"event": "?"}, "?").mark
 
 
-def test_the_first_end_counts_and_codes_are_ours():
+def test_the_first_end_counts_and_unknown_codes_are_replaced():
     done = hear({"event": "done", "made": {"width": 64}}, {"event": "exit", "code": 0})
     assert done.end is not None
     assert (done.end.code, done.clip) == ("completed", {"width": 64})
@@ -124,7 +124,7 @@ def test_nor_does_any_event(event: dict[str, object]):
     hear(event)
 
 
-def test_a_worker_is_told_what_is_named_and_nothing_else(tmp_path: Path):
+def test_a_worker_gets_only_the_listed_variables(tmp_path: Path):
     inherited = {"PATH": "/bin", "OPENAI_API_KEY": "sk", "MACPOOL_X": "1", "HOME": "/nonexistent", "LANG": "C"}
     told = build_worker_environment(inherited, tmp_path)
     assert set(told) == {
@@ -176,7 +176,7 @@ def watched(place: Path, process: "subprocess.Popen[bytes]") -> WorkerMonitor:
         ("its own end", LeaseEndCode.WORKER_LOST),
     ],
 )
-def test_a_worker_that_is_gone_has_crashed_unless_who_started_it_is_gone_as_well(
+def test_a_worker_that_ended_has_crashed_unless_its_parent_ended_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: str, code: str
 ):
     process = subprocess.Popen(["true"], start_new_session=True)
@@ -199,7 +199,7 @@ def test_a_worker_that_is_gone_has_crashed_unless_who_started_it_is_gone_as_well
         os.close(attended)
 
 
-def test_a_worker_that_is_done_is_not_lost_when_who_started_it_leaves_first(tmp_path: Path):
+def test_a_completed_worker_is_not_lost_if_its_parent_exits_first(tmp_path: Path):
     process = subprocess.Popen(["sleep", "600"], start_new_session=True)
     one = watched(tmp_path / "l", process)
     (tmp_path / "l" / lease_files.EVENTS).write_text('{"event": "done", "made": {}}\n')
@@ -212,7 +212,7 @@ def test_a_worker_that_is_done_is_not_lost_when_who_started_it_leaves_first(tmp_
     one.close()
 
 
-def test_a_lock_goes_with_its_holder(tmp_path: Path):
+def test_a_lock_ends_with_its_holder(tmp_path: Path):
     place = tmp_path / "guard"
     assert not lease_files.is_locked(place)
     held = lease_files.lock_file(place)
@@ -232,7 +232,7 @@ def test_a_claim_is_made_once(tmp_path: Path):
     assert [one.name for one in tmp_path.iterdir()] == ["claim.json"]
 
 
-def test_a_grant_that_makes_no_sense_is_none(tmp_path: Path):
+def test_an_invalid_grant_is_none(tmp_path: Path):
     assert lease_files.read_grant(tmp_path) is None
     (tmp_path / lease_files.GRANT).write_text('{"lease": 5}')
     assert lease_files.read_grant(tmp_path) is None

@@ -77,7 +77,7 @@ def test_deltas_of_unknown_choices_and_channels_are_not_sent():
     )
 
 
-def test_reasons_that_a_node_forgot_are_filled():
+def test_missing_finish_reasons_are_filled():
     maker = ChatChunks(a_job(3))
     assert [chunk.choices[0].finish_reason for chunk in chunks(maker.encode_end(Finished(1, (), 0, 0)))] == ["stop"] * 3
 

@@ -41,7 +41,7 @@ def test_a_body_is_read_strictly(body: bytes, message: str):
     assert bool(message) == bool(message_of(body, 10_000))
 
 
-def test_an_object_is_read_as_it_stands():
+def test_an_object_is_read_as_json_reads_it():
     text = '{"a": [1, 2.5, null, {"b": "é\\u00e9\\ud83d\\ude00"}], "": true}'
     assert read_object(text.encode()) == json.loads(text)
 
