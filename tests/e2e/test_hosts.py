@@ -196,7 +196,13 @@ def test_nodes_found_by_bonjour_serve_and_one_loses_power(lab: Lab) -> None:
     assert all(chat.words == 20 for chat in again)
 
 
+@pytest.mark.nightly
 def test_short_silence_moves_nothing_and_a_longer_one_only_new_work(lab: Lab) -> None:
+    """CI has these tests:
+
+    - `tests/unit/router/placement/test_recovery.py::test_streams_of_a_silent_node_resume_before_it_is_lost`
+    - `tests/sim/test_membership.py::test_the_story_ends_as_written`
+    """
     lab.up()
     lab.join("studio", 2, "engine.scripted.step_ms=50")
     streams = [lab.chat(5, 240) for _ in range(4)]
