@@ -118,6 +118,7 @@ def test_the_speeds_of_a_model_are_measured_and_kept(one: Pool):
 
     - `tests/unit/coordinator/model_tools/test_benchmark.py`
     """
+    until(lambda: not one.node("studio")["in_flight"], what="at rest after another test")
     (done,) = one.cli("models", "bench", "tiny")["benchmarks"]
     assert [(run["prompt_tokens"], run["parallel"]) for run in done["runs"]] == [
         (512, 1),
