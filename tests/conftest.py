@@ -20,7 +20,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 from host.structlog_import import import_structlog
 from tests import models
-from tests.effort import SEED
+from tests.effort import IS_NIGHTLY, SEED
 from tests.support.processes import ROOT, Pool, pool
 
 JUNK = {
@@ -53,6 +53,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # under nohup: children i
     signal.signal(signal.SIGINT, signal.default_int_handler)
 MODEL_SECONDS = 900
 """Limit of a test that runs a tiny model on MLX, which is slow where OpenBLAS is not installed."""
+NIGHTLY_TESTS = pytest.StashKey[int]()
+"""Number of collected tests that only the nightly run has."""
 UNLISTED_SKIP = 10
 """Exit code of pytest when a skip is not listed in CI. It differs from pytest's own, because a second try must not hide
 it."""
@@ -90,8 +92,11 @@ def tiny_model() -> Callable[..., Path]:
     return models.path
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Seed property tests, give tests with models more time, and order the tests of a worker."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect nightly tests, seed property tests, give tests with models more time, and order the tests of a
+    worker."""
+    if not IS_NIGHTLY:
+        _deselect_nightly(config, items)
     for item in items:
         function: Any = getattr(item, "obj", None)
         if getattr(function, "is_hypothesis_test", False):
@@ -111,6 +116,27 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def _deselect_nightly(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect the tests with the marker `nightly`. A worker of xdist reports their number to its controller."""
+    nightly = [item for item in items if item.get_closest_marker("nightly") is not None]
+    if not nightly:
+        return
+    items[:] = [item for item in items if item not in nightly]
+    config.hook.pytest_deselected(items=nightly)
+    config.stash[NIGHTLY_TESTS] = len(nightly)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        output: dict[str, Any] = getattr(config, "workeroutput", {})
+        output["nightly"] = len(nightly)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Store the number of nightly tests that a worker of xdist reported. Every worker collects all tests."""
+    count = getattr(node, "workeroutput", {}).get("nightly")
+    if count is not None:
+        node.config.stash[NIGHTLY_TESTS] = count
+
+
 def _longest_first(items: list[pytest.Item]) -> None:
     """Move modules that start processes to the front, the longest limits first, and keep the order of the rest.
 
@@ -127,11 +153,15 @@ def _longest_first(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
-    """Print recorded properties of tests (`record_property("seen", …)`) and the reason of every skip.
+    """Print the number of nightly tests, recorded properties of tests (`record_property("seen", …)`) and the reason of
+    every skip.
 
     In CI a skip that tests/skips.txt does not list is a failure.
     """
     terminalreporter.write_line(f"seed of property tests: {SEED} (HYPOTHESIS_SEED={SEED} repeats it)")
+    nightly = terminalreporter.config.stash.get(NIGHTLY_TESTS, 0)
+    if nightly:
+        terminalreporter.write_line(f"nightly tests that did not run: {nightly} (`make nightly` runs them)")
     for report in terminalreporter.stats.get("passed", []):
         for name, text in report.user_properties:
             if name == "seen":

@@ -1,6 +1,17 @@
-"""`tests.suite` tries a failed test again alone and in its order, and hides nothing."""
+"""`tests.suite` tries a failed test again alone and in its order, and hides nothing.
 
+Tests with the marker `nightly` do not run in CI. Each names the tests that hold its rules there.
+"""
+
+import ast
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from textwrap import dedent
 
@@ -9,6 +20,19 @@ import pytest
 from tests.effort import thin_cases
 from tests.suite import main
 
+HERE = Path(__file__).parent
+MARKER = "pytest.mark.nightly"
+NAMED = re.compile(r"(tests/[\w/]+\.py)(?:::(test_\w+))?")
+TWO_TESTS = """
+import pytest
+
+def test_runs():
+    pass
+
+@pytest.mark.nightly
+def test_is_long():
+    assert False
+"""
 FLAKY = """
     from pathlib import Path
 
@@ -123,3 +147,62 @@ def test_thin_cases_reaches_every_case_within_a_week() -> None:
     assert [day[:2] for day in kept] == [[0, 1]] * 3
     assert sorted(case for day in kept for case in day[2:]) == cases[2:]
     assert thin_cases(cases, 3, seed=20261128, is_nightly=True) == cases
+
+
+@cache
+def list_tests(file: Path) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Return the tests of a module by name."""
+    return {
+        node.name: node
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+    }
+
+
+def is_nightly(test: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(one).startswith(MARKER) for one in test.decorator_list)
+
+
+def list_nightly() -> Iterator[tuple[str, str]]:
+    """Yield id and docstring of each nightly test."""
+    for file in sorted(HERE.rglob("test_*.py")):
+        marked = file.read_text().count(MARKER) if file != Path(__file__) else 0
+        if marked:
+            found = {name: test for name, test in list_tests(file).items() if is_nightly(test)}
+            assert len(found) == marked, f"{file}: the marker belongs to single tests, as a decorator"
+            for name, test in found.items():
+                yield f"tests/{file.relative_to(HERE)}::{name}", ast.get_docstring(test) or ""
+
+
+NIGHTLY = dict(list_nightly())
+
+
+@pytest.mark.parametrize("test", NIGHTLY)
+def test_nightly_test_names_tests_that_run_in_ci(test: str):
+    named = NAMED.findall(NIGHTLY[test])
+    assert named, "its docstring names no test"
+    for file, name in named:
+        tests = list_tests(HERE.parent / file)
+        chosen = [tests[name]] if name else list(tests.values())
+        assert any(not is_nightly(one) for one in chosen), f"{file}::{name}"
+
+
+def test_no_guard_and_no_guarantee_names_a_nightly_test():
+    places = [*HERE.rglob("guards/*.toml"), *(HERE / "guarantees").glob("*.md")]
+    assert [(place.name, test) for place in places for test in NIGHTLY if test in place.read_text()] == []
+
+
+@pytest.mark.parametrize(("workers", "nightly"), [(("-n", "1"), False), ((), True)], ids=["ci", "nightly"])
+def test_nightly_tests_are_deselected_and_counted_except_in_the_nightly_run(
+    tmp_path: Path, workers: tuple[str, ...], nightly: bool
+):
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    shutil.copy(HERE / "conftest.py", tests)
+    (tests / "test_it.py").write_text(TWO_TESTS)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("CI", "PYTEST_", "MACPOOL_"))}
+    known = kept | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"} | ({"MACPOOL_NIGHTLY": "1"} if nightly else {})
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "xdist", *workers, "tests"]
+    done = subprocess.run(command, cwd=tmp_path, env=known, capture_output=True, text=True)
+    assert done.returncode == int(nightly), done.stdout + done.stderr
+    assert ("nightly tests that did not run: 1 (`make nightly`" in done.stdout) is not nightly

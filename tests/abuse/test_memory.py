@@ -234,7 +234,7 @@ ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
 }
 
 
-@pytest.mark.parametrize("attack", thin_cases(list(ATTACKS), 3, kept=2))
+@pytest.mark.parametrize("attack", thin_cases(list(ATTACKS), 5, kept=2))
 async def test_no_attack_takes_much_memory_or_keeps_it(target: Target, attack: str) -> None:
     coordinator = target.pool.coordinator
     assert coordinator is not None

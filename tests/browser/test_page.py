@@ -30,9 +30,8 @@ HOSTILE = "<img src=x onerror=document.title='gone'>"
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     with pool(tmp_path_factory.mktemp("page")) as made:
-        made.up("video.max_steps=1000")
-        made.join("studio", *words(worker__ray_ports=RAY_PORTS, node__report_busy_seconds=0.2))
-        for name in ("mini", "laptop"):
+        made.up()
+        for name in ("studio", "mini", "laptop"):
             made.join(name)
         client = OpenAI(
             base_url=f"{made.base}/v1", api_key=made.key, http_client=DefaultHttpxClient(trust_env=False, verify=NO_TLS)
@@ -52,10 +51,10 @@ def link(home: Pool) -> str:
     return home.post("/api/v1/page/links")["url"]
 
 
-def visit(context: BrowserContext, home: Pool) -> Page:
+def visit(context: BrowserContext, home: Pool, macs: int = 3) -> Page:
     page = context.new_page()
     page.goto(link(home))
-    expect(page.get_by_role("meter")).to_have_count(3)
+    expect(page.get_by_role("meter")).to_have_count(macs)
     return page
 
 
@@ -284,8 +283,8 @@ WIDTHS = (360, 1200)
 
 @pytest.mark.parametrize("colours", ["light", "dark"])
 def test_every_view_is_accessible_in_light_and_dark_on_a_phone_and_a_screen(browser: Browser, home: Pool, colours: str):
-    """In the dark scheme only the colours differ: in CI one of the widths, another one each day."""
-    for width in WIDTHS if IS_NIGHTLY or colours == "light" else (WIDTHS[SEED % 2],):
+    """In CI one scheme is shown on a phone and the other one on a screen, the other way round the next day."""
+    for width in WIDTHS if IS_NIGHTLY else (WIDTHS[(SEED + (colours == "dark")) % 2],):
         context = browser.new_context(color_scheme=colours, viewport={"width": width, "height": 800})  # type: ignore[arg-type]
         page = visit(context, home)
         for view in VIEWS:
@@ -302,10 +301,19 @@ def sound(page: Page, what: str) -> None:
     assert wider <= 0, f"{what} is {wider} wider than the screen"
 
 
-def ask_for_a_video(home: Pool, **changes: object) -> str:
-    until_ray(home, "studio")
-    headers = {"authorization": f"Bearer {home.key}"}
-    url = f"{home.base}/v1/videos"
+@pytest.fixture
+def film(tmp_path: Path) -> Iterator[Pool]:
+    """Start a pool with a node that makes videos."""
+    with pool(tmp_path) as made:
+        made.up("video.max_steps=1000")
+        made.join("studio", *words(worker__ray_ports=RAY_PORTS, node__report_busy_seconds=0.2))
+        yield made
+
+
+def ask_for_a_video(film: Pool, **changes: object) -> str:
+    until_ray(film, "studio")
+    headers = {"authorization": f"Bearer {film.key}"}
+    url = f"{film.base}/v1/videos"
     return (
         httpx.post(url, json=CLIP | changes, headers=headers, trust_env=False, verify=NO_TLS, timeout=30)
         .raise_for_status()
@@ -313,17 +321,23 @@ def ask_for_a_video(home: Pool, **changes: object) -> str:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
-def test_a_video_is_followed_played_and_deleted_and_another_cancelled(context: BrowserContext, home: Pool):
-    made = ask_for_a_video(home)
-    page = visit(context, home)
+def test_a_video_is_followed_played_and_deleted_and_another_cancelled(context: BrowserContext, film: Pool):
+    """CI has these tests:
+
+    - `tests/browser/test_views.py::test_videos_show_state_progress_and_fault_and_are_cancelled_or_deleted`
+    - `tests/e2e/video/test_videos.py::test_a_job_from_the_library_to_a_file_that_plays`
+    """
+    made = ask_for_a_video(film)
+    page = visit(context, film, macs=1)
     go(page, "Videos")
     card = page.get_by_role("region", name=made)
     expect(card.get_by_text("completed", exact=True)).to_be_visible(timeout=90_000)
     card.get_by_role("button", name="Play").click()
     expect(card.locator("video")).to_have_js_property("videoWidth", 64)
     expect(card.locator("video")).to_have_js_property("duration", 1.125)
-    other = ask_for_a_video(home, steps=1000)
+    other = ask_for_a_video(film, steps=1000)
     running = page.get_by_role("region", name=other)
     expect(running.get_by_role("progressbar")).to_be_visible()
     expect(running.get_by_text("denoising")).to_be_visible(timeout=90_000)

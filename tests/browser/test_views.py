@@ -4,6 +4,7 @@ The page's own files run in a real browser. The API is a table of answers, there
 """
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -1083,6 +1084,9 @@ def test_videos_show_state_progress_and_fault_and_are_cancelled_or_deleted(page:
     assert buttons == {"v1": ["Cancel"], "v2": ["Delete"], "v3": ["Play", "Delete"], "v4": ["Cancel"]}
     assert sent(api, cards["v1"].get_by_role("button")) == ("POST", "/v1/videos/v1/cancel", None)
     assert sent(api, cards["v2"].get_by_role("button")) == ("DELETE", "/v1/videos/v2", None)
+    with page.expect_request(f"{BASE}/v1/videos/v3/content"):
+        cards["v3"].get_by_role("button", name="Play").click()
+    expect(cards["v3"].locator("video")).to_have_attribute("src", re.compile("^blob:"))
 
 
 def test_settings_and_the_runbook_show_what_is_in_force(page: Page, api: Answers):

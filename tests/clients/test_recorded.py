@@ -14,6 +14,7 @@ import pytest
 from tests.clients.agent import section, sessions
 from tests.clients.catalogue import CLIENTS, OTHERS
 from tests.clients.test_agent import check
+from tests.effort import thin_cases
 from tests.support.cluster.engine_pool import MLX
 from tests.support.processes import Pool, pool
 
@@ -137,7 +138,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("said", list(exchanges()))
+@pytest.mark.parametrize("said", thin_cases(list(exchanges()), 3, kept=2))
 def test_a_client_gets_what_it_can_read(home: Pool, client: httpx.Client, said: Exchange):
     assert home.base.startswith("https://")
     answer = ask(home, client, said)

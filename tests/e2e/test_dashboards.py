@@ -121,7 +121,13 @@ def evaluate(found: Prometheus, panel: Panel, query: str, values: dict[str, str]
     return len(result), sum(math.isfinite(float(value)) for value in points)
 
 
+@pytest.mark.nightly
 def test_every_panel_has_data(tmp_path: Path, record_property: Callable[[str, object], None]):
+    """CI has these tests of queries and values:
+
+    - `tests/unit/dashboards/test_dashboards.py::test_panels_ask_for_metrics_and_labels_that_exist`
+    - `tests/unit/coordinator/metrics/test_values.py`
+    """
     needs("prometheus")
     with pool(tmp_path) as made:
         made.up("router.queue_timeout_seconds=20", "video.max_steps=1000")

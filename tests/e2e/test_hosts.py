@@ -196,7 +196,13 @@ def test_nodes_found_by_bonjour_serve_and_one_loses_power(lab: Lab) -> None:
     assert all(chat.words == 20 for chat in again)
 
 
+@pytest.mark.nightly
 def test_short_silence_moves_nothing_and_a_longer_one_only_new_work(lab: Lab) -> None:
+    """CI has these tests:
+
+    - `tests/unit/router/placement/test_recovery.py::test_streams_of_a_silent_node_resume_before_it_is_lost`
+    - `tests/sim/test_membership.py::test_the_story_ends_as_written`
+    """
     lab.up()
     lab.join("studio", 2, "engine.scripted.step_ms=50")
     streams = [lab.chat(5, 240) for _ in range(4)]
@@ -237,7 +243,13 @@ def test_without_multicast_only_the_address_joins(lab: Lab) -> None:
     assert (chat.node, chat.words) == ("studio", 3)
 
 
+@pytest.mark.nightly
 def test_coordinator_moves_to_another_address_and_nodes_find_it(lab: Lab) -> None:
+    """CI has test_the_coordinator_moves_to_another_host_and_the_old_one_is_left_behind, and for the search:
+
+    - `tests/unit/node/agent/test_discovery.py::test_addresses_are_tried_side_by_side`
+    - `tests/unit/node/agent/test_enrollment.py::test_addresses_are_remembered_latest_first`
+    """
     lab.up()
     lab.join_all()
     lab.hosts.address(lab.hosts[1], f"{NET}.101")
@@ -338,8 +350,14 @@ async def _watch_records() -> list[tuple[str, ServiceStateChange]]:
     return events
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_video_goes_on_while_the_coordinator_moves_to_another_host(lab: Lab, tmp_path: Path) -> None:
+    """CI has these tests, and the move of a pool without a video:
+
+    - `tests/e2e/video/test_chain.py::test_memory_is_released_for_any_killed_process_at_any_time`
+    - `tests/unit/coordinator/video/state/test_job_table.py::test_this_process_began_again`
+    """
     gate = standin(tmp_path)
     worker = {"worker__environments": str(gate.environments), "worker__ray_ports": 6480}
     lab.up(*VIDEO)

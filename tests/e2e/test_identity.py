@@ -40,7 +40,13 @@ def ask(made: Pool, tokens: int = 4) -> str:
     return answer.headers["x-macpool-node"]
 
 
+@pytest.mark.nightly
 def test_a_conflict_is_shown_and_requests_go_to_one_model(divided: Pool) -> None:
+    """CI has these tests:
+
+    - `tests/unit/router/placement/test_identity.py::test_new_requests_go_to_one_model_only`
+    - `tests/unit/coordinator/cli/commands/test_models.py`
+    """
     assert {ask(divided) for _ in range(12)} <= {"two", "three"}
     shown = divided.run("models", "--state", str(divided.state))
     assert "scripted-1 is not the same model everywhere: alpha (served) on three, two; beta on one" in shown.stdout
@@ -53,7 +59,12 @@ def test_a_conflict_is_shown_and_requests_go_to_one_model(divided: Pool) -> None
     }
 
 
+@pytest.mark.nightly
 def test_a_stream_ends_where_only_the_other_model_is_left(divided: Pool) -> None:
+    """CI has this test:
+
+    - `tests/unit/router/placement/test_identity.py::test_stream_does_not_resume_with_another_version`
+    """
     body = {
         "model": "scripted-1",
         "max_tokens": 400,

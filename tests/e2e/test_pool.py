@@ -45,7 +45,7 @@ def pair() -> Iterator[Pool]:
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         made.up()
         made.join("studio", "memory.cap=64GiB")
-        made.join("macbook", "engine.scripted.memory=36GiB")
+        made.join("macbook", "engine.scripted.memory=8GiB", "engine.scripted.weights=1GiB")
         yield made
 
 
@@ -60,6 +60,14 @@ def single() -> Iterator[Pool]:
             made.join("one")
         finally:
             os.umask(before)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def home() -> Iterator[Pool]:
+    """Start a coordinator for tests that join nodes with names of their own, and end these nodes."""
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
+        made.up()
         yield made
 
 
@@ -138,7 +146,13 @@ def test_nodes_list_holds_the_arithmetic(pair: Pool) -> None:
     assert "64.0 GiB" in table
 
 
+@pytest.mark.nightly
 def test_a_node_whose_engine_keeps_dying_says_that_it_gets_nothing_why_and_until_when(cluster_pool: Pool) -> None:
+    """CI has these tests:
+
+    - `tests/unit/router/dispatch/test_circuit_breaker.py`
+    - `tests/unit/coordinator/observe/test_node_rows.py::test_a_row_of_a_node_has_every_value_in_its_place`
+    """
     cluster_pool.up()
     cluster_pool.join("frail", "engine.scripted.step_ms=50")
     assert cluster_pool.node("frail")["breaker"] == {"state": "closed", "why": "", "until": None, "opened": 0}
@@ -172,16 +186,13 @@ def test_a_node_whose_engine_keeps_dying_says_that_it_gets_nothing_why_and_until
     assert cluster_pool.node("frail")["breaker"]["state"] == "closed"
 
 
-def test_place_prints_every_node_and_why_not(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    cluster_pool.join("big")
-    cluster_pool.join("small", "engine.scripted.memory=8GiB", "engine.scripted.weights=1GiB")
-    placed = cluster_pool.cli("place", "scripted-1", "--prompt-tokens", "30000")
-    assert placed["name"] == "big"
+def test_place_prints_every_node_and_why_not(pair: Pool) -> None:
+    placed = pair.cli("place", "scripted-1", "--prompt-tokens", "30000")
+    assert placed["name"] == "studio"
     rows = {row["name"]: row for row in placed["candidates"]}
-    assert rows["small"]["why_not"]
-    assert rows["small"]["need"] > rows["small"]["headroom"]
-    refused = cluster_pool.cli("place", "nothing", code=6)
+    assert rows["macbook"]["why_not"]
+    assert rows["macbook"]["need"] > rows["macbook"]["headroom"]
+    refused = pair.cli("place", "nothing", code=6)
     assert "nothing" in refused["stderr"]
 
 
@@ -196,7 +207,13 @@ def test_a_prompt_that_can_never_fit_is_400_with_numbers(cluster_pool: Pool) -> 
     assert "GiB" in error["message"]
 
 
+@pytest.mark.nightly
 def test_second_start_needs_no_token_and_keys_persist(cluster_pool: Pool) -> None:
+    """CI has these tests:
+
+    - `tests/e2e/test_versions.py::test_a_pool_is_upgraded_in_turns`
+    - `tests/unit/coordinator/state/test_database.py::test_everything_survives_a_restart`
+    """
     cluster_pool.up()
     first = cluster_pool.join("studio")
     made = cluster_pool.cli("key", "create", "laptop")
@@ -250,7 +267,13 @@ def kill_engine_under_load(made: Pool, node: Process) -> None:
     assert answer.usage.completion_tokens == 3
 
 
+@pytest.mark.nightly
 def test_a_refusing_node_costs_nothing_and_is_no_failure(cluster_pool: Pool) -> None:
+    """CI has these tests:
+
+    - `tests/contract/dialects/test_chat.py::test_refused_request_is_retried_without_delay`
+    - `tests/contract/dialects/test_chat.py::test_when_all_refuse_the_answer_is_a_503_with_the_numbers`
+    """
     cluster_pool.up("router.queue_timeout_seconds=1")
     cluster_pool.join("willing")
     cluster_pool.join("refusing", "engine.scripted.refuse=*", "engine.scripted.memory=256GiB")
@@ -358,8 +381,15 @@ def test_client_gone_is_cancelled_on_the_node(workers: Pool) -> None:
     assert workers.node(name)["in_flight"] == 0
 
 
+@pytest.mark.nightly
 def test_sigterm_lets_running_requests_end(cluster_pool: Pool) -> None:
-    """Of a node, and then of the coordinator."""
+    """Of a node, and then of the coordinator.
+
+    CI has the same of a node on the coordinator's Mac, and these tests:
+
+    - `tests/contract/dialects/test_chat.py::test_stopping_ends_streams_honestly`
+    - `tests/unit/node/agent/test_agent.py::test_a_stop_lets_a_request_end_says_goodbye_and_ends_what_takes_longer`
+    """
     cluster_pool.up()
     node = cluster_pool.join("one", "engine.scripted.step_ms=50")
     parts = begin_stream(cluster_pool, 40)
@@ -425,29 +455,26 @@ def _healthy(made: Pool) -> bool:
         return False
 
 
-def test_removed_node_is_out_at_once_and_cannot_come_back(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    node = cluster_pool.join("one")
-    cluster_pool.cli("node", "remove", "--yes", "one")
+def test_removed_node_is_out_at_once_and_cannot_come_back(home: Pool) -> None:
+    node = home.join("removed")
+    home.cli("node", "remove", "--yes", "removed")
     assert node.popen.wait(30) == 4
     assert "removed" in node.log.read_text()
-    again = cluster_pool.join("one", wait=False)
+    again = home.join("removed", wait=False)
     assert again.popen.wait(15) == 4
-    former = identity_of(cluster_pool, "one")
-    anew = joined_by_token(cluster_pool, "one")
-    assert identity_of(cluster_pool, "one") != former
+    former = identity_of(home, "removed")
+    anew = joined_by_token(home, "removed")
+    assert identity_of(home, "removed") != former
     assert anew.stop() == 0
 
-    state = cluster_pool.folder / "one"
-    (state / "config.toml").write_text('[node]\nmachine = "one"\n')
-    foreign = "mpj1." + "a" * 52 + cluster_pool.token()[57:]
-    away = cluster_pool.run(
-        "join", "127.0.0.1:1", "--token-file", cluster_pool.token_file("away", foreign), "--state", str(state)
-    )
+    state = home.folder / "removed"
+    (state / "config.toml").write_text('[node]\nmachine = "removed"\n')
+    foreign = "mpj1." + "a" * 52 + home.token()[57:]
+    away = home.run("join", "127.0.0.1:1", "--token-file", home.token_file("away", foreign), "--state", str(state))
     assert away.returncode == 6
     assert "a node of another cluster" in away.stderr
-    cluster_pool.cli("node", "remove", "--yes", "one")
-    left = cluster_pool.run("leave", "--yes", "--state", str(state))
+    home.cli("node", "remove", "--yes", "removed")
+    left = home.run("leave", "--yes", "--state", str(state))
     assert left.returncode == 0, "a removed node may leave"
     assert not (state / "node" / "identity" / "identity.json").exists()
 
@@ -482,15 +509,14 @@ def joined_by_token(made: Pool, name: str) -> Process:
     return process
 
 
-def test_leave_takes_the_node_out_for_good(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    node = cluster_pool.join("one")
-    done = cluster_pool.run("leave", "--yes", "--state", str(cluster_pool.folder / "one"))
+def test_leave_takes_the_node_out_for_good(home: Pool) -> None:
+    node = home.join("leaver")
+    done = home.run("leave", "--yes", "--state", str(home.folder / "leaver"))
     assert done.returncode == 0, done.stderr
     assert node.popen.wait(30) == 0
-    until(lambda: cluster_pool.node("one")["state"] == "left", 5, "left")
-    assert not (cluster_pool.folder / "one" / "node" / "identity" / "node.pem").exists()
-    assert cluster_pool.run("leave", "--yes", "--state", str(cluster_pool.folder / "one")).returncode == 5
+    until(lambda: home.node("leaver")["state"] == "left", 5, "left")
+    assert not (home.folder / "leaver" / "node" / "identity" / "node.pem").exists()
+    assert home.run("leave", "--yes", "--state", str(home.folder / "leaver")).returncode == 5
 
 
 IMPATIENT = "import sys; from node import run; run.LEAVE_TIMEOUT_SECONDS = 0.5; sys.exit(run.main(sys.argv[1:]))"
@@ -510,30 +536,30 @@ def test_leave_fails_without_a_coordinator_and_names_the_next_step(cluster_pool:
     assert not (folder / "node" / "identity" / "identity.json").exists()
 
 
-def test_cloned_identity_is_refused(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    cluster_pool.join("one")
-    until(lambda: cluster_pool.node("one")["state"] == "ready")
-    (cluster_pool.folder / "two").mkdir()
+def test_cloned_identity_is_refused(home: Pool) -> None:
+    home.join("original")
+    until(lambda: home.node("original")["state"] == "ready")
+    (home.folder / "clone").mkdir()
     source, target = (
-        cluster_pool.folder / "one" / "node" / "identity",
-        cluster_pool.folder / "two" / "node" / "identity",
+        home.folder / "original" / "node" / "identity",
+        home.folder / "clone" / "node" / "identity",
     )
     target.mkdir(parents=True)
     for file in source.iterdir():
         (target / file.name).write_bytes(file.read_bytes())
-    clone = cluster_pool.join("two", wait=False)
+    clone = home.join("clone", wait=False)
     assert clone.popen.wait(15) == 1
     assert "another machine" in clone.log.read_text()
-    own = joined_by_token(cluster_pool, "two")
-    assert identity_of(cluster_pool, "two") != identity_of(cluster_pool, "one")
-    assert cluster_pool.node("one")["state"] == "ready"
+    own = joined_by_token(home, "clone")
+    assert identity_of(home, "clone") != identity_of(home, "original")
+    assert home.node("original")["state"] == "ready"
     assert own.stop() == 0
-    folder = cluster_pool.folder / "two"
-    assert cluster_pool.run("leave", "--yes", "--force", "--state", str(folder)).returncode == 0, (
+    folder = home.folder / "clone"
+    assert home.run("leave", "--yes", "--force", "--state", str(folder)).returncode == 0, (
         "a forced leave sends no message"
     )
     assert not (folder / "node" / "identity" / "identity.json").exists()
+    assert home.nodes["original"].stop() == 0
 
 
 def test_certificates_renew_over_a_second_link_without_ending_a_stream(cluster_pool: Pool) -> None:
@@ -554,19 +580,19 @@ def _serial(made: Pool) -> bytes:
     return (made.folder / "one" / "node" / "identity" / "node.pem").read_bytes()
 
 
-def test_approval_by_code(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    command = ["join", cluster_pool.facts["cluster_url"], "--state", str(cluster_pool.folder / "new"), "--name", "new"]
-    process = Process([*CLI, *command, "-o", "json", "--set", "node.machine=new"], cluster_pool.folder / "new.err")
+def test_approval_by_code(home: Pool) -> None:
+    command = ["join", home.facts["cluster_url"], "--state", str(home.folder / "new"), "--name", "new"]
+    settings = ("--set", "node.machine=new", "--set", "engine.kind=scripted")
+    process = Process([*CLI, *command, "-o", "json", *settings], home.folder / "new.err")
     try:
         text = until(lambda: "code " in process.log.read_text() and process.log.read_text(), what="a code")
         code = text.partition("code ")[2][:6]
-        assert cluster_pool.cli("approve")["joins"][0]["name"] == "new"
+        assert home.cli("approve")["joins"][0]["name"] == "new"
         wrong = f"{(int(code) + 1) % 1_000_000:06d}"
-        cluster_pool.cli("approve", wrong, code=5)
-        assert cluster_pool.cli("approve", code)["name"] == "new"
+        home.cli("approve", wrong, code=5)
+        assert home.cli("approve", code)["name"] == "new"
         assert process.ready()["name"] == "new"
-        until(lambda: cluster_pool.node("new")["state"] == "ready", what="new ready")
+        until(lambda: home.node("new")["state"] == "ready", what="new ready")
     finally:
         process.close()
 
@@ -687,16 +713,16 @@ def test_status_env_version_models_chat(single: Pool) -> None:
     assert single.get("/health")["status"] == "ok"
 
 
-def test_guard_off_is_said_everywhere(cluster_pool: Pool) -> None:
-    cluster_pool.up()
-    cluster_pool.join("bold", "memory.guard=off")
-    until(lambda: cluster_pool.node("bold").get("guard") is False, what="reported")
-    assert cluster_pool.node("bold")["gate_armed"] is False
-    status = cluster_pool.cli("status")
+def test_guard_off_is_said_everywhere(home: Pool) -> None:
+    home.join("bold", "memory.guard=off")
+    until(lambda: home.node("bold").get("guard") is False, what="reported")
+    assert home.node("bold")["gate_armed"] is False
+    status = home.cli("status")
     assert any("memory.guard is off" in warning for warning in status["warnings"])
     assert [danger for danger in status["dangers"] if "memory.guard is off" in danger] == status["dangers"]
-    assert "OFF" in cluster_pool.run("nodes", "--state", str(cluster_pool.state)).stdout
-    assert "memory.guard is off" in cluster_pool.nodes["bold"].log.read_text()
+    assert "OFF" in home.run("nodes", "--state", str(home.state)).stdout
+    assert "memory.guard is off" in home.nodes["bold"].log.read_text()
+    assert home.nodes["bold"].stop() == 0
 
 
 def test_https_with_our_own_authority(cluster_pool: Pool) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 from coordinator.run import GC_THRESHOLD_OBJECTS, SWITCH_SECONDS
 from tests.abuse.http.test_http_port import ask, error, raw, request, status
+from tests.effort import thin_cases
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
 from tests.support.loop_watch import max_held_seconds, watch_loop, watch_server
 from tests.support.processes import Pool, pool
@@ -55,6 +56,7 @@ THINKS = b'{"type":"reasoning","summary":[{"type":"summary_text","text":"' + b"a
 CALLS = b'{"role":"assistant","tool_calls":[' + b",".join([b'{"function":{"name":"a","arguments":{}}}'] * 100) + b"]}"
 HOSTILE: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "wrong parts": (CHAT, lambda: filled(LIST + b'{"role":"user","content":[', b"1", b"]}]}"), 400),
+    "many messages": (CHAT, lambda: filled(LIST, SAYS, b"]}", 16_384), 404),
     "few wrong parts": (CHAT, lambda: filled(LIST + b'{"role":"user","content":[', b"1", b"]}]}", 60_000), 400),
     "empty lists": (CHAT, lambda: filled(LIST, b"[]", b"]}"), 400),
     "empty objects": (RESPONSES, lambda: filled(ITEMS, b"{}", b"]}"), 400),
@@ -71,7 +73,6 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "one wide text": (CHAT, lambda: chat(b'"' + b"a" * (BODY_BYTES - 200) + b'\xf0\x9f\x98\x80"'), 400),
     "one wide escape": (CHAT, lambda: chat(b'"' + b"a" * (BODY_BYTES - 200) + b'\\ud83d\\ude00"'), 400),
     "wide text of 2 MiB": (CHAT, lambda: chat(b'"' + b"a" * (BODY_BYTES // 4 - 200) + b'\xf0\x9f\x98\x80"'), 404),
-    "many messages": (CHAT, lambda: filled(LIST, SAYS, b"]}", 16_384), 404),
     "many parts": (CHAT, lambda: chat(filled(b"[", b'{"type":"text","text":"' + b"a" * 1900 + b'"}', b"]", 4096)), 404),
     "unknown parts": (CHAT, lambda: filled(LIST, SAYS[:-1] + b',"colour":1}', b"]}", 13_000), 404),
     "unknown tools": (
@@ -118,7 +119,7 @@ def forget_peak(pid: int) -> bool:
     return forget.exists()
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", thin_cases(list(HOSTILE), 4, kept=2))
 async def test_no_body_holds_the_loop_or_takes_much_memory(running: Pool, name: str):
     path, make, expected = HOSTILE[name]
     body = make()

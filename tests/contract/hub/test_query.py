@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from node.models.catalogue import EMBEDDED, describe_folder
+from tests.effort import thin_cases
 from tests.support.hub.hub import Answer, Hub, running_hub
 from tests.support.processes import ROOT, environment
 from wire.models.hub_query import HubAnswer
@@ -82,26 +83,26 @@ def test_the_manifest_has_the_digests_of_the_hub(hub: Hub):
     assert {request.authorization for request in hub.requests} == {""}
 
 
-@pytest.mark.parametrize(
-    ("change", "cause"),
-    [
-        ({"drop": ("model.safetensors",), "files": {"model.Q4.gguf": b"x"}}, "GGUF only"),
-        ({"drop": ("model.safetensors",), "files": {"pytorch_model.bin": b"x"}}, "no safetensors"),
-        ({"model_type": "unheard_of"}, "'unheard_of' is not supported"),
-        ({"model_type": "unheard_of", "auto_map": {"AutoModel": "x.py"}}, "trust_remote_code"),
-        ({"model_file": "model.py"}, "which Macpool never runs"),
-        ({"architectures": ["CLIPModel"]}, "not a text model"),
-        (
-            {
-                "drop": ("tokenizer.json",),
-                "files": {"tokenizer_config.json": b'{"auto_map": {"AutoTokenizer": ["x.py", null]}}'},
-            },
-            "its tokenizer needs code",
-        ),
-        ({"files": {"model.safetensors": b"\xff" * 100}}, "not a safetensors file"),
-        ({"files": {"model.safetensors.index.json": b'{"weight_map": {"a": "model-2.safetensors"}}'}}, "are missing"),
-    ],
+CAUSES: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"drop": ("model.safetensors",), "files": {"model.Q4.gguf": b"x"}}, "GGUF only"),
+    ({"model_type": "unheard_of", "auto_map": {"AutoModel": "x.py"}}, "trust_remote_code"),
+    ({"drop": ("model.safetensors",), "files": {"pytorch_model.bin": b"x"}}, "no safetensors"),
+    ({"model_type": "unheard_of"}, "'unheard_of' is not supported"),
+    ({"model_file": "model.py"}, "which Macpool never runs"),
+    ({"architectures": ["CLIPModel"]}, "not a text model"),
+    (
+        {
+            "drop": ("tokenizer.json",),
+            "files": {"tokenizer_config.json": b'{"auto_map": {"AutoTokenizer": ["x.py", null]}}'},
+        },
+        "its tokenizer needs code",
+    ),
+    ({"files": {"model.safetensors": b"\xff" * 100}}, "not a safetensors file"),
+    ({"files": {"model.safetensors.index.json": b'{"weight_map": {"a": "model-2.safetensors"}}'}}, "are missing"),
 )
+
+
+@pytest.mark.parametrize(("change", "cause"), thin_cases(CAUSES, 4, kept=2))
 def test_a_model_that_cannot_be_served_is_named_with_its_cause(hub: Hub, change: dict[str, Any], cause: str):
     change_config(hub, **change)
     assert cause in query(hub)["model"]["cause"]
@@ -124,17 +125,17 @@ def test_a_repository_without_a_config_is_answered(hub: Hub):
     assert answer["manifest"][2] == []
 
 
-@pytest.mark.parametrize(
-    ("answer", "code", "text"),
-    [
-        (Answer("/api/", 404, {"x-error-code": "RepoNotFound"}, 9), "not_found", "does not exist"),
-        (Answer("/api/", 404, {"x-error-code": "RevisionNotFound"}, 9), "not_found", "at revision v9"),
-        (Answer("/api/", 401, {"x-error-code": "GatedRepo"}, 9), "gated", "is gated"),
-        (Answer("resolve", 403, {"x-error-code": "GatedRepo"}, 99), "gated", "accept its terms"),
-        (Answer("/api/", 429, {"ratelimit": '"api";r=0;t=250'}, 9), "rate_limited", "for 250 s"),
-        (Answer("/api/", 500, {}, 99), "source_lost", "answered 500"),
-    ],
+REFUSALS = (
+    (Answer("/api/", 404, {"x-error-code": "RepoNotFound"}, 9), "not_found", "does not exist"),
+    (Answer("/api/", 429, {"ratelimit": '"api";r=0;t=250'}, 9), "rate_limited", "for 250 s"),
+    (Answer("/api/", 404, {"x-error-code": "RevisionNotFound"}, 9), "not_found", "at revision v9"),
+    (Answer("/api/", 401, {"x-error-code": "GatedRepo"}, 9), "gated", "is gated"),
+    (Answer("resolve", 403, {"x-error-code": "GatedRepo"}, 99), "gated", "accept its terms"),
+    (Answer("/api/", 500, {}, 99), "source_lost", "answered 500"),
 )
+
+
+@pytest.mark.parametrize(("answer", "code", "text"), thin_cases(REFUSALS, 4, kept=2))
 def test_refusals_are_one_sentence(hub: Hub, answer: Answer, code: str, text: str):
     hub.faults.answers = [answer]
     found = query(hub, revision="v9" if answer.status == 404 else "")

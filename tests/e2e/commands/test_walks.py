@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.effort import IS_NIGHTLY
 from tests.support.cluster.hosts import Hosts, unsupported
 from tests.support.person import QUICK, Person, Started
 from tests.support.processes import until
@@ -32,14 +33,18 @@ ASK = textwrap.dedent(
 
 @pytest.fixture
 def people(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Person]]:
-    """Four machines: the first is the coordinator, the last is no Mac of the pool. The hobbyist's have the defaults."""
+    """Four machines: the first is the coordinator, the last is no Mac of the pool.
+
+    The hobbyist's first Mac has the defaults; in the nightly run all have them.
+    """
     why = unsupported()
     if why:
         pytest.skip(why)
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts(tmp_path, 4))
         made = [Person(host, stack) for host in hosts.hosts]
-        for person in made if request.function is not test_a_hobbyist_with_three_macs else ():
+        with_defaults = 0 if request.function is not test_a_hobbyist_with_three_macs else 4 if IS_NIGHTLY else 1
+        for person in made[with_defaults:]:
             person.variables.update(QUICK)
         yield made
         if request.config.get_verbosity() > 0:
@@ -121,7 +126,13 @@ def begin_again(person: Person) -> tuple[Started, str]:
     return up, up.until(r"^endpoint\s+(\S+)")[1]
 
 
+@pytest.mark.nightly
 def test_an_administrator_of_a_lab(people: list[Person]):
+    """CI has the walk of the hobbyist, and these tests:
+
+    - `tests/e2e/test_hosts.py::test_the_coordinator_moves_to_another_host_and_the_old_one_is_left_behind`
+    - `tests/unit/coordinator/cli/test_command_line.py`
+    """
     studio, mini, spare, desk = people
     up, facts = begin(studio)
     token = re.search(r"mpj1\.\S+", studio.type("cluster token create --uses 5 --ttl 24h"))
@@ -164,7 +175,13 @@ def test_an_administrator_of_a_lab(people: list[Person]):
     moved.interrupt()
 
 
+@pytest.mark.nightly
 def test_a_developer(people: list[Person]):
+    """CI has the walk of the hobbyist, and these tests:
+
+    - `tests/e2e/commands/test_manual.py::test_a_block_works_as_it_is_written`
+    - `tests/unit/coordinator/cli/test_command_line.py::test_login_keeps_url_and_key_for_later_commands`
+    """
     studio, _, _, desk = people
     up, facts = begin(studio)
     key = re.search(r"mp_\S+", studio.type("cluster key create my-editor"))

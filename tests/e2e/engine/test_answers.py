@@ -16,6 +16,7 @@ from openai import OpenAI
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from tests import models
+from tests.effort import IS_NIGHTLY, thin_cases
 from tests.models.conversations import TOOL_USES, TOOLS
 from tests.support.cluster.engine_pool import (
     GREETING,
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.slow
 
 TRAINED = ("llama", "qwen3", "lfm2")
 NODES = ("studio", "macbook")
-AT_ONCE = 32
+AT_ONCE = 32 if IS_NIGHTLY else 16
 CONTEXT = 32768
 """Context of the tiny models, in tokens."""
 
@@ -112,7 +113,7 @@ def answer(client: OpenAI, model: str, one: dict[str, str], *, stream: bool) -> 
     return content, reasoning, raw.headers["x-macpool-node"]
 
 
-@pytest.mark.parametrize("model", TRAINED)
+@pytest.mark.parametrize("model", thin_cases(TRAINED, 2, kept=1))
 def test_all_that_is_known_by_heart_comes_verbatim_from_both_nodes(zoo: Pool, client: OpenAI, model: str) -> None:
     known = models.answers(models.path(model))
     assert sum(len(one.get("system", "")) > 1000 for one in known) == 2
@@ -162,7 +163,7 @@ def called(message: Any) -> list[tuple[str, dict[str, Any]]]:
     return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or []]
 
 
-@pytest.mark.parametrize("use", TOOL_USES, ids=lambda use: use.prompt)
+@pytest.mark.parametrize("use", thin_cases([*TOOL_USES[-1:], *TOOL_USES[:-1]], 4, kept=1), ids=lambda use: use.prompt)
 def test_a_tool_is_called_and_its_result_answered(client: OpenAI, use: Any) -> None:
     asking: Any = {"model": "llama", "messages": said(use.prompt), "tools": TOOLS}
     answer = client.chat.completions.create(**asking).choices[0]
@@ -262,19 +263,19 @@ def good(client: OpenAI) -> None:
     assert greets(client, "llama")
 
 
-@pytest.mark.parametrize(
-    ("model", "kind", "code", "words"),
-    [
-        ("raises", openai.BadRequestError, "template_failed", "no such season"),
-        ("says-nothing", openai.BadRequestError, "template_failed", "template"),
-        ("stutters", openai.BadRequestError, "template_failed", "prompt could not be rendered"),
-        ("mute", openai.InternalServerError, "model_load_failed", "tokenizer"),
-        ("cut-off", openai.InternalServerError, "model_load_failed", "the file is incomplete: it has 100000 of"),
-        ("unheard-of", openai.InternalServerError, "model_load_failed", "nonesuch"),
-        ("own-code", openai.InternalServerError, "model_load_failed", "which Macpool never runs"),
-        ("nobody", openai.NotFoundError, "model_not_found", "nearest names"),
-    ],
+FAILING: tuple[tuple[str, Any, str, str], ...] = (
+    ("raises", openai.BadRequestError, "template_failed", "no such season"),
+    ("cut-off", openai.InternalServerError, "model_load_failed", "the file is incomplete: it has 100000 of"),
+    ("says-nothing", openai.BadRequestError, "template_failed", "template"),
+    ("stutters", openai.BadRequestError, "template_failed", "prompt could not be rendered"),
+    ("mute", openai.InternalServerError, "model_load_failed", "tokenizer"),
+    ("unheard-of", openai.InternalServerError, "model_load_failed", "nonesuch"),
+    ("own-code", openai.InternalServerError, "model_load_failed", "which Macpool never runs"),
+    ("nobody", openai.NotFoundError, "model_not_found", "nearest names"),
 )
+
+
+@pytest.mark.parametrize(("model", "kind", "code", "words"), thin_cases(FAILING, 3, kept=2))
 def test_a_spoiled_model_fails_alone(client: OpenAI, model: str, kind: Any, code: str, words: str) -> None:
     with pytest.raises(kind) as caught:
         client.chat.completions.create(model=model, messages=said(HELLO))
@@ -283,17 +284,18 @@ def test_a_spoiled_model_fails_alone(client: OpenAI, model: str, kind: Any, code
     good(client)
 
 
+WRONG: tuple[tuple[str, Any, str, str], ...] = (
+    ("prompt-too-long", {"messages": said("word " * CONTEXT)}, "context_length_exceeded", str(CONTEXT)),
+    ("logit-bias", {"logit_bias": {"99999": 5}}, "invalid_request", "token id 99999 is outside of 0..511"),
+    ("answer-too-long", {"max_tokens": CONTEXT}, "context_length_exceeded", str(CONTEXT)),
+    ("too-many", {"n": 17}, "invalid_request", "less than or equal to 16"),
+    ("no-messages", {"messages": []}, "invalid_request", "messages"),
+    ("no-such-role", {"messages": [{"role": "pirate", "content": "arr"}]}, "invalid_request", "role"),
+)
+
+
 @pytest.mark.parametrize(
-    ("asked", "code", "words"),
-    [
-        ({"logit_bias": {"99999": 5}}, "invalid_request", "token id 99999 is outside of 0..511"),
-        ({"messages": said("word " * CONTEXT)}, "context_length_exceeded", str(CONTEXT)),
-        ({"max_tokens": CONTEXT}, "context_length_exceeded", str(CONTEXT)),
-        ({"n": 17}, "invalid_request", "less than or equal to 16"),
-        ({"messages": []}, "invalid_request", "messages"),
-        ({"messages": [{"role": "pirate", "content": "arr"}]}, "invalid_request", "role"),
-    ],
-    ids=["logit-bias", "prompt-too-long", "answer-too-long", "too-many", "no-messages", "no-such-role"],
+    ("asked", "code", "words"), [pytest.param(*case[1:], id=case[0]) for case in thin_cases(WRONG, 4, kept=2)]
 )
 def test_a_bad_request_is_told_with_its_numbers(client: OpenAI, asked: Any, code: str, words: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:

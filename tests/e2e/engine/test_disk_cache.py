@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests import models
-from tests.effort import IS_NIGHTLY
+from tests.effort import thin_cases
 from tests.support.cluster.engine_pool import MLX, at_rest, counts, engine_of, link, loaded
 from tests.support.processes import NO_TLS, Pool, pool, until
 
@@ -25,7 +25,7 @@ FIRST, SECOND = "llama", "qwen3"
 SETTINGS = ("engine.mlx.disk_cache_size=1GiB", "engine.mlx.disk_cache_min_seconds=0")
 WORDS = 420
 """Words of a prompt of about 1,100 tokens: four blocks."""
-TURNS = 20 if IS_NIGHTLY else 10
+TURNS = 20
 REPORT_SECONDS = 0.5
 """Seconds from an event until a report shows it."""
 Answer = tuple[str, int, int]
@@ -169,7 +169,12 @@ ROUTES: tuple[Callable[[Pool, str], Answer], ...] = (
 )
 
 
-@pytest.mark.parametrize(("kill", "routes"), [(kill_engine, ROUTES), (kill_node, ROUTES[:2])], ids=["engine", "node"])
+KILLS = ("engine", kill_engine, ROUTES), ("node", kill_node, ROUTES[:2])
+
+
+@pytest.mark.parametrize(
+    ("kill", "routes"), [pytest.param(*case[1:], id=case[0]) for case in thin_cases(KILLS, 2, kept=1)]
+)
 def test_after_a_kill_every_dialect_reports_the_cached_tokens_and_answers_the_same(
     made: Pool, kill: Callable[[Pool], None], routes: tuple[Callable[[Pool, str], Answer], ...]
 ):
@@ -202,7 +207,13 @@ def test_no_other_key_and_no_other_model_finds_what_was_stored(made: Pool):
     assert (again, cached >= 0.9 * count) == (text, True)
 
 
+@pytest.mark.nightly
 def test_each_turn_of_a_conversation_prefills_only_the_new_turn(made: Pool):
+    """CI has these tests:
+
+    - `tests/unit/node/engine/scheduling/test_prefix_cache.py`
+    - `tests/unit/node/engine/scheduling/disk/test_disk_tier.py`
+    """
     said: list[dict[str, str]] = []
     whole = 0
     await_report(made)

@@ -15,7 +15,7 @@ from tests.support.cluster.engine_pool import MLX, api, counts, greets, link
 from tests.support.engine.embedders import make_embedder, make_reranker
 from tests.support.processes import NO_TLS, Pool, pool, until
 
-TEXTS = ["hello", "a longer text about rivers", "x" * 3000]
+TEXTS = ["hello", "a longer text about rivers", "x" * 800]
 
 
 @pytest.fixture(scope="module")

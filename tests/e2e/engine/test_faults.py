@@ -2,19 +2,17 @@
 restarts.
 
 Crashes are counted by model. Every test therefore has its own name for the slow model. The tests crash the engine of
-`victim`. The engine of `icy` is frozen when the tests begin. `other` stays healthy and can answer for both.
+`victim`. `other` stays healthy and can answer for it.
 """
 
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
 from openai import OpenAI
 
@@ -55,21 +53,11 @@ def ask(client: OpenAI, model: str, prompt: str = HELLO, **more: Any) -> Answer:
 
 
 @dataclass(frozen=True)
-class Frozen:
-    """An engine that was stopped during an answer, the future of the answer, and the time of the stop (monotonic)."""
-
-    engine: psutil.Process
-    answer: Future[Answer]
-    since: float
-
-
-@dataclass(frozen=True)
 class Ward:
     """The pool, with shortcuts for its node `victim`."""
 
     pool: Pool
     client: OpenAI
-    frozen: Frozen
 
     def ask(self, model: str, prompt: str = HELLO, **more: Any) -> Answer:
         return ask(self.client, model, prompt, **more)
@@ -109,42 +97,25 @@ class Ward:
         until(lambda: counts(self.pool, "victim")["forwards"] >= before + forwards, what="a prompt being read")
 
 
+def join(made: Pool, name: str, *folders: Path) -> None:
+    made.join(
+        name, *MLX, "engine.mlx.prefill_step_size=64", f"models.folders={','.join(map(str, folders))}", wait=False
+    )
+
+
 @pytest.fixture(scope="module")
 def ward(tiny_model: Callable[..., Path]) -> Iterator[Ward]:
-    """Start three nodes. One engine is frozen at once, because its detection takes half a minute."""
+    """Start two nodes."""
     known, slow = tiny_model("llama"), tiny_model("llama", trained=False, preset="bench50m")
-    with (
-        tempfile.TemporaryDirectory(prefix="mp-") as folder,
-        pool(Path(folder)) as made,
-        ThreadPoolExecutor(1) as threads,
-    ):
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         top = Path(folder)
         both = link(top / "both", **dict.fromkeys(SLOW, slow))
-        own = {
-            "other": (link(top / "a", ice=slow), both),
-            "victim": (link(top / "b", cursed=slow, quick=known), both),
-            "icy": (link(top / "c", ice=slow),),
-        }
         made.up("router.queue_timeout_seconds=20")
-        for name, folders in own.items():
-            made.join(
-                name,
-                *MLX,
-                "engine.mlx.prefill_step_size=64",
-                f"models.folders={','.join(map(str, folders))}",
-                wait=False,
-            )
-        for name in own:
+        join(made, "other", link(top / "a", ice=slow), both)
+        join(made, "victim", link(top / "b", cursed=slow, quick=known), both)
+        for name in ("other", "victim"):
             until(lambda name=name: made.serves(name), 60, f"{name} serves")
-        client = api(made)
-        with cordoned(made, "other"):
-            answer = threads.submit(ask, client, "ice", max_tokens=100)
-            until(lambda: made.node("icy")["running"] == 1, what="it writes")
-            engine = engine_of(made, "icy")
-            engine.suspend()
-        yield Ward(made, client, Frozen(engine, answer, time.monotonic()))
-        if engine.is_running():
-            engine.kill()
+        yield Ward(made, api(made))
 
 
 def crashed(error: BaseException | None) -> tuple[int, str, str]:
@@ -198,10 +169,10 @@ def test_killed_in_decode(ward: Ward) -> None:
             ward.load("written")
             restarts, models = ward.restarts(), ward.loaded()
             begun = ward.client.chat.completions.create(
-                model="written", messages=said(HELLO), stream=True, max_tokens=120
+                model="written", messages=said(HELLO), stream=True, max_tokens=90
             )
             next(begun)
-            asked = [start(ward.ask, "written", f"{HELLO} {n}", max_tokens=120) for n in range(2)]
+            asked = [start(ward.ask, "written", f"{HELLO} {n}", max_tokens=90) for n in range(2)]
             until(lambda: ward.pool.node("victim")["running"] == 3, what="all decode")
         ward.kill()
         rest = list(begun)
@@ -211,8 +182,14 @@ def test_killed_in_decode(ward: Ward) -> None:
     ward.unload("written")
 
 
+@pytest.mark.nightly
 def test_killed_in_load(ward: Ward) -> None:
-    """The request that loads the model fails. A second request for the same model is answered elsewhere."""
+    """The request that loads the model fails. A second request for the same model is answered elsewhere.
+
+    CI has the other two calls of an engine above, and these tests:
+
+    - `tests/unit/node/engine_process/test_supervisor.py::test_only_the_request_in_the_forward_is_blamed`
+    """
     engine = engine_of(ward.pool, "victim")
     rest, restarts, models = engine.memory_info().rss, ward.restarts(), ward.loaded()
     with side_by_side(2) as start:
@@ -227,8 +204,15 @@ def test_killed_in_load(ward: Ward) -> None:
     assert "it was in the load of fetched" in ward.back("victim", restarts + 1, models)
 
 
+@pytest.mark.nightly
 def test_killed_twice_by_one_model_is_kept_out(ward: Ward) -> None:
-    """Only this node has `cursed`. After the second crash the model is refused at once; other models still answer."""
+    """Only this node has `cursed`. After the second crash the model is refused at once; other models still answer.
+
+    CI has these tests:
+
+    - `tests/unit/node/engine_process/test_supervisor.py`
+    - `tests/unit/node/engine_process/test_quarantine.py::test_a_model_that_killed_twice_is_kept_out_for_ten_minutes`
+    """
     assert greets(ward.client, "quick")
     ward.load("cursed")
     restarts, models = ward.restarts(), ward.loaded()
@@ -253,19 +237,41 @@ def test_killed_twice_by_one_model_is_kept_out(ward: Ward) -> None:
     assert greets(ward.client, "quick")
 
 
+@pytest.mark.nightly
 def test_frozen(ward: Ward) -> None:
-    """A stopped process answers no ping. After 30 s it is replaced, and its requests are answered elsewhere."""
-    text, _, node = ward.frozen.answer.result(60)
+    """A stopped process answers no ping. After 30 s it is replaced, and its requests are answered elsewhere.
+
+    CI has this test:
+
+    - `tests/unit/node/engine_process/test_supervisor.py`
+    """
+    join(ward.pool, "icy", ward.pool.folder / "a")
+    until(lambda: ward.pool.serves("icy"), 60, "icy serves")
+    with side_by_side(1) as start:
+        with cordoned(ward.pool, "other"):
+            answer = start(ward.ask, "ice", max_tokens=100)
+            until(lambda: ward.pool.node("icy")["running"] == 1, what="the decode")
+            engine, since = engine_of(ward.pool, "icy"), time.monotonic()
+            engine.suspend()
+        text, _, node = answer.result(60)
     assert (len(text) > 50, node) == (True, "other")
     assert "the engine hung: no answer to a ping for" in ward.back("icy", 1, {"ice"})
-    assert time.monotonic() - ward.frozen.since > 25
-    assert not ward.frozen.engine.is_running()
+    assert time.monotonic() - since > 25
+    assert not engine.is_running()
     with cordoned(ward.pool, "other"):
         assert ward.ask("ice", max_tokens=2)[1:] == (1, "icy")
+    assert ward.pool.nodes["icy"].stop() == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("prompt", [ENDLESS, HELLO], ids=["prefill", "decode"])
 def test_a_client_that_leaves_costs_nothing_more(ward: Ward, prompt: str) -> None:
+    """CI has these tests:
+
+    - `tests/e2e/test_pool.py::test_client_gone_is_cancelled_on_the_node`
+    - `tests/contract/dialects/test_chat.py::test_a_client_that_leaves_is_cancelled_at_the_node`
+    """
+
     def busy() -> bool:
         node = ward.pool.node("victim")
         return node["reserved"] > 0 and node["waiting" if prompt is ENDLESS else "running"] == 1

@@ -51,14 +51,25 @@ def cached(asking: httpx.Client, messages: list[dict[str, str]]) -> int:
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.nightly
 def test_no_key_learns_from_cached_tokens_what_another_one_asked(one: Pool) -> None:
+    """CI has these tests:
+
+    - `tests/abuse/http/test_cache_oracle.py::test_cached_tokens_reveal_no_prompt_of_another_key`
+    - `tests/e2e/engine/test_disk_cache.py::test_no_other_key_and_no_other_model_finds_what_was_stored`
+    """
     with client(one, "alice") as alice, client(one, "mallory") as mallory:
         assert cached(alice, SECRET) == 0
         assert cached(mallory, SECRET) == 0
         assert cached(alice, SECRET) > 20
 
 
+@pytest.mark.nightly
 def test_a_system_prompt_that_is_named_is_shared(one: Pool) -> None:
+    """CI has this test:
+
+    - `tests/abuse/http/test_cache_oracle.py::test_of_a_shared_system_prompt_nothing_behind_it_is_shared`
+    """
     system = "You are the clerk of the whole family, patient, friendly, and always short. " * 2
     with client(one, "bob") as bob, client(one, "carol") as carol:
         questions: list[Any] = [
@@ -80,7 +91,12 @@ def first_token(asking: httpx.Client) -> float:
     raise AssertionError("no token")
 
 
+@pytest.mark.nightly
 def test_four_tokens_of_another_key_come_beside_one_that_has_all_rows(one: Pool) -> None:
+    """CI has this test:
+
+    - `tests/abuse/http/test_key_fairness.py::test_short_request_of_another_key_is_served_promptly`
+    """
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Hello!"}],

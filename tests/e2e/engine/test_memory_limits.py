@@ -52,7 +52,13 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert not (tmp_path / "node" / "identity").exists()
 
 
+@pytest.mark.nightly
 def test_the_limit_that_the_device_reports_becomes_the_cap_and_a_later_start_begins_with_it(cluster_pool: Pool) -> None:
+    """CI has these tests:
+
+    - `tests/unit/node/memory/test_limits.py`
+    - `tests/unit/node/memory/test_cap.py`
+    """
     cluster_pool.up()
     process = cluster_pool.join("studio", "engine.scripted.metal=40GiB")
     until(lambda: cluster_pool.node("studio")["cap"] == 40 * GIB, what="the reported limit as the cap")
@@ -125,9 +131,15 @@ class Readings:
         beside.replace(self.file)
 
 
+@pytest.mark.nightly
 def test_a_sensor_that_fails_for_a_moment_or_for_long_ends_nothing_and_evicts_nothing(
     cluster_pool: Pool, tmp_path: Path
 ) -> None:
+    """CI has these tests:
+
+    - `tests/unit/node/engine/memory/test_unreadable.py`
+    - `tests/unit/node/memory/test_poll.py`
+    """
     readings = Readings(tmp_path / "readings", reclaimable=60 * GIB)
     cluster_pool.up("router.queue_timeout_seconds=1")
     cluster_pool.join(

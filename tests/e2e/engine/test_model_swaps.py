@@ -88,7 +88,13 @@ def steady(made: Pool, model: str) -> Iterator[Traffic]:
             thread.join()
 
 
+@pytest.mark.nightly
 def test_the_second_model_gets_its_turn_again_and_again_and_no_stream_is_cut(narrow: Pool) -> None:
+    """CI has the rules of swaps without an engine:
+
+    - `tests/sim/test_simulation.py::test_a_second_model_gets_its_turn_beside_steady_traffic`
+    - `tests/unit/router/dispatch/test_dispatch_swaps.py::test_begun_answer_continues_during_a_swap`
+    """
     with steady(narrow, "first") as traffic:
         for _ in range(TURNS):
             lines, request_id = streamed(narrow, "second")

@@ -41,7 +41,13 @@ def list_names(made: Pool) -> set[str]:
     return {model["name"] for model in made.get("/api/v1/models")["models"]}
 
 
+@pytest.mark.nightly
 def test_a_model_is_quantized_and_answers(one: Pool):
+    """CI has these tests:
+
+    - `tests/contract/hub/test_quantize.py::test_a_model_is_quantized_under_a_lease_and_found`
+    - `tests/contract/hub/test_quantize.py::test_the_weights_are_those_of_mlx_lms_converter`
+    """
     done = one.cli("models", "quantize", "tiny", "--bits", "8")["quantization"]
     assert (done["state"], done["name"], done["node"]["name"]) == ("completed", "tiny-8bit", "studio")
     assert done["peak"] > 0
@@ -106,7 +112,13 @@ def test_a_busy_node_is_measured_only_with_force(one: Pool):
         assert set(client.result()) == {ANSWER_TOKENS}, "the requests beside the measurement were answered"
 
 
+@pytest.mark.nightly
 def test_the_speeds_of_a_model_are_measured_and_kept(one: Pool):
+    """CI has the measurement of a busy node above, and these tests:
+
+    - `tests/unit/coordinator/model_tools/test_benchmark.py`
+    """
+    until(lambda: not one.node("studio")["in_flight"], what="at rest after another test")
     (done,) = one.cli("models", "bench", "tiny")["benchmarks"]
     assert [(run["prompt_tokens"], run["parallel"]) for run in done["runs"]] == [
         (512, 1),

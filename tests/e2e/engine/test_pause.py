@@ -88,9 +88,15 @@ def test_a_node_is_paused_under_load_and_no_client_notices(cluster_pool: Pool, t
     assert pool.run("pause", "2h", "--state", str(pool.state)).returncode == 5, "no node in the coordinator's folder"
 
 
+@pytest.mark.nightly
 def test_what_fits_nowhere_else_has_its_grace_and_hours_keep_a_node_out(
     cluster_pool: Pool, threads: ThreadPoolExecutor
 ) -> None:
+    """CI has these tests:
+
+    - `tests/unit/node/sharing/test_controller.py::test_requests_and_videos_have_each_their_own_grace`
+    - `tests/unit/node/sharing/test_policy.py`
+    """
     pool = cluster_pool
     pool.up("router.queue_timeout_seconds=2")
     pool.join("studio", *SLOW, "sharing.grace_seconds=1")

@@ -14,7 +14,14 @@ SECONDS = 60.0
 """Most seconds until requests have waited, rows have returned, and files were evicted and restored."""
 
 
+@pytest.mark.nightly
 def test_at_the_limits_of_both_tiers_no_sample_is_over_the_cap_and_no_request_is_lost(tmp_path: Path):
+    """CI has these tests of both tiers:
+
+    - `tests/unit/node/engine/scheduling/disk/test_disk_tier.py::test_a_preempted_row_returns_from_the_disk`
+    - `tests/unit/node/engine/scheduling/disk/test_disk_tier.py`
+    - `tests/unit/node/engine/memory/test_pressure.py`
+    """
     lay_out(tmp_path)
 
     async def run() -> TierRun:

@@ -58,7 +58,14 @@ def start_again(made: Pool) -> None:
     made.up(cluster_listen=f"127.0.0.1:{port}")
 
 
+@pytest.mark.nightly
 def test_wanted_models_are_loaded_and_again_after_every_power_cycle(two: Pool):
+    """CI has a wish of a real pool in tests/browser/test_models_view.py, and the rules of restarts:
+
+    - `tests/unit/coordinator/models/test_reconciler.py::test_a_node_that_returns_without_its_replica_loads_it_again`
+    - `tests/unit/coordinator/models/test_reconciler.py`
+    - `tests/unit/coordinator/models/test_wish_runner.py::test_a_wish_is_kept_by_the_database`
+    """
     two.cli("models", "want", WANTED, "--replicas", "2")
     two.cli("models", "want", SINGLE, "--deny", "mini")
     settle(two)

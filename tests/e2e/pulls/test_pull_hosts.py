@@ -85,7 +85,13 @@ def test_pull_all_gets_a_model_once_and_the_same_everywhere(lab: PullLab) -> Non
     assert lab.hub.sent_bytes - sent == 3 * queried + SIZE
 
 
+@pytest.mark.nightly
 def test_a_node_that_was_away_gets_the_commit_of_its_pull_although_the_hub_has_a_newer_one(lab: PullLab) -> None:
+    """CI has these tests:
+
+    - `tests/unit/coordinator/models/test_pull_state.py::test_a_node_that_links_later_follows_too`
+    - `tests/unit/coordinator/models/test_pull_state.py::test_restore_continues_where_the_pull_was`
+    """
     repo = "tests/changing"
     commits = [lab.hub.add(repo, {**TINY, PADDING: bytes([number]) * 100_000}).commit for number in range(3)]
     _publish(lab, repo, 0)
@@ -130,7 +136,12 @@ def test_nodes_that_cannot_reach_each_other_get_the_files_through_the_coordinato
     assert {name: copy["identity"] for name, copy in copies.items()} == {"two": "content", "three": "content"}
 
 
+@pytest.mark.nightly
 def test_a_loaded_model_is_not_removed(lab: PullLab) -> None:
+    """CI has this test:
+
+    - `tests/contract/hub/test_orders.py::test_a_loaded_model_is_not_removed`
+    """
     repo = "tests/loaded"
     lab.hub.add(repo, TINY)
     assert lab.type_command("pull", repo, "--node", "two").returncode == 0
@@ -142,7 +153,13 @@ def test_a_loaded_model_is_not_removed(lab: PullLab) -> None:
     assert lab.get_repository("two", repo).exists()
 
 
+@pytest.mark.nightly
 def test_a_full_disk_ends_the_pull_on_its_node_only(lab: PullLab) -> None:
+    """CI has these tests:
+
+    - `tests/unit/coordinator/models/test_pull_state.py::test_a_full_disk_ends_the_pull_on_that_node_only`
+    - `tests/contract/hub/test_downloader.py::test_the_reserve_of_the_disk_is_kept_while_pieces_arrive`
+    """
     disk = str(lab.get_home("three"))
     Path(disk).mkdir(exist_ok=True)
     run(*lab.get_host("three").enter(), "mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", disk)

@@ -23,7 +23,7 @@ from wire.models.files import PIECE_BYTES
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROUNDS = int(os.environ.get("MACPOOL_KILL_ROUNDS") or (8 if IS_NIGHTLY else 3))
+ROUNDS = int(os.environ.get("MACPOOL_KILL_ROUNDS") or (8 if IS_NIGHTLY else 2))
 DOWNLOADER, MIRROR = "node.hub.downloader", "node.hub.serving.mirror"
 VICTIMS = ("downloader", "mirror", "follower", "agent", "coordinator", "hub")
 REPOSITORY_BYTES = 16 * 1024 * 1024

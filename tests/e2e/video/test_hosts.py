@@ -131,7 +131,13 @@ def lab() -> Iterator[Lab]:
         yield Lab(hosts, made, standin(folder), stack)
 
 
+@pytest.mark.nightly
 def test_caps_place_two_jobs_and_one_whose_mac_loses_power_is_made_again_on_the_other(lab: Lab) -> None:
+    """CI has a host that loses power in tests/e2e/test_hosts.py, and the rules of placement and loss:
+
+    - `tests/unit/coordinator/video/state/test_lease_placement.py::test_choose_node_takes_the_node_with_most_headroom`
+    - `tests/unit/coordinator/video/state/test_job_table.py::test_absent_node_ends_its_job_after_the_configured_time`
+    """
     lab.up(on_node_loss="requeue", node_loss_timeout_seconds=2)
     chats = lab.chatting()
     first, second = lab.begin(1), lab.begin(2)

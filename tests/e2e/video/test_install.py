@@ -32,8 +32,13 @@ def test_what_is_installed_is_not_installed_again(tmp_path: Path):
     assert (done.returncode, done.stdout) == (0, "the video engine 0.18.14 is installed\n")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_wheelhouse_is_the_only_source_and_nothing_is_left_when_it_lacks_something(tmp_path: Path):
+    """CI has this test:
+
+    - `tests/unit/node/video/test_environment.py::test_a_failed_build_leaves_nothing_and_says_the_last_words`
+    """
     (tmp_path / "wheels").mkdir()
     done = install("--state", tmp_path / "state", "--wheelhouse", tmp_path / "wheels")
     assert done.returncode == 1

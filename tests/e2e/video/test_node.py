@@ -117,16 +117,19 @@ async def test_a_job_is_done_and_its_clip_is_kept_until_it_is_acknowledged(make:
     assert list(leases.iterdir()) == [leases / "leases.json"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("how", "code", "word"),
-    [
-        ("black", "output_invalid", "black"),
-        ("nan", "output_invalid", "Non-finite"),
-    ],
+    [("black", "output_invalid", "black"), ("nan", "output_invalid", "Non-finite")],
 )
 async def test_what_is_no_picture_is_a_failure_and_leaves_no_clip(
     make: Make, tmp_path: Path, how: str, code: str, word: str
 ):
+    """CI has these tests:
+
+    - `tests/unit/node/video/worker/test_worker.py::test_failures_have_names`
+    - `tests/e2e/video/test_disk.py::test_a_clip_that_finds_no_room_fails_by_name_and_the_next_one_does`
+    """
     node = await make(real=True, models__folders=str(spoiled(tmp_path / "packages", how)))
     before = node.ceiling
     node.ask()
@@ -137,7 +140,13 @@ async def test_what_is_no_picture_is_a_failure_and_leaves_no_clip(
     assert not (node.folder / "node" / "video" / "leases" / "l-1.1" / "out").exists()
 
 
+@pytest.mark.nightly
 async def test_weights_that_are_cut_off_are_refused_or_fail_by_name(make: Make, tmp_path: Path):
+    """CI has these tests:
+
+    - `tests/unit/node/video/test_packages.py::test_weights_that_are_not_whole_are_named`
+    - `tests/unit/node/video/worker/test_worker.py::test_failures_have_names`
+    """
     shutil.copytree(studio.tiny_wan(), tmp_path / "packages")
     node = await make(real=True, models__folders=str(tmp_path / "packages"))
     shutil.rmtree(tmp_path / "packages")
@@ -220,7 +229,7 @@ KILLS = (
 )
 
 
-@pytest.mark.parametrize(("victim", "phase", "code", "real"), thin_cases(KILLS, 3, kept=2))
+@pytest.mark.parametrize(("victim", "phase", "code", "real"), thin_cases(KILLS, 6, kept=2))
 async def test_the_lease_is_released_for_any_killed_process_at_any_time(
     make: Make, phase: LeasePhase, victim: str, code: str, real: bool, capsys: pytest.CaptureFixture[str]
 ):
