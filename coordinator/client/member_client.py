@@ -81,6 +81,8 @@ def query_coordinator(member: MemberIdentity, path: str) -> dict[str, Any]:
             return json.loads(_query_address(member, address, path))
         except OSError as error:
             failures.append(f"{address} ({error.strerror or error})")
+        except ValueError:
+            failures.append(f"{address} (its answer is no JSON)")
     tried = ", ".join(failures) or "no address is known"
     raise CommandError(
         UNREACHABLE, f"the coordinator of this node cannot be reached: {tried}; check that `cluster up` runs there"

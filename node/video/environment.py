@@ -44,7 +44,6 @@ PROBE = "import mflux.models.wan.variants"
 """Program that proves that the engine can be imported."""
 READY = "ready.json"
 """File in a complete environment, with its engine and version of Python."""
-PROBE_SECONDS = 300.0
 NO_TORCH = (
     "the package indexes have only builds of torch with gigabytes of CUDA; nothing was installed: add an index with a "
     "CPU build to pip's configuration (extra-index-url or find-links), or use a --wheelhouse that has one"

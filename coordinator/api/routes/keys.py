@@ -68,7 +68,7 @@ class KeyRoutes:
         """Return the routes of API keys."""
         return (
             Route("GET", "/api/v1/keys", "admin", self.list_keys),
-            Route("POST", "/api/v1/keys", "admin", self.create_key),
+            Route("POST", "/api/v1/keys", "admin", self.create_key, (409,)),
             Route("GET", "/api/v1/keys/usage", "admin", self.keys_usage),
             Route("PUT", "/api/v1/keys/{key}/limits", "admin", self.limit_key),
             Route("PUT", "/api/v1/keys/{key}/name", "admin", self.rename_key, (409,)),

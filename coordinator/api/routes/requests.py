@@ -52,7 +52,7 @@ class RequestRoutes:
     def list_routes(self) -> tuple[Route, ...]:
         """Return the routes of requests."""
         return (
-            Route("POST", "/api/v1/place", "metrics", self.place),
+            Route("POST", "/api/v1/place", "metrics", self.place, (404,)),
             Route("GET", "/api/v1/requests", "metrics", self.requests),
             Route("GET", "/api/v1/requests/{request_id}", "metrics", self.request),
             Route("GET", "/api/v1/decisions", "admin", self.decisions, content=Content.of_text(JSON_LINES_TYPE)),

@@ -109,6 +109,16 @@ def test_an_entry_that_raises_fails_with_the_error():
     assert run_entry(Entry("x", "X", broken)) == Outcome("fail", "ToolError: vm_stat: not found")
 
 
+def test_an_entry_whose_process_does_not_end_fails():
+    def hang() -> Outcome:
+        subprocess.run([sys.executable, "-c", "import threading; threading.Event().wait()"], timeout=0.1)
+        return Outcome("pass", "")
+
+    outcome = run_entry(Entry("x", "X", hang))
+    assert outcome.status == "fail"
+    assert outcome.text.startswith("TimeoutExpired")
+
+
 def test_an_entry_that_can_panic_the_mac_runs_only_where_it_is_named():
     ran: list[bool] = []
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import click
 
 from coordinator.client.api_client import ApiSession, explain_connection_error, parse_base_url, session_options
-from coordinator.client.errors import NOT_FOUND, PIN, CommandError
+from coordinator.client.errors import NOT_FOUND, PIN, UNREACHABLE, CommandError
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -121,6 +121,8 @@ def fetch_authority(base: str) -> str:
         text = response.read(MAX_CERTIFICATE_BYTES).decode("ascii", "replace")
     except OSError as error:
         raise CommandError(*explain_connection_error(base, error)) from None
+    except http.client.HTTPException:
+        raise CommandError(UNREACHABLE, f"{base} does not answer in HTTP: check the address and the port") from None
     finally:
         connection.close()
     if response.status != 200:

@@ -19,6 +19,7 @@ from coordinator.cli.commands.clients.trust_ca import (
     SYSTEM_STORE,
     build_commands,
     check_authority,
+    fetch_authority,
     find_bundle,
     write_bundle,
 )
@@ -185,6 +186,17 @@ async def test_https_ca_is_accepted_only_by_clients_that_trust_it(tmp_path: Path
     writer.close()
     with pytest.raises(ssl.SSLCertVerificationError):
         await asyncio.open_connection("127.0.0.1", port, ssl=ssl.create_default_context())
+    server.close()
+
+
+async def test_an_endpoint_that_answers_no_http_is_named(tmp_path: Path):
+    def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail.example ESMTP\r\n")
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0, ssl=endpoint(tmp_path).context)
+    base = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    with pytest.raises(CommandError, match="does not answer in HTTP"):
+        await asyncio.to_thread(fetch_authority, base)
     server.close()
 
 
