@@ -206,7 +206,11 @@ class VideoController:
     # -- the job table ---------------------------------------------------------------------
 
     def apply_event(self, event: events.Event) -> None:
-        """Apply an event to the job table and perform the resulting actions. Apply events of these actions as well."""
+        """Apply an event to the job table, perform the resulting actions, and place waiting jobs.
+
+        Events of these actions are applied in the same call. A call during an action only queues its event. Raise
+        `IllegalEventError` if the event is illegal in the state of its job.
+        """
         self._events.append(event)
         self._process_events()
 

@@ -130,7 +130,7 @@ async def enroll(
     and the seconds that a person has.
 
     Raise EnrollError for an invalid address, CoordinatorUnreachable, PinMismatch, EnrollDenied (with `reason`), or
-    IdentityError if the certificate received is not for this request.
+    IdentityError if the certificate received is not for this request. Raise OSError if the identity cannot be written.
     """
     host, port = parse_address(url)
     authority = await _fetch_authority(host, port)

@@ -195,8 +195,10 @@ def remove_address(identity: NodeIdentity, address: str) -> NodeIdentity:
 
 
 def adopt_generation(identity: NodeIdentity, generation: int, seal: bytes) -> NodeIdentity:
-    """Store the generation of a proven coordinator and its seal, if it is higher than the stored one. Return the
-    identity."""
+    """Store the generation of a proven coordinator and its seal, if the generation is higher than the stored one.
+
+    Return the new identity, or the same one if nothing changed. Raise OSError if the identity cannot be written.
+    """
     if generation <= identity.generation:
         return identity
     after = replace(identity, generation=generation, seal=seal)

@@ -55,7 +55,8 @@ class OrderChild:
     async def run(self) -> ChildEnd:
         """Run the child and return the end of its order.
 
-        A child that fails ends the order with `failed`, and a child that a signal ends with `interrupted`.
+        If the child reports no end, that is `cancelled` after `cancel`, and `interrupted` if a signal ended the child.
+        Otherwise it is `failed`, also if the child cannot be started.
         """
         try:
             process = self._process = await asyncio.create_subprocess_exec(
@@ -101,7 +102,7 @@ class OrderChild:
             self._send_sigterm()
 
     def kill(self) -> None:
-        """Kill the child at once. `run` returns a failure."""
+        """Kill the child at once. `run` returns `interrupted`, unless the child has reported its end."""
         self._signal(signal.SIGKILL)
 
     def _send_sigterm(self) -> None:

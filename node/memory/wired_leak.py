@@ -70,7 +70,7 @@ class WiredLeaks:
     """Wired bytes of the system after the end of the last process with a leak."""
 
     def add(self, wired: WiredReadings, after: int | None) -> int:
-        """Record the leak of an ended process. Return its bytes; 0 if the process leaked nothing.
+        """Record the leak of an ended process. Return its bytes; 0 without readings, or below this module's thresholds.
 
         `after` is a reading of the system after the end, in bytes; None if unreadable.
         """

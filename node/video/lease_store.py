@@ -86,7 +86,10 @@ class LeaseStore:
         shutil.rmtree(self.get_folder(record), ignore_errors=True)
 
     def clean(self, record: LeaseRecord) -> None:
-        """Remove the files with which a worker of an earlier agent could still begin."""
+        """Delete the grant of a lease, so that no worker of an earlier agent can begin, and its scratch folder.
+
+        Raise OSError if the grant cannot be deleted.
+        """
         (self.get_folder(record) / GRANT).unlink(missing_ok=True)
         shutil.rmtree(self.get_folder(record) / SCRATCH, ignore_errors=True)
 

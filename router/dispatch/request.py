@@ -81,7 +81,7 @@ class CompleteAnswer(msgspec.Struct, frozen=True, gc=False):
 
 
 class RequestFailure(msgspec.Struct, frozen=True, gc=False):
-    """Failure of a request that had begun: a machine-readable code and a sentence."""
+    """Failure of a request or of a command to a node, except a refusal: a machine-readable code and a sentence."""
 
     code: str
     message: str

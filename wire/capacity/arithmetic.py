@@ -239,8 +239,8 @@ def estimate_prefill_transient(
 def estimate_step_transient(transient: TransientModel, rows: int, longest: int, *, grows: bool = True) -> int:
     """Return the transient bytes of a decode step of a padded batch, whose longest row has `longest` tokens.
 
-    `grows`: the caches are full and are copied to grow, two layers at once (measured: up to 1.6). Most steps do not
-    grow.
+    `grows`: the caches are full and are copied to grow. Copies of two layers are counted, because up to 1.6 layers were
+    measured at once. In most steps no cache grows. Without rows, return 0.
     """
     if not rows:
         return 0

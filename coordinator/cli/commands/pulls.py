@@ -219,9 +219,10 @@ class PullProgressLines:
         self._shown: dict[str, tuple[tuple[str, str], float]] = {}
 
     def show(self, pull: dict[str, Any]) -> None:
-        """Print a line for each node whose state or message changed, or whose last line is `LINE_INTERVAL_SECONDS` old.
+        """Print a line for each node whose state or message changed.
 
-        Nodes that have completed the pull are omitted.
+        A node that is pulling also gets a line every `LINE_INTERVAL_SECONDS`. Nodes that have completed the pull are
+        omitted.
         """
         for node in pull["nodes"]:
             state, now = (node["state"], node["message"]), time.monotonic()

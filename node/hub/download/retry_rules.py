@@ -19,9 +19,10 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)")
 
 
 def compute_retry_after(headers: Mapping[str, str], now: float) -> float:
-    """Return the seconds until the next try, by `Retry-After` (seconds or a date) or `RateLimit`.
+    """Return the seconds until the next try, by `Retry-After` (seconds or a date), else by `RateLimit`.
 
-    `headers` has names in lower case. The default is DEFAULT_WAIT_SECONDS.
+    `headers` has names in lower case, `now` is in Unix seconds. Without a readable time, return DEFAULT_WAIT_SECONDS.
+    The maximum is MAX_NAMED_WAIT_SECONDS.
     """
     value = headers.get("retry-after", "").strip()
     match = _RATE_LIMIT.search(headers.get("ratelimit", ""))
@@ -47,9 +48,11 @@ def compute_backoff(failures: int, draw: float) -> float:
 
 
 def find_range_fault(content_range: str, start: int, end: int, size: int) -> str:
-    """Return why a `Content-Range` does not answer a request for the bytes `start` to `end` (without `end`).
+    """Return why a `Content-Range` does not answer a request for the bytes `start` to `end` (without `end`); empty if
+    it does.
 
-    `size` is the size of the file in the manifest. Return an empty text for a range that begins at `start`.
+    A valid range begins at `start` and ends at `end` or before. Its total is `*` or `size`, the size of the file in
+    the manifest.
     """
     match = _CONTENT_RANGE.fullmatch(content_range.strip())
     if match is None:

@@ -106,7 +106,10 @@ class AliasCandidates:
         """Reason for which each model was passed over."""
 
     def add_unused(self, spec: RequestSpec, demand: ResourceDemand, lost: set[NodeId]) -> None:
-        """Add all candidates but the first one as unused. `spec` and `demand` are those of the first one."""
+        """Add all candidates but the first one as unused. `spec` and `demand` are those of the first one.
+
+        `lost` has the nodes that were lost with the request. All candidates share this set.
+        """
         for at, model in enumerate(self.models[1:], 1):
             own_spec = replace(spec, demand=replace(spec.demand, model=model))
             self.unused[at] = UnusedCandidate(own_spec, replace(demand, model=model), lost)
