@@ -92,7 +92,7 @@ def name_of(file: Path) -> str:
 
 
 class ModuleFacts(NamedTuple):
-    """What the tests look for in the syntax of one module."""
+    """Facts of the syntax of one module, for the tests here."""
 
     docstring: str
     classes: frozenset[str]
