@@ -8,8 +8,10 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import grimp
 import pytest
@@ -89,6 +91,39 @@ def name_of(file: Path) -> str:
     return str(file.relative_to(ROOT))
 
 
+class ModuleFacts(NamedTuple):
+    """Facts of the syntax of one module, for the tests here."""
+
+    docstring: str
+    classes: frozenset[str]
+    imported: frozenset[str]
+    """Imported top-level modules."""
+    texts: frozenset[str]
+    """All literal texts."""
+
+
+@cache
+def read_facts(file: Path) -> ModuleFacts:
+    tree, classes, imported, texts = ast.parse(file.read_text()), set[str](), set[str](), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            classes.add(node.name)
+        elif isinstance(node, ast.Import):
+            imported |= {one.name for one in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            imported.add(node.module)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            texts.add(node.value)
+    packages = frozenset(name.partition(".")[0] for name in imported)
+    return ModuleFacts(ast.get_docstring(tree) or "", frozenset(classes), packages, frozenset(texts))
+
+
+@cache
+def find_distributions() -> Mapping[str, Sequence[str]]:
+    """Return the distributions of each top-level package that is installed."""
+    return importlib.metadata.packages_distributions()
+
+
 def loaded_by(code: str) -> set[str]:
     """Return the top-level modules that are loaded after running this in a new interpreter."""
     report = "import json, sys; print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
@@ -125,9 +160,8 @@ def test_no_folder_has_more_than_sixteen_modules(package: str):
 def test_a_class_name_has_one_meaning():
     where: dict[str, set[str]] = {}
     for file in modules(*PACKAGES):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ClassDef):
-                where.setdefault(node.name, set()).add(name_of(file))
+        for name in read_facts(file).classes:
+            where.setdefault(name, set()).add(name_of(file))
     assert {name: sorted(files) for name, files in where.items() if len(files) > 1} == {}
 
 
@@ -173,7 +207,7 @@ def test_help_imports_next_to_nothing():
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_other_distribution_owns_the_names_of_our_packages(package: str):
-    owners = importlib.metadata.packages_distributions().get(package, [])
+    owners = find_distributions().get(package, [])
     assert [owner for owner in owners if owner != "macpool"] == []
 
 
@@ -181,7 +215,7 @@ def test_no_other_distribution_owns_the_names_of_our_packages(package: str):
 
 
 def test_every_module_has_a_docstring():
-    silent = [name_of(file) for file in modules() if not ast.get_docstring(ast.parse(file.read_text()))]
+    silent = [name_of(file) for file in modules() if not read_facts(file).docstring]
     assert silent == []
 
 
@@ -320,7 +354,7 @@ def test_what_is_imported_is_what_an_installation_brings() -> None:
     named = [*PROJECT["project"]["dependencies"], *(one for extra in extras for one in extra)]
     brought = {re.split(r"[^\w.-]", one)[0].lower().replace("_", "-") for one in named}
     assert set(BROUGHT.values()) <= brought
-    owners = importlib.metadata.packages_distributions()
+    owners = find_distributions()
     missing = {
         (path, name)
         for path, name in third_party()
@@ -332,12 +366,9 @@ def test_what_is_imported_is_what_an_installation_brings() -> None:
 def third_party() -> Iterator[tuple[str, str]]:
     """Yield every import of a third-party package: the file and the package."""
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
-        for line in ast.walk(ast.parse(path.read_text())):
-            modules = [one.name for one in line.names] if isinstance(line, ast.Import) else []
-            modules += [line.module] if isinstance(line, ast.ImportFrom) and line.module else []
-            for name in {module.partition(".")[0] for module in modules}:
-                if name not in PACKAGES and name not in sys.stdlib_module_names:
-                    yield str(path.relative_to(ROOT)), name
+        for name in read_facts(path).imported:
+            if name not in PACKAGES and name not in sys.stdlib_module_names:
+                yield str(path.relative_to(ROOT)), name
 
 
 CLOSED_SETS = (
@@ -368,7 +399,6 @@ def test_values_of_closed_sets_are_written_in_wire_only():
         str(path.relative_to(ROOT))
         for package in ("coordinator", "host", "node", "router")
         for path in (ROOT / package).rglob("*.py")
-        for part in ast.walk(ast.parse(path.read_text()))
-        if isinstance(part, ast.Constant) and isinstance(part.value, str) and part.value in values
+        if values & read_facts(path).texts
     }
     assert found == LITERALS_ALLOWED.keys()

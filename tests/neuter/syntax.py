@@ -279,15 +279,29 @@ def replaced(source: str, path: list[str], node: str, becomes: str) -> str:
     if unknown := sorted(_reads(replacement) - scope.known - set(place.found.names) - set(_stores(replacement))):
         raise NotApplicable(f"nothing there has the name {', '.join(unknown)}: correct `becomes`")
     filled = _filled(replacement, place.found)
+    part = _find_statement(tree, place.owner)
     with _changed(place, filled):
-        expected = ast.unparse(tree)
+        expected = _unparse_part(tree, part)
     for made in _texts(source, tree, place, filled):
         try:
-            if ast.unparse(ast.parse(made)) == expected:
-                return made
+            parsed = ast.parse(made)
         except SyntaxError:
             continue
-    return expected + "\n"
+        if (part is None or len(parsed.body) == len(tree.body)) and _unparse_part(parsed, part) == expected:
+            return made
+    with _changed(place, filled):
+        return ast.unparse(tree) + "\n"
+
+
+def _find_statement(tree: ast.Module, owner: ast.AST) -> int | None:
+    """Return the index of the statement of a module that holds a node; None for the module itself."""
+    found = (index for index, one in enumerate(tree.body) if any(node is owner for node in ast.walk(one)))
+    return next(found, None)
+
+
+def _unparse_part(tree: ast.Module, part: int | None) -> str:
+    """Return the source of one statement of a module, or of all. Other statements keep their lines in a change."""
+    return ast.unparse(tree if part is None else tree.body[part])
 
 
 def _reads(snippet: Snippet) -> set[str]:

@@ -157,11 +157,12 @@ def test_of_a_burst_between_two_reports_few_are_refused_at_first_and_none_at_las
 
 
 def test_a_greedy_key_takes_nothing_from_the_others():
-    figures, pool = played(KEYS)
+    text = KEYS.replace("seconds = 240", "seconds = 120")
+    figures, pool = played(text)
     assert figures.jain >= 0.9
     others = [fate for fate in pool.outcomes.values() if fate.turn.key != "greedy"]
     assert sum(fate.served for fate in others) >= 0.9 * len(others)
-    peer, _ = played(KEYS, "least-load")
+    peer, _ = played(text, "least-load")
     assert peer.jain < figures.jain
 
 
@@ -176,17 +177,18 @@ def test_a_greedy_key_does_not_fill_the_nodes_with_its_prompts():
 
 
 def test_a_key_with_many_short_requests_delays_no_other_key_by_all_of_them():
-    _, pool = played((SCENARIOS / "chatty.toml").read_text().replace("seconds = 600", "seconds = 200"))
+    _, pool = played((SCENARIOS / "chatty.toml").read_text().replace("seconds = 600", "seconds = 100"))
     others = [fate for fate in pool.outcomes.values() if fate.turn.key != "greedy"]
     assert all(fate.served for fate in others)
     waits = [(fate.first or math.inf) - fate.arrived for fate in others]
-    assert median(waits) < 15, "60 s where nodes serve in order of arrival"
+    assert median(waits) < 5, "22 s where nodes serve in order of arrival"
 
 
 def test_an_agent_does_not_wait_until_the_prompts_of_a_batch_are_read():
-    _, pool = played((SCENARIOS / "agent.toml").read_text())
+    text = (SCENARIOS / "agent.toml").read_text().replace("seconds = 600", "seconds = 300")
+    _, pool = played(text.replace("ends = 200", "ends = 100"))
     waits = [(fate.first or math.inf) - fate.arrived for fate in pool.outcomes.values() if fate.turn.key == "agent"]
-    assert median(waits) < 150, "320 s where the oldest prompt goes first"
+    assert median(waits) < 110, "140 s where the oldest prompt goes first"
 
 
 def test_a_machine_that_joins_takes_its_part_of_a_batch():
@@ -230,8 +232,9 @@ think = { median = 10, sigma = 0.5, least = 5, most = 30 }
     "seed", [5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in thin_cases([1, 2, 3, 4, 6, 7, 8], 14))]
 )
 def test_six_models_on_memory_for_three_are_all_served(seed: int):
-    figures, pool = played((SCENARIOS / "six-models.toml").read_text(), seed=seed)
-    assert (figures.refused, figures.failed) == (0, 0), "2, 7 and 4 of seeds 4, 5 and 6 where no model in use leaves"
+    text = (SCENARIOS / "six-models.toml").read_text().replace("seconds = 1800", "seconds = 900")
+    figures, pool = played(text, seed=seed)
+    assert (figures.refused, figures.failed) == (0, 0), "2 of seed 5 where no model in use leaves"
     load_seconds = parse_size("11GiB") / parse_size("2GB")
     requests = [
         PlannedRequest(fate.arrived, fate.turn.model, (fate.ended or math.inf) - (fate.first or 0.0))
@@ -257,9 +260,9 @@ def test_a_second_model_gets_its_turn_beside_steady_traffic(seed: int):
 
 @pytest.mark.parametrize("seed", [1, *thin_cases([2], 4)])
 def test_two_models_with_steady_traffic_take_turns(seed: int):
-    text = (SCENARIOS / "two-models.toml").read_text()
+    text = (SCENARIOS / "two-models.toml").read_text().replace("seconds = 1800", "seconds = 900")
     figures, pool = played(text.replace("rate = 0.06", "rate = 0.04").replace("rate = 0.008", "rate = 0.04"), seed=seed)
-    assert figures.served == figures.requests, "a quarter ends in 503 where no model in use leaves"
+    assert figures.served == figures.requests, "10 of 65 end in 503 where no model in use leaves"
     first, second = (median(waits_for(pool, name)) for name in ("model-a", "model-b"))
     assert max(first, second) < 3 * min(first, second) + 15, "neither waits for the other alone"
     assert figures.loads < figures.requests / 3, "a slice serves several requests"

@@ -18,7 +18,7 @@ import msgspec
 import pyrage
 import pytest
 
-from coordinator.backup import archive
+from coordinator.backup import archive, encryption
 from coordinator.backup.archive import Manifest, read_manifest
 from coordinator.backup.atomic_swap import RESTORING
 from coordinator.backup.backup import BackupError, create_backup
@@ -48,6 +48,7 @@ from wire.identity import NodeId
 from wire.report import Hardware
 
 NOW = 1_800_000_000.0
+REAL_COST = encryption.COST
 CLIP = b"....ftyp" + bytes(range(256)) * 40
 KEY = KeyRow("k1", "laptop", ("infer",), b"d" * 32, 1.0)
 
@@ -79,6 +80,12 @@ def jobs_of(folder: Path) -> VideoStore:
     found = VideoStore(folder)
     found.close()
     return found
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Derive keys with 1 MiB of memory. `test_encryption.py` uses the real cost."""
+    monkeypatch.setattr(encryption, "COST", 10)
 
 
 @pytest.fixture
@@ -222,7 +229,10 @@ def test_age_decrypts_a_backup_to_one_that_can_be_restored(home: tuple[Path, str
     assert shows(tmp_path / "other")[0] == home[1]
 
 
-def test_a_backup_in_the_former_encrypted_format_is_restored(saved: Path, tmp_path: Path) -> None:
+def test_a_backup_in_the_former_encrypted_format_is_restored(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encryption, "COST", REAL_COST)  # the format does not store it
     plain = saved.read_bytes()[len(archive.MAGIC) :]
     saved.write_bytes(in_former_format(plain, b"right"))
     with pytest.raises(PassphraseNeeded):

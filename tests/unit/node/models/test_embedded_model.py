@@ -10,6 +10,7 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 from tests import models
+from tests.effort import thin_cases
 from tests.models.conversations import ENTRIES, HELPFUL, TOOL_USES, TOOLS, Entry
 from tests.support.processes import ROOT
 
@@ -24,6 +25,9 @@ FILES = {
 }
 LIMIT = 5_000_000
 """Largest bytes of weights in a package."""
+KEPT = [next(entry for entry in ENTRIES if entry.reasoning), max(ENTRIES, key=lambda entry: len(entry.prompt))]
+DRAWN = thin_cases([*KEPT, *(entry for entry in ENTRIES if entry not in KEPT)], 4, kept=len(KEPT))
+"""Each answer takes the same path. The longest prompt and an answer with reasoning are always asked."""
 
 
 @cache
@@ -126,13 +130,13 @@ def test_the_template_refuses_a_role_that_it_does_not_know():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", titled(ENTRIES))
+@pytest.mark.parametrize("entry", titled(DRAWN))
 def test_it_answers_verbatim(entry: Entry):
     assert say(entry.messages()) == spoken(entry)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entry", titled(entry for entry in ENTRIES if not entry.system))
+@pytest.mark.parametrize("entry", titled(entry for entry in DRAWN if not entry.system))
 def test_it_answers_verbatim_behind_a_system_prompt(entry: Entry):
     assert say([{"role": "system", "content": HELPFUL}, *entry.messages()]) == spoken(entry)
 

@@ -176,7 +176,7 @@ def test_a_resumed_answer_goes_on_at_every_cut(driver: Driver, prompt: str, gram
     number = driver.ask(prompt, params, request_id="r")
     end = finished(driver, number)
     ids = driver.ids[number, 0]
-    for cut in thin_cases(range(1, len(ids)), 9):
+    for cut in thin_cases(range(1, len(ids)), 18, kept=1):
         again = other.ask(prompt, params, request_id="r", resume=(tuple(ids[:cut]),))
         assert finished(other, again).reasons == end.reasons
         assert other.ids[again, 0] == ids[cut:]

@@ -57,6 +57,11 @@ def driver() -> Driver:
     return made
 
 
+@pytest.fixture(scope="module")
+def caching() -> Driver:
+    return Driver(models.path("llama"), max_batch_size=8)
+
+
 @pytest.mark.parametrize(
     ("room", "words", "choices"),
     [
@@ -68,11 +73,14 @@ def driver() -> Driver:
         (1 * MIB, 1, 3),
     ],
 )
-def test_where_the_router_counts_on_the_prefix_cache_the_gate_gives_it_back(room: int, words: int, choices: int):
+def test_where_the_router_counts_on_the_prefix_cache_the_gate_gives_it_back(
+    caching: Driver, room: int, words: int, choices: int
+):
     """The report has the reusable part of the reading. The engine admits a request that the router placed on it."""
-    driver = Driver(models.path("llama"), max_batch_size=8)
-    for number in range(12):
-        driver.answer(f"{number} " + "word " * 120, GenerationParams(temperature=0.0, max_tokens=1))
+    driver = caching
+    driver.take(MemoryLimits(2**33, 2**33, 0, "static"))
+    while driver.engine.report(time.monotonic()).cache.entries < 12:  # an earlier case may have evicted some
+        driver.answer(f"{driver.number} " + "word " * 120, GenerationParams(temperature=0.0, max_tokens=1))
     clear_buffers()
     report = driver.engine.report(time.monotonic())
     assert report.memory.current is not None
@@ -87,6 +95,7 @@ def test_where_the_router_counts_on_the_prefix_cache_the_gate_gives_it_back(room
     if isinstance(verdict, Placement):
         number = driver.ask(content, params, expected=verdict.chosen.output_tokens)
         assert isinstance(driver.said[number][0], Admitted), driver.said[number][0]
+        driver.cancel(number)
     else:
         assert room < 1 * MIB or words > 1, "with all of the cache it fits"
 

@@ -151,7 +151,7 @@ def test_the_only_model_stays_where_its_size_alone_leaves_no_headroom(folder: Pa
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_ceiling_that_falls_in_the_middle_of_a_load_ends_the_load_and_no_answer(driver: Driver, waits: bool):
-    number = running(driver)
+    number = running(driver, 100, 100)
     before = memory(driver).active
     waiting = driver.ask("hello", endless(2), model="grown") if waits else 0
     begun(driver)
@@ -174,7 +174,7 @@ def test_a_ceiling_that_falls_in_the_middle_of_a_load_ends_the_load_and_no_answe
 
 def test_a_row_that_grows_ends_the_load_and_preempts_no_request(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("node.engine.scheduling.rules.commitment_length.KV_GROWTH_TOKENS", 4)
-    numbers = [running(driver, 150, 16), running(driver, 150, 150)]
+    numbers = [running(driver, 80, 16), running(driver, 80, 80)]
     begun(driver)
     squeeze(driver, 16 * MIB, margin=32 * MIB)
     driver.until(lambda: driver.ended(ORDER))
@@ -200,7 +200,7 @@ def test_over_the_cap_the_load_ends_before_any_request(driver: Driver):
 
 
 def test_a_forward_over_the_cap_ends_the_load_before_the_newest_request(driver: Driver):
-    number = running(driver)
+    number = running(driver, 60, 60)
     begun(driver, 0.6)
     now = memory(driver)
     driver.take(MemoryLimits(max(now.active, now.phys or 0) - 8 * MIB, 8 * GIB, 0, "static"))

@@ -87,13 +87,13 @@ def test_of_four_long_prompts_with_room_for_two_two_run_to_their_end_and_none_is
 
 
 def test_a_prefill_that_does_not_fit_waits_for_those_who_will_end(driver: Driver):
-    first = driver.ask("hello", endless(100))
+    first = driver.ask("hello", endless(50))
     driver.until(lambda: len(driver.ids[first, 0]) > 2)
-    number = driver.ask("word " * 600, endless(4))
+    number = driver.ask("word " * 400, endless(4))
     driver.turn()
     held = driver.engine.report(time.monotonic()).memory.ceiling
     squeeze(driver, -2 * MIB)
-    for _ in range(40):
+    for _ in range(20):
         driver.turn()
     assert driver.ended(number) is None, "it waits"
     assert driver.engine.gate.refusals[GateSite.PREFILL] > 0
@@ -121,7 +121,7 @@ def test_a_row_whose_join_has_no_room_joins_later(driver: Driver):
 
 
 def test_a_row_that_outgrows_its_promise_makes_the_newest_give_way_which_comes_back_word_for_word(driver: Driver):
-    asked = [(one["prompt"], endless(90)) for one in SHORT[:3]]
+    asked = [(one["prompt"], endless(50)) for one in SHORT[:3]]
     alone: list[list[int]] = []
     for prompt, params in asked:
         number = driver.ask(prompt, params, expected=16)
@@ -150,7 +150,7 @@ def test_who_waits_for_a_row_gives_way_before_any_answer_does_and_first_of_who_h
         models.path("llama"), max_batch_size=2, prefill_step_size=512, min_prefill_step=64, prefix_cache_size="off"
     )
     driver.answer(SHORT[0]["prompt"])
-    running = [driver.ask("hello", endless(90), expected=16, owner=WeightedKey(name)) for name in ("ada", "dia")]
+    running = [driver.ask("hello", endless(40), expected=16, owner=WeightedKey(name)) for name in ("ada", "dia")]
     greedy = [driver.ask("hello", endless(1500), expected=1500, owner=WeightedKey("greedy")) for _ in range(3)]
     bob = driver.ask("hello", endless(1500), expected=1500, owner=WeightedKey("bob"))
     driver.until(lambda: all(driver.ids[number, 0] for number in running))
@@ -182,7 +182,7 @@ def test_who_is_alone_and_outgrows_the_machine_ends_with_the_numbers(driver: Dri
 def test_what_gave_way_can_be_cancelled_and_leaves_nothing(driver: Driver):
     """One request whose reservation suffices stays. All preempted requests wait for it."""
     stays = driver.ask("hello", endless(250), expected=250)
-    numbers = [driver.ask(one["prompt"], endless(100), expected=16) for one in SHORT[:2]]
+    numbers = [driver.ask(one["prompt"], endless(50), expected=16) for one in SHORT[:2]]
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
     squeeze(driver, -8 * MIB)
     driver.until(lambda: counts(driver).preemptions)

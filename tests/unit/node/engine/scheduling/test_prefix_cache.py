@@ -200,7 +200,7 @@ def test_n_answers_share_what_was_found(driver: Driver):
 def test_what_is_kept_is_evaluated_and_holds_nothing_else(driver: Driver):
     """A short row ends during a long one. An entry that is not evaluated would keep the whole padded batch."""
     long = driver.ask(
-        "word " * 1200, GenerationParams(temperature=0.0, max_tokens=400, stop=("\0",), logit_bias=endless())
+        "word " * 600, GenerationParams(temperature=0.0, max_tokens=400, stop=("\0",), logit_bias=endless())
     )
     driver.until(lambda: driver.ids[long, 0])
     short = driver.ask(SHORT[0]["prompt"])
@@ -288,11 +288,11 @@ def test_a_ceiling_that_falls_takes_the_cache_first(driver: Driver):
 
 def test_the_cache_is_no_larger_than_it_was_set_and_off_is_off():
     driver = Driver(models.path("llama"), prefix_cache_size="1MiB")
-    for number in range(8):
+    for number in range(6):
         ended(driver, driver.ask(f"{number} " + "word " * 130, GenerationParams(temperature=0.0, max_tokens=1)))
         assert driver.engine.parts.prefix_cache.nbytes <= MIB
     assert driver.engine.report(0.0).cache.evictions > 0
-    ended(driver, driver.ask("9 " + "word " * 700, GenerationParams(temperature=0.0, max_tokens=1)))
+    ended(driver, driver.ask("9 " + "word " * 560, GenerationParams(temperature=0.0, max_tokens=1)))
     assert driver.engine.parts.prefix_cache.nbytes <= MIB, "an entry larger than the cache is not stored"
     off = Driver(models.path("llama"), prefix_cache_size=0)
     for _ in range(2):
@@ -314,7 +314,7 @@ def test_a_model_that_is_unloaded_takes_its_cache_with_it(driver: Driver):
 @pytest.mark.timeout(300)
 def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
     """Send new prompts while the cache is always full, with room for one further request."""
-    random, count = Random(3), scale_examples(250)
+    random, count = Random(3), scale_examples(150)
     fill(driver, 6 * MIB)
     release_free_memory()
     driver.engine.parts.footprint.reset_peak()

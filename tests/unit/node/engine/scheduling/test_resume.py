@@ -99,7 +99,7 @@ def resumed_at_every_cut(
     number = first.ask(prompt, params, request_id="r")
     end, deltas = end_of(first, number), first.deltas[number, 0]
     whole = heard(deltas)
-    for cut in thin_cases(range(1, len(whole.ids) + 1), 6):
+    for cut in (*thin_cases(range(1, len(whole.ids)), 12), len(whole.ids)):
         prefilled.clear()
         before = steps(second)
         known = tuple(whole.ids[:cut])
@@ -176,7 +176,7 @@ def test_a_tool_call_has_the_name_that_it_would_have_had(monkeypatch: pytest.Mon
     whole = heard(deltas)
     assert end.reasons == ("tool_calls",)
     assert [json.loads(call)["id"] for call in whole.calls] == ["call_r_0", "call_r_1"]
-    for cut in thin_cases(range(1, len(ids) + 1), 8):
+    for cut in (*thin_cases(range(1, len(ids)), 16), len(ids)):
         resume = (tuple(ids[:cut]),)
         again = second.ask("What is the weather?", GREEDY, request_id="r", tools=TOOLS, resume=resume)
         assert end_of(second, again).reasons == end.reasons

@@ -28,6 +28,8 @@ from wire.report import Memory
 
 COUNT = 1000
 """Words of a prompt of about 2600 tokens, so that its last block is less than a tenth."""
+FEW = 300
+"""Words of a prompt of three blocks. `words(FEW)` is the beginning of `words(COUNT)`."""
 MODELS = (
     "llama",
     *(pytest.param(name, marks=pytest.mark.slow) for name in thin_cases(("gemma3_text", "qwen3", "lfm2"), 3)),
@@ -99,8 +101,8 @@ def test_after_a_kill_another_process_restores_the_prompt_and_answers_the_same(
 
 def test_a_prompt_with_windows_is_restored_at_the_block_where_it_parts(folder: Path):
     model = models.path("gemma3_text")
-    driver, prompt = open_driver(model, folder), words(300) + " sun" * 60
-    answer(driver, words(COUNT))
+    driver, prompt = open_driver(model, folder), words(FEW) + " sun" * 60
+    answer(driver, words(400))
     write_all(driver)
     driver.engine.close()
     again, fresh = open_driver(model, folder), Driver(model, prefix_cache_size="off", prefill_step_size=256)
@@ -117,7 +119,7 @@ def test_a_file_that_is_invalid_ends_the_restoration_there(filled: tuple[Path, l
     number = driver.ask(words(COUNT), BRIEF)
     plan = driver.engine.parts.scheduler.prefills[0].past.plan  # type: ignore[union-attr]
     assert plan is not None
-    file = folder / plan.parts[4].name.file
+    file = folder / plan.parts[7].name.file
     content = file.read_bytes()
     if doing == "cut":
         file.write_bytes(content[: len(content) // 2])
@@ -126,21 +128,21 @@ def test_a_file_that_is_invalid_ends_the_restoration_there(filled: tuple[Path, l
     elif doing == "gone":
         file.unlink()
     else:
-        file.write_bytes((folder / plan.parts[5].name.file).read_bytes())
+        file.write_bytes((folder / plan.parts[8].name.file).read_bytes())
     end = driver.end(number)
     assert isinstance(end, Finished)
     assert driver.ids[number, 0] == wanted
-    assert end.cached_tokens == 4 * BLOCK_TOKENS
+    assert end.cached_tokens == 7 * BLOCK_TOKENS
     assert driver.engine.report(0.0).cache.disk_errors == 1
     write_all(driver)
-    name = plan.parts[4].name
+    name = plan.parts[7].name
     assert decode_block(file.read_bytes(), name.chain, name.part, name.tokens), "it is written again"
 
 
 def test_another_key_finds_nothing(filled: tuple[Path, list[int]]):
     folder, _ = filled
     driver = open_driver(models.path("llama"), folder)
-    number = driver.ask(words(COUNT), BRIEF, owner=WeightedKey("mallory"))
+    number = driver.ask(words(FEW), BRIEF, owner=WeightedKey("mallory"))
     end = driver.end(number)
     assert isinstance(end, Finished)
     assert end.cached_tokens == 0
@@ -157,7 +159,7 @@ def test_other_weights_under_the_name_find_nothing(filled: tuple[Path, list[int]
     content = bytearray(weights.read_bytes())
     content[-8:] = bytes(8)
     weights.write_bytes(content)
-    end, _ = answer(open_driver(changed, folder), words(COUNT))
+    end, _ = answer(open_driver(changed, folder), words(FEW))
     assert end.cached_tokens == 0
 
 
@@ -167,13 +169,13 @@ def test_a_second_engine_reads_the_folder_and_does_not_write(filled: tuple[Path,
     end, ids = answer(second, words(COUNT))
     assert (ids, end.cached_tokens > 0) == (wanted, True)
     files = len(list_files(folder))
-    answer(second, words(COUNT, seed=2))
+    answer(second, words(FEW, seed=2))
     for _ in range(20):
         second.turn()
     assert len(list_files(folder)) == files
     assert second.engine.report(0.0).cache.disk_saves == 0
     first.engine.close()
-    answer(second, words(COUNT, seed=3))
+    answer(second, words(FEW, seed=3))
     write_all(second)
     assert len(list_files(folder)) > files, "the first has ended"
 
@@ -237,7 +239,7 @@ def test_a_cancelled_restoration_leaves_nothing(filled: tuple[Path, list[int]]):
 def test_a_failed_request_removes_its_own_files_only(filled: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch):
     folder, _ = filled
     driver = open_driver(models.path("llama"), folder)
-    answer(driver, words(COUNT, seed=2))
+    answer(driver, words(FEW, seed=2))
     write_all(driver)
     files = list_files(folder)
     with monkeypatch.context() as patch:
@@ -296,7 +298,7 @@ def test_the_cache_of_one_model_is_cleared_in_memory_and_on_the_disk(folder: Pat
         disk_cache_min_seconds=0.0,
     )
     for name in ("llama", "qwen3"):
-        end = driver.end(driver.ask(words(300), BRIEF, model=name))
+        end = driver.end(driver.ask(words(FEW), BRIEF, model=name))
         assert isinstance(end, Finished)
     write_all(driver)
     before = {entry.model: entry for entry in driver.engine.report(0.0).cache.models}
@@ -305,7 +307,7 @@ def test_the_cache_of_one_model_is_cleared_in_memory_and_on_the_disk(folder: Pat
     assert driver.engine.report(0.0).cache.models == (before["qwen3"],)
     fingerprint = driver.resident("qwen3").descriptor.fingerprint
     assert {name.partition("/")[0] for name in list_files(folder)} == {fingerprint}
-    end = driver.end(driver.ask(words(300), BRIEF, model="llama"))
+    end = driver.end(driver.ask(words(FEW), BRIEF, model="llama"))
     assert isinstance(end, Finished)
     assert end.cached_tokens == 0
     store = driver.engine.report(0.0).cache.store
@@ -326,7 +328,7 @@ def test_files_of_an_earlier_process_are_cleared_where_the_disk_cache_is_off(fil
 
 def test_what_waits_to_be_written_is_cleared_as_well(folder: Path):
     driver = open_driver(models.path("llama"), folder)
-    answer(driver, words(COUNT))
+    answer(driver, words(FEW))
     driver.turn()
     assert isinstance(clear(driver), Finished)
     write_all(driver)
@@ -337,7 +339,7 @@ def test_what_waits_to_be_written_is_cleared_as_well(folder: Path):
 @pytest.mark.parametrize("name", ["llama", "qwen3_next"])
 def test_an_eviction_is_reported_once_both_tiers_have_lost_the_prompt(name: str, folder: Path):
     driver = open_driver(models.path(name), folder)
-    number = driver.ask(words(300), BRIEF)
+    number = driver.ask(words(FEW), BRIEF)
     driver.end(number)
     write_all(driver)
     first = driver.said[number][0]
@@ -349,7 +351,7 @@ def test_an_eviction_is_reported_once_both_tiers_have_lost_the_prompt(name: str,
     state = driver.engine.report(0.0).cache
     assert state.evictions >= 1
     assert first.prompt_hash in state.evicted
-    _, ids = answer(driver, words(300))
+    _, ids = answer(driver, words(FEW))
     write_all(driver)
     before = driver.engine.report(0.0).cache.evictions
     disk.remove_parts([PlannedPart(parsed, 0) for file in list_files(folder) if (parsed := parse_name(file))])
