@@ -9,7 +9,7 @@ import logging
 import struct
 import tempfile
 from collections.abc import Callable
-from hashlib import blake2b
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -84,7 +84,7 @@ def _seal(random: Random, content: bytes) -> bytes:
         shape[random.randrange(len(shape))] = random.choice(VALUES)
         header["arrays"] = [[random.choice((kind, *VALUES)), shape], *header["arrays"][1:]]
     encoded = msgspec.msgpack.encode(header)
-    digest = blake2b(encoded, digest_size=DIGEST_BYTES).digest()
+    digest = sha256(encoded).digest()[:DIGEST_BYTES]
     return content[: len(MAGIC)] + struct.pack("<I", len(encoded)) + encoded + digest + content[start + size + 16 :]
 
 

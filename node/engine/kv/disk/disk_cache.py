@@ -46,7 +46,7 @@ FIRST_READ_SPEED = 1.0 * GIB
 SPEED_WEIGHT = 0.2
 BUSY_WRITE_INTERVAL_SECONDS = 0.25
 """Most seconds between two parts that are cut out while requests run."""
-BUSY_WRITE_SPEED = 32 * MIB
+BUSY_WRITE_SPEED = 24 * MIB
 """Bytes per second of parts that are cut out while requests run, where that interval does not make it more. Small parts
 are then on the disk before their entry is evicted."""
 RETRY_SECONDS = 0.05
