@@ -44,11 +44,10 @@ from wire.units import GIB, MIB, show_size
 FIRST_READ_SPEED = 1.0 * GIB
 """Bytes per second that a disk is expected to read before a measurement."""
 SPEED_WEIGHT = 0.2
-BUSY_WRITE_INTERVAL_SECONDS = 0.25
-"""Most seconds between two parts that are cut out while requests run."""
-BUSY_WRITE_SPEED = 24 * MIB
-"""Bytes per second of parts that are cut out while requests run, where that interval does not make it more. Small parts
-are then on the disk before their entry is evicted."""
+BUSY_WRITE_INTERVAL_SECONDS, BUSY_WRITE_SPEED = 1.0, 12 * MIB
+"""Most seconds between two parts that are cut out while requests run, and the bytes per second of smaller parts."""
+URGENT_WRITE_INTERVAL_SECONDS, URGENT_WRITE_SPEED = 0.25, 32 * MIB
+"""The same while memory has no room for another such entry. An entry is then on the disk before it is evicted."""
 RETRY_SECONDS = 0.05
 """Seconds until the next try while the writer is behind or memory is short."""
 MAX_PENDING = 256
@@ -308,14 +307,18 @@ class DiskCache:
         """Return the most bytes of the part that `write_next` cuts out; 0 if nothing is to be written."""
         return self._pending[0].part_bytes if self._pending else 0
 
+    def get_entry_bytes(self) -> int:
+        """Return the bytes of the entry whose parts `write_next` cuts out; 0 if nothing is to be written."""
+        return self._pending[0].entry.nbytes if self._pending else 0
+
     def get_next_write(self) -> float | None:
         """Return the monotonic time from which `write_next` may be called; None if nothing is to be written."""
         return 0.0 if self._cut is not None else self._next_at if self._pending else None
 
-    def write_next(self, now: float, *, busy: bool, has_room: bool) -> None:
+    def write_next(self, now: float, *, busy: bool, has_room: bool, urgent: bool = False) -> None:
         """Launch the copies of the next missing part of an entry, if that is due at the monotonic time `now`. The next
         call queues them for the writer: no decode step waits for them. `busy`: requests run. `has_room`: memory
-        suffices for a part."""
+        suffices for a part. `urgent`: the entry may soon be evicted from memory."""
         if self.writer is None:
             return
         if self._cut is not None:
@@ -328,7 +331,10 @@ class DiskCache:
             self._next_at = now + RETRY_SECONDS
             return
         entry, parts, key_file, _, part_bytes = self._pending[0]
-        pause = min(BUSY_WRITE_INTERVAL_SECONDS, part_bytes / BUSY_WRITE_SPEED)
+        longest, speed = BUSY_WRITE_INTERVAL_SECONDS, BUSY_WRITE_SPEED
+        if urgent:
+            longest, speed = URGENT_WRITE_INTERVAL_SECONDS, URGENT_WRITE_SPEED
+        pause = min(longest, part_bytes / speed)
         self._next_at = now + pause if busy else 0.0
         if entry.value is None:
             self._pending.popleft()

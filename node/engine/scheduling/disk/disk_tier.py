@@ -123,7 +123,8 @@ class DiskTier:
         due = self.find_next_write()
         if self.cache is not None and due is not None and due <= now:
             room = WRITE_ROOM_PARTS * self.cache.get_next_bytes()
-            self.cache.write_next(now, busy=busy, has_room=self._memory.has_room(room))
+            urgent = not self._memory.has_spare(self.cache.get_entry_bytes())
+            self.cache.write_next(now, busy=busy, has_room=self._memory.has_room(room), urgent=urgent)
 
     # for the engine
 

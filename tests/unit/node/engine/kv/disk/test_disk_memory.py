@@ -11,7 +11,14 @@ from mlx_lm.models.cache import KVCache
 
 from node.engine.kv.disk.block_chain import BlockName
 from node.engine.kv.disk.block_file import BlockArray, BlockPart
-from node.engine.kv.disk.disk_cache import BUSY_WRITE_INTERVAL_SECONDS, BUSY_WRITE_SPEED, CacheShape, DiskCache
+from node.engine.kv.disk.disk_cache import (
+    BUSY_WRITE_INTERVAL_SECONDS,
+    BUSY_WRITE_SPEED,
+    URGENT_WRITE_INTERVAL_SECONDS,
+    URGENT_WRITE_SPEED,
+    CacheShape,
+    DiskCache,
+)
 from node.engine.kv.kv_cache import Layers
 from node.engine.kv.prefix_memory import PrefixMemory
 from node.engine.kv.prefix_store import BLOCK_TOKENS, CachedPrefix, PrefixCache
@@ -66,24 +73,40 @@ def test_a_part_is_cut_out_where_two_of_them_fit_however_small_the_room(tmp_path
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_small_parts_follow_each_other_soon_while_requests_run(tmp_path: Path, blocks: int):
+@pytest.mark.parametrize(("urgent", "speed"), [(False, BUSY_WRITE_SPEED), (True, URGENT_WRITE_SPEED)])
+def test_small_parts_are_written_at_a_speed_while_requests_run(tmp_path: Path, blocks: int, urgent: bool, speed: float):
     disk = DiskCache(tmp_path, "auto", 0.0)
     disk.offer(build_entry(blocks), SHAPE, 1.0)
-    disk.write_next(5.0, busy=True, has_room=True)
+    disk.write_next(5.0, busy=True, has_room=True, urgent=urgent)
     assert disk.get_next_write() == 0.0, "the copies are passed on in the next turn"
-    disk.write_next(5.1, busy=True, has_room=True)
-    assert disk.get_next_write() == 5.0 + PART / BUSY_WRITE_SPEED
+    disk.write_next(5.1, busy=True, has_room=True, urgent=urgent)
+    assert disk.get_next_write() == 5.0 + PART / speed
 
 
-def test_large_parts_follow_each_other_after_a_quarter_of_a_second(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("urgent", "seconds"), [(False, BUSY_WRITE_INTERVAL_SECONDS), (True, URGENT_WRITE_INTERVAL_SECONDS)]
+)
+def test_large_parts_are_written_in_an_interval_while_requests_run(tmp_path: Path, urgent: bool, seconds: float):
     disk = DiskCache(tmp_path, "auto", 0.0)
     entry = build_entry(1)
     large = CachedPrefix("m", entry.key, entry.value or Layers(), 64 * MIB)
     disk.offer(large, SHAPE, 1.0)
-    disk.write_next(5.0, busy=True, has_room=True)
+    disk.write_next(5.0, busy=True, has_room=True, urgent=urgent)
     assert disk.get_next_write() == 0.0, "the copies are passed on in the next turn"
-    disk.write_next(5.1, busy=True, has_room=True)
-    assert disk.get_next_write() == 5.0 + BUSY_WRITE_INTERVAL_SECONDS
+    disk.write_next(5.1, busy=True, has_room=True, urgent=urgent)
+    assert disk.get_next_write() == 5.0 + seconds
+
+
+@pytest.mark.parametrize(("spare", "speed"), [(0, BUSY_WRITE_SPEED), (-1, URGENT_WRITE_SPEED)])
+def test_an_entry_is_urgent_where_memory_has_no_room_for_another(tmp_path: Path, spare: int, speed: float):
+    disk, entry = DiskCache(tmp_path, "auto", 0.0), build_entry(3)
+    room = entry.nbytes + spare
+    memory = PrefixMemory(PrefixCache[Layers](), lambda: a_memory(room), lambda cap: cap, lambda: None)
+    disk.offer(entry, SHAPE, 1.0)
+    tier = DiskTier(disk, memory)
+    tier.write_next(5.0, busy=True)
+    tier.write_next(5.1, busy=True)
+    assert disk.get_next_write() == 5.0 + PART / speed
 
 
 def write_rest(disk: DiskCache) -> CacheState:
