@@ -93,6 +93,7 @@ def test_python_on_a_mac_is_native(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (found.result, found.text.endswith(f"x86_64{said}")) == ("fail", True), found
     assert "MLX needs an arm64 Python" in found.fix
     monkeypatch.setattr("platform.machine", lambda: "arm64")
+    monkeypatch.setattr("sys.executable", "/opt/homebrew/bin/python3.12")
     assert checks.check_python(pretended(tmp_path)).result == "ok"
 
 
