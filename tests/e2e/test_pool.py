@@ -388,7 +388,7 @@ def test_sigterm_lets_running_requests_end(cluster_pool: Pool) -> None:
     CI has the same of a node on the coordinator's Mac, and these tests:
 
     - `tests/contract/dialects/test_chat.py::test_stopping_ends_streams_honestly`
-    - `tests/unit/node/agent/test_agent.py::test_a_stop_lets_a_request_end_says_goodbye_and_ends_what_takes_longer`
+    - `tests/unit/node/agent/test_agent.py::test_a_stop_waits_for_a_request_sends_goodbye_and_ends_longer_ones`
     """
     cluster_pool.up()
     node = cluster_pool.join("one", "engine.scripted.step_ms=50")

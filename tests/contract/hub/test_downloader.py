@@ -95,17 +95,24 @@ def test_pieces_that_are_recorded_before_a_kill_are_not_fetched_again(hub: Hub, 
     manifest = hub.add("tests/tiny", FILES)
     hub.faults.chunk_seconds = 0.05
     order = download_order(tmp_path, manifest, [hub_source(hub.url)])
+    journal = RepositoryFolder(tmp_path / "hub", "tests/tiny").get_journal(manifest.files[-1].etag)
+
+    def count_received() -> int:
+        parsed = parse_journal(journal.read_bytes()) if journal.exists() else None
+        return len(parsed.pieces) * PIECE if parsed is not None else 0
+
     draw = random.Random()
-    for _ in range(KILLS):
+    for kill in range(KILLS):
         hub.requests.clear()
         child = Child("node.hub.downloader", order, tmp_path / "log")
         until(lambda child=child: hub.requests or child.popen.poll() is not None, what="a request")
-        time.sleep(draw.uniform(0, 0.08))
+        if kill == KILLS - 1:
+            until(count_received, what="a recorded piece")
+        else:
+            time.sleep(draw.uniform(0, 0.08))
         child.close()
         assert not is_published(tmp_path, manifest) or snapshot(tmp_path, manifest) == FILES
-    journal = RepositoryFolder(tmp_path / "hub", "tests/tiny").get_journal(manifest.files[-1].etag)
-    parsed = parse_journal(journal.read_bytes()) if journal.exists() else None
-    received = len(parsed.pieces) * PIECE if parsed is not None else 0
+    received = count_received()
     hub.faults.chunk_seconds = 0.0
     end = download(tmp_path, manifest, [hub_source(hub.url)])
     assert end.code == ModelOrderCode.COMPLETED

@@ -37,7 +37,7 @@ def test_what_is_installed_is_not_installed_again(tmp_path: Path):
 def test_a_wheelhouse_is_the_only_source_and_nothing_is_left_when_it_lacks_something(tmp_path: Path):
     """CI has this test:
 
-    - `tests/unit/node/video/test_environment.py::test_a_failed_build_leaves_nothing_and_says_the_last_words`
+    - `tests/unit/node/video/test_environment.py::test_a_failed_build_leaves_nothing_and_its_error_has_the_last_output`
     """
     (tmp_path / "wheels").mkdir()
     done = install("--state", tmp_path / "state", "--wheelhouse", tmp_path / "wheels")
