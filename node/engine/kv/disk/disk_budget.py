@@ -1,4 +1,4 @@
-"""Quota of the disk cache by the free space of the disk, and budget of the bytes that it writes per day.
+"""Quota of the disk cache by the free space of the disk, budget of written bytes per day, and pauses between writes.
 
 Writes are limited to a share of the disk per day, because the disks of Macs are soldered in.
 """
@@ -8,9 +8,15 @@ from pathlib import Path
 
 import structlog
 
+from wire.units import MIB
+
 DAILY_DISK_SHARE = 0.07
 """Share of the disk that may be written per day: a disk of 1 TB lasts for 600 of its sizes in 23 years."""
 SECONDS_PER_DAY = 86_400.0
+BUSY_WRITE_INTERVAL_SECONDS, BUSY_WRITE_SPEED = 1.0, 12 * MIB
+"""Most seconds between two parts that are cut out while requests run, and the bytes per second of smaller parts."""
+URGENT_WRITE_INTERVAL_SECONDS, URGENT_WRITE_SPEED = 0.25, 32 * MIB
+"""The same while memory has no room for another such entry. An entry is then on the disk before it is evicted."""
 
 log = structlog.get_logger("engine.disk_cache")
 
@@ -51,3 +57,11 @@ def compute_quota(setting: str | int, folder: Path, used: int) -> int:
     if isinstance(setting, int):
         return min(setting, most)
     return min(most, (disk.free + used) // 2, disk.total // 5)
+
+
+def compute_pause_seconds(part_bytes: int, *, urgent: bool) -> float:
+    """Return the seconds between two parts of `part_bytes` that are cut out while requests run. `urgent`: their entry
+    may soon be evicted from memory."""
+    if urgent:
+        return min(URGENT_WRITE_INTERVAL_SECONDS, part_bytes / URGENT_WRITE_SPEED)
+    return min(BUSY_WRITE_INTERVAL_SECONDS, part_bytes / BUSY_WRITE_SPEED)

@@ -33,21 +33,17 @@ from node.engine.kv.disk.block_file import BlockPart
 from node.engine.kv.disk.block_index import BlockIndex, FolderSize
 from node.engine.kv.disk.block_reader import DiskRestore, PlannedPart, ReadPlan
 from node.engine.kv.disk.block_writer import BlockWriter
-from node.engine.kv.disk.disk_budget import DAILY_DISK_SHARE, WriteBudget, compute_quota
+from node.engine.kv.disk.disk_budget import DAILY_DISK_SHARE, WriteBudget, compute_pause_seconds, compute_quota
 from node.engine.kv.disk.layer_parts import LaunchedCut, begin_cut, count_window_blocks
 from node.engine.kv.kv_cache import Layers
 from node.engine.kv.prefix_store import BLOCK_TOKENS, MAX_EVICTIONS_REPORTED, CachedPrefix, DiskCopy
 from node.engine.kv.radix_trie import ID_BYTES
 from wire.report import CacheState
-from wire.units import GIB, MIB, show_size
+from wire.units import GIB, show_size
 
 FIRST_READ_SPEED = 1.0 * GIB
 """Bytes per second that a disk is expected to read before a measurement."""
 SPEED_WEIGHT = 0.2
-BUSY_WRITE_INTERVAL_SECONDS, BUSY_WRITE_SPEED = 1.0, 12 * MIB
-"""Most seconds between two parts that are cut out while requests run, and the bytes per second of smaller parts."""
-URGENT_WRITE_INTERVAL_SECONDS, URGENT_WRITE_SPEED = 0.25, 32 * MIB
-"""The same while memory has no room for another such entry. An entry is then on the disk before it is evicted."""
 RETRY_SECONDS = 0.05
 """Seconds until the next try while the writer is behind or memory is short."""
 MAX_PENDING = 256
@@ -331,11 +327,7 @@ class DiskCache:
             self._next_at = now + RETRY_SECONDS
             return
         entry, parts, key_file, _, part_bytes = self._pending[0]
-        longest, speed = BUSY_WRITE_INTERVAL_SECONDS, BUSY_WRITE_SPEED
-        if urgent:
-            longest, speed = URGENT_WRITE_INTERVAL_SECONDS, URGENT_WRITE_SPEED
-        pause = min(longest, part_bytes / speed)
-        self._next_at = now + pause if busy else 0.0
+        self._next_at = now + compute_pause_seconds(part_bytes, urgent=urgent) if busy else 0.0
         if entry.value is None:
             self._pending.popleft()
             self.unwritten += 1

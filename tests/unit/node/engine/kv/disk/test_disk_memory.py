@@ -11,14 +11,13 @@ from mlx_lm.models.cache import KVCache
 
 from node.engine.kv.disk.block_chain import BlockName
 from node.engine.kv.disk.block_file import BlockArray, BlockPart
-from node.engine.kv.disk.disk_cache import (
+from node.engine.kv.disk.disk_budget import (
     BUSY_WRITE_INTERVAL_SECONDS,
     BUSY_WRITE_SPEED,
     URGENT_WRITE_INTERVAL_SECONDS,
     URGENT_WRITE_SPEED,
-    CacheShape,
-    DiskCache,
 )
+from node.engine.kv.disk.disk_cache import CacheShape, DiskCache
 from node.engine.kv.kv_cache import Layers
 from node.engine.kv.prefix_memory import PrefixMemory
 from node.engine.kv.prefix_store import BLOCK_TOKENS, CachedPrefix, PrefixCache
