@@ -91,10 +91,14 @@ class Ward:
         until(here, what=f"the engine of {node} with {models}")
         return self.pool.node(node)["engine"]["cause"]
 
+    def forwards(self) -> int:
+        """Return the forwards of `victim` since the start of its engine."""
+        return counts(self.pool, "victim")["forwards"]
+
     def reads(self, forwards: int) -> None:
         """Wait until `victim` has begun `forwards` more forwards of prompts."""
-        before = counts(self.pool, "victim")["forwards"]
-        until(lambda: counts(self.pool, "victim")["forwards"] >= before + forwards, what="a prompt being read")
+        before = self.forwards()
+        until(lambda: self.forwards() >= before + forwards, what="a prompt being read")
 
 
 def join(made: Pool, name: str, *folders: Path) -> None:
@@ -279,13 +283,12 @@ def test_a_client_that_leaves_costs_nothing_more(ward: Ward, prompt: str) -> Non
     assert greets(ward.client, "quick")
     with cordoned(ward.pool, "other"):
         ward.load("left")
-        began = counts(ward.pool, "victim")["forwards"]
-        leave(ward.pool, "left", prompt, lambda: until(busy, what="it works"))
+        began = ward.forwards()
+        leave(ward.pool, "left", prompt, lambda: until(lambda: busy() and ward.forwards() > began, what="a forward"))
         left = time.monotonic()
         until(lambda: at_rest(ward.pool, "victim"), 5, "all given back")
         assert time.monotonic() - left < 2, "longer than a chunk, a report and some noise"
     before = counts(ward.pool, "victim")
-    assert before["forwards"] > began
     again, last = forwards_of_one(ward.pool, ward.client, "victim", "quick")
     assert (again, last) == (before["forwards"], before["forwards"] + 2)
     steps = counts(ward.pool, "victim")["steps"] - before["steps"]
