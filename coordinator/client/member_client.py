@@ -82,7 +82,7 @@ def query_coordinator(member: MemberIdentity, path: str) -> dict[str, Any]:
         except OSError as error:
             failures.append(f"{address} ({error.strerror or error})")
         except ValueError:
-            failures.append(f"{address} (its answer is no JSON)")
+            failures.append(f"{address} (its address or its answer is invalid)")
     tried = ", ".join(failures) or "no address is known"
     raise CommandError(
         UNREACHABLE, f"the coordinator of this node cannot be reached: {tried}; check that `cluster up` runs there"

@@ -118,3 +118,6 @@ async def test_command_queries_the_coordinator_of_the_node(port: Port, tmp_path:
     gone = replace(member, addresses=("127.0.0.1:1",))
     with pytest.raises(CommandError, match="cannot be reached"):
         await asyncio.to_thread(query_coordinator, gone, "/api/v1/nodes")
+    damaged = replace(member, addresses=("127.0.0.1:port",))
+    with pytest.raises(CommandError, match="its address or its answer is invalid"):
+        await asyncio.to_thread(query_coordinator, damaged, "/api/v1/nodes")
