@@ -463,9 +463,9 @@ def test_removed_node_is_out_at_once_and_cannot_come_back(home: Pool) -> None:
     again = home.join("removed", wait=False)
     assert again.popen.wait(15) == 4
     former = identity_of(home, "removed")
-    anew = joined_by_token(home, "removed")
+    rejoined = joined_by_token(home, "removed")
     assert identity_of(home, "removed") != former
-    assert anew.stop() == 0
+    assert rejoined.stop() == 0
 
     state = home.folder / "removed"
     (state / "config.toml").write_text('[node]\nmachine = "removed"\n')

@@ -271,7 +271,7 @@ FAILING: tuple[tuple[str, Any, str, str], ...] = (
     ("mute", openai.InternalServerError, "model_load_failed", "tokenizer"),
     ("unheard-of", openai.InternalServerError, "model_load_failed", "nonesuch"),
     ("own-code", openai.InternalServerError, "model_load_failed", "which Macpool never runs"),
-    ("nobody", openai.NotFoundError, "model_not_found", "nearest names"),
+    ("missing", openai.NotFoundError, "model_not_found", "nearest names"),
 )
 
 
