@@ -17,7 +17,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from node.engine.kv.disk.block_file import BlockPart
-from node.engine.kv.disk.disk_cache import CacheShape, DiskCache
+from node.engine.kv.disk.disk_cache import DiskCache
+from node.engine.kv.disk.write_queue import CacheShape
 from node.engine.kv.kv_cache import Layers
 from node.engine.kv.prefix_store import BLOCK_TOKENS, CachedPrefix
 from node.engine.kv.radix_trie import pack
@@ -51,8 +52,8 @@ def _save_forever(folder: Path, seed: int) -> None:
     for number in itertools.count():
         ids = _build_ids(seed + number % PROMPTS)
         disk.offer(CachedPrefix("m", pack(ids), _build_cache(ids), 1), SHAPE, 1.0)
-        while disk.get_next_write() is not None or disk.queued_bytes:
-            disk.write_next(time.monotonic(), busy=False, has_room=True)
+        while disk.queue.get_next_write() is not None or disk.queued_bytes:
+            disk.write_next(time.monotonic(), busy=False, room=1)
         if not number:
             sys.stdout.write("saving\n")
             sys.stdout.flush()

@@ -167,13 +167,14 @@ def is_plain(layers: Iterable[LayerCache]) -> bool:
     return all(type(cast("object", layer)) is KVCache for layer in layers)
 
 
-def view_row(layers: Iterable[LayerCache], place: int, length: int) -> Layers:
-    """Return a view of the first `length` tokens of row `place`, in plain caches of many rows."""
-    return [_view_layer(layer, place, length) for layer in layers]
+def view_row(layers: Iterable[LayerCache], place: int, end: int, start: int = 0) -> Layers:
+    """Return a view of the tokens from `start` to `end` of row `place`. The caches of many rows hold keys and values of
+    all tokens."""
+    return [_view_layer(layer, place, start, end) for layer in layers]
 
 
-def _view_layer(layer: Any, place: int, length: int) -> LayerCache:
-    return _create_plain(*(array[place : place + 1, :, :length, :] for array in (layer.keys, layer.values)))
+def _view_layer(layer: Any, place: int, start: int, end: int) -> LayerCache:
+    return _create_plain(*(array[place : place + 1, :, start:end, :] for array in (layer.keys, layer.values)))
 
 
 def repeat_row(layers: Iterable[LayerCache], rows: int) -> Layers:

@@ -1,7 +1,8 @@
 """Memory of the prefix cache: room for new entries, and eviction for the engine.
 
 Cached bytes are evicted before any request is refused. Histories of prefills in progress (`window_history`) and parts
-in the queue of the disk cache count as cached. They are released before any entry.
+in the queue of the disk cache count as cached. Histories are released before any entry, and parts after the last one:
+they are soon written, and free their memory then.
 """
 
 from collections.abc import Callable
@@ -73,28 +74,31 @@ class PrefixMemory:
 
     def evict_until_fits(self, need: int) -> bool:
         """Evict the least recently used entries until `need` bytes fit or none is left; return whether they fit."""
-        memory = self._memory()
-        while self.nbytes and exceeds_headroom(memory, need):
-            self._release(max(1, need - (memory.headroom or 0)))
+        memory, released = self._memory(), True
+        while self.nbytes and released and exceeds_headroom(memory, need):
+            released = self._release(max(1, need - (memory.headroom or 0)))
             memory = self._memory()
         return _fits(memory, need)
 
     def evict_until(self, enough: Callable[[], bool]) -> None:
         """Evict the least recently used entries until `enough()` or none is left."""
-        while self.nbytes and not enough():
-            self._release(1)
+        released = True
+        while self.nbytes and released and not enough():
+            released = self._release(1)
 
-    def _release(self, size: int) -> None:
-        """Release histories of prefills in progress and queued parts. Then release entries until `size` bytes are free
-        or none is left."""
+    def _release(self, size: int) -> bool:
+        """Release histories of prefills in progress. Then release entries until `size` bytes are free or none is left,
+        and then the queued parts. Return whether anything was released: the part that is being written stays, however
+        long that takes."""
         released = self.histories.clear()
-        if self._disk is not None:
-            released += self._disk.clear_queue()
         if released < size:
-            self._store.evict(size - released)
+            released += self._store.evict(size - released)
+        if released < size and self._disk is not None:
+            released += self._disk.clear_queue()
         clear_buffers()
         trim()
         self._on_released()
+        return released > 0
 
     def has_room(self, size: int) -> bool:
         """Return whether `size` bytes fit without an eviction."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
+from node.engine.kv.kv_cache import Layers
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.requests.sequence import Row
 from node.engine.scheduling.decode_batch import DecodeBatch
@@ -56,6 +57,12 @@ class BatchTable:
         if not batches:
             self._batches.pop(loaded_model.name, None)
         return batch
+
+    def view_row(self, model: str, row: Row) -> Layers | None:
+        """Return a view of the cache of a row of the model with this name (`DecodeBatch.view`); None if it does not
+        decode."""
+        views = (batch.view(row) for batch in self._batches.get(model, NO_BATCHES).values())
+        return next((view for view in views if view is not None), None)
 
     def count_rows(self) -> int:
         """Return the number of decoding rows."""

@@ -25,7 +25,7 @@ from mlx_lm.generate import GenerationBatch, StopSequences
 from mlx_lm.models.cache import BatchKVCache, TokenBuffer
 
 from node.engine.grammar.logits_mask import LogitsMask
-from node.engine.kv.kv_cache import LayerCache, Layers, TextModel, evaluate, materialize, sum_nbytes
+from node.engine.kv.kv_cache import LayerCache, Layers, TextModel, evaluate, materialize, sum_nbytes, view_row
 from node.engine.scheduling.sampling import Processor, Sampler, choose_greedily
 
 NO_STOPS = StopSequences()
@@ -299,6 +299,19 @@ class DecodeBatch(Generic[K]):
         assert self._batch is not None  # noqa: S101  a row is in it
         place = self._find_place(row)
         return materialize(layer.extract(place) for layer in self._batch.prompt_cache)
+
+    def view(self, row: K) -> Layers | None:
+        """Return a view of a row's cache without padding. Return None if the row is not in the batch, or if its layers
+        do not hold keys and values of all tokens. The next step invalidates the view."""
+        batch = self._batch
+        if batch is None or not any(row is other for other in self.list_rows()):
+            return None
+        layers: list[Any] = batch.prompt_cache
+        if any(type(layer) is not BatchKVCache for layer in layers):
+            return None
+        place = self._find_place(row)
+        padding = cast("list[int]", layers[0].left_padding.tolist())
+        return view_row(layers, place, layers[0]._idx, padding[place])
 
     def _find_place(self, row: K) -> int:
         assert self._batch is not None  # noqa: S101 the callers have checked it

@@ -25,6 +25,7 @@ Rules
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from node.engine.kv.disk.write_queue import RowView
 from node.engine.kv.kv_cache import (
     CacheTrimMode,
     Layers,
@@ -60,6 +61,24 @@ from wire.frames import SHARED_SCOPE
 from wire.report import CacheState
 
 
+class TrimModes:
+    """How the caches of models can be cut."""
+
+    def __init__(self) -> None:
+        self._modes: dict[str, CacheTrimMode] = {}
+
+    def find(self, loaded_model: LoadedModel) -> CacheTrimMode:
+        """Return how the caches of a model can be cut."""
+        mode = self._modes.get(loaded_model.name)
+        if mode is None:
+            mode = self._modes[loaded_model.name] = find_trim_mode(create_cache(loaded_model.model))
+        return mode
+
+    def remove(self, model: str) -> None:
+        """Forget the model with this name, because it is unloaded."""
+        self._modes.pop(model, None)
+
+
 class PrefixCacheManager:
     """Prefix cache of the scheduler: lookup and storage for rows (see the module's docstring).
 
@@ -71,7 +90,7 @@ class PrefixCacheManager:
         self.disk = disk
         self.memory = memory
         self._store = store
-        self._trim_modes: dict[str, CacheTrimMode] = {}
+        self._trim_modes = TrimModes()
 
     # for the engine
 
@@ -108,7 +127,7 @@ class PrefixCacheManager:
     def evict_model(self, model: str) -> None:
         """Evict all entries of a model that is unloaded."""
         self._store.evict_model(model)
-        self._trim_modes.pop(model, None)
+        self._trim_modes.remove(model)
 
     def invalidate(self, model: str) -> None:
         """Evict all entries of a model after a fault, because the fault may be in an entry."""
@@ -122,7 +141,7 @@ class PrefixCacheManager:
 
         Set `sequence.cached` to the number of cached tokens, except for rows that return after their first join.
         """
-        if self.memory.compute_limit() <= 0 or self._get_trim_mode(prefill.loaded_model) is CacheTrimMode.NEVER:
+        if self.memory.compute_limit() <= 0 or self._trim_modes.find(prefill.loaded_model) is CacheTrimMode.NEVER:
             return
         key, sequence = pack(prefill.ids), prefill.sequence
         prompt, scope = key[: len(sequence.prompt) * ID_BYTES], sequence.cache_scope
@@ -142,7 +161,7 @@ class PrefixCacheManager:
         past, loaded_model = prefill.past, prefill.loaded_model
         if past is None or prefill.cache is not None or past.restoring is not None:
             return
-        mode = self._get_trim_mode(loaded_model)
+        mode = self._trim_modes.find(loaded_model)
         hit = self._find_prefix(loaded_model.name, past, cut=mode is not CacheTrimMode.EXACT)
         positions = choose_snapshot_positions(prefill.ids, past.eos, hit.length, hit.shared, past.shared)
         stops = [] if mode is CacheTrimMode.CUT else positions
@@ -176,7 +195,7 @@ class PrefixCacheManager:
             if last and past is not None:
                 self._store.pop(entry)
                 past.record_removal(hit.length)
-        if past is not None and self._get_trim_mode(prefill.loaded_model) is CacheTrimMode.WINDOW:
+        if past is not None and self._trim_modes.find(prefill.loaded_model) is CacheTrimMode.WINDOW:
             past.set_history(self.memory.histories.add(begin_history(layers, hit.length)))
         if past is not None:
             prefill.sequence.set_cached(hit.length)
@@ -205,7 +224,7 @@ class PrefixCacheManager:
         ):
             self._take_snapshot(prefill, past, cache)
             past.record_snapshot(prefill.stored_tokens)
-        elif self._get_trim_mode(prefill.loaded_model) is CacheTrimMode.EXACT:
+        elif self._trim_modes.find(prefill.loaded_model) is CacheTrimMode.EXACT:
             self._take_long_snapshot(prefill, past, cache)
 
     def _take_long_snapshot(self, prefill: Prefill, past: PrefixState, cache: Layers) -> None:
@@ -248,17 +267,18 @@ class PrefixCacheManager:
         ):
             self._store_entry(prefill.loaded_model, key, materialize(opening), b"", SHARED_SCOPE, snapshot=True)
 
-    def store_prompt(self, prefill: Prefill, transient: int) -> None:
+    def store_prompt(self, prefill: Prefill, transient: int, view: RowView) -> None:
         """Store the state of a whole prompt while its rows decode, because the next prompt may start with it.
 
         This applies only to caches that can be cut, if the state is not cached and memory suffices. The join copies the
-        cache without this as well; `transient` is the bytes of that copy.
+        cache without this as well; `transient` is the bytes of that copy. The disk cache can also write a decoding row
+        of the prompt by its `view`.
         """
         past, cache = prefill.past, prefill.cache
-        mode = self._get_trim_mode(prefill.loaded_model)
+        mode = self._trim_modes.find(prefill.loaded_model)
         if past is None or cache is None or mode is CacheTrimMode.EXACT:
             return
-        name, scope, layers = prefill.loaded_model.name, past.scope, cache.copy()
+        layers = cache.copy()
         if mode is CacheTrimMode.WINDOW:
             if past.history is None or past.history.is_lost:
                 return
@@ -268,25 +288,32 @@ class PrefixCacheManager:
         else:
             self._store_shared_prompt(prefill, cache, transient)
         past.record_removal(0)
-        covered = self._store.covers(name, past.key, cut=True, scope=scope)
-        if not covered and self.memory.make_room(sum_nbytes(layers), transient):
-            self._store_entry(prefill.loaded_model, past.key, layers, past.prompt_hash, scope)
+        self._store_or_offer(prefill, past.key, layers, transient, view)
 
-    def store_packed(self, prefill: Prefill, row: Layers, transient: int) -> None:
+    def store_packed(self, prefill: Prefill, row: Layers, transient: int, view: RowView) -> None:
         """Store a copy of the state of a packed prompt, unless it is cached or memory does not suffice.
 
         `row` is a view of the packed cache with all tokens of the prompt but the last. `transient` is the bytes that
-        the join of the packed prompts needs for a moment.
+        the join of the packed prompts needs for a moment. `view` is as in `store_prompt`.
         """
-        past = prefill.past
-        if past is None:
+        if prefill.past is not None:
+            self._store_shared_prompt(prefill, row, transient)
+            key = prefill.past.key[:-ID_BYTES]
+            self._store_or_offer(prefill, key, row, transient, view, copy=True)
+
+    def _store_or_offer(
+        self, prefill: Prefill, key: bytes, layers: Layers, transient: int, view: RowView, *, copy: bool = False
+    ) -> None:
+        """Store a prompt's cache, with `copy` a copy of it, unless it is cached. Without room only the disk cache may
+        write it."""
+        model, past = prefill.loaded_model, prefill.past
+        if past is None or self._store.covers(model.name, key, cut=True, scope=past.scope):
             return
-        name, key, scope = prefill.loaded_model.name, past.key[:-ID_BYTES], past.scope
-        self._store_shared_prompt(prefill, row, transient)
-        if not self._store.covers(name, key, cut=True, scope=scope) and self.memory.make_room(
-            sum_nbytes(row), transient
-        ):
-            self._store_entry(prefill.loaded_model, key, materialize(row), past.prompt_hash, scope)
+        if self.memory.make_room(sum_nbytes(layers), transient):
+            stored = materialize(layers) if copy else layers
+            self._store_entry(model, key, stored, past.prompt_hash, past.scope, view=view)
+        else:
+            self.disk.offer_row(model, key, past.prompt_hash, past.scope, sum_nbytes(layers), view)
 
     def put_back(self, prefill: Prefill) -> None:
         """Store again the prefix that a prefill took out of the cache, because its request was cancelled.
@@ -296,7 +323,7 @@ class PrefixCacheManager:
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or not past.removed_tokens:
             return
-        mode, length, layers = self._get_trim_mode(prefill.loaded_model), past.removed_tokens, cache
+        mode, length, layers = self._trim_modes.find(prefill.loaded_model), past.removed_tokens, cache
         if mode is CacheTrimMode.WINDOW and past.history is not None and not past.history.is_lost:
             layers = past.history.build_layers(cache, length)
         elif mode is not CacheTrimMode.CUT:
@@ -316,7 +343,7 @@ class PrefixCacheManager:
         sequence = row.sequence
         if row.choice or not sequence.prompt_hash:
             return
-        ids, mode = batch.get_ids(row), self._get_trim_mode(loaded_model)
+        ids, mode = batch.get_ids(row), self._trim_modes.find(loaded_model)
         name, key, scope = loaded_model.name, pack(ids), sequence.cache_scope
         cut = mode is not CacheTrimMode.EXACT
         if len(ids) < MIN_PREFIX_TOKENS or self._store.covers(name, key, cut=cut, scope=scope):
@@ -337,21 +364,16 @@ class PrefixCacheManager:
         scope: str,
         *,
         snapshot: bool = False,
+        view: RowView | None = None,
     ) -> CachedPrefix[Layers] | None:
         if len(key) < MIN_PREFIX_TOKENS * ID_BYTES:
             return None
-        mode = self._get_trim_mode(loaded_model)
+        mode = self._trim_modes.find(loaded_model)
         cuts = compute_cuts(layers) if mode is CacheTrimMode.WINDOW else None
         entry = CachedPrefix(loaded_model.name, key, layers, sum_nbytes(layers), prompt_hash, snapshot, scope, cuts)
         if mode is not CacheTrimMode.EXACT and not snapshot:
             earlier = self._store.find_redundant(entry.model, key, scope)
             self._store.remove_redundant(other for other in earlier if entry.covers_cuts(other))
         self._store.store(entry)
-        self.disk.offer(loaded_model, entry)
+        self.disk.offer(loaded_model, entry, view)
         return entry
-
-    def _get_trim_mode(self, loaded_model: LoadedModel) -> CacheTrimMode:
-        mode = self._trim_modes.get(loaded_model.name)
-        if mode is None:
-            mode = self._trim_modes[loaded_model.name] = find_trim_mode(create_cache(loaded_model.model))
-        return mode

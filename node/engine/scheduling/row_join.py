@@ -1,6 +1,7 @@
 """Join of prefilled rows with their decode batches, each through the gate, because a join copies a batch."""
 
 import time
+from functools import partial
 
 import mlx.core as mx
 
@@ -74,7 +75,8 @@ class RowJoin:
             refused = self._forwards.check(GateSite.JOIN, estimator.estimate_charged_join(grown, layers, width))
             if refused is not None:
                 return refused
-            self._prefixes.store_prompt(prefill, grown // max(1, layers))
+            view = partial(self._batches.view_row, loaded_model.name, rows[0])
+            self._prefixes.store_prompt(prefill, grown // max(1, layers), view)
             active_bytes = mx.get_active_memory()
             tokens += self._join_batch(prefill, rows, cache if rows is parts[-1] else cache.copy(), logits)
             above = self._forwards.peak_tracker.measure_peak_above_mark() - max(
@@ -112,7 +114,8 @@ class RowJoin:
         if self._forwards.check(GateSite.JOIN, estimator.estimate_charged_join(grown, layers, rows)) is not None:
             return False
         for place, prefill in enumerate(members):
-            self._prefixes.store_packed(prefill, view_row(cache, place, len(prefill.ids) - 1), copied)
+            view = partial(self._batches.view_row, loaded_model.name, prefill.rows[0])
+            self._prefixes.store_packed(prefill, view_row(cache, place, len(prefill.ids) - 1), copied, view)
         number = ledger.get_batch_number(longest)
         batch = self._batches.get(loaded_model, number) or DecodeBatch(loaded_model.model)
         joining = [

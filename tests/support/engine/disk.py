@@ -49,7 +49,7 @@ def get_disk(driver: Driver) -> DiskCache:
 def write_all(driver: Driver) -> None:
     """Step an idle engine until all files are written."""
     disk, until = get_disk(driver), time.monotonic() + SECONDS
-    while disk.get_next_write() is not None or disk.queued_bytes:
+    while disk.queue.get_next_write() is not None or disk.queued_bytes:
         assert time.monotonic() < until
         driver.turn()
 

@@ -87,6 +87,11 @@ class BlockWriter:
             self.saves += 1
             self._changed.notify()
 
+    def wait(self, seconds: float) -> bool:
+        """Wait until all parts are written or dropped. Return False if that takes longer than `seconds`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._unfinished, seconds)
+
     def clear(self) -> int:
         """Drop the parts that are not being written yet; return their bytes."""
         with self._changed:
@@ -116,10 +121,12 @@ class BlockWriter:
                 self._resume_at = time.monotonic() + PAUSE_AFTER_ERROR_SECONDS
                 log.exception("not written", file=part.name.file, error=str(error))
                 self.clear()
-            with self._changed:
-                self._nbytes -= part.nbytes
-                self._unfinished -= 1
+            nbytes = part.nbytes
             del part
+            with self._changed:
+                self._nbytes -= nbytes
+                self._unfinished -= 1
+                self._changed.notify_all()
 
     def _write(self, part: QueuedPart) -> None:
         pieces = encode_block(part.name.chain, part.name.part, part.name.tokens, part.arrays)

@@ -18,23 +18,25 @@ import secrets
 import shutil
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Iterator
-from importlib.metadata import version
+from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
 import structlog
 from msgspec.structs import replace
 
 from host.private_files import create_private_folder, write_private
-from node.engine.kv.disk.block_chain import BlockName, compute_chain, compute_root, name_state
+from node.engine.kv.disk.block_chain import BlockName, compute_chain, compute_root
 from node.engine.kv.disk.block_file import BlockPart
 from node.engine.kv.disk.block_index import BlockIndex, FolderSize
 from node.engine.kv.disk.block_reader import DiskRestore, PlannedPart, ReadPlan
 from node.engine.kv.disk.block_writer import BlockWriter
-from node.engine.kv.disk.disk_budget import DAILY_DISK_SHARE, WriteBudget, compute_pause_seconds, compute_quota
-from node.engine.kv.disk.layer_parts import LaunchedCut, begin_cut, count_window_blocks
+from node.engine.kv.disk.disk_budget import (
+    DAILY_DISK_SHARE,
+    WriteBudget,
+    compute_quota,
+)
+from node.engine.kv.disk.layer_parts import count_window_blocks
+from node.engine.kv.disk.write_queue import VERSIONS, CacheShape, RowView, WriteQueue, list_entry_parts
 from node.engine.kv.kv_cache import Layers
 from node.engine.kv.prefix_store import BLOCK_TOKENS, MAX_EVICTIONS_REPORTED, CachedPrefix, DiskCopy
 from node.engine.kv.radix_trie import ID_BYTES
@@ -44,37 +46,9 @@ from wire.units import GIB, show_size
 FIRST_READ_SPEED = 1.0 * GIB
 """Bytes per second that a disk is expected to read before a measurement."""
 SPEED_WEIGHT = 0.2
-RETRY_SECONDS = 0.05
-"""Seconds until the next try while the writer is behind or memory is short."""
-MAX_PENDING = 256
-"""Maximum entries that wait to be written. The oldest is dropped first."""
 LOCK, IDENTITY = "lock", "identity"
-VERSIONS = f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
 
 log = structlog.get_logger("engine.disk_cache")
-
-
-class CacheShape(NamedTuple):
-    """Parts of the caches of a model."""
-
-    fingerprint: str
-    parts: frozenset[BlockPart]
-    window: int
-    """Tokens of the longest sliding window; 0 without one."""
-
-
-class PendingEntry(NamedTuple):
-    """Stored sequence whose missing parts are written."""
-
-    entry: CachedPrefix[Layers]
-    parts: Iterator[tuple[BlockName, int, int]]
-    """Names of its parts, with the positions of their first and last tokens."""
-    key_file: str
-    """File without which the entry is of no use: the state, or the first block."""
-    shape: CacheShape
-    """Parts of the caches of its model."""
-    part_bytes: int
-    """Most bytes of one of its parts, about."""
 
 
 class DiskCache:
@@ -90,15 +64,11 @@ class DiskCache:
         self._size = size
         self._index = BlockIndex()
         self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        self._pending: deque[PendingEntry] = deque()
-        self._cut: tuple[BlockName, LaunchedCut] | None = None
-        """Part whose copies were launched, for the writer."""
+        self.queue = WriteQueue(self._index, self._add_copy)
+        """Entries that wait to be written."""
         self._copies: dict[str, dict[bytes, DiskCopy]] = {}
         """Copies of entries by the file without which a copy is of no use, and by the hash of the prompt."""
         self._read_speed = FIRST_READ_SPEED
-        self._next_at = 0.0
-        self.unwritten = 0
-        """Entries that were evicted or dropped before all of their parts were written."""
         self.writer: BlockWriter | None = None
         """Writer; None if another process writes to this folder."""
         if not self._open_writer():
@@ -145,32 +115,27 @@ class DiskCache:
             disk_read_bytes=self.read_bytes,
             disk_saves=0 if writer is None else writer.saves,
             disk_persisted=0 if writer is None else writer.persisted,
-            disk_drops=self.unwritten + (0 if writer is None else writer.drops),
+            disk_drops=self.queue.unwritten + (0 if writer is None else writer.drops),
             disk_errors=self.faults + (0 if writer is None else writer.errors),
             disk_evictions=0 if writer is None else writer.evictions,
             store=self.store_id,
             disk_quota=0 if writer is None else writer.quota,
             disk_budget=0 if writer is None else writer.budget_bytes,
-            disk_waiting=len(self._pending) + (0 if writer is None else len(writer)),
+            disk_waiting=len(self.queue) + (0 if writer is None else len(writer)),
         )
 
     @property
     def queued_bytes(self) -> int:
         """Bytes in memory that wait for the writer, and those of the copies that were launched."""
-        return (0 if self._cut is None else self._cut[1].nbytes) + (0 if self.writer is None else self.writer.nbytes)
+        return self.queue.nbytes + (0 if self.writer is None else self.writer.nbytes)
 
     def clear_queue(self) -> int:
-        """Discard the parts that are queued for the writer or being copied for it, and return their bytes.
-
-        Parts of the oldest pending entry are cut out again if that entry stays in memory. Parts of earlier entries are
-        not written.
-        """
-        if self._pending:
-            first = self._pending[0]
-            self._pending[0] = first._replace(parts=_list_parts(first.entry, first.shape))
-        launched, self._cut = self._cut, None
-        self.unwritten += launched is not None
-        return (0 if launched is None else launched[1].nbytes) + (0 if self.writer is None else self.writer.clear())
+        """Write or drop the parts that are queued for the writer or being copied for it (`WriteQueue.flush`). Return
+        their bytes."""
+        before = self.queued_bytes
+        if self.writer is not None and before:
+            self.queue.flush(self.writer)
+        return before - self.queued_bytes
 
     def take_lost(self) -> list[bytes]:
         """Return the hashes of the prompts that left memory earlier and the disk since the last call."""
@@ -185,7 +150,7 @@ class DiskCache:
     def _add_copy(self, entry: CachedPrefix[Layers], file: str) -> None:
         """Record that an entry is on the disk, where it is of no use without `file`."""
         copies = self._copies.setdefault(file, {})
-        copies[entry.prompt_hash] = copy = DiskCopy(entry.prompt_hash)
+        copies[entry.prompt_hash] = copy = DiskCopy(entry.prompt_hash, in_memory=entry.is_stored)
         entry.set_copy(copy)
         if len(copies) > MAX_EVICTIONS_REPORTED:
             del copies[next(iter(copies))]
@@ -199,8 +164,7 @@ class DiskCache:
         written. Raise OSError if files cannot be deleted, or if another process writes to the folder."""
         if not self._open_writer() or self.writer is None:
             raise BlockingIOError(f"another process writes to {self._folder}")
-        self._pending.clear()
-        self._cut = None
+        self.queue.clear()
         self.writer.discard()
         for fingerprint in [model] if model else self.list_models():
             for file in self._index.list_files(fingerprint):
@@ -278,69 +242,28 @@ class DiskCache:
 
     def remove_entry(self, entry: CachedPrefix[Layers], shape: CacheShape) -> None:
         """Remove the files of an entry, because its request has failed."""
-        self.remove_parts([PlannedPart(name, start) for name, start, _ in _list_parts(entry, shape)])
+        self.remove_parts([PlannedPart(name, start) for name, start, _ in list_entry_parts(entry, shape)])
 
     # writing
 
-    def offer(self, entry: CachedPrefix[Layers], shape: CacheShape, prefill_seconds: float) -> None:
+    def offer(
+        self,
+        entry: CachedPrefix[Layers],
+        shape: CacheShape,
+        prefill_seconds: float,
+        view: RowView | None = None,
+    ) -> None:
         """Queue an entry to be written, if its prefill of `prefill_seconds` takes at least `min_seconds` longer than
-        its reading. Drop the oldest entry above `MAX_PENDING`."""
+        its reading. `view`: `PendingEntry.view`."""
         saved = prefill_seconds - self.estimate_read_seconds(entry.nbytes)
         if not shape.parts or saved < self.min_seconds or not self._open_writer():
             return
-        parts = list(_list_parts(entry, shape))
-        if not parts:
-            return
-        has_state = BlockPart.STATE in shape.parts
-        key_part = parts[-1] if has_state else parts[0]
-        part_bytes = entry.nbytes if has_state else entry.nbytes * BLOCK_TOKENS // entry.length
-        self._pending.append(PendingEntry(entry, iter(parts), key_part[0].file, shape, part_bytes))
-        if len(self._pending) > MAX_PENDING:
-            self._pending.popleft()
-            self.unwritten += 1
+        self.queue.add(entry, shape, view)
 
-    def get_next_bytes(self) -> int:
-        """Return the most bytes of the part that `write_next` cuts out; 0 if nothing is to be written."""
-        return self._pending[0].part_bytes if self._pending else 0
-
-    def get_entry_bytes(self) -> int:
-        """Return the bytes of the entry whose parts `write_next` cuts out; 0 if nothing is to be written."""
-        return self._pending[0].entry.nbytes if self._pending else 0
-
-    def get_next_write(self) -> float | None:
-        """Return the monotonic time from which `write_next` may be called; None if nothing is to be written."""
-        return 0.0 if self._cut is not None else self._next_at if self._pending else None
-
-    def write_next(self, now: float, *, busy: bool, has_room: bool, urgent: bool = False) -> None:
-        """Launch the copies of the next missing part of an entry, if that is due at the monotonic time `now`. The next
-        call queues them for the writer: no decode step waits for them. `busy`: requests run. `has_room`: memory
-        suffices for a part. `urgent`: the entry may soon be evicted from memory."""
-        if self.writer is None:
-            return
-        if self._cut is not None:
-            (name, cut), self._cut = self._cut, None
-            self.writer.put(name, cut.collect())
-            return
-        if not self._pending or now < self._next_at:
-            return
-        if not has_room or not self.writer.can_accept():
-            self._next_at = now + RETRY_SECONDS
-            return
-        entry, parts, key_file, _, part_bytes = self._pending[0]
-        self._next_at = now + compute_pause_seconds(part_bytes, urgent=urgent) if busy else 0.0
-        if entry.value is None:
-            self._pending.popleft()
-            self.unwritten += 1
-            return
-        for name, start, end in parts:
-            if name in self._index:
-                continue
-            cut = begin_cut(entry.value, name.part, start, end)
-            if cut is not None:
-                self._cut = name, cut
-                return
-        self._add_copy(entry, key_file)
-        self._pending.popleft()
+    def write_next(self, now: float, *, busy: bool, room: int, urgent: bool = False) -> None:
+        """Write the next parts that are due at the monotonic time `now`, as in `WriteQueue.write_next`."""
+        if self.writer is not None:
+            self.queue.write_next(self.writer, now, busy=busy, room=room, urgent=urgent)
 
 
 def clear_folder(folder: Path, model: str) -> None:
@@ -368,18 +291,6 @@ def delete_files(folder: Path, model: str) -> None:
 
 def _list_blocks(model: str, chain: list[bytes], first: int, last: int, part: BlockPart) -> list[tuple[BlockName, int]]:
     return [(BlockName(model, part, chain[block + 1]), block) for block in range(first, last)]
-
-
-def _list_parts(entry: CachedPrefix[Layers], shape: CacheShape) -> Iterator[tuple[BlockName, int, int]]:
-    """Yield the names of all parts of an entry with the positions of their tokens, in the order of the blocks."""
-    chain = compute_chain(compute_root(shape.fingerprint, VERSIONS, entry.scope), entry.key)
-    for block, link in enumerate(chain[1:]):
-        for part in (BlockPart.TOKENS, BlockPart.WINDOW):
-            if part in shape.parts:
-                yield BlockName(shape.fingerprint, part, link), block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS
-    if BlockPart.STATE in shape.parts:
-        start = (len(chain) - 1) * BLOCK_TOKENS
-        yield name_state(shape.fingerprint, chain[-1], entry.key[start * ID_BYTES :]), start, entry.length
 
 
 def _read_identity(file: Path) -> str:

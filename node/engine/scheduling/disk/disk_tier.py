@@ -14,8 +14,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from node.engine.kv.disk.block_index import FolderSize
-from node.engine.kv.disk.disk_cache import CacheShape, DiskCache, clear_folder
+from node.engine.kv.disk.disk_cache import DiskCache, clear_folder
 from node.engine.kv.disk.layer_parts import get_window, list_parts
+from node.engine.kv.disk.write_queue import CacheShape, RowView
 from node.engine.kv.kv_cache import Layers, compute_mean_capacity, create_cache
 from node.engine.kv.prefix_memory import PrefixMemory
 from node.engine.kv.prefix_store import CachedPrefix
@@ -29,8 +30,8 @@ from wire.report import CacheState, ModelCache
 
 READ_TIMEOUT_SECONDS = 0.02
 """Seconds that a turn waits for the next part."""
-WRITE_ROOM_PARTS = 2
-"""Parts that must fit into the memory before one is cut out to be written."""
+MAX_PARTS_PER_TURN = 4
+"""Maximum parts that are cut out in a turn to be written. One more must fit into the memory."""
 
 
 class DiskTier:
@@ -108,23 +109,39 @@ class DiskTier:
 
     # entries
 
-    def offer(self, loaded_model: LoadedModel, entry: CachedPrefix[Layers]) -> None:
-        """Queue an entry to be written, if that is worth it."""
+    def offer(self, loaded_model: LoadedModel, entry: CachedPrefix[Layers], view: RowView | None = None) -> None:
+        """Queue an entry to be written, if that is worth it. `view()` returns a cache with its tokens, which is used
+        once the entry has left memory."""
         if self.cache is not None:
             seconds = loaded_model.stats.estimate_prefill_seconds(entry.length)
-            self.cache.offer(entry, self._get_shape(loaded_model), seconds)
+            self.cache.offer(entry, self._get_shape(loaded_model), seconds, view)
+
+    def offer_row(
+        self,
+        loaded_model: LoadedModel,
+        key: bytes,
+        prompt_hash: bytes,
+        scope: str,
+        nbytes: int,
+        view: RowView,
+    ) -> None:
+        """Queue the prompt of a decoding row that memory has no room to store. `key` has its packed ids, `nbytes` the
+        bytes of its cache, and `view()` returns that."""
+        self.offer(loaded_model, CachedPrefix(loaded_model.name, key, None, nbytes, prompt_hash, scope=scope), view)
 
     def find_next_write(self) -> float | None:
         """Return the monotonic time of the next call of `write_next`; None if nothing is to be written."""
-        return None if self.cache is None else self.cache.get_next_write()
+        return None if self.cache is None else self.cache.queue.get_next_write()
 
     def write_next(self, now: float, *, busy: bool) -> None:
         """Pass the next part to the writer, if that is due at the monotonic time `now`. `busy`: requests run."""
         due = self.find_next_write()
         if self.cache is not None and due is not None and due <= now:
-            room = WRITE_ROOM_PARTS * self.cache.get_next_bytes()
-            urgent = not self._memory.has_spare(self.cache.get_entry_bytes())
-            self.cache.write_next(now, busy=busy, has_room=self._memory.has_room(room), urgent=urgent)
+            part = self.cache.queue.get_next_bytes()
+            urgent = not self._memory.has_spare(self.cache.queue.get_entry_bytes())
+            most = MAX_PARTS_PER_TURN if urgent else 1
+            room = next((count for count in range(most, 0, -1) if self._memory.has_room((count + 1) * part)), 0)
+            self.cache.write_next(now, busy=busy, room=room, urgent=urgent)
 
     # for the engine
 

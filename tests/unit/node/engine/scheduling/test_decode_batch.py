@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
 
-from node.engine.kv.kv_cache import TextModel, measure_kv_parameters, sum_nbytes
+from node.engine.kv.disk.block_file import BlockPart
+from node.engine.kv.disk.layer_parts import begin_cut
+from node.engine.kv.kv_cache import TextModel, is_plain, measure_kv_parameters, sum_nbytes
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
 from node.engine.scheduling.sampling import choose_greedily
 from tests import models
@@ -174,3 +177,40 @@ def test_an_empty_batch_gives_nothing():
     assert batch.step() == []
     assert batch.sum_nbytes() == 0
     batch.drop_rows(["unknown"])
+
+
+def test_a_view_of_a_row_has_its_tokens_without_padding(model: TextModel):
+    prompts = {"a": prompt(1, 40), "b": prompt(2, 90)}
+    batch: DecodeBatch[str] = DecodeBatch(model)
+    for name, ids in prompts.items():
+        join(batch, model, name, ids)
+    view, copied = batch.view("a"), batch.extract("a")
+    assert batch.view("c") is None
+    plain = is_plain(prefilled(model, [25])[0])
+    assert (view is not None) == plain, "windows and states have no positions of tokens"
+    for mine, wanted in zip(cast("Any", view or []), cast("Any", copied), strict=plain):
+        assert mx.array_equal(mine.keys[..., :40, :], wanted.keys[..., :40, :])
+        assert mx.array_equal(mine.values[..., :40, :], wanted.values[..., :40, :])
+
+
+def test_a_part_of_a_row_is_cut_out_without_a_copy_of_the_batch(llama: TextModel):
+    batch: DecodeBatch[str] = DecodeBatch(llama)
+    names = ("a", "b", "c", "d")
+    for seed, name in enumerate(names):
+        join(batch, llama, name, prompt(seed, 800))
+    batch.step()
+
+    def measure_peak(*, cut: bool) -> int:
+        """Return the highest memory of three steps, above that before them."""
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        for start in (0, 256, 512):
+            part = begin_cut(batch.view(names[0]) or [], BlockPart.TOKENS, start, start + 256) if cut else None
+            assert (part is not None) == cut
+            batch.step()
+            del part
+        return mx.get_peak_memory() - before
+
+    plain, part = measure_peak(cut=False), batch.sum_nbytes() // 4 // 4
+    assert measure_peak(cut=True) <= plain + 2 * part

@@ -253,7 +253,7 @@ def test_a_failed_request_removes_its_own_files_only(filled: tuple[Path, list[in
 def test_only_what_saves_time_is_written(folder: Path):
     driver = open_driver(models.path("llama"), folder, min_seconds=3600.0)
     answer(driver, words(100))
-    assert get_disk(driver).get_next_write() is None
+    assert get_disk(driver).queue.get_next_write() is None
     off = open_driver(models.path("llama"), folder, size="off")
     assert off.engine.parts.prefix_cache.disk.cache is None
     assert off.engine.report(0.0).cache.store == ""
@@ -267,7 +267,7 @@ def test_queued_parts_go_before_a_request_is_refused(folder: Path):
     driver.engine.parts.prefix_cache.evict_until(lambda: False)
     write_all(driver)
     assert driver.engine.report(0.0).cache.disk_drops >= 1, "the entry went before all of it was written"
-    assert get_disk(driver).get_next_write() is None
+    assert get_disk(driver).queue.get_next_write() is None
 
 
 def test_the_engine_process_opens_the_folder_of_its_environment(folder: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,0 +1,180 @@
+"""Queue of the entries that wait to be written to the disk cache, and the names of their parts.
+
+The newest entry is written first, because the newest request is preempted first.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from typing import NamedTuple
+
+from node.engine.kv.disk.block_chain import BlockName, compute_chain, compute_root, name_state
+from node.engine.kv.disk.block_file import BlockPart
+from node.engine.kv.disk.block_index import BlockIndex
+from node.engine.kv.disk.block_writer import BlockWriter
+from node.engine.kv.disk.disk_budget import URGENT_BURST_SECONDS, compute_pause_seconds
+from node.engine.kv.disk.layer_parts import LaunchedCut, begin_cut
+from node.engine.kv.kv_cache import Layers
+from node.engine.kv.prefix_store import BLOCK_TOKENS, CachedPrefix
+from node.engine.kv.radix_trie import ID_BYTES
+
+VERSIONS = f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
+"""Versions of the libraries that compute caches. They are part of each chain."""
+FLUSH_SECONDS = 0.1
+"""Seconds that an eviction waits for the writer, which saves its parts and frees their memory."""
+RETRY_SECONDS = 0.05
+"""Seconds until the next try while the writer is behind or memory is short."""
+MAX_PENDING = 256
+"""Maximum entries that wait to be written. The oldest is dropped first."""
+
+
+RowView = Callable[[], Layers | None]
+"""Returns the cache of a decoding row, without a copy; None once the row does not decode any more."""
+
+
+class CacheShape(NamedTuple):
+    """Parts of the caches of a model."""
+
+    fingerprint: str
+    parts: frozenset[BlockPart]
+    window: int
+    """Tokens of the longest sliding window; 0 without one."""
+
+
+class PendingEntry(NamedTuple):
+    """Stored sequence whose missing parts are written."""
+
+    entry: CachedPrefix[Layers]
+    parts: Iterator[tuple[BlockName, int, int]]
+    """Names of its parts, with the positions of their first and last tokens."""
+    key_file: str
+    """File without which the entry is of no use: the state, or the first block."""
+    shape: CacheShape
+    """Parts of the caches of its model."""
+    part_bytes: int
+    """Most bytes of one of its parts, about."""
+    view: RowView | None = None
+    """Returns the cache of a row with its tokens while that decodes, for an entry that is not in memory."""
+
+    def get_layers(self) -> Layers | None:
+        """Return the cache from which parts are cut out; None if it is gone."""
+        if self.entry.value is None and self.view is not None:
+            return self.view()
+        return self.entry.value
+
+
+def list_entry_parts(entry: CachedPrefix[Layers], shape: CacheShape) -> Iterator[tuple[BlockName, int, int]]:
+    """Yield the names of all parts of an entry with the positions of their tokens, in the order of the blocks."""
+    chain = compute_chain(compute_root(shape.fingerprint, VERSIONS, entry.scope), entry.key)
+    for block, link in enumerate(chain[1:]):
+        for part in (BlockPart.TOKENS, BlockPart.WINDOW):
+            if part in shape.parts:
+                yield BlockName(shape.fingerprint, part, link), block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS
+    if BlockPart.STATE in shape.parts:
+        start = (len(chain) - 1) * BLOCK_TOKENS
+        yield name_state(shape.fingerprint, chain[-1], entry.key[start * ID_BYTES :]), start, entry.length
+
+
+class WriteQueue:
+    """Queue of the entries that wait to be written (see the module's docstring).
+
+    Files in `index` are not written again. `on_written(entry, file)` is called once the writer has all parts of an
+    entry. Without `file` the entry is of no use.
+    """
+
+    def __init__(self, index: BlockIndex, on_written: Callable[[CachedPrefix[Layers], str], None]) -> None:
+        self.unwritten = 0
+        """Entries that were evicted or dropped before all of their parts were written."""
+        self._index = index
+        self._on_written = on_written
+        self._pending: deque[PendingEntry] = deque()
+        self._cuts: list[tuple[BlockName, LaunchedCut]] = []
+        """Parts whose copies were launched, for the writer."""
+        self._next_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copies that were launched."""
+        return sum(cut.nbytes for _, cut in self._cuts)
+
+    def add(self, entry: CachedPrefix[Layers], shape: CacheShape, view: RowView | None = None) -> None:
+        """Add an entry that has any part. Drop the oldest one above `MAX_PENDING`. `view`: `PendingEntry.view`."""
+        parts = list(list_entry_parts(entry, shape))
+        if not parts:
+            return
+        has_state = BlockPart.STATE in shape.parts
+        key_part = parts[-1] if has_state else parts[0]
+        part_bytes = entry.nbytes if has_state else entry.nbytes * BLOCK_TOKENS // entry.length
+        self._pending.append(PendingEntry(entry, iter(parts), key_part[0].file, shape, part_bytes, view))
+        if len(self._pending) > MAX_PENDING:
+            self._pending.popleft()
+            self.unwritten += 1
+
+    def clear(self) -> None:
+        """Drop all entries, and the copies that were launched."""
+        self._pending.clear()
+        self._cuts.clear()
+
+    def get_next_bytes(self) -> int:
+        """Return the most bytes of the part that `write_next` cuts out; 0 if nothing is to be written."""
+        return self._pending[-1].part_bytes if self._pending else 0
+
+    def get_entry_bytes(self) -> int:
+        """Return the bytes of the entry whose parts `write_next` cuts out; 0 if nothing is to be written."""
+        return self._pending[-1].entry.nbytes if self._pending else 0
+
+    def get_next_write(self) -> float | None:
+        """Return the monotonic time from which `write_next` may be called; None if nothing is to be written."""
+        return 0.0 if self._cuts else self._next_at if self._pending else None
+
+    def write_next(self, writer: BlockWriter, now: float, *, busy: bool, room: int, urgent: bool = False) -> None:
+        """Pass the copies that the last call launched to the writer. Launch those of the next missing part of the
+        newest entry, if that is due at the monotonic time `now`.
+
+        No decode step waits for copies. `busy`: requests run. `room`: most parts for which memory suffices. `urgent`:
+        the entry may soon be evicted from memory; small parts are then launched together.
+        """
+        self._pass_copies(writer)
+        if not self._pending or now < self._next_at:
+            return
+        if not room or not writer.can_accept():
+            self._next_at = now + RETRY_SECONDS
+            return
+        pending = self._pending[-1]
+        pause = compute_pause_seconds(pending.part_bytes, urgent=urgent) if busy else 0.0
+        self._next_at = max(self._next_at, now - URGENT_BURST_SECONDS) if urgent else now
+        layers = pending.get_layers()
+        if layers is None:
+            self.unwritten += 1
+        else:
+            for name, start, end in pending.parts:
+                cut = None if name in self._index else begin_cut(layers, name.part, start, end)
+                if cut is None:
+                    continue
+                self._cuts.append((name, cut))
+                self._next_at += pause
+                if len(self._cuts) == room or self._next_at > now or not urgent:
+                    return
+            self._on_written(pending.entry, pending.key_file)
+        self._pending.pop()
+
+    def flush(self, writer: BlockWriter) -> None:
+        """Wait until the launched copies and all queued parts are written, because their memory is needed.
+
+        Drop those that are not written within `FLUSH_SECONDS`. They are cut out again if their entries are pending and
+        stay in memory.
+        """
+        self._pass_copies(writer)
+        if not writer.wait(FLUSH_SECONDS):
+            for place, pending in enumerate(self._pending):
+                self._pending[place] = pending._replace(parts=list_entry_parts(pending.entry, pending.shape))
+            writer.clear()
+
+    def _pass_copies(self, writer: BlockWriter) -> None:
+        """Pass the copies that were launched to the writer."""
+        for name, cut in self._cuts:
+            writer.put(name, cut.collect())
+        self._cuts.clear()
