@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,8 +52,10 @@ class BlockWriter:
         self._queue: deque[QueuedPart] = deque()
         self._changed = threading.Condition()
         self._nbytes = self._unfinished = 0
+        self._writing = ""
+        """File of the part that is being written; empty if there is none."""
         self._discard = False
-        """Whether the part that is being written is removed."""
+        """Whether that part is removed."""
         self._resume_at = 0.0
         self.quota = quota()
         """Bytes that all files may have, as of the last write."""
@@ -102,6 +104,16 @@ class BlockWriter:
             self._queue.clear()
         return dropped
 
+    def remove(self, files: Collection[str]) -> None:
+        """Drop the parts of these files that wait, and remove the one that is being written once it is complete."""
+        with self._changed:
+            self._discard |= self._writing in files
+            dropped = [part for part in self._queue if part.name.file in files]
+            self.drops += len(dropped)
+            self._nbytes -= sum(part.nbytes for part in dropped)
+            self._unfinished -= len(dropped)
+            self._queue = deque(part for part in self._queue if part.name.file not in files)
+
     def discard(self) -> None:
         """Drop all parts that wait, and remove the one that is being written once it is complete."""
         with self._changed:
@@ -114,6 +126,7 @@ class BlockWriter:
                 while not self._queue:
                     self._changed.wait()
                 part, self._discard = self._queue.popleft(), False
+                self._writing = part.name.file
             try:
                 self._write(part)
             except OSError as error:
@@ -124,6 +137,7 @@ class BlockWriter:
             nbytes = part.nbytes
             del part
             with self._changed:
+                self._writing = ""
                 self._nbytes -= nbytes
                 self._unfinished -= 1
                 self._changed.notify_all()

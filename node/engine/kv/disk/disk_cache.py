@@ -241,8 +241,13 @@ class DiskCache:
                     (self._folder / part.name.file).unlink()
 
     def remove_entry(self, entry: CachedPrefix[Layers], shape: CacheShape) -> None:
-        """Remove the files of an entry, because its request has failed."""
-        self.remove_parts([PlannedPart(name, start) for name, start, _ in list_entry_parts(entry, shape)])
+        """Remove the files of an entry, also those that wait to be written, because its request has failed."""
+        parts = [PlannedPart(name, start) for name, start, _ in list_entry_parts(entry, shape)]
+        files = {part.name.file for part in parts}
+        self.queue.remove(entry, files)
+        if self.writer is not None:
+            self.writer.remove(files)
+        self.remove_parts(parts)
 
     # writing
 

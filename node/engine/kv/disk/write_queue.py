@@ -4,7 +4,7 @@ The newest entry is written first, because the newest request is preempted first
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from importlib.metadata import version
 from typing import NamedTuple
 
@@ -112,6 +112,11 @@ class WriteQueue:
         if len(self._pending) > MAX_PENDING:
             self._pending.popleft()
             self.unwritten += 1
+
+    def remove(self, entry: CachedPrefix[Layers], files: Collection[str]) -> None:
+        """Drop an entry, and the launched copies of its files."""
+        self._pending = deque(pending for pending in self._pending if pending.entry is not entry)
+        self._cuts = [(name, cut) for name, cut in self._cuts if name.file not in files]
 
     def clear(self) -> None:
         """Drop all entries, and the copies that were launched."""

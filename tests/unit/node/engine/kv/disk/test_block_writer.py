@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from node.engine.kv.disk.block_chain import BlockName
 from node.engine.kv.disk.block_file import BlockArray, BlockPart, decode_block
@@ -89,6 +90,29 @@ def test_queued_parts_are_dropped_when_memory_is_short(tmp_path: Path):
     assert dropped == made.drops * large[0].nbytes
     assert made.drops >= 1
     assert made.persisted + made.drops == 4
+
+
+@pytest.mark.parametrize("removed", [(1, 2, 3), (2,), (1,)])
+def test_a_removed_part_is_not_written_although_it_is_being_written(tmp_path: Path, removed: tuple[int, ...]):
+    writing, may = threading.Event(), threading.Event()
+    may.set()
+
+    def wait_quota() -> int:
+        writing.set()
+        assert may.wait(10)
+        return GIB
+
+    made, index = writer(tmp_path, wait_quota)
+    writing.clear()
+    may.clear()
+    for number in (1, 2, 3):
+        made.put(block(number), ARRAYS)
+    assert writing.wait(10)
+    made.remove({block(number).file for number in removed})
+    may.set()
+    wait(made)
+    assert [block(number) in index for number in (1, 2, 3)] == [number not in removed for number in (1, 2, 3)]
+    assert (made.persisted, len(made)) == (3 - len(removed), 0)
 
 
 def test_a_discarded_part_is_removed_although_it_is_being_written(tmp_path: Path):
