@@ -9,7 +9,7 @@ from node.agent.identity import proves_coordinator
 from wire.link.endpoint import LinkEndpoint
 
 DIAL_TIMEOUT_SECONDS = 5.0
-"""Timeout in seconds of the TCP connection, and again of the TLS handshake."""
+"""Timeout in seconds of the TLS handshake. TCP connection and handshake together have twice as long."""
 
 
 class NotTheCoordinator(ConnectionError):
@@ -19,8 +19,8 @@ class NotTheCoordinator(ConnectionError):
 class CoordinatorLink(LinkEndpoint):
     """Connection of this node to the coordinator, created by `dial`.
 
-    `take(link, tag, body)` is called for each frame, `gone(link, reason)` once at the end, both on the loop. `cluster`
-    is the id of the cluster, `address` the dialed `host:port`.
+    `take(link, tag, body)` is called for each frame, `on_lost(link, reason)` once at the end, both on the loop.
+    `cluster` is the id of the cluster, `address` the dialed `host:port`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class CoordinatorLink(LinkEndpoint):
             super().data_received(data)
 
     def on_lost(self, reason: str) -> None:
-        """Pass the end of the connection to `gone`."""
+        """Pass the end of the connection to the constructor's `on_lost`."""
         self._on_lost(self, reason)
 
     def verify(self) -> None:

@@ -156,7 +156,8 @@ async def locate_coordinator(
     """Search for the coordinator of this node at its remembered addresses and by Bonjour in parallel.
 
     Return the first address (`host:port`) at which a certificate proves the coordinator; None if there is none. Bonjour
-    searches for at most `seconds`. `besides` are addresses to leave out, `interfaces` as for `find_services`.
+    searches for at most `seconds`. `besides` are addresses to leave out, `interfaces` as for `find_services`. Raise
+    OSError or ssl.SSLError if the certificate of this node cannot be loaded.
     """
 
     async def is_proven(address: str) -> bool:
@@ -192,7 +193,7 @@ async def find_first_proven(
     """Check addresses in parallel with `is_proven`. Return the first that passes; None if all fail.
 
     The check of an address starts `stagger` seconds after that of the previous address, or at once after a failed
-    check.
+    check. An error that `is_proven` raises ends the search and is raised.
     """
     waiting = list(dict.fromkeys(candidates))
     running: dict[asyncio.Task[bool], str] = {}

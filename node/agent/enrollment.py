@@ -158,7 +158,10 @@ async def enroll(
 
 
 async def proves_itself(identity: NodeIdentity, address: str) -> bool:
-    """Return whether the coordinator of this node answers at `address` (`host:port`), proven by its certificate."""
+    """Return whether the coordinator of this node answers at `address` (`host:port`), proven by its certificate.
+
+    Raise OSError or ssl.SSLError if the certificate of this node cannot be loaded.
+    """
     try:
         host, port = parse_address(address)
         async with _connect(host, port, create_client_context(identity)) as line:

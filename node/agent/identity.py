@@ -178,7 +178,10 @@ def delete_identity(folder: Path) -> None:
 
 
 def store_address(identity: NodeIdentity, address: str) -> NodeIdentity:
-    """Store an address (`host:port`) at which the coordinator proved itself, as the latest. Return the new identity."""
+    """Store an address (`host:port`) at which the coordinator proved itself, as the latest. Return the new identity.
+
+    At most MAX_ADDRESSES are stored. Raise OSError if the identity cannot be written.
+    """
     others = [other for other in identity.addresses if other != address]
     after = replace(identity, addresses=(address, *others)[:MAX_ADDRESSES])
     if after.addresses != identity.addresses:
@@ -187,7 +190,10 @@ def store_address(identity: NodeIdentity, address: str) -> NodeIdentity:
 
 
 def remove_address(identity: NodeIdentity, address: str) -> NodeIdentity:
-    """Remove the stored address of a superseded coordinator. Return the new identity."""
+    """Remove the stored address of a superseded coordinator. Return the new identity.
+
+    Raise OSError if the identity cannot be written.
+    """
     after = replace(identity, addresses=tuple(other for other in identity.addresses if other != address))
     if after.addresses != identity.addresses:
         _write_identity(after)
@@ -259,7 +265,8 @@ def new_csr(identity: NodeIdentity) -> bytes:
 def install_certificate(identity: NodeIdentity, certificate: bytes) -> NodeIdentity:
     """Store the renewed certificate (DER) with the key that `new_csr` created. Return the new identity.
 
-    Raise IdentityError if no certificate was requested, or this one is not for the node and that key.
+    Raise IdentityError if no certificate was requested, or this one is not for the node and that key. Raise OSError if
+    the certificate cannot be written.
     """
     pending = identity.folder / "next.key"
     try:

@@ -23,7 +23,7 @@ from wire.frames import Finished, Frame, LoadModel, ProfileModel, Refusal, Resto
 from wire.refusals import RefusalCode, Refused
 
 LOAD_STEP_EXPECTED_SECONDS = 10.0
-"""Seconds that a piece of a load may take: building the model, compiling kernels."""
+"""Seconds that a piece of a load may take besides reading its weights: building the model, compiling kernels."""
 
 
 class ModelCommands:
@@ -136,7 +136,10 @@ class ModelCommands:
         return self._manager.busy and self._forwards.gate.refuse_unless_ready() is None
 
     def step_load(self, now: float) -> None:
-        """Start the next load, or load one piece of the current one. Call this only if `may_load()`."""
+        """Start the next load, or load one piece of the current one. Call this only if `may_load()`.
+
+        Raise `Halted` if the engine was halted.
+        """
         name = self._manager.next_name
         self._scheduler.synchronize()
         with self._forwards.run_native(

@@ -67,7 +67,10 @@ class OpenRequests:
         self._on_frame(tag, _HEADER.pack(len(body) + 1, tag) + body, 0)
 
     def forward_answer(self, kind: type[Frame], tag: int, body: bytes) -> None:
-        """Forward a frame of the engine about one request. A frame that ends the request removes it."""
+        """Forward a frame of the engine about one request. A frame that ends the request removes it.
+
+        Raise WireError if the body does not begin with the number of a request.
+        """
         request = decode_request_number(body)
         if kind in ENDS:
             self._open.discard(request)

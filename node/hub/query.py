@@ -54,7 +54,11 @@ class RepositoryQuery:
         self._subject = f"{query.repo} at revision {query.revision}" if query.revision else query.repo
 
     def run(self) -> HubAnswer:
-        """Query the repository. Raise ModelFileError if it cannot be pulled, OSError for faults of this machine."""
+        """Query the repository.
+
+        Raise ModelFileError if it cannot be pulled, OSError for faults of this machine, ValueError if the endpoint of
+        the query is no address.
+        """
         if not is_valid_repo(self._query.repo):
             raise ModelFileError(
                 ModelOrderCode.INVALID,

@@ -48,7 +48,7 @@ class RelayAnswer:
 
 
 def build_join(cluster: ClusterFiles, token: str, *, serves: bool) -> bytes:
-    """Return the first bytes of a connection for the transfer with this token."""
+    """Return the first bytes of a connection for the transfer with this token. `serves`: this node has the files."""
     return encode(JoinRelay(PROTOCOL, cluster.node, cluster.machine, token, serves))
 
 
@@ -63,7 +63,8 @@ def split_address(address: str) -> tuple[str, int]:
 def open_relay(cluster: ClusterFiles, token: str, timeout: float) -> ssl.SSLSocket:
     """Return a connection through the coordinator to the node that serves. `timeout` is in seconds.
 
-    Raise OSError (with RelayRefusedError and ssl.SSLError) if there is none, ValueError for an invalid address.
+    Raise OSError (with RelayRefusedError and ssl.SSLError) if there is none. Raise ValueError for an invalid address or
+    certificate.
     """
     context = NodeClientContext.create_for_coordinator(cluster)
     plain = socket.create_connection(split_address(cluster.coordinator), timeout)

@@ -133,7 +133,8 @@ class ModelCatalogue:
     def is_unchanged(self, descriptor: ModelDescriptor) -> bool:
         """Read the files of a model again, without a scan, and return whether its fingerprint is the same.
 
-        Return False if the files are missing or unreadable. A new fingerprint changes the catalogue.
+        Return False if the files are missing or unreadable. A new fingerprint changes the catalogue. Other errors of
+        `describe_folder` propagate.
         """
         try:
             newest = self._describe(descriptor.name, Path(descriptor.folder))
@@ -218,7 +219,8 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
     """Return the descriptor of a model folder; None if the folder has no text model.
 
     `kind` is the kind of the model by setting (`ModelKind`); empty: its files decide. The `cause` of the descriptor is
-    the reason why the model cannot be served. Raise OSError if the folder cannot be read.
+    the reason why the model cannot be served. Raise OSError if the folder cannot be read. Errors of `read_header` for
+    invalid weight files may propagate.
     """
     if not (folder / MODEL).exists() and has_gguf(list_names(folder)):
         return ModelDescriptor(name, folder, cause=GGUF)

@@ -80,7 +80,10 @@ def _describe_safely(name: str, folder: Path) -> VideoPackage | None:
 
 
 def describe_package(name: str, folder: Path) -> VideoPackage | None:
-    """Return the description of a package without loading it; None if `folder` has no supported package."""
+    """Return the description of a package without loading it; None if `folder` has no supported package.
+
+    Exceptions for invalid configs of its components propagate.
+    """
     try:
         index = _read_object(folder / PACKAGE)
     except (OSError, ValueError, RecursionError):

@@ -1,5 +1,7 @@
-"""Preparation of requests for embeddings and scores: tokenize all texts, or refuse the request. As in
-`requests.preparer`."""
+"""Preparation of requests for embeddings and scores: tokenize all texts, or refuse the request.
+
+`requests.preparer` does the same for chats.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext

@@ -19,7 +19,7 @@ from host.exit_status import describe_exit
 CPU_LIMIT_SECONDS = 0.05
 """Limit of CPU seconds for a grammar. A hundred tools of three parameters take 0.03."""
 TIMEOUT_SECONDS = 3.0
-"""Limit of elapsed seconds."""
+"""Limit of elapsed seconds for a grammar."""
 TOO_LONG = "it takes too long to compile: simplify it or its patterns"
 """Fault of a grammar that exceeds a limit of time."""
 

@@ -100,7 +100,10 @@ class PrefixState:
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """Prefill of the past that some rows of a request share: the prompt, or prompt and known answer."""
+    """Prefill of the past that some rows of a request share: the prompt, or prompt and known answer.
+
+    Methods that change the state of rows raise `IllegalEventError` if the event is illegal in that state.
+    """
 
     loaded_model: LoadedModel
     """Model of the rows."""
@@ -193,7 +196,7 @@ class Prefill:
             row.apply(RowEvent.CHUNK)
 
     def end_chunk(self, count: int, capacity_tokens: int, logits: mx.array | None) -> None:
-        """Record a chunk of `count` tokens. The growing layers of the cache have room for `capacity_tokens`.
+        """Record a chunk of `count` tokens. The growing layers of the cache have room for `capacity_tokens` on average.
         `logits` (1, vocabulary) are those of the last token, after the last chunk."""
         self.stored_tokens += count
         self.logits = logits
@@ -203,7 +206,10 @@ class Prefill:
                 row.apply(RowEvent.PREFILLED)
 
     def end_packed(self, capacity_tokens: int) -> None:
-        """Record a packed prefill of all but the last token. From the first token on, nothing was cached."""
+        """Record a packed prefill of all but the last token, for which nothing was cached.
+
+        The growing layers of the cache have room for `capacity_tokens` on average.
+        """
         if self.past is not None:
             self.past.discard_lookup()
         self.sequence.set_cached(0)

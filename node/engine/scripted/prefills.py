@@ -30,7 +30,7 @@ class PrefillChunk(NamedTuple):
     members: tuple[ScriptedSequence, ...]
     """Its prompts."""
     tokens: int
-    """Tokens of the chunk of a single prompt."""
+    """Tokens of the chunk of a single prompt; 0 for several prompts."""
     seconds: float
     """Duration in seconds."""
 

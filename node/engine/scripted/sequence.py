@@ -173,7 +173,7 @@ class ScriptedSequence:
     begun: float = 0.0
     """Start of its decode; 0.0 before."""
     last_token_at: float = 0.0
-    """Time at which output was last sent."""
+    """Time at which output was last sent; at first the start of its decode, 0.0 before."""
 
     @property
     def number(self) -> int:

@@ -47,7 +47,7 @@ class PartFile:
         return piece in self._checksums
 
     def get_extent(self, piece: int) -> tuple[int, int]:
-        """Return the bytes of a piece: its start, and its end (without it)."""
+        """Return the positions in the file, in bytes, of the first byte of a piece and of the byte after its end."""
         start = piece * self._piece_bytes
         return start, min(self._file.size, start + self._piece_bytes)
 

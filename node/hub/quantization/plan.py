@@ -85,7 +85,7 @@ class QuantizationPlan:
 def plan_quantization(
     order: QuantizeModel, settings: ModelSettings, own: Path, environment: Mapping[str, str]
 ) -> QuantizationPlan:
-    """Return the plan of an order. `own` is the node's own model folder.
+    """Return the plan of an order. `own` is the node's own model folder. `environment` locates the cache.
 
     Raise ModelFileError if the order cannot be performed, because of the model, the name, the bits or the free disk
     space. Raise OSError if the weights cannot be read.

@@ -71,7 +71,10 @@ class NodeClientContext(_NodeContext):
         self._uri = uri
 
     def wrap_socket(self, *args: Any, **named: Any) -> ssl.SSLSocket:
-        """Perform the handshake. Raise SSLCertVerificationError if the server is another node."""
+        """Perform the handshake, with the arguments of `ssl.SSLContext.wrap_socket`. Return the connection.
+
+        Raise ssl.SSLCertVerificationError if the server is another node, OSError if the handshake fails.
+        """
         wrapped = super().wrap_socket(*args, **named)
         shown = wrapped.getpeercert(binary_form=True)
         if not shown or not self._uri or read_certificate(shown).uri != self._uri:

@@ -16,14 +16,17 @@ from wire.models.files import ModelFile, ModelManifest
 
 
 class ServedFile(Protocol):
-    """Open file of a repository. Its methods block, and are called by one thread at a time."""
+    """Open file of a repository. Its methods block, and are called by one thread at a time.
+
+    They raise OSError if the file cannot be read.
+    """
 
     def count_available(self, start: int) -> int:
         """Return the number of bytes that can be read from `start` without a gap; 0 if there are none yet."""
         ...
 
     def read(self, start: int, size: int) -> bytes:
-        """Return at most `size` bytes from `start`. Raise OSError on failure."""
+        """Return at most `size` bytes from `start`."""
         ...
 
     def close(self) -> None:
@@ -44,12 +47,12 @@ class ServedRepository(Protocol):
         ...
 
     def is_growing(self) -> bool:
-        """Return whether files that are missing now are still being downloaded."""
+        """Return whether files that are missing now are still being downloaded. Raise OSError if that is unknown."""
         ...
 
 
 class OpenFile:
-    """File on the disk whose download is complete."""
+    """File on the disk whose download is complete. The constructor raises OSError if it cannot be opened."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -89,7 +92,7 @@ class CacheRepository:
         return _GrowingFile(file, self._find_complete, self._folder)
 
     def is_growing(self) -> bool:
-        """Return whether a download of the repository is in progress."""
+        """Return whether a download of the repository is in progress. Raise OSError if its lock cannot be opened."""
         return self._folder.is_locked()
 
     def _find_complete(self, file: ModelFile) -> Path | None:

@@ -141,7 +141,8 @@ def build_package_config(root: Path, config_class: Any) -> Any:
     """Return the engine's config for a package: the catalogue's values, overridden by the package's own configs.
 
     `root` is the folder of the package, `config_class` is the engine's `ModelConfig`. A quantized package has no
-    configs of its components; a third-party repository does.
+    configs of its components; a third-party repository does. Raise `OSError` or `ValueError` for a config that cannot
+    be read or parsed.
     """
     index = json.loads((root / "model_index.json").read_text())
     two = bool((index.get("transformer_2") or [None])[0]) or (root / "transformer_2").is_dir()

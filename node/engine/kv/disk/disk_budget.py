@@ -43,10 +43,10 @@ class WriteBudget:
 
 
 def compute_quota(setting: str | int, folder: Path, used: int) -> int:
-    """Return the bytes that the files of the cache may have, of which `used` are there.
+    """Return the bytes that the files of the cache in `folder` may have, of which `used` are there.
 
-    `auto` is half of the space that would be free without the cache, at most a fifth of the disk. A twentieth of the
-    disk is always left free. Return 0 if the disk cannot be read.
+    `setting` is `disk_cache_size`: bytes or `auto`. `auto` is half of the space that would be free without the cache,
+    at most a fifth of the disk. A twentieth of the disk is always left free. Return 0 if the disk cannot be read.
     """
     try:
         disk = shutil.disk_usage(folder)

@@ -196,7 +196,7 @@ class DiskCache:
 
     def clear(self, model: str) -> None:
         """Delete the files of a model by its fingerprint, or of all models if that is empty; drop all that waits to be
-        written. Raise OSError if files cannot be deleted, or if another process writes to the folder."""
+        written. Raise OSError if files cannot be deleted, BlockingIOError if another process writes to the folder."""
         if not self._open_writer() or self.writer is None:
             raise BlockingIOError(f"another process writes to {self._folder}")
         self._pending.clear()
