@@ -63,6 +63,6 @@ tests/sim/scenarios/greedy.toml` (docs/decisions/0037-one-way-of-placement.md).
 SPARE_MEMORY_SHARE = 0.5
 """Share of a node's memory for prompts and answers, 0 to 1, that is kept free of the requests of greedy keys.
 
-At its deadline a request of a greedy key is sent if that share stays free, else refused. Chosen as
+At its deadline a request of a greedy key is sent if that share stays free, else refused. Chosen by the same command as
 `QUEUE_BACKLOG_SECONDS`.
 """
