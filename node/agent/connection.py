@@ -66,7 +66,7 @@ class CoordinatorLink(LinkEndpoint):
 
     def verify(self) -> None:
         """Check that the remote end has the certificate of this cluster's coordinator. Otherwise abort the connection
-        and raise NotTheCoordinator."""
+        and raise `NotTheCoordinator`."""
         tls: ssl.SSLObject | None = self.transport.get_extra_info("ssl_object") if self.transport else None
         if tls is None or not proves_coordinator(tls, self._cluster):
             self.abort("the server is not the coordinator of this cluster")
@@ -77,7 +77,8 @@ class CoordinatorLink(LinkEndpoint):
 async def dial(address: str, context: ssl.SSLContext, make: Callable[[str], CoordinatorLink]) -> CoordinatorLink:
     """Connect to `host:port`, verify the coordinator, and return the link. `make` creates the link for an address.
 
-    Raise OSError, ssl.SSLError or TimeoutError if the connection fails, NotTheCoordinator if the certificate is wrong.
+    Raise `OSError`, `ssl.SSLError` or `TimeoutError` if the connection fails, `NotTheCoordinator` if the certificate is
+    wrong.
     """
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(2 * DIAL_TIMEOUT_SECONDS):

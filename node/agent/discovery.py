@@ -157,7 +157,7 @@ async def locate_coordinator(
 
     Return the first address (`host:port`) at which a certificate proves the coordinator; None if there is none. Bonjour
     searches for at most `seconds`. `besides` are addresses to leave out, `interfaces` as for `find_services`. Raise
-    OSError or ssl.SSLError if the certificate of this node cannot be loaded.
+    `OSError` or `ssl.SSLError` if the certificate of this node cannot be loaded.
     """
 
     async def is_proven(address: str) -> bool:

@@ -116,8 +116,9 @@ class LinkKeeper:
         return self._identity.name
 
     async def run(self) -> None:
-        """Keep the node linked until `stop`: reconnect after every loss. Raise ExpelledError if the coordinator denies
-        the node for good."""
+        """Keep the node linked until `stop`: reconnect after every loss. Raise `ExpelledError` if the coordinator
+        denies the node for good.
+        """
         while True:
             match self._life.state:
                 case LinkState.DIALING:
@@ -172,8 +173,8 @@ class LinkKeeper:
     def receive_welcome(self, link: CoordinatorLink, welcome: Welcome) -> bool:
         """Make the link of a Welcome the current one, and store the coordinator's addresses. Return True.
 
-        Return False if its coordinator is superseded; the link is then closed. Raise OSError if the identity cannot be
-        written.
+        Return False if its coordinator is superseded; the link is then closed. Raise `OSError` if the identity cannot
+        be written.
         """
         if welcome.generation < self._identity.generation:
             self._leave_superseded(link)
@@ -204,8 +205,8 @@ class LinkKeeper:
     def take_over(self, renewed: CertificateRenewed) -> None:
         """Install a renewed certificate, and open a second link with it.
 
-        Raise IdentityError if no certificate was requested or this one is not for this node. Raise OSError if the files
-        of the identity cannot be written.
+        Raise `IdentityError` if no certificate was requested or this one is not for this node. Raise `OSError` if the
+        files of the identity cannot be written.
         """
         self._identity = install_certificate(self._identity, renewed.certificate)
         self._context = create_client_context(self._identity)

@@ -69,7 +69,7 @@ class OpenRequests:
     def forward_answer(self, kind: type[Frame], tag: int, body: bytes) -> None:
         """Forward a frame of the engine about one request. A frame that ends the request removes it.
 
-        Raise WireError if the body does not begin with the number of a request.
+        Raise `WireError` if the body does not begin with the number of a request.
         """
         request = decode_request_number(body)
         if kind in ENDS:

@@ -24,7 +24,7 @@ class EngineLog:
         self._path = path
 
     def open(self) -> int:
-        """Rotate a long log, open the log to append, and return its file descriptor. Raise OSError if that fails."""
+        """Rotate a long log, open the log to append, and return its file descriptor. Raise `OSError` if that fails."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self.measure_size() > MAX_LOG_BYTES:
             self._path.replace(self._older)

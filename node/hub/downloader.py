@@ -43,8 +43,8 @@ class Download:
     def run(self) -> str:
         """Download all files and return the content hash of the model.
 
-        Raise OrderStopped after a cancel, ModelFileError if a file cannot be downloaded or verified, or if another
-        process has the lock. Raise OSError for faults of the disk.
+        Raise `OrderStopped` after a cancel, `ModelFileError` if a file cannot be downloaded or verified, or if another
+        process has the lock. Raise `OSError` for faults of the disk.
         """
         fault = find_manifest_fault(self._order.manifest)
         if fault:

@@ -56,8 +56,8 @@ class RepositoryQuery:
     def run(self) -> HubAnswer:
         """Query the repository.
 
-        Raise ModelFileError if it cannot be pulled, OSError for faults of this machine, ValueError if the endpoint of
-        the query is no address.
+        Raise `ModelFileError` if it cannot be pulled, `OSError` for faults of this machine, `ValueError` if the
+        endpoint of the query is no address.
         """
         if not is_valid_repo(self._query.repo):
             raise ModelFileError(
@@ -151,7 +151,7 @@ class RepositoryQuery:
         return self._retry(read) if size else b""
 
     def _retry(self, request: Callable[[], T]) -> T:
-        """Repeat a request after faults that can pass. Raise ModelFileError if it fails for good."""
+        """Repeat a request after faults that can pass. Raise `ModelFileError` if it fails for good."""
         for attempt in range(MAX_ATTEMPTS):
             try:
                 return request()

@@ -219,7 +219,7 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
     """Return the descriptor of a model folder; None if the folder has no text model.
 
     `kind` is the kind of the model by setting (`ModelKind`); empty: its files decide. The `cause` of the descriptor is
-    the reason why the model cannot be served. Raise OSError if the folder cannot be read. Errors of `read_header` for
+    the reason why the model cannot be served. Raise `OSError` if the folder cannot be read. Errors of `read_header` for
     invalid weight files may propagate.
     """
     if not (folder / MODEL).exists() and has_gguf(list_names(folder)):

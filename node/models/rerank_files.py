@@ -36,7 +36,7 @@ def read_rerank_layout(folder: Path, config: Config, encoder: EncoderShape | Non
     """Read how a model scores documents from the files in its folder. `config` is its config.json, `encoder` the shape
     of an encoder.
 
-    Raise `EmbeddingFilesError` for files that Macpool cannot follow, OSError for unreadable ones.
+    Raise `EmbeddingFilesError` for files that Macpool cannot follow, `OSError` for unreadable ones.
     """
     kind = str(config.get("model_type"))
     if encoder is not None:

@@ -43,7 +43,7 @@ class WeightHeaders:
 def read_weight_headers(folder: Path, digest: Digest) -> WeightHeaders:
     """Read the headers of all weight files, add them and samples of their tensors to `digest`, and return the sizes.
 
-    Missing files and those for which `read_header` raises ValueError are the `cause` of the result. Its other errors
+    Missing files and those for which `read_header` raises `ValueError` are the `cause` of the result. Its other errors
     propagate.
     """
     files = sorted(folder.glob("model*.safetensors"))
@@ -111,8 +111,8 @@ def _hash_samples(file: Path, begin: int, extents: Iterable[Sequence[int]], dige
 def read_header(file: Path) -> tuple[bytes, int]:
     """Return the raw header (JSON) of a safetensors file, and the total bytes of its tensors.
 
-    Raise ValueError if the header is no JSON object or the file is incomplete, OSError if the file cannot be read.
-    Raise KeyError, TypeError or IndexError for a tensor without offsets.
+    Raise `ValueError` if the header is no JSON object or the file is incomplete, `OSError` if the file cannot be read.
+    Raise `KeyError`, `TypeError` or `IndexError` for a tensor without offsets.
     """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -130,7 +130,7 @@ def read_header(file: Path) -> tuple[bytes, int]:
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raise ValueError for any other content."""
+    """Parse a JSON object. Raise `ValueError` for any other content."""
     parsed = parse_json_value(raw)
     if not isinstance(parsed, dict):
         raise ValueError("it is not a JSON object")  # noqa: TRY004  one error for all broken files
@@ -138,7 +138,7 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
 
 def parse_json_value(raw: bytes) -> object:
-    """Parse JSON. Raise ValueError for any other content."""
+    """Parse JSON. Raise `ValueError` for any other content."""
     try:
         return json.loads(raw)
     except RecursionError:

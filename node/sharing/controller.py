@@ -64,7 +64,7 @@ class SharingController:
     """Controller that decides whether this Mac accepts work now, and applies the decision to `target`.
 
     `folder` is that of the node (STATE/node), with the pause file. `read` returns the power supply, battery and idle
-    time. `wall` returns Unix seconds. All methods run on the loop that called `start`. Raise ValueError for invalid
+    time. `wall` returns Unix seconds. All methods run on the loop that called `start`. Raise `ValueError` for invalid
     hours.
     """
 

@@ -61,7 +61,7 @@ class ShareHours:
 
 
 def parse_hours(text: str) -> ShareHours:
-    """Parse `22:00-07:00`, or several spans separated by commas. Raise ValueError with the faulty part."""
+    """Parse `22:00-07:00`, or several spans separated by commas. Raise `ValueError` with the faulty part."""
     spans = tuple(_parse_spans(text))
     if not spans:
         raise ValueError("no hours: write a span such as 22:00-07:00, several separated by commas")

@@ -64,7 +64,7 @@ class GrammarCompiler:
 
         `prompt` shows whether the answer begins within reasoning. `one_call`: at most one call. Raise
         `UnsupportedSchema`, with a sentence for the client, if the grammar is invalid, too large, or not supported by
-        the model. Raise OSError if the sandbox process cannot be started.
+        the model. Raise `OSError` if the sandbox process cannot be started.
         """
         if max(len(spec.value), len(spec.whitespace), len(tools) if spec.calls else 0) > MAX_SCHEMA_CHARS:
             raise UnsupportedSchema(f"{PREFIX}it has more than {MAX_SCHEMA_CHARS} characters")

@@ -229,7 +229,7 @@ class GatedForwards:
 
     def get_counts(self) -> EngineCounters:
         """Return the counts since the engine started: checks, refusals, forwards, steps, failures, sheds, shrinks,
-        preemptions, overs, and tokens of prefills.
+        preemptions, overs, and tokens that were prefilled, returned and computed again.
 
         `evictions` and `departures` are 0, because the model unloader counts them.
         """

@@ -77,7 +77,7 @@ class ModelUnloader:
     def unload(self, name: str) -> None:
         """Unload a loaded model: release its weights and evict its cached prefixes.
 
-        Raise KeyError if it is not loaded.
+        Raise `KeyError` if it is not loaded.
         """
         loaded_model = self._table.remove(name)
         self._catalogue.unpin(name)

@@ -234,7 +234,7 @@ class RequestPreparer:
 
     def load_tokenizer(self, descriptor: ModelDescriptor) -> Tokenizer:
         """Return the tokenizer of a model, tried and loaded at the first call. Raise `TokenizerError` if the trial or
-        the load fails, OSError if the process of the trial cannot be started."""
+        the load fails, `OSError` if the process of the trial cannot be started."""
         tokenizer = self._tokenizers.get(_get_key(descriptor))
         if tokenizer is not None:
             return tokenizer

@@ -94,7 +94,7 @@ class PrefixCacheManager:
 
     def clear(self, model: str, fingerprint: str) -> None:
         """Delete the entries of a model in memory and on the disk, or of all models if its fingerprint is empty. Raise
-        OSError if files cannot be deleted."""
+        `OSError` if files cannot be deleted."""
         for entry in self._store.entries:
             entry.set_copy(None)
             if not fingerprint or entry.model == model:

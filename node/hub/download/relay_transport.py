@@ -25,7 +25,7 @@ class _RelayConnection(http.client.HTTPConnection):
         self._token = token
 
     def connect(self) -> None:
-        """Open the connection. Raise OSError or ValueError if there is none."""
+        """Open the connection. Raise `OSError` or `ValueError` if there is none."""
         self.sock = open_relay(self._cluster, self._token, CONNECT_TIMEOUT_SECONDS)
         self.sock.settimeout(READ_TIMEOUT_SECONDS)
 

@@ -155,7 +155,7 @@ class BlockIndex:
     def scan(self, folder: Path, *, clean: bool) -> None:
         """Add the files in the folders of all models to an empty index, oldest first, by names and sizes alone.
 
-        With `clean`, delete files that were not completed. Raise OSError if a folder cannot be read.
+        With `clean`, delete files that were not completed. Raise `OSError` if a folder cannot be read.
         """
         found = list[ScannedFile]()
         with os.scandir(folder) as entries:

@@ -97,8 +97,9 @@ class LayerBuilder:
         self._pieces: dict[int, list[WindowPiece]] = {}
 
     def add_part(self, part: BlockPart, start: int, tokens: int, arrays: Sequence[BlockArray]) -> None:
-        """Add the arrays of a part, whose first token has the position `start`. Raise InvalidBlockError if they do not
-        fit the layers."""
+        """Add the arrays of a part, whose first token has the position `start`. Raise `InvalidBlockError` if they do
+        not fit the layers.
+        """
         given = iter([_convert_back(array) for array in arrays])
         try:
             for place, layer in enumerate(cast("list[object]", self._cache)):

@@ -151,7 +151,7 @@ class DiskTier:
 
     def clear(self, fingerprint: str) -> None:
         """Delete the files of a model, or of all models if its fingerprint is empty, also if the disk cache is off.
-        Raise OSError if that fails."""
+        Raise `OSError` if that fails."""
         if self.cache is not None:
             self.cache.clear(fingerprint)
         elif self._folder is not None:
