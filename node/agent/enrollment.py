@@ -227,7 +227,9 @@ class _EnrollConnection:
 
     async def receive(self, kind: type[F], seconds: float = ANSWER_TIMEOUT_SECONDS) -> F:
         """Return the next frame, which must be of this kind. Raise `EnrollDenied` for a denial, `WireError` for other
-        frames."""
+        frames.
+
+        Raise `CoordinatorUnreachable` if the connection ends, `TimeoutError` after `seconds`."""
         async with asyncio.timeout(seconds):
             while not self._frames:
                 data = await self._reader.read(MAX_ANSWER_BYTES)

@@ -192,7 +192,8 @@ class LinkKeeper:
     def receive_denial(self, link: CoordinatorLink, denied: Denied) -> None:
         """Handle the coordinator's denial of this node.
 
-        A final denial ends `run`. A superseded coordinator is left. Another denial delays the next dial.
+        A final denial ends `run`. A superseded coordinator is left. Another denial delays the next dial. Raise
+        `OSError` if the identity cannot be written.
         """
         log.error("denied", reason=denied.reason, message=denied.message)
         if denied.reason == SUPERSEDED:

@@ -62,10 +62,11 @@ def read_embedding_layout(
     folder: Path, config: Config, encoder: EncoderShape | None = None, *, can_shorten: bool = False
 ) -> EmbeddingLayout:
     """Read how a model computes vectors from the files in its folder. `config` is its config.json, `encoder` the shape
-    of an encoder. With `can_shorten`, vectors may be cut although no field allows it.
+    of an encoder; None for any other model. With `can_shorten`, vectors may be cut although no field allows it.
 
     Without `modules.json` and a pooling file the layout is the default one: the state of the last token, normalized.
-    Raise `EmbeddingFilesError` for files that Macpool cannot follow, `OSError` for unreadable ones.
+    Raise `EmbeddingFilesError` for files that Macpool cannot follow, `OSError` for unreadable ones. Raise `IndexError`
+    for weights of a Dense layer without both offsets.
     """
     poolings, dense, normalize = (Pooling.LAST,), tuple[DenseLayer, ...](), True
     if has_embedding_files(folder):

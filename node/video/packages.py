@@ -52,7 +52,7 @@ class PackageComponent:
 
 
 def find_packages(folders: tuple[str, ...], hub: Path | None) -> dict[str, Package]:
-    """Return all packages of the model folders and the Hugging Face cache `hub` by name.
+    """Return all packages of the model folders and the Hugging Face cache `hub` (None: no cache) by name.
 
     Packages that cannot be used are included; their `cause` has the reason. Of equal names the first wins.
     """

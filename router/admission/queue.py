@@ -142,8 +142,9 @@ class AdmissionQueue(Generic[T]):
 
         Refuse a key that is over its share (429), and any request to a full queue (503). `cost` is in tokens, `now` and
         `deadline` in monotonic seconds. `nodes` is the number of nodes, from which the limits follow. `weight`
-        is the key's weight against the other queued keys. `share` overrides the key's maximum number of queued
-        requests. A `begun` request was admitted before and is never refused.
+        is the key's weight against the other queued keys. `share` is the key's maximum number of queued requests, and
+        is never exceeded. Without it, the maximum is `compute_share`, which a key may exceed while no other key waits.
+        A `begun` request was admitted before and is never refused.
         """
         if begun:
             return self._enqueue(item, key, cost, now, deadline, weight)

@@ -26,7 +26,8 @@ log = structlog.get_logger("engine.door")
 
 class EmbeddingPreparer:
     """Tokenization of requests for embeddings and scores. `tokenizers` has the tokenizers, `context(found)` returns the
-    maximum tokens of a text of a model."""
+    maximum tokens of a text of a model. `recorder` records the native calls; without one, they are not recorded.
+    """
 
     def __init__(
         self,

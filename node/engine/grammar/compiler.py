@@ -49,7 +49,9 @@ MAX_CACHED_REFUSALS: Final = 256
 
 
 class GrammarCompiler:
-    """Compiler and cache of grammars for the tokenizers of one engine. Only one thread at a time may call `compile`."""
+    """Compiler and cache of grammars for the tokenizers of one engine. Only one thread at a time may call `compile`.
+
+    `vetting` is the client of the sandbox; without one, a new one is created."""
 
     def __init__(self, vetting: SandboxClient | None = None) -> None:
         self._vetting = vetting or SandboxClient()

@@ -117,7 +117,7 @@ class CachedPrefix(Generic[V]):
         return all(any(a <= first and last <= b for a, b in self.cuts) for first, last in wanted)
 
     def set_copy(self, copy: DiskCopy | None) -> None:
-        """Set the copy of the entry on the disk."""
+        """Set the copy of the entry on the disk; None if it has none."""
         self.copy = copy
 
     def clear(self) -> None:

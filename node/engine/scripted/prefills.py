@@ -61,7 +61,9 @@ class ScriptedPrefills:
         self._fairness = PrefillFairness()
 
     def next_free(self, now: float) -> ScriptedSequence | None:
-        """Return the next request whose prefill takes no time, if the batch has room for it at this time."""
+        """Return the next request whose prefill takes no time. Return None if there is none, or if the batch has no
+        room for it at this time.
+        """
         table = self._table
         if not self._costs.free_prefill or not table.queue or table.rows >= table.most:
             return None

@@ -79,7 +79,9 @@ class _FileTask:
         return span
 
     def hash_next(self) -> bool:
-        """Hash the next piece. Return False if that piece is not there yet."""
+        """Hash the next piece. Return False if that piece is not there yet. Raise `OSError` if the piece cannot be
+        read.
+        """
         if not self.part.has_piece(self._hashed):
             return False
         self._hasher.update(self.part.read_piece(self._hashed))

@@ -84,7 +84,9 @@ class CacheRepository:
         return self._manifest
 
     def find(self, repo: str, revision: str) -> "CacheRepository | None":
-        """Return this repository if a client requests it: by its name, and its commit or `main`."""
+        """Return this repository if a client requests it: by its name, and its commit or `main`. Return None for any
+        other.
+        """
         return self if repo == self._manifest.repo and revision in (self._manifest.commit, "main") else None
 
     def open(self, file: ModelFile) -> ServedFile:

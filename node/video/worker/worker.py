@@ -203,7 +203,8 @@ def make_clip(job: dict[str, Any], writer: EventWriter, reporter: ProgressReport
     """Generate the clip of a job with MLX, and write its progress as events to `writer`.
 
     `job` is the JSON object from stdin. `reporter` counts transformer blocks. Return the properties of the clip by
-    name, as `save_clip` does. Raise `ValueError` if the clip has no frames, or any error of the engine.
+    name, as `save_clip` does. Raise `ValueError` if the clip has no frames, `OSError` or `ValueError` for a config that
+    cannot be read or parsed. Errors of the engine propagate.
     """
     mx: Any = importlib.import_module("mlx.core")
     wired = set_memory_limits(mx, int(job["size"]), wire=job.get("wire", True))

@@ -5,7 +5,9 @@ from wire.refusals import Refused
 
 
 class TriedNodes:
-    """Nodes that a request has tried, which placement excludes. The other models of the request share `lost`."""
+    """Nodes that a request has tried, which placement excludes. The other models of the request share `lost`; None: a
+    new set.
+    """
 
     __slots__ = ("lost", "never", "refused")
 
@@ -20,7 +22,8 @@ class TriedNodes:
     def mark_refused(self, node: NodeId, reported_at: float, refused: Refused | None = None) -> None:
         """Exclude a node until its next report, or for good if its refusal is final.
 
-        `reported_at` is the arrival of the node's newest report, in monotonic seconds.
+        `reported_at` is the arrival of the node's newest report, in monotonic seconds. `refused` is the refusal; None
+        if the node sent none.
         """
         self.refused[node] = reported_at
         if refused is not None and refused.final:
