@@ -123,7 +123,8 @@ async def enroll(
     folder: Path,
     on_code: Callable[[str, float], None],
 ) -> NodeIdentity:
-    """Join the cluster whose coordinator listens at `url` (`host:port`), and store the identity in `folder`.
+    """Join the cluster whose coordinator listens at `url` (`host:port`). Store the new identity in `folder` and return
+    it.
 
     An identity in the folder, such as a clone's or a damaged one, is replaced after the coordinator has agreed. `name`
     is the display name, `machine` the machine id. `on_code` is called only without a token, with the six digits to show

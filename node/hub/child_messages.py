@@ -133,7 +133,7 @@ class ChildChannel:
         self.stop = threading.Event()
 
     def read_order(self, kind: type[T]) -> T:
-        """Read the order. Raise msgspec.DecodeError if it is invalid."""
+        """Read the order. Raise `msgspec.DecodeError` if it is invalid."""
         return msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
 
     def stop_on_sigterm(self) -> None:

@@ -132,7 +132,7 @@ class WindowHistories:
         return sum(history.nbytes for history in self._open)
 
     def add(self, history: WindowHistory) -> WindowHistory:
-        """Count a history from now on, until it is removed or its prefill has ended."""
+        """Count a history from now on, until it is removed or its prefill has ended. Return the history."""
         self._open.add(history)
         return history
 

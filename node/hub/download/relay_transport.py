@@ -44,7 +44,9 @@ class RelayTransport(httpx2.BaseTransport):
         self._idle: list[_RelayConnection] = []
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send a request without a body. Raise httpx2.ConnectError or httpx2.ReadError if the connection fails."""
+        """Send a request without a body, and return the response. Raise `httpx2.ConnectError` or `httpx2.ReadError` if
+        the connection fails.
+        """
         connection = self._take()
         try:
             if connection.sock is None:

@@ -33,9 +33,9 @@ BACKLOG = 64
 
 
 def open_ports(hosts: Sequence[str]) -> list[socket.socket]:
-    """Listen on one free port of each address, the same port where possible. Raise `OSError` if no address can be used.
+    """Listen on one free port of each address, the same port where possible, and return the sockets.
 
-    Addresses that cannot be used are left out.
+    Addresses that cannot be used are left out. Raise `OSError` if none can be used.
     """
     opened, error = list[socket.socket](), OSError("the order names no address")
     for host in hosts:

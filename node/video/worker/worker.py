@@ -132,7 +132,9 @@ def exit_at_end_of_stdin() -> None:
 
 
 def call_supported(call: Callable[..., Any], **named: object) -> Any:
-    """Call a function with the arguments in `named` that its signature has. Ignore all other arguments."""
+    """Call a function with the arguments in `named` that its signature has, and return its result. Ignore all other
+    arguments.
+    """
     known = inspect.signature(call).parameters
     return call(**{name: value for name, value in named.items() if name in known})
 

@@ -249,7 +249,7 @@ class DiskCache:
         return nbytes / self._read_speed
 
     def begin_restore(self, plan: ReadPlan, cache: Layers) -> DiskRestore:
-        """Begin to read the files of a plan into an empty cache."""
+        """Begin to read the files of a plan into an empty cache, and return the restoration in progress."""
         return DiskRestore(self._folder, plan, cache)
 
     def end_restore(self, restore: DiskRestore) -> None:
