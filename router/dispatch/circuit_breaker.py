@@ -92,8 +92,9 @@ class _Breaker:
 
 
 class CircuitBreakers(Generic[N]):
-    """Circuit breakers by node; a node without faults has none. A request is identified by the number of its
-    attempt."""
+    """Circuit breakers by node; a node without faults has none. A request is identified by the number of its attempt.
+    All times are in monotonic seconds.
+    """
 
     def __init__(self) -> None:
         self._nodes: dict[N, _Breaker] = {}

@@ -43,7 +43,7 @@ class ScriptedRow:
         return 1 if self.sent == self.resumed_tokens else last - self.produced
 
     def add_tokens(self, number: int, count: int, now: float, *, ends: int, limit: int) -> None:
-        """Generate the next `count` tokens of a request with this number, and end the row with the last one.
+        """Generate the next `count` tokens of a request with this number. End the row when its answer is complete.
 
         `ends` is the number of tokens of the scripted answer, `limit` the maximum number of tokens.
         """
@@ -104,7 +104,9 @@ class TextRow(ScriptedRow):
         return 1
 
     def add_tokens(self, number: int, count: int, now: float, *, ends: int, limit: int) -> None:
-        """Generate the next `count` tokens of a request, as `ScriptedRow.add_tokens`, and store their deltas."""
+        """Generate the next `count` tokens of a request, as `ScriptedRow.add_tokens`, and store their deltas. `now` is
+        the monotonic time.
+        """
         for _ in range(count):
             self.gathered.append(self._add_token(number, now, ends=ends, limit=limit))
 

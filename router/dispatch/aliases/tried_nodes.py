@@ -13,7 +13,9 @@ class TriedNodes:
 
     def __init__(self, lost: set[NodeId] | None = None) -> None:
         self.refused: dict[NodeId, float] = {}
-        """Nodes that refused the request, with the arrival time of the report under which they refused."""
+        """Nodes that refused the request, with the arrival of the report under which they refused, in monotonic
+        seconds.
+        """
         self.never: dict[NodeId, Refused] = {}
         """Nodes that could never hold the request, with their refusals."""
         self.lost: set[NodeId] = set() if lost is None else lost
