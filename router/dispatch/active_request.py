@@ -110,7 +110,7 @@ class ActiveRequest:
         self.deadline: float | None = None
         """End of the wait in the queue, in monotonic seconds; None before the first wait."""
         self.swap = ""
-        """Model swap that the request waits for in the queue, for the control plane."""
+        """Model swap that the request waits for in the queue, for the control plane; empty for none."""
         self.steps: list[tuple[float, str, str]] = []
         """Steps as (seconds after arrival, event, node)."""
 

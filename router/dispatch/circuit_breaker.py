@@ -155,8 +155,10 @@ class CircuitBreakers(Generic[N]):
         self.opened += 1
 
     def record_success(self, node: N, request: int) -> None:
-        """Record that a node finished a request. This clears the faults of a closed breaker, and closes one if it was
-        the probe."""
+        """Record that a node finished a request.
+
+        This clears the faults of a closed breaker, and closes a half-open one if the request was its probe.
+        """
         breaker = self._nodes.get(node)
         if breaker is not None and (breaker.until is None or breaker.probe == request):
             del self._nodes[node]

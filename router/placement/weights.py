@@ -20,7 +20,7 @@ simulate household`.
 MIN_LOAD_LEFT_SHARE = 0.1
 """Minimum share of a load, 0 to 1, that is left until the model is loaded.
 
-Kernels and a first profile follow the weights. Measured by `python -m tests.bench engine` as the end of a load.
+Kernels and a first profile follow the weights.
 """
 UNKNOWN_LOAD_LEFT_SHARE = 0.5
 """Share of a load that is left where the node reports no progress: half on average."""

@@ -152,7 +152,7 @@ class PrefixStore(Protocol[V]):
         ...
 
     def evict(self, size: int) -> int:
-        """Evict entries of at least `size` bytes, or all if they are fewer. Return the evicted bytes."""
+        """Evict entries until `size` bytes are free or none is left. Return the evicted bytes."""
         ...
 
 

@@ -41,12 +41,12 @@ class PrefillChunk(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Return whether several prompts are prefilled in one forward."""
+        """Whether several prompts are prefilled in one forward."""
         return len(self.members) > 1
 
     @property
     def completes(self) -> bool:
-        """Return whether a prompt is complete after this chunk."""
+        """Whether a prompt is complete after this chunk."""
         return self.packed or self.tokens >= self.members[0].left
 
 

@@ -200,7 +200,7 @@ class ScriptedSequence:
 
     @property
     def answered(self) -> bool:
-        """Return whether part of its answer was already generated. Such a prefill precedes new requests, unless it was
+        """Whether part of its answer was already generated. Such a prefill precedes new requests, unless it was
         preempted for another key."""
         return any(row.produced for row in self.rows) and not self.yielded
 
@@ -216,7 +216,7 @@ class ScriptedSequence:
 
     @property
     def delivered(self) -> bool:
-        """Return whether any token that this node generated was sent."""
+        """Whether any token that this node generated was sent."""
         return any(row.sent > row.resumed_tokens for row in self.rows)
 
     @property

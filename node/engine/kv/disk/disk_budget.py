@@ -16,7 +16,8 @@ SECONDS_PER_DAY = 86_400.0
 BUSY_WRITE_INTERVAL_SECONDS, BUSY_WRITE_SPEED = 1.0, 12 * MIB
 """Most seconds between two parts that are cut out while requests run, and the bytes per second of smaller parts."""
 URGENT_WRITE_INTERVAL_SECONDS, URGENT_WRITE_SPEED = 0.25, 32 * MIB
-"""The same while memory has no room for another such entry. An entry is then on the disk before it is evicted."""
+"""The same while memory has no room for another entry of that size. An entry is then on the disk before it is evicted.
+"""
 
 log = structlog.get_logger("engine.disk_cache")
 
