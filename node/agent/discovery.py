@@ -68,7 +68,7 @@ class DiscoveredService:
 async def find_services(
     seconds: float, cluster: str = "", *, role: str = "coord", interfaces: Sequence[str] | None = None
 ) -> list[DiscoveredService]:
-    """Search the LAN by Bonjour for at most `seconds`, or until SETTLE_SECONDS after the first record.
+    """Search the LAN by Bonjour for at most `seconds`, or until `SETTLE_SECONDS` after the first record.
 
     `role` is `coord` for coordinators, `new` for Macs that have not joined. `cluster` (an id) limits the search to one
     cluster. `interfaces` are the addresses of this machine to search from; None for all. The list is also empty if
@@ -120,7 +120,7 @@ class _Search:
             task.add_done_callback(self._tasks.discard)
 
     async def wait(self, seconds: float) -> None:
-        """Return after `seconds`, or SETTLE_SECONDS seconds after the first record."""
+        """Return after `seconds`, or `SETTLE_SECONDS` seconds after the first record."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._first.wait()

@@ -104,7 +104,7 @@ class EnrollDenied(EnrollError):
 def parse_address(text: str) -> tuple[str, int]:
     """Parse `host`, `host:port` or `[v6]:port`, with or without a scheme. Return host and port.
 
-    The default port is DEFAULT_PORT. Raise `EnrollError` with the accepted form for other texts.
+    The default port is `DEFAULT_PORT`. Raise `EnrollError` with the accepted form for other texts.
     """
     match = _ADDRESS.fullmatch(text.strip())
     port = int(match[3] or DEFAULT_PORT) if match else 0

@@ -180,7 +180,7 @@ def delete_identity(folder: Path) -> None:
 def store_address(identity: NodeIdentity, address: str) -> NodeIdentity:
     """Store an address (`host:port`) at which the coordinator proved itself, as the latest. Return the new identity.
 
-    At most MAX_ADDRESSES are stored. Raise `OSError` if the identity cannot be written.
+    At most `MAX_ADDRESSES` are stored. Raise `OSError` if the identity cannot be written.
     """
     others = [other for other in identity.addresses if other != address]
     after = replace(identity, addresses=(address, *others)[:MAX_ADDRESSES])

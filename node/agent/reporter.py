@@ -206,7 +206,7 @@ def measure_disk(folder: Path) -> Disk:
 
 
 def shorten_report(report: Report) -> Report:
-    """Return the report, shortened to MAX_MODELS models and MAX_REPORT_BYTES bytes if it is longer.
+    """Return the report, shortened to `MAX_MODELS` models and `MAX_REPORT_BYTES` bytes if it is longer.
 
     Models that are not loaded are removed first.
     """

@@ -139,7 +139,7 @@ class Download:
         return (self.fetched - before) / (now - since) if now > since else 0.0
 
     def _report(self, progress: ChildProgress) -> None:
-        """Send progress, at most every REPORT_SECONDS."""
+        """Send progress, at most every `REPORT_SECONDS`."""
         now = time.monotonic()
         if now - self._reported_at >= REPORT_SECONDS:
             self._reported_at = now

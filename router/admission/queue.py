@@ -1,11 +1,11 @@
 """Bounded queue before placement: order of attempts, shares of API keys, and deadlines.
 
 Theory. A queued request has no node: a request is placed when it is tried, with current numbers. Between keys the queue
-is a deficit round robin over tokens: every key earns QUANTUM_TOKENS times its weight per round. A key with long prompts
-or with many requests gets no more than its share of work, and no key starves. Within a key the order is first in, first
-out, but a request that does not fit now does not block the requests behind it. After MAX_OVERTAKES overtakes or
-HOLD_HEADROOM_AFTER_SECONDS, room is kept for a large request (`keep` of an attempt), because it would otherwise be
-overtaken without end.
+is a deficit round robin over tokens: every key earns `QUANTUM_TOKENS` times its weight per round. A key with long
+prompts or with many requests gets no more than its share of work, and no key starves. Within a key the order is first
+in, first out, but a request that does not fit now does not block the requests behind it. After `MAX_OVERTAKES`
+overtakes or `HOLD_HEADROOM_AFTER_SECONDS`, room is kept for a large request (`keep` of an attempt), because it would
+otherwise be overtaken without end.
 
 The queue is short on purpose: max(64, 4 × nodes) requests, a quarter of that per key but at least 16. A longer queue
 only turns a refusal now into a refusal after the deadline. A key that waits alone may have three quarters of the queue,

@@ -158,7 +158,7 @@ class ActiveRequest:
 
     def add_step(self, now: float, event: str, node: str = "") -> None:
         """Record a step at `now` (monotonic seconds) for a person. `node` is the name of its node, empty without one.
-        Beyond MAX_STEPS the middle step is removed."""
+        Beyond `MAX_STEPS` the middle step is removed."""
         if len(self.steps) >= MAX_STEPS:
             del self.steps[MAX_STEPS // 2]
         self.steps.append((now - self.arrived, event, node))

@@ -8,12 +8,12 @@ membership, and a cancelled request shows nothing.
       └────── the probe succeeds ───────┼─────────────────────────────┤
                                         └── it fails: twice as long ──┘
 
-Faults within SAME_FAULT_SECONDS count as one, because a dead engine fails all of its requests. Faults are in a row if
-no successful answer and no FAULT_WINDOW_SECONDS without a fault are between them.
+Faults within `SAME_FAULT_SECONDS` count as one, because a dead engine fails all of its requests. Faults are in a row if
+no successful answer and no `FAULT_WINDOW_SECONDS` without a fault are between them.
 
 Only the probe closes or reopens a breaker that is not closed, because earlier requests do not show the current state. A
 probe that is refused, cancelled or moved has no result, and the next request is the probe. A probe that runs for
-PROBE_SUCCESS_SECONDS succeeds.
+`PROBE_SUCCESS_SECONDS` succeeds.
 
 Times are in seconds of `now`, which never goes back.
 """

@@ -2,7 +2,7 @@
 
 The commands run next to the dispatcher, on its event loop. A command is open from its frame until the node's Finished,
 Refusal or Failed for its number. It also ends with the loss of the node, the end of this process, or
-COMMAND_TIMEOUT_SECONDS. The caller gets the result exactly once. A load continues after its caller has left, because
+`COMMAND_TIMEOUT_SECONDS`. The caller gets the result exactly once. A load continues after its caller has left, because
 half a model in memory is useless.
 """
 

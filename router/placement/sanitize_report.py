@@ -275,7 +275,7 @@ def _sanitize_size(size: int | None) -> int | None:
 
 
 def _make_printable(text: str) -> str:
-    """Return a node's text without control characters and escape sequences, cut to MAX_TEXT_CHARS characters."""
+    """Return a node's text without control characters and escape sequences, cut to `MAX_TEXT_CHARS` characters."""
     text = text[:MAX_TEXT_CHARS]
     return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
 

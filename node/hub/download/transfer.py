@@ -148,7 +148,7 @@ class Transfer:
         return {task.file.etag: task.digest for task in self._tasks if task.digest is not None}
 
     def run(self, report: Callable[[], None]) -> bool:
-        """Download and verify all files; call `report` every POLL_SECONDS. Return False if `stop` was set before the
+        """Download and verify all files; call `report` every `POLL_SECONDS`. Return False if `stop` was set before the
         end.
 
         Raise `ModelFileError` if a file cannot be downloaded or verified, `OSError` for faults of the disk. The process

@@ -307,7 +307,7 @@ def classify_error(error: BaseException, *, began: bool) -> str:
 
 
 def main() -> int:
-    """Generate the clip of the job on stdin. Return the exit code: 0, EXIT_NO_JOB or EXIT_FAILED."""
+    """Generate the clip of the job on stdin. Return the exit code: 0, `EXIT_NO_JOB` or `EXIT_FAILED`."""
     writer = EventWriter(redirect_stdout())
     try:
         job = read_job()
