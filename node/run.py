@@ -54,9 +54,9 @@ from wire.join_token import JoinToken, parse_token
 from wire.report import Hardware
 
 DRAIN_TIMEOUT_SECONDS = 20.0
-"""Longest wait for running requests when the node stops."""
+"""Longest wait for running requests when the node stops, in seconds."""
 FIND_TIMEOUT_SECONDS = 5.0
-"""Duration of the search for a coordinator by Bonjour."""
+"""Duration of the search for a coordinator by Bonjour, in seconds."""
 
 log = structlog.get_logger("node.run")
 

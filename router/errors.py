@@ -129,7 +129,8 @@ def round_retry_seconds(seconds: float) -> int:
 
 
 def from_refused(refused: Refused, param: str | None = None) -> Problem:
-    """Build the problem for a refusal; `param` is the parameter that the problem names.
+    """Build the problem for a refusal. `param` is the parameter that the problem names; without it, `model` with status
+    404 and none with any other.
 
     Only a refusal that may be retried has a Retry-After. With status 429 or 503 it is 1 s if the refusal has none.
     """

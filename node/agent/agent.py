@@ -121,7 +121,7 @@ class Agent:
         return self._keeper.welcomed
 
     async def run(self) -> None:
-        """Keep the node linked until `stop`. Raise ExpelledError if the coordinator denies the node for good."""
+        """Keep the node linked until `stop`. Raise `ExpelledError` if the coordinator denies the node for good."""
         await self._keeper.run()
 
     async def stop(self, drain: float, reason: GoodbyeReason = GoodbyeReason.STOPPING) -> None:

@@ -9,7 +9,7 @@ from node.agent.identity import proves_coordinator
 from wire.link.endpoint import LinkEndpoint
 
 DIAL_TIMEOUT_SECONDS = 5.0
-"""Timeout in seconds of the TCP connection, and again of the TLS handshake."""
+"""Timeout in seconds of the TLS handshake. TCP connection and handshake together have twice as long."""
 
 
 class NotTheCoordinator(ConnectionError):
@@ -19,8 +19,8 @@ class NotTheCoordinator(ConnectionError):
 class CoordinatorLink(LinkEndpoint):
     """Connection of this node to the coordinator, created by `dial`.
 
-    `take(link, tag, body)` is called for each frame, `gone(link, reason)` once at the end, both on the loop. `cluster`
-    is the id of the cluster, `address` the dialed `host:port`.
+    `take(link, tag, body)` is called for each frame, `on_lost(link, reason)` once at the end, both on the loop.
+    `cluster` is the id of the cluster, `address` the dialed `host:port`.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class CoordinatorLink(LinkEndpoint):
             super().data_received(data)
 
     def on_lost(self, reason: str) -> None:
-        """Pass the end of the connection to `gone`."""
+        """Pass the end of the connection to the constructor's `on_lost`."""
         self._on_lost(self, reason)
 
     def verify(self) -> None:
         """Check that the remote end has the certificate of this cluster's coordinator. Otherwise abort the connection
-        and raise NotTheCoordinator."""
+        and raise `NotTheCoordinator`."""
         tls: ssl.SSLObject | None = self.transport.get_extra_info("ssl_object") if self.transport else None
         if tls is None or not proves_coordinator(tls, self._cluster):
             self.abort("the server is not the coordinator of this cluster")
@@ -77,7 +77,8 @@ class CoordinatorLink(LinkEndpoint):
 async def dial(address: str, context: ssl.SSLContext, make: Callable[[str], CoordinatorLink]) -> CoordinatorLink:
     """Connect to `host:port`, verify the coordinator, and return the link. `make` creates the link for an address.
 
-    Raise OSError, ssl.SSLError or TimeoutError if the connection fails, NotTheCoordinator if the certificate is wrong.
+    Raise `OSError`, `ssl.SSLError` or `TimeoutError` if the connection fails, `NotTheCoordinator` if the certificate is
+    wrong.
     """
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(2 * DIAL_TIMEOUT_SECONDS):

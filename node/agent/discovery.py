@@ -68,7 +68,7 @@ class DiscoveredService:
 async def find_services(
     seconds: float, cluster: str = "", *, role: str = "coord", interfaces: Sequence[str] | None = None
 ) -> list[DiscoveredService]:
-    """Search the LAN by Bonjour for at most `seconds`, or until SETTLE_SECONDS after the first record.
+    """Search the LAN by Bonjour for at most `seconds`, or until `SETTLE_SECONDS` after the first record.
 
     `role` is `coord` for coordinators, `new` for Macs that have not joined. `cluster` (an id) limits the search to one
     cluster. `interfaces` are the addresses of this machine to search from; None for all. The list is also empty if
@@ -120,7 +120,7 @@ class _Search:
             task.add_done_callback(self._tasks.discard)
 
     async def wait(self, seconds: float) -> None:
-        """Return after `seconds`, or SETTLE_SECONDS seconds after the first record."""
+        """Return after `seconds`, or `SETTLE_SECONDS` seconds after the first record."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._first.wait()
@@ -156,7 +156,8 @@ async def locate_coordinator(
     """Search for the coordinator of this node at its remembered addresses and by Bonjour in parallel.
 
     Return the first address (`host:port`) at which a certificate proves the coordinator; None if there is none. Bonjour
-    searches for at most `seconds`. `besides` are addresses to leave out, `interfaces` as for `find_services`.
+    searches for at most `seconds`. `besides` are addresses to leave out, `interfaces` as for `find_services`. Raise
+    `OSError` or `ssl.SSLError` if the certificate of this node cannot be loaded.
     """
 
     async def is_proven(address: str) -> bool:
@@ -192,7 +193,7 @@ async def find_first_proven(
     """Check addresses in parallel with `is_proven`. Return the first that passes; None if all fail.
 
     The check of an address starts `stagger` seconds after that of the previous address, or at once after a failed
-    check.
+    check. An error that `is_proven` raises ends the search and is raised.
     """
     waiting = list(dict.fromkeys(candidates))
     running: dict[asyncio.Task[bool], str] = {}

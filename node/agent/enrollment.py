@@ -104,7 +104,7 @@ class EnrollDenied(EnrollError):
 def parse_address(text: str) -> tuple[str, int]:
     """Parse `host`, `host:port` or `[v6]:port`, with or without a scheme. Return host and port.
 
-    The default port is DEFAULT_PORT. Raise EnrollError with the accepted form for other texts.
+    The default port is `DEFAULT_PORT`. Raise `EnrollError` with the accepted form for other texts.
     """
     match = _ADDRESS.fullmatch(text.strip())
     port = int(match[3] or DEFAULT_PORT) if match else 0
@@ -123,14 +123,16 @@ async def enroll(
     folder: Path,
     on_code: Callable[[str, float], None],
 ) -> NodeIdentity:
-    """Join the cluster whose coordinator listens at `url` (`host:port`), and store the identity in `folder`.
+    """Join the cluster whose coordinator listens at `url` (`host:port`). Store the new identity in `folder` and return
+    it.
 
     An identity in the folder, such as a clone's or a damaged one, is replaced after the coordinator has agreed. `name`
     is the display name, `machine` the machine id. `on_code` is called only without a token, with the six digits to show
     and the seconds that a person has.
 
-    Raise EnrollError for an invalid address, CoordinatorUnreachable, PinMismatch, EnrollDenied (with `reason`), or
-    IdentityError if the certificate received is not for this request. Raise OSError if the identity cannot be written.
+    Raise `EnrollError` for an invalid address, `CoordinatorUnreachable`, `PinMismatch`, `EnrollDenied` (with `reason`),
+    or `IdentityError` if the certificate received is not for this request. Raise `OSError` if the identity cannot be
+    written.
     """
     host, port = parse_address(url)
     authority = await _fetch_authority(host, port)
@@ -158,7 +160,10 @@ async def enroll(
 
 
 async def proves_itself(identity: NodeIdentity, address: str) -> bool:
-    """Return whether the coordinator of this node answers at `address` (`host:port`), proven by its certificate."""
+    """Return whether the coordinator of this node answers at `address` (`host:port`), proven by its certificate.
+
+    Raise `OSError` or `ssl.SSLError` if the certificate of this node cannot be loaded.
+    """
     try:
         host, port = parse_address(address)
         async with _connect(host, port, create_client_context(identity)) as line:
@@ -222,8 +227,10 @@ class _EnrollConnection:
         await self._writer.drain()
 
     async def receive(self, kind: type[F], seconds: float = ANSWER_TIMEOUT_SECONDS) -> F:
-        """Return the next frame, which must be of this kind. Raise EnrollDenied for a denial, WireError for other
-        frames."""
+        """Return the next frame, which must be of this kind. Raise `EnrollDenied` for a denial, `WireError` for other
+        frames.
+
+        Raise `CoordinatorUnreachable` if the connection ends, `TimeoutError` after `seconds`."""
         async with asyncio.timeout(seconds):
             while not self._frames:
                 data = await self._reader.read(MAX_ANSWER_BYTES)

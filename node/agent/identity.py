@@ -114,7 +114,7 @@ def prove_identity(folder: Path, csr: bytes) -> tuple[bytes, bytes]:
 def load_identity(folder: Path, machine: str) -> NodeIdentity | None:
     """Return the identity stored in a folder; None if there is none. `machine` is the id of this machine.
 
-    Raise IdentityMismatch if the identity belongs to another machine, IdentityError if the files are damaged or
+    Raise `IdentityMismatch` if the identity belongs to another machine, `IdentityError` if the files are damaged or
     unreadable.
     """
     try:
@@ -155,8 +155,8 @@ def store_identity(
 ) -> NodeIdentity:
     """Store the identity that the coordinator issued in a folder, and return it.
 
-    `certificate` and `ca` are in DER. Raise IdentityError if the certificate is not for this request and cluster,
-    OSError if the files cannot be written.
+    `certificate` and `ca` are in DER. Raise `IdentityError` if the certificate is not for this request and cluster,
+    `OSError` if the files cannot be written.
     """
     try:
         parsed = read_certificate(certificate)
@@ -172,13 +172,16 @@ def store_identity(
 
 
 def delete_identity(folder: Path) -> None:
-    """Remove the identity stored in a folder, key first. Do nothing if there is none. Raise OSError on failure."""
+    """Remove the identity stored in a folder, key first. Do nothing if there is none. Raise `OSError` on failure."""
     for name in ("node.pem", "next.key", "identity.json"):
         (folder / name).unlink(missing_ok=True)
 
 
 def store_address(identity: NodeIdentity, address: str) -> NodeIdentity:
-    """Store an address (`host:port`) at which the coordinator proved itself, as the latest. Return the new identity."""
+    """Store an address (`host:port`) at which the coordinator proved itself, as the latest. Return the new identity.
+
+    At most `MAX_ADDRESSES` are stored. Raise `OSError` if the identity cannot be written.
+    """
     others = [other for other in identity.addresses if other != address]
     after = replace(identity, addresses=(address, *others)[:MAX_ADDRESSES])
     if after.addresses != identity.addresses:
@@ -187,7 +190,10 @@ def store_address(identity: NodeIdentity, address: str) -> NodeIdentity:
 
 
 def remove_address(identity: NodeIdentity, address: str) -> NodeIdentity:
-    """Remove the stored address of a superseded coordinator. Return the new identity."""
+    """Remove the stored address of a superseded coordinator. Return the new identity.
+
+    Raise `OSError` if the identity cannot be written.
+    """
     after = replace(identity, addresses=tuple(other for other in identity.addresses if other != address))
     if after.addresses != identity.addresses:
         _write_identity(after)
@@ -197,7 +203,7 @@ def remove_address(identity: NodeIdentity, address: str) -> NodeIdentity:
 def adopt_generation(identity: NodeIdentity, generation: int, seal: bytes) -> NodeIdentity:
     """Store the generation of a proven coordinator and its seal, if the generation is higher than the stored one.
 
-    Return the new identity, or the same one if nothing changed. Raise OSError if the identity cannot be written.
+    Return the new identity, or the same one if nothing changed. Raise `OSError` if the identity cannot be written.
     """
     if generation <= identity.generation:
         return identity
@@ -209,8 +215,8 @@ def adopt_generation(identity: NodeIdentity, generation: int, seal: bytes) -> No
 def create_client_context(identity: NodeIdentity) -> ssl.SSLContext:
     """Return the TLS context of the link: TLS 1.3, the certificate of this node, only the cluster's CA.
 
-    The context does not check that the remote end is the coordinator: call `proves_coordinator` as well. Raise OSError
-    or ssl.SSLError if the certificate cannot be loaded.
+    The context does not check that the remote end is the coordinator: call `proves_coordinator` as well. Raise
+    `OSError` or `ssl.SSLError` if the certificate cannot be loaded.
     """
     context = create_authority_context(identity.ca)
     context.load_cert_chain(identity.folder / "node.pem")
@@ -220,8 +226,8 @@ def create_client_context(identity: NodeIdentity) -> ssl.SSLContext:
 def create_authority_context(ca: bytes) -> ssl.SSLContext:
     """Return a client's TLS context that trusts only one CA (DER).
 
-    Host names are not checked, because addresses change: the URI in the SAN identifies the peer. Raise ssl.SSLError or
-    ValueError if `ca` is no certificate.
+    Host names are not checked, because addresses change: the URI in the SAN identifies the peer. Raise `ssl.SSLError`
+    or `ValueError` if `ca` is no certificate.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -249,7 +255,7 @@ def needs_renewal(identity: NodeIdentity, now: float) -> bool:
 def new_csr(identity: NodeIdentity) -> bytes:
     """Create and store the key of the next certificate. Return the request (DER) for `wire.frames.RenewCertificate`.
 
-    The key replaces that of an earlier request without an answer. Raise OSError if the key cannot be stored.
+    The key replaces that of an earlier request without an answer. Raise `OSError` if the key cannot be stored.
     """
     request = new_request(identity.name)
     write_private(identity.folder / "next.key", request.key)
@@ -259,7 +265,8 @@ def new_csr(identity: NodeIdentity) -> bytes:
 def install_certificate(identity: NodeIdentity, certificate: bytes) -> NodeIdentity:
     """Store the renewed certificate (DER) with the key that `new_csr` created. Return the new identity.
 
-    Raise IdentityError if no certificate was requested, or this one is not for the node and that key.
+    Raise `IdentityError` if no certificate was requested, or this one is not for the node and that key. Raise `OSError`
+    if the certificate cannot be written.
     """
     pending = identity.folder / "next.key"
     try:

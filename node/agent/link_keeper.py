@@ -1,8 +1,9 @@
 """Keeper of the connection to the coordinator: dials, watches for silence, sleeps, renews the certificate, stops.
 
-The rules are in `link_state`, as data. This module dials the remembered addresses, then searches by Bonjour for the
-cluster's id. Of two coordinators of the cluster, the one with the higher generation is valid: the keeper leaves the
-other one. A renewed certificate opens a second link that replaces the first.
+The rules are in `link_state`, as data. This module dials the latest remembered address. If that fails, `discovery`
+checks the other remembered addresses and searches by Bonjour for the cluster's id. Of two coordinators of the cluster,
+the one with the higher generation is valid: the keeper leaves the other one. A renewed certificate opens a second link
+that replaces the first.
 """
 
 import asyncio
@@ -52,7 +53,7 @@ class LinkTimeouts:
     """Timeouts of a `LinkKeeper` in seconds."""
 
     silence: float = 10.0
-    """Time without a frame after which the link is aborted."""
+    """Time without received bytes after which the link is aborted."""
     no_wake: float = 60.0
     """Time awake after which the node dials again without a wake event, because the sleep was called off."""
 
@@ -115,8 +116,9 @@ class LinkKeeper:
         return self._identity.name
 
     async def run(self) -> None:
-        """Keep the node linked until `stop`: reconnect after every loss. Raise ExpelledError if the coordinator denies
-        the node for good."""
+        """Keep the node linked until `stop`: reconnect after every loss. Raise `ExpelledError` if the coordinator
+        denies the node for good.
+        """
         while True:
             match self._life.state:
                 case LinkState.DIALING:
@@ -135,7 +137,7 @@ class LinkKeeper:
                     return
 
     async def stop(self, drain: float, reason: GoodbyeReason) -> None:
-        """Wait at most `drain` seconds for open requests, send a goodbye and close the links."""
+        """Wait at most `drain` seconds for open requests, send a goodbye with `reason` and close the links."""
         self._draining = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + drain
@@ -169,7 +171,11 @@ class LinkKeeper:
     # frames about the link
 
     def receive_welcome(self, link: CoordinatorLink, welcome: Welcome) -> bool:
-        """Make the link of a Welcome the current one. Return False if its coordinator is superseded."""
+        """Make the link of a Welcome the current one, and store the coordinator's addresses. Return True.
+
+        Return False if its coordinator is superseded; the link is then closed. Raise `OSError` if the identity cannot
+        be written.
+        """
         if welcome.generation < self._identity.generation:
             self._leave_superseded(link)
             return False
@@ -184,7 +190,11 @@ class LinkKeeper:
         return True
 
     def receive_denial(self, link: CoordinatorLink, denied: Denied) -> None:
-        """Apply the coordinator's refusal of this node."""
+        """Handle the coordinator's denial of this node.
+
+        A final denial ends `run`. A superseded coordinator is left. Another denial delays the next dial. Raise
+        `OSError` if the identity cannot be written.
+        """
         log.error("denied", reason=denied.reason, message=denied.message)
         if denied.reason == SUPERSEDED:
             self._leave_superseded(link)
@@ -196,8 +206,8 @@ class LinkKeeper:
     def take_over(self, renewed: CertificateRenewed) -> None:
         """Install a renewed certificate, and open a second link with it.
 
-        Raise IdentityError if no certificate was requested or this one is not for this node. Raise OSError if the files
-        of the identity cannot be written.
+        Raise `IdentityError` if no certificate was requested or this one is not for this node. Raise `OSError` if the
+        files of the identity cannot be written.
         """
         self._identity = install_certificate(self._identity, renewed.certificate)
         self._context = create_client_context(self._identity)

@@ -120,7 +120,9 @@ class Reporter:
             self.send()
 
     def answer_ping(self, nonce: int) -> None:
-        """Repeat the nonce of a ping in the following reports. Report now if the last report is old."""
+        """Repeat the nonce of a ping in the following reports. Report now if the last report is older than half of
+        `report_idle_seconds`.
+        """
         self._ping = nonce
         if asyncio.get_running_loop().time() - self._reported_at > self._settings.node.report_idle_seconds / 2:
             self.send()
@@ -204,7 +206,7 @@ def measure_disk(folder: Path) -> Disk:
 
 
 def shorten_report(report: Report) -> Report:
-    """Return the report, shortened to MAX_MODELS models and MAX_REPORT_BYTES bytes if it is longer.
+    """Return the report, shortened to `MAX_MODELS` models and `MAX_REPORT_BYTES` bytes if it is longer.
 
     Models that are not loaded are removed first.
     """

@@ -1,4 +1,4 @@
-"""Admission of requests, as values: the reasons to refuse one before or at its admission, and its costs. Pure."""
+"""Admission of requests, as values: reasons to refuse a request before or at its admission, and its costs. Pure."""
 
 from typing import NamedTuple, Protocol
 
@@ -54,9 +54,9 @@ class AdmissionCost(NamedTuple):
     """Costs of a request at its admission, in bytes."""
 
     rows: int
-    """Bytes that it will hold."""
+    """Bytes that the caches of its rows will hold."""
     total: int
-    """These bytes, and those of its forwards."""
+    """`rows`, and the bytes that its forwards need for a moment."""
 
 
 def compute_admission_cost(shape: preflight.RequestShape, ledger: CostLedger, model: Model) -> AdmissionCost:

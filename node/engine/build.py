@@ -266,7 +266,7 @@ def compose(
 
 def open_disk_cache(folder: Path | None, size: str | int, min_seconds: float) -> DiskCache | None:
     """Return the disk cache in a folder, of the settings `disk_cache_size` and `disk_cache_min_seconds`; None if it is
-    off or its folder cannot be used."""
+    off or its folder cannot be used. Raise `ValueError` for a size that cannot be parsed."""
     if folder is None or size == "off":
         return None
     try:

@@ -23,7 +23,7 @@ from wire.frames import Finished, Frame, LoadModel, ProfileModel, Refusal, Resto
 from wire.refusals import RefusalCode, Refused
 
 LOAD_STEP_EXPECTED_SECONDS = 10.0
-"""Seconds that a piece of a load may take: building the model, compiling kernels."""
+"""Seconds that a piece of a load may take besides reading its weights: building the model, compiling kernels."""
 
 
 class ModelCommands:
@@ -64,7 +64,9 @@ class ModelCommands:
     # orders
 
     def load(self, order: LoadModel, now: float) -> list[Frame]:
-        """Load a model on order. The answer follows at the end of the load, or now if it is loaded or cannot be."""
+        """Load a model on order. Return the answer if the model is already loaded or cannot be; else it follows at the
+        end of the load.
+        """
         if order.model in self._table.loaded:
             return [Finished(order.request, (), 0, 0)]
         refused = self._request_load(order.model, now)
@@ -74,8 +76,9 @@ class ModelCommands:
         return []
 
     def profile(self, order: ProfileModel, now: float) -> list[Frame]:
-        """Measure a model on order, after a load if necessary. The answer follows at the end of the sweep. An encoder
-        is refused."""
+        """Measure a model on order, after a load if necessary. Return the refusal if there is one; else the answer
+        follows at the end of the sweep. An encoder is refused.
+        """
         found = self._catalogue.find(order.model)
         if found is not None and found.layout is not None and found.layout.encoder is not None:
             text = f"{order.model} is an encoder: its texts have no cache, so that there is no profile to measure"
@@ -99,7 +102,9 @@ class ModelCommands:
         return None
 
     def unload(self, order: UnloadModel) -> list[Frame]:
-        """Unload a model on order, or abort its load. A model in use is not unloaded."""
+        """Unload a model on order, or abort its load, and return the answer. A model in use is not unloaded. After an
+        aborted load, return those of the requests and orders that waited for it as well.
+        """
         cancelled = Refused(
             RefusalCode.NOT_READY, f"the load of {order.model} was cancelled by `cluster model unload`", None, 1.0
         )
@@ -136,7 +141,10 @@ class ModelCommands:
         return self._manager.busy and self._forwards.gate.refuse_unless_ready() is None
 
     def step_load(self, now: float) -> None:
-        """Start the next load, or load one piece of the current one. Call this only if `may_load()`."""
+        """Start the next load, or load one piece of the current one. Call this only if `may_load()`.
+
+        Raise `Halted` if the engine was halted.
+        """
         name = self._manager.next_name
         self._scheduler.synchronize()
         with self._forwards.run_native(

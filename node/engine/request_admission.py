@@ -164,7 +164,8 @@ class RequestAdmission:
     def admit(
         self, loaded_model: LoadedModel, prepared: PreparedRequest | PreparedEmbedding, arrived: float, now: float
     ) -> list[Frame]:
-        """Check a request against the memory now, commit its memory, and start it; or refuse it.
+        """Check a request against the memory now, commit its memory, and start it; or refuse it. Return its answer so
+        far: `Admitted`, followed by `Finished` if nothing is left to generate, or `Refusal`.
 
         `arrived` is the arrival of the request in monotonic seconds. The model is in use meanwhile: memory that is
         freed for this request is not that of its own model.
@@ -256,7 +257,10 @@ class RequestAdmission:
         return True
 
     def read_offered_memory(self, now: float, key: str | None = None) -> Memory:
-        """Read the memory as it is for a new request of `key`: waiting requests come first."""
+        """Read the memory as it is for a new request of `key`; None: of any key.
+
+        The bytes that waiting requests need first count as reserved.
+        """
         memory, wanted = self._forwards.read_memory(now), self._scheduler.compute_required_bytes(key)
         left = None if memory.headroom is None else memory.headroom - wanted
         return replace(memory, reserved=memory.reserved + wanted, headroom=left)

@@ -34,7 +34,7 @@ def build_engine_environment(inherited: Mapping[str, str], scratch: Path, blas: 
     """Return the environment variables of an engine process, based on `inherited`.
 
     `scratch` is the folder for temporary files, which is created; profiles and digests are stored next to it. `blas` is
-    the value of `engine.mlx.blas`. Raise OSError if the folder cannot be created.
+    the value of `engine.mlx.blas`. Raise `OSError` if the folder cannot be created.
     """
     environment = {**inherited, "TMPDIR": str(create_private_folder(scratch)), "HF_HUB_OFFLINE": "1"}
     environment[PROFILES] = str(scratch.parent / "profiles")

@@ -67,7 +67,10 @@ class OpenRequests:
         self._on_frame(tag, _HEADER.pack(len(body) + 1, tag) + body, 0)
 
     def forward_answer(self, kind: type[Frame], tag: int, body: bytes) -> None:
-        """Forward a frame of the engine about one request. A frame that ends the request removes it."""
+        """Forward a frame of the engine about one request. A frame that ends the request removes it.
+
+        Raise `WireError` if the body does not begin with the number of a request.
+        """
         request = decode_request_number(body)
         if kind in ENDS:
             self._open.discard(request)
@@ -76,8 +79,9 @@ class OpenRequests:
     def fail_all(self, cause: str, record: CrashRecord | None, *, stopping: bool) -> None:
         """End every open request, because the engine has ended.
 
-        `record` is the native call in which the engine died. The request whose prompt was in that call may be the
-        cause, and gets its own code. A decode step holds the rows of all requests. `stopping`: the agent stops.
+        `record` is the native call in which the engine died; None if it was in none. The request whose prompt was in
+        that call may be the cause, and gets its own code. A decode step holds the rows of all requests. `stopping`: the
+        agent stops.
         """
         numbers, self._open = sorted(self._open), set()
         failing = record.request if record is not None and record.doing is not NativeCallKind.DECODE else 0

@@ -17,14 +17,14 @@ TAIL_LINES = 3
 class EngineLog:
     """Log file of the engine's standard error, mode 0600, because a traceback may quote a prompt.
 
-    Above MAX_LOG_BYTES the log is rotated: the file with the suffix `.1` has the older lines.
+    Above `MAX_LOG_BYTES` the log is rotated: the file with the suffix `.1` has the older lines.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def open(self) -> int:
-        """Rotate a long log, open the log to append, and return its file descriptor. Raise OSError if that fails."""
+        """Rotate a long log, open the log to append, and return its file descriptor. Raise `OSError` if that fails."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self.measure_size() > MAX_LOG_BYTES:
             self._path.replace(self._older)
@@ -55,7 +55,7 @@ class EngineLog:
         return 0
 
     def read_tail(self, start: int) -> str:
-        """Return the last TAIL_LINES lines after byte `start`, joined by ` | `, without lines of level info.
+        """Return the last `TAIL_LINES` lines after byte `start`, joined by ` | `, without lines of level info.
 
         Return an empty text if there are none or the log cannot be read.
         """

@@ -176,7 +176,7 @@ class Supervisor:
         return (self._wired.warning,) if self._wired.warning else ()
 
     async def start(self) -> None:
-        """Start the first child, and keep one running until `stop`. Raise OSError if the log cannot be opened."""
+        """Start the first child, and keep one running until `stop`. Raise `OSError` if the log cannot be opened."""
         os.close(self._log.open())
         self._task = asyncio.create_task(self._run())
 
@@ -296,7 +296,7 @@ class Supervisor:
     async def _start_child(self, wired: WiredReadings) -> EngineChild:
         """Start a child, and send it the models to load again, the quarantined models and the limits, in this order.
 
-        The child loads no model before it has limits. Raise OSError if the program cannot be started.
+        The child loads no model before it has limits. Raise `OSError` if the program cannot be started.
         """
         settings = self._settings
         if self._life.resting:

@@ -66,7 +66,7 @@ class RepositoryFolder:
         return self.hub / ".locks" / self.root.name / LOCK_NAME
 
     def prepare(self) -> None:
-        """Create the folders. Raise ModelFileError if one of them is a link or a file, OSError if it cannot be
+        """Create the folders. Raise `ModelFileError` if one of them is a link or a file, `OSError` if it cannot be
         created."""
         self.hub.mkdir(parents=True, exist_ok=True)
         for folder in (self.root, self.blobs, self.snapshots, self.refs):
@@ -76,7 +76,8 @@ class RepositoryFolder:
     def lock(self) -> Generator[None]:
         """Hold the lock of the repository while the context is open. Wait up to `LOCK_TIMEOUT_SECONDS` for the lock.
 
-        Raise ModelFileError (`in_use`) if another process still holds the lock then.
+        Raise `ModelFileError` (`in_use`) if another process still holds the lock then, `OSError` if the lock file
+        cannot be opened.
         """
         clock = threading.Event()
         deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
@@ -92,7 +93,7 @@ class RepositoryFolder:
             os.close(descriptor)
 
     def is_locked(self) -> bool:
-        """Return whether another process holds the lock."""
+        """Return whether another process holds the lock. Raise `OSError` if the lock file cannot be opened."""
         if not self.lock_file.exists():
             return False
         descriptor = self._try_lock()
@@ -114,7 +115,7 @@ class RepositoryFolder:
     def create_snapshot(self, manifest: ModelManifest) -> None:
         """Create the links of a commit, of which every file is verified. Existing entries are replaced one by one.
 
-        Raise ModelFileError if a folder below the snapshot is a link or a file, OSError on failure.
+        Raise `ModelFileError` if a folder below the snapshot is a link or a file, `OSError` on failure.
         """
         snapshot = self.get_snapshot(manifest.commit)
         _create_real_folder(snapshot)
@@ -128,7 +129,10 @@ class RepositoryFolder:
             _replace_link(folder / parts[-1], target)
 
     def write_references(self, commit: str, names: tuple[str, ...]) -> None:
-        """Write `refs/NAME` for each name, atomically."""
+        """Write `refs/NAME` for each name, atomically.
+
+        Raise `ModelFileError` if a folder below `refs` is a link or a file, `OSError` on failure.
+        """
         for name in names:
             parts = name.split("/")
             folder = self.refs
@@ -141,7 +145,10 @@ class RepositoryFolder:
             new.replace(folder / parts[-1])
 
     def remove_parts(self) -> None:
-        """Remove partial files of this program, also those of abandoned downloads. Files of other tools stay."""
+        """Remove partial files of this program, also those of abandoned downloads. Files of other tools stay.
+
+        Raise `OSError` on failure.
+        """
         with suppress(FileNotFoundError):
             for path in tuple(self.blobs.iterdir()):
                 if path.name.endswith((PART_SUFFIX, JOURNAL_SUFFIX, _NEW_SUFFIX)):

@@ -51,7 +51,7 @@ class DownloadOrder(msgspec.Struct, frozen=True, kw_only=True):
     """File of the digest store."""
     cluster: ClusterFiles = ClusterFiles()
     piece_bytes: int = PIECE_BYTES // CONNECTIONS
-    """Bytes of a piece. An interruption of all connections costs at most PIECE_BYTES."""
+    """Bytes of a piece. An interruption of all connections costs at most `PIECE_BYTES`."""
     connections: int = CONNECTIONS
     """Number of parallel ranges."""
     reserve_bytes: int = -1
@@ -133,7 +133,7 @@ class ChildChannel:
         self.stop = threading.Event()
 
     def read_order(self, kind: type[T]) -> T:
-        """Read the order. Raise msgspec.DecodeError if it is invalid."""
+        """Read the order. Raise `msgspec.DecodeError` if it is invalid."""
         return msgspec.json.decode(sys.stdin.buffer.readline(), type=kind)
 
     def stop_on_sigterm(self) -> None:

@@ -81,7 +81,7 @@ class DigestStore:
         return digest.sha256
 
     def add(self, digests: Mapping[Path, FileDigest]) -> None:
-        """Add digests, and remove entries of files that are missing. Wait for other writers. Raise OSError on
+        """Add digests, and remove entries of files that are missing. Wait for other writers. Raise `OSError` on
         failure."""
         create_private_folder(self._file.parent)
         lock = os.open(self._file.with_name(f"{self._file.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -126,7 +126,7 @@ def compute_content(digests: Mapping[str, str]) -> str:
 
 
 def record_digest(path: Path, sha256: str) -> FileDigest:
-    """Return the entry of a file whose SHA-256 is known, in its state now. Raise OSError if it cannot be read."""
+    """Return the entry of a file whose SHA-256 is known, in its state now. Raise `OSError` if it cannot be read."""
     stat = path.stat()
     return FileDigest(stat.st_size, stat.st_mtime_ns, stat.st_ino, sha256)
 
@@ -134,7 +134,7 @@ def record_digest(path: Path, sha256: str) -> FileDigest:
 def hash_file(path: Path, add: Callable[[bytes], object]) -> FileDigest | None:
     """Read a file and return its entry; call `add` with each block. None if the file changed meanwhile.
 
-    Raise OSError if the file cannot be read.
+    Raise `OSError` if the file cannot be read.
     """
     sha256 = hashlib.sha256()
     before = _read_state(path)

@@ -43,8 +43,8 @@ class Download:
     def run(self) -> str:
         """Download all files and return the content hash of the model.
 
-        Raise OrderStopped after a cancel, ModelFileError if a file cannot be downloaded or verified, or if another
-        process has the lock. Raise OSError for faults of the disk.
+        Raise `OrderStopped` after a cancel, `ModelFileError` if a file cannot be downloaded or verified, or if another
+        process has the lock. Raise `OSError` for faults of the disk.
         """
         fault = find_manifest_fault(self._order.manifest)
         if fault:
@@ -139,7 +139,7 @@ class Download:
         return (self.fetched - before) / (now - since) if now > since else 0.0
 
     def _report(self, progress: ChildProgress) -> None:
-        """Send progress, at most every REPORT_SECONDS."""
+        """Send progress, at most every `REPORT_SECONDS`."""
         now = time.monotonic()
         if now - self._reported_at >= REPORT_SECONDS:
             self._reported_at = now

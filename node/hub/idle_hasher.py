@@ -82,7 +82,10 @@ class IdleHasher:
                 await self._hash(folder)
 
     def find_unhashed(self) -> Path | None:
-        """Return the folder of a model whose files are not all hashed; None if there is none."""
+        """Return the folder of a model whose files are not all hashed; None if there is none.
+
+        Folders that could not be hashed before are left out.
+        """
         return next((folder for folder in self._list_folders() if self._is_unhashed(folder)), None)
 
     def _list_folders(self) -> Iterator[Path]:

@@ -37,7 +37,7 @@ class ModelPlace:
 def locate_model(settings: ModelSettings, name: str, environment: Mapping[str, str]) -> ModelPlace:
     """Return the place of a model: the first one with this name, in the order of the catalogue.
 
-    A repository of the cache is also found without a complete snapshot. Raise ModelFileError if there is none.
+    A repository of the cache is also found without a complete snapshot. Raise `ModelFileError` if there is none.
     """
     for top in (Path(folder).expanduser() for folder in settings.folders):
         for candidate, folder in find_model_folders(top):
@@ -57,8 +57,8 @@ def locate_model(settings: ModelSettings, name: str, environment: Mapping[str, s
 def remove_model(place: ModelPlace) -> int:
     """Delete a model with all revisions, and return the freed bytes.
 
-    Raise ModelFileError for a link, for a model folder of the settings itself, and for a repository that another
-    process works on. Raise OSError if a file cannot be deleted.
+    Raise `ModelFileError` for a link, for a model folder of the settings itself, and for a repository that another
+    process works on. Raise `OSError` if a file cannot be deleted.
     """
     if place.repository is not None:
         return _remove_repository(place.repository)

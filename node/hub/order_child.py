@@ -96,7 +96,7 @@ class OrderChild:
                 self._killer.cancel()
 
     def cancel(self) -> None:
-        """Ask the child to end; kill the child after TERMINATE_TIMEOUT_SECONDS. `run` returns its end."""
+        """Ask the child to end; kill the child after `TERMINATE_TIMEOUT_SECONDS`. `run` returns its end."""
         self._cancelled = True
         if self._process is not None and self._killer is None:
             self._send_sigterm()
@@ -128,7 +128,7 @@ class OrderChild:
         return None
 
     async def _wait_exit(self, process: asyncio.subprocess.Process) -> None:
-        """Wait for the exit of the child, whose messages have ended; kill the child after EXIT_TIMEOUT_SECONDS."""
+        """Wait for the exit of the child, whose messages have ended; kill the child after `EXIT_TIMEOUT_SECONDS`."""
         try:
             await asyncio.wait_for(process.wait(), EXIT_TIMEOUT_SECONDS)
         except TimeoutError:
@@ -149,7 +149,7 @@ class OrderChild:
 
 
 async def _read_tail(stream: asyncio.StreamReader) -> bytes:
-    """Return the last MAX_ERROR_BYTES of a stream, which is read to its end."""
+    """Return the last `MAX_ERROR_BYTES` of a stream, which is read to its end."""
     tail = b""
     while block := await stream.read(MAX_ERROR_BYTES):
         tail = (tail + block)[-MAX_ERROR_BYTES:]

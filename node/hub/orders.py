@@ -194,7 +194,7 @@ class ModelFileOrders:
         return next((running for running in self._running if number in running.numbers), None)
 
     def _begin(self, order: ModelOrder, link: CoordinatorLink) -> None:
-        """Begin an order. Raise ModelFileError if it cannot be performed."""
+        """Begin an order. Raise `ModelFileError` if it cannot be performed."""
         if self._stopping or len(self._running) >= MAX_ORDERS:
             why = "the node stops" if self._stopping else f"{MAX_ORDERS} orders are in progress on this node"
             raise ModelFileError(ModelOrderCode.IN_USE, f"{why}: try again later")
@@ -219,7 +219,7 @@ class ModelFileOrders:
             raise ModelFileError(ModelOrderCode.INVALID, f"{name[:200]!r} is not the name of a model")
 
     def _check_unused(self, name: str) -> None:
-        """Raise ModelFileError if a model is loaded, or another order uses its files."""
+        """Raise `ModelFileError` if a model is loaded, or another order uses its files."""
         if self._is_loaded(name):
             raise ModelFileError(ModelOrderCode.IN_USE, f"{name} is loaded: unload it first")
         if any(running.key == name for running in self._running):

@@ -54,7 +54,11 @@ class RepositoryQuery:
         self._subject = f"{query.repo} at revision {query.revision}" if query.revision else query.repo
 
     def run(self) -> HubAnswer:
-        """Query the repository. Raise ModelFileError if it cannot be pulled, OSError for faults of this machine."""
+        """Query the repository.
+
+        Raise `ModelFileError` if it cannot be pulled, `OSError` for faults of this machine, `ValueError` if the
+        endpoint of the query is no address.
+        """
         if not is_valid_repo(self._query.repo):
             raise ModelFileError(
                 ModelOrderCode.INVALID,
@@ -147,7 +151,7 @@ class RepositoryQuery:
         return self._retry(read) if size else b""
 
     def _retry(self, request: Callable[[], T]) -> T:
-        """Repeat a request after faults that can pass. Raise ModelFileError if it fails for good."""
+        """Repeat a request after faults that can pass. Raise `ModelFileError` if it fails for good."""
         for attempt in range(MAX_ATTEMPTS):
             try:
                 return request()

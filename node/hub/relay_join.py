@@ -31,7 +31,7 @@ class RelayAnswer:
     def feed(self, data: bytes) -> bytes | None:
         """Add received bytes. Return the bytes after RelayJoined; None if it has not arrived yet.
 
-        Raise RelayRefusedError if the coordinator refuses the connection or sends anything else.
+        Raise `RelayRefusedError` if the coordinator refuses the connection or sends anything else.
         """
         self._received += data
         if self._received.startswith(RELAY_JOINED):
@@ -48,12 +48,12 @@ class RelayAnswer:
 
 
 def build_join(cluster: ClusterFiles, token: str, *, serves: bool) -> bytes:
-    """Return the first bytes of a connection for the transfer with this token."""
+    """Return the first bytes of a connection for the transfer with this token. `serves`: this node has the files."""
     return encode(JoinRelay(PROTOCOL, cluster.node, cluster.machine, token, serves))
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of `host:port`. Raise ValueError if it is another text."""
+    """Return host and port of `host:port`. Raise `ValueError` if it is another text."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
         raise ValueError(f"{address!r} is not host:port")
@@ -63,7 +63,8 @@ def split_address(address: str) -> tuple[str, int]:
 def open_relay(cluster: ClusterFiles, token: str, timeout: float) -> ssl.SSLSocket:
     """Return a connection through the coordinator to the node that serves. `timeout` is in seconds.
 
-    Raise OSError (with RelayRefusedError and ssl.SSLError) if there is none, ValueError for an invalid address.
+    Raise `OSError` (with `RelayRefusedError` and `ssl.SSLError`) if there is none. Raise `ValueError` for an invalid
+    address or certificate.
     """
     context = NodeClientContext.create_for_coordinator(cluster)
     plain = socket.create_connection(split_address(cluster.coordinator), timeout)

@@ -36,7 +36,7 @@ class Verification:
     def run(self) -> ChildEnd:
         """Hash all files, store their digests, and return the end of the order with the content hash.
 
-        Raise OrderStopped after a cancel, OSError if a file cannot be read or the digests cannot be written.
+        Raise `OrderStopped` after a cancel, `OSError` if a file cannot be read or the digests cannot be written.
         """
         names = list_content_files(self._folder)
         self._total = sum((self._folder / name).stat().st_size for name in names)
@@ -74,7 +74,7 @@ class Verification:
 def _is_changed_blob(path: Path, digest: FileDigest) -> bool:
     """Return whether a file of the Hugging Face cache does not have the digest by which its blob is named.
 
-    That is the SHA-256, or for small files the SHA-1 of git. Raise OSError if the file cannot be read.
+    That is the SHA-256, or for small files the SHA-1 of git. Raise `OSError` if the file cannot be read.
     """
     blob = Path(os.path.realpath(path))
     if blob.parent.name != "blobs":

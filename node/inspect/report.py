@@ -117,7 +117,7 @@ def report_machine(state: Path, settings: NodeSettings) -> dict[str, Any]:
     """Return machine id, hardware, memory limits, engine, model folders and identity as a dictionary.
 
     `state` is the state folder. Connect to the stored addresses of the coordinator to report whether they answer
-    (`dial_coordinator`).
+    (`dial_coordinator`). Raise `ValueError` if `engine.scripted.memory` is no size.
     """
     machine = compute_machine_id(settings.node.machine)
     opened = open_machine(settings)
@@ -205,8 +205,8 @@ def report_identity(folder: Path, machine: str) -> dict[str, Any]:
 def dial_coordinator(known: NodeIdentity, address: str) -> dict[str, Any]:
     """Connect to `host:port`, verify the coordinator by the cluster's CA, and close without sending a frame.
 
-    Return a dictionary: `seconds` to connect, `errno` of the connection (0: none), `proven` and `expires` (Unix
-    seconds) of the certificate, and `error`. Values are None if they are unknown. Errors are not raised.
+    Return a dictionary: `address`, `seconds` to connect, `errno` of the connection (0: none), `proven` and `expires`
+    (Unix seconds) of the certificate, and `error`. Values are None if they are unknown. Errors are not raised.
     """
     report: dict[str, Any] = {
         "address": address,

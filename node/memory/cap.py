@@ -179,8 +179,8 @@ def resolve_cap(
 ) -> MemoryCap:
     """Return the cap for the values of `memory.cap` and `memory.tier`.
 
-    `above_metal` is `memory.allow_above_metal_limit`. Raise SettingsError for an invalid size, a cap of 0, and for
-    "auto" or a percentage if the RAM cannot be read. With `starting`, also raise SettingsError for an explicit cap
+    `above_metal` is `memory.allow_above_metal_limit`. Raise `SettingsError` for an invalid size, a cap of 0, and for
+    "auto" or a percentage if the RAM cannot be read. With `starting`, also raise `SettingsError` for an explicit cap
     above the RAM, or above the Metal limit without `above_metal`. Later, the lower limit applies.
     """
     relative = setting == "auto" or str(setting).strip().endswith("%")
@@ -266,7 +266,7 @@ def _build_sysctl_command(wanted: int, total: int) -> str:
 
 
 def resolve_margin(setting: str | int, cap: int) -> Margin:
-    """Return the margin for a value of `memory.margin` and a cap in bytes. Raise SettingsError for an invalid size."""
+    """Return the margin for a `memory.margin` and a cap in bytes. Raise `SettingsError` for an invalid size."""
     if setting == "auto":
         return Margin(compute_default_margin(cap), automatic=True)
     try:

@@ -1,6 +1,6 @@
 """Memory readings on macOS by ctypes. Unverified on macOS: tested against a compiled stand-in with these signatures.
 
-The footprint is `ri_phys_footprint` of `proc_pid_rusage` (RUSAGE_INFO_V4, 296 bytes, <sys/resource.h>). It counts
+The footprint is `ri_phys_footprint` of `proc_pid_rusage` (`RUSAGE_INFO_V4`, 296 bytes, <sys/resource.h>). It counts
 Metal's IOAccelerator pages, which resident sizes do not, and works for every process of the same user. The structure
 also has the highest footprint ever, and since `proc_reset_footprint_interval` (<libproc.h>). psutil has neither. The
 start time that psutil returns changes with the clock and therefore does not identify a process.
@@ -64,7 +64,7 @@ class ProcBsdInfo(ctypes.Structure):
 
 
 class LibSystem:
-    """Functions of libSystem that read memory, by ctypes. Raise OSError if the library cannot be loaded."""
+    """Functions of libSystem that read memory, by ctypes. Raise `OSError` if the library cannot be loaded."""
 
     def __init__(self, library: str = SYSTEM) -> None:
         calls = ctypes.CDLL(library, use_errno=True)

@@ -49,7 +49,7 @@ class EnforcerInput:
     enforced: int = 0
     """Sequence number (`ReduceMemory.poll`) of the last order that the engine reports as executed."""
     call_until: float = 0.0
-    """Monotonic time until which the running native call may last (`Supervisor.call_until`); 0 without a call."""
+    """Monotonic seconds until which the running native call may last (`EngineProbe.call_until`); 0 without a call."""
 
 
 @dataclass(frozen=True, slots=True)

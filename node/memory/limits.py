@@ -53,7 +53,7 @@ class Limiter:
     """Calculator of this node's memory limits; keeps cap, margin and the last readings.
 
     `origins` has the origin of each setting that is not a default, for the log. The Metal limit that the device reports
-    is stored in `folder` (None: not stored). Raise SettingsError if this machine cannot satisfy the settings.
+    is stored in `folder` (None: not stored). Raise `SettingsError` if this machine cannot satisfy the settings.
     """
 
     def __init__(

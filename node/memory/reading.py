@@ -30,7 +30,7 @@ class MemoryReading:
     """Monotonic time of the reading in seconds."""
 
     def is_live(self, now: float) -> bool:
-        """Return whether the reading has a value and is at most STALE_AFTER_SECONDS old at `now` (monotonic
+        """Return whether the reading has a value and is at most `STALE_AFTER_SECONDS` old at `now` (monotonic
         seconds)."""
         return self.phys is not None and now - self.at <= STALE_AFTER_SECONDS
 
@@ -46,7 +46,7 @@ class LastGood:
     def update(self, value: int | None, now: float) -> int | None:
         """Store and return `value`. If `value` is None, return the last good value.
 
-        Return None if that is older than STALE_AFTER_SECONDS at `now` (monotonic seconds).
+        Return None if that is older than `STALE_AFTER_SECONDS` at `now` (monotonic seconds).
         """
         if value is not None:
             self.value, self.at = value, now
@@ -85,8 +85,8 @@ class AvailableMemory:
 class RecentPeak:
     """Recent peak of a process: the highest reading of each of the last polls. Times are monotonic seconds.
 
-    `polls` are pairs of start time and bytes, newest last. A poll expires RECENT_PEAK_SECONDS after its start. An idle
-    process without polls therefore does not keep an old maximum.
+    `polls` are pairs of start time and bytes, newest last. A poll expires `RECENT_PEAK_SECONDS` after its start. An
+    idle process without polls therefore does not keep an old maximum.
     """
 
     polls: tuple[tuple[float, int], ...] = ()

@@ -264,7 +264,10 @@ class PretendedMachine:
 
 
 def open_machine(settings: NodeSettings) -> MachineMemory:
-    """Return the reader of the memory of this machine, or of a simulated machine for the scripted engine."""
+    """Return the reader of the memory of this machine, or of a simulated machine for the scripted engine.
+
+    Raise `ValueError` if `engine.scripted.memory` is no size.
+    """
     if settings.engine.kind == "scripted":
         scripted = settings.engine.scripted
         return PretendedMachine(describe_machine(parse_size(scripted.memory)), scripted.readings)

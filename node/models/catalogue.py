@@ -7,8 +7,8 @@ requests that model.
 Two nodes have the same model if the fingerprints are equal. A fingerprint is a sha256 over three parts. The first part
 is the files that change prompts or answers (`IDENTITY_FILES`). The second part is the headers of the weights: names,
 shapes, types and offsets of every tensor. The third part is samples of every tensor: its first, middle and last
-SAMPLE_BYTES bytes. Other weights of the same shapes are therefore another model. A change outside of the samples is not
-detected. Hashing all bytes takes seconds for each GiB, samples of 111 tensors 1.4 ms.
+`SAMPLE_BYTES` bytes. Other weights of the same shapes are therefore another model. A change outside of the samples is
+not detected. Hashing all bytes takes seconds for each GiB, samples of 111 tensors 1.4 ms.
 
 The files of a loaded model may be replaced. Its description is kept while it is loaded (`pin`), because the weights in
 memory, their tokenizer and their fingerprint belong together. `find_replacement` returns the model on the disk now.
@@ -107,7 +107,7 @@ class ModelCatalogue:
         """Return a model by its name; None if it is unknown.
 
         An unknown name causes a new scan, because the model may just have been downloaded. Scans are at least
-        SCAN_VALID_SECONDS apart.
+        `SCAN_VALID_SECONDS` apart.
         """
         if self.find(name) is None and time.monotonic() - self._scanned > SCAN_VALID_SECONDS:
             self.scan()
@@ -133,7 +133,8 @@ class ModelCatalogue:
     def is_unchanged(self, descriptor: ModelDescriptor) -> bool:
         """Read the files of a model again, without a scan, and return whether its fingerprint is the same.
 
-        Return False if the files are missing or unreadable. A new fingerprint changes the catalogue.
+        Return False if the files are missing or unreadable. A new fingerprint changes the catalogue. Other errors of
+        `describe_folder` propagate.
         """
         try:
             newest = self._describe(descriptor.name, Path(descriptor.folder))
@@ -218,7 +219,8 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
     """Return the descriptor of a model folder; None if the folder has no text model.
 
     `kind` is the kind of the model by setting (`ModelKind`); empty: its files decide. The `cause` of the descriptor is
-    the reason why the model cannot be served. Raise OSError if the folder cannot be read.
+    the reason why the model cannot be served. Raise `OSError` if the folder cannot be read. Errors of `read_header` for
+    invalid weight files may propagate.
     """
     if not (folder / MODEL).exists() and has_gguf(list_names(folder)):
         return ModelDescriptor(name, folder, cause=GGUF)

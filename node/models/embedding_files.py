@@ -62,10 +62,11 @@ def read_embedding_layout(
     folder: Path, config: Config, encoder: EncoderShape | None = None, *, can_shorten: bool = False
 ) -> EmbeddingLayout:
     """Read how a model computes vectors from the files in its folder. `config` is its config.json, `encoder` the shape
-    of an encoder. With `can_shorten`, vectors may be cut although no field allows it.
+    of an encoder; None for any other model. With `can_shorten`, vectors may be cut although no field allows it.
 
     Without `modules.json` and a pooling file the layout is the default one: the state of the last token, normalized.
-    Raise `EmbeddingFilesError` for files that Macpool cannot follow, OSError for unreadable ones.
+    Raise `EmbeddingFilesError` for files that Macpool cannot follow, `OSError` for unreadable ones. Raise `IndexError`
+    for weights of a Dense layer without both offsets.
     """
     poolings, dense, normalize = (Pooling.LAST,), tuple[DenseLayer, ...](), True
     if has_embedding_files(folder):
@@ -102,7 +103,7 @@ def _is_count(value: object) -> bool:
 def read_file(folder: Path, name: str) -> bytes | None:
     """Return the content of a file; None if there is none.
 
-    Raise `EmbeddingFilesError` for more than `MAX_FILE_BYTES` bytes, OSError for an unreadable file.
+    Raise `EmbeddingFilesError` for more than `MAX_FILE_BYTES` bytes, `OSError` for an unreadable file.
     """
     file = folder / name
     if not file.exists():
@@ -220,7 +221,7 @@ def _read_prompts(folder: Path) -> tuple[Mapping[str, str], str]:
 def read_max_tokens(folder: Path) -> int:
     """Return the maximum tokens of an input; 0 if the files name none.
 
-    Raise `EmbeddingFilesError` for a file that is not a JSON object, OSError for an unreadable one.
+    Raise `EmbeddingFilesError` for a file that is not a JSON object, `OSError` for an unreadable one.
     """
     value = read_object(folder, LENGTH).get("max_seq_length")
     return cast("int", value) if _is_count(value) else 0

@@ -30,8 +30,8 @@ def get_own_folder(state: Path) -> Path:
 def find_model_folders(top: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
     """Yield name and folder of each model at or below `top`; with the marker PACKAGE, of each diffusers package.
 
-    A name is the path below `top`, or the folder name of `top` itself. The search ends at MAX_DEPTH levels and
-    MAX_FOLDERS folders, and does not enter a found folder. Folders with GGUF files count as models.
+    A name is the path below `top`, or the folder name of `top` itself. The search ends at `MAX_DEPTH` levels and
+    `MAX_FOLDERS` folders, and does not enter a found folder. Folders with GGUF files count as models.
     """
     visited = 0
     waiting: list[tuple[Path, int]] = [(top, 0)]

@@ -34,9 +34,9 @@ def is_reranker(folder: Path, name: str, config: Config) -> bool:
 
 def read_rerank_layout(folder: Path, config: Config, encoder: EncoderShape | None = None) -> EmbeddingLayout:
     """Read how a model scores documents from the files in its folder. `config` is its config.json, `encoder` the shape
-    of an encoder.
+    of an encoder; None for any other model.
 
-    Raise `EmbeddingFilesError` for files that Macpool cannot follow, OSError for unreadable ones.
+    Raise `EmbeddingFilesError` for files that Macpool cannot follow, `OSError` for unreadable ones.
     """
     kind = str(config.get("model_type"))
     if encoder is not None:

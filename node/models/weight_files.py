@@ -43,7 +43,8 @@ class WeightHeaders:
 def read_weight_headers(folder: Path, digest: Digest) -> WeightHeaders:
     """Read the headers of all weight files, add them and samples of their tensors to `digest`, and return the sizes.
 
-    Missing or broken files are the `cause` of the result. Raise OSError if a file cannot be read.
+    Missing files and those for which `read_header` raises `ValueError` are the `cause` of the result. Its other errors
+    propagate.
     """
     files = sorted(folder.glob("model*.safetensors"))
     missing = sorted(_list_indexed_files(folder) - {file.name for file in files})
@@ -78,7 +79,7 @@ def read_tensor_sizes(file: Path, digest: Digest) -> tuple[int, int, int]:
     """Read the header of a safetensors file, and add the header and samples of the tensors to `digest`.
 
     Return three sizes in bytes: of all tensors, of one number of the widest unquantized type (0: none), and of the
-    tensors in fp8. Raise ValueError if the file is broken, OSError if it cannot be read.
+    tensors in fp8. Errors are those of `read_header`.
     """
     raw, end = read_header(file)
     tensors = [cast("Config", tensor) for key, tensor in parse_json_object(raw).items() if key != "__metadata__"]
@@ -110,7 +111,8 @@ def _hash_samples(file: Path, begin: int, extents: Iterable[Sequence[int]], dige
 def read_header(file: Path) -> tuple[bytes, int]:
     """Return the raw header (JSON) of a safetensors file, and the total bytes of its tensors.
 
-    Raise ValueError if the header is broken or the file is incomplete, OSError if the file cannot be read.
+    Raise `ValueError` if the header is no JSON object or the file is incomplete, `OSError` if the file cannot be read.
+    Raise `KeyError`, `TypeError` or `IndexError` for a tensor without offsets.
     """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -128,7 +130,7 @@ def read_header(file: Path) -> tuple[bytes, int]:
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:
-    """Parse a JSON object. Raise ValueError for any other content."""
+    """Parse a JSON object. Raise `ValueError` for any other content."""
     parsed = parse_json_value(raw)
     if not isinstance(parsed, dict):
         raise ValueError("it is not a JSON object")  # noqa: TRY004  one error for all broken files
@@ -136,7 +138,7 @@ def parse_json_object(raw: bytes) -> dict[str, Any]:
 
 
 def parse_json_value(raw: bytes) -> object:
-    """Parse JSON. Raise ValueError for any other content."""
+    """Parse JSON. Raise `ValueError` for any other content."""
     try:
         return json.loads(raw)
     except RecursionError:

@@ -79,7 +79,7 @@ def resolve_settings(
     """Merge layers to the settings of a node, set the tier of an explicit cap, and check all values.
 
     `layers` are pairs of origin and values by key, lowest precedence first. `others` are sections to skip. Raise
-    SettingsError with the key for an unknown key or an invalid value.
+    `SettingsError` with the key for an unknown key or an invalid value.
     """
     resolved = resolve_layers(NodeSettings, layers, others)
     settings = apply_custom_tier(resolved.value, resolved.origins)
@@ -90,7 +90,7 @@ def resolve_settings(
 def apply_custom_tier(settings: NodeSettings, origins: Mapping[str, str]) -> NodeSettings:
     """Return the settings with the tier `custom` if the cap is explicit and no tier is set.
 
-    Raise SettingsError if cap and tier are set and contradict each other, or for the tier `custom` without a cap.
+    Raise `SettingsError` if cap and tier are set and contradict each other, or for the tier `custom` without a cap.
     """
     memory, tier_from = settings.memory, origins.get("memory.tier")
     if memory.cap == AUTO:
@@ -110,7 +110,7 @@ def apply_custom_tier(settings: NodeSettings, origins: Mapping[str, str]) -> Nod
 
 
 def check_settings(settings: NodeSettings) -> None:
-    """Check values that their types cannot restrict. Raise SettingsError with the key for an invalid value."""
+    """Check values that their types cannot restrict. Raise `SettingsError` with the key for an invalid value."""
     for key, choices in _CHOICES.items():
         value = _get_value(settings, key)
         if value not in choices:

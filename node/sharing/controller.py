@@ -48,7 +48,7 @@ class SharingTarget(Protocol):
     """Interface through which the controller reads and changes the node (`node.agent.sharing_effects`)."""
 
     def read_occupancy(self) -> Occupancy:
-        """Return the present use of the node by requests, video jobs and models."""
+        """Return the present use of the node: open requests, leased memory, and whether the engine rests."""
         ...
 
     def apply_sharing_action(self, act: SharingAction, sharing: SharingState) -> None:
@@ -63,8 +63,9 @@ class SharingTarget(Protocol):
 class SharingController:
     """Controller that decides whether this Mac accepts work now, and applies the decision to `target`.
 
-    `folder` is that of the node (STATE/node), with the pause file. `wall` returns Unix seconds. All methods run on the
-    loop that called `start`.
+    `folder` is that of the node (STATE/node), with the pause file. `read` returns the power supply, battery and idle
+    time. `wall` returns Unix seconds. All methods run on the loop that called `start`. Raise `ValueError` for invalid
+    hours.
     """
 
     def __init__(

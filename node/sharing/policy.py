@@ -9,7 +9,7 @@ Without a pause the rule `sharing.when` decides:
     hours       accept between the times of `sharing.hours`, by the local clock of this machine
 
 Then the battery decides: with `sharing.min_battery_percent`, a Mac on battery accepts work only at or above that charge
-in percent. Below it, the Mac shares again at BATTERY_HYSTERESIS_PERCENT more, because a charge that varies around the
+in percent. Below it, the Mac shares again at `BATTERY_HYSTERESIS_PERCENT` more, because a charge that varies around the
 limit would end work repeatedly. On mains power it shares at once.
 
 An unreadable input never permits sharing. If the rule needs a reading that this machine does not have, the node accepts
@@ -61,7 +61,7 @@ class ShareHours:
 
 
 def parse_hours(text: str) -> ShareHours:
-    """Parse `22:00-07:00`, or several spans separated by commas. Raise ValueError with the faulty part."""
+    """Parse `22:00-07:00`, or several spans separated by commas. Raise `ValueError` with the faulty part."""
     spans = tuple(_parse_spans(text))
     if not spans:
         raise ValueError("no hours: write a span such as 22:00-07:00, several separated by commas")

@@ -126,7 +126,7 @@ def build_environment(built: Path, files: Sequence[Path], wheelhouse: Path | Non
     """Create a virtual environment in `built` with the packages of the requirement `files`.
 
     With `wheelhouse`, take all packages from that folder. Otherwise download builds of torch to `wheels`. Raise
-    `EnvironmentBuildError` if a command fails.
+    `EnvironmentBuildError` if a command fails, `OSError` if it cannot be started.
     """
     run_command([sys.executable, "-m", "venv", str(built)], "the environment could not be created")
     for torch in (file for file in files if file.suffix == ".torch" and wheelhouse is None):
@@ -189,7 +189,8 @@ def _probe_import(built: Path) -> None:
 def run_command(command: Sequence[str], otherwise: str) -> None:
     """Run a command without the variables of this process that start with `MACPOOL_`, `PYTHON` or `VIRTUAL_`.
 
-    Raise `EnvironmentBuildError` with `otherwise` and the last lines of the output if the command fails.
+    Raise `EnvironmentBuildError` with `otherwise` and the last lines of the output if the command fails, `OSError` if
+    it cannot be started.
     """
     variables = {
         name: value for name, value in os.environ.items() if not name.startswith(("MACPOOL_", "PYTHON", "VIRTUAL_"))

@@ -88,7 +88,7 @@ class LeaseStore:
     def clean(self, record: LeaseRecord) -> None:
         """Delete the grant of a lease, so that no worker of an earlier agent can begin, and its scratch folder.
 
-        Raise OSError if the grant cannot be deleted.
+        Raise `OSError` if the grant cannot be deleted.
         """
         (self.get_folder(record) / GRANT).unlink(missing_ok=True)
         shutil.rmtree(self.get_folder(record) / SCRATCH, ignore_errors=True)
@@ -123,7 +123,8 @@ class LeaseStore:
 def hash_artifacts(folder: Path, names: object) -> tuple[Artifact, ...]:
     """Return size and hash of the artifacts that a worker reported; empty if the clip is missing or empty.
 
-    `folder` is that of the lease, `names` the list of files in the worker's report.
+    `folder` is that of the lease, `names` the list of files in the worker's report. Raise `OSError` if a file cannot be
+    read.
     """
     artifacts: list[Artifact] = []
     for name in ("video.mp4", "thumbnail.webp"):

@@ -147,7 +147,11 @@ def check_name(request: LeaseRequest) -> LeaseRefused | None:
 
 
 def check_generation(request: LeaseRequest, ledger: LeaseLedger) -> LeaseRefused | None:
-    """Return the refusal of an older generation, or of a second lease while one is held; None if the request passes."""
+    """Return the refusal of an old generation, or of a second lease while one is held; None if the request passes.
+
+    A generation is old if the ledger has the same or a newer one of the job, except for the same lease. The first
+    generation of a job is 1.
+    """
     newest = dict(ledger.newest).get(request.job, 0)
     if request.generation < newest or (request.generation == newest and not _is_known(request, ledger)):
         return refuse(

@@ -52,7 +52,7 @@ class PackageComponent:
 
 
 def find_packages(folders: tuple[str, ...], hub: Path | None) -> dict[str, Package]:
-    """Return all packages of the model folders and the Hugging Face cache `hub` by name.
+    """Return all packages of the model folders and the Hugging Face cache `hub` (None: no cache) by name.
 
     Packages that cannot be used are included; their `cause` has the reason. Of equal names the first wins.
     """
@@ -80,7 +80,10 @@ def _describe_safely(name: str, folder: Path) -> VideoPackage | None:
 
 
 def describe_package(name: str, folder: Path) -> VideoPackage | None:
-    """Return the description of a package without loading it; None if `folder` has no supported package."""
+    """Return the description of a package without loading it; None if `folder` has no supported package.
+
+    Exceptions for invalid configs of its components propagate.
+    """
     try:
         index = _read_object(folder / PACKAGE)
     except (OSError, ValueError, RecursionError):

@@ -72,8 +72,8 @@ def new_key(
 ) -> tuple[ApiKey, str]:
     """Create a key; return its record and its text `mp_<id>_<43 characters>`, which is shown once and stored nowhere.
 
-    `created` and `expires` are in Unix seconds; without `expires` the key never expires. Raise `ValueError` for a scope
-    other than infer, admin, metrics, or without any scope.
+    `created` and `expires` are in Unix seconds; without `expires` the key never expires. Without `limits` the key has
+    none of its own. Raise `ValueError` for a scope other than infer, admin, metrics, or without any scope.
     """
     wanted = frozenset(scopes)
     if not wanted or not wanted <= SCOPES:
@@ -86,7 +86,7 @@ def new_key(
 class KeyRing:
     """API keys in memory, with which clients are authenticated. The coordinator persists them.
 
-    `clock` returns Unix seconds.
+    `clock` returns Unix seconds. `anonymous` is the key for requests without a key; None: such requests are refused.
     """
 
     def __init__(

@@ -148,7 +148,10 @@ class VisibleModels:
         return alias if alias in self.aliases else None
 
     def find_alias_model(self, alias: str) -> Model | None:
-        """Return the first candidate of an alias that a node can serve; None without one."""
+        """Return the first candidate of an alias that a node can serve; None if no node serves one.
+
+        Raise `KeyError` for an alias that the key may not use.
+        """
         served = self._nodes.get_served_models()
         return next((served[model] for model in self.aliases[alias] if model in served), None)
 

@@ -1,11 +1,11 @@
 """Bounded queue before placement: order of attempts, shares of API keys, and deadlines.
 
 Theory. A queued request has no node: a request is placed when it is tried, with current numbers. Between keys the queue
-is a deficit round robin over tokens: every key earns QUANTUM_TOKENS times its weight per round. A key with long prompts
-or with many requests gets no more than its share of work, and no key starves. Within a key the order is first in, first
-out, but a request that does not fit now does not block the requests behind it. After MAX_OVERTAKES overtakes or
-HOLD_HEADROOM_AFTER_SECONDS, room is kept for a large request (`keep` of an attempt), because it would otherwise be
-overtaken without end.
+is a deficit round robin over tokens: every key earns `QUANTUM_TOKENS` times its weight per round. A key with long
+prompts or with many requests gets no more than its share of work, and no key starves. Within a key the order is first
+in, first out, but a request that does not fit now does not block the requests behind it. After `MAX_OVERTAKES`
+overtakes or `HOLD_HEADROOM_AFTER_SECONDS`, room is kept for a large request (`keep` of an attempt), because it would
+otherwise be overtaken without end.
 
 The queue is short on purpose: max(64, 4 × nodes) requests, a quarter of that per key but at least 16. A longer queue
 only turns a refusal now into a refusal after the deadline. A key that waits alone may have three quarters of the queue,
@@ -142,8 +142,9 @@ class AdmissionQueue(Generic[T]):
 
         Refuse a key that is over its share (429), and any request to a full queue (503). `cost` is in tokens, `now` and
         `deadline` in monotonic seconds. `nodes` is the number of nodes, from which the limits follow. `weight`
-        is the key's weight against the other queued keys. `share` overrides the key's maximum number of queued
-        requests. A `begun` request was admitted before and is never refused.
+        is the key's weight against the other queued keys. `share` is the key's maximum number of queued requests, and
+        is never exceeded. Without it, the maximum is `compute_share`, which a key may exceed while no other key waits.
+        A `begun` request was admitted before and is never refused.
         """
         if begun:
             return self._enqueue(item, key, cost, now, deadline, weight)

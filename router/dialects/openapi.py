@@ -152,7 +152,10 @@ _NO_VIDEOS = ("/v1/videos/edits", "/v1/videos/extensions", "/v1/videos/character
 
 
 def describe_error(path: str, status: int) -> dict[str, Any]:
-    """Return the OpenAPI response of an error: its reason, and its schema in the dialect of the route."""
+    """Return the OpenAPI response of an error: its reason, and its schema in the dialect of the route.
+
+    Raise `KeyError` for a status without a text in `REASONS`.
+    """
     own = "AnthropicError" if path.startswith("/v1/messages") else "Error"
     if path.startswith("/api/") and not path.startswith("/api/v1/"):
         own = "OllamaError"

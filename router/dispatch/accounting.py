@@ -17,7 +17,7 @@ from wire.refusals import RefusalCode, Refused
 
 log = structlog.get_logger("router.dispatch.accounting")
 TEMPLATE_TOKENS = 4096
-"""Tokens that a chat template may add to a prompt, in addition to MESSAGE_TOKENS for each message."""
+"""Tokens that a chat template may add to a prompt, in addition to `MESSAGE_TOKENS` for each message."""
 MESSAGE_TOKENS = 32
 INPUT_TOKENS = 512
 """Tokens that a model may add to each text for embeddings: its prompt, its first and its last token."""

@@ -110,7 +110,7 @@ class ActiveRequest:
         self.deadline: float | None = None
         """End of the wait in the queue, in monotonic seconds; None before the first wait."""
         self.swap = ""
-        """Model swap that the request waits for in the queue, for the control plane."""
+        """Model swap that the request waits for in the queue, for the control plane; empty for none."""
         self.steps: list[tuple[float, str, str]] = []
         """Steps as (seconds after arrival, event, node)."""
 
@@ -158,7 +158,7 @@ class ActiveRequest:
 
     def add_step(self, now: float, event: str, node: str = "") -> None:
         """Record a step at `now` (monotonic seconds) for a person. `node` is the name of its node, empty without one.
-        Beyond MAX_STEPS the middle step is removed."""
+        Beyond `MAX_STEPS` the middle step is removed."""
         if len(self.steps) >= MAX_STEPS:
             del self.steps[MAX_STEPS // 2]
         self.steps.append((now - self.arrived, event, node))

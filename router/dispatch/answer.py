@@ -149,7 +149,7 @@ class StreamedAnswer(Answer):
         self.blocked = blocked
 
     def take_deltas(self) -> list[Delta]:
-        """Return the pending deltas in order, at most MAX_DELTAS_TAKEN, and reset `keepalive_due`."""
+        """Return the pending deltas in order, at most `MAX_DELTAS_TAKEN`, and reset `keepalive_due`."""
         self.takes += 1
         self.keepalive_due = False
         taken = self.pending

@@ -8,12 +8,12 @@ membership, and a cancelled request shows nothing.
       └────── the probe succeeds ───────┼─────────────────────────────┤
                                         └── it fails: twice as long ──┘
 
-Faults within SAME_FAULT_SECONDS count as one, because a dead engine fails all of its requests. Faults are in a row if
-no successful answer and no FAULT_WINDOW_SECONDS without a fault are between them.
+Faults within `SAME_FAULT_SECONDS` count as one, because a dead engine fails all of its requests. Faults are in a row if
+no successful answer and no `FAULT_WINDOW_SECONDS` without a fault are between them.
 
 Only the probe closes or reopens a breaker that is not closed, because earlier requests do not show the current state. A
 probe that is refused, cancelled or moved has no result, and the next request is the probe. A probe that runs for
-PROBE_SUCCESS_SECONDS succeeds.
+`PROBE_SUCCESS_SECONDS` succeeds.
 
 Times are in seconds of `now`, which never goes back.
 """
@@ -92,8 +92,9 @@ class _Breaker:
 
 
 class CircuitBreakers(Generic[N]):
-    """Circuit breakers by node; a node without faults has none. A request is identified by the number of its
-    attempt."""
+    """Circuit breakers by node; a node without faults has none. A request is identified by the number of its attempt.
+    All times are in monotonic seconds.
+    """
 
     def __init__(self) -> None:
         self._nodes: dict[N, _Breaker] = {}
@@ -154,8 +155,10 @@ class CircuitBreakers(Generic[N]):
         self.opened += 1
 
     def record_success(self, node: N, request: int) -> None:
-        """Record that a node finished a request. This clears the faults of a closed breaker, and closes one if it was
-        the probe."""
+        """Record that a node finished a request.
+
+        This clears the faults of a closed breaker, and closes a half-open one if the request was its probe.
+        """
         breaker = self._nodes.get(node)
         if breaker is not None and (breaker.until is None or breaker.probe == request):
             del self._nodes[node]

@@ -1,7 +1,7 @@
 """Counters of the router: plain numbers on one event loop, exported by the coordinator.
 
 Rules
-- A model's name is one that some member has. Invented names, and models beyond MAX_MODELS, share the row OTHER.
+- A model's name is one that some member has. Invented names, and models beyond `MAX_MODELS`, share the row OTHER.
   Unknown codes of nodes share the outcome FAILED. Tables are therefore bounded.
 - Nothing is counted per token: gaps between tokens are observed once per decode step of a node, for all its streams.
 """
@@ -158,7 +158,7 @@ class Counters:
     nodes: dict[NodeId, NodeCounts] = field(default_factory=dict[NodeId, NodeCounts])
     """Tokens and times to the first token of each member."""
     keys: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
-    """Prompt and generated tokens of ended requests by key id and model; at most MAX_KEY_MODELS pairs."""
+    """Prompt and generated tokens of ended requests by key id and model; at most `MAX_KEY_MODELS` pairs."""
     queue_wait: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
     placement: Histogram = field(default_factory=lambda: Histogram(PLACEMENT_BOUNDS))
     """Durations of placement decisions, in seconds."""

@@ -57,10 +57,10 @@ def _ignore_failure(_: ActiveRequest, __: str) -> None:
 class Dispatcher:
     """Dispatcher of one router: places requests on nodes and tracks them to their end.
 
-    The function `send` writes a frame to a node's link and returns whether there is a link. It must not call the
-    dispatcher. The function `numbers` returns the next request number and sequence number. The function `draw` is the
-    only source of chance, with numbers in [0, 1). The parameter `policy` overrides the policy of the settings.
-    `on_failure` is called for a request that failed on its node, with the failure code.
+    `send` writes a frame to a node's link and returns whether there is a link. It must not call the dispatcher.
+    `numbers` returns the next request number and sequence number. `draw` is the only source of chance, with numbers in
+    [0, 1). `policy` overrides the policy of the settings. Without `counters`, `quotas` or `scopes`, new ones are
+    created. `on_failure` is called for a request that failed on its node, with the failure code.
     """
 
     def __init__(

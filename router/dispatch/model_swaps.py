@@ -16,12 +16,12 @@ Rules
 
 One turn per node, and one per model, at a time. A pinned (preloaded) model is never unloaded.
 
-Idle models are unloaded at once. A model in use is unloaded for a request that has waited SWAP_AFTER_SECONDS, once the
-slice of that model has ended. Every request for the model in use that has waited longer goes first.
+Idle models are unloaded at once. A model in use is unloaded for a request that has waited `SWAP_AFTER_SECONDS`, once
+the slice of that model has ended. Every request for the model in use that has waited longer goes first.
 
-A slice begins when the model is loaded. It lasts MIN_SLICE_SECONDS plus SLICE_LOAD_FACTOR times the load, because each
-slice costs a load. It lasts up to MAX_SLICE_KEYS times as long in proportion to the keys (by priority) that use the
-model to unload. It lasts at most a quarter of the longest wait.
+A slice begins when the model is loaded. It lasts `MIN_SLICE_SECONDS` plus `SLICE_LOAD_FACTOR` times the load, because
+each slice costs a load. It lasts up to `MAX_SLICE_KEYS` times as long in proportion to the keys (by priority) that use
+the model to unload. It lasts at most a quarter of the longest wait.
 
 The oldest request goes first. It gets the node where the fewest keys lose the last node with their model. Among these
 it gets the node that is ready soonest: running answers, then the load.

@@ -2,7 +2,7 @@
 
 The commands run next to the dispatcher, on its event loop. A command is open from its frame until the node's Finished,
 Refusal or Failed for its number. It also ends with the loss of the node, the end of this process, or
-COMMAND_TIMEOUT_SECONDS. The caller gets the result exactly once. A load continues after its caller has left, because
+`COMMAND_TIMEOUT_SECONDS`. The caller gets the result exactly once. A load continues after its caller has left, because
 half a model in memory is useless.
 """
 
@@ -34,7 +34,9 @@ MAX_OPEN_COMMANDS = 64
 MAX_COUNTS_PER_KEY = 16
 """Maximum open counts of one API key: the rest is for other keys."""
 COMMAND_TIMEOUT_SECONDS = 3600.0
-"""Timeout in seconds: half a terabyte from a slow disk. The node's agent detects a hanging engine long before."""
+"""Timeout in seconds: a load of half a terabyte from a slow disk ends within it. The node's agent detects a hanging
+engine much sooner.
+"""
 _DIED = frozenset({FailureCode.ENGINE_CRASHED, FailureCode.ENGINE_LOST})
 
 CommandResult = Finished | Refused | RequestFailure
@@ -139,7 +141,7 @@ class NodeCommands:
                 self._send(node, Cancel(number))
 
     def receive(self, node: NodeId, frame: Admitted | Finished | Refusal | Failed) -> None:
-        """Apply a frame of a node; a frame without an open command on that node is ignored."""
+        """Apply a frame of a node. `Admitted`, and a frame without an open command on that node, are ignored."""
         command = self._open.get(frame.request)
         if command is None or command.node != node:
             return

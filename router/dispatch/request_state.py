@@ -110,7 +110,9 @@ class RequestLife(msgspec.Struct, frozen=True, gc=False):
     in_a_row: int = 0
     """Number of attempts since the arrival, the last wait in the queue, or the last loss."""
     losses: int = 0
-    """Number of nodes that the request has lost or left."""
+    """Number of losses: of its node, of memory there, and moves that count as a loss. At most `recovery.MAX_LOSSES` are
+    recovered.
+    """
     crashes: int = 0
     """Number of engine crashes that the request has met."""
     lost_by: RequestFailure | None = None

@@ -118,7 +118,9 @@ def _get_request_id(headers: list[Header]) -> str:
 
 
 async def _receive_until(receive: Receive, body: bytearray, limit: int, pause: int) -> bool | Problem | None:
-    """Receive into `body`. Return True at its end, False beyond `pause` bytes, and None if the client left."""
+    """Receive into `body`. Return True at its end, False beyond `pause` bytes, a problem beyond `limit` bytes, and None
+    if the client left.
+    """
     while True:
         part = await receive()
         if part["type"] != "http.request":
@@ -133,7 +135,7 @@ async def _receive_until(receive: Receive, body: bytearray, limit: int, pause: i
 
 
 class DisconnectWatch:
-    """Watcher that calls `gone` when the client leaves. It starts at its creation and must be closed."""
+    """Watcher that calls `on_disconnect` when the client leaves. It starts at its creation and must be closed."""
 
     __slots__ = ("_on_disconnect", "_receive", "_stepper")
 
@@ -144,7 +146,7 @@ class DisconnectWatch:
         self._stepper.run(self._receive())
 
     def close(self) -> None:
-        """Stop watching; `gone` is not called any more."""
+        """Stop watching; `on_disconnect` is not called any more."""
         self._on_disconnect = _do_nothing
         self._stepper.close()
 

@@ -168,7 +168,7 @@ class AttemptHistory(msgspec.Struct, frozen=True, gc=False):
     """Earlier attempts of a request, which exclude nodes from the next attempt."""
 
     refused: Mapping[NodeId, float] = msgspec.field(default_factory=dict[NodeId, float])
-    """Nodes that refused the request, with the arrival time of the report under which they refused."""
+    """Nodes that refused the request, with the arrival of the report under which they refused, in monotonic seconds."""
     never: Mapping[NodeId, Refused] = msgspec.field(default_factory=dict[NodeId, Refused])
     """Nodes that answered that they could never hold the request, with their refusals."""
     lost: Collection[NodeId] = ()

@@ -2,10 +2,10 @@
 
 Theory. The next turn of a conversation begins with all of the last turn. The node that served the last turn has most of
 it in its cache and answers sooner. A chain of hashes finds the part that a request shares with earlier requests. The
-chain has a hash at the end of every message, and after every BLOCK_CHARS characters inside a long message. The deepest
-hash known for a node gives the share of the prompt that needs no prefill there. That only shortens the *time* expected
-there (`place`): memory is counted as if nothing were cached. Where the queue of a warm node costs more than the cache
-saves, another node is sooner. A wrong estimate therefore costs time, never safety.
+chain has a hash at the end of every message, and after every `BLOCK_CHARS` characters inside a long message. The
+deepest hash known for a node gives the share of the prompt that needs no prefill there. That only shortens the *time*
+expected there (`place`): memory is counted as if nothing were cached. Where the queue of a warm node costs more than
+the cache saves, another node is sooner. A wrong estimate therefore costs time, never safety.
 
 Nodes reuse a prefix only for the key that sent it, and chains belong to a key as well (`cache_scope`). The prompts of
 one key therefore change no placement of another key.
@@ -14,7 +14,7 @@ A client may name its conversation (`x-session-id`, `prompt_cache_key`, `user`).
 nothing. The share is then the size of the last prompt of that name relative to this one, times a trust factor. Every
 answer corrects the factor, because some clients send one `user` for everything.
 
-The index is bounded (MAX_ENTRIES) and removes the least recently used entry first. An entry is removed when the node
+The index is bounded (`MAX_ENTRIES`) and removes the least recently used entry first. An entry is removed when the node
 reports that it evicted the prompt. All entries of a node are removed when the node is gone, or when its engine restarts
 without the same disk cache.
 """

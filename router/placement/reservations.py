@@ -234,8 +234,9 @@ class ReservationLedger:
         return True
 
     def remove_node(self, node: NodeId) -> None:
-        """Remove the account of a node that is no longer a member, unless it has open requests, and the holds on that
-        node."""
+        """Remove the holds and the model swap of a node that is no longer a member. Its account is removed when it has
+        no open requests.
+        """
         if not self.count_in_flight(node):
             self._accounts.pop(node, None)
         for waiting in [waiting for waiting, (where, _) in self._holds.items() if where == node]:
@@ -271,11 +272,11 @@ class ReservationLedger:
         self.hold_memory(turn.request, turn.node, hold)
 
     def mark_turn_sent(self, turn: SwapTurn) -> None:
-        """Record that the request of a model swap was sent to the node."""
+        """Record that the request of a model swap was sent to the node. `turn` is the swap with its new `sent_at`."""
         self.turns[turn.node] = turn
 
     def end_turn(self, turn: SwapTurn) -> None:
-        """End a model swap, and release the hold of its request."""
+        """End a model swap, and release the hold of its request. Raise `KeyError` if the node has no model swap."""
         del self.turns[turn.node]
         self.drop_hold(turn.request)
 

@@ -20,7 +20,7 @@ simulate household`.
 MIN_LOAD_LEFT_SHARE = 0.1
 """Minimum share of a load, 0 to 1, that is left until the model is loaded.
 
-Kernels and a first profile follow the weights. Measured by `python -m tests.bench engine` as the end of a load.
+Kernels and a first profile follow the weights.
 """
 UNKNOWN_LOAD_LEFT_SHARE = 0.5
 """Share of a load that is left where the node reports no progress: half on average."""
@@ -63,6 +63,6 @@ tests/sim/scenarios/greedy.toml` (docs/decisions/0037-one-way-of-placement.md).
 SPARE_MEMORY_SHARE = 0.5
 """Share of a node's memory for prompts and answers, 0 to 1, that is kept free of the requests of greedy keys.
 
-At its deadline a request of a greedy key is sent if that share stays free, else refused. Chosen as
+At its deadline a request of a greedy key is sent if that share stays free, else refused. Chosen by the same command as
 `QUEUE_BACKLOG_SECONDS`.
 """

@@ -51,7 +51,7 @@ class QuantizationRun:
     def run(self) -> ChildEnd:
         """Write the quantized model and return the end.
 
-        Raise OSError if a file cannot be written, ValueError or RuntimeError if mlx-lm refuses the model. Raise
+        Raise `OSError` if a file cannot be written, `ValueError` or `RuntimeError` if mlx-lm refuses the model. Raise
         `OrderStopped` if the order is cancelled.
         """
         from mlx_lm.utils import load_model, quantize_model

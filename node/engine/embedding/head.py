@@ -78,7 +78,8 @@ class EmbeddingHead:
     ) -> None:
         """Run the layers over the next tokens of some texts, padded to one length, and add their states to `pooled`.
 
-        Evaluate the pooled states, and the cache if there is one. `segments` are those of `Encoder.run`.
+        Evaluate the pooled states, and the cache if there is one. Without a `cache`, the tokens must be those of whole
+        texts. `segments` are those of `Encoder.run`.
         """
         if isinstance(self.run_layers, Encoder):
             pooled.add(self.run_layers.run(rows, pooled.lengths, segments))

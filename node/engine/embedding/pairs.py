@@ -75,7 +75,8 @@ class EncoderPairs:
     def tokenize(self, document: str) -> TokenizedPair:
         """Return the tokens of the pair with a document, which is cut as the request demands.
 
-        Raise `TooLong` for a query without room for any document.
+        Without `truncate`, a pair may have more than `most` tokens. Raise `TooLong` for a query without room for any
+        document.
         """
         found = self._rust.encode(self._request.query, document)
         ids, own = found.ids, [place for place, text in enumerate(found.sequence_ids) if text == 1]

@@ -1,5 +1,7 @@
-"""Preparation of requests for embeddings and scores: tokenize all texts, or refuse the request. As in
-`requests.preparer`."""
+"""Preparation of requests for embeddings and scores: tokenize all texts, or refuse the request.
+
+`requests.preparer` does the same for chats.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -24,7 +26,8 @@ log = structlog.get_logger("engine.door")
 
 class EmbeddingPreparer:
     """Tokenization of requests for embeddings and scores. `tokenizers` has the tokenizers, `context(found)` returns the
-    maximum tokens of a text of a model."""
+    maximum tokens of a text of a model. `recorder` records the native calls; without one, they are not recorded.
+    """
 
     def __init__(
         self,

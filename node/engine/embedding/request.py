@@ -125,8 +125,10 @@ class EmbeddingRequest:
         return len(self.prepared.inputs[place]) - len(self.beginning)
 
     def compute_reserved_bytes(self) -> int:
-        """Return the bytes of its vectors, and of the caches of its longest text and of the shared beginning, without
-        the parts in use."""
+        """Return the bytes that it still needs: its vectors, and the caches of its longest text and shared beginning.
+
+        The bytes of caches that exist already are subtracted.
+        """
         texts = len(self.waiting) + (self.partial is not None)
         vectors = texts * self.dimensions * NUMBER_BYTES
         beginning = compute_cache_bytes(self.loaded_model, len(self.beginning), 0)

@@ -55,7 +55,7 @@ class EmbeddingRunner:
 
     def select_fitting(self, texts: Sequence[WaitingText]) -> Sequence[WaitingText]:
         """Return the texts that pass the gate in one forward: all, or the first half, halved as often as necessary.
-        Return none if not even the first one passes."""
+        Return an empty sequence if not even the first one passes."""
         while texts:
             if self._forwards.check_optional(GateSite.EMBED, estimate_batch_bytes(texts)):
                 return texts
@@ -65,7 +65,9 @@ class EmbeddingRunner:
 
     def run_texts(self, texts: Sequence[WaitingText], now: float) -> list[Frame]:
         """Run whole texts of one model in one forward. Return the frames with their vectors, and remove them from
-        their requests. Exceptions of the forward propagate.
+        their requests.
+        Raise `Halted` if the engine was halted, `NotFiniteError` if a number of the vectors is not finite. Exceptions
+        of MLX propagate.
 
         Texts with a shared beginning are those of one request. They run after it, over copies of its cache.
         """
@@ -100,11 +102,10 @@ class EmbeddingRunner:
         return frames
 
     def run_chunk(self, request: EmbeddingRequest, wanted: int, now: float) -> list[Frame] | Refused:
-        """Run the next chunk of a shared beginning or of a long text, of at most `wanted` tokens. Return the frames
-        with the text's vector after its last chunk, or the refusal if not even the smallest chunk has room. Exceptions
-        of the forward propagate.
+        """Run the next chunk of a shared beginning or of a long text, of at most `wanted` tokens.
 
-        An encoder runs the whole text.
+        Return the frames with the text's vector after its last chunk, an empty list before. Return the refusal if not
+        even the smallest chunk has room. An encoder runs the whole text. Errors are those of `run_texts`.
         """
         loaded_model, head = _get_model(request)
         if head.runs_whole_texts:

@@ -19,8 +19,8 @@ MIN_TEXTS = 3
 def find_shared_beginning(
     loaded_model: LoadedModel, texts: Sequence[tuple[int, ...]], cached: int = 0
 ) -> tuple[int, ...]:
-    """Return the tokens with which all texts begin; at least one token of each text is left out. Return none if they
-    are too few to be computed separately, or the model cannot continue from them.
+    """Return the tokens with which all texts begin; at least one token of each text is left out. Return an empty tuple
+    if they are too few to be computed separately, or the model cannot continue from them.
 
     `cached`: tokens of that beginning in the prefix cache. Of few texts only these are separated.
 

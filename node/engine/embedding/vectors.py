@@ -26,6 +26,6 @@ def cut_vectors(vectors: mx.array, dimensions: int, *, normalized: bool) -> byte
 
 
 def check_finite(vectors: mx.array) -> None:
-    """Raise NotFiniteError if a number of the vectors is infinite or not a number."""
+    """Raise `NotFiniteError` if a number of the vectors is infinite or not a number."""
     if not mx.isfinite(vectors).all().item():
         raise NotFiniteError("the model computed numbers that are not finite: its weights may be damaged")

@@ -49,7 +49,9 @@ MAX_CACHED_REFUSALS: Final = 256
 
 
 class GrammarCompiler:
-    """Compiler and cache of grammars for the tokenizers of one engine. Only one thread at a time may call `compile`."""
+    """Compiler and cache of grammars for the tokenizers of one engine. Only one thread at a time may call `compile`.
+
+    `vetting` is the client of the sandbox; without one, a new one is created."""
 
     def __init__(self, vetting: SandboxClient | None = None) -> None:
         self._vetting = vetting or SandboxClient()
@@ -61,10 +63,10 @@ class GrammarCompiler:
         self, tokenizer: Tokenizer, spec: GrammarSpec, tools: str, prompt: TokenizedPrompt, *, one_call: bool
     ) -> "CompiledGrammar":
         """Return the compiled grammar of a request. `spec` is its answer format, `tools` its JSON array of tools.
-        `one_call`: at most one call.
 
-        Raise `UnsupportedSchema`, with a sentence for the client, if the grammar is invalid, too large, or not
-        supported by the model.
+        `prompt` shows whether the answer begins within reasoning. `one_call`: at most one call. Raise
+        `UnsupportedSchema`, with a sentence for the client, if the grammar is invalid, too large, or not supported by
+        the model. Raise `OSError` if the sandbox process cannot be started.
         """
         if max(len(spec.value), len(spec.whitespace), len(tools) if spec.calls else 0) > MAX_SCHEMA_CHARS:
             raise UnsupportedSchema(f"{PREFIX}it has more than {MAX_SCHEMA_CHARS} characters")

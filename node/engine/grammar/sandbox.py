@@ -19,7 +19,7 @@ from host.exit_status import describe_exit
 CPU_LIMIT_SECONDS = 0.05
 """Limit of CPU seconds for a grammar. A hundred tools of three parameters take 0.03."""
 TIMEOUT_SECONDS = 3.0
-"""Limit of elapsed seconds."""
+"""Limit of elapsed seconds for a grammar."""
 TOO_LONG = "it takes too long to compile: simplify it or its patterns"
 """Fault of a grammar that exceeds a limit of time."""
 
@@ -35,7 +35,7 @@ class SandboxClient:
         """Return the fault of a grammar (llguidance's JSON or Lark); empty if it can be compiled.
 
         If the process exceeds a limit of time, start another and return `TOO_LONG`. If it ends in another way, start
-        another and return how it ended. Raise OSError if no process can be started.
+        another and return how it ended. Raise `OSError` if no process can be started.
         """
         child = self._child or self.start()
         try:
@@ -51,7 +51,7 @@ class SandboxClient:
         return f"its compiler {describe_exit(child.returncode)}: simplify it or its patterns"
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Start and return the process. Raise OSError if that fails.
+        """Start and return the process. Raise `OSError` if that fails.
 
         The process sends nothing before the first check, and its start does not count in a grammar's time.
         """

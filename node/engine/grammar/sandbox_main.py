@@ -4,6 +4,8 @@ Some patterns take llguidance hours, and a process cannot end its own native cal
 the process at the first grammar that takes too much CPU. Run as a file, without imports from this project:
 
     python -I sandbox_main.py SECONDS      u32 length | grammar ─► u32 length | fault, empty if there is none
+
+    SECONDS is the CPU time for a grammar. Lengths are in bytes and big-endian; texts are UTF-8.
 """
 
 import signal

@@ -84,7 +84,7 @@ def _render_literal(builder: LarkBuilder, argument: Argument) -> str:
 
 def join_members(builder: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str:
     """Return the rule of these parts in their order, separated by commas. A part is a rule and whether it is required;
-    a part that is not may be omitted."""
+    a part that is not may be omitted. Raise `UnsupportedSchema` above `MAX_RULES` of the builder."""
     first = more = builder.add_rule('""')
     for part, needed in reversed(parts):
         first = builder.add_rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
@@ -140,7 +140,8 @@ class GemmaArgumentRules:
 
     def join_members(self, parts: Sequence[tuple[str, bool]]) -> str:
         """Return the rule of members separated by commas, without blanks: a key must directly follow a bracket or a
-        comma. A member is a rule and whether it is required."""
+        comma. A member is a rule and whether it is required. Raise `UnsupportedSchema` above `MAX_RULES` of the
+        builder."""
         first = more = self.builder.add_rule('""')
         for part, needed in reversed(parts):
             first = self.builder.add_rule(f"{part} {more}" if needed else f"{part} {more} | {first}")

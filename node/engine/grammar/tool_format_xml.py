@@ -109,7 +109,7 @@ def _render_argument(builder: LarkBuilder, tags: XmlFormat, guard: MarkExclusion
 
 
 def get_type_name(argument: Argument) -> str:
-    """Return the type of a JSON argument as the format names it: its only type, else `object`."""
+    """Return the type of a JSON argument as the format names it: its only type if that is no string, else `object`."""
     named = list_types(argument.schema)
     return named[0] if len(named) == 1 and named[0] != "string" else "object"
 

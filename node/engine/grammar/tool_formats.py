@@ -20,8 +20,7 @@ from node.engine.grammar.tool_spec import ToolCallFormat, ToolSpec, UnsupportedS
 
 Form = Callable[[LarkBuilder, Sequence[ToolSpec], bool], str]
 """`form(builder, tools, one_call)` returns the rules `calls` and `rest` of a call format; `one_call`: at most one
-call."""
-
+call. It raises `UnsupportedSchema` for tools that the format cannot represent."""
 BLANK = "BLANK: /[ \\n]{1,4}/\n"
 """Terminal of the blanks between parts of a call."""
 PLAIN: Final = frozenset({"json_tools", "longcat", "mistral"})

@@ -95,8 +95,10 @@ def _build_group(lengths: list[int]) -> BatchGroup:
 
 
 class CommitmentLedger:
-    """Ledger of the commitments of all rows of one model, in padded groups. `kv` has the parameters of the bytes of a
-    row."""
+    """Ledger of the commitments of all rows of one model, in padded groups.
+
+    `kv` has the parameters of the bytes of a row. Methods that take a `row` require a commitment that is in force.
+    """
 
     def __init__(self, kv: KvParameters) -> None:
         self.kv = kv

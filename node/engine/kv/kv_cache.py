@@ -66,7 +66,7 @@ class CacheExtent:
     size: int
     """Bytes that count against the row's commitment. During a chunk a window holds more bytes than count here."""
     capacity: int
-    """Tokens for which the growing layers have room."""
+    """Sum of the tokens for which each growing layer has room. It rises when a layer grows."""
 
 
 def measure_extent(layers: Iterable[LayerCache]) -> CacheExtent:
@@ -249,8 +249,10 @@ def _shrink(layer: Any) -> None:
 
 
 def create_window(max_size: int, keys: mx.array, values: mx.array, length: int) -> LayerCache:
-    """Return a sliding window of `max_size` tokens after `length` tokens. `keys` and `values` are those of its tokens,
-    oldest first."""
+    """Return a sliding window of `max_size` tokens after `length` tokens.
+
+    `keys` and `values` are those of its tokens, oldest first, shape (1, heads, tokens, features).
+    """
     window = cast("Any", RotatingKVCache)(max_size)
     window.state = (keys, values, length, 0, max_size, keys.shape[2])
     return window

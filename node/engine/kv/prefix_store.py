@@ -117,7 +117,7 @@ class CachedPrefix(Generic[V]):
         return all(any(a <= first and last <= b for a, b in self.cuts) for first, last in wanted)
 
     def set_copy(self, copy: DiskCopy | None) -> None:
-        """Set the copy of the entry on the disk."""
+        """Set the copy of the entry on the disk; None if it has none."""
         self.copy = copy
 
     def clear(self) -> None:
@@ -152,7 +152,7 @@ class PrefixStore(Protocol[V]):
         ...
 
     def evict(self, size: int) -> int:
-        """Evict entries of at least `size` bytes, or all if they are fewer. Return the evicted bytes."""
+        """Evict entries until `size` bytes are free or none is left. Return the evicted bytes."""
         ...
 
 

@@ -23,7 +23,10 @@ from node.engine.kv.prefix_store import Cuts
 
 
 class WindowPiece(NamedTuple):
-    """Keys and values of some tokens of a window, evaluated and without other tokens."""
+    """Keys and values of some tokens of a window, shape (1, heads, tokens, features).
+
+    The arrays are evaluated and hold no other tokens.
+    """
 
     start: int
     """Position of the first token."""
@@ -129,7 +132,7 @@ class WindowHistories:
         return sum(history.nbytes for history in self._open)
 
     def add(self, history: WindowHistory) -> WindowHistory:
-        """Count a history from now on, until it is removed or its prefill has ended."""
+        """Count a history from now on, until it is removed or its prefill has ended. Return the history."""
         self._open.add(history)
         return history
 
@@ -209,7 +212,10 @@ def materialize_layers(layers: Layers) -> Layers:
 
 
 def compute_cuts(layers: Layers) -> Cuts:
-    """Return the ranges of lengths in tokens to which a stored cache with windows can be cut; none without history."""
+    """Return the ranges of lengths in tokens to which a stored cache with windows can be cut.
+
+    The tuple is empty without a history.
+    """
     windows = [layer for layer in cast("list[object]", layers) if isinstance(layer, StoredWindow)]
     if not windows:
         return ()

@@ -182,8 +182,9 @@ class GatedForwards:
 
     @contextmanager
     def publish_wait(self, kind: NativeCallKind, model: str, expected: float) -> Generator[NativeCall]:
-        """Publish a call, or the wait for a launched one, without counting it. `expected` is its duration in seconds
-        with wired weights."""
+        """Publish a call, or the wait for a launched one, while the context is open. Yield the call, which is not
+        counted. `expected` is its duration in seconds with wired weights.
+        """
         self.call = call = NativeCall(
             kind.name.lower(), time.monotonic(), expected + self._estimate_rewiring_seconds(model)
         )
@@ -229,7 +230,7 @@ class GatedForwards:
 
     def get_counts(self) -> EngineCounters:
         """Return the counts since the engine started: checks, refusals, forwards, steps, failures, sheds, shrinks,
-        preemptions, overs, and tokens of prefills.
+        preemptions, overs, and tokens that were prefilled, returned and computed again.
 
         `evictions` and `departures` are 0, because the model unloader counts them.
         """

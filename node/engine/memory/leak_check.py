@@ -28,7 +28,7 @@ class LeakCheck:
     weights: int = 0
     """Bytes of weights unloaded since the last comparison."""
     next_check_at: float | None = None
-    """Monotonic time of the next comparison; None: none is due."""
+    """Monotonic time of the next comparison in seconds; None: none is due."""
     unreturned: int = 0
     """Bytes missing at the last comparison; 0 if they were tolerated, or after a load."""
 

@@ -40,7 +40,8 @@ def load_solver() -> None:
 
 def fit_from_above(points: Sequence[FitPoint]) -> tuple[float, ...]:
     """Return non-negative terms fitted to `points` by relative error. Samples above the fit weigh more in the next
-    round, which moves the fit above nearly all samples. Points without a positive value are ignored."""
+    round, which moves the fit above nearly all samples. Points without a positive value are ignored. If no point is
+    left, all terms are 0."""
     used = [point for point in points if point.value > 0]
     if not used:
         return (0.0,) * len(points[0].features)

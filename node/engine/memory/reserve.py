@@ -5,7 +5,7 @@ is the first memory to be released when a request does not fit or a watermark is
 certain, and unlike any other memory it costs no work. The engine takes it again after some seconds with room for twice
 its size.
 
-    held ─► give ─► released ─► checked while the engine is idle ─► room for 10 s ─► held
+    held ─(release)─► released ─► checked while the engine is idle ─► room for 10 s ─► held
 """
 
 import mmap
@@ -62,7 +62,10 @@ class EmergencyReserve:
         return 0 if self._mapping is None else len(self._mapping)
 
     def resize(self, cap: int) -> None:
-        """Set the size of the reserve for this cap (bytes). Release a held reserve that is larger."""
+        """Set the size of the reserve for this cap (bytes). Release a held reserve that is larger.
+
+        Raise `ValueError` if the setting is no size.
+        """
         self._size = compute_reserve_bytes(self._setting, cap)
         if self.nbytes > self._size:
             self.release()

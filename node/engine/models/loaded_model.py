@@ -111,7 +111,8 @@ def load(
     """Load a model piece by piece. Yield the cost of each step before that step runs, and finally the model.
 
     Before the model's first forward, `on_weighed` is called with the bytes of its weights. Exceptions of a faulty
-    checkpoint propagate. Closing the generator releases the loaded pieces.
+    checkpoint propagate, such as `EmbeddingHeadError` or `ValueError`. Closing the generator releases the loaded
+    pieces.
     """
     folder = Path(descriptor.folder)
     layout = descriptor.layout

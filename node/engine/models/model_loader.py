@@ -33,7 +33,7 @@ class ModelLoader:
 
     def load_pieces(self, descriptor: ModelDescriptor) -> Generator[LoadStep | LoadedModel]:
         """Load a model and measure its profile. Yield the cost of each step before that step runs, and finally the
-        model. Raise `FilesChangedError` if its files changed meanwhile."""
+        model. Raise `FilesChangedError` if its files changed meanwhile. Exceptions of `loaded_model.load` propagate."""
         begun = read = time.monotonic()
         try:
             for piece in load(descriptor, self._wiring.wire_loading_model):

@@ -29,7 +29,7 @@ class ModelTable:
         self._loaded[loaded_model.name] = loaded_model
 
     def remove(self, name: str) -> LoadedModel:
-        """Remove and return a loaded model. Raise KeyError if it is not loaded."""
+        """Remove and return a loaded model. Raise `KeyError` if it is not loaded."""
         return self._loaded.pop(name)
 
     def set_load(self, load: ModelLoad | None) -> None:

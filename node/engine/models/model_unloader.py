@@ -77,7 +77,7 @@ class ModelUnloader:
     def unload(self, name: str) -> None:
         """Unload a loaded model: release its weights and evict its cached prefixes.
 
-        Raise KeyError if it is not loaded.
+        Raise `KeyError` if it is not loaded.
         """
         loaded_model = self._table.remove(name)
         self._catalogue.unpin(name)
@@ -105,7 +105,7 @@ class ModelUnloader:
 
     def find_next_idle_unload(self) -> float | None:
         """Return the monotonic time of the next unload of an idle model; 0.0 if one was replaced on disk. Return None
-        if no unload is due."""
+        if no model will be unloaded."""
         if self._find_replaced():
             return 0.0
         idle = self.list_idle() if self._max_idle_seconds else []

@@ -127,7 +127,8 @@ class Profiler:
     ) -> Generator[None, None, ContextSearchResult | None]:
         """Replace the stored profile by the result of a sweep. Return the result of the search for the longest row.
 
-        With `check` None the result is None: other work was running, and no reading could be checked.
+        With `check` None the result is None: other work was running, and no reading could be checked. Without a
+        measured forward nothing is stored, and the result is None as well.
         """
         key = build_key(probe.loaded_model.descriptor.fingerprint, self._hardware)
         return (yield from self._store_result(probe, key, check))

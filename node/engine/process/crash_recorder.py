@@ -107,7 +107,10 @@ class CrashRecorder:
 
 
 def create_page() -> int:
-    """Create a page to share with an engine process. Return its descriptor, which the caller closes."""
+    """Create a page to share with an engine process. Return its descriptor, which the caller closes.
+
+    Raise `OSError` if no temporary file can be created.
+    """
     with tempfile.TemporaryFile() as file:
         file.truncate(SIZE)
         return os.dup(file.fileno())

@@ -49,7 +49,7 @@ EXIT_TIMEOUT_SECONDS = 5.0
 took up to 4.1 s to release them (oMLX#2184)."""
 EXIT_SETTINGS = 78
 EXIT_FAILED = 70
-"""Exit codes of sysexits.h: EX_CONFIG, EX_SOFTWARE."""
+"""Exit codes for invalid settings and for a failure: EX_CONFIG and EX_SOFTWARE of sysexits.h."""
 
 log = structlog.get_logger("engine")
 

@@ -39,7 +39,7 @@ class RequestPreparer:
     if `trials` is set.
 
     `context(found)` returns the maximum tokens of a row of a model. `barred(found)` returns why the model cannot be
-    used now; empty if it can.
+    used now; empty if it can. `recorder` records the native calls; without one, they are not recorded.
     """
 
     def __init__(
@@ -152,7 +152,9 @@ class RequestPreparer:
             )
 
     def find_tokenizer(self, model: str, kind: ModelKind) -> Tokenizer | Refused:
-        """Return the tokenizer of a model for requests of a kind, or the refusal if there is none."""
+        """Return the tokenizer of a model for requests of a kind, or the refusal if there is none.
+
+        Raise `OSError` if the process of the tokenizer's trial cannot be started."""
         found = self._catalogue.find_fresh(model)
         if found is None:
             return Refused(RefusalCode.NO_MODEL, f"this node has no model {model}")
@@ -234,7 +236,7 @@ class RequestPreparer:
 
     def load_tokenizer(self, descriptor: ModelDescriptor) -> Tokenizer:
         """Return the tokenizer of a model, tried and loaded at the first call. Raise `TokenizerError` if the trial or
-        the load fails."""
+        the load fails, `OSError` if the process of the trial cannot be started."""
         tokenizer = self._tokenizers.get(_get_key(descriptor))
         if tokenizer is not None:
             return tokenizer

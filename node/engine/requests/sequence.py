@@ -20,7 +20,10 @@ from wire.frames import Delta, Generate, Logprob
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One choice of an admitted request, which decodes as one row of a batch."""
+    """One choice of an admitted request, which decodes as one row of a batch.
+
+    Methods that change `state` raise `IllegalEventError` if their event is illegal in this state.
+    """
 
     sequence: "Sequence"
     """Request of the answer."""
@@ -48,7 +51,7 @@ class Row:
     """Number of first `ids` that another node generated and sent."""
 
     def apply(self, event: RowEvent) -> None:
-        """Change the state by an event. Raise `IllegalEventError` if it is illegal in this state."""
+        """Change the state by an event."""
         self.state = step(self.state, event)
 
     def commit(self, commitment: Commitment) -> None:
@@ -167,7 +170,7 @@ class Sequence:
     joined: float = 0.0
     """Time of its first join; 0.0 before."""
     last_token_at: float = 0.0
-    """Time at which output was last sent."""
+    """Time at which output was last sent; at first that of the first join, 0.0 before."""
     cached: int = 0
     """Tokens found in the prefix cache at the start of the request."""
     prompt_hash: bytes = b""

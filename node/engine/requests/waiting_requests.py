@@ -77,7 +77,9 @@ class WaitingRequests:
         return self._in_tokenization.keys()
 
     def begin_tokenization(self, number: int, hold: ModelHold | None) -> None:
-        """Add a prompt in tokenization, whose model stays in memory. `reserve` sets its memory."""
+        """Add a prompt in tokenization. `reserve` sets its memory. `hold` keeps its model in memory; None if the model
+        is not loaded.
+        """
         self._in_tokenization[number] = (0, hold)
 
     def reserve(self, number: int, need: int) -> None:

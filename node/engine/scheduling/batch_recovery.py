@@ -59,7 +59,8 @@ class BatchRecovery:
     def queue_prefill(
         self, loaded_model: LoadedModel, sequence: Sequence, rows: list[Row], ids: list[int], *, first: bool = False
     ) -> None:
-        """Queue a prefill of `ids` after its lookup in the prefix cache, with `first` at the start."""
+        """Queue a prefill of `ids` for `rows` after its lookup in the prefix cache, with `first` at the start of the
+        queue."""
         prefill = Prefill(loaded_model, sequence, rows, ids)
         if prefill.is_return:
             self._forwards.count_returned(len(ids))
@@ -98,7 +99,11 @@ class BatchRecovery:
     def rebuild_batch(
         self, loaded_model: LoadedModel, number: int, error: Exception, failing: Iterable[Row] = ()
     ) -> None:
-        """Discard a batch whose object raised; prefill its rows again from their ids."""
+        """Discard a batch whose object raised `error`; prefill its rows again from their ids.
+
+        Rows in `failing` are left out, because the caller ends them. A row that was rebuilt before fails with its
+        request.
+        """
         batch = self._batches.pop(loaded_model, number)
         if batch is None:
             return

@@ -47,7 +47,7 @@ class DecodeLoop:
         """Whether the last measured step was far above its estimate."""
 
     def step(self) -> None:
-        """Decode one token for every row of every batch."""
+        """Decode one token for every row of every batch. Raise `Halted` if the engine was halted."""
         for loaded_model, number, batch in self._batches:
             self._step_batch(loaded_model, number, batch)
 

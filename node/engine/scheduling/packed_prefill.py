@@ -116,7 +116,7 @@ def _get_batch_number(prefill: Prefill) -> int:
 
 
 def _is_covered_by(prefill: Prefill, other: Prefill) -> bool:
-    """Return whether much of `one` will be cached after a prefill of `other`."""
+    """Return whether much of `prefill` will be cached after a prefill of `other`."""
     length = max(MIN_PREFIX_TOKENS, int(MAX_CACHED_SHARE * len(prefill.ids)))
     if (
         prefill.past is None

@@ -64,7 +64,9 @@ class PrefixState:
         self.set_restoring(None)
 
     def record_snapshot(self, tokens: int, entry: CachedPrefix[Layers] | None = None) -> None:
-        """Record a snapshot at `tokens` tokens. `entry` is one that was taken because the prompt is long."""
+        """Record a snapshot at `tokens` tokens. `entry` is the snapshot if it was taken because the prompt is long,
+        else None.
+        """
         self.snapshot_at = tokens
         if entry is not None:
             self.snapshots.append(entry)
@@ -80,7 +82,7 @@ class PrefixState:
         self.removed_tokens = tokens
 
     def set_plan(self, plan: ReadPlan | None) -> None:
-        """Set the files from which the prompt starts."""
+        """Set the files from which the prompt starts; None if there are none."""
         self.plan = plan
 
     def set_restoring(self, restoring: DiskRestore | None) -> None:
@@ -100,7 +102,10 @@ class PrefixState:
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """Prefill of the past that some rows of a request share: the prompt, or prompt and known answer."""
+    """Prefill of the past that some rows of a request share: the prompt, or prompt and known answer.
+
+    Methods that change the state of rows raise `IllegalEventError` if the event is illegal in that state.
+    """
 
     loaded_model: LoadedModel
     """Model of the rows."""
@@ -193,8 +198,8 @@ class Prefill:
             row.apply(RowEvent.CHUNK)
 
     def end_chunk(self, count: int, capacity_tokens: int, logits: mx.array | None) -> None:
-        """Record a chunk of `count` tokens. The growing layers of the cache have room for `capacity_tokens`.
-        `logits` (1, vocabulary) are those of the last token, after the last chunk."""
+        """Record a chunk of `count` tokens. The growing layers of the cache have room for `capacity_tokens` on average.
+        `logits` (1, vocabulary) are those of the last token; None before the last chunk."""
         self.stored_tokens += count
         self.logits = logits
         self.rows[0].commitment.record_prefill(self.stored_tokens, capacity_tokens)
@@ -203,7 +208,10 @@ class Prefill:
                 row.apply(RowEvent.PREFILLED)
 
     def end_packed(self, capacity_tokens: int) -> None:
-        """Record a packed prefill of all but the last token. From the first token on, nothing was cached."""
+        """Record a packed prefill of all but the last token, for which nothing was cached.
+
+        The growing layers of the cache have room for `capacity_tokens` on average.
+        """
         if self.past is not None:
             self.past.discard_lookup()
         self.sequence.set_cached(0)

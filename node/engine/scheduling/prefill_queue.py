@@ -63,7 +63,7 @@ class PrefillQueue:
 
     def compute_wait_end(self, choices: list[Prefill]) -> float:
         """Return the monotonic time until which `choices` wait for packing; 0.0 without a wait. They wait if no row
-        decodes and several requests were live recently."""
+        decodes and several requests were live recently. Choices that fill a batch or cannot be packed do not wait."""
         if self._batches or any(prefill.started or not prefill.loaded_model.plain for prefill in choices):
             return 0.0
         if sum(prefill.width for prefill in choices) >= self._batch:
@@ -112,7 +112,7 @@ class PrefillQueue:
         )
 
     def compute_required_bytes(self) -> int:
-        """Return the bytes that the prefills which wait for memory need."""
+        """Return the most bytes that one of the prefills which wait for memory needs; 0 if none waits."""
         waiting = [
             prefill.loaded_model.estimator.estimate_chunk(self._floor, len(prefill.ids))
             for prefill in self._requests.prefills

@@ -59,7 +59,7 @@ class PrefillRunner:
     def run(self, members: list[Prefill], now: float) -> None:
         """Prefill one chunk of the first member, or all members in one forward if there are several and they fit.
 
-        `now` is the monotonic time at which the iteration began.
+        `now` is the monotonic time at which the iteration began. Raise `Halted` if the engine was halted.
         """
         lefts = [prefill.left for prefill in members]
         if len(members) < 2 or not self._run_packed(members, now):

@@ -1,14 +1,14 @@
 """Prefix cache in the scheduler: restore the start of a row, and store rows at their end.
 
-    begin ─► find ─► (gate) ─► restore ─► prefill ─► reached ─► … ─► prompt_written ─► decode ─► row_ended
-             looks up          copies or     snapshots for caches    the prompt's own    the whole row,
-                               takes         that cannot be cut      state               copied out
+    begin_lookup ─► find_prefix ─► (gate) ─► restore ─► record_chunk ─► … ─► store_prompt ─► decode ─► store_row
+                    looks up                 copies or   snapshots of         the prompt's              the whole row,
+                                             takes       caches without cut   own state                 copied out
 
 Rules
 - Lookup: A lookup guarantees nothing: the gate runs in between and may evict the entry. `restore` uses only live
   entries.
 - Commitment: A request commits its whole prompt, cached or not. A copy takes no memory until its first write, and then
-  as much as a new cache. `need`, ledger and gate therefore ignore the prefix cache.
+  as much as a new cache. Estimates, ledger and gate therefore ignore the prefix cache.
 - Reuse: The next turn of a conversation starts with *all* of a stored sequence and will be stored itself. It takes the
   cache instead of copying it. If it is cancelled before it has stored anything, it puts that cache back.
 - Storage: A sequence is stored only if it passes the same check as a request, and it is evaluated at once.
@@ -113,7 +113,7 @@ class PrefixCacheManager:
 
     def clear(self, model: str, fingerprint: str) -> None:
         """Delete the entries of a model in memory and on the disk, or of all models if its fingerprint is empty. Raise
-        OSError if files cannot be deleted."""
+        `OSError` if files cannot be deleted."""
         for entry in self._store.entries:
             entry.set_copy(None)
             if not fingerprint or entry.model == model:

@@ -61,7 +61,7 @@ class SamplingDefaults:
 
 def parse_defaults(config: Mapping[str, object]) -> SamplingDefaults:
     """Return the sampling defaults of a parsed `generation_config.json`. Values that are no number in range are
-    ignored."""
+    ignored. `do_sample` false means a temperature of 0."""
     if config.get("do_sample") is False:
         return SamplingDefaults(temperature=0.0)
     return SamplingDefaults(
@@ -138,7 +138,10 @@ def create_sampler(sampling: SamplingParameters, seed: int, choice: int, positio
 
 
 def apply_cuts(logprobs: mx.array, sampling: SamplingParameters) -> mx.array:
-    """Apply the temperature, then set log probabilities outside top-k, top-p and min-p to −inf; at least one stays."""
+    """Apply the temperature, then set log probabilities outside top-k, top-p and min-p to −inf; at least one stays.
+
+    The temperature must not be 0.
+    """
     scaled = logprobs * (1 / sampling.temperature)
     vocabulary = scaled.shape[-1]
     if 0 < sampling.top_k < vocabulary:

@@ -128,7 +128,7 @@ class Scheduler:
         return tuple(self._requests.preempted)
 
     def get_batches(self, model: str) -> Mapping[int, DecodeBatch[Row]]:
-        """Return the decode batches of a loaded model by batch number."""
+        """Return the decode batches of a loaded model by batch number. Raise `KeyError` if it is not loaded."""
         return self._batches.get_batches(self._loaded_models()[model])
 
     def has_request(self, number: int) -> bool:

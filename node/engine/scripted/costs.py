@@ -23,7 +23,7 @@ class EngineCosts(Protocol):
 
     @property
     def free_prefill(self) -> bool:
-        """Return whether a prefill takes no time. It then runs at once, also within a decode step, and returns no
+        """Whether a prefill takes no time. It then runs at once, also within a decode step, and returns no
         token."""
         ...
 
@@ -45,7 +45,7 @@ class FixedCosts:
 
     @property
     def free_prefill(self) -> bool:
-        """Return True."""
+        """Always True."""
         return True
 
     def get_pace(self, model: str) -> ChunkPace:

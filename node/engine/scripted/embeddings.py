@@ -41,7 +41,7 @@ class ScriptedEmbeddings:
         return number in self._waiting
 
     def admit(self, request: Embed, now: float) -> Frame:
-        """Admit a request at the monotonic time `now`, or refuse it."""
+        """Admit a request at the monotonic time `now`, or refuse it. Return its `Admitted` or `Refusal`."""
         lengths = _count_tokens(request)
         refused = self._memory.gate.refuse_unless_ready() or self._refuse_improper(request, lengths)
         if refused is None:

@@ -25,7 +25,7 @@ class ScriptedMemory:
         return self.gate.build_memory(use, MemoryReading(active, "scripted", now), self._total, now)
 
     def check(self, site: GateSite, now: float, estimate: int = 0) -> Refused | None:
-        """Check the gate for `estimate` bytes in addition to the commitments; return the refusal, if any."""
+        """Check the gate for `estimate` bytes in addition to the commitments. Return the refusal; None if they fit."""
         answer = self.gate.check(site, self.read(now), estimate)
         return answer if isinstance(answer, Refused) else None
 

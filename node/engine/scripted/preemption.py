@@ -24,7 +24,7 @@ class BatchMemory(Protocol):
     """Memory of the scripted engine's requests, behind the gate. `now` is in monotonic seconds in all methods."""
 
     def check(self, site: GateSite, now: float, estimate: int = 0) -> Refused | None:
-        """Check for `estimate` bytes in addition to the commitments; return the refusal, if any."""
+        """Check for `estimate` bytes in addition to the commitments. Return the refusal; None if they fit."""
         ...
 
     def observe(self, now: float) -> None:

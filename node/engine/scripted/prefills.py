@@ -30,7 +30,7 @@ class PrefillChunk(NamedTuple):
     members: tuple[ScriptedSequence, ...]
     """Its prompts."""
     tokens: int
-    """Tokens of the chunk of a single prompt."""
+    """Tokens of the chunk of a single prompt; 0 for several prompts."""
     seconds: float
     """Duration in seconds."""
 
@@ -41,12 +41,12 @@ class PrefillChunk(NamedTuple):
 
     @property
     def packed(self) -> bool:
-        """Return whether several prompts are prefilled in one forward."""
+        """Whether several prompts are prefilled in one forward."""
         return len(self.members) > 1
 
     @property
     def completes(self) -> bool:
-        """Return whether a prompt is complete after this chunk."""
+        """Whether a prompt is complete after this chunk."""
         return self.packed or self.tokens >= self.members[0].left
 
 
@@ -61,7 +61,9 @@ class ScriptedPrefills:
         self._fairness = PrefillFairness()
 
     def next_free(self, now: float) -> ScriptedSequence | None:
-        """Return the next request whose prefill takes no time, if the batch has room for it at this time."""
+        """Return the next request whose prefill takes no time. Return None if there is none, or if the batch has no
+        room for it at this time.
+        """
         table = self._table
         if not self._costs.free_prefill or not table.queue or table.rows >= table.most:
             return None

@@ -43,7 +43,7 @@ class ScriptedRow:
         return 1 if self.sent == self.resumed_tokens else last - self.produced
 
     def add_tokens(self, number: int, count: int, now: float, *, ends: int, limit: int) -> None:
-        """Generate the next `count` tokens of a request with this number, and end the row with the last one.
+        """Generate the next `count` tokens of a request with this number. End the row when its answer is complete.
 
         `ends` is the number of tokens of the scripted answer, `limit` the maximum number of tokens.
         """
@@ -104,7 +104,9 @@ class TextRow(ScriptedRow):
         return 1
 
     def add_tokens(self, number: int, count: int, now: float, *, ends: int, limit: int) -> None:
-        """Generate the next `count` tokens of a request, as `ScriptedRow.add_tokens`, and store their deltas."""
+        """Generate the next `count` tokens of a request, as `ScriptedRow.add_tokens`, and store their deltas. `now` is
+        the monotonic time.
+        """
         for _ in range(count):
             self.gathered.append(self._add_token(number, now, ends=ends, limit=limit))
 
@@ -173,7 +175,7 @@ class ScriptedSequence:
     begun: float = 0.0
     """Start of its decode; 0.0 before."""
     last_token_at: float = 0.0
-    """Time at which output was last sent."""
+    """Time at which output was last sent; at first the start of its decode, 0.0 before."""
 
     @property
     def number(self) -> int:
@@ -198,7 +200,7 @@ class ScriptedSequence:
 
     @property
     def answered(self) -> bool:
-        """Return whether part of its answer was already generated. Such a prefill precedes new requests, unless it was
+        """Whether part of its answer was already generated. Such a prefill precedes new requests, unless it was
         preempted for another key."""
         return any(row.produced for row in self.rows) and not self.yielded
 
@@ -214,7 +216,7 @@ class ScriptedSequence:
 
     @property
     def delivered(self) -> bool:
-        """Return whether any token that this node generated was sent."""
+        """Whether any token that this node generated was sent."""
         return any(row.sent > row.resumed_tokens for row in self.rows)
 
     @property

@@ -51,7 +51,7 @@ class RunningTurns(NamedTuple):
         return self.began + self.compute_seconds(self.turns)
 
     def count_completed(self, now: float) -> int:
-        """Return the number of turns that have ended at this time, without the last one."""
+        """Return the number of turns that have ended at the monotonic time `now`, without the last one."""
         period = max(1, len(self.chunks))
         whole = self.compute_seconds(period)
         turns = period * int((now - self.began) / whole) if whole else 0
@@ -64,7 +64,7 @@ class RunningTurns(NamedTuple):
 
 
 class ScriptedTurns:
-    """Turns of one scripted engine (see the module's docstring)."""
+    """Turns of one scripted engine (see the module's docstring). All times are monotonic, in seconds."""
 
     def __init__(
         self,

@@ -55,8 +55,12 @@ class ChatTemplate:
         self._own_renderer = wrapper.chat_template is None or "chat_template_type" in wrapper.init_kwargs
 
     def render(self, request: Generate) -> str:
-        """Return the text of a request's prompt. Raise `TemplateFailed` if the model has no template, or if a variable
-        is not allowed. Exceptions of the template propagate."""
+        """Return the text of a request's prompt.
+
+        Raise `TemplateFailed` if the model has no template, or if a variable is not allowed. Raise `ValueError` for
+        tools or variables that are no JSON, `DeadlineError` after `RENDER_TIMEOUT_SECONDS`. Exceptions of the template
+        propagate.
+        """
         if not self._wrapper.has_chat_template:
             raise TemplateFailed("the model has no chat template")
         variables = _parse_variables(request.template)
@@ -134,7 +138,10 @@ def _parse_arguments(text: str) -> object:
 
 
 def parse_tools(text: str) -> list[object]:
-    """Parse the tools of a request, a JSON array. Raise `TemplateFailed` if the text is something else."""
+    """Parse the tools of a request, a JSON array; an empty text has none.
+
+    Raise `TemplateFailed` if the JSON is no array, `ValueError` if the text is no JSON.
+    """
     found = cast("object", json.loads(text or "[]"))
     if not isinstance(found, list):
         raise TemplateFailed("the tools are not a JSON array")

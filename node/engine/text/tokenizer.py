@@ -208,7 +208,8 @@ class Tokenizer:
         """Return the text pipeline of one choice.
 
         `tools` is the JSON array of the request, `thinking` that of `TokenizedPrompt`. With `one_call` the answer ends
-        with its first call. With a `grammar`, markers are recognized only where the grammar puts them.
+        with its first call. With a `grammar`, markers are recognized only where the grammar puts them. Raise
+        `TemplateFailed` or `ValueError` if `tools` is no JSON array.
         """
         parsed_tools = parse_tools((grammar.tools if grammar is not None else "") or tools)
         prefix = f"call_{request_id}_{choice}_" if choice else f"call_{request_id}_"

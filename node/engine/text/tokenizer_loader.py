@@ -39,7 +39,7 @@ def _load_wrapper(folder: Path) -> TokenizerWrapper:
 
 def read_defaults(kind: object) -> dict[str, object] | None:
     """Return mlx-lm's tokenizer defaults for a type of model, for folders with incomplete tokenizer settings. Return
-    None if mlx-lm has none.
+    None if mlx-lm has none. `kind` is `model_type` of the `config.json`.
 
     The defaults are in the model's module. The module is parsed and not imported, because an import would create
     kernels on this thread, and only the inference thread may use MLX.

@@ -62,7 +62,7 @@ class TokenizerTrials:
         """Try the model in `folder`, unless its fingerprint was tried before. `files` is the size of its tokenizer's
         files in bytes.
 
-        Raise `TokenizerError` with the reason if the model may not be used.
+        Raise `TokenizerError` with the reason if the model may not be used, `OSError` if the process cannot be started.
         """
         if fingerprint in self._passed:
             return

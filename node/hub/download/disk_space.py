@@ -25,13 +25,15 @@ class DiskSpace:
         self._user = user
 
     def check(self, needed: int) -> None:
-        """Raise ModelFileError with `disk_full` if `needed` more bytes do not fit."""
+        """Raise `ModelFileError` (`disk_full`) if `needed` more bytes do not fit.
+
+        Raise `OSError` if the disk cannot be read."""
         usage = shutil.disk_usage(self._folder)
         if usage.free - compute_reserve(usage.total, self._reserve) < needed:
             raise self.build_error(needed)
 
     def build_error(self, needed: int) -> ModelFileError:
-        """Return the error of a disk on which `needed` more bytes do not fit."""
+        """Return the error of a disk on which `needed` more bytes do not fit. Raise `OSError` if it cannot be read."""
         usage = shutil.disk_usage(self._folder)
         reserve = compute_reserve(usage.total, self._reserve)
         return ModelFileError(

@@ -47,14 +47,14 @@ class PartFile:
         return piece in self._checksums
 
     def get_extent(self, piece: int) -> tuple[int, int]:
-        """Return the bytes of a piece: its start, and its end (without it)."""
+        """Return the positions in the file, in bytes, of the first byte of a piece and of the byte after its end."""
         start = piece * self._piece_bytes
         return start, min(self._file.size, start + self._piece_bytes)
 
     def open(self) -> None:
         """Open the file and keep the pieces of an earlier download whose checksums are right.
 
-        Raise OSError if a file cannot be created, read or written.
+        Raise `OSError` if a file cannot be created, read or written.
         """
         self._part = os.open(self._folder.get_part(self._file.etag), _FLAGS, _MODE)
         self._checksums = self._read_valid_pieces()
@@ -84,7 +84,7 @@ class PartFile:
         return len(content) == end - start and compute_piece_checksum(content) == checksum
 
     def write_piece(self, piece: int, content: bytes | bytearray) -> None:
-        """Write a piece and record it. Raise OSError on failure; the piece is not recorded then."""
+        """Write a piece and record it. Raise `OSError` on failure; the piece is not recorded then."""
         view, at = memoryview(content), self.get_extent(piece)[0]
         while view:
             written = os.pwrite(self._part, view, at)
@@ -95,7 +95,7 @@ class PartFile:
         self._received_bytes += len(content)
 
     def read_piece(self, piece: int) -> bytes:
-        """Return the content of a received piece. Raise OSError on failure."""
+        """Return the content of a received piece. Raise `OSError` on failure."""
         start, end = self.get_extent(piece)
         return os.pread(self._part, end - start, start)
 
@@ -104,7 +104,7 @@ class PartFile:
         return count_pieces(self._file.size, self._piece_bytes)
 
     def finish(self) -> None:
-        """Rename the file to its blob. The content must be complete and verified. Raise OSError on failure."""
+        """Rename the file to its blob. The content must be complete and verified. Raise `OSError` on failure."""
         os.fsync(self._part)
         self._folder.get_part(self._file.etag).replace(self._folder.get_blob(self._file.etag))
         self._folder.get_journal(self._file.etag).unlink(missing_ok=True)
@@ -113,7 +113,7 @@ class PartFile:
     def discard(self) -> None:
         """Delete the file, because its content is wrong, and begin again with an empty file.
 
-        Raise OSError on failure.
+        Raise `OSError` on failure.
         """
         self.close()
         self._folder.get_part(self._file.etag).unlink(missing_ok=True)

@@ -25,7 +25,7 @@ class _RelayConnection(http.client.HTTPConnection):
         self._token = token
 
     def connect(self) -> None:
-        """Open the connection. Raise OSError or ValueError if there is none."""
+        """Open the connection. Raise `OSError` or `ValueError` if there is none."""
         self.sock = open_relay(self._cluster, self._token, CONNECT_TIMEOUT_SECONDS)
         self.sock.settimeout(READ_TIMEOUT_SECONDS)
 
@@ -44,7 +44,9 @@ class RelayTransport(httpx2.BaseTransport):
         self._idle: list[_RelayConnection] = []
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        """Send a request without a body. Raise httpx2.ConnectError or httpx2.ReadError if the connection fails."""
+        """Send a request without a body, and return the response. Raise `httpx2.ConnectError` or `httpx2.ReadError` if
+        the connection fails.
+        """
         connection = self._take()
         try:
             if connection.sock is None:

@@ -21,8 +21,8 @@ _CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18}|\*)")
 def compute_retry_after(headers: Mapping[str, str], now: float) -> float:
     """Return the seconds until the next try, by `Retry-After` (seconds or a date), else by `RateLimit`.
 
-    `headers` has names in lower case, `now` is in Unix seconds. Without a readable time, return DEFAULT_WAIT_SECONDS.
-    The maximum is MAX_NAMED_WAIT_SECONDS.
+    `headers` has names in lower case, `now` is in Unix seconds. Without a readable time, return `DEFAULT_WAIT_SECONDS`.
+    The maximum is `MAX_NAMED_WAIT_SECONDS`.
     """
     value = headers.get("retry-after", "").strip()
     match = _RATE_LIMIT.search(headers.get("ratelimit", ""))
@@ -34,7 +34,7 @@ def compute_retry_after(headers: Mapping[str, str], now: float) -> float:
 
 
 def _compute_seconds_until(date: str, now: float) -> float:
-    """Return the seconds until an HTTP date; DEFAULT_WAIT_SECONDS for any other text."""
+    """Return the seconds until an HTTP date; `DEFAULT_WAIT_SECONDS` for any other text."""
     try:
         parsed = parsedate_to_datetime(date)
     except ValueError:

@@ -42,7 +42,7 @@ _PORTS = {"http": 80, "https": 443}
 class SourceClient:
     """Client of a source. Its methods may be called by several threads at once.
 
-    Raise ValueError if the address of the source cannot be used, OSError for the certificates of this node.
+    Raise `ValueError` if the address of the source cannot be used, `OSError` for the certificates of this node.
     """
 
     def __init__(self, source: ModelSource, cluster: ClusterFiles, *, connections: int) -> None:
@@ -76,7 +76,7 @@ class SourceClient:
     def open_range(self, manifest: ModelManifest, file: ModelFile, start: int, end: int) -> Generator[Iterator[bytes]]:
         """Request the bytes `start` to `end` (without `end`) of a file, and yield an iterator over blocks of them.
 
-        The iterator can end early. Raise SourceError for faults and refusals, also from the iterator.
+        The iterator can end early. Raise `SourceError` for faults and refusals, also from the iterator.
         """
         path = f"{manifest.repo}/resolve/{manifest.commit}/{quote(file.path)}"
         subject = f"{file.path} of {manifest.repo}"
@@ -106,7 +106,7 @@ class SourceClient:
         return headers
 
     def _follow(self, url: httpx2.URL, location: str, subject: str) -> httpx2.URL:
-        """Return the address to which a redirect leads. Raise SourceRefusal if it must not be followed."""
+        """Return the address to which a redirect leads. Raise `SourceRefusal` if it must not be followed."""
         try:
             target = url.join(location)
         except (httpx2.InvalidURL, ValueError):
@@ -172,7 +172,7 @@ class SourceClient:
 
     @contextmanager
     def _convert_errors(self) -> Generator[None]:
-        """Raise errors of the HTTP library as SourceError, with their kind only, because texts can quote headers."""
+        """Raise errors of the HTTP library as `SourceError`, with their kind only, because texts can quote headers."""
         try:
             yield
         except httpx2.InvalidURL:
@@ -192,7 +192,7 @@ class SourceClient:
 
 
 def _parse_base(url: str, schemes: tuple[str, ...]) -> httpx2.URL:
-    """Parse the address of a source. Raise ValueError if it is invalid or has another scheme."""
+    """Parse the address of a source. Raise `ValueError` if it is invalid or has another scheme."""
     try:
         base = httpx2.URL(url.rstrip("/") + "/")
     except httpx2.InvalidURL:

@@ -12,7 +12,7 @@ class SourceFault(SourceError):
 
 
 class SourcePending(SourceError):
-    """The source does not have the range yet, because it still downloads the file."""
+    """The source does not have the range yet, because it still downloads the file. `seconds` is the time to wait."""
 
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)
@@ -28,7 +28,10 @@ class SourceLimited(SourceError):
 
 
 class SourceRefusal(SourceError):
-    """Refusal that does not pass: the source cannot be used for this download."""
+    """Refusal that does not pass: the source cannot be used for this download.
+
+    `code` is that with which the order ends if no other source is left.
+    """
 
     def __init__(self, code: ModelOrderCode, message: str) -> None:
         super().__init__(message)

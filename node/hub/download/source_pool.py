@@ -94,7 +94,8 @@ class SourcePool:
     def open(
         cls, sources: Sequence[ModelSource], cluster: ClusterFiles, timeout: float, connections: int
     ) -> "SourcePool":
-        """Create the clients of all sources whose kind is known, each with at most `connections` connections.
+        """Return a pool with the clients of all sources whose kind is known, each with at most `connections`
+        connections.
 
         `timeout` is that of each source in seconds; 0 selects the default of its kind. A source that cannot be used
         from the start is left out, with its reason in `unusable`.

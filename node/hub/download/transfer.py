@@ -54,7 +54,7 @@ class _FileTask:
         self._hashed = 0
 
     def open(self) -> None:
-        """Open the partial file. Raise OSError."""
+        """Open the partial file. Raise `OSError` on failure."""
         self.part.open()
         self._resumed = self.part.received_bytes > 0
         self._queue_missing()
@@ -79,7 +79,9 @@ class _FileTask:
         return span
 
     def hash_next(self) -> bool:
-        """Hash the next piece. Return False if that piece is not there yet."""
+        """Hash the next piece. Return False if that piece is not there yet. Raise `OSError` if the piece cannot be
+        read.
+        """
         if not self.part.has_piece(self._hashed):
             return False
         self._hasher.update(self.part.read_piece(self._hashed))
@@ -91,7 +93,9 @@ class _FileTask:
         return self._hashed == self.part.count_pieces()
 
     def finish(self, blob: RepositoryFolder) -> bool:
-        """Name the file if its content is verified, else discard it. Return whether it was named. Raise OSError."""
+        """Name the file if its content is verified, else discard it. Return whether it was named. Raise `OSError` on
+        failure.
+        """
         if self._hasher.is_expected():
             self.part.finish()
             self.digest = record_digest(blob.get_blob(self.file.etag), self._hasher.sha256)
@@ -144,10 +148,10 @@ class Transfer:
         return {task.file.etag: task.digest for task in self._tasks if task.digest is not None}
 
     def run(self, report: Callable[[], None]) -> bool:
-        """Download and verify all files; call `report` every POLL_SECONDS. Return False if `stop` was set before the
+        """Download and verify all files; call `report` every `POLL_SECONDS`. Return False if `stop` was set before the
         end.
 
-        Raise ModelFileError if a file cannot be downloaded or verified, OSError for faults of the disk. The process
+        Raise `ModelFileError` if a file cannot be downloaded or verified, `OSError` for faults of the disk. The process
         must end after a False or an error, because threads may still wait for a source.
         """
         for task in self._tasks:
@@ -249,7 +253,7 @@ class Transfer:
                 self._changed.notify_all()
 
     def _write_piece(self, task: _FileTask, piece: int, content: bytearray) -> None:
-        """Write a piece if the disk has room. Raise ModelFileError with the missing bytes if it has not."""
+        """Write a piece if the disk has room. Raise `ModelFileError` with the missing bytes if it has not."""
         self._disk.check(0)
         try:
             task.part.write_piece(piece, content)

@@ -1,6 +1,7 @@
 """Files of a repository that serving needs. Pure.
 
-Needed are the weights (`model*.safetensors`), and the JSON and text files next to them. Not needed are other formats of
+Needed are the weights, and the JSON and text files next to them. Weights are the files `model*.safetensors`, or all
+safetensors files if none has such a name. Not needed are other formats of
 the weights, code, pictures and texts for people.
 """
 

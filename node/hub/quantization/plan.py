@@ -53,7 +53,9 @@ class QuantizationPlan:
         return self.target.with_name(f"{TEMPORARY}{self.target.name}")
 
     def prepare(self) -> None:
-        """Create the folder of the target, and delete the rest of an earlier quantization. Raise OSError on failure."""
+        """Create the folder of the target, and delete the rest of an earlier quantization.
+
+        Raise `OSError` on failure."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
         if self.temporary.exists():
             shutil.rmtree(self.temporary)
@@ -61,7 +63,7 @@ class QuantizationPlan:
     def complete(self) -> None:
         """Check that the result can be loaded, and rename its folder to the target.
 
-        Raise ModelFileError if the result cannot be loaded or the target exists, OSError if the rename fails.
+        Raise `ModelFileError` if the result cannot be loaded or the target exists, `OSError` if the rename fails.
         """
         descriptor = describe_folder(self.name, self.temporary)
         if descriptor is None or descriptor.cause:
@@ -85,10 +87,10 @@ class QuantizationPlan:
 def plan_quantization(
     order: QuantizeModel, settings: ModelSettings, own: Path, environment: Mapping[str, str]
 ) -> QuantizationPlan:
-    """Return the plan of an order. `own` is the node's own model folder.
+    """Return the plan of an order. `own` is the node's own model folder. `environment` locates the cache.
 
-    Raise ModelFileError if the order cannot be performed, because of the model, the name, the bits or the free disk
-    space. Raise OSError if the weights cannot be read.
+    Raise `ModelFileError` if the order cannot be performed, because of the model, the name, the bits or the free disk
+    space. Raise `OSError` if the weights cannot be read.
     """
     if order.bits not in BITS:
         known = ", ".join(map(str, BITS[:-1]))
@@ -113,7 +115,7 @@ def plan_quantization(
 def choose_folder(settings: ModelSettings, own: Path) -> Path:
     """Return the first folder of the settings in which a model can be created, else `own`, which is created.
 
-    A folder that is a model itself is not searched for further models. Raise ModelFileError if there is none.
+    A folder that is a model itself is not searched for further models. Raise `ModelFileError` if there is none.
     """
     for folder in (Path(path).expanduser() for path in settings.folders):
         if folder != own and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) and not _is_model(folder):
@@ -127,7 +129,7 @@ def choose_folder(settings: ModelSettings, own: Path) -> Path:
 
 
 def read_tensors(folder: Path) -> list[StoredTensor]:
-    """Return the tensors of a model's weight files. Raise OSError or ModelFileError if they cannot be read."""
+    """Return the tensors of a model's weight files. Raise `OSError` or `ModelFileError` if they cannot be read."""
     tensors: list[StoredTensor] = []
     for file in sorted(folder.glob("model*.safetensors")):
         try:
@@ -147,7 +149,7 @@ def _find_source(model: str, settings: ModelSettings, environment: Mapping[str, 
 
 
 def _check_source(model: str, folder: Path) -> None:
-    """Raise ModelFileError if the weights of a model cannot be quantized."""
+    """Raise `ModelFileError` if the weights of a model cannot be quantized."""
     described = describe_folder(model, folder)
     if described is None or described.cause:
         cause = described.cause if described is not None else "it is not a text model"
@@ -160,7 +162,7 @@ def _check_source(model: str, folder: Path) -> None:
 
 
 def _check_name(name: str) -> None:
-    """Raise ModelFileError if the catalogue would not find a model of this name below a model folder."""
+    """Raise `ModelFileError` if the catalogue would not find a model of this name below a model folder."""
     parts = name.split("/")
     wrong = not is_valid_model(name) or any(not part or part.startswith((".", "models--")) for part in parts)
     if wrong or len(parts) > MAX_DEPTH:
@@ -172,7 +174,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_parents(target: Path, root: Path) -> None:
-    """Raise ModelFileError if a folder above the target is a model, because its folders are not searched."""
+    """Raise `ModelFileError` if a folder above the target is a model, because its folders are not searched."""
     for parent in target.parents:
         if parent == root:
             return

@@ -3,8 +3,8 @@
 mlx-lm quantizes in groups of 64 weights along the last dimension. Each group has a scale and a bias of the type of the
 unquantized weight. Layers of other widths stay unquantized.
 
-The child quantizes one tensor after the other and writes a file when SHARD_BYTES are ready. Its peak is the sum of
-BASE_BYTES, one file, and the largest layer: read, stacked (experts of a mixture) and converted to another type.
+The child quantizes one tensor after the other and writes a file when `SHARD_BYTES` are ready. Its peak is the sum of
+`BASE_BYTES`, one file, and the largest layer: read, stacked (experts of a mixture) and converted to another type.
 """
 
 import re

@@ -104,7 +104,7 @@ class Quantizer:
     ) -> ChildEnd:
         """Perform an order and return its end. `run_child` runs the child, unless the order is cancelled.
 
-        Raise ModelFileError if the order cannot be performed, OSError if the result cannot be written.
+        Raise `ModelFileError` if the order cannot be performed, `OSError` if the result cannot be written.
         """
         if self._model:
             raise ModelFileError(ModelOrderCode.IN_USE, f"this node quantizes {self._model}: wait, or cancel that")
@@ -126,7 +126,7 @@ class Quantizer:
     # lease
 
     async def _reserve_memory(self, plan: QuantizationPlan) -> None:
-        """Lower the ceiling by the predicted memory. Raise ModelFileError if it does not fit."""
+        """Lower the ceiling by the predicted memory. Raise `ModelFileError` if it does not fit."""
         size = plan.cost.memory
         self._check_possible(size)
         if self._find_shortage(size) is not None:
@@ -141,7 +141,7 @@ class Quantizer:
         log.info("ceiling lowered", model=self._model, size=show_size(size))
 
     def _check_possible(self, size: int) -> None:
-        """Raise ModelFileError for reasons other than memory in use."""
+        """Raise `ModelFileError` for reasons other than memory in use."""
         memory = self._poll.read_memory()
         if self._paused:
             raise ModelFileError(
@@ -237,7 +237,7 @@ class Quantizer:
 
 
 def _finish(plan: QuantizationPlan, end: ChildEnd) -> ChildEnd:
-    """Put the result of a child that completed in place, or delete it. Raise ModelFileError or OSError."""
+    """Put the result of a child that completed in place, or delete it. Raise `ModelFileError` or `OSError`."""
     try:
         if end.code == ModelOrderCode.COMPLETED:
             plan.complete()

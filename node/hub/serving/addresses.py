@@ -11,7 +11,7 @@ def choose_hosts(linked: str, own: Iterable[str] | None = None) -> tuple[str, ..
 
     Other nodes reach the coordinator's network, so that the address of the link is enough. If the coordinator runs on
     this machine, the link uses the loopback interface, and the addresses of all interfaces are added. `own` is the list
-    of these addresses; the default is the list of this machine.
+    of these addresses; the default is the list of this machine. Return an empty tuple if `linked` is empty.
     """
     if not linked:
         return ()

@@ -33,9 +33,9 @@ BACKLOG = 64
 
 
 def open_ports(hosts: Sequence[str]) -> list[socket.socket]:
-    """Listen on one free port of each address, the same port where possible. Raise OSError if no address can be used.
+    """Listen on one free port of each address, the same port where possible, and return the sockets.
 
-    Addresses that cannot be used are left out.
+    Addresses that cannot be used are left out. Raise `OSError` if none can be used.
     """
     opened, error = list[socket.socket](), OSError("the order names no address")
     for host in hosts:
@@ -70,8 +70,8 @@ class MirrorServer:
     def run(self) -> ChildEnd:
         """Serve until no request came for `idle_seconds`, a stop, or a failure. Return the end of the order.
 
-        Report the URLs and the progress every `REPORT_SECONDS`. Raise OSError, ValueError or ssl.SSLError if the server
-        cannot begin.
+        Report the URLs and the progress every `REPORT_SECONDS`. Raise `OSError`, `ValueError` or `ssl.SSLError` if the
+        server cannot begin.
         """
         context = NodeServerContext.create(self._order.cluster)
         listeners = open_ports(self._order.hosts)

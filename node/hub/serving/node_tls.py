@@ -16,7 +16,7 @@ class _NodeContext(ssl.SSLContext):
     """TLS 1.3 with the certificate of this node. The other end must have a certificate of the cluster's CA."""
 
     def load(self, files: ClusterFiles) -> None:
-        """Load the certificates. Raise OSError, ValueError or ssl.SSLError if they cannot be used."""
+        """Load the certificates. Raise `OSError`, `ValueError` or `ssl.SSLError` if they cannot be used."""
         self.minimum_version = ssl.TLSVersion.TLSv1_3
         self.check_hostname = False
         self.verify_mode = ssl.CERT_REQUIRED
@@ -32,7 +32,7 @@ class NodeServerContext(_NodeContext):
     def create(cls, files: ClusterFiles) -> "NodeServerContext":
         """Return a context with the certificates of `files`.
 
-        Raise OSError, ValueError or ssl.SSLError if they cannot be used.
+        Raise `OSError`, `ValueError` or `ssl.SSLError` if they cannot be used.
         """
         context = cls(ssl.PROTOCOL_TLS_SERVER)
         context.load(files)
@@ -48,7 +48,7 @@ class NodeClientContext(_NodeContext):
     def create(cls, files: ClusterFiles, node: str) -> "NodeClientContext":
         """Return a context with the certificates of `files` that accepts the node with the id `node`.
 
-        Raise OSError, ValueError or ssl.SSLError if the certificates cannot be used.
+        Raise `OSError`, `ValueError` or `ssl.SSLError` if the certificates cannot be used.
         """
         context = cls(ssl.PROTOCOL_TLS_CLIENT)
         context.load(files)
@@ -59,7 +59,7 @@ class NodeClientContext(_NodeContext):
     def create_for_coordinator(cls, files: ClusterFiles) -> "NodeClientContext":
         """Return a context with the certificates of `files` that accepts the coordinator of the cluster.
 
-        Raise OSError, ValueError or ssl.SSLError if the certificates cannot be used.
+        Raise `OSError`, `ValueError` or `ssl.SSLError` if the certificates cannot be used.
         """
         context = cls(ssl.PROTOCOL_TLS_CLIENT)
         context.load(files)
@@ -71,7 +71,10 @@ class NodeClientContext(_NodeContext):
         self._uri = uri
 
     def wrap_socket(self, *args: Any, **named: Any) -> ssl.SSLSocket:
-        """Perform the handshake. Raise SSLCertVerificationError if the server is another node."""
+        """Perform the handshake, with the arguments of `ssl.SSLContext.wrap_socket`. Return the connection.
+
+        Raise `ssl.SSLCertVerificationError` if the server is another node, `OSError` if the handshake fails.
+        """
         wrapped = super().wrap_socket(*args, **named)
         shown = wrapped.getpeercert(binary_form=True)
         if not shown or not self._uri or read_certificate(shown).uri != self._uri:

@@ -31,9 +31,9 @@ class RelayListener:
         self._create_server_protocol = create_server_protocol
 
     async def run(self) -> None:
-        """Keep WAITING_CONNECTIONS waiting until the coordinator refuses the transfer for good.
+        """Keep `WAITING_CONNECTIONS` waiting until the coordinator refuses the transfer for good.
 
-        Raise OSError, ValueError or ssl.SSLError if the certificates or the address cannot be used.
+        Raise `OSError`, `ValueError` or `ssl.SSLError` if the certificates or the address cannot be used.
         """
         host, port = split_address(self._cluster.coordinator)
         context = NodeClientContext.create_for_coordinator(self._cluster)
@@ -85,7 +85,7 @@ class _WaitingConnection(asyncio.Protocol):
         self._answer = RelayAnswer()
         self._transport: asyncio.Transport | None = None
         self.joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the connection is joined. Its exception is an OSError."""
+        """Done when the connection is joined. Its exception is an `OSError`."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""

@@ -16,14 +16,17 @@ from wire.models.files import ModelFile, ModelManifest
 
 
 class ServedFile(Protocol):
-    """Open file of a repository. Its methods block, and are called by one thread at a time."""
+    """Open file of a repository. Its methods block, and are called by one thread at a time.
+
+    They raise `OSError` if the file cannot be read.
+    """
 
     def count_available(self, start: int) -> int:
         """Return the number of bytes that can be read from `start` without a gap; 0 if there are none yet."""
         ...
 
     def read(self, start: int, size: int) -> bytes:
-        """Return at most `size` bytes from `start`. Raise OSError on failure."""
+        """Return at most `size` bytes from `start`."""
         ...
 
     def close(self) -> None:
@@ -40,16 +43,16 @@ class ServedRepository(Protocol):
         ...
 
     def open(self, file: ModelFile) -> ServedFile:
-        """Open a file of the manifest. Raise OSError if it cannot be opened."""
+        """Open a file of the manifest. Raise `OSError` if it cannot be opened."""
         ...
 
     def is_growing(self) -> bool:
-        """Return whether files that are missing now are still being downloaded."""
+        """Return whether files that are missing now are still being downloaded. Raise `OSError` if that is unknown."""
         ...
 
 
 class OpenFile:
-    """File on the disk whose download is complete."""
+    """File on the disk whose download is complete. The constructor raises `OSError` if it cannot be opened."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -81,15 +84,17 @@ class CacheRepository:
         return self._manifest
 
     def find(self, repo: str, revision: str) -> "CacheRepository | None":
-        """Return this repository if a client requests it: by its name, and its commit or `main`."""
+        """Return this repository if a client requests it: by its name, and its commit or `main`. Return None for any
+        other.
+        """
         return self if repo == self._manifest.repo and revision in (self._manifest.commit, "main") else None
 
     def open(self, file: ModelFile) -> ServedFile:
-        """Open a file of the manifest, also while it is downloaded. Raise OSError if it cannot be opened."""
+        """Open a file of the manifest, also while it is downloaded. Raise `OSError` if it cannot be opened."""
         return _GrowingFile(file, self._find_complete, self._folder)
 
     def is_growing(self) -> bool:
-        """Return whether a download of the repository is in progress."""
+        """Return whether a download of the repository is in progress. Raise `OSError` if its lock cannot be opened."""
         return self._folder.is_locked()
 
     def _find_complete(self, file: ModelFile) -> Path | None:

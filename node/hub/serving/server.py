@@ -192,7 +192,7 @@ class HubServer:
     def _start_read(self, opened: ServedFile, start: int, end: int) -> asyncio.Future[bytes]:
         """Read in a thread at most `READ_BYTES` of `start` to `end`; none if none are available yet.
 
-        The future raises OSError if the read fails.
+        The future raises `OSError` if the read fails.
         """
 
         def read() -> bytes:

@@ -39,7 +39,7 @@ NAMESPACE = "macpool"
 RESOURCE = "video_lease_gib"
 """Name of Ray's resource for leases, in GiB."""
 CONNECT_TIMEOUT_SECONDS = 45.0
-"""Longest connection to Ray."""
+"""Longest time to connect to Ray, in seconds."""
 CLOSED, FAILED = 3, 4
 """Exit codes: the agent closed the socket; Ray could not be used."""
 

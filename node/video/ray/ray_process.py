@@ -93,7 +93,7 @@ async def start_ray(words: Sequence[str], variables: Mapping[str, str], folder: 
 
 
 async def read_until_started(process: asyncio.subprocess.Process, seconds: float) -> bytes:
-    """Return the output of Ray until Ray is up, has ended, has written MAX_OUTPUT_BYTES, or `seconds` have passed.
+    """Return the output of Ray until Ray is up, has ended, has written `MAX_OUTPUT_BYTES`, or `seconds` have passed.
 
     The output contains `STARTED` only if Ray is up.
     """

@@ -84,7 +84,7 @@ def is_locked(path: Path) -> bool:
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Create a file of mode 0600 atomically. Raise `FileExistsError` if it exists."""
+    """Create a file of mode 0600 atomically. Raise `FileExistsError` if it exists, `OSError` if writing fails."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:

@@ -132,7 +132,9 @@ def exit_at_end_of_stdin() -> None:
 
 
 def call_supported(call: Callable[..., Any], **named: object) -> Any:
-    """Call a function with the arguments in `named` that its signature has. Ignore all other arguments."""
+    """Call a function with the arguments in `named` that its signature has, and return its result. Ignore all other
+    arguments.
+    """
     known = inspect.signature(call).parameters
     return call(**{name: value for name, value in named.items() if name in known})
 
@@ -141,7 +143,8 @@ def build_package_config(root: Path, config_class: Any) -> Any:
     """Return the engine's config for a package: the catalogue's values, overridden by the package's own configs.
 
     `root` is the folder of the package, `config_class` is the engine's `ModelConfig`. A quantized package has no
-    configs of its components; a third-party repository does.
+    configs of its components; a third-party repository does. Raise `OSError` or `ValueError` for a config that cannot
+    be read or parsed.
     """
     index = json.loads((root / "model_index.json").read_text())
     two = bool((index.get("transformer_2") or [None])[0]) or (root / "transformer_2").is_dir()
@@ -202,7 +205,8 @@ def make_clip(job: dict[str, Any], writer: EventWriter, reporter: ProgressReport
     """Generate the clip of a job with MLX, and write its progress as events to `writer`.
 
     `job` is the JSON object from stdin. `reporter` counts transformer blocks. Return the properties of the clip by
-    name, as `save_clip` does. Raise `ValueError` if the clip has no frames, or any error of the engine.
+    name, as `save_clip` does. Raise `ValueError` if the clip has no frames, `OSError` or `ValueError` for a config that
+    cannot be read or parsed. Errors of the engine propagate.
     """
     mx: Any = importlib.import_module("mlx.core")
     wired = set_memory_limits(mx, int(job["size"]), wire=job.get("wire", True))
@@ -303,7 +307,7 @@ def classify_error(error: BaseException, *, began: bool) -> str:
 
 
 def main() -> int:
-    """Generate the clip of the job on stdin. Return the exit code: 0, EXIT_NO_JOB or EXIT_FAILED."""
+    """Generate the clip of the job on stdin. Return the exit code: 0, `EXIT_NO_JOB` or `EXIT_FAILED`."""
     writer = EventWriter(redirect_stdout())
     try:
         job = read_job()

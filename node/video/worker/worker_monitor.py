@@ -196,7 +196,10 @@ class WorkerMonitor:
         return self.record
 
     def check(self) -> EndWorker | None:
-        """Check the worker once. Return its end if it has ended or must be ended, else None."""
+        """Check the worker once. Return its end if it has ended or must be ended, else None.
+
+        Raise `OSError` if a file of the lease's folder cannot be created or locked.
+        """
         now = time.monotonic()
         if self.worker is None:
             return self._look_for_worker(now)

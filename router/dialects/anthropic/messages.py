@@ -33,7 +33,7 @@ def convert_messages(
 ) -> list[Message] | Problem:
     """Convert Anthropic's messages to those of a frame, or return a 400 problem with the path of the wrong block.
 
-    The system prompt `system` comes first. Neighbours of one role are merged, except tool results.
+    The system prompt `system`, if there is one, comes first. Neighbours of one role are merged, except tool results.
     """
     messages: list[Message] = []
     if system:

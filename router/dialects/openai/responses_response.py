@@ -136,7 +136,7 @@ def encode_response(
 class ResponseChunks:
     """Encoder of one streamed answer into numbered events.
 
-    `kept` is called at the end of an answer that has not failed, with its JSON and its content.
+    `on_complete` is called at the end of an answer that has not failed, with its JSON and its content.
     """
 
     def __init__(

@@ -62,8 +62,8 @@ def rank_documents(
 
     Equal scores keep the order of their documents.
 
-    `vectors` has the score of each document, in single precision and little endian. `documents` are their texts; none:
-    without texts.
+    `vectors` has the score of each document, in single precision and little endian. `documents` are their texts; with
+    an empty sequence the results have no texts.
     """
     scores: list[float] = [struct.unpack_from("<f", vector)[0] for vector in vectors]
     order = sorted(range(len(scores)), key=lambda place: -scores[place])

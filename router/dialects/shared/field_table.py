@@ -130,7 +130,7 @@ def _is_neutral(value: object, allowed: tuple[object, ...]) -> bool:
 
 
 def _has_mistakes(fields: Body, known: Collection[str]) -> bool:
-    """Return whether a body has more than MAX_IGNORED unknown fields, an overlong field name or a typing error."""
+    """Return whether a body has more than `MAX_IGNORED` unknown fields, an overlong field name or a typing error."""
     strange = [name for name in fields if name not in known]
     if len(strange) > MAX_IGNORED or any(len(name) > MAX_NAME_CHARS for name in strange):
         return True

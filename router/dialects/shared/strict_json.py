@@ -54,7 +54,7 @@ def read_object(body: bytes, max_values: int = MAX_VALUES) -> Body | Problem:
 
 
 def _check_width(body: bytes) -> Problem | None:
-    """Refuse a JSON text that takes more than MAX_TEXT_BYTES as Python text.
+    """Refuse a JSON text that takes more than `MAX_TEXT_BYTES` as Python text.
 
     Python text has 4 bytes for each character where one character needs them.
     """

@@ -47,7 +47,7 @@ def combine_reasoning(effort: str | None, switch: bool | None, options: Mapping[
     """Combine the reasoning fields of other servers with `reasoning_effort` and `enable_thinking`.
 
     `options` has the fields `thinking`, `think` and `reasoning`. `effort` and `switch` are the values of the two plain
-    fields, which take precedence.
+    fields, which take precedence; None for an absent field.
     """
     ignored: list[str] = []
     for name in ("thinking", "think"):
@@ -79,5 +79,7 @@ def _parse_switch(value: object) -> bool | None:
 
 
 def get_reasoning_variables(effort: str | None) -> dict[str, object]:
-    """Return the template variables of a reasoning effort. The effort `none` also turns reasoning off."""
+    """Return the template variables of a reasoning effort. The effort `none` also turns reasoning off. A variable is
+    None if it is not set.
+    """
     return {"reasoning_effort": effort, "enable_thinking": False if effort == "none" else None}

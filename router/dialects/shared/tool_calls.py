@@ -41,7 +41,7 @@ _calls = msgspec.json.Decoder(AnswerToolCall)
 
 
 def parse_call(piece: str) -> AnswerToolCall | None:
-    """Parse the text of a delta in the channel TOOL_CALL. Return None if it is invalid or too long."""
+    """Parse the text of a delta in the channel `TOOL_CALL`. Return None if it is invalid or too long."""
     if len(piece) > MAX_CALL_CHARS:
         return None
     try:

@@ -84,7 +84,7 @@ def build_function(name: str, description: object = None, parameters: object = N
 def build_custom_function(name: str, description: str | None, form: TextFormat | GrammarFormat | None) -> Body:
     """Return a custom tool as a function with the one text parameter `input`.
 
-    `form` is the format of the input. A grammar becomes a part of the description, and is not enforced.
+    `form` is the format of the input; None: any text. A grammar becomes a part of the description, and is not enforced.
     """
     texts = [description] if description else []
     if isinstance(form, GrammarFormat):

@@ -67,8 +67,8 @@ class UnusedCandidate:
 class AliasCandidates:
     """Candidates of the alias `name` for one request, with `models` in order. The first one is in use at first.
 
-    `upstream` is the last candidate, empty without one. `forbidden` is why it can never take this request, empty if it
-    may.
+    `upstream` is the last candidate, empty without one. `forbidden` is why the upstream can never take this request;
+    empty if it may.
     """
 
     __slots__ = (
@@ -115,7 +115,9 @@ class AliasCandidates:
             self.unused[at] = UnusedCandidate(own_spec, replace(demand, model=model), lost)
 
     def take(self, at: int) -> CandidateState | UnusedCandidate:
-        """Remove and return the state of the candidate at position `at`, which is not in use. `store` must follow."""
+        """Remove and return the state of the candidate at position `at`. `store` must follow.
+
+        Raise `KeyError` if that candidate is in use or does not exist."""
         return self.unused.pop(at) if at in self.unused else self.stored.pop(at)
 
     def store(self, at: int, former: CandidateState) -> None:

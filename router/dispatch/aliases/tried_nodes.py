@@ -5,13 +5,17 @@ from wire.refusals import Refused
 
 
 class TriedNodes:
-    """Nodes that a request has tried, which placement excludes. The other models of the request share `lost`."""
+    """Nodes that a request has tried, which placement excludes. The other models of the request share `lost`; None: a
+    new set.
+    """
 
     __slots__ = ("lost", "never", "refused")
 
     def __init__(self, lost: set[NodeId] | None = None) -> None:
         self.refused: dict[NodeId, float] = {}
-        """Nodes that refused the request, with the arrival time of the report under which they refused."""
+        """Nodes that refused the request, with the arrival of the report under which they refused, in monotonic
+        seconds.
+        """
         self.never: dict[NodeId, Refused] = {}
         """Nodes that could never hold the request, with their refusals."""
         self.lost: set[NodeId] = set() if lost is None else lost
@@ -20,7 +24,8 @@ class TriedNodes:
     def mark_refused(self, node: NodeId, reported_at: float, refused: Refused | None = None) -> None:
         """Exclude a node until its next report, or for good if its refusal is final.
 
-        `reported_at` is the arrival of the node's newest report, in monotonic seconds.
+        `reported_at` is the arrival of the node's newest report, in monotonic seconds. `refused` is the refusal; None
+        if the node sent none.
         """
         self.refused[node] = reported_at
         if refused is not None and refused.final:

@@ -33,7 +33,9 @@ class UpstreamGate:
         self._labels = {name: get_upstream_label(name, upstream) for name, upstream in settings.upstreams.items()}
 
     def get_label(self, name: str) -> str:
-        """Return the name of an upstream's model in answers, usage and metrics."""
+        """Return the name of an upstream's model in answers, usage and metrics. Raise `KeyError` for an unknown
+        upstream.
+        """
         return self._labels[name]
 
     def find_obstacle(self, name: str) -> str:
@@ -57,9 +59,8 @@ class UpstreamGate:
     ) -> None:
         """Record the end of request `number` at the upstream `name`, with its prompt and generated tokens.
 
-        `outcome` is one of `router.dispatch.counters.UPSTREAM_OUTCOMES`.
-
-        `fault` is the sentence of a failure that counts against the upstream; empty for any other end.
+        `outcome` is one of `router.dispatch.counters.UPSTREAM_OUTCOMES`. `fault` is the sentence of a failure that
+        counts against the upstream; empty for any other end.
         """
         self._counters.count_upstream(name, outcome, prompt, completion)
         if fault:

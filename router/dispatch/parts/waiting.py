@@ -115,7 +115,10 @@ class QueuedRequests:
         self._queue.place_waiting(self._clock(), lambda request, keep: self._try_request(request, keep, changed))
 
     def _try_request(self, request: ActiveRequest, keep: bool, changed: ClusterView) -> bool:
-        """Try a queued request on the changed nodes: on all other nodes it did not fit before."""
+        """Try a queued request on the changed nodes. Return whether the request has left the queue. Before the change,
+        no other node had room for the request.
+
+        With `keep`, hold room on a node for a request that does not fit yet."""
         if self._aliases.start_any(request, lambda: self._start_on_changed(request, changed)):
             return True
         result = self._placer.judge(request, changed, request.demand)

@@ -60,13 +60,13 @@ class DrainWaits:
         return list(self._waits)
 
     def add_wait(self, node: NodeId) -> asyncio.Event:
-        """Return an event that is set once the node has no request. `remove` it after the wait."""
+        """Return an event that is set once the node has no request. Pass it to `remove_wait` after the wait."""
         empty = asyncio.Event()
         self._waits.setdefault(node, []).append(empty)
         return empty
 
     def remove_wait(self, node: NodeId, empty: asyncio.Event) -> None:
-        """End a wait."""
+        """End the wait of the event `empty`. Raise `KeyError` if no caller waits for the node."""
         waits = self._waits[node]
         waits.remove(empty)
         if not waits:

@@ -78,7 +78,9 @@ def create_clients(upstreams: Mapping[str, UpstreamSettings]) -> dict[str, "Upst
 
 
 class UpstreamClient:
-    """Client of the upstream `name`. `key` is its API key; empty without one."""
+    """Client of the upstream `name`. `key` is its API key; empty without one. Raise `OSError` for a file of the
+    authority that cannot be used.
+    """
 
     def __init__(self, name: str, settings: UpstreamSettings, key: str = "") -> None:
         self.name = name
@@ -105,7 +107,8 @@ class UpstreamClient:
     async def request(self, path: str, body: bytes, *, stream: bool) -> AsyncGenerator[AsyncIterator[bytes]]:
         """POST a body to a path below the base URL, and yield the bytes of the answer with status 200.
 
-        `stream` selects the type of the answer: events or one JSON object. Raise `UpstreamError` for every failure.
+        `stream` selects the type of the answer: events or one JSON object. Raise `UpstreamError` for any other status
+        or type, and for every failure of the connection.
         """
         settings = self.settings
         idle = settings.idle_seconds if stream else settings.total_seconds

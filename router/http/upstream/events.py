@@ -30,7 +30,7 @@ class EventReader:
         self._size = 0
 
     def feed(self, received: bytes) -> list[bytes]:
-        """Return the data of the events that `received` completes. A comment gives an empty data.
+        """Return the data of the events that `received` completes. The data of a comment is empty.
 
         Raise `UpstreamStreamError` for an event of more than `MAX_EVENT_BYTES`.
         """
@@ -80,7 +80,7 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 def check_answer(answer: dict[str, Any]) -> list[Any]:
-    """Return the choices of an answer or a chunk. Raise `UpstreamStreamError` for an error, and without choices."""
+    """Return the choices of an answer or a chunk. Raise `UpstreamStreamError` if it is an error or has no choices."""
     if answer.get("error"):
         raise UpstreamStreamError("sent an error in place of an answer")
     choices = answer.get("choices")

@@ -23,7 +23,7 @@ _SEGMENTS = "embeddings.token_type_embeddings"
 
 
 def list_bert_names(shape: EncoderShape) -> Iterator[str]:
-    """Yield the names of the weights of an encoder of this shape."""
+    """Yield the names of the weights of an encoder of this shape. Optional ones end with a question mark."""
     for name in (_WORDS, _PLACES, _SEGMENTS):
         yield from list_layer_names(name, bias=False)
     yield from list_layer_names("embeddings.LayerNorm")

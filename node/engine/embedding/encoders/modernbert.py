@@ -20,7 +20,7 @@ _WORDS = "embeddings.tok_embeddings"
 
 
 def list_modernbert_names(shape: EncoderShape) -> Iterator[str]:
-    """Yield the names of the weights of an encoder of this shape."""
+    """Yield the names of the weights of an encoder of this shape. Optional ones end with a question mark."""
     yield from list_layer_names(_WORDS, bias=False)
     for name in ("embeddings.norm", "final_norm"):
         yield from list_layer_names(name, bias=None)

@@ -20,8 +20,8 @@ class EncoderWeightsError(ValueError):
 class EncoderWeights:
     """Weights of an encoder. `names` are those that the encoder uses, optional ones with a question mark at the end.
 
-    `quantization` are bits and group size of quantized weights; None without. Raise `EncoderWeightsError` for a missing
-    weight.
+    `quantization` are bits and group size of quantized weights; None if there are none. Raise `EncoderWeightsError` for
+    a missing weight.
     """
 
     def __init__(
@@ -76,7 +76,10 @@ class EncoderWeights:
 
 
 def list_layer_names(name: str, *, bias: bool | None = True) -> list[str]:
-    """Return the names of the weights of a layer, with those of its quantization. `bias` None: the bias is optional."""
+    """Return the names of the weights of a layer, with those of its quantization, which are optional.
+
+    Optional names end with a question mark. `bias` None: the bias is optional.
+    """
     names = [f"{name}.weight", f"{name}.scales?", f"{name}.biases?"]
     return names if bias is False else [*names, f"{name}.bias" if bias else f"{name}.bias?"]
 
@@ -90,7 +93,10 @@ def read_arrays(folder: Path) -> dict[str, mx.array]:
 
 
 def read_quantization(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return bits and group size of quantized weights; None without."""
+    """Return bits and group size of quantized weights from `config.json`; None if the weights are not quantized.
+
+    Raise `KeyError` or `ValueError` for an entry without these numbers.
+    """
     found: object = config.get("quantization")
     if not isinstance(found, dict):
         return None
@@ -110,7 +116,7 @@ def apply_gelu(states: mx.array) -> mx.array:
 
 def compute_attention(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array | None) -> mx.array:
     """Return the attention of all heads, shape (texts, tokens, features). The inputs have the shape (texts, heads,
-    tokens, size). `mask` is True where a token may be seen."""
+    tokens, size). `mask` is True where a token may be seen; None: all are seen."""
     texts, heads, tokens, size = queries.shape
     mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=size**-0.5, mask=mask)
     return mx.reshape(mx.transpose(mixed, (0, 2, 1, 3)), (texts, tokens, heads * size))

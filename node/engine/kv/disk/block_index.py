@@ -135,7 +135,8 @@ class BlockIndex:
 
     def find_state(self, model: str, chain: Sequence[bytes], key: bytes, most: int) -> tuple[int, BlockName] | None:
         """Return the longest stored state of a prompt with at most `most` tokens, with its length in tokens. `key` has
-        the packed ids, `chain` its hashes whose blocks are stored. `model` is the fingerprint."""
+        the packed ids, `chain` its hashes whose blocks are stored. `model` is the fingerprint. Return None if no state
+        is stored."""
         with self._lock:
             for place in range(len(chain) - 1, -1, -1):
                 for tokens in sorted(self._states.get(chain[place], ()), reverse=True):
@@ -152,8 +153,10 @@ class BlockIndex:
         return self._sizes.get(name.file, 0)
 
     def scan(self, folder: Path, *, clean: bool) -> None:
-        """Add the files in the folders of all models to an empty index, oldest first, by names and sizes alone. With
-        `clean`, delete files that were not completed."""
+        """Add the files in the folders of all models to an empty index, oldest first, by names and sizes alone.
+
+        With `clean`, delete files that were not completed. Raise `OSError` if a folder cannot be read.
+        """
         found = list[ScannedFile]()
         with os.scandir(folder) as entries:
             models = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]

@@ -43,7 +43,10 @@ class ReadPlan(NamedTuple):
 
 
 class ReadPart(NamedTuple):
-    """Part that the thread has read; `arrays` None: the file is invalid."""
+    """Part that the thread has read; `arrays` None: the file is invalid.
+
+    `nbytes` are those of its file, `seconds` is the duration of the read.
+    """
 
     planned: PlannedPart
     arrays: Sequence[BlockArray] | None
@@ -106,7 +109,7 @@ class DiskRestore:
         self.layers: Layers | None = None
         """Cache of the prompt's first tokens for the prefix store, once it is complete."""
         self.invalid: PlannedPart | None = None
-        """Part that ended the restoration."""
+        """Invalid or stalled part that ended the restoration; None without one."""
         self.seconds = 0.0
         """Seconds that the files took to read."""
         self._builder = LayerBuilder(cache, plan.length)

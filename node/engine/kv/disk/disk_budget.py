@@ -16,7 +16,8 @@ SECONDS_PER_DAY = 86_400.0
 BUSY_WRITE_INTERVAL_SECONDS, BUSY_WRITE_SPEED = 1.0, 12 * MIB
 """Most seconds between two parts that are cut out while requests run, and the bytes per second of smaller parts."""
 URGENT_WRITE_INTERVAL_SECONDS, URGENT_WRITE_SPEED = 0.25, 32 * MIB
-"""The same while memory has no room for another such entry. An entry is then on the disk before it is evicted."""
+"""The same while memory has no room for another entry of that size. An entry is then on the disk before it is evicted.
+"""
 URGENT_BURST_SECONDS = 0.05
 """Seconds of writing at that speed that small parts may take at once, because turns of the engine take as long."""
 
@@ -45,10 +46,10 @@ class WriteBudget:
 
 
 def compute_quota(setting: str | int, folder: Path, used: int) -> int:
-    """Return the bytes that the files of the cache may have, of which `used` are there.
+    """Return the bytes that the files of the cache in `folder` may have, of which `used` are there.
 
-    `auto` is half of the space that would be free without the cache, at most a fifth of the disk. A twentieth of the
-    disk is always left free. Return 0 if the disk cannot be read.
+    `setting` is `disk_cache_size`: bytes or `auto`. `auto` is half of the space that would be free without the cache,
+    at most a fifth of the disk. A twentieth of the disk is always left free. Return 0 if the disk cannot be read.
     """
     try:
         disk = shutil.disk_usage(folder)

@@ -52,7 +52,7 @@ log = structlog.get_logger("engine.disk_cache")
 
 
 class DiskCache:
-    """Disk cache in `folder` (see the module's docstring). `size` is the setting `disk_cache_size`. Raise OSError if
+    """Disk cache in `folder` (see the module's docstring). `size` is the setting `disk_cache_size`. Raise `OSError` if
     the folder cannot be created or read."""
 
     def __init__(self, folder: Path, size: str | int, min_seconds: float) -> None:
@@ -161,7 +161,8 @@ class DiskCache:
 
     def clear(self, model: str) -> None:
         """Delete the files of a model by its fingerprint, or of all models if that is empty; drop all that waits to be
-        written. Raise OSError if files cannot be deleted, or if another process writes to the folder."""
+        written. Raise `OSError` if files cannot be deleted, `BlockingIOError` if another process writes to the folder.
+        """
         if not self._open_writer() or self.writer is None:
             raise BlockingIOError(f"another process writes to {self._folder}")
         self.queue.clear()
@@ -212,7 +213,7 @@ class DiskCache:
         return nbytes / self._read_speed
 
     def begin_restore(self, plan: ReadPlan, cache: Layers) -> DiskRestore:
-        """Begin to read the files of a plan into an empty cache."""
+        """Begin to read the files of a plan into an empty cache, and return the restoration in progress."""
         return DiskRestore(self._folder, plan, cache)
 
     def end_restore(self, restore: DiskRestore) -> None:
@@ -286,7 +287,7 @@ def clear_folder(folder: Path, model: str) -> None:
 
 def delete_files(folder: Path, model: str) -> None:
     """Delete the folder of a model by its fingerprint. If that is empty, delete those of all models and the identity.
-    Raise OSError if that fails."""
+    Raise `OSError` if that fails."""
     for path in list(folder.iterdir()):
         if path.is_dir() and not path.is_symlink() and model in ("", path.name):
             shutil.rmtree(path)

@@ -59,7 +59,7 @@ class LaunchedCut(NamedTuple):
 
 def begin_cut(layers: Layers, part: BlockPart, start: int, end: int) -> LaunchedCut | None:
     """Launch the copies of one part of a stored cache, for the tokens from `start` to `end`. Return None if the tokens
-    are not recorded."""
+    are not recorded, no layer has this part, or files cannot hold the type of an array."""
     arrays = list[mx.array]()
     for layer in cast("list[object]", layers):
         if isinstance(layer, StoredWindow) and part is BlockPart.WINDOW:
@@ -89,8 +89,7 @@ def _begin_copies(arrays: Sequence[mx.array]) -> LaunchedCut | None:
 
 class LayerBuilder:
     """Cache of a row that is put together from parts, in the order of their tokens. `cache` is empty at first, and
-    `length` is the number of tokens that it will have. All methods raise `InvalidBlockError` for arrays that do not
-    suit."""
+    `length` is the number of tokens that it will have."""
 
     def __init__(self, cache: Layers, length: int) -> None:
         self._cache = cache
@@ -98,8 +97,9 @@ class LayerBuilder:
         self._pieces: dict[int, list[WindowPiece]] = {}
 
     def add_part(self, part: BlockPart, start: int, tokens: int, arrays: Sequence[BlockArray]) -> None:
-        """Add the arrays of a part, whose first token has the position `start`. Raise InvalidBlockError if they do not
-        fit the layers."""
+        """Add the arrays of a part, whose first token has the position `start`. Raise `InvalidBlockError` if they do
+        not fit the layers.
+        """
         given = iter([_convert_back(array) for array in arrays])
         try:
             for place, layer in enumerate(cast("list[object]", self._cache)):

@@ -147,7 +147,7 @@ class DiskTier:
 
     def describe(self, state: CacheState, models: dict[str, ModelCache], fingerprints: Mapping[str, str]) -> CacheState:
         """Return the state of the prefix cache with the fields of the disk cache. `models` are the models in memory by
-        name, `fingerprints` those of all models of the node."""
+        name, to which those on the disk are added. `fingerprints` are those of all models of the node by name."""
         if self.cache is not None:
             state = self.cache.describe(state)
             names = {fingerprint: name for name, fingerprint in sorted(fingerprints.items(), reverse=True)}
@@ -168,7 +168,7 @@ class DiskTier:
 
     def clear(self, fingerprint: str) -> None:
         """Delete the files of a model, or of all models if its fingerprint is empty, also if the disk cache is off.
-        Raise OSError if that fails."""
+        Raise `OSError` if that fails."""
         if self.cache is not None:
             self.cache.clear(fingerprint)
         elif self._folder is not None:
