@@ -14,9 +14,9 @@ class SystemMemory(WireStruct, frozen=True, array_like=True, gc=False):
     source: Word = ""
     """Source of both values."""
     age: Seconds = 0.0
-    """Age of both values when the report was written."""
+    """Age of both values in seconds when the report was written."""
     worker: Size = 0
-    """Footprint of the node's video worker."""
+    """Footprint of the node's video worker in bytes; 0 without one."""
 
 
 class Disk(WireStruct, frozen=True, array_like=True, gc=False):
