@@ -35,6 +35,8 @@ class SleepNotificationListener:
     def start(self, on_sleep: Callable[[Callable[[], None]], None], on_wake: Callable[[], None]) -> bool:
         """Start listening. Return False if the frameworks are missing or refuse the registration.
 
+        Return False also if the registration takes longer than ANSWER_TIMEOUT_SECONDS.
+
         The listener's thread calls `on_sleep` before a sleep, with a function that permits the sleep, and `on_wake`
         after it. Without permission the sleep begins after ANSWER_TIMEOUT_SECONDS.
         """

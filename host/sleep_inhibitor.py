@@ -41,7 +41,8 @@ class SleepInhibitor:
     def set_held(self, wanted: bool) -> None:
         """Hold the assertion if `wanted`, else release it. Do nothing on systems without an assertion.
 
-        A failed start is logged and not repeated.
+        A failed start is logged and not repeated. A release blocks until the child has ended, usually less than
+        END_TIMEOUT_SECONDS.
         """
         if wanted and not self.held:
             self._start_child()
