@@ -43,7 +43,8 @@ PROGRESS_SECONDS = 5.0
 def check_wired_stress() -> Outcome:
     """Run the workload with `memory.wire` off and then on, each in a separate process. The entry passes if both end.
 
-    Raise `ToolError` if a process fails.
+    It is skipped without the variable `MODEL_VARIABLE`. Raise `ToolError` if a process fails, and
+    `subprocess.TimeoutExpired` if it does not end in time.
     """
     model = os.environ.get(MODEL_VARIABLE)
     if not model:
@@ -84,7 +85,7 @@ def run_churn(
 
     `wire` is the setting `memory.wire`, `words` the length of a prompt, and `cache_size` the size of the prefix cache.
     Append the progress to `progress`. Return the wired bytes, requests, seconds, tokens per second (`speed`) and
-    evictions. Raise `ToolError` if the model cannot be loaded.
+    evictions. Raise `ToolError` if the model cannot be loaded, OSError if `progress` cannot be written.
     """
     from node.engine.build import build
     from node.engine.process.crash_recorder import CrashRecorder
