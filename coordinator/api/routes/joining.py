@@ -50,7 +50,10 @@ class JoinRoutes:
         return self._admin.list_tokens()
 
     async def create_token(self, body: NewTokenBody) -> dict[str, Any]:
-        """Create a join token. Only this response contains its secret."""
+        """Create a join token. Only this response contains its secret, with the join command and its QR code.
+
+        Raise `StoreError` (503) if the token cannot be stored.
+        """
         answer = self._admin.create_token(body.ttl_seconds, body.uses, body.name)
         await self._admin.store.flush()
         join = build_join_command(self._url, answer["token"])
@@ -59,7 +62,7 @@ class JoinRoutes:
     async def revoke_token(self, token: str) -> dict[str, Any]:
         """Revoke a join token at once.
 
-        Raise `ProblemError` 404 if there is no such token.
+        Raise `ProblemError` 404 if there is no such token, `StoreError` (503) if the change cannot be stored.
         """
         if not self._admin.revoke_token(token):
             raise ProblemError(Problem(404, "token_not_found", f"there is no token {token[:40]!r}"))

@@ -57,7 +57,10 @@ class KeyExpiryBody(Body):
 
 
 class KeyRoutes:
-    """Routes of `cluster key`."""
+    """Routes of `cluster key`. The parameter `key` is the id of a key.
+
+    A change that cannot be stored raises `StoreError`, which is answered with 503.
+    """
 
     def __init__(self, admin: AccessAdmin, ring: KeyRing, traffic: DispatcherApi) -> None:
         self._admin = admin
@@ -86,7 +89,8 @@ class KeyRoutes:
     async def create_key(self, body: NewKeyBody) -> dict[str, Any]:
         """Create an API key. Only this response contains its secret.
 
-        Raise `ProblemError`: 400 for a reserved name or wrong limits, 409 for a name in use.
+        Raise `ProblemError`: 400 for a reserved name or wrong limits, 409 for a name in use. Raise `StoreError` (503)
+        if the key cannot be stored.
         """
         self._check_key_name(body.name)
         answer = self._admin.create_key(body.name, list(body.scopes), body.ttl_seconds, _parse_limits(body.limits))
@@ -96,14 +100,16 @@ class KeyRoutes:
     async def limit_key(self, key: str, body: KeyLimitsBody) -> dict[str, Any]:
         """Replace all limits of a key at once: models, labels, rates, running and queued requests, priority, upstreams.
 
-        Raise `ProblemError`: 400 for wrong limits, 404 for an unknown key.
+        Raise `ProblemError`: 400 for wrong limits, 404 for an unknown key. Raise `StoreError` (503) if the change
+        cannot be stored.
         """
         return await self._confirm_change(key, self._admin.set_key_limits(key, _parse_limits(body.limits)))
 
     async def rename_key(self, key: str, body: KeyNameBody) -> dict[str, Any]:
         """Rename a key. Its secret, limits and usage stay; names of keys are unique.
 
-        Raise `ProblemError`: 400 for a reserved name, 404 for an unknown key, 409 for a name in use.
+        Raise `ProblemError`: 400 for a reserved name, 404 for an unknown key, 409 for a name in use. Raise `StoreError`
+        (503) if the change cannot be stored.
         """
         self._check_key_name(body.name, except_key=key)
         return await self._confirm_change(key, self._admin.rename_key(key, body.name))
@@ -121,14 +127,14 @@ class KeyRoutes:
     async def expire_key(self, key: str, body: KeyExpiryBody) -> dict[str, Any]:
         """Set when a key expires, counted from now.
 
-        Raise `ProblemError` 404 for an unknown key.
+        Raise `ProblemError` 404 for an unknown key, `StoreError` (503) if the change cannot be stored.
         """
         return await self._confirm_change(key, self._admin.set_key_expiry(key, body.ttl_seconds))
 
     async def rotate_key(self, key: str) -> dict[str, Any]:
         """Replace the secret of a key. Only this response contains the new secret; the old secret stops working.
 
-        Raise `ProblemError` 404 for an unknown key.
+        Raise `ProblemError` 404 for an unknown key, `StoreError` (503) if the change cannot be stored.
         """
         text = self._admin.rotate_key(key)
         return {**await self._confirm_change(key, text), "key": text}
@@ -136,7 +142,7 @@ class KeyRoutes:
     async def revoke_key(self, key: str) -> dict[str, Any]:
         """Revoke an API key at once.
 
-        Raise `ProblemError` 404 for an unknown key.
+        Raise `ProblemError` 404 for an unknown key, `StoreError` (503) if the change cannot be stored.
         """
         return await self._confirm_change(key, self._admin.revoke_key(key))
 
@@ -149,7 +155,9 @@ class KeyRoutes:
     async def keys_usage(self, key: str | None = None, since: Since = "", daily: bool = False) -> dict[str, Any]:
         """Return the requests and tokens of each key by model; with `daily`, per day.
 
-        `since` is the first day (UTC, such as `2026-01-31`); without it, all stored days are included."""
+        `key` is the id of the only key to return; without it, all keys are returned. `since` is the first day (UTC,
+        such as `2026-01-31`); without it, all stored days are included.
+        """
         return self._sum_usage(key, since, daily=daily)
 
     async def own_usage(self, since: Since = "", daily: bool = False) -> dict[str, Any]:

@@ -85,7 +85,8 @@ class WishRoutes:
     async def want_model(self, model: str, body: WishBody) -> dict[str, Any]:
         """Want replicas of a model, or change its wish. The plan loads them where they fit.
 
-        Raise `ProblemError`: 400 for a wrong name of a model, 404 for an unknown node, 409 for too many wishes.
+        Raise `ProblemError`: 400 for a wrong name of a model, 404 for an unknown node, 409 for too many wishes. Raise
+        `StoreError` (503) if the wish cannot be stored.
         """
         if not is_valid_model(model) or {"", ".", ".."} & set(model.split("/")):
             raise ProblemError(build_invalid("model: this cannot be the name of a model", "model"))
@@ -113,7 +114,7 @@ class WishRoutes:
     async def unwant_model(self, model: str) -> dict[str, Any]:
         """End the wish for a model. Its replicas stay loaded until their memory is needed.
 
-        Raise `ProblemError` 404 if there is no such wish.
+        Raise `ProblemError` 404 if there is no such wish, `StoreError` (503) if the change cannot be stored.
         """
         name = self._find_wish(model)
         self._store.wishes.delete(name)
