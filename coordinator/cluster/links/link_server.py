@@ -192,7 +192,10 @@ class LinkServer:
         self._relay.add(answer, connection.release(), serves=join.serves)
 
     def deliver_frame(self, connection: Connection, frame: Frame) -> None:
-        """Pass a `FetchChunk` to the fetch that waits for it, and any other frame to the events' handler."""
+        """Pass a `FetchChunk` to the fetch that waits for it, and any other frame to the events' handler.
+
+        Raise `WireError` if an answer is longer than its fetch requested.
+        """
         assert connection.node is not None  # noqa: S101  only linked connections get here
         if type(frame) is FetchChunk:
             self._fetches.deliver(connection.node, frame)

@@ -189,7 +189,7 @@ class RelayTransfers:
 
 
 class RelayServer:
-    """Joins the connections of the transfers on one event loop, and copies their bytes.
+    """Server that joins the connections of the transfers on one event loop, and copies their bytes.
 
     `authentication` decides which nodes are members. `rate` is the maximum of all relays, in bytes per second.
     """
