@@ -92,7 +92,7 @@ class ConnectionSlot:
         self.slots.record_valid_key(self.origin)
 
     def release(self) -> None:
-        """Release the slot."""
+        """Release the slot, which another connection can then use. Do nothing if it is released already."""
         self.slots.release(self)
 
 
