@@ -109,7 +109,7 @@ def create_counter(name: str, meaning: str, read: Callable[[P], float | None]) -
 
 
 def join_quoted(values: Iterable[str]) -> str:
-    """Return label values as a list for the manual."""
+    """Return label values as one text for the manual: each in backquotes, separated by commas."""
     return ", ".join(f"`{value}`" for value in values)
 
 
