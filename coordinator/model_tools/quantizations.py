@@ -57,6 +57,7 @@ class QuantizationRecord:
     done: int = 0
     total: int = 0
     speed: float = 0.0
+    """Bytes per second, as reported by the node."""
     code: str = ""
     message: str = ""
     stored: int = 0
