@@ -73,7 +73,8 @@ class ServiceHost:
     def run_tool(self, tool: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """Run a tool of `tools` and return its result with any exit code.
 
-        Raise `ServiceError` if the tool is missing, or runs longer than `TOOL_TIMEOUT_SECONDS`.
+        Raise `ServiceError` if the tool is missing, or runs longer than `TOOL_TIMEOUT_SECONDS`. Raise `OSError` if the
+        tool cannot be executed.
         """
         command = [self.tools[tool], *arguments]
         try:
@@ -94,7 +95,10 @@ class ServiceHost:
             raise ServiceError(7, f"{' '.join(command)} did not end within {TOOL_TIMEOUT_SECONDS:.0f} s") from None
 
     def run_tool_checked(self, tool: str, *arguments: str) -> None:
-        """Run a tool of `tools`. Raise `ServiceError` with the tool's message if its exit code is not 0."""
+        """Run a tool of `tools`. Raise `ServiceError` with the tool's message if its exit code is not 0.
+
+        Raise the errors of `run_tool` as well.
+        """
         done = self.run_tool(tool, *arguments)
         if done.returncode:
             message = (done.stderr.strip() or done.stdout.strip() or "no message")[:500]
