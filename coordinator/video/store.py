@@ -1,8 +1,8 @@
 """Persistent state of video jobs and measured profiles.
 
-A separate database next to the cluster's, created with the first job. As in the cluster's, all data is in memory, and
-each change is one transaction (WAL, synchronous=FULL), written in order by one writer thread. `await flush()` returns
-after all changes so far are on disk. A job is confirmed to its client only after that.
+A separate database next to the cluster's, created with the first job. As in the cluster's database, all data is in
+memory. Each change is one transaction (WAL, synchronous=FULL), written in order by one writer thread. `await flush()`
+returns after all changes so far are on disk. A job is confirmed to its client only after that.
 """
 
 import asyncio
@@ -30,6 +30,7 @@ MIGRATIONS = (
 )
 """One script per schema version, as in `coordinator.state.schema`."""
 FILE = "videos.db"
+"""Name of the database in the state folder."""
 
 
 class VideoStore:
@@ -91,7 +92,7 @@ class VideoStore:
             raise self._failure
 
     def close(self) -> None:
-        """Write pending changes and close the file."""
+        """Write pending changes and close the file. A failed write is only logged: call `flush` first."""
         self._writer.shutdown()
         if self._connection is not None:
             self._connection.close()

@@ -43,7 +43,7 @@ MIN_SIDE, MAX_SIDE = 32, 4096
 DEFAULT_SIZE = (480, 272)
 """Width and height of a clip without a size, in pixels."""
 DEFAULT_SECONDS = 3
-"""Playing time of a clip without a length."""
+"""Playing time of a clip without a length, in seconds."""
 MAX_TRAINED_FRAMES = 81
 """Frames of the model's training clips. A longer clip may run back and forth at its end."""
 
@@ -66,7 +66,9 @@ class VideoMemoryProfile:
     """Predicted memory of a package: the peak in bytes is `base + slope × spatial tokens of a frame`."""
 
     base: int
+    """Peak in bytes without the part that grows with the frame."""
     slope: float
+    """Bytes per spatial token."""
     margin: int = MARGIN_BYTES
     """Bytes reserved in addition to the predicted peak."""
     measured: int = 0
