@@ -60,7 +60,7 @@ class JoinRoutes:
         return {**answer, "join": join, "qr": build_qr_matrix(join)}
 
     async def revoke_token(self, token: str) -> dict[str, Any]:
-        """Revoke a join token at once.
+        """Revoke a join token at once, and return its id.
 
         Raise `ProblemError` 404 if there is no such token, `StoreError` (503) if the change cannot be stored.
         """
@@ -81,16 +81,18 @@ class JoinRoutes:
         ]
 
     async def approve(self, code: str) -> dict[str, Any]:
-        """Approve the waiting machine with this code. Too many wrong codes block decisions for a while.
+        """Approve the waiting machine with this code, and return its name.
 
-        Raise `ProblemError`: 404 if no machine shows the code, 429 while decisions are blocked.
+        Too many wrong codes block decisions for a while. Raise `ProblemError`: 404 if no machine shows the code, 429
+        while decisions are blocked.
         """
         return _build_decision_answer(self._approvals.approve(code, asyncio.get_running_loop().time()))
 
     async def reject(self, code: str) -> dict[str, Any]:
-        """Reject the waiting machine with this code. Too many wrong codes block decisions for a while.
+        """Reject the waiting machine with this code, and return its name.
 
-        Raise `ProblemError`: 404 if no machine shows the code, 429 while decisions are blocked.
+        Too many wrong codes block decisions for a while. Raise `ProblemError`: 404 if no machine shows the code, 429
+        while decisions are blocked.
         """
         return _build_decision_answer(self._approvals.reject(code, asyncio.get_running_loop().time()))
 

@@ -59,7 +59,8 @@ class KeyExpiryBody(Body):
 class KeyRoutes:
     """Routes of `cluster key`. The parameter `key` is the id of a key.
 
-    A change that cannot be stored raises `StoreError`, which is answered with 503.
+    The answer to a change has the id of the key. A change that cannot be stored raises `StoreError`, which is answered
+    with 503.
     """
 
     def __init__(self, admin: AccessAdmin, ring: KeyRing, traffic: DispatcherApi) -> None:
@@ -87,7 +88,7 @@ class KeyRoutes:
         return self._admin.list_keys()
 
     async def create_key(self, body: NewKeyBody) -> dict[str, Any]:
-        """Create an API key. Only this response contains its secret.
+        """Create an API key, and return its id and text. Only this response contains its secret.
 
         Raise `ProblemError`: 400 for a reserved name or wrong limits, 409 for a name in use. Raise `StoreError` (503)
         if the key cannot be stored.
@@ -106,7 +107,7 @@ class KeyRoutes:
         return await self._confirm_change(key, self._admin.set_key_limits(key, _parse_limits(body.limits)))
 
     async def rename_key(self, key: str, body: KeyNameBody) -> dict[str, Any]:
-        """Rename a key. Its secret, limits and usage stay; names of keys are unique.
+        """Rename a key, and return its id. Its secret, limits and usage stay; names of keys are unique.
 
         Raise `ProblemError`: 400 for a reserved name, 404 for an unknown key, 409 for a name in use. Raise `StoreError`
         (503) if the change cannot be stored.
@@ -125,9 +126,10 @@ class KeyRoutes:
             raise ProblemError(Problem(409, "name_taken", str(error), "name")) from None
 
     async def expire_key(self, key: str, body: KeyExpiryBody) -> dict[str, Any]:
-        """Set when a key expires, counted from now.
+        """Set when a key expires, in seconds from now. Return the id of the key.
 
-        Raise `ProblemError` 404 for an unknown key, `StoreError` (503) if the change cannot be stored.
+        Without `ttl_seconds`, the key does not expire. Raise `ProblemError` 404 for an unknown key, `StoreError` (503)
+        if the change cannot be stored.
         """
         return await self._confirm_change(key, self._admin.set_key_expiry(key, body.ttl_seconds))
 
@@ -140,7 +142,7 @@ class KeyRoutes:
         return {**await self._confirm_change(key, text), "key": text}
 
     async def revoke_key(self, key: str) -> dict[str, Any]:
-        """Revoke an API key at once.
+        """Revoke an API key at once, and return its id.
 
         Raise `ProblemError` 404 for an unknown key, `StoreError` (503) if the change cannot be stored.
         """

@@ -112,7 +112,7 @@ class ModelRoutes:
         return self.build_answer(self._ring.get_limits(KEY.get()))
 
     async def load(self, body: ModelBody) -> dict[str, Any]:
-        """Load a model on a node, or on the best node. The answer follows once the model is loaded.
+        """Load a model on a node, or on the best node. Return that node once the model is loaded.
 
         Raise `ProblemError`: 400 or 404 for a wrong model or node, or the status of the refusal or failure.
         """
@@ -122,7 +122,7 @@ class ModelRoutes:
         return {"schema": 1, "model": body.model, "node": answer.to_row()}
 
     async def unload(self, body: ModelBody) -> dict[str, Any]:
-        """Unload a model from a node, or from every node that has it loaded.
+        """Unload a model from a node, or from every node that has it loaded. Return these nodes.
 
         Raise `ProblemError`: 400 or 404 for a wrong model or node, or the status of the refusal or failure.
         """

@@ -141,16 +141,16 @@ class NodeRoutes:
     async def cordon(self, node: str) -> dict[str, Any]:
         """Cordon a node: it gets no new requests; running requests finish.
 
-        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the change
-        cannot be stored.
+        Return the node's id and `cordoned`. Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        Raise `StoreError` (503) if the change cannot be stored.
         """
         return await self._set_cordon(node, on=True)
 
     async def uncordon(self, node: str) -> dict[str, Any]:
         """Uncordon a node: it gets requests again.
 
-        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the change
-        cannot be stored.
+        Return the node's id and `cordoned`. Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        Raise `StoreError` (503) if the change cannot be stored.
         """
         return await self._set_cordon(node, on=False)
 
@@ -163,16 +163,16 @@ class NodeRoutes:
     async def allow_video(self, node: str) -> dict[str, Any]:
         """Allow the placement of video jobs on a node.
 
-        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the change
-        cannot be stored.
+        Return the node's id and `video_allowed`. Raise `ProblemError`: 404 for an unknown node, 409 for one that has
+        left. Raise `StoreError` (503) if the change cannot be stored.
         """
         return await self._set_video(node, on=True)
 
     async def deny_video(self, node: str) -> dict[str, Any]:
         """Stop placing video jobs on a node. A running job finishes.
 
-        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the change
-        cannot be stored.
+        Return the node's id and `video_allowed`. Raise `ProblemError`: 404 for an unknown node, 409 for one that has
+        left. Raise `StoreError` (503) if the change cannot be stored.
         """
         return await self._set_video(node, on=False)
 
@@ -199,14 +199,16 @@ class NodeRoutes:
         """Pause a node: migrate its requests and free its memory for its owner.
 
         The node enforces the pause, also without the coordinator. Without `seconds`, the pause lasts until a resume.
-        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left, 503 if the node does not confirm.
+        Return the node's sharing state, and the number of its requests (`in_flight`). Raise `ProblemError`: 404 for an
+        unknown node, 409 for one that has left, 503 if the node does not confirm.
         """
         return await self._set_pause(node, body.seconds)
 
     async def resume(self, node: str) -> dict[str, Any]:
         """End a node's pause; the node's rule `sharing.when` can still keep it paused.
 
-        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left, 503 if the node does not confirm.
+        Return the same as `pause`. Raise `ProblemError`: 404 for an unknown node, 409 for one that has left, 503 if the
+        node does not confirm.
         """
         return await self._set_pause(node, 0.0)
 
@@ -224,7 +226,7 @@ class NodeRoutes:
     # -- name and membership ----------------------------------------------------------------------
 
     async def label(self, node: str, body: LabelsBody) -> dict[str, Any]:
-        """Replace the labels of a node. Keys can be limited to labels.
+        """Replace the labels of a node, and return them. Keys can be limited to labels.
 
         Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the change
         cannot be stored.
@@ -235,7 +237,7 @@ class NodeRoutes:
         return {"schema": 1, "node": node_id, "labels": body.labels}
 
     async def remove(self, node: str) -> dict[str, Any]:
-        """Revoke a node's certificate at once and remove the node from the pool.
+        """Revoke a node's certificate at once and remove the node from the pool. Return the node's id.
 
         Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the change
         cannot be stored.
