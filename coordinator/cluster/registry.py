@@ -147,7 +147,10 @@ class Registry:
             self.apply_event(node, MemberDisconnected(number, reason))
 
     def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
-        """Handle a frame of the link `number`: a report, goodbye or renewal. Pass other frames to the listener."""
+        """Handle a frame of the link `number`: a report, goodbye or renewal. Pass other frames to the listener.
+
+        Raise `StoreError` after a failed write, for a renewal or the goodbye of a node that leaves.
+        """
         if type(frame) is Report:
             self._handle_report(node, number, frame)
         elif type(frame) is Goodbye:

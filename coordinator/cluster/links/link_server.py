@@ -42,7 +42,7 @@ class LinkEvents(Protocol):
     """Handler of the links' events, implemented by the registry."""
 
     def on_link_up(self, node: NodeId, hello: Hello) -> int:
-        """Record a new link of a node and return its sequence number."""
+        """Record a new link of a node and return its sequence number. Raise `StoreError` after a failed write."""
         ...
 
     def on_link_down(self, node: NodeId, number: int, reason: str) -> None:
@@ -50,7 +50,7 @@ class LinkEvents(Protocol):
         ...
 
     def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
-        """Handle a frame of the link `number` of a node."""
+        """Handle a frame of the link `number` of a node. Raise `StoreError` after a failed write."""
         ...
 
 
@@ -194,7 +194,7 @@ class LinkServer:
     def deliver_frame(self, connection: Connection, frame: Frame) -> None:
         """Pass a `FetchChunk` to the fetch that waits for it, and any other frame to the events' handler.
 
-        Raise `WireError` if an answer is longer than its fetch requested.
+        Raise `WireError` if an answer is longer than its fetch requested, and `StoreError` after a failed write.
         """
         assert connection.node is not None  # noqa: S101  only linked connections get here
         if type(frame) is FetchChunk:
