@@ -108,7 +108,7 @@ class ServiceHost:
     # -- commands to the manager -------------------------------------------------------------------
 
     def read_state(self) -> ServiceState:
-        """Return the state of the service. Raise `ServiceError` if the manager's tool is missing or hangs."""
+        """Return the state of the service. Raise the errors of `run_tool` if launchctl or systemctl cannot be run."""
         if self.mac:
             done = self.run_tool("launchctl", "print", f"{launchd.DOMAIN}/{LABEL}")
             return launchd.parse_state(done.returncode, done.stdout)
@@ -117,7 +117,7 @@ class ServiceHost:
         )
 
     def load_unit(self) -> None:
-        """Load the unit into the manager, and start it now and at each boot. Raise `ServiceError` if a tool fails."""
+        """Load the unit into the manager, and start it now and at each boot. Raise the errors of `run_tool_checked`."""
         if self.mac:
             self.run_tool("launchctl", "enable", f"{launchd.DOMAIN}/{LABEL}")
             self.run_tool_checked("launchctl", "bootstrap", launchd.DOMAIN, str(self.unit))
@@ -129,7 +129,7 @@ class ServiceHost:
     def unload_unit(self, label: str = LABEL) -> None:
         """Stop and unload the service; on macOS, the job `label`. Do nothing if it is not loaded.
 
-        Raise `ServiceError` if launchctl or systemctl fails.
+        Raise the errors of `run_tool_checked` if launchctl or systemctl fails.
         """
         if self.mac:
             done = self.run_tool("launchctl", "bootout", f"{launchd.DOMAIN}/{label}")
@@ -140,7 +140,7 @@ class ServiceHost:
             self.run_tool_checked("systemctl", "disable", "--now", UNIT)
 
     def restart_service(self) -> None:
-        """Stop the service gracefully and start it again. Raise `ServiceError` if launchctl or systemctl fails."""
+        """Stop the service gracefully and start it again. Raise the errors of `run_tool_checked`."""
         if self.mac:
             self.run_tool_checked("launchctl", "kickstart", "-k", f"{launchd.DOMAIN}/{LABEL}")
         else:
@@ -149,7 +149,7 @@ class ServiceHost:
     def reload_manager(self) -> None:
         """Reload systemd after the removal of the unit's file; launchd needs no reload.
 
-        Raise `ServiceError` if systemctl fails.
+        Raise the errors of `run_tool_checked` if systemctl fails.
         """
         if not self.mac:
             self.run_tool_checked("systemctl", "daemon-reload")
