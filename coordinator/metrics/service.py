@@ -110,11 +110,14 @@ class MetricsService:
         ]
 
     def collect_node(self, view: NodeView, measures: NodeMeasures | None) -> list[CollectedFamily[NodeSnapshot]]:
-        """Return the metric families of a node with their series, by its newest report and these measurements."""
+        """Return the metric families of a node with their series, by its newest report and these measurements.
+
+        Without measurements (None), the histograms of the node are missing.
+        """
         return collect_families(NODE, self.take_node_snapshot(view, measures))
 
     def take_node_snapshot(self, view: NodeView, measures: NodeMeasures | None) -> NodeSnapshot:
-        """Return the metrics snapshot of a node by its newest report and these measurements."""
+        """Return the metrics snapshot of a node by its newest report and these measurements, if any."""
         wall = time.time()
         reported_at = wall - max(0.0, self._dispatcher.get_time() - view.reported_at)
         about = self._labels.admit_host(view.id, self._nodes.directory.describe_host(view.id))
