@@ -65,7 +65,8 @@ class Endpoint:
 def create_endpoint(options: RunOptions, state: Path, cluster_port: int, listener: socket.socket) -> Endpoint:
     """Return the endpoint of an open socket, with its TLS.
 
-    `state` is the state folder. Raise `AuthorityError` if the TLS settings cannot be used.
+    `state` is the state folder. Raise `AuthorityError` if the TLS settings cannot be used, and `OSError` if a
+    certificate cannot be written.
     """
     host, port = options.listen[0], listener.getsockname()[1]
     tls = create_https_tls(options.settings.http, host, state)
