@@ -154,7 +154,10 @@ class SimulatedPool:
     # frames and requests
 
     def send(self, node: NodeId, frame: Frame) -> bool:
-        """Send a frame to a node, where it arrives after the latency. Return False if the node has no link."""
+        """Send a frame to a node, where it arrives after the latency. Return False if the node has no link.
+
+        Raise `KeyError` for an unknown node.
+        """
         if not self.members[node].link:
             return False
         if isinstance(frame, Generate):

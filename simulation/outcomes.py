@@ -107,7 +107,7 @@ class OutcomeTable:
         return self.by_id.get(self._numbers.get(number, ""))
 
     def end(self, request_id: str, result: Outcome) -> bool:
-        """Record the end of a request; return whether its answer is complete."""
+        """Record the end of a request; return whether its answer is complete. Raise `KeyError` for an unknown id."""
         outcome, now = self.by_id[request_id], self._loop.time()
         outcome.record_end(result, now)
         if isinstance(result, Finished):

@@ -95,7 +95,10 @@ class ChipCosts:
         }
 
     def get_pace(self, model: str) -> ChunkPace:
-        """Return the pace of a model's prefill chunks: the same number of seconds for each token."""
+        """Return the pace of a model's prefill chunks: the same number of seconds for each token.
+
+        Raise `KeyError` for an unknown model.
+        """
         return self._paces[model]
 
     def estimate_step_seconds(self, loads: Mapping[str, DecodeLoad]) -> float:

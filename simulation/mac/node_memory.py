@@ -77,7 +77,7 @@ class NodeMemory:
         return self.check_for(estimate, now, None)
 
     def check_for(self, need: int, now: float, keep: SimulatedModel | None) -> Refused | None:
-        """Check for `need` bytes as in `check`, without an unload of the model `keep`."""
+        """Check for `need` bytes as `check` does, without an unload of the model `keep`. Return None if they fit."""
         if isinstance(judge(self.read(now), need), Fits):
             return None
         self._free(need, now, keep)
