@@ -49,7 +49,7 @@ def check_notsent_lowat() -> Outcome:
 def check_child_eof() -> Outcome:
     """Check that an engine process answers a ping, and ends within 1 s after its socket is closed.
 
-    The process inherits the socket, as from the agent.
+    The process inherits the socket, as from the agent. Raise `WireError` if the process sends an invalid frame.
     """
     ours, theirs = socket.socketpair()
     with contextlib.closing(ours):

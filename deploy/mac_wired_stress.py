@@ -70,7 +70,10 @@ def _run_process(model: Path, wire: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run the workload once in this process and print the results as one line of JSON."""
+    """Run the workload once in this process, and print the results as one line of JSON.
+
+    Raise `ToolError` and `OSError` as `run_churn`.
+    """
     parser = argparse.ArgumentParser(prog="mac_wired_stress")
     parser.add_argument("model", type=Path)
     parser.add_argument("--wire", choices=["on", "off"], required=True)
