@@ -49,7 +49,8 @@ def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[No
 def wrap_audited(store: Database, act: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a route handler so that each successful call is written to the audit log, under the handler's name.
 
-    An error of the handler is raised unchanged and is not written.
+    An error of the handler is raised unchanged and is not written. The wrapped handler raises `StoreError` if the entry
+    cannot be stored, although the call took effect.
     """
 
     @wraps(act)
