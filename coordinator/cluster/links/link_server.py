@@ -146,7 +146,10 @@ class LinkServer:
         self._barrier.call_when_stored(callback)
 
     def answer_hello(self, connection: Connection, peer: PeerIdentity, hello: Hello) -> None:
-        """Answer a Hello with Welcome or Denied. After Welcome, the connection is the newest link of its node."""
+        """Answer a Hello with Welcome or Denied. After Welcome, the connection is the newest link of its node.
+
+        Raise `StoreError` as `LinkEvents.on_link_up`.
+        """
         assert peer.node is not None  # noqa: S101  checked by the connection
         budgets = self._budgets.setdefault(peer.node, NodeBudgets())
         why = budgets.charge_link(self._loop.time())
