@@ -70,7 +70,7 @@ def run_tool(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
 def dial_tcp(host: str, port: int) -> int:
     """Connect to a host and port by TCP, for at most `DIAL_TIMEOUT_SECONDS`, and disconnect.
 
-    Return 0, the errno of the failure, or -1 after a timeout.
+    Return 0, the errno of the failure, or -1 after a timeout or for a failure without errno.
     """
     try:
         socket.create_connection((host, port), DIAL_TIMEOUT_SECONDS).close()
