@@ -34,7 +34,10 @@ class MetricKind(StrEnum):
 
 
 class HistogramValue(NamedTuple):
-    """Value of a histogram: upper bounds without the infinite one, and the count of each bucket, not cumulative."""
+    """Value of a histogram: upper bounds without the infinite one, and a tally.
+
+    The tally has the count of each bucket, not cumulative, and the sum of all values.
+    """
 
     bounds: Sequence[float]
     tally: HistogramSnapshot
