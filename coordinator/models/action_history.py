@@ -41,11 +41,13 @@ class NodeHistory(msgspec.Struct, frozen=True):
     """Actions on one node."""
 
     running: WishAction | None = None
+    """Action that has begun and not ended; None without one."""
     ended_at: float = -1.0
     """End of the last action, in monotonic seconds; -1 before the first."""
     done: WishAction | None = None
-    """Last action, if it succeeded."""
+    """Last action, if it succeeded; else None."""
     swap: Swap | None = None
+    """Last swap; None before the first."""
 
 
 class ActionFailure(msgspec.Struct, frozen=True):
