@@ -70,6 +70,7 @@ class KeyRow:
     expires: float | None = None
     """Time from which the key is not valid; None: never."""
     limits: KeyLimits | None = None
+    """Limits of the key; None for no limits."""
 
 
 @dataclass(frozen=True, slots=True)
