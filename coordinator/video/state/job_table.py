@@ -51,7 +51,7 @@ class JobRules:
 
 @dataclass(frozen=True, slots=True)
 class LeaseHold:
-    """Memory that was requested from a node and is not confirmed as released."""
+    """Memory that was requested from a node and is not confirmed as released. `lease`, `node` and `job` are ids."""
 
     lease: str
     node: str

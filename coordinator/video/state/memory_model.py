@@ -88,7 +88,10 @@ class VideoMemoryProfile:
         return self.predict_peak(tokens) + self.margin
 
     def add_measurement(self, tokens: int, peak: int) -> "VideoMemoryProfile":
-        """Return the profile after a job with a measured peak in bytes. A peak above the prediction raises the base."""
+        """Return the profile after a job with a measured peak in bytes, for frames of `tokens` spatial tokens.
+
+        A peak above the prediction raises the base.
+        """
         return replace(self, base=self.base + max(0, peak - self.predict_peak(tokens)), measured=self.measured + 1)
 
 
