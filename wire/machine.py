@@ -25,5 +25,6 @@ class Disk(WireStruct, frozen=True, array_like=True, gc=False):
     free: Size = 0
     """Bytes that this user can write; 0 if unknown."""
     total: Size = 0
+    """Size of the disk in bytes; 0 if unknown, as from an older node."""
     folder: Text = ""
     """Folder of the Hugging Face cache."""

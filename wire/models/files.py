@@ -34,6 +34,7 @@ class ModelFile(WireStruct, frozen=True, array_like=True, gc=False):
     path: Word
     """Path below the root of the repository, with `/`."""
     size: Size
+    """Size in bytes."""
     sha256: Word = ""
     """SHA-256 of the content, 64 hex digits; empty if the hub does not know it (files outside of LFS)."""
     git_sha1: Word = ""
