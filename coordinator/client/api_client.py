@@ -69,7 +69,7 @@ class ApiSession:
     url: str | None
     """URL of --url; None for the coordinator of the state folder or of `cluster login`."""
     key_file: Path | None
-    """File of --key-file with an API key."""
+    """File of --key-file with an API key; None without the option."""
     output: str
     """`text`, `wide` or `json`."""
 

@@ -51,11 +51,14 @@ class QuantizationRecord:
     started: float
     actor: str = ""
     ended: float | None = None
+    """Time of the end; None while the quantization runs."""
     stage: QuantizationStage = QuantizationStage.RUNNING
     phase: str = ""
     """Phase of the order, as reported by the node; empty before the first report."""
     done: int = 0
+    """Bytes of quantized weights so far."""
     total: int = 0
+    """Bytes of quantized weights at the end; 0 if unknown."""
     speed: float = 0.0
     """Bytes per second, as reported by the node."""
     code: str = ""

@@ -80,6 +80,7 @@ class PullState:
     next_order: int
     """Number of the next order."""
     mirror: Mirror | None = None
+    """Mirror from which other nodes get the files; None without one."""
     no_mirror: frozenset[NodeId] = field(default_factory=frozenset[NodeId])
     """Nodes that could not open a mirror."""
 

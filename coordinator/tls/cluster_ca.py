@@ -269,7 +269,7 @@ def create_certificate_builder(
 ) -> x509.CertificateBuilder:
     """Return a builder with subject `name`, issuer, key, serial number and validity; the caller adds extensions.
 
-    `now` is in Unix seconds. The validity begins `BACKDATED_SECONDS` before `now` and ends `life` seconds after it.
+    `now` is in Unix seconds. The validity begins `BACKDATED_SECONDS` before `now` and ends `life` seconds after `now`.
     """
     moment = datetime.datetime.fromtimestamp(now, datetime.UTC)
     return (

@@ -84,7 +84,7 @@ class KeyRoutes:
         )
 
     async def list_keys(self) -> dict[str, Any]:
-        """List API keys without their secrets."""
+        """List API keys without their secrets; times in Unix seconds."""
         return self._admin.list_keys()
 
     async def create_key(self, body: NewKeyBody) -> dict[str, Any]:
