@@ -103,7 +103,7 @@ def token() -> None:
 @click.option("--name", default="", help="Name in `cluster token list`.")
 @session_options
 def token_create(session: ApiSession, ttl: float, uses: int, name: str) -> None:
-    """Create a join token, which works once, for one hour, unless --uses or --ttl is given."""
+    """Create a join token. The token works once, for one hour, unless --uses or --ttl is given."""
     answer = call_route(session, "POST", "/api/v1/tokens", {"ttl_seconds": ttl, "uses": uses, "name": name})
     session.print_answer(answer, lambda answer: click.echo(answer.get("join") or answer["token"]))
 
