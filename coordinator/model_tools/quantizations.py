@@ -62,10 +62,15 @@ class QuantizationRecord:
     speed: float = 0.0
     """Bytes per second, as reported by the node."""
     code: str = ""
+    """`ModelOrderCode` of the end; empty while the quantization runs."""
     message: str = ""
+    """Reason of a failure, for a person."""
     stored: int = 0
+    """Bytes of the weights of the quantized model."""
     peak: int = 0
+    """Highest footprint of the process that quantized; 0 if unknown."""
     is_linked: bool = True
+    """Whether the node is linked."""
 
     def to_row(self, get_name: Callable[[NodeId], str]) -> dict[str, object]:
         """Return the quantization as a row of the API. `get_name` returns the display name of a node."""

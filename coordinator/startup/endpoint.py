@@ -46,7 +46,7 @@ MAX_OPEN_FILES = 8192
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Addresses of the endpoint for clients, and of the cluster port."""
+    """Listening socket, TLS and addresses of the endpoint for clients, and the address of the cluster port."""
 
     socket: socket.socket
     """Listening socket of the endpoint."""

@@ -132,7 +132,7 @@ class RelayStream(asyncio.Protocol):
         self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Close the peer."""
+        """Close the peer, and call `on_end`."""
         for timer in (self._timeout, self._delay):
             if timer is not None:
                 timer.cancel()

@@ -43,7 +43,7 @@ FETCHING_PROGRESS = 99
 
 
 class IllegalTransitionError(IllegalEventError):
-    """Raised for a state transition that is not in `TRANSITIONS`, which is a bug."""
+    """Raised for a state transition that is not in `TRANSITIONS`: a bug, or a node that contradicts itself."""
 
 
 class JobFaultCode(StrEnum):
