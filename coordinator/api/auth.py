@@ -17,7 +17,7 @@ from router.admission.api_keys import KeyRing, extract_key
 from router.errors import NO_KEY, WRONG_KEY, build_missing_scope
 
 ACTOR: ContextVar[str] = ContextVar("actor", default="")
-"""API key of the current request, by its name in the audit log."""
+"""Actor of the current request in the audit log: `local`, `page`, or the id of the API key."""
 KEY: ContextVar[str] = ContextVar("key", default="")
 """Id of the API key of the current request."""
 ADDRESS: ContextVar[str] = ContextVar("address", default="")
