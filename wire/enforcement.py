@@ -33,4 +33,4 @@ class Enforcement(WireStruct, frozen=True, array_like=True, gc=False):
     over_caps: Natural = 0
     """Number of times that the engine was above its cap."""
     kills: Natural = 0
-    """Number of engine processes that the enforcer ended for that."""
+    """Number of engine processes that the enforcer ended because they were above the cap."""

@@ -80,7 +80,7 @@ class VideoMemoryProfile:
         return self.measured > 0
 
     def predict_peak(self, tokens: int) -> int:
-        """Return the predicted peak in bytes for a frame of `tokens` tokens."""
+        """Return the predicted peak in bytes for a frame of `tokens` spatial tokens."""
         return math.ceil(self.base + self.slope * tokens)
 
     def compute_need(self, tokens: int) -> int:
