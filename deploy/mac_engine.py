@@ -31,8 +31,8 @@ def check_engine_answers() -> Outcome:
     """Check the answers of an engine process to the trained prompts of the embedded model, and its footprint.
 
     The entry passes if every answer is equal to the trained one, and the footprint grew at most `MAX_GROWTH_BYTES` more
-    than MLX counts. It is skipped without MLX. Raise `ToolError` if the process fails, and `subprocess.TimeoutExpired`
-    after `ENGINE_TIMEOUT_SECONDS`.
+    than MLX counts. The entry is skipped without MLX. Raise `ToolError` if the process fails, and
+    `subprocess.TimeoutExpired` after `ENGINE_TIMEOUT_SECONDS`.
     """
     if find_spec("mlx") is None:
         return create_skip("needs MLX: install the extra `node`")

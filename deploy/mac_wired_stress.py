@@ -43,7 +43,7 @@ PROGRESS_SECONDS = 5.0
 def check_wired_stress() -> Outcome:
     """Run the workload with `memory.wire` off and then on, each in a separate process. The entry passes if both end.
 
-    It is skipped without the variable `MODEL_VARIABLE`. Raise `ToolError` if a process fails, and
+    The entry is skipped without the variable `MODEL_VARIABLE`. Raise `ToolError` if a process fails, and
     `subprocess.TimeoutExpired` if it does not end in time.
     """
     model = os.environ.get(MODEL_VARIABLE)

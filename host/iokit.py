@@ -1,8 +1,8 @@
 """Sleep notifications of macOS by ctypes. Unverified on macOS: tested against a compiled stand-in.
 
 Calls and numbers come from <IOKit/pwr_mgt/IOPMLib.h> and <IOKit/IOMessage.h>. The system asks registered processes
-before an idle sleep, and notifies them before every sleep. It waits up to 30 s for IOAllowPowerChange. This module
-always allows the sleep: after the goodbye was sent, and after ANSWER_TIMEOUT_SECONDS at the latest.
+before an idle sleep, and notifies them before every sleep. The system waits up to 30 s for IOAllowPowerChange. This
+module always allows the sleep: after the goodbye was sent, and after ANSWER_TIMEOUT_SECONDS at the latest.
 """
 
 import ctypes

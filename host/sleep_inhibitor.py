@@ -1,8 +1,8 @@
 """Prevent idle sleep of this machine.
 
-On macOS, a child process `caffeinate -i -w PID` holds the assertion. It ends with this process in every case. The lid
-and the menu still put the Mac to sleep. On other systems nothing is held: servers do not sleep, and on Linux laptops
-the desktop decides. Unverified on macOS: the entry `awake` of the checklist.
+On macOS, a child process `caffeinate -i -w PID` holds the assertion. The child ends with this process in every case.
+The lid and the menu still put the Mac to sleep. On other systems nothing is held: servers do not sleep, and on Linux
+laptops the desktop decides. Unverified on macOS: the entry `awake` of the checklist.
 """
 
 import os

@@ -2,8 +2,8 @@
 
 Clients accept HTTPS only from an authority that they trust, and people will add this authority to the trust store. The
 cluster's CA must not be there, because it admits nodes. A trusted authority can also pose as any site. Hence this is a
-separate key, whose certificate has critical name constraints (RFC 5280 §4.2.1.10). They permit names under `.local`,
-`localhost` and the names of `http.allowed_hosts`. A stolen key cannot pose as a site with another name.
+separate key, whose certificate has critical name constraints (RFC 5280 §4.2.1.10). The constraints permit names under
+`.local`, `localhost` and the names of `http.allowed_hosts`. A stolen key cannot pose as a site with another name.
 
 Addresses are not constrained. BoringSSL (Bun, Claude Code, Electron) refuses every certificate with an address below an
 authority that constrains addresses (docs/decisions/0030).
