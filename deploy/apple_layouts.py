@@ -203,7 +203,8 @@ def _render_type(ours: Any) -> str:
 def check_layouts() -> Outcome:
     """Compile all assertions against the SDK of this Mac, and return the outcome `pass`.
 
-    Raise `ToolError` if an assertion fails or the compiler is missing, and OSError if a framework cannot be loaded.
+    Raise `ToolError` if an assertion fails or the compiler is missing. Raise OSError if a framework cannot be loaded,
+    and AttributeError if a library lacks a function.
     """
     kit, core = ctypes.CDLL(iokit.IOKIT), ctypes.CDLL(iokit.CORE)
     iokit.declare_functions(kit, core)

@@ -62,7 +62,7 @@ def render_formula(version: str, url: str, sha256: str) -> str:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the formula for the arguments VERSION, URL and SHA256. Return the exit code: 2 for invalid arguments."""
+    """Print the formula for the arguments VERSION, URL and SHA256. Return 0, or 2 for invalid arguments."""
     if len(arguments) != 3:
         print("usage: python -m deploy.formula VERSION URL SHA256", file=sys.stderr)
         return 2

@@ -138,7 +138,11 @@ def _describe_commit() -> str:
 
 
 def main() -> int:
-    """Run the entries on the command line, or all. Print the outcomes, write the report, and return the exit code."""
+    """Run the entries on the command line, or all entries that are not risky. Return the exit code.
+
+    Print the outcomes and write the report. Raise OSError if the report cannot be written, SystemExit for an unknown
+    entry.
+    """
     parser = argparse.ArgumentParser(prog="mac_check", description="Run the checks that need a Mac.")
     parser.add_argument("entries", nargs="*", metavar="ID", help=", ".join(entry.id for entry in ENTRIES))
     parser.add_argument("--report", type=Path, default=REPORT, help="file of the report (%(default)s)")

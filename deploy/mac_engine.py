@@ -31,7 +31,8 @@ def check_engine_answers() -> Outcome:
     """Check the answers of an engine process to the trained prompts of the embedded model, and its footprint.
 
     The entry passes if every answer is equal to the trained one, and the footprint grew at most `MAX_GROWTH_BYTES` more
-    than MLX counts. It is skipped without MLX. Raise `ToolError` if the process fails.
+    than MLX counts. The entry is skipped without MLX. Raise `ToolError` if the process fails, and
+    `subprocess.TimeoutExpired` after `ENGINE_TIMEOUT_SECONDS`.
     """
     if find_spec("mlx") is None:
         return create_skip("needs MLX: install the extra `node`")
@@ -47,7 +48,7 @@ def check_engine_answers() -> Outcome:
 def check_soft_end() -> Outcome:
     """Check that an engine process ends in time after SIGTERM during an answer, and unloads its model before.
 
-    The time limit is `EXIT_TIMEOUT_SECONDS`. The entry is skipped without MLX.
+    The time limit is `node.engine.process.main.EXIT_TIMEOUT_SECONDS`. The entry is skipped without MLX.
     """
     from node.engine.process.main import EXIT_TIMEOUT_SECONDS, encode_settings
     from node.memory.sensor import open_machine
@@ -125,7 +126,10 @@ def deliver_frame(engine: "Engine", frame: "Frame") -> "list[Frame]":
 
 
 def main() -> None:
-    """Run the engine in this process with all trained prompts, and print the results as one line of JSON."""
+    """Run the engine in this process with all trained prompts, and print the results as one line of JSON.
+
+    An answer that is not complete after half of `ENGINE_TIMEOUT_SECONDS` counts as wrong.
+    """
     from node.engine.build import build
     from node.engine.process.crash_recorder import CrashRecorder
     from node.memory.sensor import open_sensor

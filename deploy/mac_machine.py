@@ -42,7 +42,8 @@ def hold_gibibyte() -> Generator[int]:
 def check_footprint() -> Outcome:
     """Check Macpool's footprint of a child that holds 1 GiB against the tools `footprint` and `vmmap -summary`.
 
-    Each difference may be 6 %. The entry is skipped if neither tool answers.
+    Each difference may be 6 %, and the footprint must be between 1 and 1.25 GiB. The entry is skipped if neither tool
+    answers.
     """
     with hold_gibibyte() as pid:
         ours = LibSystem().read_footprint(pid)
@@ -67,19 +68,25 @@ def check_footprint() -> Outcome:
 
 
 def check_total_memory() -> Outcome:
-    """Check Macpool's figure of the RAM against `sysctl hw.memsize`."""
+    """Check Macpool's figure of the RAM against `sysctl hw.memsize`. Raise `ToolError` if sysctl fails."""
     ours, theirs = describe_machine().memory, int(run_tool("/usr/sbin/sysctl", "-n", "hw.memsize"))
     return create_outcome(ours == theirs, f"ours {ours} bytes, sysctl {theirs}")
 
 
 def check_wired_limit() -> Outcome:
-    """Check Macpool's figure of Metal's wired limit against `sysctl iogpu.wired_limit_mb`, where 0 means not set."""
+    """Check Macpool's figure of Metal's wired limit against `sysctl iogpu.wired_limit_mb`, where 0 means not set.
+
+    Raise `ToolError` if sysctl fails.
+    """
     ours, theirs = LibSystem().read_wired_limit(), int(run_tool("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"))
     return create_outcome(ours == (theirs * MIB or None), f"ours {show_size(ours)}, sysctl {theirs} MB (0: not set)")
 
 
 def check_metal_share() -> Outcome:
-    """Check the limit of Metal that a node assumes against recommendedMaxWorkingSetSize, which MLX reads in a child."""
+    """Check the limit of Metal that a node assumes against recommendedMaxWorkingSetSize, which MLX reads in a child.
+
+    The entry is skipped without MLX.
+    """
     system = LibSystem()
     try:
         reported = int(run_tool(sys.executable, "-c", METAL_PROGRAM))
@@ -93,8 +100,8 @@ def check_metal_share() -> Outcome:
 def compare_metal(reported: int, total: int, wired: int | None, system: str) -> Outcome:
     """Return the outcome for Metal's limit that the device reports, against the limit that a node assumes.
 
-    The assumed limit is `wired` if it is set, otherwise the estimate for `total` bytes of RAM under the system
-    `system`. All sizes are in bytes.
+    The assumed limit is `wired` unless that is None, otherwise the estimate for `total` bytes of RAM under the system
+    `system`, such as "macOS 26.1". All sizes are in bytes. The difference may be `MAX_METAL_DIFFERENCE`.
     """
     assumed, source = (
         (estimate_metal_limit(total, system), f"guess for {system}") if wired is None else (wired, "sysctl")
@@ -125,13 +132,16 @@ def check_reclaimable() -> Outcome:
 
 
 def check_chip() -> Outcome:
-    """Check Macpool's name of the chip against `sysctl machdep.cpu.brand_string`."""
+    """Check Macpool's name of the chip against `sysctl machdep.cpu.brand_string`. Raise `ToolError` if sysctl fails."""
     ours, theirs = LibSystem().read_chip_name(), run_tool("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string").strip()
     return create_outcome(ours == theirs and ours.startswith("Apple "), f"ours {ours!r}, sysctl {theirs!r}")
 
 
 def check_identity() -> Outcome:
-    """Check that the machine's id follows from the hardware's UUID, and is the same in another process."""
+    """Check that the machine's id follows from the hardware's UUID, and is the same in another process.
+
+    Raise `ToolError` if the process or `ioreg` fails.
+    """
     code = "from node.agent.machine_id import compute_machine_id; print(compute_machine_id())"
     again = run_tool(sys.executable, "-c", code).strip()
     ours = compute_machine_id()

@@ -49,7 +49,7 @@ def check_notsent_lowat() -> Outcome:
 def check_child_eof() -> Outcome:
     """Check that an engine process answers a ping, and ends within 1 s after its socket is closed.
 
-    The process inherits the socket, as from the agent.
+    The process inherits the socket, as from the agent. Raise `WireError` if the process sends an invalid frame.
     """
     ours, theirs = socket.socketpair()
     with contextlib.closing(ours):
@@ -93,7 +93,8 @@ def _receive_pong(line: socket.socket) -> bool:
 def check_local_network() -> Outcome:
     """Check that local network privacy does not block a connection to another machine of the LAN.
 
-    The gateway is never blocked, and is tried for comparison. Skip the check if no other machine answers.
+    The gateway is never blocked, and is tried for comparison. Skip the check if no other machine answers. Raise
+    ValueError if the variable `PEER` does not end with a port number.
     """
     try:
         gateway = re.search(r"gateway:\s+(\S+)", run_tool("/sbin/route", "-n", "get", "default"))
@@ -143,7 +144,10 @@ def _describe_result(code: int | None) -> str:
 
 
 def check_bonjour() -> Outcome:
-    """Check that Macpool's search and `dns-sd -B` find an announced Bonjour record, and that `dns-sd` sees its end."""
+    """Check that Macpool's search and `dns-sd -B` find an announced Bonjour record, and that `dns-sd` sees its end.
+
+    Skip the check on a machine without a LAN address. Raise OSError if `dns-sd` cannot be started.
+    """
     return asyncio.run(_run_bonjour())
 
 

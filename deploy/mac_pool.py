@@ -18,7 +18,10 @@ RUNS = 5
 
 
 def check_help_cpu() -> Outcome:
-    """Check the CPU time of `cluster --help`: the minimum of `RUNS` runs is at most `MAX_HELP_CPU_SECONDS`."""
+    """Check the CPU time of `cluster --help`: the minimum of `RUNS` runs is at most `MAX_HELP_CPU_SECONDS`.
+
+    Raise `ToolError` if the command fails.
+    """
     took = min(_measure_cpu() for _ in range(RUNS))
     return create_outcome(took <= MAX_HELP_CPU_SECONDS, f"{took:.3f} s of CPU, {MAX_HELP_CPU_SECONDS} s allowed")
 

@@ -43,7 +43,8 @@ PROGRESS_SECONDS = 5.0
 def check_wired_stress() -> Outcome:
     """Run the workload with `memory.wire` off and then on, each in a separate process. The entry passes if both end.
 
-    Raise `ToolError` if a process fails.
+    The entry is skipped without the variable `MODEL_VARIABLE`. Raise `ToolError` if a process fails, and
+    `subprocess.TimeoutExpired` if it does not end in time.
     """
     model = os.environ.get(MODEL_VARIABLE)
     if not model:
@@ -69,7 +70,10 @@ def _run_process(model: Path, wire: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run the workload once in this process and print the results as one line of JSON."""
+    """Run the workload once in this process, and print the results as one line of JSON.
+
+    Raise `ToolError` and `OSError` as `run_churn`.
+    """
     parser = argparse.ArgumentParser(prog="mac_wired_stress")
     parser.add_argument("model", type=Path)
     parser.add_argument("--wire", choices=["on", "off"], required=True)
@@ -84,7 +88,7 @@ def run_churn(
 
     `wire` is the setting `memory.wire`, `words` the length of a prompt, and `cache_size` the size of the prefix cache.
     Append the progress to `progress`. Return the wired bytes, requests, seconds, tokens per second (`speed`) and
-    evictions. Raise `ToolError` if the model cannot be loaded.
+    evictions. Raise `ToolError` if the model cannot be loaded, OSError if `progress` cannot be written.
     """
     from node.engine.build import build
     from node.engine.process.crash_recorder import CrashRecorder

@@ -23,7 +23,7 @@ log = structlog.get_logger()
 ADDRESS_POLL_SECONDS = 5.0
 """Interval of checks of the addresses of this machine, in seconds."""
 GOODBYE_TIMEOUT_SECONDS = 3.0
-"""Maximum seconds to withdraw the record at the end."""
+"""Maximum seconds of each step of a withdrawal: unregister the record, and close zeroconf."""
 
 
 def list_addresses() -> list[str]:

@@ -1,8 +1,8 @@
 """Sleep notifications of macOS by ctypes. Unverified on macOS: tested against a compiled stand-in.
 
 Calls and numbers come from <IOKit/pwr_mgt/IOPMLib.h> and <IOKit/IOMessage.h>. The system asks registered processes
-before an idle sleep, and notifies them before every sleep. It waits up to 30 s for IOAllowPowerChange. This module
-always allows the sleep: after the goodbye was sent, and after ANSWER_TIMEOUT_SECONDS at the latest.
+before an idle sleep, and notifies them before every sleep. The system waits up to 30 s for IOAllowPowerChange. This
+module always allows the sleep: after the goodbye was sent, and after ANSWER_TIMEOUT_SECONDS at the latest.
 """
 
 import ctypes
@@ -34,6 +34,8 @@ class SleepNotificationListener:
 
     def start(self, on_sleep: Callable[[Callable[[], None]], None], on_wake: Callable[[], None]) -> bool:
         """Start listening. Return False if the frameworks are missing or refuse the registration.
+
+        Return False also if the registration takes longer than ANSWER_TIMEOUT_SECONDS.
 
         The listener's thread calls `on_sleep` before a sleep, with a function that permits the sleep, and `on_wake`
         after it. Without permission the sleep begins after ANSWER_TIMEOUT_SECONDS.

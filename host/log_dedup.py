@@ -1,7 +1,8 @@
 """Limit repeated log events, because a flood of events would fill the disk.
 
-An event of a logger about the same subject (node, peer, address, reason) is admitted BURST_EVENTS times in
-WINDOW_SECONDS. The next admitted event has the number of events that were left out. Pure: time is an argument.
+An event of a logger about the same subject is admitted at most BURST_EVENTS times in WINDOW_SECONDS. The subject are
+the event's fields such as node, peer, address and reason. The first event of the next window has the number of events
+that were left out. Pure: time is an argument.
 """
 
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any
 BURST_EVENTS = 20
 """Number of events about a subject that are admitted in a window."""
 WINDOW_SECONDS = 60.0
-"""Length of a window, from its first event."""
+"""Length of a window in seconds, from its first event."""
 MAX_SUBJECTS = 1024
 """Maximum number of subjects; above it, all subjects of an event count as one."""
 _SUBJECT = ("node", "peer", "address", "reason", "why", "condition", "model")

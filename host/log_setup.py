@@ -31,9 +31,10 @@ Tap = Callable[[Mapping[str, Any]], None]
 
 
 def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
-    """Write all log events of this process from `level` to `file`, and warnings to standard error.
+    """Write the log events of this process to `file`, and warnings to standard error.
 
-    `tap` gets each event that is written to the file. Raise OSError if the file cannot be opened.
+    `level` is the lowest level in the file, such as `info`. `tap` gets each event that is written to the file. Raise
+    OSError if the file cannot be opened.
     """
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lines = _PrivateRotatingHandler(file, maxBytes=MAX_LOG_BYTES, backupCount=MAX_LOG_FILES)
@@ -64,8 +65,11 @@ def hide_warnings() -> None:
 
 
 def log_to_stderr() -> None:
-    """Write log events of this child process to standard error, which its parent stores in a file. Secrets are
-    hidden."""
+    """Write log events of this child process from the level `info` to standard error, which its parent stores in a
+    file.
+
+    Secrets are hidden.
+    """
     plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(
         processors=[

@@ -43,7 +43,10 @@ class PowerState:
 
 
 def read_battery() -> Battery | None:
-    """Read the battery or uninterruptible supply; None if the machine has none. Raise OSError if the read fails."""
+    """Read the battery or uninterruptible supply; None if the machine has none, or psutil does not support the system.
+
+    Raise OSError, RuntimeError or psutil.Error if the read fails.
+    """
     read = cast("Callable[[], Battery | None] | None", getattr(psutil, "sensors_battery", None))
     return None if read is None else read()
 

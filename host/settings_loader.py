@@ -243,7 +243,10 @@ def _find_invalid_entries(kind: type[T], flat: Flat, known: Mapping[str, Setting
 
 
 def build_setting_rows(resolved: ResolvedSettings[T]) -> tuple[dict[str, object], ...]:
-    """Return all settings in force as dictionaries with `key`, `value`, `origin` and `description`."""
+    """Return all settings in force as dictionaries with `key`, `value`, `origin` and `description`.
+
+    The origin of a default is `default`. The origin of a table is that of its first entry.
+    """
     rows: list[dict[str, object]] = []
     for setting in list_settings(type(resolved.value)):
         value: object = resolved.value

@@ -1,8 +1,8 @@
 """Prevent idle sleep of this machine.
 
-On macOS, a child process `caffeinate -i -w PID` holds the assertion. It ends with this process in every case. The lid
-and the menu still put the Mac to sleep. On other systems nothing is held: servers do not sleep, and on Linux laptops
-the desktop decides. Unverified on macOS: the entry `awake` of the checklist.
+On macOS, a child process `caffeinate -i -w PID` holds the assertion. The child ends with this process in every case.
+The lid and the menu still put the Mac to sleep. On other systems nothing is held: servers do not sleep, and on Linux
+laptops the desktop decides. Unverified on macOS: the entry `awake` of the checklist.
 """
 
 import os
@@ -41,7 +41,8 @@ class SleepInhibitor:
     def set_held(self, wanted: bool) -> None:
         """Hold the assertion if `wanted`, else release it. Do nothing on systems without an assertion.
 
-        A failed start is logged and not repeated.
+        A failed start is logged and not repeated. A release blocks until the child has ended, usually less than
+        END_TIMEOUT_SECONDS.
         """
         if wanted and not self.held:
             self._start_child()

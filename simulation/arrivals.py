@@ -25,7 +25,7 @@ class Arrivals:
         self.turns: dict[str, ConversationTurn] = {}
         """Turns that have arrived, by request id."""
         self.finished_at = 0.0
-        """Time at which the last request ended."""
+        """Virtual time in seconds at which the last request ended; 0 before."""
 
     def start(self) -> None:
         """Schedule the first conversation, after which each conversation schedules the next at its start time."""

@@ -28,7 +28,10 @@ class _Leap(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Event loop whose clock is virtual. It starts at 0 s, and jumps to the next timer instead of a wait."""
+    """Event loop whose clock is virtual: the clock starts at 0 s, and jumps to the next timer instead of a wait.
+
+    A run of the loop raises Deadlock when no event is scheduled.
+    """
 
     def __init__(self) -> None:
         self._seconds = 0.0

@@ -41,7 +41,7 @@ SLOTS = 20
 IDLE_SECONDS = 1.0
 """Seconds between two reports of an idle node."""
 GIVE_UP_SECONDS = 3600.0
-"""Seconds after the last arrival at which an open request counts as failed."""
+"""Virtual seconds after the duration of the scenario at which an open request counts as failed."""
 
 
 class SimulatedRouter(Protocol):
@@ -118,7 +118,7 @@ class SimulatedPool:
 
     @property
     def finished_at(self) -> float:
-        """Time at which the last request ended."""
+        """Virtual time in seconds at which the last request ended."""
         return self._arrivals.finished_at
 
     def _join(self, node: NodeId, spec: NodeSpec) -> None:
@@ -154,7 +154,10 @@ class SimulatedPool:
     # frames and requests
 
     def send(self, node: NodeId, frame: Frame) -> bool:
-        """Send a frame to a node, where it arrives after the latency. Return False if the node has no link."""
+        """Send a frame to a node, where it arrives after the latency. Return False if the node has no link.
+
+        Raise `KeyError` for an unknown node.
+        """
         if not self.members[node].link:
             return False
         if isinstance(frame, Generate):
@@ -296,7 +299,8 @@ class SimulatedPool:
     async def run(self, contender: SimulatedRouter) -> None:
         """Run the complete scenario with a router, until all requests have ended.
 
-        Requests that have not ended `GIVE_UP_SECONDS` after the scenario count as failed.
+        Requests that have not ended `GIVE_UP_SECONDS` after the scenario count as failed. At the end, the nodes are
+        stopped and the router is closed.
         """
         self.contender = contender
         nodes = list(self.machines)

@@ -20,7 +20,7 @@ _Way = deque[_TravellingFrame]
 
 
 class SimulatedLinks:
-    """Links of all nodes. `is_open(node)` returns whether a node has a link.
+    """Links of all nodes. `latency` is in virtual seconds. `is_open(node)` returns whether a node has a link.
 
     `down(node, frame)` is called for a frame that arrives at a node. `up(frames)` is called with all frames that arrive
     at the router at one moment, each with its node.
@@ -106,7 +106,10 @@ class SimulatedLinks:
             self._silent[node] = []
 
     def end_silence(self, node: NodeId) -> bool:
-        """End the silence of a link. Deliver the held frames and return True if the link is still open."""
+        """End the silence of a silent link. Send the held frames and return True if the link is still open.
+
+        Return False if it is closed; the held frames are lost.
+        """
         held = self._silent.pop(node)
         if not self._is_open(node):
             return False

@@ -75,7 +75,7 @@ class OutcomeTable:
             self._log(f"{self._loop.time():.3f} {line}")
 
     def add(self, turn: ConversationTurn, *, fits: bool) -> None:
-        """Record the arrival of a request."""
+        """Record the arrival of a request. `fits` is as in RequestOutcome."""
         self.by_id[turn.id] = RequestOutcome(turn, self._loop.time(), fits)
         self.log_line(
             f"{turn.id} of {turn.key} for {turn.model}: {turn.prompt} prompt tokens, {turn.output} to generate"
@@ -107,7 +107,7 @@ class OutcomeTable:
         return self.by_id.get(self._numbers.get(number, ""))
 
     def end(self, request_id: str, result: Outcome) -> bool:
-        """Record the end of a request; return whether its answer is complete."""
+        """Record the end of a request; return whether its answer is complete. Raise `KeyError` for an unknown id."""
         outcome, now = self.by_id[request_id], self._loop.time()
         outcome.record_end(result, now)
         if isinstance(result, Finished):

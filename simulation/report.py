@@ -97,7 +97,7 @@ def compute_quantile(ordered: Sequence[float], part: float) -> float:
 
 
 def compute_jain_index(outcomes: Iterable[RequestOutcome], until: float, timeout_seconds: float) -> float:
-    """Return Jain's fairness index over API keys, of the tokens that were served until the time `until`.
+    """Return Jain's fairness index over API keys, of the tokens that were served until `until` (virtual seconds).
 
     Each key's tokens are divided by the key's max-min fair share of all served tokens. 1 means fair; 1/n means that one
     key got everything. A single key has 1. Requests that arrived in the last `timeout_seconds` do not count, because
@@ -152,7 +152,10 @@ _COLUMNS = (
 
 
 def render_table(rows: Sequence[RunStatistics]) -> str:
-    """Render rows as a text table: times in seconds, and `x p95` as a multiple of the clairvoyant's TTFT."""
+    """Render rows as a text table: times in seconds, and `x p95` as a multiple of the clairvoyant's TTFT.
+
+    An infinite value is rendered as `never`, NaN as `-`.
+    """
     lines = [_COLUMNS, *(_format_cells(row) for row in rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(_COLUMNS))]
     return "\n".join(

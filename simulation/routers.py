@@ -2,8 +2,8 @@
 
 `ProductionRouter` is the unchanged dispatcher with queue and ledger. The policy under test orders the nodes that the
 memory filter leaves. `PeerRouter` models a common router: no filter, no reservations, no queue. It sends a request to
-the first node of its rule, and after a refusal to another, with the pauses of sglang-router. It tries `MAX_TRIES`
-nodes.
+the first node of its rule. After a refusal it tries another node if there is one, with the pauses of sglang-router. A
+request is sent at most `MAX_TRIES` times.
 
 The clairvoyant router knows every answer's length and every node's exact state without delay. It sends a request at
 once to the node with room for the complete request and the soonest first token, by the node's own forecast. If no node
@@ -33,7 +33,7 @@ from wire.node_state import NodeState
 from wire.refusals import FailureCode
 
 MAX_TRIES = 5
-"""Most nodes to which `PeerRouter` sends a request."""
+"""Maximum number of times that `PeerRouter` sends a request to a node."""
 BACKOFF, BACKOFF_FACTOR = 0.05, 1.5
 """Seconds from the first refusal to the next try, and factor for each further one."""
 _MOST_MESSAGE = 4
@@ -45,7 +45,10 @@ def build_demand(turn: ConversationTurn) -> ResourceDemand:
 
 
 def build_messages(turn: ConversationTurn) -> tuple[Message, ...]:
-    """Return messages of the right length that begin with the messages of the conversation's earlier turns."""
+    """Return messages that begin with those of the conversation's earlier turns, with four characters for each token.
+
+    Return no messages for a turn without shared texts.
+    """
     return tuple(
         Message("user" if number % 2 == 0 else "assistant", text.ljust(tokens * _MOST_MESSAGE, "."))
         for number, (text, tokens) in enumerate(turn.conversation)
@@ -120,7 +123,7 @@ class ProductionRouter:
             self._pool.record_end(request.spec.request_id, request.outcome)
 
     def close(self) -> None:
-        """Stop the dispatcher, and check that its reservation ledger is consistent."""
+        """Stop the dispatcher. Raise `LedgerError` if its reservation ledger is inconsistent."""
         self.dispatcher.shutdown()
         self.dispatcher.ledger.check()
 
@@ -341,7 +344,7 @@ NAMES = (
 
 
 def create_router(name: str, pool: SimulatedPool, seed: int) -> SimulatedRouter:
-    """Create the router for the policy `name`. Raise `LookupError` unless it is in `NAMES` or is `CLAIRVOYANT`."""
+    """Create the router for the policy `name`. Raise `LookupError` unless `name` is in `NAMES` or is `CLAIRVOYANT`."""
     ours = name.replace("-", "_")
     if name == CLAIRVOYANT:
         return OracleRouter(pool)

@@ -104,6 +104,7 @@ class LoadSpec(_StrictTable, frozen=True):
     output: Lengths = Lengths(median=180.0, sigma=0.8, least=10.0, most=2000.0)
     """Tokens of an answer."""
     max_tokens: Tokens | None = None
+    """Limit of the answer that a request states, in tokens; None: requests state no limit."""
     turns: Annotated[float, Meta(ge=1)] = 1.0
     """Average number of turns of a conversation."""
     think: Lengths = Lengths(median=20.0, sigma=0.7, least=1.0, most=300.0)
@@ -149,6 +150,7 @@ class Scenario(_StrictTable, frozen=True):
     """One-way delay of a link, in seconds."""
     queue_timeout_seconds: Positive = 30.0
     queue_limit: Annotated[int, Meta(ge=0)] = 0
+    """Maximum queued requests; 0: the default of the setting `router.queue_limit`."""
     policies: tuple[str, ...] = ()
     """Policies to compare; empty: all."""
     seed: int = 1

@@ -39,6 +39,7 @@ class ConversationTurn:
     bytes: int
     """Size of the prompt's text in bytes."""
     max_tokens: int | None
+    """Limit of the answer that the request states, in tokens; None without a limit."""
     think: float
     """Seconds from the previous answer to this request."""
     session: str = ""

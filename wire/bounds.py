@@ -34,11 +34,11 @@ MAX_BLOB_BYTES = 64 * 1024
 MAX_ITEMS = 1024
 """Maximum items of a list without a limit of its own."""
 MAX_MODELS = 512
-"""Models in one report."""
+"""Maximum models in one report."""
 MAX_GROUPS = 256
 """Maximum decode batches of a model."""
 MAX_DELTAS = 256
-"""Deltas of a frame, pieces of a delta, and log probabilities of a delta."""
+"""Maximum deltas of a frame, pieces of a delta, and log probabilities of a delta."""
 LONG_CHARACTERS = 64 * 1024
 """Characters of text in one engine step above which each delta is sent in its own frame."""
 MAX_BIASES = 16 * 1024

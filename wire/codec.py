@@ -6,8 +6,8 @@ connection closes with its text as the reason.
 
 Frames above MAX_PLAIN_BYTES are sent as `Fragment`s of at most FRAGMENT_BYTES bytes, and urgent frames can be sent
 between two fragments. The receiver joins fragments up to one limit for all messages in progress. A sender starts a long
-frame only if the frame fits within that limit together with the frames in progress (`link.endpoint.Outbox`). Fragments
-arrive in order, and therefore need no acknowledgement.
+frame only if the frame fits within that limit together with the frames in progress (`wire.link.endpoint.Outbox`).
+Fragments arrive in order, and therefore need no acknowledgement.
 """
 
 import struct

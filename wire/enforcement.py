@@ -14,11 +14,12 @@ class Enforcement(WireStruct, frozen=True, array_like=True, gc=False):
     level: Natural = MemoryLevel.UNKNOWN
     """`MemoryLevel` at the last poll."""
     phys: Size | None = None
-    """Footprint of the engine, read by the agent."""
+    """Footprint of the engine in bytes, read by the agent; None if unreadable."""
     highest: Size | None = None
-    """Highest footprint of the engine's process since its start, by the kernel. For display."""
+    """Highest footprint of the engine's process since its start in bytes, by the kernel; None if unknown. For
+    display."""
     interval: Size | None = None
-    """Highest footprint since the last reset of the kernel's mark. For display."""
+    """Highest footprint in bytes since the last reset of the kernel's mark; None if unknown. For display."""
     cap_bound_by: Word = ""
     """Name of the term that sets the cap."""
     remedy: Text = ""
@@ -32,4 +33,4 @@ class Enforcement(WireStruct, frozen=True, array_like=True, gc=False):
     over_caps: Natural = 0
     """Number of times that the engine was above its cap."""
     kills: Natural = 0
-    """Number of engine processes that the enforcer ended for that."""
+    """Number of engine processes that the enforcer ended because they were above the cap."""

@@ -29,8 +29,8 @@ _URI = re.compile(r"cluster://([A-Za-z0-9-]{1,64})/(coordinator|node/([A-Za-z0-9
 def is_valid_name(name: str) -> bool:
     """Return whether a display name is safe in terminals, labels and DNS.
 
-    It has 1 to 63 ASCII letters, digits, spaces and ._-. It begins with a letter or digit, and does not end with a
-    space.
+    Such a name has 1 to 63 ASCII letters, digits, spaces and ._-. The first character is a letter or digit, and the
+    last one is not a space.
     """
     return _NAME.fullmatch(name) is not None
 

@@ -14,9 +14,9 @@ class SystemMemory(WireStruct, frozen=True, array_like=True, gc=False):
     source: Word = ""
     """Source of both values."""
     age: Seconds = 0.0
-    """Age of both values when the report was written."""
+    """Age of both values in seconds when the report was written."""
     worker: Size = 0
-    """Footprint of the node's video worker."""
+    """Footprint of the node's video worker in bytes; 0 without one."""
 
 
 class Disk(WireStruct, frozen=True, array_like=True, gc=False):
@@ -25,5 +25,6 @@ class Disk(WireStruct, frozen=True, array_like=True, gc=False):
     free: Size = 0
     """Bytes that this user can write; 0 if unknown."""
     total: Size = 0
+    """Size of the disk in bytes; 0 if unknown, as from an older node."""
     folder: Text = ""
     """Folder of the Hugging Face cache."""

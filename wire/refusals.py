@@ -125,6 +125,7 @@ class MemoryNumbers(WireStruct, frozen=True, array_like=True, gc=False):
     margin: Estimate = 0
     cap: Estimate = 0
     headroom: Estimate | None = None
+    """Bytes that would have fitted, which may be negative; None if the footprint is unknown."""
     bound_by: Word = ""
     """Name of the term that sets the ceiling."""
 
@@ -136,6 +137,7 @@ class Refused(WireStruct, frozen=True, array_like=True, gc=False):
     message: ErrorText
     """Text for the client, with the next step."""
     numbers: MemoryNumbers | None = None
+    """Numbers of the memory check that refused; None for any other reason."""
     retry_after: Seconds | None = None
     """Seconds after which a retry can succeed; None if unknown or never."""
     node: Word = ""

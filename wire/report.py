@@ -287,7 +287,7 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     returned_tokens: Natural = 0
     """Tokens of rows that were preempted or in a broken batch, at their return."""
     recomputed_tokens: Natural = 0
-    """Those of `returned_tokens` that forwards have computed again. The rest came from the prefix cache."""
+    """Tokens of `returned_tokens` that forwards have computed again. The rest came from the prefix cache."""
 
 
 class ModelCache(WireStruct, frozen=True, gc=False):
@@ -334,7 +334,7 @@ class CacheState(WireStruct, frozen=True, gc=False):
     disk_hit_tokens: Natural = 0
     """Prompt tokens that were restored from the disk."""
     disk_read_bytes: Natural = 0
-    """Bytes that were read for these."""
+    """Bytes that were read from the disk for the restored prompts."""
     disk_saves: Natural = 0
     """Number of parts that were passed to the writer of the disk cache."""
     disk_persisted: Natural = 0

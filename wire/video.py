@@ -149,3 +149,4 @@ class Artifact(WireStruct, frozen=True, array_like=True, gc=False):
     size: Size
     """Bytes."""
     sha256: Blob
+    """SHA-256 of the content, 32 bytes."""

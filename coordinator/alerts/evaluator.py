@@ -1,4 +1,4 @@
-"""Evaluates the alert rules inside the coordinator and notifies listeners when a condition begins or ends.
+"""Evaluate the alert rules inside the coordinator, and notify listeners when a condition begins or ends.
 
 The evaluation needs neither Prometheus nor Grafana. It uses the newest reports and sends nodes no requests.
 """

@@ -91,7 +91,7 @@ class Expression(ABC):
 
     @abstractmethod
     def evaluate(self, history: SampleHistory) -> Value:
-        """Evaluate this expression on the newest sample of `history`."""
+        """Return the value of this expression on the newest sample of `history`: series by labels, or a Scalar."""
 
     def get_operands(self) -> "tuple[Expression, ...]":
         """Return the operands that are expressions; empty for a leaf."""

@@ -1,4 +1,4 @@
-"""Webhook for conditions: sends a POST with JSON at each begin and end, with bounded retries.
+"""Webhook for conditions: a POST with JSON at each begin and end, with bounded retries.
 
 HTTPS is allowed to any address except unspecified, multicast and reserved ones. HTTPS is also refused to
 `METADATA_NETWORKS`, where clouds serve the secrets of a machine. Plain HTTP is allowed to loopback only. The URL has no
@@ -115,7 +115,8 @@ def resolve_host(host: str, port: int) -> Sequence[str]:
 def select_address(address: WebhookAddress, candidates: Sequence[str]) -> str:
     """Return the first of the host's IP addresses `candidates`.
 
-    Raise `WebhookError` if there are none or any is forbidden. Without TLS, raise it also if any is not loopback.
+    Raise `WebhookError` if there are none, or any is forbidden, or any is not loopback without TLS. Raise `ValueError`
+    if a candidate is not an IP address.
     """
     for text in candidates:
         for destination in find_destinations(text.partition("%")[0]):
@@ -218,7 +219,10 @@ class Webhook:
         self._more.set()
 
     async def run(self) -> None:
-        """Send queued messages until cancelled. Log a message that was not delivered after all retries."""
+        """Send queued messages until cancelled. Log a message that the receiver refused or that no attempt delivered.
+
+        An attempt is repeated after an error and after a status of 429 or at least 500.
+        """
         while True:
             await self._more.wait()
             self._more.clear()

@@ -17,7 +17,7 @@ from router.admission.api_keys import KeyRing, extract_key
 from router.errors import NO_KEY, WRONG_KEY, build_missing_scope
 
 ACTOR: ContextVar[str] = ContextVar("actor", default="")
-"""API key of the current request, by its name in the audit log."""
+"""Actor of the current request in the audit log: `local`, `page`, or the id of the API key."""
 KEY: ContextVar[str] = ContextVar("key", default="")
 """Id of the API key of the current request."""
 ADDRESS: ContextVar[str] = ContextVar("address", default="")
@@ -49,7 +49,8 @@ def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[No
 def wrap_audited(store: Database, act: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a route handler so that each successful call is written to the audit log, under the handler's name.
 
-    An error of the handler is raised unchanged and is not written.
+    An error of the handler is raised unchanged and is not written. The wrapped handler raises `StoreError` if the entry
+    cannot be stored, although the call took effect.
     """
 
     @wraps(act)

@@ -66,7 +66,8 @@ class StrictRoute(APIRoute):
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return FastAPI's handler, preceded by the check of the key and the read of the body.
 
-        The handler raises `ProblemError` for a body that is too long (413), late (408) or incomplete (400).
+        The handler raises `ProblemError` for a request without a sufficient key (401 or 403). It also raises
+        `ProblemError` for a body that is too long (413), late (408) or incomplete (400).
         """
         plain = super().get_route_handler()
 

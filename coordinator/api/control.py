@@ -73,7 +73,8 @@ class Observability:
 class ControlApi:
     """Control application `app` with all groups of routes.
 
-    `paths` has the OpenAPI path items of the inference routes by path.
+    `paths` has the OpenAPI path items of the inference routes by path. Members can query the rows of status, nodes and
+    models through `nodes.queries`.
     """
 
     def __init__(
@@ -182,7 +183,7 @@ class ControlApplication(FastAPI):
         install_error_handlers(self)
 
     def openapi(self) -> dict[str, Any]:
-        """Return the OpenAPI document."""
+        """Return the OpenAPI document of the control routes, with all of their answers, and of the other routes."""
         document = super().openapi()
         for route in self._described_routes:
             document["paths"][route.path][route.method.lower()]["responses"] = route.describe_responses()

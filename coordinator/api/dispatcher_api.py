@@ -22,7 +22,7 @@ class DispatcherApi(Protocol):
     names: ModelNames
 
     def submit(self, spec: RequestSpec) -> ActiveRequest:
-        """Place a request, queue it, or end it with a refusal. Return its state. The caller must `close` it."""
+        """Place a request, queue it, or end it with a refusal. Return the request, which the caller must `close`."""
         ...
 
     def close(self, request: ActiveRequest) -> None:

@@ -12,7 +12,7 @@ class ServerInfo:
     version: str
     """Version of Macpool."""
     epoch: int
-    """Number of starts of the coordinator, this one included."""
+    """Epoch of the coordinator, which grows with every start."""
     base_url: str
     """Endpoint for clients, with its `/v1`."""
     cluster_url: str

@@ -72,7 +72,11 @@ class ReadableStream(Protocol):
     """Stream from which a backup is read: a file, or the content of an encrypted file."""
 
     def read(self, size: int, /) -> bytes:
-        """Return up to `size` bytes; fewer only at the end."""
+        """Return up to `size` bytes; fewer only at the end.
+
+        Raise `OSError` if the file cannot be read, and `EncryptionError` if its content cannot be decrypted. Functions
+        of this module pass both on.
+        """
         ...
 
 
@@ -85,7 +89,8 @@ def encode_header(manifest: Manifest) -> bytes:
 def read_manifest(source: ReadableStream) -> Manifest:
     """Read the manifest from a stream that is positioned after `MAGIC`.
 
-    Raise `ArchiveError` if the manifest is damaged, from a newer format, or lists files that are not allowed.
+    Raise `ArchiveError` if the manifest is damaged or from a newer format. Raise it also if the manifest lists a file
+    that is not allowed, or lacks a required one.
     """
     length = int.from_bytes(read_exactly(source, 4), "big")
     if length > MAX_MANIFEST_BYTES:
@@ -120,7 +125,10 @@ def _check(manifest: Manifest) -> None:
 
 
 def read_member(source: ReadableStream, member: ArchiveMember) -> Iterator[bytes]:
-    """Yield the bytes of the next member in pieces. Raise `ArchiveError` at the end if their digest is wrong."""
+    """Yield the bytes of the next member in pieces of at most `CHUNK_BYTES`.
+
+    Raise `ArchiveError` if the stream ends early, and after the last piece if the digest is wrong.
+    """
     digest, left = hashlib.sha256(), member.size
     while left:
         piece = read_exactly(source, min(CHUNK_BYTES, left))

@@ -60,8 +60,9 @@ def create_backup(state: Path, file: Path, *, artifacts: bool = False, passphras
     """Write the cluster of a state folder into one private file. Replace an older backup with that name.
 
     `artifacts` includes the files of video jobs. With `passphrase`, the file is encrypted. Raise `BackupError` if the
-    folder has no cluster, a file cannot be read or written, or `file` exists and is not a backup. An encrypted file
-    counts as a backup if `passphrase` decrypts it to one.
+    folder has no cluster or an interrupted restore, or a file cannot be read or written. Raise it also if `file` exists
+    and is not a backup; an encrypted file counts as one if `passphrase` decrypts it to one. Raise `OSError` if an
+    existing `file` cannot be opened.
     """
     if not (state / DATABASE).exists() or not (state / "authority" / "authority.pem").exists():
         raise BackupError(f"there is no cluster in {state}: make the backup on the coordinator's machine")

@@ -63,7 +63,10 @@ def is_encrypted(beginning: bytes) -> bool:
 
 
 class EncryptingWriter:
-    """Writer that encrypts data into `file`. Write the header at once. The caller ends with `finish`."""
+    """Writer that encrypts data into `file`. The constructor writes the header. The caller ends with `finish`.
+
+    All calls raise `OSError` if `file` cannot be written.
+    """
 
     def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
         self._file = file

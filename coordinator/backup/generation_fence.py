@@ -1,9 +1,9 @@
 """Fence between two coordinators of one cluster: only the one with the higher generation is valid.
 
 A restored backup has a higher generation than its source. Nodes receive the generation in Welcome, signed by the CA,
-and send the highest seen generation in Hello. If a coordinator receives a higher generation with a valid signature, it
-is superseded. It records this in its state folder, stops, and does not start there again. Only a coordinator of this
-cluster can make the signature, and a node without it is denied.
+and send the highest seen generation in Hello. A coordinator that receives a higher generation with a valid signature is
+superseded. A superseded coordinator records that in its state folder, stops, and does not start there again. Only a
+coordinator of this cluster can make the signature, and a node without it is denied.
 """
 
 from dataclasses import dataclass
@@ -48,7 +48,8 @@ class GenerationFence:
     def check(self, state: Path) -> None:
         """Raise `SupersededError` if the state folder has a `SupersededMark` with a higher generation.
 
-        A later restore into the folder raises this coordinator's generation, after which the mark has no effect.
+        A later restore into the folder raises this coordinator's generation, after which the mark has no effect. Raise
+        `OSError` if the mark exists and cannot be read.
         """
         try:
             mark = msgspec.json.decode((state / MARK_FILE).read_bytes(), type=SupersededMark)

@@ -22,6 +22,8 @@ def run_offline(session: ApiSession, method: str, path: str, body: dict[str, Any
     """Perform the operation of an API route for tokens, keys or audit on the state folder, and return its JSON.
 
     Raise `CommandError` if there is no cluster, the database cannot be opened, the id is unknown, or the name is taken.
+    Raise `AuthorityError` if the CA cannot be read, `StoreError` if a change cannot be stored, and `OSError` if another
+    file cannot be read or written.
     """
     if not (session.state / "cluster.db").exists():
         if read_member_identity(session.state) is not None:

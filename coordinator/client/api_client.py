@@ -69,7 +69,7 @@ class ApiSession:
     url: str | None
     """URL of --url; None for the coordinator of the state folder or of `cluster login`."""
     key_file: Path | None
-    """File of --key-file with an API key."""
+    """File of --key-file with an API key; None without the option."""
     output: str
     """`text`, `wide` or `json`."""
 
@@ -178,15 +178,16 @@ class ApiSession:
     ) -> http.client.HTTPResponse:
         """Send a request to the coordinator and return the response with any status. `timeout` is in seconds.
 
-        Raise `CommandError` if no coordinator is known or there is no response.
+        Raise the errors of `select_coordinator`, and `CommandError` if there is no response.
         """
         return send_request(self.select_coordinator(), method, path, body, timeout)
 
     def request_json(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> dict[str, Any]:
         """Send a request and return the JSON of the response; an empty dict for an empty body. `timeout` is in seconds.
 
-        On a node's Mac without known coordinator, read `MEMBER_PATHS` with the node's certificate. Raise `CommandError`
-        without a response, or with the server's message for an error status.
+        On a node's Mac without known coordinator, read `MEMBER_PATHS` with the node's certificate. Raise the errors of
+        `select_coordinator`. Raise `CommandError` without a response, or with the server's message for an error status.
+        Raise `OSError` if the connection fails during the body, `ValueError` if the body is not JSON.
         """
         if method == "GET" and path in MEMBER_PATHS and not self.running:
             from coordinator.client.member_client import query_coordinator, read_member_identity

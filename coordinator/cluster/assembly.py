@@ -1,4 +1,4 @@
-"""Assembly of the cluster side of the coordinator: constructs its parts and connects them."""
+"""Assembly of the cluster side of the coordinator: construction of its parts and their connections."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,9 +66,10 @@ def assemble_pool(
     on_superseded: Callable[[SupersededMark], None],
     enrollment_limit: RateLimit | None = None,
 ) -> NodePool:
-    """Construct the parts. Nothing is started.
+    """Construct the parts and connect them. Nothing is started. Call on a running event loop.
 
-    `wall` returns Unix seconds. `on_superseded` is that of `LinkAdmission`.
+    `wall` returns Unix seconds. `on_superseded` is that of `LinkAdmission`. `enrollment_limit` replaces the default
+    limit of enrolments.
     """
     authentication, barrier = MemberAuthentication(store, fence.authority, wall), StoreBarrier(store.flush)
     records, table = NodeRecords(store), links.table

@@ -65,7 +65,10 @@ class LocalNode:
         """Set when the node has ended for a reason that a restart does not remove."""
 
     async def start(self) -> None:
-        """Start the node, and restart it after each exit until `given_up` is set."""
+        """Start the node, and restart it after each exit until `given_up` is set.
+
+        Raise `OSError` if the process cannot be started, and the errors of `token`.
+        """
         await self._start_process()
         self._watch = asyncio.create_task(self._restart_on_exit())
 

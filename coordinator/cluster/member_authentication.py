@@ -27,7 +27,10 @@ class MemberAuthentication:
     wall: Callable[[], float]
 
     def authenticate(self, peer: PeerIdentity, serial: str, node: str, machine: str) -> MemberRow | Denied:
-        """Return the member with this certificate, or `Denied` if it is not a member (any more)."""
+        """Return the member with this certificate, or `Denied` if the node is not a member (any more).
+
+        `serial` is the serial number of the certificate `peer`. `node` and `machine` are the ids that the node sent.
+        """
         row = self.store.members.get(NodeId(node))
         if peer.node != node:
             return Denied("identity", "the node's name is not the one of its certificate", final=True)
@@ -45,7 +48,8 @@ class MemberAuthentication:
     def renew_certificate(self, node: NodeId, csr: bytes) -> bytes:
         """Sign a member's request for a new certificate and store its serial number. Return the certificate.
 
-        Send the certificate only after the change is on disk. Raise `CertificateRequestError` for an invalid request.
+        Send the certificate only after the change is on disk. Raise `CertificateRequestError` for an invalid request,
+        `KeyError` for an unknown node, and `StoreError` after a failed write.
         """
         row = self.store.members[node]
         certificate = self.authority.sign_request(csr, node, row.name)
@@ -53,7 +57,10 @@ class MemberAuthentication:
         return certificate
 
     def revoke(self, node: NodeId, why: str) -> None:
-        """Revoke a member: its certificates and its membership."""
+        """Revoke a member: its certificates and its membership. `why` is stored with the revocation.
+
+        Raise `KeyError` for an unknown node, `StoreError` after a failed write.
+        """
         row, now = self.store.members[node], self.wall()
         self.store.deny_list.add_node(node, now, why)
         self.store.members.put(replace(row, removed=now))

@@ -65,7 +65,7 @@ class MemberEnrolled:
 
 @dataclass(frozen=True, slots=True)
 class MemberConnected:
-    """Event: the Hello of a new link was accepted."""
+    """Event: the Hello of a new link was accepted. `instance` is the id of the node's process."""
 
     link: int
     instance: str
@@ -128,7 +128,7 @@ Event = MemberEnrolled | LinkEvent | MemberCordoned | MemberUncordoned | MemberR
 
 @dataclass(frozen=True, slots=True)
 class CloseLink:
-    """Action: close this link."""
+    """Action: close the link with the number `link`. `reason` is for the log."""
 
     node: NodeId
     link: int
@@ -137,7 +137,7 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class ResumeRequests:
-    """Action: resume the requests of this node's link on other nodes."""
+    """Action: resume the requests of this node's link on other nodes. `reason` tells why the link ended."""
 
     node: NodeId
     reason: str

@@ -194,7 +194,7 @@ def _apply_tick(member: Member, now: float) -> Step:
 def compute_deadline(member: Member) -> float | None:
     """Return the monotonic seconds at which a `MembershipTick` is due, because a deadline of the node passes.
 
-    Return None if time changes nothing: the node is a member that is lost, asleep or left.
+    Return None if time changes nothing: the node is a member that is lost or asleep.
     """
     if member.state in GONE:
         return None if member.enrolled else member.since + DELETE_AFTER_SECONDS

@@ -122,8 +122,8 @@ class ModelOperations:
     ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
         """Delete the cached prompts of a model (empty: of all models) on `node`, or on every node that may have them.
 
-        Return the results, and an error for the nodes that failed or None. A node that is away is such a node, because
-        its files remain.
+        Return the results, and an error for the nodes that failed or None. An absent node may have cached prompts in
+        its files, and counts as failed.
         """
         members = [member for member in self._dispatcher.view.nodes if member.state is not NodeState.LEFT]
         nodes = [member for member in members if _may_cache(member, model)] if node is None else [node]

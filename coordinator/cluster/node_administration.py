@@ -31,25 +31,28 @@ class NodeAdministration:
     def set_cordoned(self, node: NodeId, *, on: bool) -> None:
         """Exclude a node from new work if `on`, otherwise admit it again.
 
-        Raise `IllegalEventError` if the node has left; nothing is stored then.
+        Raise `IllegalEventError` if the node has left; nothing is stored then. Raise `StoreError` after a failed write.
         """
         self.registry.apply_event(node, MemberCordoned() if on else MemberUncordoned())
         self.store.members.put(replace(self.store.members[node], cordoned=on))
 
     def set_video_allowed(self, node: NodeId, *, on: bool) -> None:
-        """Allow or forbid video jobs on a node. A running video job is finished."""
+        """Allow or forbid video jobs on a node. A running video job is finished.
+
+        Raise `KeyError` for an unknown node, `StoreError` after a failed write.
+        """
         self.store.members.put(replace(self.store.members[node], video=on))
         self.registry.publish_view()
 
     def set_labels(self, node: NodeId, labels: tuple[str, ...]) -> None:
-        """Replace all labels of a node."""
+        """Replace all labels of a node. Raise `KeyError` for an unknown node, `StoreError` after a failed write."""
         self.store.members.put(replace(self.store.members[node], labels=labels))
         self.registry.publish_view()
 
     def remove_node(self, node: NodeId) -> None:
         """Revoke a node at once: its certificate, links and membership.
 
-        Raise `IllegalEventError` if the node has left.
+        Raise `IllegalEventError` if the node has left, `StoreError` after a failed write.
         """
         self.links.disconnect_node(
             node, "removed", Denied("removed", "this node was removed from the cluster by an administrator", final=True)

@@ -36,7 +36,10 @@ class NodeDirectory:
         return str(node) if row is None else row.name
 
     def describe_host(self, node: NodeId) -> tuple[str, str, str]:
-        """Return a member's chip, operating system and macpool version. The version is empty before its first link."""
+        """Return a member's chip, operating system and macpool version. The version is empty before its first link.
+
+        Raise `KeyError` for an unknown node.
+        """
         hardware = self._store.members[node].hardware
         return hardware.chip, hardware.system, self._records.get_software(node)[0]
 
@@ -71,7 +74,7 @@ class NodeDirectory:
     def build_node_row(self, node: NodeId, in_flight: int) -> dict[str, Any]:
         """Return one node as a row of the API, with `in_flight` as its number of requests.
 
-        Sizes are in bytes; None means unknown.
+        Sizes are in bytes; None means unknown. Raise `KeyError` if the node is not a member.
         """
         reported_at = self._records.get_reported_at(node)
         version, protocol = self._records.get_software(node)

@@ -128,7 +128,10 @@ class Registry:
     # -- events of links -------------------------------------------------------------------
 
     def on_link_up(self, node: NodeId, hello: Hello) -> int:
-        """Record a new link of a member and return its sequence number."""
+        """Record a new link of a member and return its sequence number.
+
+        Raise `IllegalEventError` if the member has left, and `StoreError` if changed hardware cannot be stored.
+        """
         number = next(self._link_numbers)
         row, hardware = self._store.members[node], sanitize_hardware(hello.hardware)
         if row.hardware != hardware:
@@ -144,7 +147,10 @@ class Registry:
             self.apply_event(node, MemberDisconnected(number, reason))
 
     def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
-        """Handle a frame of the link `number`: a report, goodbye or renewal. Pass other frames to the listener."""
+        """Handle a frame of the link `number`: a report, goodbye or renewal. Pass other frames to the listener.
+
+        Raise `StoreError` after a failed write, for a renewal or the goodbye of a node that leaves.
+        """
         if type(frame) is Report:
             self._handle_report(node, number, frame)
         elif type(frame) is Goodbye:
@@ -187,7 +193,7 @@ class Registry:
     # -- membership ------------------------------------------------------------------------
 
     def add_member(self, row: MemberRow) -> None:
-        """Add a machine that has received a certificate to the members."""
+        """Add a machine that has received a certificate to the members. The store already has its `row`."""
         log.info("node enrolled", node=row.node, name=row.name)
         self.apply_event(row.node, MemberEnrolled())
 

@@ -172,7 +172,10 @@ def redact_value(value: object, home: str) -> Any:
 
 
 def redact_settings(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return value and origin of each setting, by key. A text that is not a word, number or path becomes `HIDDEN`."""
+    """Return value and origin of each setting, by key. A text that is not a word, number or path becomes `HIDDEN`.
+
+    The same holds for texts in lists. Tables of named entries are not changed.
+    """
     return {row["key"]: {"value": _redact_setting(row["value"]), "origin": row["origin"]} for row in rows}
 
 

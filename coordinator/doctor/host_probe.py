@@ -44,9 +44,10 @@ class ToolOutput:
 
 
 RunTool = Callable[[tuple[str, ...], float], ToolOutput | None]
-"""Runs a tool with a timeout in seconds. Returns None if the tool is missing or did not end."""
+"""Function that runs a tool with a timeout in seconds. The result is None if the tool is missing or did not end."""
 Dial = Callable[[str, int], int]
-"""Connects to a host and port by TCP, then disconnects. Returns 0, the errno, or -1 after a timeout."""
+"""Function that connects to a host and port by TCP, then disconnects. The result is 0, the errno, or -1 after a
+timeout."""
 
 
 def run_tool(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
@@ -69,7 +70,7 @@ def run_tool(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
 def dial_tcp(host: str, port: int) -> int:
     """Connect to a host and port by TCP, for at most `DIAL_TIMEOUT_SECONDS`, and disconnect.
 
-    Return 0, the errno of the failure, or -1 after a timeout.
+    Return 0, the errno of the failure, or -1 after a timeout or for a failure without errno.
     """
     try:
         socket.create_connection((host, port), DIAL_TIMEOUT_SECONDS).close()
@@ -109,7 +110,7 @@ class HostProbe:
     root: Path = Path("/")
     """Folder that takes the place of `/`."""
     get_power: Callable[[], PowerState] = read_power
-    """Reads power source and battery."""
+    """Function that reads power source and battery."""
     timeout_seconds: float = 4.5
     """Time limit for all checks, in seconds."""
     read_inspection: Lazy[dict[str, Any] | None] = field(init=False)

@@ -79,7 +79,7 @@ class ConnectionSlot:
         self.slots.record_handshake_end(self)
 
     def mark_busy(self) -> None:
-        """Mark the connection as busy, because a request has begun. It then never closes for a new one."""
+        """Mark the connection as busy, because a request has begun. A busy connection is not closed for a new one."""
         self.slots.mark_busy(self)
 
     def mark_idle(self) -> None:
@@ -92,7 +92,7 @@ class ConnectionSlot:
         self.slots.record_valid_key(self.origin)
 
     def release(self) -> None:
-        """Release the slot."""
+        """Release the slot, which another connection can then use. Do nothing if it is released already."""
         self.slots.release(self)
 
 

@@ -27,7 +27,7 @@ def open_listener(host: str, port: int) -> socket.socket:
 def get_reachable_host(host: str) -> str:
     """Return the host part of a URL with which other machines reach a listening address.
 
-    For a wildcard that is the best address of this machine in its network.
+    For a wildcard that is the best address of this machine in its network, or 127.0.0.1 if it has none.
     """
     if host not in ("0.0.0.0", "::"):  # noqa: S104
         return f"[{host}]" if ":" in host else host

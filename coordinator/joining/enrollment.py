@@ -68,11 +68,11 @@ class EnrollmentContext:
     store: Database
     approvals: ApprovalQueue
     clock: Callable[[], float]
-    """Returns Unix seconds."""
+    """Function that returns Unix seconds."""
     on_enrolled: Callable[[MemberRow], None]
-    """Called with every new member."""
+    """Function that is called with every new member."""
     get_link_address: Callable[[NodeId], str] = lambda node: ""
-    """Returns the address from which a member is linked; empty if it is not linked."""
+    """Function that returns the address from which a member is linked; empty if it is not linked."""
 
 
 class EnrollmentServer:
@@ -103,7 +103,8 @@ class _Stage(Enum):
 class EnrollmentConnection:
     """Enrolment on one connection of a peer without a certificate. `now` is monotonic seconds everywhere.
 
-    `wake` is called when `poll` has frames to send before the deadline.
+    `wake` is called when `poll` has frames to send before the deadline. `feed`, `process_frame` and `poll` raise
+    `StoreError` after a failed write.
     """
 
     def __init__(self, cluster: EnrollmentContext, address: str, now: float, wake: Callable[[], object]) -> None:

@@ -122,7 +122,7 @@ class ApprovalQueue:
         `wake` is called once, when a person has decided or the request has lost its place in the queue.
 
         Seconds are returned at a limit, and if the code is in use. If the queue is full, the address with the most
-        requests loses its oldest one. It must have at least two more than this node's address.
+        requests loses its oldest one. That address must have at least two more than this node's address.
         """
         self._delete_expired(now)
         here = get_network(waiting.address)

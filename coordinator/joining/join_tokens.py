@@ -80,7 +80,8 @@ class JoinTokens:
     ) -> JoinToken:
         """Create a token for `uses` nodes, valid for `ttl` seconds. Raise `ValueError` unless both are positive.
 
-        With `replaces`, a machine that is already a member replaces itself without that member's key.
+        With `replaces`, a machine that is already a member replaces itself without that member's key. Raise
+        `StoreError` after a failed write.
         """
         if ttl <= 0 or uses < 1:
             raise ValueError(f"a token needs a positive time ({ttl} s) and at least one use ({uses})")
@@ -98,7 +99,7 @@ class JoinTokens:
         return [JoinTokenInfo(row.id, row.name, row.created, row.expires, row.uses_left, row.revoked) for row in rows]
 
     def revoke(self, token_id: str) -> bool:
-        """Revoke the token with this id. Return False if there is none."""
+        """Revoke the token with this id. Return False if there is none. Raise `StoreError` after a failed write."""
         row = self._store.tokens.get(token_id)
         if row is not None:
             self._store.tokens.put(replace(row, revoked=True))
@@ -106,7 +107,7 @@ class JoinTokens:
         return row is not None
 
     def check(self, token_id: str, mac: bytes, csr: bytes) -> Redemption:
-        """Return the result that `redeem` would have with these arguments, without using the token."""
+        """Return the result that `redeem` would have with these arguments, without using the token. Log a refusal."""
         row = self._store.tokens.get(token_id)
         proven = hmac.compare_digest(compute_request_mac(row.key if row else _UNKNOWN_DIGEST, csr), mac)
         if row is None:
@@ -122,14 +123,14 @@ class JoinTokens:
         return Redemption.ACCEPTED
 
     def may_replace(self, token_id: str) -> bool:
-        """Return whether a token was created for a machine that may already be a member."""
+        """Return whether a token was created with `replaces` since the start of this process."""
         return token_id in self._replacing
 
     def redeem(self, token_id: str, mac: bytes, csr: bytes) -> Redemption:
         """Use a token once for the certificate request `csr` (DER), and return whether it was accepted, or why not.
 
         The token is accepted only if `mac` proves the knowledge of its secret. The caller must flush the store before
-        it acts on the result.
+        it acts on the result. Raise `StoreError` after a failed write.
         """
         answer = self.check(token_id, mac, csr)
         if answer is Redemption.ACCEPTED:

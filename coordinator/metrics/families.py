@@ -34,7 +34,10 @@ class MetricKind(StrEnum):
 
 
 class HistogramValue(NamedTuple):
-    """Value of a histogram: upper bounds without the infinite one, and the count of each bucket, not cumulative."""
+    """Value of a histogram: upper bounds without the infinite one, and a tally.
+
+    The tally has the count of each bucket, not cumulative, and the sum of all values.
+    """
 
     bounds: Sequence[float]
     tally: HistogramSnapshot
@@ -109,7 +112,7 @@ def create_counter(name: str, meaning: str, read: Callable[[P], float | None]) -
 
 
 def join_quoted(values: Iterable[str]) -> str:
-    """Return label values as a list for the manual."""
+    """Return label values as one text for the manual: each in backquotes, separated by commas."""
     return ", ".join(f"`{value}`" for value in values)
 
 

@@ -27,12 +27,16 @@ class ProcessMetrics:
 
 @dataclass(frozen=True, slots=True)
 class LinkCounts:
-    """Connections of the cluster port: current (`open`, `unlinked`) and since the start (`linked`, `denied`)."""
+    """Numbers of connections of the cluster port."""
 
     open: int
+    """Links that are open now."""
     unlinked: int
+    """Open connections that are not links."""
     linked: int
+    """Links established since the start of the coordinator."""
     denied: int
+    """Greetings (`Hello`) denied since the start."""
 
 
 @dataclass(frozen=True, slots=True)

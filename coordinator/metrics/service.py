@@ -1,4 +1,4 @@
-"""Takes metric snapshots of the coordinator and of every node, and lists the targets for Prometheus.
+"""Take metric snapshots of the coordinator and of every node, and list the targets for Prometheus.
 
 A snapshot is taken in one step on the loop and serialized on a thread, because streams must not wait for a scrape. A
 node that does not answer has no snapshot: its scrape fails, and Prometheus reports `up 0` instead of old numbers.
@@ -49,8 +49,9 @@ class NodeUnreachable(Exception):
 class MetricsService:
     """Source of all metrics of the coordinator and of the nodes.
 
-    `read_validities` reads the validity of certificates by name. `get_conditions` returns by alert rule whether it is
-    active, `get_video_snapshot` the metrics of video jobs, and `get_wish_snapshot` those of wishes.
+    `read_validities` reads the validity of certificates by name. `get_conditions` returns for each alert rule whether
+    its condition is active. `get_video_snapshot` returns the metrics of video jobs, `get_wish_snapshot` those of
+    wishes.
     """
 
     def __init__(
@@ -109,11 +110,14 @@ class MetricsService:
         ]
 
     def collect_node(self, view: NodeView, measures: NodeMeasures | None) -> list[CollectedFamily[NodeSnapshot]]:
-        """Return the metric families of a node with their series, by its newest report and these measurements."""
+        """Return the metric families of a node with their series, by its newest report and these measurements.
+
+        Without measurements (None), the histograms of the node are missing.
+        """
         return collect_families(NODE, self.take_node_snapshot(view, measures))
 
     def take_node_snapshot(self, view: NodeView, measures: NodeMeasures | None) -> NodeSnapshot:
-        """Return the metrics snapshot of a node by its newest report and these measurements."""
+        """Return the metrics snapshot of a node by its newest report and these measurements, if any."""
         wall = time.time()
         reported_at = wall - max(0.0, self._dispatcher.get_time() - view.reported_at)
         about = self._labels.admit_host(view.id, self._nodes.directory.describe_host(view.id))

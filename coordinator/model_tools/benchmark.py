@@ -41,7 +41,7 @@ class RequestSender(Protocol):
     """Part of the dispatcher that a benchmark uses."""
 
     def submit(self, spec: RequestSpec) -> ActiveRequest:
-        """Accept a request."""
+        """Accept a request and return it. The caller must `close` the request."""
         ...
 
     def close(self, request: ActiveRequest) -> None:
@@ -65,7 +65,8 @@ class Benchmark:
     async def measure(self, host: tuple[str, str, str]) -> BenchmarkRecord | Refused | RequestFailure:
         """Load the model if necessary, and measure it. `host` is chip, operating system and version of Macpool.
 
-        Return the refusal or error of a request that prevents the measurement.
+        Return the refusal or error of a request that prevents the measurement. Raise `KeyError` if the node or the
+        model is no longer in the pool at the end.
         """
         warm = (await self._send(WARM_UP_TOKENS, 1, 1))[0]
         if not isinstance(warm, Finished):
@@ -138,7 +139,7 @@ def summarize_run(tokens: int, finished: Sequence[Finished]) -> BenchmarkRun:
     """Return the speeds of requests that ran at the same time, with prompts of `tokens` tokens.
 
     The prefill of all requests ends when the last one has waited for and done its own. Decode lasts as long as that of
-    the slowest request. The first token of an answer belongs to prefill.
+    the slowest request. The first token of an answer belongs to prefill. `finished` must not be empty.
     """
     prefill = max(answer.timings.waiting + answer.timings.prefill for answer in finished)
     decode = max(answer.timings.decode for answer in finished)

@@ -51,17 +51,26 @@ class QuantizationRecord:
     started: float
     actor: str = ""
     ended: float | None = None
+    """Time of the end; None while the quantization runs."""
     stage: QuantizationStage = QuantizationStage.RUNNING
     phase: str = ""
     """Phase of the order, as reported by the node; empty before the first report."""
     done: int = 0
+    """Bytes of quantized weights so far."""
     total: int = 0
+    """Bytes of quantized weights at the end; 0 if unknown."""
     speed: float = 0.0
+    """Bytes per second, as reported by the node."""
     code: str = ""
+    """`ModelOrderCode` of the end; empty while the quantization runs."""
     message: str = ""
+    """Reason of a failure, for a person."""
     stored: int = 0
+    """Bytes of the weights of the quantized model."""
     peak: int = 0
+    """Highest footprint of the process that quantized; 0 if unknown."""
     is_linked: bool = True
+    """Whether the node is linked."""
 
     def to_row(self, get_name: Callable[[NodeId], str]) -> dict[str, object]:
         """Return the quantization as a row of the API. `get_name` returns the display name of a node."""

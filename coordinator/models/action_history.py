@@ -41,11 +41,13 @@ class NodeHistory(msgspec.Struct, frozen=True):
     """Actions on one node."""
 
     running: WishAction | None = None
+    """Action that has begun and not ended; None without one."""
     ended_at: float = -1.0
     """End of the last action, in monotonic seconds; -1 before the first."""
     done: WishAction | None = None
-    """Last action, if it succeeded."""
+    """Last action, if it succeeded; else None."""
     swap: Swap | None = None
+    """Last swap; None before the first."""
 
 
 class ActionFailure(msgspec.Struct, frozen=True):
@@ -77,12 +79,15 @@ class ActionHistory(msgspec.Struct, frozen=True):
     """Time at which each replica, by node and model, was last seen ready."""
 
     def get_node(self, node: NodeId) -> NodeHistory:
-        """Return the history of one node."""
+        """Return the history of one node; an empty one before its first action."""
         return self.nodes.get(node, _NOTHING)
 
     def find_unreported(self, node: NodeView) -> WishAction | None:
         """Return the action on a node that its newest report does not show: the running one, or one that has just
-        succeeded."""
+        succeeded.
+
+        Return None if the report shows all actions.
+        """
         own = self.get_node(node.id)
         return own.running or (own.done if node.reported_at <= own.ended_at else None)
 

@@ -57,6 +57,7 @@ class HubClient:
         """Query the hub for the files and the metadata of a repository. An empty `revision` selects `main`.
 
         Return a refusal also if the token file cannot be used, if the child fails, or after `CHILD_TIMEOUT_SECONDS`.
+        Raise `OSError` if the child cannot be started.
         """
         try:
             token = self.read_token()

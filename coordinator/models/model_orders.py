@@ -33,7 +33,8 @@ class ModelOrders:
     async def run(self, kind: type[VerifyModel] | type[RemoveModel], node: NodeId, model: str) -> ModelOrderEnded:
         """Send an order about a model to a node and return its end.
 
-        Without a link, with too many open orders and when the link is lost, the end has the code `failed`.
+        The end has the code `failed` without a link, with too many open orders, and when the link is lost. The same
+        holds after `ORDER_TIMEOUT_SECONDS`.
         """
         order = self._number()
         if len(self._open) >= MAX_OPEN_ORDERS:

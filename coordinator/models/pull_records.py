@@ -53,12 +53,15 @@ class PullRecords:
         return sorted(records, key=lambda record: (record.started, record.id))
 
     def store(self, record: PullRecord) -> None:
-        """Write a record. Raise OSError on failure."""
+        """Write a record. Raise OSError on failure, ValueError if its id is not the id of a pull."""
         create_private_folder(self._folder)
         write_private(self._get_file(record.id), msgspec.json.encode(record))
 
     def delete(self, pull: str) -> None:
-        """Delete a record. Do nothing if there is none."""
+        """Delete a record. Do nothing if there is none.
+
+        Raise OSError on failure, ValueError if `pull` is not the id of a pull.
+        """
         self._get_file(pull).unlink(missing_ok=True)
 
     def _get_file(self, pull: str) -> Path:

@@ -8,7 +8,10 @@ from wire.identity import NodeId
 
 
 def build_pull_row(record: PullRecord, get_name: Callable[[NodeId], str]) -> dict[str, object]:
-    """Return a pull as a row of the API. `get_name` returns the display name of a node. Sizes are bytes."""
+    """Return a pull as a row of the API. `get_name` returns the display name of a node.
+
+    Sizes are bytes, times are Unix seconds, speeds are bytes per second.
+    """
     manifest, nodes = record.manifest, record.state.nodes
     mirror = record.state.mirror
     return {

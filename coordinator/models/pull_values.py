@@ -80,6 +80,7 @@ class PullState:
     next_order: int
     """Number of the next order."""
     mirror: Mirror | None = None
+    """Mirror from which other nodes get the files; None without one."""
     no_mirror: frozenset[NodeId] = field(default_factory=frozenset[NodeId])
     """Nodes that could not open a mirror."""
 
@@ -187,7 +188,7 @@ Event = NodeLinked | NodeUnlinked | PullNodeRemoved | OrderProgressed | OrderEnd
 
 @dataclass(frozen=True, slots=True)
 class SendPull:
-    """Action: send PullModel to a node with the source `source`; from `mirror` if that is a mirror."""
+    """Action: send PullModel to a node. `mirror` has the mirror if `source` is one; None for the hub."""
 
     node: NodeId
     order: int
@@ -197,7 +198,7 @@ class SendPull:
 
 @dataclass(frozen=True, slots=True)
 class SendServe:
-    """Action: send ServeModel to a node."""
+    """Action: send ServeModel to a node. `order` is the number of the order."""
 
     node: NodeId
     order: int
@@ -205,7 +206,7 @@ class SendServe:
 
 @dataclass(frozen=True, slots=True)
 class SendCancel:
-    """Action: send CancelModelOrder to a node."""
+    """Action: send CancelModelOrder to a node. `order` is the number of the order to cancel."""
 
     node: NodeId
     order: int

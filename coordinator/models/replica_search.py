@@ -35,7 +35,7 @@ RECENT_USE_SECONDS = 60.0
 MIN_HEADROOM_GROWTH_BYTES = 64 * MIB
 """Growth of the headroom after which a node gets a load again that it refused for memory."""
 HEADROOM_GROWTH_SHARE = 0.05
-"""The same growth as a share of the weights, if that is more."""
+"""Growth of the headroom as a share of the weights, which applies if it is more than `MIN_HEADROOM_GROWTH_BYTES`."""
 
 
 class Obstacle(StrEnum):

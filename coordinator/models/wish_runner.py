@@ -70,7 +70,7 @@ class WishRunner:
         return WishSnapshot(self._counters, {state.wish.model: (state.wanted, len(state.ready)) for state in states})
 
     async def run(self) -> None:
-        """Carry out the plans until the task is cancelled."""
+        """Carry out the plans until the task is cancelled. Then cancel the begun actions; failed rounds are logged."""
         try:
             while True:
                 await self._woken.wait()

@@ -51,7 +51,7 @@ class NodeLoad:
     memory: int | None = None
     """Current memory in bytes; None while the node is not linked or the pool does not use its memory."""
     cap: int | None = None
-    """Cap in bytes; None in the same cases."""
+    """Cap in bytes; None in the same cases as `memory`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,11 @@
 
 Not verified on macOS: see `service` in the checklist.
 
-A LaunchDaemon, not an agent: daemons need no permission for the local network (TN3179) and run before any login. It
-runs as an ordinary user. ProcessType is Interactive, because Standard and Background throttle CPU and disk. launchd
-expands neither ~ nor variables, and accepts only strings in the environment. It does not rotate a job's output, hence
-the processes truncate that file (`host.log_setup`). There is no caffeinate around the program, because launchd would
-then supervise caffeinate.
+A LaunchDaemon, not an agent: daemons need no permission for the local network (TN3179) and run before any login. The
+job runs as an ordinary user. ProcessType is Interactive, because Standard and Background throttle CPU and disk. launchd
+expands neither ~ nor variables, and accepts only strings in the environment. A job's output is not rotated by launchd,
+hence the processes truncate that file (`host.log_setup`). There is no caffeinate around the program, because launchd
+would then supervise caffeinate.
 """
 
 import plistlib

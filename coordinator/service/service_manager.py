@@ -73,7 +73,8 @@ class ServiceHost:
     def run_tool(self, tool: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """Run a tool of `tools` and return its result with any exit code.
 
-        Raise `ServiceError` if the tool is missing, or runs longer than `TOOL_TIMEOUT_SECONDS`.
+        Raise `ServiceError` if the tool is missing, or runs longer than `TOOL_TIMEOUT_SECONDS`. Raise `OSError` if the
+        tool cannot be executed.
         """
         command = [self.tools[tool], *arguments]
         try:
@@ -94,7 +95,10 @@ class ServiceHost:
             raise ServiceError(7, f"{' '.join(command)} did not end within {TOOL_TIMEOUT_SECONDS:.0f} s") from None
 
     def run_tool_checked(self, tool: str, *arguments: str) -> None:
-        """Run a tool of `tools`. Raise `ServiceError` with the tool's message if its exit code is not 0."""
+        """Run a tool of `tools`. Raise `ServiceError` with the tool's message if its exit code is not 0.
+
+        Raise the errors of `run_tool` as well.
+        """
         done = self.run_tool(tool, *arguments)
         if done.returncode:
             message = (done.stderr.strip() or done.stdout.strip() or "no message")[:500]
@@ -104,7 +108,7 @@ class ServiceHost:
     # -- commands to the manager -------------------------------------------------------------------
 
     def read_state(self) -> ServiceState:
-        """Return the state of the service. Raise `ServiceError` if the manager's tool is missing or hangs."""
+        """Return the state of the service. Raise the errors of `run_tool` if launchctl or systemctl cannot be run."""
         if self.mac:
             done = self.run_tool("launchctl", "print", f"{launchd.DOMAIN}/{LABEL}")
             return launchd.parse_state(done.returncode, done.stdout)
@@ -113,7 +117,7 @@ class ServiceHost:
         )
 
     def load_unit(self) -> None:
-        """Load the unit into the manager, and start it now and at each boot. Raise `ServiceError` if a tool fails."""
+        """Load the unit into the manager, and start it now and at each boot. Raise the errors of `run_tool_checked`."""
         if self.mac:
             self.run_tool("launchctl", "enable", f"{launchd.DOMAIN}/{LABEL}")
             self.run_tool_checked("launchctl", "bootstrap", launchd.DOMAIN, str(self.unit))
@@ -125,7 +129,7 @@ class ServiceHost:
     def unload_unit(self, label: str = LABEL) -> None:
         """Stop and unload the service; on macOS, the job `label`. Do nothing if it is not loaded.
 
-        Raise `ServiceError` if launchctl or systemctl fails.
+        Raise the errors of `run_tool_checked` if launchctl or systemctl fails.
         """
         if self.mac:
             done = self.run_tool("launchctl", "bootout", f"{launchd.DOMAIN}/{label}")
@@ -136,7 +140,7 @@ class ServiceHost:
             self.run_tool_checked("systemctl", "disable", "--now", UNIT)
 
     def restart_service(self) -> None:
-        """Stop the service gracefully and start it again. Raise `ServiceError` if launchctl or systemctl fails."""
+        """Stop the service gracefully and start it again. Raise the errors of `run_tool_checked`."""
         if self.mac:
             self.run_tool_checked("launchctl", "kickstart", "-k", f"{launchd.DOMAIN}/{LABEL}")
         else:
@@ -145,7 +149,7 @@ class ServiceHost:
     def reload_manager(self) -> None:
         """Reload systemd after the removal of the unit's file; launchd needs no reload.
 
-        Raise `ServiceError` if systemctl fails.
+        Raise the errors of `run_tool_checked` if systemctl fails.
         """
         if not self.mac:
             self.run_tool_checked("systemctl", "daemon-reload")

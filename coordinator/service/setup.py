@@ -46,7 +46,7 @@ class ExistingUnit:
 def read_existing_unit(host: ServiceHost, file: Path) -> ExistingUnit:
     """Read an existing unit; empty if the file does not exist.
 
-    Raise `ServiceError` if this program did not write the file, or if it cannot be read.
+    Raise `ServiceError` if this program did not write the file, or if the file cannot be read.
     """
     try:
         facts = file.lstat()
@@ -73,8 +73,8 @@ def read_existing_unit(host: ServiceHost, file: Path) -> ExistingUnit:
 def check_plan(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:
     """Check a plan and return the existing unit.
 
-    Raise `ServiceError` without root, if files belong to another user, or if the existing unit is foreign or serves
-    another user or state folder.
+    Raise `ServiceError` without root, if the user is unknown or root, or if files belong to another user. Raise it also
+    if the existing unit is foreign, or serves another user or state folder.
     """
     if host.uid != 0:
         raise ServiceError(4, "a service of the system is installed by root: run it again with sudo")
@@ -120,7 +120,8 @@ def install(
     """Carry out the plan, and wait up to `timeout_seconds` until the service runs.
 
     Return the completed steps (an empty list if all was in place) and the state of the service. Raise `ServiceError` if
-    the plan is not allowed, or if a step fails. If the service does not start, the earlier unit is restored.
+    the plan is not allowed, or if a step fails. If the service does not start, the earlier unit is restored. Raise
+    `OSError` if a folder cannot be created.
     """
     before, done = check_plan(host, plan), list[str]()
     wanted, service_state = host.render_unit(plan), host.read_state()
@@ -151,7 +152,8 @@ def install(
 def wait_until_running(host: ServiceHost, timeout_seconds: float) -> ServiceState:
     """Wait until the service has run as one process for `STEADY_SECONDS`, or `timeout_seconds / 4` if that is less.
 
-    Return the state of the service. Raise `ServiceError` if that does not happen within `timeout_seconds`.
+    Return the state of the service. Raise `ServiceError` if that does not happen within `timeout_seconds`, or if the
+    state cannot be read.
     """
     pause, began = threading.Event(), time.monotonic()
     since, pid = began, None
@@ -246,7 +248,8 @@ def _write_unit(host: ServiceHost, file: Path, text: str) -> None:
 def uninstall(host: ServiceHost) -> list[str]:
     """Stop the service and remove its units, but no data. Return the completed steps.
 
-    Raise `ServiceError` without root, if a unit is foreign, or if launchctl or systemctl fails.
+    Raise `ServiceError` without root, if a unit is foreign, or if launchctl or systemctl fails. Raise `OSError` if a
+    file cannot be removed.
     """
     if host.uid != 0:
         raise ServiceError(4, "a service of the system is removed by root: run it again with sudo")

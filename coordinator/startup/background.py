@@ -45,21 +45,26 @@ def start_periodic_tasks(
     tls: HttpsCa | ssl.SSLContext | None,
     stack: AsyncExitStack,
 ) -> None:
-    """Start the periodic renewal of certificates and the periodic write of usage. `stack` stops them."""
+    """Start the periodic renewal of certificates and the periodic write of usage. `stack` stops them.
+
+    `tls` is the TLS of the endpoint, of which only an `HttpsCa` is renewed; None without TLS.
+    """
     stack.push_async_callback(_cancel_task, asyncio.create_task(_renew_certificates(state.authority, tls)))
     stack.callback(access.admin.usage.record, dispatcher.usage)
     stack.push_async_callback(_cancel_task, asyncio.create_task(_store_usage(access.admin, dispatcher)))
 
 
 def start_wishes(wishes: WishRunner, stack: AsyncExitStack) -> None:
-    """Start to load and unload models for the wishes. `stack` stops that."""
+    """Start the loop that loads and unloads models for the wishes. `stack` stops the loop."""
     stack.push_async_callback(_cancel_task, asyncio.create_task(wishes.run()))
 
 
 def start_conditions(
     conditions: ConditionEvaluator, settings: CoordinatorSettings, metrics: MetricsService, stack: AsyncExitStack
 ) -> None:
-    """Start to watch the conditions that need a person. `stack` stops that.
+    """Start to evaluate the conditions that need a person, and to log them and send them to the webhook, if any.
+
+    `stack` stops the evaluation and the webhook.
 
     Raise `AuthorityError` if the webhook address is invalid.
     """
@@ -103,7 +108,8 @@ async def start_local_node(
 ) -> bool:
     """Start the node on this machine. Return whether it can answer requests within `LOCAL_NODE_TIMEOUT_SECONDS`.
 
-    `stack` stops the node.
+    `stack` stops the node. Raise `OSError` if its process cannot be started, and `StoreError` if the join token cannot
+    be stored.
     """
     address = f"{get_local_host(options.cluster_listen[0])}:{cluster.port}"
     node = LocalNode(

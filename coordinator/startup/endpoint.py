@@ -46,7 +46,7 @@ MAX_OPEN_FILES = 8192
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Addresses of the endpoint for clients, and of the cluster port."""
+    """Listening socket, TLS and addresses of the endpoint for clients, and the address of the cluster port."""
 
     socket: socket.socket
     """Listening socket of the endpoint."""
@@ -65,7 +65,8 @@ class Endpoint:
 def create_endpoint(options: RunOptions, state: Path, cluster_port: int, listener: socket.socket) -> Endpoint:
     """Return the endpoint of an open socket, with its TLS.
 
-    `state` is the state folder. Raise `AuthorityError` if the TLS settings cannot be used.
+    `state` is the state folder. Raise `AuthorityError` if the TLS settings cannot be used, and `OSError` if a
+    certificate cannot be written.
     """
     host, port = options.listen[0], listener.getsockname()[1]
     tls = create_https_tls(options.settings.http, host, state)

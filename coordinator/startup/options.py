@@ -58,7 +58,7 @@ def parse_webhook_address(settings: CoordinatorSettings) -> WebhookAddress:
 
 
 def log_guards(options: RunOptions, tls: HttpsCa | ssl.SSLContext | None) -> None:
-    """Log the resolved value of every protective setting."""
+    """Log the resolved value of every protective setting. `tls` is the TLS of the endpoint; None without TLS."""
     http, router = options.settings.http, options.settings.router
     webhook = options.settings.alerts.webhook_url
     log.info(

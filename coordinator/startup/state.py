@@ -86,6 +86,7 @@ def load_credentials(state: CoordinatorState, http: HttpSettings, listen: str) -
     """Load the credentials for an endpoint that listens on the host `listen`.
 
     Raise `AuthorityError` if `check_http_settings` refuses the settings, such as anonymous clients of other machines.
+    Raise `OSError` if the pepper cannot be read or written.
     """
     check_http_settings(http, listen)
     tokens, approvals, pepper = (

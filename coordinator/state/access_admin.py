@@ -39,7 +39,8 @@ class NameTakenError(ValueError):
 class AccessAdmin:
     """Administration of join tokens, API keys and audit log, in the database and in the key ring.
 
-    Methods that return a dict return the JSON body of the API's response. `clock` returns Unix seconds.
+    Methods that return a dict return the JSON body of the API's response. `clock` returns Unix seconds. Methods that
+    change the database raise `StoreError` after a failed write.
     """
 
     store: Database
@@ -62,7 +63,7 @@ class AccessAdmin:
     def create_token(self, ttl: float, uses: int, name: str) -> dict[str, Any]:
         """Create a join token for `uses` nodes, valid for `ttl` seconds. The result contains its text.
 
-        Raise `ValueError` unless both are positive.
+        Raise `ValueError` unless both are positive, `StoreError` after a failed write.
         """
         return {"schema": 1, "token": str(self.tokens.create(ttl, uses, name))}
 
@@ -75,7 +76,8 @@ class AccessAdmin:
         return {"schema": 1, "tokens": rows}
 
     def revoke_token(self, token: str) -> bool:
-        """Revoke a join token by its id. Return False if no token has this id."""
+        """Revoke a join token by its id. Return False if no token has this id. Raise `StoreError` after a failed
+        write."""
         return self.tokens.revoke(token)
 
     def check_key_name(self, name: str, except_key: str = "") -> None:
@@ -91,7 +93,8 @@ class AccessAdmin:
     ) -> dict[str, Any]:
         """Create an API key that is valid for `ttl` seconds, or without expiry if `ttl` is None.
 
-        The result contains the key's text, which is not stored. Raise `ValueError` for unknown scopes.
+        The result contains the key's text, which is not stored. Raise `ValueError` for unknown scopes, `StoreError`
+        after a failed write.
         """
         limits = None if limits == NO_LIMITS else limits
         now = self.clock()
@@ -103,19 +106,28 @@ class AccessAdmin:
         return {"schema": 1, "id": key.id, "key": text}
 
     def set_key_limits(self, key: str, limits: KeyLimits) -> bool:
-        """Replace the limits of a key, effective at once. Return False if no key has the id `key`."""
+        """Replace the limits of a key, effective at once. Return False if no key has the id `key`.
+
+        Raise `StoreError` after a failed write.
+        """
         return self._change_key(key, limits=None if limits == NO_LIMITS else limits)
 
     def rename_key(self, key: str, name: str) -> bool:
-        """Rename a key. Return False if no key has the id `key`."""
+        """Rename a key. Return False if no key has the id `key`. Raise `StoreError` after a failed write."""
         return self._change_key(key, name=name)
 
     def set_key_expiry(self, key: str, ttl: float | None) -> bool:
-        """Set the expiry of a key to `ttl` seconds from now; None: never. Return False if no key has the id `key`."""
+        """Set the expiry of a key to `ttl` seconds from now; None: never. Return False if no key has the id `key`.
+
+        Raise `StoreError` after a failed write.
+        """
         return self._change_key(key, expires=None if ttl is None else self.clock() + ttl)
 
     def rotate_key(self, key: str) -> str | None:
-        """Replace the secret of a key. Return the key's new text; None if no key has the id `key`."""
+        """Replace the secret of a key. Return the key's new text; None if no key has the id `key`.
+
+        Raise `StoreError` after a failed write.
+        """
         digest, text = new_secret(self.pepper, key)
         return text if self._change_key(key, digest=digest) else None
 
@@ -144,7 +156,10 @@ class AccessAdmin:
         return {"schema": 1, "keys": rows}
 
     def revoke_key(self, key: str) -> bool:
-        """Revoke a key, effective at once. Return False if no key has the id `key`."""
+        """Revoke a key, effective at once. Return False if no key has the id `key`.
+
+        Raise `StoreError` after a failed write; the key is no longer valid in this process then.
+        """
         self.ring.drop(key)
         return self.store.keys.revoke(key, self.clock())
 

@@ -75,12 +75,15 @@ class Database:
         return self._meta
 
     def create_cluster(self, cluster: str, name: str) -> None:
-        """Set id and display name of a new cluster."""
+        """Set id and display name of a new cluster. Raise `StoreError` after a failed write."""
         self._meta = replace(self._meta, cluster=cluster, name=name)
         self._writer.enqueue("UPDATE meta SET cluster = ?, name = ?", cluster, name)
 
     def increment_epoch(self) -> int:
-        """Increment the epoch, once at each start of the coordinator, and return the new value."""
+        """Increment the epoch, once at each start of the coordinator, and return the new value.
+
+        Raise `StoreError` after a failed write.
+        """
         self._meta = replace(self._meta, epoch=self._meta.epoch + 1)
         self._writer.enqueue("UPDATE meta SET epoch = ?", self._meta.epoch)
         return self._meta.epoch

@@ -13,7 +13,7 @@ class ClusterMeta:
     """Identity of the coordinator. Of two coordinators of one cluster, the one with the higher generation is valid."""
 
     cluster: str = ""
-    """Id of the cluster; empty before it is created."""
+    """Id of the cluster; empty before the cluster is created."""
     name: str = ""
     """Display name of the cluster."""
     epoch: int = 0
@@ -70,6 +70,7 @@ class KeyRow:
     expires: float | None = None
     """Time from which the key is not valid; None: never."""
     limits: KeyLimits | None = None
+    """Limits of the key; None for no limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class AuditRow:
     at: float
     """Time in Unix seconds."""
     actor: str
-    """Id of a key, `local`, `offline`, or the name of a node."""
+    """Id of a key; or `local`, `page`, `offline` or `node` (a node that joins)."""
     action: str
     subject: str
     address: str = ""

@@ -13,8 +13,10 @@ def open_database(path: Path, migrations: Sequence[str]) -> sqlite3.Connection:
     """Open a database (mode 0600, WAL, synchronous=FULL) and apply the missing `migrations`.
 
     `migrations` has one SQL script per schema version, oldest first. Before a change of the schema, keep a copy of the
-    database next to it. Raise `StoreError` if the database cannot be opened, is damaged, or was written by a newer
-    macpool.
+    database next to it.
+
+    Raise `StoreError` if the database cannot be opened, is damaged, or was written by a newer macpool. Raise `OSError`
+    if the copy cannot be written.
     """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))

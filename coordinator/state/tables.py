@@ -25,7 +25,7 @@ Row = TypeVar("Row")
 
 
 class RowTable(Mapping[Key, Row]):
-    """Rows by key, for readers. Subclasses change them."""
+    """Rows by key, for readers. The subclasses have the methods that change rows."""
 
     def __init__(self, rows: dict[Key, Row], writer: StoreWriter) -> None:
         self._rows = rows
@@ -49,7 +49,7 @@ class MemberTable(RowTable[NodeId, MemberRow]):
         super().__init__({row.node: row for row in rows}, writer)
 
     def put(self, row: MemberRow) -> None:
-        """Add a member, or replace the row of its node id."""
+        """Add a member, or replace the row of its node id. Raise `StoreError` after a failed write."""
         self._rows[row.node] = row
         self._writer.enqueue(
             "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
@@ -74,7 +74,7 @@ class TokenTable(RowTable[str, TokenRow]):
         super().__init__({row.id: row for row in rows}, writer)
 
     def put(self, row: TokenRow) -> None:
-        """Add a join token, or replace the row of its id."""
+        """Add a join token, or replace the row of its id. Raise `StoreError` after a failed write."""
         self._rows[row.id] = row
         self._writer.enqueue(
             "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -88,7 +88,7 @@ class TokenTable(RowTable[str, TokenRow]):
         )
 
     def delete(self, token: str) -> None:
-        """Delete the join token of this id. Do nothing if there is none."""
+        """Delete the join token of this id. Do nothing if there is none. Raise `StoreError` after a failed write."""
         self._rows.pop(token, None)
         self._writer.enqueue("DELETE FROM tokens WHERE id = ?", token)
 
@@ -101,7 +101,7 @@ class KeyTable(RowTable[str, KeyRow]):
         super().__init__({row.id: row for row in rows}, writer)
 
     def put(self, row: KeyRow) -> None:
-        """Add an API key, or replace the row of its id."""
+        """Add an API key, or replace the row of its id. Raise `StoreError` after a failed write."""
         self._rows[row.id] = row
         self._writer.enqueue(
             "INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?, ?, NULL, ?)",
@@ -115,7 +115,10 @@ class KeyTable(RowTable[str, KeyRow]):
         )
 
     def revoke(self, key: str, now: float) -> bool:
-        """Revoke an API key at `now` (Unix seconds). Return False if no key has this id. Its row is kept on disk."""
+        """Revoke an API key at `now` (Unix seconds). Return False if no key has this id. Its row is kept on disk.
+
+        Raise `StoreError` after a failed write.
+        """
         known = self._rows.pop(key, None) is not None
         self._writer.enqueue("UPDATE keys SET revoked = ? WHERE id = ?", now, key)
         return known
@@ -129,14 +132,14 @@ class WishTable(RowTable[str, Wish]):
         super().__init__({model: msgspec.json.decode(wish, type=Wish) for model, wish in rows}, writer)
 
     def put(self, wish: Wish) -> None:
-        """Add a wish, or replace the wish for its model."""
+        """Add a wish, or replace the wish for its model. Raise `StoreError` after a failed write."""
         self._rows[wish.model] = wish
         self._writer.enqueue(
             "INSERT OR REPLACE INTO wishes VALUES (?, ?)", wish.model, msgspec.json.encode(wish).decode()
         )
 
     def delete(self, model: str) -> bool:
-        """Delete the wish for a model. Return False if there is none."""
+        """Delete the wish for a model. Return False if there is none. Raise `StoreError` after a failed write."""
         known = self._rows.pop(model, None) is not None
         self._writer.enqueue("DELETE FROM wishes WHERE model = ?", model)
         return known
@@ -153,7 +156,10 @@ class UsageTable:
         self._writer = writer
 
     def add(self, key: str, model: str, day: str, used: UsageTotals) -> None:
-        """Add `used` to the usage of a model by a key (id) on a day (UTC, `2026-01-31`)."""
+        """Add `used` to the usage of a model by a key (id) on a day (UTC, `2026-01-31`).
+
+        Raise `StoreError` after a failed write.
+        """
         row = self._rows.setdefault((key, model, day), UsageRow(key, model, day, UsageTotals()))
         row.used.add(used)
         self._writer.enqueue(
@@ -169,7 +175,7 @@ class UsageTable:
         return sorted(self._rows.values(), key=lambda row: (row.day, row.key, row.model))
 
     def delete_before(self, before: str) -> None:
-        """Delete the usage of all days before `before` (`2026-01-31`)."""
+        """Delete the usage of all days before `before` (`2026-01-31`). Raise `StoreError` after a failed write."""
         old = [row for row in self._rows if row[2] < before]
         for row in old:
             del self._rows[row]
@@ -201,7 +207,7 @@ class AuditLog(Sequence[AuditRow]):
     def add(self, at: float, actor: str, action: str, subject: str, address: str = "") -> None:
         """Append an entry of the time `at` (Unix seconds), with the fields of `AuditRow`.
 
-        Keep the newest `MAX_AUDIT_ENTRIES` entries.
+        Keep the newest `MAX_AUDIT_ENTRIES` entries. Raise `StoreError` after a failed write.
         """
         number = self._rows[-1].number + 1 if self._rows else 1
         self._rows.append(AuditRow(number, at, actor, action, subject, address))
@@ -217,11 +223,17 @@ class DenyList:
         self._writer = writer
 
     def add_node(self, node: NodeId, now: float, reason: str) -> None:
-        """Add a node permanently, with any certificate. `now` is in Unix seconds."""
+        """Add a node permanently, with any certificate. `now` is in Unix seconds.
+
+        `reason` is stored with the entry. Raise `StoreError` after a failed write.
+        """
         self._add(f"node:{node}", now, reason)
 
     def add_serial(self, serial: str, now: float, reason: str) -> None:
-        """Add a certificate (serial in hex) permanently. `now` is in Unix seconds."""
+        """Add a certificate (serial in hex) permanently. `now` is in Unix seconds.
+
+        `reason` is stored with the entry. Raise `StoreError` after a failed write.
+        """
         self._add(f"serial:{serial}", now, reason)
 
     def is_denied(self, node: NodeId, serial: str) -> bool:

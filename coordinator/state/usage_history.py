@@ -25,7 +25,10 @@ class UsageHistory:
     clock: Callable[[], float]
 
     def record(self, usage: UsageCounter) -> None:
-        """Move the counts of `usage` into the database, and delete rows older than `USAGE_DAYS` days."""
+        """Move the counts of `usage` into the database, and delete rows older than `USAGE_DAYS` days.
+
+        Raise `StoreError` after a failed write. The counts are then lost.
+        """
         today = datetime.fromtimestamp(self.clock(), UTC).date()
         for (key, model), used in usage.drain().items():
             self.store.usage.add(key, model, today.isoformat(), used)
@@ -35,7 +38,7 @@ class UsageHistory:
         """Return the body of `/api/v1/keys/usage`: requests and tokens by key and model, with `daily` also by day.
 
         `since` is the first day (UTC), as `2026-01-31`; empty for all days. `key` limits the result to the key of this
-        id.
+        id; None for all keys. Without `daily`, the days are added up.
         """
         sums: dict[tuple[str, str, str], UsageTotals] = {}
         for row in self.store.usage.list_rows():

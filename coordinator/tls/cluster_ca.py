@@ -134,20 +134,23 @@ class ClusterCa:
 
     def get_validity(self) -> dict[str, tuple[float, float]]:
         """Return issue and expiry in Unix seconds of the CA (`authority`) and of the coordinator's certificate
-        (`coordinator`)."""
+        (`coordinator`). Raise `AuthorityError` if the coordinator's file cannot be read."""
         own, ca = read_certificate(self._read_own_certificate()), read_certificate(self.ca)
         return {"authority": (ca.issued, ca.expires), "coordinator": (own.issued, own.expires)}
 
     @property
     def renew_from(self) -> float:
-        """Unix time from which `renew` issues a new coordinator certificate."""
+        """Unix time from which `renew` issues a new coordinator certificate.
+
+        Raise `AuthorityError` if the file of the current certificate cannot be read.
+        """
         return read_certificate(self._read_own_certificate()).renew_from
 
     def renew(self) -> bool:
         """Issue a new coordinator certificate after two thirds of the validity of the current one.
 
-        New connections use the new certificate. Return whether a certificate was issued. Raise `OSError` if it cannot
-        be written.
+        New connections use the new certificate. Return whether a certificate was issued. Raise `AuthorityError` if the
+        current certificate cannot be read, and `OSError` if the new one cannot be written.
         """
         if self._clock() < self.renew_from:
             return False
@@ -159,8 +162,8 @@ class ClusterCa:
     def identify_peer(self, presented: bytes | ssl.SSLObject | ssl.SSLSocket | None) -> PeerIdentity | None:
         """Return the node of this cluster that a certificate names; None without a certificate or such a node.
 
-        `presented` is the certificate (DER), or the TLS object of the connection. Its signature must be verified
-        already.
+        `presented` is the certificate (DER), or the TLS object of the connection. The signature of the certificate must
+        be verified already. Raise `ValueError` for bytes that are not a certificate.
         """
         der = (
             presented.getpeercert(binary_form=True)
@@ -266,7 +269,7 @@ def create_certificate_builder(
 ) -> x509.CertificateBuilder:
     """Return a builder with subject `name`, issuer, key, serial number and validity; the caller adds extensions.
 
-    `now` is in Unix seconds. The validity begins `BACKDATED_SECONDS` before `now` and ends `life` seconds after it.
+    `now` is in Unix seconds. The validity begins `BACKDATED_SECONDS` before `now` and ends `life` seconds after `now`.
     """
     moment = datetime.datetime.fromtimestamp(now, datetime.UTC)
     return (

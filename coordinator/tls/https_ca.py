@@ -2,8 +2,8 @@
 
 Clients accept HTTPS only from an authority that they trust, and people will add this authority to the trust store. The
 cluster's CA must not be there, because it admits nodes. A trusted authority can also pose as any site. Hence this is a
-separate key, whose certificate has critical name constraints (RFC 5280 §4.2.1.10). They permit names under `.local`,
-`localhost` and the names of `http.allowed_hosts`. A stolen key cannot pose as a site with another name.
+separate key, whose certificate has critical name constraints (RFC 5280 §4.2.1.10). The constraints permit names under
+`.local`, `localhost` and the names of `http.allowed_hosts`. A stolen key cannot pose as a site with another name.
 
 Addresses are not constrained. BoringSSL (Bun, Claude Code, Electron) refuses every certificate with an address below an
 authority that constrains addresses (docs/decisions/0030).
@@ -11,8 +11,8 @@ authority that constrains addresses (docs/decisions/0030).
 An authority of an earlier version, with constraints on addresses, is issued again with the same key and subject. A
 client that trusts the earlier certificate accepts the endpoint as before.
 
-The endpoint's certificate holds the current names and addresses of this machine. It is replaced when they change or
-after two thirds of its validity. New connections use the new certificate.
+The endpoint's certificate holds the current names and addresses of this machine. The certificate is replaced when they
+change, or after two thirds of its validity. New connections use the new certificate.
 """
 
 import hashlib
@@ -70,7 +70,8 @@ class HttpsCa:
     """Authority and certificate of the HTTPS endpoint, created in `folder` on first use.
 
     `hosts` are additional names in the certificate. `clock` returns Unix seconds. `get_local_names` returns the current
-    names and addresses of this machine. Raise `AuthorityError` if the authority's file is damaged.
+    names and addresses of this machine. Raise `AuthorityError` if the authority's file is damaged, and `OSError` if a
+    file cannot be written.
     """
 
     def __init__(
@@ -105,7 +106,10 @@ class HttpsCa:
 
     @property
     def validity(self) -> tuple[float, float]:
-        """Issue and expiry of the endpoint's current certificate, in Unix seconds."""
+        """Issue and expiry of the endpoint's current certificate, in Unix seconds.
+
+        Raise `AuthorityError` if the certificate's file cannot be read.
+        """
         return read_certificate_validity(self._own)
 
     @property
@@ -116,7 +120,7 @@ class HttpsCa:
     def renew(self) -> bool:
         """Issue a new certificate if this machine's names changed, or after two thirds of the current one's validity.
 
-        Return whether a certificate was issued.
+        Return whether a certificate was issued. Raise `OSError` if it cannot be written.
         """
         names = tuple(sorted({*LOOPBACK_NAMES, *self._hosts, *filter(is_local_name, self._get_local_names())}))
         now = self._clock()

@@ -17,8 +17,9 @@ log = structlog.get_logger("coordinator.tls.https_ca")
 def create_https_tls(http: HttpSettings, listen: str, state: Path) -> HttpsCa | ssl.SSLContext | None:
     """Return the TLS of the endpoint that listens on the host `listen`. `state` is the state folder.
 
-    That is the context of the settings' certificate files, or an `HttpsCa`, or None without TLS. Raise `AuthorityError`
-    if the settings contradict each other or a file cannot be used.
+    The TLS is the context of the settings' certificate files, or an `HttpsCa`, or None for plain HTTP. Raise
+    `AuthorityError` if `check_http_settings` refuses the settings or a file cannot be used. Raise `OSError` if a file
+    of the `HttpsCa` cannot be written.
     """
     check_http_settings(http, listen)
     if http.tls_cert_file:
@@ -63,6 +64,7 @@ def read_https_validity(
     """Return issue and expiry of certificates in Unix seconds, by name: `authority`, `coordinator` and `endpoint`.
 
     `file` is the certificate file of the settings. `endpoint` is missing without TLS, or if that file cannot be read.
+    Raise `AuthorityError` if the coordinator's file or the file of an `HttpsCa` cannot be read.
     """
     lives = authority.get_validity()
     if isinstance(tls, HttpsCa):

@@ -64,7 +64,7 @@ class AnswerCounter(Protocol):
 
 
 class VideoApp:
-    """ASGI app for the video routes. It forwards all other paths to `control`."""
+    """ASGI app for the video routes, which forwards all other paths to `control`."""
 
     def __init__(
         self,

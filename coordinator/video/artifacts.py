@@ -53,7 +53,10 @@ class FetchInterrupted(Exception):
 
 
 class ArtifactFolder:
-    """Folder with the files of all finished jobs, one folder per job. It is created with the first file."""
+    """Folder with the files of all finished jobs, one folder per job.
+
+    `folder` is created with the first file. `fetch` yields the bytes of a node's file.
+    """
 
     def __init__(self, folder: Path, fetch: FetchFromNode) -> None:
         self._folder = folder
@@ -63,7 +66,7 @@ class ArtifactFolder:
         """Fetch all files of a job from its node and store them.
 
         Return the fault if files are invalid or cannot be stored; the job then fails. Raise `FetchInterrupted` if the
-        node does not answer now.
+        node does not answer now, and `ValueError` for an invalid job id.
         """
         wanted = [file for file in artifacts[:MAX_FILES] if self._is_usable(file)]
         for artifact in wanted:
@@ -149,7 +152,7 @@ class ArtifactFolder:
         return None if file is None else (self.get_folder(job.id) / file.name, file)
 
     def remove_unknown(self, known: set[str]) -> None:
-        """Remove the files of jobs whose ids are not in `known`. A crash may leave such files."""
+        """Remove the files of jobs whose ids are not in `known`. A crash may leave such files. Ignore an `OSError`."""
         with suppress(OSError):
             for folder in self._folder.iterdir():
                 if folder.name not in known and _JOB.fullmatch(folder.name):

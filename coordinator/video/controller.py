@@ -44,7 +44,7 @@ LEASE_FRAMES = (LeaseGranted, LeaseRefused, LeaseEnded)
 
 @dataclass(frozen=True, slots=True)
 class IdempotentJob:
-    """Job of an earlier request with the same idempotency key. `same`: the request body was equal."""
+    """Job of an earlier request with the same idempotency key. `same`: the bodies of both requests are equal."""
 
     job: VideoJob
     same: bool
@@ -54,7 +54,8 @@ class VideoController:
     """Controller of video jobs.
 
     `send` sends a frame to a node and returns False if the node is not linked. `fetch` fetches a file of a node. `wall`
-    returns Unix seconds, `clock` seconds on the clock of `NodeView.reported_at`.
+    returns Unix seconds, `clock` seconds on the clock of `NodeView.reported_at`; by default the clock of the event
+    loop. Raise `StoreError` if the database in `folder` cannot be opened or read.
     """
 
     def __init__(
@@ -138,12 +139,15 @@ class VideoController:
         return self.table.jobs.get(job.id, job)
 
     async def cancel_job(self, job: str) -> None:
-        """Cancel a job unless it has ended or is unknown. Raise `StoreError` if that cannot be stored."""
+        """Cancel a job unless it has ended or is unknown. Raise `StoreError` if the change cannot be stored."""
         self.apply_event(events.JobCancelled(job))
         await self._records.flush()
 
     async def delete_job(self, job: str) -> None:
-        """Cancel a job if it is open, and delete it with its files. Raise `StoreError` if that cannot be stored."""
+        """Cancel a job if it is open, and delete its record and files. Ignore an unknown job.
+
+        The files are removed in the background. Raise `StoreError` if the change cannot be stored.
+        """
         self.apply_event(events.JobDeleted(job))
         await self._records.flush()
 
@@ -189,7 +193,10 @@ class VideoController:
         return any(job.node == node.id and job.state == JobState.FINALIZING for job in self.table.jobs.values())
 
     def handle_frame(self, node: NodeId, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
-        """Apply a node's answer to a lease request, or the end of a lease."""
+        """Apply a node's answer to a lease request, or the end of a lease.
+
+        Raise `IllegalEventError` if the frame contradicts an earlier end of the same lease.
+        """
         log.info("lease", node=node, lease=frame.lease, frame=type(frame).__name__, code=getattr(frame, "code", ""))
         self.apply_event(events.LeaseAnswered(node, frame))
 

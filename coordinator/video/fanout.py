@@ -1,4 +1,4 @@
-"""Forwards the callbacks of the registry to the dispatcher, the controllers and the loop of the wishes."""
+"""Fan-out of the registry's callbacks to the dispatcher, the controllers and the loop of the wishes."""
 
 from collections.abc import Callable
 

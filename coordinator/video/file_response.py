@@ -1,4 +1,4 @@
-"""Sends a finished video file to its client: complete or one range (RFC 9110 §14), in chunks, as the client reads.
+"""Answers with a finished video file: complete or one range (RFC 9110 §14), in chunks, as the client reads.
 
 A request for several ranges receives the complete file, which the standard allows. Otherwise one request could ask for
 the file a thousand times. A client that stops reading loses its connection, without delay for any other.
@@ -16,6 +16,7 @@ from router.errors import Header, Problem
 from router.http.exchange import Exchange
 
 CHUNK_BYTES = 256 * 1024
+"""Maximum bytes that are read and sent at once."""
 CHUNK_TIMEOUT_SECONDS = 60.0
 """Maximum seconds until the client has accepted a chunk."""
 _RANGE = re.compile(r"bytes=\s*(\d{0,18})-(\d{0,18})\s*")

@@ -39,7 +39,8 @@ class JobRecords:
     def add_peak(self, job: VideoJob, peak: int, view: ClusterView) -> None:
         """Add the measured peak of a job, in bytes, to the profile of its package, engine and bits.
 
-        Do nothing if the peak is not above 0, or if the job's node does not have the package in `view`.
+        The profile is stored in the background. Do nothing if the peak is not above 0, or if the job's node does not
+        have the package in `view`.
         """
         package = next(
             (offered for node, offered in find_packages(view, job.wanted.model) if node.id == job.node), None
@@ -64,5 +65,5 @@ class JobRecords:
         await self._store.flush()
 
     def close(self) -> None:
-        """Write pending changes and close the file."""
+        """Write pending changes and close the file. A failed write is only logged: call `flush` first."""
         self._store.close()

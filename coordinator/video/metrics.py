@@ -9,9 +9,11 @@ from wire.identity import NodeId
 from wire.video import LeaseEndCode
 
 WAIT_BOUNDS = (1, 10, 60, 300, 900, 3600)
+"""Upper bounds of the buckets of `VideoCounters.queue_seconds`, in seconds."""
 TIME_BOUNDS = (60, 120, 300, 600, 1200, 1800, 3600)
+"""Upper bounds of the buckets of `VideoCounters.run_seconds`, in seconds."""
 CONFIRM_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1, 5, 30)
-"""Upper bounds of histogram buckets in seconds, as are `WAIT_BOUNDS` and `TIME_BOUNDS`."""
+"""Upper bounds of the buckets of `VideoCounters.confirm_seconds`, in seconds."""
 COMPLETED, FAILED, CANCELLED, OTHER = "completed", "failed", "cancelled", "other"
 ENDS = (COMPLETED, FAILED, CANCELLED)
 """Ends of jobs, as a label of metrics."""
@@ -36,7 +38,7 @@ class VideoCounters:
     queue_seconds: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
     """Seconds from the submission of a job to the grant of its lease."""
     run_seconds: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS))
-    """Seconds from the grant of its lease to the end of a completed job."""
+    """Seconds from the grant of the lease to the end of the job, for completed jobs."""
     confirm_seconds: Histogram = field(default_factory=lambda: Histogram(CONFIRM_BOUNDS))
     """Seconds from the request of a lease to its grant."""
 
@@ -72,7 +74,7 @@ class VideoSnapshot:
     states: Mapping[str, int] = field(default_factory=dict[str, int])
     """Number of open jobs by state."""
     oldest_wait_seconds: float = 0.0
-    """Longest wait of a queued job, in seconds."""
+    """Longest wait of a queued job since its submission, in seconds; 0 without one."""
     stored_bytes: int = 0
     """Size of all stored files, in bytes."""
     progress: Mapping[NodeId, float] = field(default_factory=dict[NodeId, float])

@@ -38,7 +38,10 @@ def _build_package_row(node: NodeView, package: VideoPackage, profile: VideoMemo
 
 
 def build_profile_rows(profiles: Profiles) -> list[dict[str, Any]]:
-    """Return a row for each stored memory profile."""
+    """Return a row for each stored memory profile, sorted by package, engine and bits.
+
+    `slope` is in bytes per spatial token of a frame.
+    """
     return [{**key._asdict(), **_build_profile_fields(profile)} for key, profile in sorted(profiles.items())]
 
 
@@ -53,7 +56,10 @@ def _build_profile_fields(profile: VideoMemoryProfile) -> dict[str, Any]:
 
 
 def build_lease_row(hold: LeaseHold, table: JobTable, view: ClusterView) -> dict[str, Any]:
-    """Return a lease as a row, with phase, progress and footprint of the worker from the report of its node."""
+    """Return a lease as a row, with phase, progress and footprint of the worker from the report of its node.
+
+    `since` is in Unix seconds, `progress` in percent. `orphan`: no job runs with this lease any more.
+    """
     node, job = view.find_node(NodeId(hold.node)), table.jobs.get(hold.job)
     state = _find_reported_state(hold, node.video) if node is not None else LeaseState(hold.lease, hold.generation)
     return {

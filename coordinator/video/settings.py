@@ -57,7 +57,7 @@ class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def lease_bytes(self) -> int:
-        """Size of a lease in bytes."""
+        """Size of a lease in bytes. Raise `ValueError` if `lease` has an unknown unit."""
         return parse_size(self.lease)
 
     @property
@@ -67,7 +67,10 @@ class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def rules(self) -> JobRules:
-        """Settings that the job table needs, with sizes in bytes and times in seconds."""
+        """Settings that the job table needs, with sizes in bytes and times in seconds.
+
+        Raise `ValueError` if `keep_bytes` has an unknown unit.
+        """
         return JobRules(
             self.on_node_loss,
             lease_seconds=self.lease_ack_timeout_seconds,

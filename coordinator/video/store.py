@@ -1,8 +1,8 @@
 """Persistent state of video jobs and measured profiles.
 
-A separate database next to the cluster's, created with the first job. As in the cluster's, all data is in memory, and
-each change is one transaction (WAL, synchronous=FULL), written in order by one writer thread. `await flush()` returns
-after all changes so far are on disk. A job is confirmed to its client only after that.
+A separate database next to the cluster's, created with the first job. As in the cluster's database, all data is in
+memory. Each change is one transaction (WAL, synchronous=FULL), written in order by one writer thread. `await flush()`
+returns after all changes so far are on disk. A job is confirmed to its client only after that.
 """
 
 import asyncio
@@ -30,13 +30,14 @@ MIGRATIONS = (
 )
 """One script per schema version, as in `coordinator.state.schema`."""
 FILE = "videos.db"
+"""Name of the database in the state folder."""
 
 
 class VideoStore:
     """Database of video jobs and memory profiles in `folder`, created at the first change.
 
-    Raise `StoreError` if an existing database cannot be opened or read. The lock of the cluster's store in the same
-    folder excludes other processes.
+    Raise `StoreError` if an existing database cannot be opened or read, and `OSError` as `open_database`. The lock of
+    the cluster's store in the same folder excludes other processes.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -91,7 +92,7 @@ class VideoStore:
             raise self._failure
 
     def close(self) -> None:
-        """Write pending changes and close the file."""
+        """Write pending changes and close the file. A failed write is only logged: call `flush` first."""
         self._writer.shutdown()
         if self._connection is not None:
             self._connection.close()

@@ -39,7 +39,8 @@ class EndedChats:
         return bool(self._chats)
 
     def find(self, session: str, model: str, prompt: int) -> int:
-        """Return the number of cached tokens of a prompt of `prompt` tokens, at most all but one."""
+        """Return the number of cached tokens of a prompt of `prompt` tokens, at most all but one; 0 if none is
+        cached."""
         chat = self._chats.get(session) if session else None
         return 0 if chat is None or chat.model != model else min(chat.tokens, prompt - 1)
 
@@ -49,7 +50,7 @@ class EndedChats:
             self._chats.move_to_end(session)
 
     def put(self, session: str, chat: EndedChat) -> None:
-        """Cache an ended chat."""
+        """Cache an ended chat as the newest one. `session` must not be cached; see `discard`."""
         self._chats[session] = chat
         self.nbytes += chat.size
 

@@ -16,8 +16,10 @@ from wire.capacity.arithmetic import Fits, can_ever_fit, estimate_request_need, 
 
 
 class NodeForecast:
-    """Forecast for one node. `queued()` returns its requests whose prefill has not ended. Times are virtual, in
-    seconds."""
+    """Forecast for one node. Times are virtual, in seconds.
+
+    `table` has the rows of the node's engine. `queued()` returns its requests whose prefill has not ended.
+    """
 
     def __init__(
         self,
@@ -36,7 +38,10 @@ class NodeForecast:
         self._queued = queued
 
     def fits(self, turn: ConversationTurn, now: float) -> bool:
-        """Return whether a request with its complete answer would fit now, if chats and idle models were evicted."""
+        """Return whether a request with its complete answer would fit now, if chats and idle models were evicted.
+
+        Return False if the node does not have the model.
+        """
         model = self._models.get(turn.model)
         if model is None:
             return False
@@ -46,7 +51,10 @@ class NodeForecast:
         return isinstance(judge(replace(self._memory.read(now), reusable=reusable), need), Fits)
 
     def can_ever_hold(self, turn: ConversationTurn, now: float) -> bool:
-        """Return whether a request with its complete answer would fit on this node without any other load."""
+        """Return whether a request with its complete answer would fit on this node without any other load.
+
+        Return False if the node does not have the model.
+        """
         model = self._models.get(turn.model)
         return model is not None and can_ever_fit(self._memory.read(now), model.model, turn.prompt, turn.output)
 
@@ -68,9 +76,10 @@ class NodeForecast:
 
 
 def compute_prefill_end(lefts: Sequence[float], *, decoding: bool) -> float:
-    """Return when the last of these prefills ends, in seconds. `lefts` are their seconds, the oldest first.
+    """Return the seconds until the newest of these prefills ends. `lefts` are their remaining seconds, oldest first.
 
-    Shortest and oldest alternate. With `decoding`, decode takes its share of the time.
+    Turns alternate between the shortest and the oldest prefill. With `decoding`, decode takes its share of the time.
+    `lefts` must not be empty.
     """
     share = CHUNK_PER_STEP / (1 + CHUNK_PER_STEP) if decoding else 1.0
     return _compute_last_end(list(lefts)) / share

@@ -21,9 +21,9 @@ MEASURED_BYTES = 3.83e9
 BATCH_COST = 0.15
 """Share of the time of the weights in a decode step that each further row adds."""
 METAL_SHARE = 0.75
-"""Metal's wired limit as a share of memory. It is a node's default cap, because it is the lowest of the cap's terms."""
+"""Metal's wired limit as a share of memory. That limit is a node's default cap, because no other term is lower."""
 METAL_SHARE_SMALL, METAL_SMALL = 2 / 3, 36 * GIB
-"""That share for Macs of at most `METAL_SMALL` bytes."""
+"""Metal's share for small Macs, and the maximum memory of such a Mac in bytes."""
 BASE = 700 * 1024**2
 """Bytes that an engine uses without any model."""
 
@@ -82,7 +82,7 @@ class ChipCosts:
     """Costs of the scripted engine on a chip (`node.engine.scripted.costs.EngineCosts`).
 
     `models` are the active parameters in billions and the KV bytes of a token, by model. A decode step reads the
-    KV bytes of all committed tokens: these change at growth only.
+    KV bytes of all committed tokens, whose number changes only when a commitment grows.
     """
 
     free_prefill = False
@@ -95,7 +95,10 @@ class ChipCosts:
         }
 
     def get_pace(self, model: str) -> ChunkPace:
-        """Return the duration of a model's prefill chunks, which is the same for each token."""
+        """Return the pace of a model's prefill chunks: the same number of seconds for each token.
+
+        Raise `KeyError` for an unknown model.
+        """
         return self._paces[model]
 
     def estimate_step_seconds(self, loads: Mapping[str, DecodeLoad]) -> float:

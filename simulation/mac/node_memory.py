@@ -24,13 +24,13 @@ class NodeMemory:
         self._margin = compute_default_margin(self._cap)
         self._leases = 0
         self.highest = 0
-        """Highest footprint of all reports."""
+        """Highest footprint of all reports in bytes."""
 
     def read(self, now: float, *, reported: bool = False) -> Memory:
         """Return the memory at `now`.
 
-        With `reported`, written tokens count as active memory, as in a report. Without, they count as reserved, and the
-        sum is the same.
+        With `reported`, the KV of tokens computed so far counts as active memory, as in a report. Without, it counts as
+        reserved, and the sum is the same.
         """
         written = promised = 0
         for model in self._models:
@@ -70,12 +70,14 @@ class NodeMemory:
     # the gate
 
     def check(self, site: GateSite, now: float, estimate: int = 0) -> Refused | None:
-        """Check for `estimate` bytes in addition to the commitments; return the refusal, if any. Ended chats are
-        evicted and idle models unloaded if that makes room."""
+        """Return the refusal if `estimate` bytes in addition to the commitments do not fit, None if they fit.
+
+        Ended chats are evicted and idle models unloaded if that makes room. `site` has no effect.
+        """
         return self.check_for(estimate, now, None)
 
     def check_for(self, need: int, now: float, keep: SimulatedModel | None) -> Refused | None:
-        """Check for `need` bytes as in `check`, without an unload of the model `keep`."""
+        """Check for `need` bytes as `check` does, without an unload of the model `keep`. Return None if they fit."""
         if isinstance(judge(self.read(now), need), Fits):
             return None
         self._free(need, now, keep)
@@ -112,7 +114,10 @@ class NodeMemory:
         return True
 
     def keep_chat(self, session: str, model: SimulatedModel, tokens: int, now: float) -> None:
-        """Cache an ended chat of `tokens` tokens for its next turn, in place of its last turn, if there is room."""
+        """Cache an ended chat of `tokens` tokens for its next turn, if there is room. Discard its previous turn.
+
+        Do nothing if `session` is empty.
+        """
         if not session:
             return
         self._chats.discard(session)

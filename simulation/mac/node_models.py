@@ -13,7 +13,7 @@ from wire.report import Model
 from wire.units import parse_size
 
 MIN_LOAD_SECONDS = 1e-6
-"""Duration of a load from an infinitely fast disk."""
+"""Minimum duration of a load, in virtual seconds."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -39,7 +39,7 @@ class SimulatedModel:
 
     @property
     def idle(self) -> bool:
-        """Return whether the model may be unloaded."""
+        """Whether the model may be unloaded: it is loaded, and all of its requests have ended."""
         return self.loaded and not self.holds
 
     def add_request(self, now: float) -> None:
@@ -117,7 +117,10 @@ class NodeModels:
         return self._models.get(name)
 
     def add(self, spec: ModelSpec, *, loaded: bool) -> None:
-        """Add a model to the catalogue, or with `loaded` to the memory."""
+        """Add a model to the catalogue, and with `loaded` also to the memory.
+
+        Raise ValueError for an invalid size in `spec`.
+        """
         weights = parse_size(spec.weights)
         model = Model(
             spec.name,

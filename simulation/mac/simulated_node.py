@@ -83,7 +83,7 @@ class SimulatedNode:
 
     @property
     def loads(self) -> int:
-        """Number of models that were loaded."""
+        """Number of model loads that were requested; models in memory at the start are not counted."""
         return self.models.loads
 
     @property
@@ -105,7 +105,7 @@ class SimulatedNode:
         return [*self._engine.table.queue, *(request.sequence for request in self._awaiting_model)]
 
     def list_sequences(self) -> list[ScriptedSequence]:
-        """Return all requests on this node."""
+        """Return all requests on this node that have not ended, as sequences of the scripted engine."""
         return [request.sequence for request in self._requests.values()]
 
     # frames from the router

@@ -13,7 +13,8 @@ same fields. Router and gate therefore agree about the same reading; property te
     predicted = occupied + reserved + estimate + margin
     verdict   = Fits if predicted <= ceiling, or if the guard is off; else Refused with every number
 
-Hence `predicted <= ceiling` ⇔ `estimate <= headroom`. `level` and `shed` use `current` in place of `occupied`.
+Hence `predicted <= ceiling` ⇔ `estimate <= headroom`. `compute_level` and `build_shed_refusal` use `current` in place
+of `occupied`.
 
 The default margin comes from a mixture of experts under a cap of 107.52 GiB, whose forwards exceeded the readings by up
 to 10.6 GiB. A margin of 12 GiB covers that: 12 / 107.52 = 11.2 %.
@@ -146,13 +147,13 @@ class Fits(WireStruct, frozen=True, gc=False):
     """Result of a check that passed, in bytes."""
 
     predicted: int
-    """Predicted peak: current + reserved + estimate + margin; without the margin if the guard is off."""
+    """Predicted peak: occupied + reserved + estimate + margin; without the margin if the guard is off."""
     spare: int
     """Headroom that remains; 0 if the guard is off."""
 
 
 def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str = "") -> Fits | Refused:
-    """Check whether `estimate` more bytes fit on a node. Return `Fits`, or the refusal with all numbers.
+    """Check whether `estimate` more bytes fit on a node. Return `Fits`, or a refusal: NO_ROOM, or UNREADABLE.
 
     `unacknowledged` are bytes that the router has reserved and the reading does not contain; 0 on the node itself.
     `node` is the name in the refusal. If the guard is off, everything fits. Otherwise nothing fits while the footprint
@@ -188,8 +189,8 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
 def judge_load(memory: Memory, estimate: int) -> Fits | Refused:
     """Check whether the `estimate` bytes of a model load (weights, fixed state, transient) fit, without the margin.
 
-    Return `Fits`, or the refusal with all numbers. The margin covers transients of forwards, and a load runs
-    only a warm-up. Requests to the loaded model are checked with the margin.
+    Return `Fits` or a refusal, as `judge` does. The margin covers transients of forwards, and a load runs only a
+    warm-up. Requests to the loaded model are checked with the margin.
     """
     return judge(replace(memory, margin=0), estimate)
 
@@ -261,8 +262,8 @@ def estimate_request_transient(model: Model, prompt_tokens: int, output_tokens: 
     """Return the highest transient bytes of a forward of this model while the request runs, with `choices` answers.
 
     Counted are the smallest prefill chunk at the start and at the end of the prompt, and a decode step of each batch. A
-    batch wider than the measured ones adds `Model.uncovered`. Forwards run one at a time, and transients of several
-    requests therefore do not add up.
+    batch wider than the measured ones adds `Model.uncovered`. The minimum is `Model.transient`. Forwards run one at a
+    time, and transients of several requests therefore do not add up.
     """
     length = prompt_tokens + output_tokens
     return _estimate_highest_transient(

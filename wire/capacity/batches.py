@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from wire.report import MAX_WASTE_BYTES, BatchGroup, KvParameters
 
 WASTE_SHARE = 0.25
-"""Share of a batch that may be padding, beyond `KvParameters.waste` bytes."""
+"""Share of a batch that may be padding if the padding takes more than `KvParameters.waste` bytes."""
 WASTE_CAP_SHARE = 0.01
 """Share of the cap that padding of a batch may take, up to `MAX_WASTE_BYTES`."""
 

@@ -118,7 +118,7 @@ class PrefillFairness:
         idle time earns no credit."""
 
     def count_prefilled(self, owner: WeightedKey, tokens: float) -> None:
-        """Count prefilled tokens of a key. Tokens count only while the key has waiting prompts."""
+        """Count prefilled tokens of a key. Tokens of a key without a prompt in the last `choose_next` do not count."""
         if owner.name in self._read:
             self._read[owner.name] += owner.load(tokens)
 

@@ -65,7 +65,10 @@ class Vectors(Frame, frozen=True, array_like=True, gc=False):
 
 
 def split_vectors(request: int, places: Sequence[int], data: bytes) -> Iterator[Vectors]:
-    """Yield the frames with the vectors of a request, each with at most MAX_VECTORS_BYTES. `data` is as in Vectors."""
+    """Yield the frames with the vectors of a request, each with at most MAX_VECTORS_BYTES of data.
+
+    `places` and `data` are as in Vectors. There is at least one vector, and none exceeds MAX_VECTORS_BYTES.
+    """
     size = len(data) // len(places)
     most = MAX_VECTORS_BYTES // size
     for at in range(0, len(places), most):

@@ -51,13 +51,13 @@ class Enroll(Frame, frozen=True, array_like=True, gc=False):
     token: Text = ""
     """Id of the join token."""
     mac: Blob = b""
-    """`wire.identity.compute_request_mac` of `csr` under the key of the token."""
+    """`wire.join_token.compute_request_mac` of `csr` under the key of the token."""
     opening: Blob = b""
     """Nonce to which `EnrollStart.commitment` committed."""
     certificate: Blob = b""
     """Earlier certificate of the machine in DER."""
     proof: Blob = b""
-    """Signature of `wire.identity.build_rejoin_text` by the key of that certificate."""
+    """Signature of `wire.join_token.build_rejoin_text` by the key of that certificate."""
 
 
 class EnrollPending(Frame, frozen=True, array_like=True, gc=False):

@@ -151,6 +151,7 @@ class ModelOrderProgress(Frame, frozen=True, array_like=True, gc=False):
     done: Size = 0
     """Bytes that are on the disk; bytes sent by a mirror; bytes of quantized weights."""
     total: Size = 0
+    """Bytes of `done` at the end of the order or phase; 0 if unknown."""
     speed: Real = 0.0
     """Bytes per second of the last seconds."""
     source: Text = ""

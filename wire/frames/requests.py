@@ -174,7 +174,7 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     shared: bool = False
     """Whether the first message is a system prompt whose tokens all keys may reuse."""
     content: Word = ""
-    """Content hash of that model; empty if unknown."""
+    """Content hash of the model that began a resumed answer; empty if unknown."""
     context_limit: Tokens = 0
     """Most tokens of prompt and answer together; 0: the context of the model."""
 

@@ -1,8 +1,8 @@
 """Both ends of a link: send queue, asyncio protocol and socket options.
 
-Short frames (tokens, reports, refusals) are written immediately. Long frames and long answers are queued as pieces.
-Pieces are written one at a time, and only while the transport is not paused. A token therefore waits for at most one
-piece and the buffer of the transport (64 KiB, about 5 ms at 100 Mbit/s).
+Short frames (tokens, reports, refusals) are written at the end of the turn, on a busy link within COALESCE_SECONDS.
+Long frames and long answers are queued as pieces. Pieces are written one at a time, and only while the transport is not
+paused. A token therefore waits for at most one piece and the transport's buffer (64 KiB, about 5 ms at 100 Mbit/s).
 
 The peer joins at most MAX_JOINED_BYTES and MAX_OPEN_MESSAGES messages at a time, and closes the link above that. The
 sender keeps its long frames in progress within these limits and queues the next frame. A smaller frame may overtake a
@@ -307,7 +307,7 @@ class LinkEndpoint:
             self.abort(f"the peer sent a {error}")
 
     def eof_received(self) -> None:
-        """Close the transport, as asyncio does by default."""
+        """Return None, after which asyncio closes the transport."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Drop queued frames and call `on_lost` with the reason."""
@@ -347,7 +347,7 @@ class LinkEndpoint:
             self.outbox.send_encoded(encoded)
 
     def send_with_next(self, encoded: bytes) -> None:
-        """Send a short encoded frame together with the next frame; see `Outbox.send_with_next`."""
+        """Send a short encoded frame as `Outbox.send_with_next` does; discard it if the connection is not open."""
         if self.outbox is not None and self.open:
             self.outbox.send_with_next(encoded)
 

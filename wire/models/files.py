@@ -34,6 +34,7 @@ class ModelFile(WireStruct, frozen=True, array_like=True, gc=False):
     path: Word
     """Path below the root of the repository, with `/`."""
     size: Size
+    """Size in bytes."""
     sha256: Word = ""
     """SHA-256 of the content, 64 hex digits; empty if the hub does not know it (files outside of LFS)."""
     git_sha1: Word = ""
@@ -41,7 +42,7 @@ class ModelFile(WireStruct, frozen=True, array_like=True, gc=False):
 
     @property
     def etag(self) -> str:
-        """Name of the file's blob in the Hugging Face cache."""
+        """Name of the file's blob in the Hugging Face cache: `sha256`, or else `git_sha1`."""
         return self.sha256 or self.git_sha1
 
 
@@ -94,7 +95,8 @@ def is_valid_repo(repo: str) -> bool:
 def find_manifest_fault(manifest: ModelManifest) -> str:
     """Return why a manifest must not be written to a disk, as one sentence; empty if it may be.
 
-    Checked are names that leave the folder, names that conflict on a file system without case, and digests.
+    Checked are the name of the repository, the commit, the revision and the digests. Checked are also paths that are
+    long, leave the folder, or conflict on a file system without case. A manifest needs at least one file.
     """
     if not is_valid_repo(manifest.repo):
         return f"{manifest.repo!r} is not the name of a repository: use publisher/name"
@@ -109,7 +111,10 @@ def find_manifest_fault(manifest: ModelManifest) -> str:
 
 
 def is_valid_path(path: str) -> bool:
-    """Return whether a text is a plain relative path of bounded length, which stays below its folder."""
+    """Return whether a text is a plain relative path, which stays below its folder.
+
+    The limits are MAX_PATH_CHARACTERS and MAX_PATH_PARTS.
+    """
     parts = path.split("/")
     return len(path) <= MAX_PATH_CHARACTERS and len(parts) <= MAX_PATH_PARTS and all(map(_is_safe_part, parts))
 

@@ -35,13 +35,13 @@ class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of a model that is not downloaded. Sizes are bytes."""
 
     architecture: str = ""
-    """`model_type` of its config."""
+    """`model_type` of the model's config."""
     quantization: str = ""
-    """Quantization of its weights, such as `4-bit`, or else the type of its numbers."""
+    """Quantization of the weights, such as `4-bit`, or else the type of their numbers."""
     weights: int = 0
-    """Bytes of its tensors once loaded."""
+    """Bytes of the tensors once loaded."""
     stored: int = 0
-    """Bytes of its tensors on the disk."""
+    """Bytes of the tensors on the disk."""
     context: int = 0
     """Maximum tokens of a row."""
     kv: KvParameters = msgspec.field(default_factory=lambda: KvParameters(0))
@@ -49,7 +49,7 @@ class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):
     transient: TransientModel = msgspec.field(default_factory=TransientModel)
     """Coefficients of the transient bytes of a forward."""
     cause: str = ""
-    """Why it cannot be served; empty if it can."""
+    """Why the model cannot be served; empty if it can."""
 
     def to_model(self, name: str) -> Model:
         """Return the prediction as the model of a report, for the memory arithmetic."""

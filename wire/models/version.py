@@ -31,7 +31,7 @@ class ModelVersion(NamedTuple):
         return self.compare(other) is not VersionGrade.DIFFERS
 
     def compare(self, other: "ModelVersion") -> VersionGrade:
-        """Return the grade at which both versions are the same model."""
+        """Return the grade at which both versions are the same model. Two unknown versions are `SAMPLED`."""
         if self.content and other.content:
             return VersionGrade.CONTENT if self.content == other.content else VersionGrade.DIFFERS
         return VersionGrade.SAMPLED if self.fingerprint == other.fingerprint else VersionGrade.DIFFERS

@@ -76,7 +76,7 @@ class BenchmarkRoutes:
         return {"schema": 1, "benchmark": self._build_row(measured)}
 
     async def benchmarks(self, model: str | None = None) -> dict[str, Any]:
-        """List the stored speeds, the newest first: of one model, or of all."""
+        """List the stored speeds in tokens per second, the newest first: of one model, or of all."""
         records = [record for record in self._records.list_all() if model in (None, record.model)]
         return {"schema": 1, "benchmarks": [self._build_row(record) for record in records]}
 

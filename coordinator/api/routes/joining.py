@@ -46,20 +46,23 @@ class JoinRoutes:
         )
 
     async def list_tokens(self) -> dict[str, Any]:
-        """List join tokens without their secrets."""
+        """List join tokens without their secrets, the newest first; times in Unix seconds."""
         return self._admin.list_tokens()
 
     async def create_token(self, body: NewTokenBody) -> dict[str, Any]:
-        """Create a join token. Only this response contains its secret."""
+        """Create a join token. Only this response contains its secret, with the join command and its QR code.
+
+        Raise `StoreError` (503) if the token cannot be stored.
+        """
         answer = self._admin.create_token(body.ttl_seconds, body.uses, body.name)
         await self._admin.store.flush()
         join = build_join_command(self._url, answer["token"])
         return {**answer, "join": join, "qr": build_qr_matrix(join)}
 
     async def revoke_token(self, token: str) -> dict[str, Any]:
-        """Revoke a join token at once.
+        """Revoke a join token at once, and return its id.
 
-        Raise `ProblemError` 404 if there is no such token.
+        Raise `ProblemError` 404 if there is no such token, `StoreError` (503) if the change cannot be stored.
         """
         if not self._admin.revoke_token(token):
             raise ProblemError(Problem(404, "token_not_found", f"there is no token {token[:40]!r}"))
@@ -78,16 +81,18 @@ class JoinRoutes:
         ]
 
     async def approve(self, code: str) -> dict[str, Any]:
-        """Approve the waiting machine with this code. Too many wrong codes block decisions for a while.
+        """Approve the waiting machine with this code, and return its name.
 
-        Raise `ProblemError`: 404 if no machine shows the code, 429 while decisions are blocked.
+        Too many wrong codes block decisions for a while. Raise `ProblemError`: 404 if no machine shows the code, 429
+        while decisions are blocked.
         """
         return _build_decision_answer(self._approvals.approve(code, asyncio.get_running_loop().time()))
 
     async def reject(self, code: str) -> dict[str, Any]:
-        """Reject the waiting machine with this code. Too many wrong codes block decisions for a while.
+        """Reject the waiting machine with this code, and return its name.
 
-        Raise `ProblemError`: 404 if no machine shows the code, 429 while decisions are blocked.
+        Too many wrong codes block decisions for a while. Raise `ProblemError`: 404 if no machine shows the code, 429
+        while decisions are blocked.
         """
         return _build_decision_answer(self._approvals.reject(code, asyncio.get_running_loop().time()))
 

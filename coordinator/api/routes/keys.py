@@ -57,7 +57,11 @@ class KeyExpiryBody(Body):
 
 
 class KeyRoutes:
-    """Routes of `cluster key`."""
+    """Routes of `cluster key`. The parameter `key` is the id of a key.
+
+    The answer to a change has the id of the key. A change that cannot be stored raises `StoreError`, which is answered
+    with 503.
+    """
 
     def __init__(self, admin: AccessAdmin, ring: KeyRing, traffic: DispatcherApi) -> None:
         self._admin = admin
@@ -80,13 +84,14 @@ class KeyRoutes:
         )
 
     async def list_keys(self) -> dict[str, Any]:
-        """List API keys without their secrets."""
+        """List API keys without their secrets; times in Unix seconds."""
         return self._admin.list_keys()
 
     async def create_key(self, body: NewKeyBody) -> dict[str, Any]:
-        """Create an API key. Only this response contains its secret.
+        """Create an API key, and return its id and text. Only this response contains its secret.
 
-        Raise `ProblemError`: 400 for a reserved name or wrong limits, 409 for a name in use.
+        Raise `ProblemError`: 400 for a reserved name or wrong limits, 409 for a name in use. Raise `StoreError` (503)
+        if the key cannot be stored.
         """
         self._check_key_name(body.name)
         answer = self._admin.create_key(body.name, list(body.scopes), body.ttl_seconds, _parse_limits(body.limits))
@@ -96,14 +101,16 @@ class KeyRoutes:
     async def limit_key(self, key: str, body: KeyLimitsBody) -> dict[str, Any]:
         """Replace all limits of a key at once: models, labels, rates, running and queued requests, priority, upstreams.
 
-        Raise `ProblemError`: 400 for wrong limits, 404 for an unknown key.
+        Raise `ProblemError`: 400 for wrong limits, 404 for an unknown key. Raise `StoreError` (503) if the change
+        cannot be stored.
         """
         return await self._confirm_change(key, self._admin.set_key_limits(key, _parse_limits(body.limits)))
 
     async def rename_key(self, key: str, body: KeyNameBody) -> dict[str, Any]:
-        """Rename a key. Its secret, limits and usage stay; names of keys are unique.
+        """Rename a key, and return its id. Its secret, limits and usage stay; names of keys are unique.
 
-        Raise `ProblemError`: 400 for a reserved name, 404 for an unknown key, 409 for a name in use.
+        Raise `ProblemError`: 400 for a reserved name, 404 for an unknown key, 409 for a name in use. Raise `StoreError`
+        (503) if the change cannot be stored.
         """
         self._check_key_name(body.name, except_key=key)
         return await self._confirm_change(key, self._admin.rename_key(key, body.name))
@@ -119,24 +126,25 @@ class KeyRoutes:
             raise ProblemError(Problem(409, "name_taken", str(error), "name")) from None
 
     async def expire_key(self, key: str, body: KeyExpiryBody) -> dict[str, Any]:
-        """Set when a key expires, counted from now.
+        """Set when a key expires, in seconds from now. Return the id of the key.
 
-        Raise `ProblemError` 404 for an unknown key.
+        Without `ttl_seconds`, the key does not expire. Raise `ProblemError` 404 for an unknown key, `StoreError` (503)
+        if the change cannot be stored.
         """
         return await self._confirm_change(key, self._admin.set_key_expiry(key, body.ttl_seconds))
 
     async def rotate_key(self, key: str) -> dict[str, Any]:
         """Replace the secret of a key. Only this response contains the new secret; the old secret stops working.
 
-        Raise `ProblemError` 404 for an unknown key.
+        Raise `ProblemError` 404 for an unknown key, `StoreError` (503) if the change cannot be stored.
         """
         text = self._admin.rotate_key(key)
         return {**await self._confirm_change(key, text), "key": text}
 
     async def revoke_key(self, key: str) -> dict[str, Any]:
-        """Revoke an API key at once.
+        """Revoke an API key at once, and return its id.
 
-        Raise `ProblemError` 404 for an unknown key.
+        Raise `ProblemError` 404 for an unknown key, `StoreError` (503) if the change cannot be stored.
         """
         return await self._confirm_change(key, self._admin.revoke_key(key))
 
@@ -149,13 +157,17 @@ class KeyRoutes:
     async def keys_usage(self, key: str | None = None, since: Since = "", daily: bool = False) -> dict[str, Any]:
         """Return the requests and tokens of each key by model; with `daily`, per day.
 
-        `since` is the first day (UTC, such as `2026-01-31`); without it, all stored days are included."""
+        `key` is the id of the only key to return; without it, all keys are returned. `since` is the first day (UTC,
+        such as `2026-01-31`); without it, all stored days are included. Raise `StoreError` (503) if the counts up to
+        now cannot be stored.
+        """
         return self._sum_usage(key, since, daily=daily)
 
     async def own_usage(self, since: Since = "", daily: bool = False) -> dict[str, Any]:
         """Return the requests and tokens of the calling key by model; with `daily`, per day.
 
-        `since` is the first day (UTC, such as `2026-01-31`); without it, all stored days are included.
+        `since` is the first day (UTC, such as `2026-01-31`); without it, all stored days are included. Raise
+        `StoreError` (503) if the counts up to now cannot be stored.
         """
         return self._sum_usage(KEY.get(), since, daily=daily)
 

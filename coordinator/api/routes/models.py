@@ -58,7 +58,7 @@ class ModelRoutes:
         )
 
     def build_rows(self, limits: KeyLimits | None = None) -> list[dict[str, Any]]:
-        """Return a row for each model that a key with these limits may use, sorted by name.
+        """Return a row for each model that a key with these limits (None: no limits) may use, sorted by name.
 
         `weights` are bytes, `context` tokens. `fingerprint` and `content` identify the version that new requests use.
         `identity` is the grade at which a node has that version. `kind` is that of its requests: chat, embed or rerank.
@@ -112,7 +112,7 @@ class ModelRoutes:
         return self.build_answer(self._ring.get_limits(KEY.get()))
 
     async def load(self, body: ModelBody) -> dict[str, Any]:
-        """Load a model on a node, or on the best node. The answer follows once the model is loaded.
+        """Load a model on a node, or on the best node. Return that node once the model is loaded.
 
         Raise `ProblemError`: 400 or 404 for a wrong model or node, or the status of the refusal or failure.
         """
@@ -122,7 +122,7 @@ class ModelRoutes:
         return {"schema": 1, "model": body.model, "node": answer.to_row()}
 
     async def unload(self, body: ModelBody) -> dict[str, Any]:
-        """Unload a model from a node, or from every node that has it loaded.
+        """Unload a model from a node, or from every node that has it loaded. Return these nodes.
 
         Raise `ProblemError`: 400 or 404 for a wrong model or node, or the status of the refusal or failure.
         """
@@ -169,7 +169,7 @@ def check_model_name(model: str) -> str:
 def build_command_answer(
     model: str | None, done: list[CommandResult], wrong: Refused | RequestFailure | None
 ) -> dict[str, Any]:
-    """Return the answer with the nodes that carried out a command. Raise `ProblemError` if `wrong` is a failure."""
+    """Return the answer with the nodes that carried out a command. Raise `ProblemError` unless `wrong` is None."""
     if wrong is not None:
         raise ProblemError(_to_problem(wrong))
     return {"schema": 1, "model": model, "nodes": [result.to_row() for result in done]}

@@ -53,7 +53,11 @@ def find_node(directory: NodeDirectory, node: str) -> NodeId:
 
 
 class NodeRoutes:
-    """Routes of `cluster nodes`, `cluster node`, `cluster pause` and `cluster resume`."""
+    """Routes of `cluster nodes`, `cluster node`, `cluster pause` and `cluster resume`.
+
+    The parameter `node` is the name or id of a node. A change that cannot be stored raises `StoreError`, which is
+    answered with 503.
+    """
 
     def __init__(self, nodes: NodePool, traffic: DispatcherApi, store: Database) -> None:
         self._nodes = nodes
@@ -137,14 +141,16 @@ class NodeRoutes:
     async def cordon(self, node: str) -> dict[str, Any]:
         """Cordon a node: it gets no new requests; running requests finish.
 
-        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        Return the node's id and `cordoned`. Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        Raise `StoreError` (503) if the change cannot be stored.
         """
         return await self._set_cordon(node, on=True)
 
     async def uncordon(self, node: str) -> dict[str, Any]:
         """Uncordon a node: it gets requests again.
 
-        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        Return the node's id and `cordoned`. Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        Raise `StoreError` (503) if the change cannot be stored.
         """
         return await self._set_cordon(node, on=False)
 
@@ -157,14 +163,16 @@ class NodeRoutes:
     async def allow_video(self, node: str) -> dict[str, Any]:
         """Allow the placement of video jobs on a node.
 
-        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        Return the node's id and `video_allowed`. Raise `ProblemError`: 404 for an unknown node, 409 for one that has
+        left. Raise `StoreError` (503) if the change cannot be stored.
         """
         return await self._set_video(node, on=True)
 
     async def deny_video(self, node: str) -> dict[str, Any]:
         """Stop placing video jobs on a node. A running job finishes.
 
-        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        Return the node's id and `video_allowed`. Raise `ProblemError`: 404 for an unknown node, 409 for one that has
+        left. Raise `StoreError` (503) if the change cannot be stored.
         """
         return await self._set_video(node, on=False)
 
@@ -178,7 +186,8 @@ class NodeRoutes:
         """Cordon a node, migrate its requests, and return the number of requests left after `wait_seconds`.
 
         The answer follows earlier if no requests are left. The node stays cordoned until it is uncordoned. Raise
-        `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the cordon
+        cannot be stored.
         """
         node_id = self._find_member(node)
         self._nodes.administration.set_cordoned(node_id, on=True)
@@ -190,14 +199,16 @@ class NodeRoutes:
         """Pause a node: migrate its requests and free its memory for its owner.
 
         The node enforces the pause, also without the coordinator. Without `seconds`, the pause lasts until a resume.
-        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left, 503 if the node does not confirm.
+        Return the node's sharing state, and the number of its requests (`in_flight`). Raise `ProblemError`: 404 for an
+        unknown node, 409 for one that has left, 503 if the node does not confirm.
         """
         return await self._set_pause(node, body.seconds)
 
     async def resume(self, node: str) -> dict[str, Any]:
         """End a node's pause; the node's rule `sharing.when` can still keep it paused.
 
-        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left, 503 if the node does not confirm.
+        Return the same as `pause`. Raise `ProblemError`: 404 for an unknown node, 409 for one that has left, 503 if the
+        node does not confirm.
         """
         return await self._set_pause(node, 0.0)
 
@@ -215,9 +226,10 @@ class NodeRoutes:
     # -- name and membership ----------------------------------------------------------------------
 
     async def label(self, node: str, body: LabelsBody) -> dict[str, Any]:
-        """Replace the labels of a node. Keys can be limited to labels.
+        """Replace the labels of a node, and return them. Keys can be limited to labels.
 
-        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the change
+        cannot be stored.
         """
         node_id = self._find_member(node)
         self._nodes.administration.set_labels(node_id, tuple(dict.fromkeys(body.labels)))
@@ -225,9 +237,10 @@ class NodeRoutes:
         return {"schema": 1, "node": node_id, "labels": body.labels}
 
     async def remove(self, node: str) -> dict[str, Any]:
-        """Revoke a node's certificate at once and remove the node from the pool.
+        """Revoke a node's certificate at once and remove the node from the pool. Return the node's id.
 
-        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
+        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the change
+        cannot be stored.
         """
         node_id = self._find_member(node)
         self._nodes.administration.remove_node(node_id)

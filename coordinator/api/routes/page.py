@@ -55,13 +55,17 @@ class PageRoutes:
         )
 
     async def invite(self) -> dict[str, Any]:
-        """Create a link that signs in to the page as an administrator, once, within 2 minutes."""
+        """Create a link that signs in to the page as an administrator, once, within 2 minutes.
+
+        Return its URL, and the seconds for which it works.
+        """
         return {"schema": 1, "url": f"{self._url}/#in={self._sessions.create_code()}", "seconds": CODE_SECONDS}
 
     async def enter(self, body: LoginCodeBody) -> dict[str, Any]:
         """Exchange the code of a sign-in link for a session key.
 
-        A code works once, within 2 minutes. `expires` is in Unix seconds. Raise `ProblemError` 401 for any other code.
+        A code works once, within 2 minutes. `expires` is in Unix seconds. Raise `ProblemError` 401 for any other code,
+        and `StoreError` (503) after a failed write.
         """
         entered = self._sessions.redeem_code(body.code)
         if entered is None:

@@ -49,7 +49,7 @@ class PullBody(Body):
     nodes: Annotated[list[NodeText], Field(max_length=1000, default_factory=list)]
     """Nodes by name or id; empty for a selection of nodes by `all`."""
     all: bool = False
-    """Whether every member that has room gets the model, also when it is away now. Else every linked one does."""
+    """Whether every member with room gets the model, also an absent member. By default, only linked members do."""
     dry_run: bool = False
     """Whether only the plan is returned."""
 
@@ -82,8 +82,9 @@ class PullRoutes:
     async def pull(self, body: PullBody) -> dict[str, Any]:
         """Plan a pull of a repository of the hub, and start it unless `dry_run` is set.
 
-        Raise `ProblemError`: 400 for a wrong body or an unsupported model, 404 for an unknown node. Also: 429 for too
-        many pulls, 507 if no node has room. A failed query of the hub has the status of its code in `STATUS`.
+        Return the model, the plan for each node (sizes in bytes), and the started pull. Raise `ProblemError`: 400 for a
+        wrong body or an unsupported model, 404 for an unknown node. Also: 429 for too many pulls, 507 if no node has
+        room or the pull cannot be stored. A failed query of the hub has the status of its code in `STATUS`.
         """
         if body.nodes and body.all:
             raise ProblemError(build_invalid("nodes and all exclude each other", "nodes"))
@@ -140,7 +141,7 @@ class PullRoutes:
         return {"schema": 1, "pull": build_pull_row(record, self._get_name)}
 
     async def pull_cancel(self, pull: str) -> dict[str, Any]:
-        """Cancel a pull. Received pieces stay on the disks, and a later pull continues with them.
+        """Cancel a pull, and return it. Received pieces stay on the disks, and a later pull continues with them.
 
         Raise `ProblemError`: 404 for an unknown pull, 409 for one that has ended.
         """
@@ -152,18 +153,18 @@ class PullRoutes:
         return {"schema": 1, "pull": build_pull_row(self._pulls.pulls[pull], self._get_name)}
 
     async def verify(self, body: ModelFilesBody) -> dict[str, Any]:
-        """Read all files of a model on a node and compute their digests again.
+        """Read all files of a model on a node and compute their digests again. Return the content hash of the model.
 
-        Raise `ProblemError`: 404 for an unknown node or model, 409 for an absent node. A failure has the status of its
-        code in `STATUS`.
+        Raise `ProblemError`: 400 for an invalid name, 404 for an unknown node or model, 409 for an absent node. A
+        failure has the status of its code in `STATUS`.
         """
         return await self._run_order(VerifyModel, body)
 
     async def remove(self, body: ModelFilesBody) -> dict[str, Any]:
-        """Delete the files of a model from the disk of a node. Refused while the model is loaded.
+        """Delete the files of a model from the disk of a node, and return the freed bytes. Refused while it is loaded.
 
-        Raise `ProblemError`: 404 for an unknown node or model, 409 for an absent node or a loaded model. A failure has
-        the status of its code in `STATUS`.
+        Raise `ProblemError`: 400 for an invalid name, 404 for an unknown node or model, 409 for an absent node or a
+        loaded model. A failure has the status of its code in `STATUS`.
         """
         return await self._run_order(RemoveModel, body)
 

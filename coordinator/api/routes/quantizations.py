@@ -52,8 +52,8 @@ class QuantizationRoutes:
     async def quantize(self, body: QuantizationBody) -> dict[str, Any]:
         """Quantize a model on a node, under a lease of memory. The result is another model on the disk of the node.
 
-        Raise `ProblemError`: 400 for a wrong name or number of bits, 404 for an unknown node or model. Also: 409 for a
-        node that is absent or too old, 429 for too many quantizations.
+        Return the started quantization. Raise `ProblemError`: 400 for a wrong name or number of bits, 404 for an
+        unknown node or model. Also: 409 for a node that is absent or too old, 429 for too many quantizations.
         """
         name = body.name or f"{body.model}-{body.bits}bit"
         for text, field in ((body.model, "model"), (name, "name")):
@@ -82,7 +82,7 @@ class QuantizationRoutes:
         return self._build_answer(self._find(quantization))
 
     async def quantization_cancel(self, quantization: str) -> dict[str, Any]:
-        """Cancel a quantization. Its incomplete result is deleted.
+        """Cancel a quantization, and return it. Its incomplete result is deleted.
 
         Raise `ProblemError`: 404 for an unknown quantization, 409 if it has ended or its node is not linked.
         """

@@ -61,6 +61,7 @@ class RequestRoutes:
     async def place(self, body: PlacementBody) -> dict[str, Any]:
         """Return the node for a hypothetical request, and the memory arithmetic of every node. No request is sent.
 
+        If no node can take the request, `node` is null and `refused` has the reason.
         Raise `ProblemError` 404 for an unknown profile of an alias or model.
         """
         target = self._traffic.names.resolve(body.model, self._traffic.placer.view, NO_LIMITS)

@@ -83,9 +83,10 @@ class WishRoutes:
         return {"schema": 1, "wish": self._build_wish_row(self._store.wishes[self._find_wish(model)])}
 
     async def want_model(self, model: str, body: WishBody) -> dict[str, Any]:
-        """Want replicas of a model, or change its wish. The plan loads them where they fit.
+        """Want replicas of a model, or change its wish. Return the wish. The plan loads the replicas where they fit.
 
-        Raise `ProblemError`: 400 for a wrong name of a model, 404 for an unknown node, 409 for too many wishes.
+        Raise `ProblemError`: 400 for a wrong name of a model, 404 for an unknown node, 409 for too many wishes. Raise
+        `StoreError` (503) if the wish cannot be stored.
         """
         if not is_valid_model(model) or {"", ".", ".."} & set(model.split("/")):
             raise ProblemError(build_invalid("model: this cannot be the name of a model", "model"))
@@ -111,9 +112,9 @@ class WishRoutes:
         return {"schema": 1, "wish": self._build_wish_row(wish)}
 
     async def unwant_model(self, model: str) -> dict[str, Any]:
-        """End the wish for a model. Its replicas stay loaded until their memory is needed.
+        """End the wish for a model, and return its name. The replicas stay loaded until their memory is needed.
 
-        Raise `ProblemError` 404 if there is no such wish.
+        Raise `ProblemError` 404 if there is no such wish, `StoreError` (503) if the change cannot be stored.
         """
         name = self._find_wish(model)
         self._store.wishes.delete(name)

@@ -229,7 +229,7 @@ def _print_load(answer: dict[str, Any]) -> None:
 @click.option("--node", help="Only on this node; default: all nodes where it is loaded.")
 @session_options
 def unload(session: ApiSession, model: str, node: str | None) -> None:
-    """Unload a model and free its memory. Refused while requests use it. The next request loads it again."""
+    """Unload a model and free its memory. A model in use is not unloaded. The next request loads the model again."""
     with show_spinner(f"unloading {model}"):
         answer = session.request_json(
             "POST", "/api/v1/models/unload", {"model": model, "node": node}, LOAD_TIMEOUT_SECONDS
@@ -249,8 +249,8 @@ def _print_unload(answer: dict[str, Any]) -> None:
 def profile(session: ApiSession, model: str, node: str | None) -> None:
     """Measure the memory that a model needs on a node.
 
-    It measures prompts up to the longest that fits, and stores the result. The measurement takes up to 10 minutes and
-    uses free memory only; requests are slower meanwhile. Ctrl-C ends it.
+    The node measures prompts up to the longest that fits, and stores the result. The measurement takes up to 10 minutes
+    and uses free memory only; requests are slower meanwhile. Ctrl-C ends the measurement.
     """
     with show_spinner(f"measuring {model}"):
         answer = session.request_json(
@@ -296,8 +296,8 @@ def want(
 ) -> None:
     """Keep a model loaded, on one node or several.
 
-    The pool loads the replicas where they fit, and loads them again after a restart. This replaces an earlier wish for
-    the model.
+    The pool loads the replicas where they fit, and loads them again after a restart. The new wish replaces an earlier
+    one for the model.
     """
     body = {
         "replicas": replicas,

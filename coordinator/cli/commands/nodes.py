@@ -265,7 +265,7 @@ def label(session: ApiSession, node: str, labels: tuple[str, ...]) -> None:
 @yes_option
 @session_options
 def remove(session: ApiSession, node: str, yes: bool) -> None:
-    """Revoke a node's certificate at once and forget the node.
+    """Revoke a node's certificate and remove the node.
 
     The node can join again with a new token or code.
     """
@@ -289,7 +289,7 @@ def remove(session: ApiSession, node: str, yes: bool) -> None:
 )
 @session_options
 def logs(session: ApiSession, node: str, size: int) -> None:
-    """Print the newest lines of a node's log. They are fetched over its link."""
+    """Print the newest lines of a node's log. The lines are fetched over the node's link."""
     from coordinator.cli.commands.logs_and_top import print_log
 
     print_log(session, session.send_request("GET", f"/api/v1/nodes/{quote(node, safe='')}/logs?bytes={size}"))

@@ -1,4 +1,4 @@
-"""`cluster pull` and `cluster pulls`: get models from the hub onto the nodes, follow and cancel that."""
+"""`cluster pull` and `cluster pulls`: get models from the hub onto the nodes, and list, follow or cancel pulls."""
 
 import sys
 import threading

@@ -16,7 +16,7 @@ def call_route(session: ApiSession, method: str, path: str, body: dict[str, Any]
     """Call an API route of the running coordinator, and return its JSON.
 
     If no coordinator is known, perform the operation of the route on the locked database. Raise `CommandError` if the
-    call fails.
+    call fails, and the other errors of `run_offline`.
     """
     if session.running:
         return session.request_json(method, path, body)
@@ -103,7 +103,7 @@ def token() -> None:
 @click.option("--name", default="", help="Name in `cluster token list`.")
 @session_options
 def token_create(session: ApiSession, ttl: float, uses: int, name: str) -> None:
-    """Create a join token. It works once, for one hour, unless --uses or --ttl is given."""
+    """Create a join token. The token works once, for one hour, unless --uses or --ttl is given."""
     answer = call_route(session, "POST", "/api/v1/tokens", {"ttl_seconds": ttl, "uses": uses, "name": name})
     session.print_answer(answer, lambda answer: click.echo(answer.get("join") or answer["token"]))
 
@@ -178,7 +178,7 @@ def key() -> None:
 @limit_options
 @session_options
 def key_create(session: ApiSession, name: str, scopes: tuple[str, ...], expires: float | None, **options: Any) -> None:
-    """Create an API key. It is shown once and stored only as a digest."""
+    """Create an API key. The key is shown once and stored only as a digest."""
     body = {"name": name, "scopes": list(scopes), "ttl_seconds": expires, "limits": select_limits(options)}
     session.print_answer(call_route(session, "POST", "/api/v1/keys", body), lambda answer: click.echo(answer["key"]))
 

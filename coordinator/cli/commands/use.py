@@ -323,7 +323,7 @@ def _print_version(answer: dict[str, Any]) -> None:
 def completion(shell: str) -> None:
     """Print the completion script for a shell: `eval "$(cluster completion zsh)"`.
 
-    It completes the name by which the command is called here: `macpool completion zsh` completes `macpool`.
+    The script completes the name by which the command is called here: `macpool completion zsh` completes `macpool`.
     """
     from click.shell_completion import get_completion_class
 

@@ -62,11 +62,15 @@ class LinkAdmission:
         self._addresses: tuple[str, ...] = ()
 
     def set_addresses(self, addresses: tuple[str, ...]) -> None:
-        """Send these addresses of the coordinator to nodes from now on, in every Welcome."""
+        """Send these addresses of the coordinator (HOST:PORT) to nodes from now on, in every Welcome."""
         self._addresses = addresses
 
     def authorize(self, peer: PeerIdentity, serial: str, hello: Hello) -> Welcome | Denied:
-        """Return `Welcome` if a node with this certificate may link, else `Denied` with the reason."""
+        """Return `Welcome` if a node with this certificate may link, else `Denied` with the reason.
+
+        Record the software of the Hello if the certificate is that of the member. `serial` is the certificate's serial
+        number in hex digits.
+        """
         if peer.node == hello.node and hello.node in self._registry.pool.members:
             self._records.record_software(NodeId(hello.node), hello)
         if not OLDEST_PROTOCOL <= hello.protocol <= PROTOCOL:

@@ -106,7 +106,7 @@ class ConnectionOwner(Protocol):
         ...
 
     def deliver_frame(self, connection: "Connection", frame: Frame) -> None:
-        """Handle a frame of a link."""
+        """Handle a frame of a link. Raise `WireError` for an invalid frame, such as an answer that is too long."""
         ...
 
     def answer_relay(self, connection: "Connection", peer: PeerIdentity, join: JoinRelay) -> None:

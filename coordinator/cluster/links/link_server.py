@@ -42,7 +42,7 @@ class LinkEvents(Protocol):
     """Handler of the links' events, implemented by the registry."""
 
     def on_link_up(self, node: NodeId, hello: Hello) -> int:
-        """Record a new link of a node and return its sequence number."""
+        """Record a new link of a node and return its sequence number. Raise `StoreError` after a failed write."""
         ...
 
     def on_link_down(self, node: NodeId, number: int, reason: str) -> None:
@@ -50,7 +50,7 @@ class LinkEvents(Protocol):
         ...
 
     def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
-        """Handle a frame of the link `number` of a node."""
+        """Handle a frame of the link `number` of a node. Raise `StoreError` after a failed write."""
         ...
 
 
@@ -146,7 +146,10 @@ class LinkServer:
         self._barrier.call_when_stored(callback)
 
     def answer_hello(self, connection: Connection, peer: PeerIdentity, hello: Hello) -> None:
-        """Answer a Hello with Welcome or Denied. After Welcome, the connection is the newest link of its node."""
+        """Answer a Hello with Welcome or Denied. After Welcome, the connection is the newest link of its node.
+
+        Raise `StoreError` as `LinkEvents.on_link_up`.
+        """
         assert peer.node is not None  # noqa: S101  checked by the connection
         budgets = self._budgets.setdefault(peer.node, NodeBudgets())
         why = budgets.charge_link(self._loop.time())
@@ -192,7 +195,10 @@ class LinkServer:
         self._relay.add(answer, connection.release(), serves=join.serves)
 
     def deliver_frame(self, connection: Connection, frame: Frame) -> None:
-        """Pass a `FetchChunk` to the fetch that waits for it, and any other frame to the events' handler."""
+        """Pass a `FetchChunk` to the fetch that waits for it, and any other frame to the events' handler.
+
+        Raise `WireError` if an answer is longer than its fetch requested, and `StoreError` after a failed write.
+        """
         assert connection.node is not None  # noqa: S101  only linked connections get here
         if type(frame) is FetchChunk:
             self._fetches.deliver(connection.node, frame)

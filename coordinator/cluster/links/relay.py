@@ -132,7 +132,7 @@ class RelayStream(asyncio.Protocol):
         self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Close the peer."""
+        """Close the peer, and call `on_end`."""
         for timer in (self._timeout, self._delay):
             if timer is not None:
                 timer.cancel()
@@ -189,7 +189,7 @@ class RelayTransfers:
 
 
 class RelayServer:
-    """Joins the connections of the transfers on one event loop, and copies their bytes.
+    """Server that joins the connections of the transfers on one event loop, and copies their bytes.
 
     `authentication` decides which nodes are members. `rate` is the maximum of all relays, in bytes per second.
     """

@@ -21,7 +21,7 @@ class JobSubmitted:
 
 @dataclass(frozen=True, slots=True)
 class JobPlaced:
-    """Event: a node was chosen to be asked for a lease for the first queued job."""
+    """Event: `node` was chosen for the first queued job, to be asked for a lease with the new id `lease`."""
 
     job: str
     node: str

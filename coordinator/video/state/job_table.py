@@ -25,7 +25,7 @@ from coordinator.video.state.jobs import JobState, VideoJob
 
 @dataclass(frozen=True, slots=True)
 class JobRules:
-    """Settings of the job table, from `VideoSettings.rules`."""
+    """Settings of the job table, from `VideoSettings.rules`. Fields named `*_seconds` are in seconds."""
 
     on_node_loss: Literal["fail", "requeue"] = "fail"
     """Whether a job whose node or worker was lost fails, or is restarted."""
@@ -40,18 +40,18 @@ class JobRules:
     headroom_seconds: float = 3600.0
     """Longest wait of the first queued job for memory while no other job runs."""
     keep_seconds: float = 86400.0
-    """Lifetime of the files of a job."""
+    """Lifetime of the files of a job, from its end."""
     keep_count: int = 50
     """Maximum number of jobs with files."""
     keep_bytes: int = 50 * 2**30
-    """Maximum size of all files together."""
+    """Maximum size of all files together, in bytes."""
     records: int = 1000
     """Maximum number of ended jobs without files that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseHold:
-    """Memory that was requested from a node and is not confirmed as released."""
+    """Memory that was requested from a node and is not confirmed as released. `lease`, `node` and `job` are ids."""
 
     lease: str
     node: str

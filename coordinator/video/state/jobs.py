@@ -43,7 +43,7 @@ FETCHING_PROGRESS = 99
 
 
 class IllegalTransitionError(IllegalEventError):
-    """Raised for a state transition that is not in `TRANSITIONS`, which is a bug."""
+    """Raised for a state transition that is not in `TRANSITIONS`: a bug, or a node that contradicts itself."""
 
 
 class JobFaultCode(StrEnum):
@@ -99,14 +99,14 @@ class RequestedClip(msgspec.Struct, frozen=True):
     guidance: float | None = None
     """Strength with which the clip follows the prompt."""
     guidance_2: float | None = None
-    """The same for the second expert of the model."""
+    """Strength with which the second expert of the model follows the prompt."""
     seed: int | None = None
     warnings: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
     """Labels that a node must have, because the API key is limited to them."""
 
     def encode_spec(self) -> bytes:
-        """Encode the clip for the worker (`wire.frames.LeaseRequest.spec`)."""
+        """Encode the clip as JSON for the worker (`wire.frames.LeaseRequest.spec`), without absent values."""
         spec: dict[str, Any] = {
             "prompt": self.prompt,
             "width": self.width,
@@ -161,7 +161,9 @@ class VideoJob(msgspec.Struct, frozen=True):
     away: bool = False
     """Whether the node of the job is not linked."""
     started: float | None = None
+    """Time of the grant of the current lease; None before it."""
     ended: float | None = None
+    """Time of the end of the job; None for an open job."""
     expires: float | None = None
     """Time from which the files may be deleted; None before the job has completed."""
     expired: bool = False
@@ -206,7 +208,10 @@ def change_state(job: VideoJob, state: JobState, **changes: object) -> VideoJob:
 
 
 def to_row(job: VideoJob) -> dict[str, Any]:
-    """Return a job as a JSON object of the API: OpenAI's fields, then fields of Macpool."""
+    """Return a job as a JSON object of the API: OpenAI's fields, then fields of Macpool.
+
+    Points in time are in Unix seconds, `progress` in percent, `seconds` in seconds as text, and `peak` in bytes.
+    """
     wanted = job.wanted
     return {
         "id": job.id,

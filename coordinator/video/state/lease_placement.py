@@ -1,4 +1,4 @@
-"""Chooses the node that the first queued job asks for memory, or the reason for its wait. Pure.
+"""Choice of the node that is asked for memory for the first queued job, or the reason for the job's wait. Pure.
 
 The coordinator only chooses the node; the node alone grants. First choice is a node where the lease fits now, by
 `wire.capacity.arithmetic.judge`. Second choice is a node where it could fit after idle models are unloaded; the node
@@ -19,6 +19,7 @@ from wire.units import show_size
 from wire.video import VideoPackage
 
 Profiles = Mapping[VideoProfileKey, VideoMemoryProfile]
+"""Measured memory profiles by their key."""
 
 
 class NodeReadiness(IntEnum):
@@ -40,7 +41,10 @@ class NodeReadiness(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LeaseCandidate:
-    """Node as a candidate for the lease of a job: its readiness, the reason against it, and its headroom in bytes."""
+    """Node (id and name) as a candidate for the lease of a job.
+
+    `why` has the name of the node, and the reason against it (none if the lease fits). `headroom` is in bytes.
+    """
 
     node: str
     name: str
@@ -51,7 +55,7 @@ class LeaseCandidate:
 
 @dataclass(frozen=True, slots=True)
 class LeaseChoice:
-    """Choice of a node to ask for the lease of a job."""
+    """Choice of a node (id) to ask for the lease of a job."""
 
     job: VideoJob
     node: str

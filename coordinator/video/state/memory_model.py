@@ -43,7 +43,7 @@ MIN_SIDE, MAX_SIDE = 32, 4096
 DEFAULT_SIZE = (480, 272)
 """Width and height of a clip without a size, in pixels."""
 DEFAULT_SECONDS = 3
-"""Playing time of a clip without a length."""
+"""Playing time of a clip without a length, in seconds."""
 MAX_TRAINED_FRAMES = 81
 """Frames of the model's training clips. A longer clip may run back and forth at its end."""
 
@@ -66,7 +66,9 @@ class VideoMemoryProfile:
     """Predicted memory of a package: the peak in bytes is `base + slope × spatial tokens of a frame`."""
 
     base: int
+    """Peak in bytes without the part that grows with the frame."""
     slope: float
+    """Bytes per spatial token."""
     margin: int = MARGIN_BYTES
     """Bytes reserved in addition to the predicted peak."""
     measured: int = 0
@@ -78,7 +80,7 @@ class VideoMemoryProfile:
         return self.measured > 0
 
     def predict_peak(self, tokens: int) -> int:
-        """Return the predicted peak in bytes for a frame of `tokens` tokens."""
+        """Return the predicted peak in bytes for a frame of `tokens` spatial tokens."""
         return math.ceil(self.base + self.slope * tokens)
 
     def compute_need(self, tokens: int) -> int:
@@ -86,7 +88,10 @@ class VideoMemoryProfile:
         return self.predict_peak(tokens) + self.margin
 
     def add_measurement(self, tokens: int, peak: int) -> "VideoMemoryProfile":
-        """Return the profile after a job with a measured peak in bytes. A peak above the prediction raises the base."""
+        """Return the profile after a job with a measured peak in bytes, for frames of `tokens` spatial tokens.
+
+        A peak above the prediction raises the base.
+        """
         return replace(self, base=self.base + max(0, peak - self.predict_peak(tokens)), measured=self.measured + 1)
 
 

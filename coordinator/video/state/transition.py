@@ -30,7 +30,7 @@ class Transition:
         return JobTable(self.rules, self.jobs, self.holds, self.pauses)
 
     def put_job(self, job: VideoJob, *, save: bool = True) -> VideoJob:
-        """Add or replace a job in the table. With `save`, store it in the database as well."""
+        """Add or replace a job in the table, and return it. With `save`, store it in the database as well."""
         self.jobs[job.id] = job
         if save:
             self.actions.append(SaveJob(job))
@@ -89,14 +89,20 @@ class Transition:
         return job.room_by is not None and job.room_by <= self.now
 
     def handle_loss(self, job: VideoJob, code: str, message: str) -> None:
-        """Requeue or fail a job whose node or worker was lost, by `on_node_loss` and the limit of attempts."""
+        """Requeue or fail a job whose node or worker was lost, by `on_node_loss` and the limit of attempts.
+
+        `code` and `message` are the reason. Raise `IllegalTransitionError` as `requeue_job` and `fail_job`.
+        """
         if self.rules.on_node_loss == "requeue" and job.attempts < self.rules.attempts:
             self.requeue_job(replace(job, attempts=job.attempts + 1), f"again, because {message}")
         else:
             self.fail_job(job, code, message)
 
     def retry_start(self, job: VideoJob, code: str, message: str) -> None:
-        """Requeue a job whose worker never started, or fail it at the limit of attempts. Pause its node for 5 s."""
+        """Requeue a job whose worker never started, or fail it at the limit of attempts. Pause its node for 5 s.
+
+        `code` and `message` are the reason. Raise `IllegalTransitionError` as `requeue_job` and `fail_job`.
+        """
         self.pause_node(job.node, MIN_PAUSE_SECONDS * 5)
         if job.attempts < self.rules.attempts:
             self.requeue_job(replace(job, attempts=job.attempts + 1), f"again, because {message}")

@@ -40,6 +40,7 @@ def advance(table: JobTable, event: Event, now: float) -> tuple[JobTable, Action
     """Apply an event at `now` (Unix seconds). Return the new table and the actions in order.
 
     Raise `IllegalEventError` for a `JobPlaced` whose job is not `table.head`, or whose node already has a lease hold.
+    Raise `IllegalTransitionError` for a lease end that would restart a job whose files are being fetched.
     """
     turn = Transition(table, now)
     match event:

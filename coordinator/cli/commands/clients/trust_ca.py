@@ -40,7 +40,7 @@ def trust_ca(
 ) -> None:
     """Trust the authority behind the endpoint at URL, so that this machine's programs can use HTTPS there.
 
-    Without URL, it is the endpoint of the coordinator that commands use. The authority can certify `.local` names,
+    Without URL, the endpoint is that of the coordinator that commands use. The authority can certify `.local` names,
     `localhost`, the names of `http.allowed_hosts`, and addresses. Run the command on every machine with a client.
     Programs with their own list of authorities (Python, Node, Bun) also need the variables that `cluster env` prints.
     """
@@ -76,6 +76,7 @@ def fetch_confirmed_authority(base: str, fingerprint: str | None) -> str:
 
     Return an empty text if the endpoint uses given certificate files and `fingerprint` is None, because the system's
     authorities then apply. Raise `CommandError` if the endpoint cannot be reached, or the authority is not confirmed.
+    Raise `click.UsageError` if there is no terminal to ask on.
     """
     try:
         pem = fetch_authority(base)
@@ -177,7 +178,7 @@ def _describe_scope(pem: str) -> str:
 def write_bundle(state: Path, pem: str, fingerprint: str, base: str) -> Path:
     """Write a PEM file of the system's authorities and this one, for programs that need a file. Return its path.
 
-    A second file next to it has the endpoint's URL. Raise `OSError` if a file cannot be written.
+    A second file next to it has the endpoint's URL. Raise `OSError` if a file cannot be read or written.
     """
     bundle = _get_bundle_path(state, fingerprint)
     bundle.parent.mkdir(parents=True, exist_ok=True)
@@ -188,7 +189,10 @@ def write_bundle(state: Path, pem: str, fingerprint: str, base: str) -> Path:
 
 
 def find_bundle(state: Path, pem: str) -> str | None:
-    """Return the path of the file that `write_bundle` wrote for an authority (PEM); None if there is none."""
+    """Return the path of the file that `write_bundle` wrote for an authority (PEM); None if there is none.
+
+    Raise `ValueError` if `pem` is not PEM.
+    """
     bundle = _get_bundle_path(state, hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest())
     return str(bundle) if bundle.exists() else None
 

@@ -69,7 +69,7 @@ def _print_calibration(answer: dict[str, Any]) -> None:
 def install(state: Path | None, wheelhouse: Path | None, output: str) -> None:
     """Install the video environment on this machine.
 
-    It takes several GB, and its packages are locked by hash.
+    The environment takes several GB, and its packages are locked by hash.
 
     A node that runs here offers video within 30 s, if it has a video package. If the environment is already installed,
     the command changes nothing.
