@@ -176,7 +176,7 @@ RULES = (
         Comparison(_build_metric("wish_replicas_ready"), "<", _build_metric("wish_replicas_wanted")),
         600,
         "the wish for {model} has been unmet for 10 minutes",
-        "`cluster models plan` shows the missing number",
+        "`cluster model plan` shows the missing number",
     ),
     AlertRule(
         "BreakerOpen",

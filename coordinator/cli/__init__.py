@@ -20,10 +20,7 @@ SECTIONS = {
         "leave": ("coordinator.cli.commands.join:leave", "Leave the cluster with this machine."),
         "status": ("coordinator.cli.commands.nodes:status", "Print the state of the pool in a few lines."),
         "nodes": ("coordinator.cli.commands.nodes:nodes", "List the nodes with their memory."),
-        "models": (
-            "coordinator.cli.commands.model_tools.bench:models",
-            "List the models and their nodes; keep models loaded.",
-        ),
+        "models": ("coordinator.cli.commands.models:models", "List the models and their nodes."),
         "pull": ("coordinator.cli.commands.pulls:pull", "Get a model from the hub onto the nodes."),
         "chat": ("coordinator.cli.commands.use:chat", "Send a prompt to a model and print the answer."),
         "top": ("coordinator.cli.commands.logs_and_top:top", "Show the pool live."),
@@ -35,7 +32,10 @@ SECTIONS = {
     },
     "Groups": {
         "node": ("coordinator.cli.commands.nodes:node", "List, show, cordon, drain, label or remove nodes."),
-        "model": ("coordinator.cli.commands.models:model", "List, show, load, unload or measure models."),
+        "model": (
+            "coordinator.cli.commands.model_tools.bench:model",
+            "List, load, keep loaded, measure, verify, quantize or delete models.",
+        ),
         "cache": ("coordinator.cli.commands.cache:cache", "Show or delete cached prompts, in memory and on the disk."),
         "pulls": (
             "coordinator.cli.commands.pulls:pulls",

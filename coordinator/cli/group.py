@@ -25,9 +25,16 @@ SYNONYMS = {
 MOVED: dict[tuple[str, ...], tuple[str, str]] = {
     **{
         ("nodes", verb): ("node", verb)
-        for verb in ("allow-video", "cordon", "deny-video", "drain", "label", "logs", "remove", "uncordon")
+        for verb in ("allow-video", "cordon", "deny-video", "drain", "label", "logs", "remove", "show", "uncordon")
     },
     ("nodes", "inspect"): ("node", "show"),
+    **{
+        ("models", verb): ("model", verb)
+        for verb in (
+            *("bench", "files", "load", "plan", "profile", "quantizations", "quantize"),
+            *("rm", "show", "unload", "unwant", "verify", "want"),
+        )
+    },
     ("load",): ("model", "load"),
     ("unload",): ("model", "unload"),
     ("profile",): ("model", "profile"),
@@ -49,15 +56,13 @@ class CommandGroup(click.Group):
         """Return name, command and remaining arguments of a verb.
 
         Raise `click.UsageError` for an unknown verb, with the nearest one, and for an old spelling, with the new one.
-        The verb of the group in the other number counts as nearest: `model load` for `models load`.
         """
         word = args[0] if args else ""
         if word and not word.startswith("-") and self.get_command(ctx, word) is None:
             if ctx.parent is None:
                 _refuse_moved(ctx, args)
             path, near = ctx.command_path, find_nearest_verb(word, self.list_commands(ctx))
-            meant = _find_in_other_number(ctx, word) or (f"{path} {near}" if near else "")
-            ctx.fail(f"there is no `{path} {word}`" + (f"; did you mean `{meant}`?" if meant else ""))
+            ctx.fail(f"there is no `{path} {word}`" + (f"; did you mean `{path} {near}`?" if near else ""))
         if ctx.parent is None and tuple(args[:2]) in MOVED:
             _refuse_moved(ctx, args)
         return super().resolve_command(ctx, args)
@@ -72,18 +77,6 @@ def find_nearest_verb(word: str, verbs: Sequence[str]) -> str | None:
         return meant
     near = difflib.get_close_matches(word, verbs, 1)
     return near[0] if near else None
-
-
-def _find_in_other_number(ctx: click.Context, word: str) -> str:
-    """Return the command `word` of the group whose name is the plural or the singular of this group's name; empty if
-    there is none."""
-    above, name = ctx.parent, ctx.info_name or ""
-    if above is None or not isinstance(above.command, click.Group):
-        return ""
-    other = name.removesuffix("s") if name.endswith("s") else f"{name}s"
-    group = above.command.get_command(above, other)
-    known = isinstance(group, click.Group) and group.get_command(ctx, word) is not None
-    return f"{above.command_path} {other} {word}" if known else ""
 
 
 def _refuse_moved(ctx: click.Context, args: list[str]) -> None:

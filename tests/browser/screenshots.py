@@ -69,7 +69,7 @@ def at_work(folder: Path) -> Iterator[Pool]:
             "a video",
         )
         made.cli("key", "create", "home-assistant", "--model", "macpool*", "--requests-per-minute", "60")
-        made.cli("models", "want", "macpool-tiny", "--replicas", "2")
+        made.cli("model", "want", "macpool-tiny", "--replicas", "2")
         hub.faults.chunk_seconds = CHUNK_SECONDS
         made.cli("pull", REPO, "--node", "mini", "--node", "macbook", "--detach")
         with _asked(made):

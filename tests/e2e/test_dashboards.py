@@ -138,8 +138,8 @@ def test_every_panel_has_data(tmp_path: Path, record_property: Callable[[str, ob
         for name in settings:
             until(lambda name=name: made.serves(name), 60, f"{name} serves")
         made.cli("pause", "away", "1h")
-        made.cli("models", "want", "macpool-tiny")
-        made.cli("models", "want", "filmed", "--idle-unload", "1s")  # a scripted model refuses to be unloaded
+        made.cli("model", "want", "macpool-tiny")
+        made.cli("model", "want", "filmed", "--idle-unload", "1s")  # a scripted model refuses to be unloaded
         until_ray(made, "film")
         key = made.create_key("prometheus", "metrics")
         text = render_configuration(made.base, str(token_file(tmp_path, key)), rules="none.yml", interval_seconds=1)

@@ -28,7 +28,7 @@ class BenchmarkBody(Body):
 
 
 class BenchmarkRoutes:
-    """Routes of `cluster models bench`."""
+    """Routes of `cluster model bench`."""
 
     def __init__(self, nodes: NodePool, traffic: DispatcherApi, records: BenchmarkRecords) -> None:
         self._nodes = nodes

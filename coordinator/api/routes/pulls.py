@@ -62,7 +62,7 @@ class ModelFilesBody(Body):
 
 
 class PullRoutes:
-    """Routes of `cluster pull`, `cluster pulls`, `cluster models verify` and `cluster models rm`."""
+    """Routes of `cluster pull`, `cluster pulls`, `cluster model verify` and `cluster model rm`."""
 
     def __init__(self, nodes: NodePool, pulls: PullController) -> None:
         self._nodes = nodes

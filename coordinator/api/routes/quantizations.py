@@ -34,7 +34,7 @@ class QuantizationBody(Body):
 
 
 class QuantizationRoutes:
-    """Routes of `cluster models quantize` and `cluster models quantizations`."""
+    """Routes of `cluster model quantize` and `cluster model quantizations`."""
 
     def __init__(self, nodes: NodePool, quantizations: Quantizations) -> None:
         self._nodes = nodes
@@ -111,14 +111,14 @@ class QuantizationRoutes:
             if node.state in LINKED and node.disk.total and body.model in node.models
         ]
         if not nodes:
-            text = f"no linked node has the model {body.model}: look at `cluster models files`"
+            text = f"no linked node has the model {body.model}: look at `cluster model files`"
             raise ProblemError(Problem(404, RefusalCode.NO_MODEL, text, "model"))
         return max(nodes, key=lambda node: (not node.models[body.model].cause, node.headroom or 0))
 
     def _find(self, quantization: str) -> QuantizationRecord:
         record = self._quantizations.find(quantization)
         if record is None:
-            text = f"there is no quantization {quantization[:100]!r}: look at `cluster models quantizations`"
+            text = f"there is no quantization {quantization[:100]!r}: look at `cluster model quantizations`"
             raise ProblemError(Problem(404, "quantization_not_found", text))
         return record
 

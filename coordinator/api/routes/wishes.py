@@ -54,7 +54,7 @@ class WishBody(Body):
 
 
 class WishRoutes:
-    """Routes of `cluster models want`, `unwant` and `plan`."""
+    """Routes of `cluster model want`, `unwant` and `plan`."""
 
     def __init__(self, nodes: NodePool, runner: WishRunner, store: Database) -> None:
         self._nodes = nodes
@@ -94,7 +94,7 @@ class WishRoutes:
         name = next((known for known in wishes if known.casefold() == model.casefold()), None)
         name = name or self._nodes.registry.build_view().resolve_name(model)
         if name not in wishes and len(wishes) >= MAX_WISHES:
-            text = f"there are {MAX_WISHES} wishes, which is the limit: end one with `cluster models unwant MODEL`"
+            text = f"there are {MAX_WISHES} wishes, which is the limit: end one with `cluster model unwant MODEL`"
             raise ProblemError(Problem(409, "too_many_wishes", text))
         wish = Wish(
             name,

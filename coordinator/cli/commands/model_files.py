@@ -1,11 +1,11 @@
-"""`cluster models files`, `rm` and `verify`, added to the group of `coordinator.cli.commands.models`."""
+"""`cluster model files`, `rm` and `verify`, added to the group of `coordinator.cli.commands.models`."""
 
 import time
 from typing import Any
 
 import click
 
-from coordinator.cli.commands.models import models, show_spinner
+from coordinator.cli.commands.models import model, show_spinner
 from coordinator.cli.commands.tokens_and_keys import Duration
 from coordinator.cli.group import confirm, yes_option
 from coordinator.cli.memory_breakdown import format_age
@@ -25,7 +25,7 @@ Copy = dict[str, Any]
 """A model on a node: the row of the node in `/api/v1/models`, with the name of the model in `copy_of`."""
 
 
-@models.command("files")
+@model.command("files")
 @click.option("--unused-since", type=Duration(), help="Only copies without a request for this time (30d).")
 @session_options
 def list_files(session: ApiSession, unused_since: float | None) -> None:
@@ -83,7 +83,7 @@ def _print_files(answer: dict[str, Any]) -> None:
             click.echo(f"{disk['name']}: {show_size(disk['free'])} of {show_size(disk['total'])} free")
 
 
-@models.command("rm")
+@model.command("rm")
 @click.argument("model", required=False)
 @click.option("--node", "nodes", multiple=True, help="Only on this node; may be repeated. Default: all nodes.")
 @click.option("--unused-since", type=Duration(), help="All models without a request for this time (30d), by node.")
@@ -116,7 +116,7 @@ def remove(
     _run_orders(session, "remove", chosen)
 
 
-@models.command("verify")
+@model.command("verify")
 @click.argument("model")
 @click.option("--node", "nodes", multiple=True, help="Only on this node; may be repeated. Default: all nodes.")
 @session_options
@@ -133,7 +133,7 @@ def verify(session: ApiSession, model: str, nodes: tuple[str, ...]) -> None:
         and (not nodes or {copy["name"], copy["id"]} & set(nodes))
     ]
     if not copies:
-        raise CommandError(NOT_FOUND, f"no linked node has the model {model}: look at `cluster models files`")
+        raise CommandError(NOT_FOUND, f"no linked node has the model {model}: look at `cluster model files`")
     _run_orders(session, "verify", copies)
 
 

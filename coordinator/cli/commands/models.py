@@ -1,4 +1,4 @@
-"""`cluster models` and `cluster model`: list, want, show, load, unload and measure models."""
+"""`cluster models`, and most commands of `cluster model`: list, want, show, load, unload and measure models."""
 
 import sys
 import threading
@@ -28,27 +28,15 @@ _PURPOSES = {ModelKind.EMBED: "for embeddings", ModelKind.RERANK: "for rerank"}
 _WISH_PATH = "/api/v1/models/wishes/"
 
 
-@click.group(cls=CommandGroup, invoke_without_command=True)
+@click.command()
 @wide_session_options
 def models(session: ApiSession) -> None:
-    """List the models and the nodes that have them, or keep models loaded.
+    """List the models and the nodes that have them.
 
     For each model: where it is loaded, how many nodes have it, and why a node cannot load it. Models for embeddings and
     for rerank are named below, and aliases with their candidates. `-o wide` names every node with the speeds and sizes
     that were measured there.
     """
-    if click.get_current_context().invoked_subcommand is None:
-        _list_models(session)
-
-
-@click.command()
-@wide_session_options
-def list_models(session: ApiSession) -> None:
-    """List the models and the nodes that have them, as `cluster models`."""
-    _list_models(session)
-
-
-def _list_models(session: ApiSession) -> None:
     session.print_answer(
         session.request_json("GET", "/api/v1/models"), lambda answer: print_models(answer, wide=session.wide)
     )
@@ -56,10 +44,10 @@ def _list_models(session: ApiSession) -> None:
 
 @click.group(cls=CommandGroup)
 def model() -> None:
-    """List, show, load, unload or measure models."""
+    """List, load, keep loaded, measure, verify, quantize or delete models."""
 
 
-model.add_command(list_models, "list")
+model.add_command(models, "list")
 
 
 @model.command("show")
@@ -265,7 +253,7 @@ def _print_profile(answer: dict[str, Any]) -> None:
         click.echo(f"{answer['model']} measured on {node['name']} in {node['seconds']:.1f} s: {summary}")
 
 
-@models.command()
+@model.command()
 @click.argument("name", metavar="MODEL")
 @click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="Nodes that have it loaded.")
 @click.option("--label", "labels", multiple=True, help="Only nodes with this label; may be repeated.")
@@ -315,10 +303,10 @@ def want(
 def _print_wish(answer: dict[str, Any]) -> None:
     wish = answer["wish"]
     replicas = "1 replica" if wish["replicas"] == 1 else f"{wish['replicas']} replicas"
-    click.echo(f"{wish['model']}: {replicas} wanted; `cluster models plan` shows the progress")
+    click.echo(f"{wish['model']}: {replicas} wanted; `cluster model plan` shows the progress")
 
 
-@models.command()
+@model.command()
 @click.argument("name", metavar="MODEL")
 @session_options
 def unwant(session: ApiSession, name: str) -> None:
@@ -327,7 +315,7 @@ def unwant(session: ApiSession, name: str) -> None:
     session.print_answer(answer, lambda ended: click.echo(f"{ended['model']} is not wanted any more"))
 
 
-@models.command()
+@model.command()
 @session_options
 def plan(session: ApiSession) -> None:
     """Show wanted models, next actions and unmet wishes.
@@ -340,7 +328,7 @@ def plan(session: ApiSession) -> None:
 def print_plan(answer: dict[str, Any]) -> None:
     """Print an answer of `/api/v1/models/plan`: a table of the wishes, then actions and shortfalls as lines."""
     if not answer["wishes"]:
-        click.echo("no model is wanted: `cluster models want MODEL` keeps one loaded")
+        click.echo("no model is wanted: `cluster model want MODEL` keeps one loaded")
         return
     print_table(
         ("MODEL", "WANTED", "READY", "NODES"),

@@ -48,7 +48,7 @@ def test_a_model_is_quantized_and_answers(one: Pool):
     - `tests/contract/hub/test_quantize.py::test_a_model_is_quantized_under_a_lease_and_found`
     - `tests/contract/hub/test_quantize.py::test_the_weights_are_those_of_mlx_lms_converter`
     """
-    done = one.cli("models", "quantize", "tiny", "--bits", "8")["quantization"]
+    done = one.cli("model", "quantize", "tiny", "--bits", "8")["quantization"]
     assert (done["state"], done["name"], done["node"]["name"]) == ("completed", "tiny-8bit", "studio")
     assert done["peak"] > 0
     assert (one.folder / "models" / "tiny-8bit" / "config.json").exists()
@@ -72,10 +72,10 @@ def run(made: Pool, *words: str) -> tuple[int, str]:
 
 def test_refusals_are_one_sentence(one: Pool):
     text = "Error: studio: this node has a model tiny: give another name, or remove that model\n"
-    assert run(one, "models", "quantize", "tiny", "--name", "tiny") == (6, text)
-    code, text = run(one, "models", "quantize", "huge")
+    assert run(one, "model", "quantize", "tiny", "--name", "tiny") == (6, text)
+    code, text = run(one, "model", "quantize", "huge")
     assert (code, "no linked node has the model huge" in text) == (5, True)
-    assert one.cli("models", "quantizations")["quantizations"][0]["state"] == "failed"
+    assert one.cli("model", "quantizations")["quantizations"][0]["state"] == "failed"
 
 
 def test_a_busy_node_is_measured_only_with_force(one: Pool):
@@ -96,12 +96,12 @@ def test_a_busy_node_is_measured_only_with_force(one: Pool):
         clients = [threads.submit(keep_busy, api(one)) for _ in range(2)]
         try:
             until(lambda: one.node("studio")["in_flight"], 20, "requests are in progress")
-            code, text = run(one, "models", "bench", "short")
+            code, text = run(one, "model", "bench", "short")
             assert (
                 code,
                 re.search(r"studio is busy with \d requests, which slow it: try later", text) is not None,
             ) == (6, True)
-            (forced,) = one.cli("models", "bench", "short", "--force")["benchmarks"]
+            (forced,) = one.cli("model", "bench", "short", "--force")["benchmarks"]
         finally:
             ended.set()
     assert [run["skipped"] for run in forced["runs"]] == [
@@ -119,7 +119,7 @@ def test_the_speeds_of_a_model_are_measured_and_kept(one: Pool):
     - `tests/unit/coordinator/model_tools/test_benchmark.py`
     """
     until(lambda: not one.node("studio")["in_flight"], what="at rest after another test")
-    (done,) = one.cli("models", "bench", "tiny")["benchmarks"]
+    (done,) = one.cli("model", "bench", "tiny")["benchmarks"]
     assert [(run["prompt_tokens"], run["parallel"]) for run in done["runs"]] == [
         (512, 1),
         (512, 4),
@@ -129,10 +129,10 @@ def test_the_speeds_of_a_model_are_measured_and_kept(one: Pool):
     assert all(run["prefill_speed"] > 0 and not run["skipped"] for run in done["runs"])
     assert any(run["decode_speed"] > 0 for run in done["runs"])
     assert done["max_prompt"] > 2048
-    assert one.cli("models", "bench", "--show", "tiny")["benchmarks"] == [done]
+    assert one.cli("model", "bench", "--show", "tiny")["benchmarks"] == [done]
     (model,) = [model for model in one.get("/api/v1/models")["models"] if model["name"] == "tiny"]
     shown = {name: value for name, value in done.items() if name != "node"}
     assert model["nodes"][0]["benchmark"] == shown
     wide = one.run("models", "-o", "wide", "--state", str(one.state)).stdout
     assert "bench of 20" in wide
-    assert max(map(len, one.run("models", "bench", "--show", "--state", str(one.state)).stdout.splitlines())) <= 80
+    assert max(map(len, one.run("model", "bench", "--show", "--state", str(one.state)).stdout.splitlines())) <= 80

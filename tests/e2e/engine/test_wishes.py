@@ -66,8 +66,8 @@ def test_wanted_models_are_loaded_and_again_after_every_power_cycle(two: Pool):
     - `tests/unit/coordinator/models/test_reconciler.py`
     - `tests/unit/coordinator/models/test_wish_runner.py::test_a_wish_is_kept_by_the_database`
     """
-    two.cli("models", "want", WANTED, "--replicas", "2")
-    two.cli("models", "want", SINGLE, "--deny", "mini")
+    two.cli("model", "want", WANTED, "--replicas", "2")
+    two.cli("model", "want", SINGLE, "--deny", "mini")
     settle(two)
     expected = Counter({("studio", WANTED): 1, ("mini", WANTED): 1, ("studio", SINGLE): 1})
     assert list_loads(two) == expected
@@ -97,7 +97,7 @@ def test_wanted_models_are_loaded_and_again_after_every_power_cycle(two: Pool):
     assert list_loads(two) == expected, "all machines"
     assert all(OTHER not in loaded(two, name) for name in NODES)
 
-    shown = two.run("models", "plan", "--state", str(two.state)).stdout.splitlines()
+    shown = two.run("model", "plan", "--state", str(two.state)).stdout.splitlines()
     assert [line.split()[:3] for line in shown] == [
         ["MODEL", "WANTED", "READY"],
         [SINGLE, "1", "1"],

@@ -113,7 +113,7 @@ def test_a_node_that_was_away_gets_the_commit_of_its_pull_although_the_hub_has_a
     assert _read_commits(lab, repo) == {"one": commits[2], "two": commits[1], "three": commits[1]}
     copies = until(lambda: _find_difference(lab, repo), 10, "the difference is shown")
     assert "differs" in {copy["identity"] for copy in copies.values()}
-    assert "DIFFERS" in lab.type_command("models", "files").stdout
+    assert "DIFFERS" in lab.type_command("model", "files").stdout
 
 
 def test_nodes_that_cannot_reach_each_other_get_the_files_through_the_coordinator(lab: PullLab) -> None:
@@ -146,7 +146,7 @@ def test_a_loaded_model_is_not_removed(lab: PullLab) -> None:
     lab.hub.add(repo, TINY)
     assert lab.type_command("pull", repo, "--node", "two").returncode == 0
     assert lab.chat(repo, HELLO) == (GREETING, "two")
-    removed = lab.type_command("models", "rm", repo, "--yes")
+    removed = lab.type_command("model", "rm", repo, "--yes")
     assert (removed.returncode, f"two: {repo} is loaded: unload it first" in removed.stderr) == (6, True), (
         removed.stderr
     )

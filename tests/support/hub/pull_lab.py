@@ -134,8 +134,8 @@ class PullLab:
         return self._coordinator.submit(ask).result()
 
     def list_copies(self, repo: str) -> dict[str, dict[str, Any]]:
-        """Return the copies of a model by the names of their nodes, as `cluster models files` does."""
-        copies = self.pool.cli("models", "files")["copies"]
+        """Return the copies of a model by the names of their nodes, as `cluster model files` does."""
+        copies = self.pool.cli("model", "files")["copies"]
         return {copy["name"]: copy for copy in copies if copy["copy_of"] == repo}
 
     # counts

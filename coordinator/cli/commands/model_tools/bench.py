@@ -1,4 +1,4 @@
-"""`cluster models bench`, added to the group of `coordinator.cli.commands.models`."""
+"""`cluster model bench`, added to the group of `coordinator.cli.commands.models`."""
 
 import time
 from typing import Any
@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 import click
 
-from coordinator.cli.commands.model_tools.quantize import models
+from coordinator.cli.commands.model_tools.quantize import model
 from coordinator.cli.commands.models import show_spinner
 from coordinator.client.api_client import ApiSession, print_table, session_options
 from coordinator.client.errors import NOT_FOUND, REFUSED, CommandError
@@ -17,7 +17,7 @@ BENCHMARK_TIMEOUT_SECONDS = 3700.0
 _BENCHMARKS = "/api/v1/benchmarks"
 
 
-@models.command("bench")
+@model.command("bench")
 @click.argument("name", metavar="MODEL", required=False)
 @click.option("--node", "nodes", multiple=True, help="Only on this node; may be repeated. Default: all that have it.")
 @click.option("--force", is_flag=True, help="Also measure a node that is busy with other requests.")
@@ -42,7 +42,7 @@ def bench(session: ApiSession, name: str | None, nodes: tuple[str, ...], force: 
         if node["state"] in LINKED and not node["cause"] and (not nodes or {node["name"], node["id"]} & set(nodes))
     ]
     if not places:
-        raise CommandError(NOT_FOUND, f"no linked node can load the model {name}: look at `cluster models files`")
+        raise CommandError(NOT_FOUND, f"no linked node can load the model {name}: look at `cluster model files`")
     done: list[dict[str, Any]] = []
     failures: list[str] = []
     for place in places:

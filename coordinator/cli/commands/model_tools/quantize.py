@@ -1,4 +1,4 @@
-"""`cluster models quantize` and `quantizations`, added to the group of `coordinator.cli.commands.models`."""
+"""`cluster model quantize` and `quantizations`, added to the group of `coordinator.cli.commands.models`."""
 
 import sys
 import threading
@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 import click
 
-from coordinator.cli.commands.model_files import models
+from coordinator.cli.commands.model_files import model
 from coordinator.cli.commands.pulls import format_seconds
 from coordinator.cli.group import CommandGroup
 from coordinator.client.api_client import ApiSession, print_table, session_options
@@ -22,7 +22,7 @@ BITS = ("2", "3", "4", "5", "6", "8")
 _PATH = "/api/v1/quantizations"
 
 
-@models.command("quantize")
+@model.command("quantize")
 @click.argument("name", metavar="MODEL")
 @click.option("--bits", type=click.Choice(BITS), default="4", show_default=True, help="Bits of a weight.")
 @click.option("--node", help="On this node; default: the one that has the model and most free memory.")
@@ -43,7 +43,7 @@ def quantize(session: ApiSession, name: str, bits: str, node: str | None, result
         session.print_answer(
             {"schema": 1, "quantization": started},
             lambda answer: click.echo(
-                f"{answer['quantization']['id']} started: `cluster models quantizations` shows its progress"
+                f"{answer['quantization']['id']} started: `cluster model quantizations` shows its progress"
             ),
         )
         return
@@ -102,7 +102,7 @@ def describe(row: dict[str, Any]) -> str:
             return f"{node}: {state}" + (f": {replace_control_characters(row['message'])}" if row["message"] else "")
 
 
-@models.group("quantizations", cls=CommandGroup, invoke_without_command=True)
+@model.group("quantizations", cls=CommandGroup, invoke_without_command=True)
 @session_options
 def quantizations(session: ApiSession) -> None:
     """List or cancel quantizations."""

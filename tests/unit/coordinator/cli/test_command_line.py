@@ -63,8 +63,6 @@ def test_former_command_is_refused_with_its_replacement(old: tuple[str, ...]):
         (["node", "describe"], "cluster node show"),
         (["token", "new"], "cluster token create"),
         (["help", "key", "limits"], "cluster key limit"),
-        (["models", "load", "tiny"], "cluster model load"),
-        (["model", "bench", "tiny"], "cluster models bench"),
     ],
 )
 def test_an_unknown_verb_names_the_nearest(words: list[str], meant: str):

@@ -168,8 +168,8 @@ def test_a_terminal_shows_that_it_lasts_and_a_pipe_does_not(server: Server, tmp_
 def test_a_wish_is_sent_with_all_its_properties(server: Server):
     server.answer = {"schema": 1, "wish": {"model": "a/b", "replicas": 2}}
     words = ("--replicas", "2", "--label", "lab", "--allow", "studio", "--deny", "mini", "--deny", "old")
-    done = server.run("models", "want", "a/b", *words, "--idle-unload", "30m", "--cost", "7", "--on-first-request")
-    assert done.output == "a/b: 2 replicas wanted; `cluster models plan` shows the progress\n"
+    done = server.run("model", "want", "a/b", *words, "--idle-unload", "30m", "--cost", "7", "--on-first-request")
+    assert done.output == "a/b: 2 replicas wanted; `cluster model plan` shows the progress\n"
     assert server.asked == [
         (
             "/api/v1/models/wishes/a/b",
@@ -188,7 +188,7 @@ def test_a_wish_is_sent_with_all_its_properties(server: Server):
 
 def test_a_wish_is_ended(server: Server):
     server.answer = {"schema": 1, "model": "a/b"}
-    assert server.run("models", "unwant", "a/b").output == "a/b is not wanted any more\n"
+    assert server.run("model", "unwant", "a/b").output == "a/b is not wanted any more\n"
     assert server.asked == [("/api/v1/models/wishes/a/b", None)]
 
 
@@ -209,7 +209,7 @@ def test_the_plan_names_nodes_actions_and_the_missing_number(server: Server):
         "running": [{"action": "load", "model": "c", "node": "n2", "name": "mini", "why": "wish"}],
         "next": [{"action": "unload", "model": "x", "node": "n1", "name": "studio", "why": "memory for c"}],
     }
-    lines = server.run("models", "plan").output.splitlines()
+    lines = server.run("model", "plan").output.splitlines()
     assert [line.split() for line in lines[:4]] == [
         ["MODEL", "WANTED", "READY", "NODES"],
         ["a/b", "2", "1", "studio"],
@@ -218,12 +218,12 @@ def test_the_plan_names_nodes_actions_and_the_missing_number(server: Server):
     ]
     assert lines[4:] == ["now: load c on mini", "next: unload x from studio (memory for c)", f"a/b: {missing}"]
     assert max(map(len, lines)) <= 80
-    assert json.loads(server.run("models", "plan", "-o", "json").output) == server.answer
+    assert json.loads(server.run("model", "plan", "-o", "json").output) == server.answer
 
 
 def test_plan_without_wishes_names_the_command_to_create_one(server: Server):
     server.answer = {"schema": 1, "wishes": [], "running": [], "next": []}
-    assert server.run("models", "plan").output == ("no model is wanted: `cluster models want MODEL` keeps one loaded\n")
+    assert server.run("model", "plan").output == ("no model is wanted: `cluster model want MODEL` keeps one loaded\n")
 
 
 @pytest.mark.parametrize("words", [("models",), ("model", "list"), ("models", "-o", "text")])
