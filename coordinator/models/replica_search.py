@@ -80,7 +80,7 @@ class NodeOption(msgspec.Struct, frozen=True):
 
 
 def may_hold(wish: Wish, node: NodeView) -> bool:
-    """Return whether the lists and labels of a wish allow a node."""
+    """Return whether the lists and labels of a wish allow a node that has not left. Without `allow` all are allowed."""
     if node.state == NodeState.LEFT or node.id in wish.deny or (wish.allow and node.id not in wish.allow):
         return False
     return node.labels.issuperset(wish.labels)

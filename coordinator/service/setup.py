@@ -59,15 +59,16 @@ def read_existing_unit(host: ServiceHost, file: Path) -> ExistingUnit:
         content = file.read_bytes()
     except OSError as error:
         raise ServiceError(1, f"{file} cannot be read: {error.strerror}") from None
+    text = content.decode(errors="replace")
     if host.mac:
         job = launchd.parse_own_job(content)
         if job is None:
             raise ServiceError(6, foreign)
-        return ExistingUnit(content.decode(), str(job.get("UserName", "")), tuple(job["ProgramArguments"]))
-    settings = systemd.parse_own_unit(content.decode(errors="replace"))
+        return ExistingUnit(text, str(job.get("UserName", "")), tuple(job["ProgramArguments"]))
+    settings = systemd.parse_own_unit(text)
     if settings is None:
         raise ServiceError(6, foreign)
-    return ExistingUnit(content.decode(), settings.get("User", ""), tuple(settings.get("ExecStart", "").split()))
+    return ExistingUnit(text, settings.get("User", ""), tuple(settings.get("ExecStart", "").split()))
 
 
 def check_plan(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:

@@ -68,10 +68,11 @@ class AccessAdmin:
         return {"schema": 1, "token": str(self.tokens.create(ttl, uses, name))}
 
     def list_tokens(self) -> dict[str, Any]:
-        """List join tokens without secrets, newest first. Times are in Unix seconds."""
+        """List join tokens without secrets, newest first. Revoked ones are left out. Times are in Unix seconds."""
         rows = [
             {"id": t.id, "name": t.name, "uses_left": t.uses_left, "created": t.created, "expires": t.expires}
             for t in self.tokens.list()
+            if not t.revoked
         ]
         return {"schema": 1, "tokens": rows}
 

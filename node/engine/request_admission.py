@@ -129,8 +129,10 @@ class RequestAdmission:
     # requests
 
     def admit_or_queue(self, prepared: PreparedRequest | PreparedEmbedding, now: float) -> list[Frame]:
-        """Admit a request, queue it until its model is loaded, or refuse it. Return its answer so far: `Admitted`,
-        `Refusal`, or none."""
+        """Admit a request, queue it until its model is loaded, or refuse it. Return its answer so far, as `admit`.
+
+        The answer of a queued request is empty. A request that is known, or was cancelled before, is ignored.
+        """
         request = prepared.request
         self.acked = max(self.acked, request.seq)
         if self._take_cancellation(request.request) or self._is_known(request.request):

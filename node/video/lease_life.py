@@ -23,12 +23,16 @@ RETRY_SOON_SECONDS = 2.0
 
 
 class LeaseStage(StrEnum):
-    """Stage of the node's lease."""
+    """Stage of the node's lease in the state machine. `LeasePhase` is the finer phase in reports."""
 
     IDLE = "idle"
+    """The node has no lease."""
     GRANTING = "granting"
+    """A request for a lease is being answered."""
     HELD = "held"
+    """The lease is granted, with or without a worker."""
     ENDING = "ending"
+    """The worker ends, and its memory has not come back."""
 
 
 @dataclass(frozen=True, slots=True)

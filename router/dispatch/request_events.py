@@ -78,10 +78,12 @@ class FirstTokens(OfAttempt, frozen=True, gc=False):
 
 
 class AttemptLost(OfAttempt, frozen=True, gc=False):
-    """Event: the node was lost, its engine died, or it had no memory left for the request."""
+    """Event: the attempt cannot continue on its node."""
 
     kind: LossKind
+    """Why: the node stops or was lost, its engine ended, or its memory does not suffice."""
     cause: RequestFailure
+    """Failure if the request has had too many losses."""
     stranded: RequestFailure | None = None
     """Failure if no other node can continue or restart the request; None if one can."""
 

@@ -94,9 +94,11 @@ def compute_hash_chain(
 
 
 class PrefixAffinity:
-    """Index of prompts by node, with at most `entries` hashes, prompts and sessions each.
+    """Index of the nodes that have cached a prompt, with at most `entries` hashes, `entries` prompts and `entries`
+    sessions.
 
-    Each engine process of a node has a number, which invalidates all entries of an earlier process at once.
+    Each node has a generation. A new one invalidates all older entries of the node at once. It begins when the node's
+    cache was lost with its engine process, or when evictions were missed.
     """
 
     def __init__(self, entries: int = MAX_ENTRIES) -> None:

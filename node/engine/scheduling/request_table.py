@@ -60,7 +60,10 @@ class RequestTable:
         self._crowded |= bool(self._live)
 
     def record_ends(self, now: float) -> None:
-        """Record the monotonic time `now` as the end of all requests that were removed since the last call."""
+        """Record the monotonic time `now` as the last use of the models of the requests removed since the last call.
+
+        Set `crowded_at` to `now` if other requests were live at such a removal.
+        """
         if not self._ended_on:
             return
         for loaded_model in self._ended_on.values():

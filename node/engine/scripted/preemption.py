@@ -103,7 +103,11 @@ class ScriptedPreemptor:
     # sharing between keys
 
     def share_rows(self, first: ScriptedSequence) -> None:
-        """Preempt requests of the key that holds most rows for `first`, the next prompt, while it has too few."""
+        """Preempt requests of other keys, so that the rows for `first`, the next prompt, are free.
+
+        The newest request of the key with most rows for its weight is preempted first. None is preempted if fair shares
+        do not allow enough preemptions.
+        """
         holding = [(request, self._count_held_rows(request)) for request in self._table.list_active()]
         missing = first.width - self._table.count_free_rows()
         for sequence in choose_for_key(first.owner, first.width, missing, holding):

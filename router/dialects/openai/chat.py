@@ -1,7 +1,7 @@
 """`/v1/chat/completions`: convert a body in OpenAI's shape to the parts of a Generate frame.
 
-Only this edge uses pydantic (`chat_schema`). Every accepted field has an effect or is named as ignored. All else is a
-400 problem that names the parameter.
+A body that the fast parser (`chat_fast_parse`) cannot read is validated by pydantic (`chat_schema`). Every accepted
+field has an effect or is named as ignored. All else is a 400 problem that names the parameter.
 """
 
 from functools import lru_cache

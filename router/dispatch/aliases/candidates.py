@@ -158,7 +158,7 @@ class AliasCandidates:
         return self.stored.values()
 
     def set_obstacle(self, obstacle: str) -> None:
-        """Set why the upstream cannot take the request now; empty if nothing but `forbidden` is in the way."""
+        """Set why the upstream cannot take the request now; empty if it can. `forbidden` has precedence."""
         self.obstacle = self.forbidden or obstacle
 
     def combine_refusals(self, best: NoPlacement) -> Refused:

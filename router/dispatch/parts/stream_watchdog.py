@@ -57,7 +57,11 @@ class StreamWatchdog:
             del self._progress[number]
 
     def check(self, request: ActiveRequest) -> None:
-        """Check the reader of a request, once in each interval."""
+        """Request a keep-alive for a stream without new events, or end the stream of a reader without progress.
+
+        Each call counts as one interval. Collected answers, those of an upstream and queued requests are skipped. Token
+        ids above the limit of the request are discarded.
+        """
         request.tokens.discard_excess()
         answer = request.answer
         if not isinstance(answer, StreamedAnswer) or answer.upstream:

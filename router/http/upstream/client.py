@@ -1,7 +1,8 @@
 """HTTP client of one upstream: connections, bounds of time, and the sentence for every failure.
 
-TLS is verified, redirects are not followed, and no variable of the environment is read. The API key is only in the
-header of requests: no log, error or representation of an object contains it.
+TLS is verified, redirects are not followed, and no proxy and no credentials are taken from the environment. OpenSSL's
+`SSL_CERT_FILE` and `SSL_CERT_DIR` apply, `SSLKEYLOGFILE` does not. The API key is only in the header of requests: no
+log, error or representation of an object contains it.
 """
 
 import os
@@ -10,6 +11,7 @@ import stat
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import httpx2
 import msgspec
@@ -77,6 +79,17 @@ def create_clients(upstreams: Mapping[str, UpstreamSettings]) -> dict[str, "Upst
     return clients
 
 
+def create_tls_context(authority: str | None) -> ssl.SSLContext:
+    """Return a context that verifies an upstream's certificate, by the file `authority` or by the system's authorities.
+
+    It ignores `SSLKEYLOGFILE`: the secrets in that file decrypt recorded requests with the API key. Raise `OSError` for
+    a file that cannot be used.
+    """
+    context = ssl.create_default_context(cafile=authority)
+    cast("Any", context).keylog_filename = None
+    return context
+
+
 class UpstreamClient:
     """Client of the upstream `name`. `key` is its API key; empty without one. Raise `OSError` for a file of the
     authority that cannot be used.
@@ -92,7 +105,7 @@ class UpstreamClient:
         authority = str(Path(settings.ca_file).expanduser()) if settings.ca_file else None
         self._client = httpx2.AsyncClient(
             headers=headers,
-            verify=ssl.create_default_context(cafile=authority),
+            verify=create_tls_context(authority),
             proxy=settings.proxy or None,
             trust_env=False,
             follow_redirects=False,

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import plistlib
 import pwd
 import stat
 from pathlib import Path
@@ -181,6 +182,20 @@ def test_a_foreign_unit_is_not_removed(tmp_path: Path, platform: str):
     with pytest.raises(ServiceError, match="is not a file of macpool"):
         uninstall(host)
     assert host.unit.read_text() == "somebody's"
+
+
+@BOTH
+def test_a_unit_with_other_bytes_than_text_is_read_or_refused(tmp_path: Path, platform: str):
+    host = manager(tmp_path, platform)
+    install(host, plan(tmp_path))
+    content = host.unit.read_bytes()
+    if platform == "darwin":
+        content = plistlib.dumps(plistlib.loads(content), fmt=plistlib.FMT_BINARY)
+    else:
+        content += b"# \xff\n"
+    host.unit.write_bytes(content)
+    uninstall(host)
+    assert not host.unit.exists()
 
 
 @BOTH

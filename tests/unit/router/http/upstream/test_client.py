@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from router.http.upstream.client import KeyFileError, create_clients, read_key_file
+from router.http.upstream.client import KeyFileError, create_clients, create_tls_context, read_key_file
 from router.upstreams import UpstreamSettings
 
 
@@ -58,3 +58,8 @@ async def test_a_client_does_not_show_its_key(tmp_path: Path):
     client = create_clients({"home": settings})["home"]
     assert "sk-1" not in f"{client!r} {settings!r} {client.build_error('failed')!r}"
     await client.close()
+
+
+def test_secrets_of_tls_are_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SSLKEYLOGFILE", str(tmp_path / "secrets"))
+    assert create_tls_context(None).keylog_filename is None
