@@ -1,4 +1,4 @@
-"""Lists of what an administrator creates and revokes."""
+"""Lists of join tokens for administrators."""
 
 import time
 from pathlib import Path
