@@ -291,7 +291,8 @@ def _estimate_highest_transient(model: Model, prompt: int, length: int, choices:
             step = estimate_step_transient(transient, group.rows, group.longest)
         highest = max(highest, step)
     own = choices if best is None else choices - 1
-    highest = max(highest, estimate_step_transient(transient, own, length))
+    if own:
+        highest = max(highest, estimate_step_transient(transient, own, length))
     width = max(own, 0 if best is None else best.rows + 1)
     return highest + model.uncovered if model.uncovered and width > model.covered_rows else highest
 
@@ -319,6 +320,8 @@ def estimate_tokenize_bytes(
     for grammars are built first. Every byte of the text may be one token. With `context`, tokenization stops after
     about that many tokens.
     """
+    if not (loads or guides) and text <= UNCHECKED_TOKENIZE_BYTES // TOKENIZE_BYTES_PER_TOKEN:
+        return 0  # a shortcut for most prompts
     most = min(text, int(context * TOKENIZE_SLACK) + TOKENIZE_SLICE_CHARS) if context else text
     taken = (
         TOKENIZE_BYTES_PER_TOKEN * most
