@@ -138,7 +138,7 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> PlainChatBo
         if text is None:
             return None
         tools, rest = text, _remove_part(body, raw)
-    if parsed.parallel_tool_calls is False or SURROGATE_ESCAPE.search(rest):
+    if parsed.parallel_tool_calls is False or (b"\\u" in rest and SURROGATE_ESCAPE.search(rest)):
         return None
     options, most = parsed.stream_options, parsed.max_completion_tokens
     optional = (
