@@ -127,7 +127,7 @@ def evaluate_node(
     if weights and node.is_loading(model):
         need, weights = need - weights, 0
     withheld = ledger.get_unacknowledged_bytes(node.id, trials.waiting)
-    if node.id in corrections:
+    if corrections and node.id in corrections:
         withheld += _compute_overstated_bytes(node, ledger, corrections[node.id])
     why, code = find_infeasible_reason(node, model, request, now, trials)
     memory, headroom = node.memory, node.headroom  # as in `judge`: the reading is constant until the next report
@@ -148,8 +148,8 @@ def evaluate_node(
             RefusalCode.NO_ROOM,
         )
     account = ledger.get_account(node.id)
-    cached_share = cached_shares.get(node.id, 0.0) if model.loaded else 0.0
-    prefill_tokens = round(tokens * (1.0 - cached_share)) + request.known_tokens
+    cached_share = cached_shares.get(node.id, 0.0) if cached_shares and model.loaded else 0.0
+    prefill_tokens = (round(tokens * (1.0 - cached_share)) if cached_share else tokens) + request.known_tokens
     if request.other_bytes:
         prefill_tokens += round(request.other_bytes / model.bytes_per_token)
     ttft, answer, delay = estimate_times(node, model, account, prefill_tokens, output, request.choices)

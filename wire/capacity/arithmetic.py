@@ -289,12 +289,15 @@ def _estimate_highest_transient(model: Model, prompt: int, length: int, choices:
             step = estimate_step_transient(transient, group.rows + 1, max(group.longest, length))
         else:
             step = estimate_step_transient(transient, group.rows, group.longest)
-        highest = max(highest, step)
+        if step > highest:
+            highest = step
     own = choices if best is None else choices - 1
     if own:
         highest = max(highest, estimate_step_transient(transient, own, length))
+    if not model.uncovered:
+        return highest
     width = max(own, 0 if best is None else best.rows + 1)
-    return highest + model.uncovered if model.uncovered and width > model.covered_rows else highest
+    return highest + model.uncovered if width > model.covered_rows else highest
 
 
 def estimate_request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
