@@ -129,7 +129,7 @@ def _build_record(
         message, timings = "", outcome.timings
     else:
         message, timings, prompt = _choose_stored_message(outcome), None, request.demand.prompt_tokens
-    return RequestRecord(  # by position: so many names take ten times as long
+    return RequestRecord(  # by position: with names it takes ten times as long
         spec.request_id,
         spec.key,
         spec.demand.model,

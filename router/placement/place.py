@@ -154,7 +154,7 @@ def evaluate_node(
         prefill_tokens += round(request.other_bytes / model.bytes_per_token)
     ttft, answer, delay = estimate_times(node, model, account, prefill_tokens, output, request.choices)
     tokens_ahead = node.engine.queued_tokens + account.tokens
-    return Candidate(  # by position: so many names take ten times as long
+    return Candidate(  # by position: with names it takes ten times as long
         node.id,
         node.name,
         node.state,

@@ -91,7 +91,7 @@ class Attempts:
             return self._send(placed.chosen.node, _build_embed(request, action, spec.embed, self._scopes.scope))
         known = () if action.first else request.tokens.get_ids()
         version = request.version if known else UNKNOWN_VERSION
-        frame = Generate(  # by position: so many names take ten times as long
+        frame = Generate(  # by position: with names it takes ten times as long
             placed.attempt,
             placed.seq,
             spec.request_id,
