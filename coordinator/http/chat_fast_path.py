@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from msgspec.structs import replace
 
@@ -223,11 +223,8 @@ class FastPathProtocol(DeadlineProtocol):
 
     def _on_request_event(self) -> None:
         """Handle an event of the request: its first delta, a keep-alive, or its outcome."""
-        request = self._request
-        if request is None:
-            return
-        answer = request.answer
-        outcome = answer.outcome
+        request = cast("ActiveRequest", self._request)
+        answer, outcome = request.answer, request.answer.outcome
         if isinstance(answer, StreamedAnswer) and (outcome is None or isinstance(outcome, Finished)):
             self._open_stream(request, answer)
         elif outcome is not None:
@@ -235,11 +232,9 @@ class FastPathProtocol(DeadlineProtocol):
 
     def _send_answer(self, request: ActiveRequest, outcome: Outcome) -> None:
         """Send a complete answer or error in one write."""
-        answer = request.answer
-        if isinstance(outcome, Finished) and isinstance(answer, CollectedAnswer):
-            body = chat_response.encode_completion(
-                request.spec, answer.build_answer(request.version.fingerprint), outcome
-            )
+        if isinstance(outcome, Finished):
+            answer = cast("CollectedAnswer", request.answer).build_answer(request.version.fingerprint)
+            body = chat_response.encode_completion(request.spec, answer, outcome)
             self.transport.write(_COMPLETE_RESPONSE % (len(body), _build_headers(request), body))
             self._close_request(200)
             return
@@ -390,12 +385,10 @@ class ChunkedStream:
 
 
 def _build_headers(request: ActiveRequest) -> bytes:
-    life = request.life
-    node = b"x-macpool-node: %s\r\n" % life.node_name.encode("ascii", "replace") if life.node_name else b""
+    node = b"x-macpool-node: %s\r\n" % request.node_name.encode("ascii", "replace") if request.node_name else b""
     request_id = request.spec.request_id.encode()
-    about = b"x-request-id: %s\r\n%sx-macpool-attempts: %d\r\n" % (request_id, node, life.attempts)
-    optional = build_optional_headers(request)
-    return about + b"".join([b"%s: %s\r\n" % header for header in optional]) if optional else about
+    about = b"x-request-id: %s\r\n%sx-macpool-attempts: %d\r\n" % (request_id, node, request.attempts)
+    return about + b"".join([b"%s: %s\r\n" % header for header in build_optional_headers(request)])
 
 
 def _do_nothing() -> None:

@@ -183,16 +183,13 @@ class Dispatcher:
         """Apply a frame from a node about a request or command; a frame about neither is ignored."""
         if type(frame) is Deltas:
             self._receive_deltas(node, frame)
-            return
-        handle = self._frame_handlers.get(type(frame))
-        if handle is None:
-            return
-        frame = cast("RequestFrame", frame)
-        request = self._live.get(frame.request)
-        if request is not None and request.node == node:
-            handle(request, node, frame)
-        elif not isinstance(frame, Vectors):
-            self.commands.receive(node, frame)
+        elif (handle := self._frame_handlers.get(type(frame))) is not None:
+            frame = cast("RequestFrame", frame)
+            request = self._live.get(frame.request)
+            if request is not None and request.node == node:
+                handle(request, node, frame)
+            elif not isinstance(frame, Vectors):
+                self.commands.receive(node, frame)
 
     def _receive_deltas(self, node: NodeId, frame: Deltas) -> None:
         """Add the tokens of one decode step to their answers. Runs for every token: it applies no event except
@@ -265,8 +262,7 @@ class Dispatcher:
         self._open[request.number] = request
         self._crowds.add(request)
         self._quiet.clear()
-        if self._timer is None:
-            self._arm_timer()
+        self._arm_timer()
         return request
 
     def close(self, request: ActiveRequest) -> None:

@@ -113,7 +113,7 @@ def evaluate_node(
     """
     if request.node and request.node != node.id:
         return _build_excluded(node, "is not the node that the request names", RefusalCode.NOT_ALLOWED)
-    if request.labels and not request.labels <= node.labels:
+    if not request.labels <= node.labels:
         missing_labels = ", ".join(sorted(request.labels - node.labels))
         return _build_excluded(node, f"has no label {missing_labels}", RefusalCode.NOT_ALLOWED)
     model = node.models.get(request.model)
@@ -127,7 +127,7 @@ def evaluate_node(
     if weights and node.is_loading(model):
         need, weights = need - weights, 0
     withheld = ledger.get_unacknowledged_bytes(node.id, trials.waiting)
-    if corrections and node.id in corrections:
+    if node.id in corrections:
         withheld += _compute_overstated_bytes(node, ledger, corrections[node.id])
     why, code = find_infeasible_reason(node, model, request, now, trials)
     memory, headroom = node.memory, node.headroom  # as in `judge`: the reading is constant until the next report
@@ -141,14 +141,14 @@ def evaluate_node(
             headroom = verdict.numbers.headroom if verdict.numbers is not None else None
             if not why:
                 why, code = verdict.message, verdict.code
-    turn = ledger.turns.get(node.id) if ledger.turns and not why else None
+    turn = None if why else ledger.turns.get(node.id)
     if turn is not None and not request.known_tokens and turn.is_barred(model.name, model.loaded):
         why, code = (
             f"makes room for {turn.model}: it takes no new requests for {model.name} until {turn.model} is loaded",
             RefusalCode.NO_ROOM,
         )
     account = ledger.get_account(node.id)
-    cached_share = cached_shares.get(node.id, 0.0) if cached_shares and model.loaded else 0.0
+    cached_share = cached_shares.get(node.id, 0.0) if model.loaded else 0.0
     prefill_tokens = (round(tokens * (1.0 - cached_share)) if cached_share else tokens) + request.known_tokens
     if request.other_bytes:
         prefill_tokens += round(request.other_bytes / model.bytes_per_token)
