@@ -10,12 +10,18 @@ def _malloc_trim() -> Callable[[], object]:
     return (lambda: None) if trim is None else (lambda: trim(0))
 
 
-_M_MMAP_THRESHOLD = -3
-"""Parameter of `mallopt(3)`."""
-MMAP_THRESHOLD_BYTES = 256 * 1024
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of `mallopt(3)`."""
+MMAP_THRESHOLD_BYTES = 512 * 1024
 """Size in bytes from which a block is mapped separately.
 
 By default glibc raises the limit to the size of the longest block that was freed, and keeps shorter blocks in its heap.
+The limit is above 256 KiB, because a read of a TLS connection allocates that much for each record.
+"""
+TRIM_THRESHOLD_BYTES = 2 * 1024 * 1024
+"""Free bytes at the end of the heap above which they are returned to the system.
+
+Below a few such reads, each read would extend the heap and shrink it again.
 """
 
 
@@ -26,6 +32,7 @@ def map_long_blocks() -> None:
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
 
 
 trim = _malloc_trim()

@@ -82,10 +82,11 @@ def encode(frame: Frame) -> bytes:
 
     Raise UnicodeEncodeError for a text with a lone surrogate, WireError for a frame above MAX_JOINED_BYTES.
     """
-    body = _encoder.encode(frame)
-    if _HEADER.size + len(body) > MAX_JOINED_BYTES:
-        raise WireError(f"{type(frame).__name__} of {_HEADER.size + len(body)} bytes, the limit is {MAX_JOINED_BYTES}")
-    return _HEADER.pack(len(body) + 1, TAG_OF[type(frame)]) + body
+    body, kind = _encoder.encode(frame), type(frame)
+    size = len(body)
+    if size > MAX_JOINED_BYTES - _HEADER.size:
+        raise WireError(f"{kind.__name__} of {_HEADER.size + size} bytes, the limit is {MAX_JOINED_BYTES}")
+    return _HEADER.pack(size + 1, TAG_OF[kind]) + body
 
 
 def split_into_fragments(encoded: bytes, message: int) -> Iterator[bytes]:
@@ -141,15 +142,15 @@ class Splitter:
         if buffer:
             buffer += data
             data = buffer
-        start, size = 0, len(data)
-        while size - start >= _HEADER.size:
+        start, size, head = 0, len(data), _HEADER.size
+        while size - start >= head:
             length, tag = _HEADER.unpack_from(data, start)
             if not 1 <= length <= self._longest:
                 raise WireError(f"frame length {length} is not within 1..{self._longest}")
             end = start + 4 + length
             if end > size:
                 break
-            body = bytes(data[start + _HEADER.size : end])
+            body = bytes(data[start + head : end])
             start = end
             if tag == _FRAGMENT:
                 joined = self._join(body)

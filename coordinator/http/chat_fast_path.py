@@ -61,6 +61,8 @@ class ParsedHead:
     """Bytes of the body; None if the app must answer the request."""
     key: bytes = b""
     """API key, not checked."""
+    key_hash: bytes = b""
+    """Salted hash of the API key, by which the key ring recognizes it."""
     request_id: str = ""
     """Valid request id of the client; empty without one."""
     session: str = ""
@@ -119,6 +121,7 @@ class FastPath:
         return ParsedHead(
             int(length),
             key,
+            self._ring.compute_salted_hash(key),
             request_id if is_valid_request_id(request_id) else "",
             parse_session(by_name.get(SESSION_HEADER)),
         )
@@ -129,7 +132,7 @@ class FastPath:
 
     def parse_request(self, head: ParsedHead, body: bytes) -> RequestSpec | None:
         """Check key and body of a complete request, and return its specification; None if the app must answer."""
-        key = self._ring.check(head.key)
+        key = self._ring.check(head.key, head.key_hash)
         if key is None or not key.allows("infer"):
             return None
         parsed = chat.parse(body, strict=self._strict)
@@ -230,7 +233,7 @@ class FastPathProtocol(DeadlineProtocol):
     def _send_answer(self, request: ActiveRequest, outcome: Outcome) -> None:
         """Send a complete answer or error in one write."""
         if isinstance(outcome, Finished):
-            answer = cast("CollectedAnswer", request.answer).build_answer(request.fingerprint)
+            answer = cast("CollectedAnswer", request.answer).build_answer(request.version.fingerprint)
             body = chat_response.encode_completion(request.spec, answer, outcome)
             self.transport.write(_COMPLETE_RESPONSE % (len(body), _build_headers(request), body))
             self._close_request(200)
@@ -385,7 +388,7 @@ def _build_headers(request: ActiveRequest) -> bytes:
     node = b"x-macpool-node: %s\r\n" % request.node_name.encode("ascii", "replace") if request.node_name else b""
     request_id = request.spec.request_id.encode()
     about = b"x-request-id: %s\r\n%sx-macpool-attempts: %d\r\n" % (request_id, node, request.attempts)
-    return about + b"".join(b"%s: %s\r\n" % header for header in build_optional_headers(request))
+    return about + b"".join([b"%s: %s\r\n" % header for header in build_optional_headers(request)])
 
 
 def _do_nothing() -> None:

@@ -1,6 +1,7 @@
 """Fan-out of the registry's callbacks to the dispatcher, the controllers and the loop of the wishes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from coordinator.cluster.registry import RegistryListener
 from coordinator.models.pull_controller import MODEL_ORDER_FRAMES, PullController
@@ -28,6 +29,10 @@ class ListenerFanout:
         self._controller = controller
         self._pulls = pulls
         self._on_view = on_view
+        self._handlers: Mapping[type[Frame], Callable[[NodeId, Any], None]] = {
+            **dict.fromkeys(LEASE_FRAMES, controller.handle_frame),
+            **dict.fromkeys(MODEL_ORDER_FRAMES, pulls.handle_frame),
+        }
 
     def set_view(self, view: ClusterView) -> None:
         """Pass a new cluster view to the dispatcher and the controllers, then call `on_view`."""
@@ -38,12 +43,7 @@ class ListenerFanout:
 
     def receive(self, node: NodeId, frame: Frame) -> None:
         """Pass a frame to the controller of its subject, or to the dispatcher."""
-        if isinstance(frame, LEASE_FRAMES):
-            self._controller.handle_frame(node, frame)
-        elif isinstance(frame, MODEL_ORDER_FRAMES):
-            self._pulls.handle_frame(node, frame)
-        else:
-            self._dispatcher.receive(node, frame)
+        self._handlers.get(type(frame), self._dispatcher.receive)(node, frame)
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
         """Notify the dispatcher and both controllers that the link of a node ended.

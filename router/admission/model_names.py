@@ -59,7 +59,7 @@ class ModelNames:
 
     def is_plain(self, name: str, view: ClusterView) -> bool:
         """Return whether a name is exactly that of a model, and of no alias. Runs for every request."""
-        return name not in self.aliases and any(name in node.models for node in view.nodes)
+        return name not in self.aliases and view.has_model(name)
 
     def may_mean_upstream(self, name: str, view: ClusterView) -> bool:
         """Return whether a name may be that of an alias with an upstream."""
@@ -73,10 +73,10 @@ class ModelNames:
         """Return the alias that a name means among the models of `view`; None if the name means none."""
         if name in self.aliases:
             return name
-        if not self.aliases or any(name in node.models for node in view.nodes):
+        if not self.aliases or view.has_model(name):
             return None
         whole = self._folded.get(name.casefold())
-        if whole is not None or _has_model(view, view.resolve_name(name)):
+        if whole is not None or view.has_model(view.resolve_name(name)):
             return whole
         parts = name.casefold().split("/", MAX_NAME_PREFIXES)
         tails = ("/".join(parts[at:]) for at in range(1, len(parts)))
@@ -104,7 +104,7 @@ class ModelNames:
         alias = self.find_alias(name, visible)
         if alias is None:
             model = visible.resolve_name(name)
-            return ModelTarget((model,), model) if _has_model(view, model) else None
+            return ModelTarget((model,), model) if view.has_model(model) else None
         candidates = tuple(view.resolve_name(candidate) for candidate in self.aliases[alias])
         if limits.allows(alias):
             return ModelTarget(candidates, alias, alias, upstream=self._upstreams.get(alias, ""))
@@ -165,7 +165,3 @@ class VisibleModels:
             return self.view.get_served_models().get(self.view.resolve_name(name))
         model = self.find_alias_model(alias)
         return None if model is None else replace(model, name=alias)
-
-
-def _has_model(view: ClusterView, name: str) -> bool:
-    return any(name in node.models for node in view.nodes)

@@ -253,8 +253,9 @@ class AdmissionQueue(Generic[T]):
 
     def count_overtake(self) -> None:
         """Count an overtake for every queued request, because another request was placed without queueing."""
-        for entry in self.list_entries():
-            entry.count_overtake()
+        if self._count:
+            for entry in self.list_entries():
+                entry.count_overtake()
 
     def _choose_next(self, untried: dict[str, deque[QueuedRequest[T]]]) -> tuple[QueuedRequest[T], int] | None:
         """Return the next request, and the number of rounds that every key must earn first.

@@ -66,6 +66,11 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
         return default and not (self.models or self.labels) if self.upstreams is None else self.upstreams
 
     @property
+    def has_rate(self) -> bool:
+        """Whether the key has a limit of requests or tokens per minute."""
+        return self.requests_per_minute is not None or self.tokens_per_minute is not None
+
+    @property
     def weight(self) -> int:
         """Weight of the key in the queue, from its priority (`WEIGHTS`)."""
         return WEIGHTS[self.priority]
@@ -119,14 +124,15 @@ class _KeyMeter:
 
     def fill(self, limits: KeyLimits, now: float) -> None:
         """Fill both buckets for the time since their last use. A changed rate begins with a full bucket."""
-        self.requests = _fill_bucket(self.requests, limits.requests_per_minute, now)
-        self.tokens = _fill_bucket(self.tokens, limits.tokens_per_minute, now)
+        requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
+        self.requests = None if requests is None else _fill_bucket(self.requests, requests, now)
+        self.tokens = None if tokens is None else _fill_bucket(self.tokens, tokens, now)
 
-    def add(self, demand: ResourceDemand, charge: int) -> None:
-        """Count a request as open, and charge `charge` tokens."""
+    def add(self, prompt_tokens: int, prompt_bytes: int, charge: int) -> None:
+        """Count a request as open, with the tokens and bytes of its prompt, and charge `charge` tokens."""
         self.running += 1
-        self.prompt_tokens += _estimate_prompt_tokens(demand)
-        self.prompt_bytes += demand.text_bytes
+        self.prompt_tokens += prompt_tokens
+        self.prompt_bytes += prompt_bytes
         if self.requests is not None:
             self.requests.take(1)
         if self.tokens is not None:
@@ -159,25 +165,25 @@ class RateLimits:
         """Return the limits of a key; `NO_LIMITS` if it has none."""
         return self._limits_of(key) or NO_LIMITS
 
-    def admit(self, key: str, demand: ResourceDemand, now: float) -> int | Refused:
+    def admit(self, key: str, demand: ResourceDemand, now: float, limits: KeyLimits | None = None) -> int | Refused:
         """Admit a request and return its charge in tokens, or return the refusal with the exceeded limit and the wait.
 
-        The charge is 0 for a key without a limit of tokens. After an admission `record_end` must follow.
+        `limits` are those of the key (`get_limits`), if the caller has them. The charge is 0 for a key without a limit
+        of tokens. After an admission `record_end` must follow.
         """
-        limits = self.get_limits(key)
+        limits = limits or self.get_limits(key)
         if not limits.allows(demand.model):
             return refuse_model(demand.model, limits)
         meter = self._fill_meter(key, limits, now)
-        crowded = self._describe_exceeded_bound(meter, limits, demand)
+        tokens, size = _estimate_prompt_tokens(demand), demand.text_bytes
+        crowded = self._describe_exceeded_bound(meter, limits, tokens, size)
         if crowded:
             return Refused(RefusalCode.RATE_LIMITED, f"{crowded}: wait for an answer", None, 1.0)
         charge = 0 if meter.tokens is None else estimate_charge(demand)
-        for bucket, cost, unit in ((meter.requests, 1, "requests"), (meter.tokens, charge, "tokens")):
-            if bucket is not None and (wait := bucket.compute_wait(cost)):
-                text = f"the limit of this API key is {bucket.rate} {unit} per minute, and this request costs {cost}"
-                return Refused(RefusalCode.RATE_LIMITED, f"{text}: retry in {math.ceil(wait)} s", None, wait)
-        meter.add(demand, charge)
-        return charge
+        refused = _find_exceeded_rate(meter, charge) if limits.has_rate else None
+        if refused is None:
+            meter.add(tokens, size, charge)
+        return charge if refused is None else refused
 
     def admit_video(self, key: str, model: str, open_videos: int, queued: int, now: float) -> Refused | None:
         """Count a new video of a key that has `open_videos` videos, of which `queued` are in the queue.
@@ -204,12 +210,14 @@ class RateLimits:
         requests.take(1)
         return None
 
-    def _describe_exceeded_bound(self, meter: _KeyMeter, limits: KeyLimits, demand: ResourceDemand) -> str:
+    def _describe_exceeded_bound(
+        self, meter: _KeyMeter, limits: KeyLimits, prompt_tokens: int, prompt_bytes: int
+    ) -> str:
         """Describe the bound that a request would exceed with its key's open requests; empty if it fits."""
         most, settings = limits.concurrency or self._settings.max_requests_per_key, self._settings
         if meter.running >= most:
             return f"the limit of this API key is {most} open requests, and all are in use"
-        tokens, size = meter.prompt_tokens + _estimate_prompt_tokens(demand), meter.prompt_bytes + demand.text_bytes
+        tokens, size = meter.prompt_tokens + prompt_tokens, meter.prompt_bytes + prompt_bytes
         if meter.running and tokens > settings.max_prompt_tokens_per_key:
             return (
                 f"the limit of this API key is {settings.max_prompt_tokens_per_key} prompt tokens in open requests; "
@@ -256,6 +264,15 @@ class RateLimits:
         return 0 if meter is None else meter.running
 
 
+def _find_exceeded_rate(meter: _KeyMeter, charge: int) -> Refused | None:
+    """Return the refusal of a request that costs more than a bucket of its key has; None if both have enough."""
+    for bucket, cost, unit in ((meter.requests, 1, "requests"), (meter.tokens, charge, "tokens")):
+        if bucket is not None and (wait := bucket.compute_wait(cost)):
+            text = f"the limit of this API key is {bucket.rate} {unit} per minute, and this request costs {cost}"
+            return Refused(RefusalCode.RATE_LIMITED, f"{text}: retry in {math.ceil(wait)} s", None, wait)
+    return None
+
+
 def refuse_model(model: str, limits: KeyLimits) -> Refused:
     """Return the refusal of a model that a key with these limits may not use."""
     text = f"this API key may not use the model {model[:200]!r}, only {', '.join(limits.models)}"
@@ -276,19 +293,18 @@ def estimate_probable_tokens(demand: ResourceDemand) -> int:
 
     Each choice therefore counts at most `DEFAULT_ANSWER_TOKENS`.
     """
-    return _estimate_prompt_tokens(demand) + demand.choices * min(
-        demand.max_tokens or DEFAULT_ANSWER_TOKENS, DEFAULT_ANSWER_TOKENS
-    )
+    most = demand.max_tokens or DEFAULT_ANSWER_TOKENS
+    answer = most if most < DEFAULT_ANSWER_TOKENS else DEFAULT_ANSWER_TOKENS
+    return _estimate_prompt_tokens(demand) + demand.choices * answer
 
 
 def _estimate_prompt_tokens(demand: ResourceDemand) -> int:
-    return demand.prompt_tokens if demand.prompt_tokens is not None else demand.text_bytes // BYTES_PER_TOKEN
+    tokens = demand.prompt_tokens
+    return (demand.prompt_bytes + demand.other_bytes) // BYTES_PER_TOKEN if tokens is None else tokens
 
 
-def _fill_bucket(bucket: _Bucket | None, rate: int | None, now: float) -> _Bucket | None:
-    """Return the bucket filled up to now if its rate is unchanged, a full one for a new rate, None without a rate."""
-    if rate is None:
-        return None
+def _fill_bucket(bucket: _Bucket | None, rate: int, now: float) -> _Bucket:
+    """Return the bucket filled up to now if its rate is unchanged, else a full one for the new rate."""
     if bucket is None or bucket.rate != rate:
         return _Bucket(rate, float(rate), now)
     bucket.fill(now)

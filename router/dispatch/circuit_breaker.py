@@ -103,7 +103,7 @@ class CircuitBreakers(Generic[N]):
 
     def list_barred_nodes(self, now: float) -> list[N]:
         """Return the nodes that take no request now: open, or half open with a running probe."""
-        return [node for node in self._nodes if self._is_barred(node, now)]
+        return [node for node in self._nodes if self._is_barred(node, now)] if self._nodes else []
 
     def _is_barred(self, node: N, now: float) -> bool:
         breaker = self._nodes[node]

@@ -93,7 +93,7 @@ def _list_counting_nodes(dispatcher: Dispatcher, model: str, limits: KeyLimits) 
 
 
 def _refuse_without_node(dispatcher: Dispatcher, model: str, limits: KeyLimits) -> Refused:
-    if any(model in node.models for node in dispatcher.view.nodes) and limits.labels:
+    if dispatcher.view.has_model(model) and limits.labels:
         labels = ", ".join(sorted(limits.labels))
         text = f"no node with the labels that this API key is bound to ({labels}) serves {model}"
         return Refused(RefusalCode.NOT_ALLOWED, text)

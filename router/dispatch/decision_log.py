@@ -98,7 +98,7 @@ class DecisionLog:
         At most `MAX_CANDIDATES_KEPT` candidates are stored, the chosen node always.
         """
         candidates = result.candidates
-        if isinstance(result, NoPlacement):
+        if not isinstance(result, Placement):
             self.decisions.append(
                 PlacementDecision(
                     at, request_id, key, demand, candidates[:MAX_CANDIDATES_KEPT], None, result.refused, nodes

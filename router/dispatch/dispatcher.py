@@ -17,6 +17,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import structlog
 
@@ -26,7 +27,7 @@ from router.dispatch.active_request import ActiveRequest
 from router.dispatch.counters import Counters
 from router.dispatch.node_commands import NodeCommands
 from router.dispatch.parts.composition import Parts, Surroundings, get_policy
-from router.dispatch.parts.node_frames import REQUEST_FRAMES
+from router.dispatch.parts.node_frames import RequestFrame
 from router.dispatch.request import CANCELLED, RequestFailure, RequestSpec
 from router.dispatch.request_events import (
     Delivered,
@@ -101,6 +102,7 @@ class Dispatcher:
         self.upstreams = parts.upstreams
         self.commands = NodeCommands(send, lambda: numbers()[0])
         self._live: Mapping[int, ActiveRequest] = parts.attempts.live
+        self._frame_handlers, self._crowds = parts.frames.handlers, parts.crowds
         self._open: dict[int, ActiveRequest] = {}
         self._count = 0
         self._closing = False
@@ -181,15 +183,13 @@ class Dispatcher:
         """Apply a frame from a node about a request or command; a frame about neither is ignored."""
         if type(frame) is Deltas:
             self._receive_deltas(node, frame)
-            return
-        if not isinstance(frame, REQUEST_FRAMES):
-            return
-        request = self._live.get(frame.request)
-        if request is None or request.node != node:
-            if not isinstance(frame, Vectors):
+        elif (handle := self._frame_handlers.get(type(frame))) is not None:
+            frame = cast("RequestFrame", frame)
+            request = self._live.get(frame.request)
+            if request is not None and request.node == node:
+                handle(request, node, frame)
+            elif not isinstance(frame, Vectors):
                 self.commands.receive(node, frame)
-        else:
-            self._parts.frames.receive(request, node, frame)
 
     def _receive_deltas(self, node: NodeId, frame: Deltas) -> None:
         """Add the tokens of one decode step to their answers. Runs for every token: it applies no event except
@@ -260,7 +260,7 @@ class Dispatcher:
             self.placer.record_request(request.demand.model)
             self._parts.assignment.assign(request)
         self._open[request.number] = request
-        self._parts.crowds.add(request)
+        self._crowds.add(request)
         self._quiet.clear()
         self._arm_timer()
         return request
@@ -270,7 +270,7 @@ class Dispatcher:
         if request.outcome is None:
             self.apply(request, Stopped(CANCELLED))
         if self._open.pop(request.number, None) is not None:
-            self._parts.crowds.remove(request)
+            self._crowds.remove(request)
         if not self._open:
             self._quiet.set()
 

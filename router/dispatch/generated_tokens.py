@@ -11,9 +11,9 @@ class GeneratedTokens:
     __slots__ = ("_choices", "_discarded", "_limit", "ids")
 
     def __init__(self, choices: int, limit: int | None) -> None:
-        self._choices = max(1, choices)
+        self._choices = choices if choices > 1 else 1
         self._limit = limit or MAX_KNOWN_TOKENS
-        self.ids: list[list[int]] = [[] for _ in range(self._choices)]
+        self.ids: list[list[int]] = [[]] if choices <= 1 else [[] for _ in range(choices)]
         """Token ids by choice; empty after they were discarded."""
         self._discarded = 0
 

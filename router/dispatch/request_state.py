@@ -178,17 +178,21 @@ def step(life: RequestLife, event: Event, now: float) -> Step:
     `InvariantError` if the new state is not in `TABLE`, which only a bug can cause.
     """
     kind = type(event)
-    if isinstance(event, OfAttempt) and event.attempt != life.attempt:
-        if event.attempt > life.newest:
-            raise IllegalEventError(f"{kind.__name__} of attempt {event.attempt}, but the newest is {life.newest}")
-        return life, ()
-    allowed = TABLE[kind].get(life.state)
+    transitions, handle, of_attempt = _RULES[kind]
+    if of_attempt:
+        typed: Any = event
+        attempt: int = typed.attempt
+        if attempt != life.attempt:
+            if attempt > life.newest:
+                raise IllegalEventError(f"{kind.__name__} of attempt {attempt}, but the newest is {life.newest}")
+            return life, ()
+    allowed = transitions.get(life.state)
     if allowed is None:
         raise IllegalEventError(f"the request is {life.state}: {kind.__name__} cannot happen")
     early: tuple[Action, ...] = ()
     if life.origin is not None and kind is not Undelivered and kind is not Delivered:
         life, early = _apply_delivered(life, event, now)  # any other event comes after the frame left
-    after, actions = _HANDLERS[kind](life, event, now)
+    after, actions = handle(life, event, now)
     if after.state not in allowed:
         raise InvariantError(f"{life.state} -> {after.state} by {kind.__name__} is not in the table")
     return after, early + actions if early else actions
@@ -321,7 +325,8 @@ def _end(life: RequestLife, outcome: Outcome, now: float, actions: tuple[Action,
     return after, (*actions, SettleQuota(outcome), Respond(outcome))
 
 
-_HANDLERS: Mapping[type[Event], Callable[[RequestLife, Any, float], Step]] = {
+Handler = Callable[[RequestLife, Any, float], Step]
+_HANDLERS: Mapping[type[Event], Handler] = {
     Placed: _apply_placed,
     Moved: _apply_moved,
     Delivered: _apply_delivered,
@@ -338,3 +343,7 @@ _HANDLERS: Mapping[type[Event], Callable[[RequestLife, Any, float], Step]] = {
     UpstreamEnded: _apply_upstream_ended,
     Stopped: _apply_stopped,
 }
+_RULES: Mapping[type[Event], tuple[Mapping[RequestState, frozenset[RequestState]], Handler, bool]] = {
+    kind: (TABLE[kind], handle, issubclass(kind, OfAttempt)) for kind, handle in _HANDLERS.items()
+}
+"""For each event: its row of `TABLE`, its handler, and whether it is an event of one attempt. One access for all."""

@@ -17,7 +17,7 @@ def compute_demand(
     model: str, messages: Iterable[Message], params: GenerationParams, tools: str = ""
 ) -> ResourceDemand:
     """Return the demand of a conversation. `tools` is the JSON text that goes into the prompt, empty without tools."""
-    size = len(tools.encode())
+    size = len(tools.encode()) if tools else 0
     for message in messages:
         content = message.content
         size += (len(content) if content.isascii() else len(content.encode())) + TEMPLATE_BYTES

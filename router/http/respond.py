@@ -118,7 +118,8 @@ def _build_request_headers(request: Answered) -> list[Header]:
 
 def build_optional_headers(request: Answered) -> list[Header]:
     """Return the optional headers of an answer: ignored fields and tools, the model of an alias, the key's rates."""
-    headers = build_ignored_header(request.spec.ignored)
+    ignored = request.spec.ignored
+    headers = build_ignored_header(ignored) if ignored else []
     if request.alias is not None:
         names = request.model_names if isinstance(request, MergedRequest) else request.demand.model
         headers.append((MODEL, names.encode("ascii", "replace")))

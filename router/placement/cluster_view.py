@@ -122,13 +122,20 @@ class ClusterView:
             identity = self._identities[name] = _compute_identity(self.nodes, name)
         return identity
 
+    def has_model(self, name: str) -> bool:
+        """Return whether some member has a model of exactly this name."""
+        for node in self.nodes:  # noqa: SIM110  runs for every request, and a generator takes twice the time
+            if name in node.models:
+                return True
+        return False
+
     def resolve_name(self, name: str) -> str:
         """Return the name of the model that a client means.
 
         An exact match comes first, then a match without regard to case, then a match without provider parts
         (`openai/`). An unknown name is returned unchanged.
         """
-        if any(name in node.models for node in self.nodes):
+        if self.has_model(name):
             return name
         folded = {known.casefold(): known for known in sorted(self.get_models(), reverse=True)}
         parts = name.casefold().split("/", MAX_NAME_PREFIXES)

@@ -9,6 +9,8 @@ from wire.refusals import RefusalCode
 from wire.report import Model
 
 _FIT: tuple[str, RefusalCode | None] = ("", None)
+_READY, _PAUSED = NodeState.READY, NodeState.PAUSED
+"""Constants of this module, because Python 3.11 takes 0.1 us for a member of an enumeration."""
 
 
 def find_infeasible_reason(
@@ -41,9 +43,9 @@ def find_unavailable_reason(node: NodeView, now: float) -> tuple[str, RefusalCod
 
     `now` is in monotonic seconds.
     """
-    if node.state == NodeState.PAUSED:
+    if node.state == _PAUSED:
         return f"is paused: {node.sharing.why}", RefusalCode.DRAINING
-    if node.state != NodeState.READY:
+    if node.state != _READY:
         return f"is {node.state}", RefusalCode.NOT_READY
     if node.cordoned:
         return "is cordoned", RefusalCode.NOT_READY

@@ -290,11 +290,15 @@ def _estimate_highest_transient(model: Model, prompt: int, length: int, choices:
             step = estimate_step_transient(transient, group.rows + 1, max(group.longest, length))
         else:
             step = estimate_step_transient(transient, group.rows, group.longest)
-        highest = max(highest, step)
+        if step > highest:
+            highest = step
     own = choices if best is None else choices - 1
-    highest = max(highest, estimate_step_transient(transient, own, length))
+    if own:
+        highest = max(highest, estimate_step_transient(transient, own, length))
+    if not model.uncovered:
+        return highest
     width = max(own, 0 if best is None else best.rows + 1)
-    return highest + model.uncovered if model.uncovered and width > model.covered_rows else highest
+    return highest + model.uncovered if width > model.covered_rows else highest
 
 
 def estimate_request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
@@ -320,6 +324,8 @@ def estimate_tokenize_bytes(
     for grammars are built first. Every byte of the text may be one token. With `context`, tokenization stops after
     about that many tokens.
     """
+    if not (loads or guides) and text <= UNCHECKED_TOKENIZE_BYTES // TOKENIZE_BYTES_PER_TOKEN:
+        return 0  # a shortcut for most prompts
     most = min(text, int(context * TOKENIZE_SLACK) + TOKENIZE_SLICE_CHARS) if context else text
     taken = (
         TOKENIZE_BYTES_PER_TOKEN * most

@@ -59,9 +59,9 @@ def choose_batch(groups: Sequence[BatchGroup], length: int, kv: KvParameters) ->
     best, least = None, 0
     for group in groups:
         if can_join(group, length, kv):
-            grown = (group.rows + 1) * compute_row_bytes(kv, max(group.longest, length)) - compute_padded_bytes(
-                group, kv
-            )
+            grown = compute_row_bytes(kv, max(group.longest, length))
+            if length > group.longest:  # the other rows are padded to the new one
+                grown += group.rows * (grown - compute_row_bytes(kv, group.longest))
             if best is None or grown < least:
                 best, least = group, grown
     return (None, compute_row_bytes(kv, length)) if best is None else (best, least)

@@ -336,7 +336,7 @@ class LinkEndpoint:
 
     def send(self, frame: Frame) -> bool:
         """Send a frame. Return False if the connection is not open. Raise the exceptions of `encode`."""
-        if self.outbox is None or not self.open:
+        if self.outbox is None or self.transport is None or self.transport.is_closing():
             return False
         self.outbox.send(frame)
         return True

@@ -12,6 +12,7 @@ class ModelKind(StrEnum):
     RERANK = "rerank"
 
 
+_CHAT, *_NAMED_KINDS = ModelKind
 ROUTES = {
     ModelKind.CHAT: "/v1/chat/completions",
     ModelKind.EMBED: "/v1/embeddings",
@@ -27,7 +28,10 @@ _PURPOSES = {
 
 def get_kind(features: Collection[str]) -> ModelKind:
     """Return the kind of a model with these features. A model whose features name no kind is a chat model."""
-    return next((kind for kind in (ModelKind.EMBED, ModelKind.RERANK) if kind in features), ModelKind.CHAT)
+    for kind in _NAMED_KINDS:
+        if kind in features:
+            return kind
+    return _CHAT
 
 
 def explain_other_kind(model: str, kind: ModelKind) -> str:

@@ -32,6 +32,9 @@ _TAG_OF = {kind: tag for tag, kind in TAGS.items()}
 _LOGGED = frozenset(_TAG_OF[kind] for kind in (Goodbye, LeaseGranted, LeaseRefused, LeaseEnded, ModelOrderEnded))
 _REPORT, _RENEW, _PROGRESS = _TAG_OF[Report], _TAG_OF[RenewCertificate], _TAG_OF[ModelOrderProgress]
 
+_BUDGETED = _LOGGED | {_REPORT, _RENEW, _PROGRESS}
+"""Tags of the frames that have a budget in addition to that of all frames."""
+
 
 class LinkBudget:
     """Token bucket for frames or links of one node: `burst` tokens at once, refilled with `rate` tokens a second.
@@ -52,7 +55,8 @@ class LinkBudget:
 
         Return an error text if too few are left, else an empty string.
         """
-        left = min(self._burst, self._left + (now - self._at) * self._rate) - cost
+        filled = self._left + (now - self._at) * self._rate
+        left = (filled if filled < self._burst else self._burst) - cost
         self._at = now
         if left < 0:
             self._left = left + cost
@@ -96,10 +100,10 @@ class NodeBudgets:
         Return an error text if it exceeds a budget, else an empty string. `now` is in monotonic seconds.
         """
         why = self._frames.charge(now)
+        if why or tag not in _BUDGETED:
+            return why
         if tag == _REPORT:
-            return why or self._reports.charge(now) or self._report_bytes.charge(now, size_bytes)
-        if tag in _LOGGED:
-            return why or self._logged.charge(now)
+            return self._reports.charge(now) or self._report_bytes.charge(now, size_bytes)
         if tag == _PROGRESS:
-            return why or self._progress.charge(now)
-        return why or (self._renewals.charge(now) if tag == _RENEW else "")
+            return self._progress.charge(now)
+        return self._renewals.charge(now) if tag == _RENEW else self._logged.charge(now)

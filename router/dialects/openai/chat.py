@@ -68,10 +68,8 @@ class ChatRoute:
 def parse(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
     """Parse a body (UTF-8 JSON), or return a 400 problem with the parameter. With `strict`, unknown fields are
     refused."""
-    plain = chat_fast_parse.read(body, encode_plain_tools)
-    if plain is not None:
-        return ChatRequest(*plain)
-    return parse_wholly(body, strict=strict)
+    plain = chat_fast_parse.read(body, encode_plain_tools, ChatRequest)
+    return parse_wholly(body, strict=strict) if plain is None else plain
 
 
 @lru_cache(MAX_CACHED_TOOLS)

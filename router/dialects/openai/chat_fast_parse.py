@@ -13,7 +13,7 @@ and are cut out of the counted text.
 """
 
 from collections.abc import Callable
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -49,16 +49,9 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Named = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
-class PlainChatBody(NamedTuple):
-    """Result of the fast parser: the first fields of a `ChatRequest`."""
-
-    demand: ResourceDemand
-    messages: tuple[Message, ...]
-    params: GenerationParams
-    stream: bool
-    include_usage: bool
-    tools: str
-    set_penalties: frozenset[str]
+Request = TypeVar("Request")
+Build = Callable[[ResourceDemand, tuple[Message, ...], GenerationParams, bool, bool, str, frozenset[str]], Request]
+"""Constructor of a request from its first fields, as those of `router.dialects.openai.chat.ChatRequest`."""
 
 
 class _Function(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -120,8 +113,9 @@ def _remove_part(body: bytes, part: bytes) -> bytes:
     return body[:at] + body[at + len(part) :] if body.startswith(part, at) else body
 
 
-def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> PlainChatBody | None:
-    """Parse a plain body. Return None if only the complete parser can decide, also for every invalid body.
+def read(body: bytes, plain_tools: Callable[[bytes], str | None], build: Build[Request]) -> Request | None:
+    """Parse a plain body, and return the request that `build` creates. Return None if only the complete parser can
+    decide, also for every invalid body.
 
     `plain_tools` converts the JSON of tools to their text for the model; None if that needs the complete parser.
     """
@@ -138,9 +132,11 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> PlainChatBo
         if text is None:
             return None
         tools, rest = text, _remove_part(body, raw)
-    if parsed.parallel_tool_calls is False or SURROGATE_ESCAPE.search(rest):
+    if parsed.parallel_tool_calls is False or (b"\\u" in rest and SURROGATE_ESCAPE.search(rest)):
         return None
-    options, most = parsed.stream_options, parsed.max_completion_tokens
+    options, most, top_k = parsed.stream_options, parsed.max_completion_tokens, parsed.top_k
+    penalties = parsed.presence_penalty, parsed.frequency_penalty, parsed.repetition_penalty
+    presence, frequency, repetition = penalties
     optional = (
         parsed.stream,
         parsed.max_tokens,
@@ -149,15 +145,13 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> PlainChatBo
         parsed.temperature,
         parsed.top_p,
         parsed.seed,
-        parsed.top_k,
+        top_k,
         parsed.min_p,
-        parsed.presence_penalty,
-        parsed.frequency_penalty,
-        parsed.repetition_penalty,
+        *penalties,
     )
     of_tools = (parsed.tools, parsed.tool_choice, parsed.parallel_tool_calls)
     keys = 2 + len(optional) - optional.count(None) + 2 * (options is not None) + 3 - of_tools.count(UNSET)
-    messages = list[Message]()
+    messages: list[Message] = []
     for raw_message in parsed.messages:
         message = _convert_message(raw_message)
         if message is None:
@@ -169,7 +163,6 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> PlainChatBo
     stream = parsed.stream is True
     if _count_keys(rest) != keys or (options is not None and not stream):
         return None
-    top_k = parsed.top_k
     params = GenerationParams(
         parsed.max_tokens if most is None else most,
         parsed.temperature,
@@ -179,15 +172,13 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> PlainChatBo
         parsed.n or 1,
         None if top_k is None else max(0, top_k),
         parsed.min_p,
-        parsed.presence_penalty or 0.0,
-        parsed.frequency_penalty or 0.0,
-        1.0 if parsed.repetition_penalty is None else parsed.repetition_penalty,
+        presence or 0.0,
+        frequency or 0.0,
+        1.0 if repetition is None else repetition,
     )
     demand = compute_demand(parsed.model, messages, params, tools)
     include_usage = options is not None and options.include_usage
-    return PlainChatBody(
-        demand, tuple(messages), params, stream, include_usage, tools, _list_given_penalties(optional[-3:])
-    )
+    return build(demand, tuple(messages), params, stream, include_usage, tools, _list_given_penalties(penalties))
 
 
 def _list_given_penalties(penalties: tuple[float | None, ...]) -> frozenset[str]:

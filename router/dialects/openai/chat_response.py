@@ -24,6 +24,8 @@ from wire.frames import Channel, Delta, Finished
 DONE = b"data: [DONE]\n\n"
 
 _FIELDS = {Channel.CONTENT: "content", Channel.REASONING: "reasoning_content"}
+_CONTENT, _REASONING = Channel.CONTENT, Channel.REASONING
+"""Constants of this module, because Python 3.11 takes 0.1 us for a member of an enumeration."""
 _SHIFT = 8
 _encode = msgspec.json.Encoder().encode
 
@@ -218,8 +220,8 @@ def _build_choice(
     choice: int, spec: RequestSpec, answer: CompleteAnswer, finished: Finished, custom: Collection[str]
 ) -> _Choice:
     calls = _convert_calls(answer.calls[choice], custom) if choice in answer.calls else []
-    content = answer.texts.get((choice, Channel.CONTENT), "")
-    reasoning = answer.texts.get((choice, Channel.REASONING)) or UNSET
+    content = answer.texts.get((choice, _CONTENT), "")
+    reasoning = answer.texts.get((choice, _REASONING)) or UNSET
     message = _AnswerMessage("assistant", (content or None) if calls else content, None, reasoning, calls or UNSET)
     return _Choice(
         choice, message, _build_logprobs(choice, answer, spec), _get_finish_reason(finished, choice, len(calls))

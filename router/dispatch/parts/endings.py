@@ -65,5 +65,5 @@ class Endings:
         """
         model = request.spec.demand.model
         uses_upstream = request.alias is not None and request.alias.uses_upstream
-        known = request.attempts or uses_upstream or any(model in node.models for node in self._placer.view.nodes)
+        known = request.attempts or uses_upstream or self._placer.view.has_model(model)
         return model if known else ""

@@ -55,17 +55,24 @@ class Intake:
         Without `charges_quota`, the quota is neither checked nor charged.
         """
         limits, now = self._quotas.get_limits(spec.key), self._clock()
-        target = self._resolve_unless_plain(spec.demand.model, limits)
-        refused = target if isinstance(target, Refused) else None
-        charged: int | Refused | None = None
-        if isinstance(target, ModelTarget):
-            spec = self._apply_target(spec, target)
+        target: ModelTarget | None = None
+        refused: Refused | None = None
+        charged: int | None = None
+        if not self.names.is_plain(spec.demand.model, self._placer.view):
+            resolved = self.resolve_model_name(spec.demand.model, limits)
+            if isinstance(resolved, Refused):
+                refused = resolved
+            else:
+                target, spec = resolved, self._apply_target(spec, resolved)
         if charges_quota and refused is None:
             charged_demand = spec.demand
-            if isinstance(target, ModelTarget) and target.alias:
+            if target is not None and target.alias:
                 charged_demand = replace(charged_demand, model=target.permitted)
-            charged = self._quotas.admit(spec.key, charged_demand, now)
-            refused = charged if isinstance(charged, Refused) else None
+            admitted = self._quotas.admit(spec.key, charged_demand, now, limits)
+            if isinstance(admitted, int):
+                charged = admitted
+            else:
+                refused = admitted
         demand = spec.demand
         if limits.labels and refused is None:
             demand = replace(demand, labels=frozenset(limits.labels))
@@ -77,11 +84,11 @@ class Intake:
             now,
             demand=demand,
             params=self._add_seed(spec),
-            charged=None if isinstance(charged, Refused) else charged,
-            rates=self._quotas.list_rates(spec.key, now) if charges_quota else (),
+            charged=charged,
+            rates=self._quotas.list_rates(spec.key, now) if charges_quota and limits.has_rate else (),
             chain=chain,
-            cached_shares=self.estimate_shares(chain),
-            alias=self._build_candidates(target, spec, limits) if isinstance(target, ModelTarget) else None,
+            cached_shares=NOWHERE if chain is None else self.estimate_shares(chain),
+            alias=None if target is None else self._build_candidates(target, spec, limits),
         )
         if request.alias is not None:
             request.alias.add_unused(request.spec, request.demand, request.tried.lost)
@@ -108,10 +115,6 @@ class Intake:
             return request
         profile = self.names.get_profile(target.profile)
         return replace(request, template=profile.apply_to_template(request.template))
-
-    def _resolve_unless_plain(self, model: str, limits: KeyLimits) -> ModelTarget | Refused | None:
-        """Return the target of a name, or its refusal; None for exactly the name of a model."""
-        return None if self.names.is_plain(model, self._placer.view) else self.resolve_model_name(model, limits)
 
     def _apply_target(self, spec: RequestSpec, target: ModelTarget) -> RequestSpec:
         """Return the request for the first candidate, with the defaults of the profile where it sets none."""

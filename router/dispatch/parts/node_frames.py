@@ -3,7 +3,8 @@
 After a refusal the request is placed again (`Assignment.assign`), or ends if no node of the cluster would take it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from router.dispatch.accounting import bound_usage, compute_max_prompt_tokens
 from router.dispatch.active_request import ActiveRequest
@@ -17,7 +18,7 @@ from router.dispatch.parts.losses import Losses
 from router.dispatch.parts.placer import Placer
 from router.dispatch.request_events import AttemptEnded, Event, NodeAdmitted, NodeRefused, Stopped
 from router.dispatch.request_state import RequestState
-from wire.frames import Admitted, Failed, Finished, Refusal, Vectors
+from wire.frames import Admitted, Failed, Finished, Frame, Refusal, Vectors
 from wire.identity import NodeId
 from wire.refusals import FINAL, FailureCode, RefusalCode
 
@@ -28,12 +29,10 @@ Another node may have more memory, a longer context, the model, or a copy of it 
 """
 RequestFrame = Finished | Admitted | Refusal | Failed | Vectors
 """Frames of a node about one request."""
-REQUEST_FRAMES = (Finished, Admitted, Refusal, Failed, Vectors)
-"""The same as a tuple: `isinstance` is five times faster with a tuple than with a union."""
 
 
 class NodeFrames:
-    """Handler of frames about requests that are on the node.
+    """Handlers of frames about requests that are on the node.
 
     `apply` applies an event to a request. `clock` returns monotonic seconds.
     """
@@ -58,29 +57,36 @@ class NodeFrames:
         self._losses = losses
         self._breakers = breakers
         self._counters = counters
+        self.handlers: Mapping[type[Frame], Callable[[ActiveRequest, NodeId, Any], None]] = {
+            Admitted: self._handle_admitted,
+            Vectors: self._handle_vectors,
+            Finished: self._handle_finished,
+            Refusal: self._handle_refusal,
+            Failed: losses.handle_failure,
+        }
+        """Handler of each type of `RequestFrame`, for a request that is on the node."""
 
-    def receive(self, request: ActiveRequest, node: NodeId, frame: RequestFrame) -> None:
-        """Apply a frame about a request that is on this node."""
-        if isinstance(frame, Admitted):
-            self._apply(request, NodeAdmitted(frame.request, frame))
+    def _handle_admitted(self, request: ActiveRequest, _: NodeId, frame: Admitted) -> None:
+        self._apply(request, NodeAdmitted(frame.request, frame))
+        if request.spec.context_limit:
             refused = refuse_beyond_limit(request.spec, request.demand.prompt_tokens)
             if refused is not None:
                 self._apply(request, Stopped(refused))
-        elif isinstance(frame, Vectors):
-            if isinstance(request.answer, VectorsAnswer):
-                request.answer.add_vectors(frame)
-        elif isinstance(frame, Finished) and isinstance(request.answer, VectorsAnswer) and not request.answer.complete:
+
+    def _handle_vectors(self, request: ActiveRequest, _: NodeId, frame: Vectors) -> None:
+        if isinstance(request.answer, VectorsAnswer):
+            request.answer.add_vectors(frame)
+
+    def _handle_finished(self, request: ActiveRequest, node: NodeId, frame: Finished) -> None:
+        answer = request.answer
+        if isinstance(answer, VectorsAnswer) and not answer.complete:
             text = f"{request.node_name} did not send a valid vector for each text"
             self._losses.handle_failure(request, node, Failed(frame.request, FailureCode.ENGINE_ERROR, text))
-        elif isinstance(frame, Finished):
-            self._breakers.record_success(node, frame.request)
-            frame = bound_usage(request, frame)
-            self._counters.count_finished(frame.prompt_tokens, frame.cached_tokens, frame.completion_tokens)
-            self._apply(request, AttemptEnded(frame.request, frame))
-        elif isinstance(frame, Refusal):
-            self._handle_refusal(request, node, frame)
-        else:
-            self._losses.handle_failure(request, node, frame)
+            return
+        self._breakers.record_success(node, frame.request)
+        frame = bound_usage(request, frame)
+        self._counters.count_finished(frame.prompt_tokens, frame.cached_tokens, frame.completion_tokens)
+        self._apply(request, AttemptEnded(frame.request, frame))
 
     def _handle_refusal(self, request: ActiveRequest, node: NodeId, frame: Refusal) -> None:
         """Place the request again after a refusal, or end it if no node of the cluster would take it."""

@@ -104,7 +104,7 @@ class Placer:
 
     def find_pull(self, model: str) -> Refused | None:
         """Return the refusal for a model that is being pulled and that no node has yet; None for any other model."""
-        return None if any(model in node.models for node in self.view.nodes) else self._find_pull(model)
+        return None if self.view.has_model(model) else self._find_pull(model)
 
     # requests
 
@@ -140,7 +140,7 @@ class Placer:
         A request for a model that is being pulled gets a refusal that is not final.
         """
         result = self.judge(request, self.view, request.demand)
-        if isinstance(result, NoPlacement) and result.refused.code is RefusalCode.NO_MODEL:
+        if not isinstance(result, Placement) and result.refused.code is RefusalCode.NO_MODEL:
             result = replace(result, refused=self.find_pull(request.demand.model) or result.refused)
         return self.record(request, result)
 

@@ -27,7 +27,7 @@ class NodeChanges:
 
         Do nothing while no request is queued and no model swap is under way.
         """
-        if not len(self._queue) and not self._ledger.turns:
+        if not self._ledger.turns and not len(self._queue):
             return
         self._changed.add(node)
         if not self._due:

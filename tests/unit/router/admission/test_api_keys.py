@@ -40,6 +40,18 @@ def test_a_key_opens_its_scopes_and_no_more():
     assert all(admin.allows(scope) for scope in ("infer", "admin", "metrics"))
 
 
+def test_a_hash_that_the_caller_keeps_proves_nothing_by_itself():
+    keys, key, text = ring()
+    wrong = text[:-1] + ("a" if text[-1] != "a" else "b")
+    kept, other = keys.compute_salted_hash(text.encode()), keys.compute_salted_hash(wrong.encode())
+    assert kept != other
+    assert keys.check(wrong.encode(), other) is None
+    assert keys.check(text.encode(), kept) == keys.check(text.encode(), kept) == key
+    keys.drop(key.id)
+    assert keys.check(text.encode(), kept) is None
+    assert keys.refused == 2
+
+
 def test_only_a_keyed_digest_is_kept():
     _, key, text = ring()
     assert text.startswith(f"mp_{key.id}_")

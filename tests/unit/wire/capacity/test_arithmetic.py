@@ -578,6 +578,7 @@ def test_reading_bytes_beyond_the_context_count_as_rendered_text():
         text, context=context
     ) == TOKENIZE_BYTES_PER_TOKEN * most + TOKENIZE_BYTES_PER_TEXT_BYTE * (text - most)
     assert estimate_tokenize_bytes(most, context=context) == TOKENIZE_BYTES_PER_TOKEN * most
+    assert estimate_tokenize_bytes(10_000, context=context) == TOKENIZE_BYTES_PER_TOKEN * 10_000
     assert estimate_tokenize_bytes(text) == TOKENIZE_BYTES_PER_TOKEN * text
 
 
@@ -586,6 +587,7 @@ def test_estimate_tokenize_bytes_is_zero_below_the_unchecked_size():
     assert estimate_tokenize_bytes(0, files, guides=True) == 0
     assert estimate_tokenize_bytes(0, files + 1, guides=True) == UNCHECKED_TOKENIZE_BYTES + TOKENIZER_GUIDE_FACTOR
     assert estimate_tokenize_bytes(UNCHECKED_TOKENIZE_BYTES // TOKENIZE_BYTES_PER_TOKEN) == 0
+    assert estimate_tokenize_bytes(0, loads=True) == TOKENIZER_CODE_BYTES
 
 
 def test_rows_beyond_the_profile_are_charged_the_margin_reduction():

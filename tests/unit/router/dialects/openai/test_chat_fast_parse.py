@@ -75,8 +75,8 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-def quick(body: bytes) -> chat_fast_parse.PlainChatBody | None:
-    return chat_fast_parse.read(body, chat.encode_plain_tools)
+def quick(body: bytes) -> chat.ChatRequest | None:
+    return chat_fast_parse.read(body, chat.encode_plain_tools, chat.ChatRequest)
 
 
 def agree(body: bytes) -> None:
@@ -84,7 +84,7 @@ def agree(body: bytes) -> None:
     if plain is not None:
         strict = chat.parse_wholly(body)
         assert not isinstance(strict, Problem), strict
-        assert chat.ChatRequest(*plain) == strict
+        assert plain == strict
 
 
 @given(BODIES, st.booleans(), st.booleans())
