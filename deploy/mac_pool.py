@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import urllib.error
 import urllib.request
 
@@ -15,6 +16,10 @@ MAX_HELP_CPU_SECONDS = 0.15
 """Most CPU seconds of `cluster --help`, because completion and help must be fast."""
 RUNS = 5
 """Number of measured runs."""
+START_TIMEOUT_SECONDS = 60.0
+"""Longest wait for the start message of `cluster up`, in seconds."""
+STOP_TIMEOUT_SECONDS = 30.0
+"""Seconds between SIGTERM and SIGKILL for `cluster up`."""
 
 
 def check_help_cpu() -> Outcome:
@@ -52,10 +57,21 @@ def check_local_name() -> Outcome:
             "http.tls=off",
         ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
+            timer = threading.Timer(START_TIMEOUT_SECONDS, child.kill)
+            timer.start()
             try:
                 return _check_livez(_read_start_message(child))
             finally:
+                timer.cancel()
                 child.terminate()
+                _kill_unless_ended(child)
+
+
+def _kill_unless_ended(child: subprocess.Popen[str]) -> None:
+    try:
+        child.wait(STOP_TIMEOUT_SECONDS)
+    except subprocess.TimeoutExpired:
+        child.kill()
 
 
 def _read_start_message(child: subprocess.Popen[str]) -> str:
@@ -72,7 +88,8 @@ def _read_start_message(child: subprocess.Popen[str]) -> str:
 def _check_livez(printed: str) -> Outcome:
     found = re.search(r"(http://(\S+)\.local:\d+)/v1", printed)
     if found is None:
-        return create_outcome(good=False, text="`cluster up` printed no NAME.local")
+        text = f"`cluster up` printed no NAME.local within {START_TIMEOUT_SECONDS:g} s"
+        return create_outcome(good=False, text=text)
     try:
         own = run_tool("/usr/sbin/scutil", "--get", "LocalHostName").strip()
     except ToolError as error:

@@ -86,5 +86,6 @@ class Route:
         good = {"description": "the answer" if self.method == "GET" else "done", "content": content}
         missing = (404,) if "{" in self.path else ()
         unread = () if self.method == "GET" else (408, 413)
-        bad = sorted({*ALWAYS, *self.refusals, *missing, *unread})
+        stored = (503,) if self.audited else ()  # the audit log may be impossible to write
+        bad = sorted({*ALWAYS, *self.refusals, *missing, *unread, *stored})
         return {"200": good, **{str(status): describe_error("/api/v1/", status) for status in bad}}

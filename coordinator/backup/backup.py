@@ -87,13 +87,16 @@ def _check_target(file: Path, passphrase: bytes | None) -> None:
     except OSError as error:
         raise BackupError(f"{file} cannot be written: {error.strerror}") from None
     beginning, encrypted = b"", False
-    if stat.S_ISREG(status.st_mode):
-        with file.open("rb") as existing:
-            beginning = existing.read(HEAD_BYTES)
-            encrypted = beginning.startswith(encryption.MAGIC)
-            if encrypted and passphrase is not None:
-                existing.seek(0)
-                beginning = _decrypt_beginning(existing, passphrase)
+    try:
+        if stat.S_ISREG(status.st_mode):
+            with file.open("rb") as existing:
+                beginning = existing.read(HEAD_BYTES)
+                encrypted = beginning.startswith(encryption.MAGIC)
+                if encrypted and passphrase is not None:
+                    existing.seek(0)
+                    beginning = _decrypt_beginning(existing, passphrase)
+    except OSError as error:
+        raise BackupError(f"{file} exists and cannot be read: {error.strerror}: choose another name") from None
     if not beginning.startswith((FAMILY, encryption.FORMER_FAMILY)):
         reason = "is encrypted, and not a backup with this passphrase" if encrypted else "is not a backup"
         raise BackupError(f"{file} exists and {reason}: choose another name")

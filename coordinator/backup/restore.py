@@ -186,10 +186,10 @@ def find_existing_cluster(state: Path) -> ExistingState | None:
         cluster = ""
     try:
         with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
-            (epoch,) = connection.execute("SELECT epoch FROM meta").fetchone()
+            row = connection.execute("SELECT epoch FROM meta").fetchone()
     except sqlite3.Error:
-        epoch = 0
-    return ExistingState(cluster, epoch)
+        row = None
+    return ExistingState(cluster, 0 if row is None else row[0])
 
 
 def _restore(source: ReadableStream, state: Path, now: float, *, replace: bool) -> Restored:
@@ -240,8 +240,7 @@ def _write_staged(staged: Path, name: str, pieces: Iterable[bytes]) -> None:
 def _examine(staged: Path, manifest: Manifest, generation: int) -> RestoredCounts:
     """Open the databases as the coordinator does, migrate their schema, and set the generation."""
     with closing(open_database(staged / DATABASE, MIGRATIONS)) as connection:
-        (cluster,) = connection.execute("SELECT cluster FROM meta").fetchone()
-        if cluster != manifest.cluster:
+        if connection.execute("SELECT cluster FROM meta").fetchone() != (manifest.cluster,):
             raise ArchiveError(f"its {DATABASE} and its authority belong to different clusters")
         connection.execute("UPDATE meta SET generation = ?, epoch = epoch + ?", (generation, RESERVED_EPOCHS))
         members, keys, tokens = (

@@ -13,7 +13,7 @@ from coordinator.joining.join_tokens import JoinTokens
 from coordinator.state.access_admin import AccessAdmin, NameTakenError, load_pepper
 from coordinator.state.database import Database
 from coordinator.state.store_errors import StoreError
-from coordinator.tls.cluster_ca import ClusterCa
+from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
 from router.admission.api_keys import KeyRing
 from router.admission.rate_limits import KeyLimits
 
@@ -21,18 +21,24 @@ from router.admission.rate_limits import KeyLimits
 def run_offline(session: ApiSession, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Perform the operation of an API route for tokens, keys or audit on the state folder, and return its JSON.
 
-    Raise `CommandError` if there is no cluster, the database cannot be opened, the id is unknown, or the name is taken.
-    Raise `AuthorityError` if the CA cannot be read, `StoreError` if a change cannot be stored, and `OSError` if another
-    file cannot be read or written.
+    Raise `CommandError` if there is no cluster, a file cannot be read or written, the id is unknown, or the name is
+    taken.
     """
     if not (session.state / "cluster.db").exists():
         if read_member_identity(session.state) is not None:
             raise CommandError(UNREACHABLE, session.explain_no_coordinator())
         raise CommandError(NOT_FOUND, f"there is no cluster in {session.state}: create one with `cluster up`")
     try:
-        store = Database(session.state)
-    except StoreError as error:
+        return _use_database(session, method, path, body)
+    except (StoreError, AuthorityError) as error:
         raise CommandError(1, str(error)) from None
+    except OSError as error:
+        place = error.filename or session.state
+        raise CommandError(1, f"{place} cannot be used: {error.strerror or error}: check its owner and mode") from None
+
+
+def _use_database(session: ApiSession, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    store = Database(session.state)
     try:
         authority = ClusterCa(session.state / "authority", time.time)
         pepper = load_pepper(session.state)

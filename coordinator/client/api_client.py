@@ -3,7 +3,8 @@
 import http.client
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import update_wrapper
 from pathlib import Path
@@ -186,8 +187,8 @@ class ApiSession:
         """Send a request and return the JSON of the response; an empty dict for an empty body. `timeout` is in seconds.
 
         On a node's Mac without known coordinator, read `MEMBER_PATHS` with the node's certificate. Raise the errors of
-        `select_coordinator`. Raise `CommandError` without a response, or with the server's message for an error status.
-        Raise `OSError` if the connection fails during the body, `ValueError` if the body is not JSON.
+        `select_coordinator`. Raise `CommandError` without a complete response of JSON, or with the server's message for
+        an error status.
         """
         if method == "GET" and path in MEMBER_PATHS and not self.running:
             from coordinator.client.member_client import query_coordinator, read_member_identity
@@ -195,11 +196,17 @@ class ApiSession:
             member = read_member_identity(self.state)
             if member is not None:
                 return query_coordinator(member, path)
-        response = self.send_request(method, path, body, timeout)
-        raw = response.read()
+        reached = self.select_coordinator()
+        response = send_request(reached, method, path, body, timeout)
+        with _convert_connection_errors(reached.url, timeout):
+            raw = response.read()
         if response.status >= 400:
             raise_for_status(response.status, raw)
-        return json.loads(raw) if raw else {}
+        try:
+            return json.loads(raw) if raw else {}
+        except ValueError:
+            text = f"{reached.url} does not answer with JSON: use the `endpoint` of `cluster up`"
+            raise CommandError(UNREACHABLE, text) from None
 
     def print_answer(self, answer: dict[str, Any], text: Callable[[dict[str, Any]], None]) -> None:
         """Print an answer: as JSON with `-o json`, otherwise by a call of `text`."""
@@ -236,9 +243,16 @@ def send_request(
     headers = {"Authorization": f"Bearer {reached.key}"}
     if body is not None:
         headers["Content-Type"] = "application/json"
-    try:
+    with _convert_connection_errors(base, timeout):
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         return connection.getresponse()
+
+
+@contextmanager
+def _convert_connection_errors(base: str, timeout: float) -> Generator[None]:
+    """Convert the errors of a connection to the URL `base` to `CommandError`. `timeout` is in seconds."""
+    try:
+        yield
     except TimeoutError:
         raise CommandError(TIMED_OUT, f"{base} did not answer within {timeout:.0f} s") from None
     except OSError as error:

@@ -12,6 +12,7 @@ from pathlib import Path
 import structlog
 
 from coordinator.cluster.registry import Registry
+from coordinator.state.store_errors import StoreError
 from host.left_marker import has_left
 
 log = structlog.get_logger("coordinator.cluster.local_node")
@@ -73,9 +74,10 @@ class LocalNode:
         self._watch = asyncio.create_task(self._restart_on_exit())
 
     async def _start_process(self) -> None:
+        token = self._token().encode()
         read, write = os.pipe()
         try:
-            os.write(write, self._token().encode())
+            os.write(write, token)
         finally:
             os.close(write)
         try:
@@ -105,6 +107,7 @@ class LocalNode:
         while self._process is not None:
             began = loop.time()
             code = await self._process.wait()
+            duration = loop.time() - began
             if code == 0 and has_left(self._state / "node"):
                 log.info("local node left", what="`cluster up --local-node` lets it join again")
                 self.given_up.set()
@@ -123,10 +126,25 @@ class LocalNode:
                 )
                 self.given_up.set()
                 return
-            wait = RESTART_DELAYS_SECONDS[0] if loop.time() - began > 60 else min(wait * 2, RESTART_DELAYS_SECONDS[1])
+            wait = RESTART_DELAYS_SECONDS[0] if duration > 60 else _compute_next_delay(wait)
             log.warning("local node ended", code=code, retry_in=wait)
             await asyncio.sleep(wait)
-            await self._start_process()
+            wait = await self._start_with_retries(wait)
+
+    async def _start_with_retries(self, wait: float) -> float:
+        """Start the process, and repeat a failed start after growing delays, the first twice `wait`.
+
+        Return the last delay in seconds.
+        """
+        while True:
+            try:
+                await self._start_process()
+            except (OSError, StoreError) as error:
+                wait = _compute_next_delay(wait)
+                log.warning("local node not started", error=str(error), retry_in=wait)
+                await asyncio.sleep(wait)
+            else:
+                return wait
 
     def _has_identity(self) -> bool:
         return (self._state / "node" / "identity" / "identity.json").exists()
@@ -166,3 +184,8 @@ class LocalNode:
             log.warning("local node killed", pid=process.pid)
             process.kill()
             await process.wait()
+
+
+def _compute_next_delay(seconds: float) -> float:
+    """Return the next delay before a restart, in seconds."""
+    return min(seconds * 2, RESTART_DELAYS_SECONDS[1])

@@ -35,6 +35,7 @@ from coordinator.joining.enrollment import sanitize_hardware
 from coordinator.observe.node_rows import can_answer
 from coordinator.state.database import Database
 from coordinator.state.rows import MemberRow
+from coordinator.state.store_errors import StoreError
 from coordinator.tls.cluster_ca import CertificateRequestError
 from router.placement.cluster_view import ClusterView, NodeView
 from wire.frames import CertificateRenewed, Denied, Frame, Goodbye, GoodbyeReason, Hello, RenewCertificate, Report
@@ -130,12 +131,16 @@ class Registry:
     def on_link_up(self, node: NodeId, hello: Hello) -> int:
         """Record a new link of a member and return its sequence number.
 
-        Raise `IllegalEventError` if the member has left, and `StoreError` if changed hardware cannot be stored.
+        The link stays open if changed hardware cannot be stored, because the pool serves without its disk. Raise
+        `IllegalEventError` if the member has left.
         """
         number = next(self._link_numbers)
         row, hardware = self._store.members[node], sanitize_hardware(hello.hardware)
         if row.hardware != hardware:
-            self._store.members.put(replace(row, hardware=hardware))
+            try:
+                self._store.members.put(replace(row, hardware=hardware))
+            except StoreError as error:
+                log.warning("hardware not stored", node=node, name=row.name, error=str(error))
         log.info("node linked", node=node, name=row.name, link=number, takeover=hello.takeover)
         self.apply_event(node, MemberConnected(number, hello.instance, hello.takeover))
         return number
@@ -149,16 +154,19 @@ class Registry:
     def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
         """Handle a frame of the link `number`: a report, goodbye or renewal. Pass other frames to the listener.
 
-        Raise `StoreError` after a failed write, for a renewal or the goodbye of a node that leaves.
+        After a failed write, the change of the frame is logged and lost, and the link stays open.
         """
-        if type(frame) is Report:
-            self._handle_report(node, number, frame)
-        elif type(frame) is Goodbye:
-            self._handle_goodbye(node, number, frame)
-        elif type(frame) is RenewCertificate:
-            self._renew_certificate(node, frame)
-        else:
-            self._listener.receive(node, frame)
+        try:
+            if type(frame) is Report:
+                self._handle_report(node, number, frame)
+            elif type(frame) is Goodbye:
+                self._handle_goodbye(node, number, frame)
+            elif type(frame) is RenewCertificate:
+                self._renew_certificate(node, frame)
+            else:
+                self._listener.receive(node, frame)
+        except StoreError as error:
+            log.warning("frame not stored", node=node, frame=type(frame).__name__, error=str(error))
 
     def _handle_report(self, node: NodeId, number: int, report: Report) -> None:
         if self._pool.members[node].link != number:

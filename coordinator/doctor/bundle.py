@@ -174,7 +174,7 @@ def redact_value(value: object, home: str) -> Any:
 def redact_settings(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return value and origin of each setting, by key. A text that is not a word, number or path becomes `HIDDEN`.
 
-    The same holds for texts in lists. Tables of named entries are not changed.
+    The same holds for texts in lists, and for names and texts in tables.
     """
     return {row["key"]: {"value": _redact_setting(row["value"]), "origin": row["origin"]} for row in rows}
 
@@ -182,6 +182,9 @@ def redact_settings(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, An
 def _redact_setting(value: object) -> object:
     if isinstance(value, str):
         return value if value == "" or re.fullmatch(r"[\w.%~/:…+-]{1,200}", value) else HIDDEN
+    if isinstance(value, Mapping):
+        table = cast("Mapping[str, object]", value)
+        return {_redact_setting(name): _redact_setting(entry) for name, entry in table.items()}
     return [_redact_setting(item) for item in cast("list[object]", value)] if isinstance(value, list | tuple) else value
 
 

@@ -54,8 +54,12 @@ def add_benchmark_key(get_limits: Callable[[str], KeyLimits | None]) -> Callable
     return lambda key: BENCHMARK_LIMITS if key == BENCHMARK_KEY else get_limits(key)
 
 
+class _LeftError(Exception):
+    """The node or its model is no longer in the pool."""
+
+
 class Benchmark:
-    """Measurement of a model on a node. `get_view` returns the newest view of the node."""
+    """Measurement of a model on a node. `get_view` returns the newest view of the node, or raises `KeyError`."""
 
     def __init__(self, sender: RequestSender, get_view: Callable[[], NodeView], model: str) -> None:
         self._sender = sender
@@ -65,9 +69,16 @@ class Benchmark:
     async def measure(self, host: tuple[str, str, str]) -> BenchmarkRecord | Refused | RequestFailure:
         """Load the model if necessary, and measure it. `host` is chip, operating system and version of Macpool.
 
-        Return the refusal or error of a request that prevents the measurement. Raise `KeyError` if the node or the
-        model is no longer in the pool at the end.
+        Return the refusal or error of a request that prevents the measurement. Return a refusal also if the node or the
+        model leaves the pool meanwhile.
         """
+        try:
+            return await self._measure_runs(host)
+        except _LeftError:
+            text = f"the node or its model {self._model} left the pool during the measurement: look at `cluster models`"
+            return Refused(RefusalCode.NO_MODEL, text)
+
+    async def _measure_runs(self, host: tuple[str, str, str]) -> BenchmarkRecord | Refused | RequestFailure:
         warm = (await self._send(WARM_UP_TOKENS, 1, 1))[0]
         if not isinstance(warm, Finished):
             return warm
@@ -78,7 +89,7 @@ class Benchmark:
                 if not isinstance(run, BenchmarkRun):
                     return run
                 runs.append(run)
-        view = self._get_view()
+        view = self._find_node()
         model = view.models[self._model]
         chip, system, software = host
         return BenchmarkRecord(
@@ -94,8 +105,18 @@ class Benchmark:
             runs=tuple(runs),
         )
 
+    def _find_node(self) -> NodeView:
+        """Return the newest view of the node. Raise `_LeftError` if the node or its model is not in the pool."""
+        try:
+            view = self._get_view()
+        except KeyError:
+            raise _LeftError from None
+        if self._model not in view.models:
+            raise _LeftError
+        return view
+
     async def _measure_run(self, tokens: int, parallel: int) -> BenchmarkRun | Refused | RequestFailure:
-        context = self._get_view().models[self._model].context
+        context = self._find_node().models[self._model].context
         if context and tokens + ANSWER_TOKENS > context:
             text = f"the context of the model is {context} tokens"
             return BenchmarkRun(prompt_tokens=tokens, parallel=parallel, skipped=text)
@@ -116,7 +137,7 @@ class Benchmark:
                 self._sender.close(request)
 
     def _build_spec(self, tokens: int, answer: int) -> RequestSpec:
-        node: NodeId = self._get_view().id
+        node: NodeId = self._find_node().id
         demand = ResourceDemand(model=self._model, prompt_tokens=tokens, max_tokens=answer, node=node)
         return RequestSpec(
             demand=demand,

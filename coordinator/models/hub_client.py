@@ -56,8 +56,8 @@ class HubClient:
     async def query(self, repo: str, revision: str) -> HubAnswer | HubRefusal:
         """Query the hub for the files and the metadata of a repository. An empty `revision` selects `main`.
 
-        Return a refusal also if the token file cannot be used, if the child fails, or after `CHILD_TIMEOUT_SECONDS`.
-        Raise `OSError` if the child cannot be started.
+        Return a refusal also if the token file cannot be used, if the child cannot be started or fails, or after
+        `CHILD_TIMEOUT_SECONDS`.
         """
         try:
             token = self.read_token()
@@ -68,12 +68,17 @@ class HubClient:
             return await self._run_child(query)
 
     async def _run_child(self, query: HubQuery) -> HubAnswer | HubRefusal:
-        process = await asyncio.create_subprocess_exec(
-            *self._program,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._program,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+        except OSError as error:
+            text = f"the query of the hub cannot be started ({error.strerror or error}): try again"
+            log.warning("hub query not started", repo=query.repo, reason=str(error))
+            return HubRefusal(code=ModelOrderCode.FAILED, message=text)
         try:
             async with asyncio.timeout(CHILD_TIMEOUT_SECONDS):
                 output, errors = await process.communicate(msgspec.json.encode(query))

@@ -157,7 +157,10 @@ class PullController:
         ended = [record.id for record in self.pulls.values() if record.ended is not None]
         for pull in ended[:-MAX_ENDED_RECORDS]:
             del self.pulls[pull]
-            self._records.delete(pull)
+            try:
+                self._records.delete(pull)
+            except OSError as error:
+                log.warning("pull not deleted", pull=pull, why=str(error))
 
     def find_waiting_refusal(self, model: str) -> Refused | None:
         """Return the refusal of a request for a model that a node pulls now, with progress and time; None without.

@@ -73,8 +73,7 @@ class ServiceHost:
     def run_tool(self, tool: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """Run a tool of `tools` and return its result with any exit code.
 
-        Raise `ServiceError` if the tool is missing, or runs longer than `TOOL_TIMEOUT_SECONDS`. Raise `OSError` if the
-        tool cannot be executed.
+        Raise `ServiceError` if the tool is missing, cannot be executed, or runs longer than `TOOL_TIMEOUT_SECONDS`.
         """
         command = [self.tools[tool], *arguments]
         try:
@@ -91,6 +90,8 @@ class ServiceHost:
             raise ServiceError(
                 1, f"this system has no {command[0]}: `--dry-run` prints the unit for use with another service manager"
             ) from None
+        except OSError as error:
+            raise ServiceError(1, f"{command[0]} cannot be run: {error.strerror}: check its mode") from None
         except subprocess.TimeoutExpired:
             raise ServiceError(7, f"{' '.join(command)} did not end within {TOOL_TIMEOUT_SECONDS:.0f} s") from None
 

@@ -16,6 +16,8 @@ import os
 import stat
 import threading
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +54,8 @@ def read_existing_unit(host: ServiceHost, file: Path) -> ExistingUnit:
         facts = file.lstat()
     except FileNotFoundError:
         return ExistingUnit()
+    except OSError as error:
+        raise ServiceError(1, f"{file} cannot be read: {error.strerror}") from None
     foreign = f"{file} is not a file of macpool: check it, and move it away if it is not needed"
     if stat.S_ISLNK(facts.st_mode) or not stat.S_ISREG(facts.st_mode) or facts.st_uid not in (0, os.geteuid()):
         raise ServiceError(6, foreign)
@@ -115,14 +119,24 @@ def _is_for_state_folder(host: ServiceHost, unit: ExistingUnit, state: str) -> b
     return f" --state {systemd.quote_word(state)} " in f"{' '.join(unit.program)} "
 
 
+@contextmanager
+def _convert_os_errors() -> Generator[None]:
+    """Convert `OSError` to `ServiceError`."""
+    try:
+        yield
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        raise ServiceError(1, f"{place}{error.strerror or error}: repair it, and run the command again") from None
+
+
+@_convert_os_errors()
 def install(
     host: ServiceHost, plan: ServicePlan, *, timeout_seconds: float = READY_TIMEOUT_SECONDS
 ) -> tuple[list[str], ServiceState]:
     """Carry out the plan, and wait up to `timeout_seconds` until the service runs.
 
     Return the completed steps (an empty list if all was in place) and the state of the service. Raise `ServiceError` if
-    the plan is not allowed, or if a step fails. If the service does not start, the earlier unit is restored. Raise
-    `OSError` if a folder cannot be created.
+    the plan is not allowed, or if a step fails. If the service does not start, the earlier unit is restored.
     """
     before, done = check_plan(host, plan), list[str]()
     wanted, service_state = host.render_unit(plan), host.read_state()
@@ -246,11 +260,12 @@ def _write_unit(host: ServiceHost, file: Path, text: str) -> None:
         raise ServiceError(1, f"{file} cannot be written: {error.strerror}") from None
 
 
+@_convert_os_errors()
 def uninstall(host: ServiceHost) -> list[str]:
     """Stop the service and remove its units, but no data. Return the completed steps.
 
-    Raise `ServiceError` without root, if a unit is foreign, or if launchctl or systemctl fails. Raise `OSError` if a
-    file cannot be removed.
+    Raise `ServiceError` without root, if a unit is foreign, if launchctl or systemctl fails, or if a file cannot be
+    removed.
     """
     if host.uid != 0:
         raise ServiceError(4, "a service of the system is removed by root: run it again with sudo")

@@ -8,6 +8,8 @@ import time
 from contextlib import AsyncExitStack
 from functools import partial
 
+import structlog
+
 from coordinator.alerts.evaluator import AlertLoop, ConditionEvaluator, build_sample, log_condition
 from coordinator.alerts.webhook import Webhook
 from coordinator.cluster.local_node import LocalNode
@@ -19,15 +21,19 @@ from coordinator.observe.load_sampler import read_load, sample_load
 from coordinator.startup.cluster import ClusterSide
 from coordinator.startup.options import RunOptions, parse_webhook_address
 from coordinator.startup.state import CoordinatorState, Credentials
-from coordinator.state.access_admin import AccessAdmin
 from coordinator.state.settings import CoordinatorSettings
+from coordinator.state.store_errors import StoreError
+from coordinator.state.usage_history import UsageHistory
 from coordinator.tls.cluster_ca import ClusterCa
 from coordinator.tls.https_ca import HttpsCa
 from host.bonjour_announce import Announcement
 from host.heap import trim
+from router.admission.usage import UsageCounter
 from router.dispatch.dispatcher import Dispatcher
 from router.worker_thread import run_in_worker
 from wire.bonjour_record import BonjourRecord, shorten_cluster_id
+
+log = structlog.get_logger("coordinator.startup.background")
 
 RENEWAL_INTERVAL_SECONDS = 60.0
 """Seconds between two checks of the coordinator's certificates; the machine's addresses may change."""
@@ -49,9 +55,9 @@ def start_periodic_tasks(
 
     `tls` is the TLS of the endpoint, of which only an `HttpsCa` is renewed; None without TLS.
     """
-    stack.push_async_callback(_cancel_task, asyncio.create_task(_renew_certificates(state.authority, tls)))
+    stack.push_async_callback(_cancel_task, asyncio.create_task(renew_certificates(state.authority, tls)))
     stack.callback(access.admin.usage.record, dispatcher.usage)
-    stack.push_async_callback(_cancel_task, asyncio.create_task(_store_usage(access.admin, dispatcher)))
+    stack.push_async_callback(_cancel_task, asyncio.create_task(store_usage(access.admin.usage, dispatcher.usage)))
 
 
 def start_wishes(wishes: WishRunner, stack: AsyncExitStack) -> None:
@@ -120,18 +126,37 @@ async def start_local_node(
     return await node.wait_until_ready(cluster.nodes.registry, LOCAL_NODE_TIMEOUT_SECONDS)
 
 
-async def _renew_certificates(authority: ClusterCa, tls: HttpsCa | ssl.SSLContext | None) -> None:
+async def renew_certificates(authority: ClusterCa, tls: HttpsCa | ssl.SSLContext | None) -> None:
+    """Renew the due certificates every `RENEWAL_INTERVAL_SECONDS` until cancelled. A failed renewal is logged."""
     while True:
-        authority.renew()
+        _renew_certificate(authority)
         if isinstance(tls, HttpsCa):
-            tls.renew()
+            _renew_certificate(tls)
         await asyncio.sleep(RENEWAL_INTERVAL_SECONDS)
 
 
-async def _store_usage(admin: AccessAdmin, dispatcher: Dispatcher) -> None:
+def _renew_certificate(authority: ClusterCa | HttpsCa) -> None:
+    try:
+        authority.renew()
+    except Exception:
+        log.exception("certificate not renewed", retry_in=RENEWAL_INTERVAL_SECONDS)
+
+
+async def store_usage(history: UsageHistory, usage: UsageCounter) -> None:
+    """Write usage every `USAGE_INTERVAL_SECONDS` until cancelled, and return free memory to the system.
+
+    The first of consecutive failed writes is logged.
+    """
+    failed = False
     while True:
         await asyncio.sleep(USAGE_INTERVAL_SECONDS)
-        admin.usage.record(dispatcher.usage)
+        try:
+            history.record(usage)
+            failed = False
+        except StoreError as error:
+            if not failed:
+                log.warning("usage not stored", error=str(error))
+            failed = True
         gc.collect(
             1
         )  # an ended request may be in a reference cycle with its body, and few objects follow to trigger a collection

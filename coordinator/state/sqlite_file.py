@@ -15,8 +15,8 @@ def open_database(path: Path, migrations: Sequence[str]) -> sqlite3.Connection:
     `migrations` has one SQL script per schema version, oldest first. Before a change of the schema, keep a copy of the
     database next to it.
 
-    Raise `StoreError` if the database cannot be opened, is damaged, or was written by a newer macpool. Raise `OSError`
-    if the copy cannot be written.
+    Raise `StoreError` if the database cannot be opened, is damaged, or was written by a newer macpool. Raise it also if
+    the copy cannot be written.
     """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
@@ -47,7 +47,11 @@ def _prepare_schema(connection: sqlite3.Connection, path: Path, migrations: Sequ
             f"{path} was written by a newer macpool (schema {version}, we know {len(migrations)}): update macpool"
         )
     if 0 < version < len(migrations):
-        _copy_before_migration(connection, path, version)
+        try:
+            _copy_before_migration(connection, path, version)
+        except (OSError, sqlite3.Error) as error:
+            text = f"{path} needs a newer schema, and its copy cannot be written before the change: {error}; make room"
+            raise StoreError(text) from None
     for number, script in enumerate(migrations[version:], version + 1):
         connection.executescript(f"BEGIN IMMEDIATE; {script}; PRAGMA user_version = {number}; COMMIT;")
 

@@ -158,7 +158,7 @@ class UsageTable:
     def add(self, key: str, model: str, day: str, used: UsageTotals) -> None:
         """Add `used` to the usage of a model by a key (id) on a day (UTC, `2026-01-31`).
 
-        Raise `StoreError` after a failed write.
+        Raise `StoreError` after a failed write. The rows in memory then have the addition.
         """
         row = self._rows.setdefault((key, model, day), UsageRow(key, model, day, UsageTotals()))
         row.used.add(used)

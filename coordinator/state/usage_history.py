@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from coordinator.state.database import Database
+from coordinator.state.store_errors import StoreError
 from router.admission.api_keys import KeyRing
 from router.admission.usage import UsageCounter, UsageTotals
 
@@ -27,11 +28,17 @@ class UsageHistory:
     def record(self, usage: UsageCounter) -> None:
         """Move the counts of `usage` into the database, and delete rows older than `USAGE_DAYS` days.
 
-        Raise `StoreError` after a failed write. The counts are then lost.
+        Raise `StoreError` after a failed write. The sums then have the counts until the coordinator ends.
         """
         today = datetime.fromtimestamp(self.clock(), UTC).date()
+        failure: StoreError | None = None
         for (key, model), used in usage.drain().items():
-            self.store.usage.add(key, model, today.isoformat(), used)
+            try:
+                self.store.usage.add(key, model, today.isoformat(), used)
+            except StoreError as error:
+                failure = error
+        if failure is not None:
+            raise failure
         self.store.usage.delete_before((today - timedelta(days=USAGE_DAYS)).isoformat())
 
     def sum(self, key: str | None = None, since: str = "", *, daily: bool = False) -> dict[str, Any]:

@@ -126,7 +126,6 @@ class HttpsCa:
         now = self._clock()
         if names == self._names and now < self._renew_from:
             return False
-        self._names, self._renew_from = names, now + RENEW_AT_SHARE * LEAF_VALIDITY_SECONDS
         key = ec.generate_private_key(ec.SECP256R1())
         issuer = self._ca.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         certificate = (
@@ -144,6 +143,7 @@ class HttpsCa:
         with self._own.open("a") as file:
             file.write(self.ca_pem)  # sent in the handshake, because `cluster trust-ca` fetches it
         self.context.load_cert_chain(self._own)
+        self._names, self._renew_from = names, now + RENEW_AT_SHARE * LEAF_VALIDITY_SECONDS
         log.info("endpoint certificate", names=", ".join(names))
         return True
 

@@ -34,7 +34,7 @@ from router.placement.cluster_view import ClusterView, NodeView
 from wire.frames import Frame, LeaseEnded, LeaseGranted, LeaseRefused, LeaseRelease, LeaseRequest
 from wire.identity import NodeId
 from wire.refusals import FailureCode
-from wire.state_machine import IllegalEventCounts, StateMachine
+from wire.state_machine import IllegalEventCounts, IllegalEventError, StateMachine
 
 log = structlog.get_logger("coordinator.video")
 
@@ -195,10 +195,13 @@ class VideoController:
     def handle_frame(self, node: NodeId, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
         """Apply a node's answer to a lease request, or the end of a lease.
 
-        Raise `IllegalEventError` if the frame contradicts an earlier end of the same lease.
+        A frame that contradicts an earlier end of the same lease is counted as an illegal event, and ignored.
         """
         log.info("lease", node=node, lease=frame.lease, frame=type(frame).__name__, code=getattr(frame, "code", ""))
-        self.apply_event(events.LeaseAnswered(node, frame))
+        try:
+            self.apply_event(events.LeaseAnswered(node, frame))
+        except IllegalEventError:
+            log.exception("lease frame ignored", node=node, lease=frame.lease)
 
     def handle_node_gone(self, node: NodeId) -> None:
         """Apply the end of a node's link: requeue its job, or wait for the node if the job runs."""

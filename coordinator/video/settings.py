@@ -9,7 +9,7 @@ from coordinator.video.state.memory_model import ClipLimits
 from host.settings_loader import Section
 from wire.units import parse_size
 
-Size = Annotated[str, Meta(pattern=r"^\s*\d+(\.\d+)?\s*[A-Za-z]*\s*$")]
+Size = Annotated[str, Meta(pattern=r"^\s*\d+(\.\d+)?\s*(([KMGTkmgt][Ii]?)?[Bb])?\s*$")]
 
 
 class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -57,7 +57,7 @@ class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def lease_bytes(self) -> int:
-        """Size of a lease in bytes. Raise `ValueError` if `lease` has an unknown unit."""
+        """Size of a lease in bytes."""
         return parse_size(self.lease)
 
     @property
@@ -67,10 +67,7 @@ class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def rules(self) -> JobRules:
-        """Settings that the job table needs, with sizes in bytes and times in seconds.
-
-        Raise `ValueError` if `keep_bytes` has an unknown unit.
-        """
+        """Settings that the job table needs, with sizes in bytes and times in seconds."""
         return JobRules(
             self.on_node_loss,
             lease_seconds=self.lease_ack_timeout_seconds,

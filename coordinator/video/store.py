@@ -36,8 +36,8 @@ FILE = "videos.db"
 class VideoStore:
     """Database of video jobs and memory profiles in `folder`, created at the first change.
 
-    Raise `StoreError` if an existing database cannot be opened or read, and `OSError` as `open_database`. The lock of
-    the cluster's store in the same folder excludes other processes.
+    Raise `StoreError` if an existing database cannot be opened or read. The lock of the cluster's store in the same
+    folder excludes other processes.
     """
 
     def __init__(self, folder: Path) -> None:

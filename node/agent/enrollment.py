@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import structlog
 from msgspec.structs import replace
 
 from node.agent.identity import (
@@ -66,6 +67,8 @@ __all__ = [
     "proves_itself",
     "store_address",
 ]
+
+log = structlog.get_logger("node.agent.enrollment")
 
 DEFAULT_PORT = 8081
 ANSWER_TIMEOUT_SECONDS = 10.0
@@ -162,11 +165,16 @@ async def enroll(
 async def proves_itself(identity: NodeIdentity, address: str) -> bool:
     """Return whether the coordinator of this node answers at `address` (`host:port`), proven by its certificate.
 
-    Raise `OSError` or `ssl.SSLError` if the certificate of this node cannot be loaded.
+    Return False, with a log line, if the certificate of this node cannot be loaded.
     """
     try:
+        context = create_client_context(identity)
+    except OSError as error:
+        log.warning("certificate of this node not loaded", folder=str(identity.folder), error=str(error))
+        return False
+    try:
         host, port = parse_address(address)
-        async with _connect(host, port, create_client_context(identity)) as line:
+        async with _connect(host, port, context) as line:
             return proves_coordinator(line.tls, identity.cluster)
     except EnrollError:
         return False

@@ -192,8 +192,7 @@ class LinkKeeper:
     def receive_denial(self, link: CoordinatorLink, denied: Denied) -> None:
         """Handle the coordinator's denial of this node.
 
-        A final denial ends `run`. A superseded coordinator is left. Another denial delays the next dial. Raise
-        `OSError` if the identity cannot be written.
+        A final denial ends `run`. A superseded coordinator is left. Another denial delays the next dial.
         """
         log.error("denied", reason=denied.reason, message=denied.message)
         if denied.reason == SUPERSEDED:
@@ -218,9 +217,12 @@ class LinkKeeper:
         """Close the link to a superseded coordinator and search for the current coordinator."""
         log.warning("coordinator superseded", address=link.address, generation=self._identity.generation)
         self._superseded[link.address] = asyncio.get_running_loop().time()
-        self._identity = remove_address(self._identity, link.address)
         link.close()
         self._changed.set()
+        try:
+            self._identity = remove_address(self._identity, link.address)
+        except OSError as error:
+            log.warning("address not removed", address=link.address, error=str(error))
 
     # connecting
 

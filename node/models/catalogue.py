@@ -133,12 +133,11 @@ class ModelCatalogue:
     def is_unchanged(self, descriptor: ModelDescriptor) -> bool:
         """Read the files of a model again, without a scan, and return whether its fingerprint is the same.
 
-        Return False if the files are missing or unreadable. A new fingerprint changes the catalogue. Other errors of
-        `describe_folder` propagate.
+        Return False if the files are missing, unreadable or invalid. A new fingerprint changes the catalogue.
         """
         try:
             newest = self._describe(descriptor.name, Path(descriptor.folder))
-        except OSError:
+        except (OSError, ValueError):
             return False
         if newest is not None and newest.fingerprint != descriptor.fingerprint:
             self._known = {**self._known, descriptor.name: newest}
@@ -219,8 +218,8 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
     """Return the descriptor of a model folder; None if the folder has no text model.
 
     `kind` is the kind of the model by setting (`ModelKind`); empty: its files decide. The `cause` of the descriptor is
-    the reason why the model cannot be served. Raise `OSError` if the folder cannot be read. Errors of `read_header` for
-    invalid weight files may propagate.
+    the reason why the model cannot be served. Raise `OSError` if the folder cannot be read, and
+    `ValueError` if the weights of a Dense layer are invalid.
     """
     if not (folder / MODEL).exists() and has_gguf(list_names(folder)):
         return ModelDescriptor(name, folder, cause=GGUF)

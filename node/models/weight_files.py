@@ -43,8 +43,8 @@ class WeightHeaders:
 def read_weight_headers(folder: Path, digest: Digest) -> WeightHeaders:
     """Read the headers of all weight files, add them and samples of their tensors to `digest`, and return the sizes.
 
-    Missing files and those for which `read_header` raises `ValueError` are the `cause` of the result. Its other errors
-    propagate.
+    Missing files and those for which `read_header` raises `ValueError` are the `cause` of the result. Raise `OSError`
+    if a file cannot be read.
     """
     files = sorted(folder.glob("model*.safetensors"))
     missing = sorted(_list_indexed_files(folder) - {file.name for file in files})
@@ -111,8 +111,8 @@ def _hash_samples(file: Path, begin: int, extents: Iterable[Sequence[int]], dige
 def read_header(file: Path) -> tuple[bytes, int]:
     """Return the raw header (JSON) of a safetensors file, and the total bytes of its tensors.
 
-    Raise `ValueError` if the header is no JSON object or the file is incomplete, `OSError` if the file cannot be read.
-    Raise `KeyError`, `TypeError` or `IndexError` for a tensor without offsets.
+    Raise `ValueError` if the header is no JSON object, a tensor has no valid offsets, or the file is incomplete. Raise
+    `OSError` if the file cannot be read.
     """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
@@ -122,11 +122,21 @@ def read_header(file: Path) -> tuple[bytes, int]:
         size = os.fstat(opened.fileno()).st_size
     if len(raw) < length:
         raise ValueError(f"the file ends within its header, at {size} bytes: download it again")
-    tensors = [cast("Config", tensor) for key, tensor in parse_json_object(raw).items() if key != "__metadata__"]
-    end = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
+    entries = parse_json_object(raw).items()
+    end = max((_get_end(name, entry) for name, entry in entries if name != "__metadata__"), default=0)
     if 8 + length + end > size:
         raise ValueError(f"the file is incomplete: it has {size} of {8 + length + end} bytes: download it again")
     return raw, end
+
+
+def _get_end(name: str, entry: object) -> int:
+    """Return the end of a tensor in the data of its file. Raise `ValueError` if its entry has no valid offsets."""
+    offsets = cast("Config", entry).get("data_offsets") if isinstance(entry, dict) else None
+    match offsets:
+        case [int(first), int(last)] if 0 <= first <= last:
+            return last
+        case _:
+            raise ValueError(f"its tensor {name[:100]!r} has no valid data_offsets: download the file again")
 
 
 def parse_json_object(raw: bytes) -> dict[str, Any]:

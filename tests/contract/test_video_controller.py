@@ -19,7 +19,8 @@ from tests.support.cluster.loopback_cluster import a_memory
 from tests.support.video.peer import CLIP, VideoPeer, artifacts_of
 from tests.unit.coordinator.state.test_forgetting import found
 from tests.unit.coordinator.video.state.test_job_table import a_job
-from wire.frames import AllowVideo, Generate, LeaseGranted, LeaseRefused, LeaseRelease, LeaseRequest
+from wire.frames import AllowVideo, Generate, LeaseEnded, LeaseGranted, LeaseRefused, LeaseRelease, LeaseRequest
+from wire.identity import NodeId
 from wire.state_machine import IllegalEventCounts, IllegalEventError
 from wire.units import GIB
 from wire.video import Artifact
@@ -332,3 +333,16 @@ async def test_an_illegal_event_of_a_video_job_is_counted(tmp_path: Path):
         assert counts == IllegalEventCounts() | {"video_job": 1}
         await asked(one)
         assert counts == IllegalEventCounts() | {"video_job": 1}, "later events are legal"
+
+
+async def test_a_second_end_of_a_lease_that_contradicts_the_first_is_ignored(tmp_path: Path):
+    async with pool(tmp_path, peer={"plays": False}) as one:
+        video = await asked(one)
+        await one.until(video, "in_progress")
+        (lease,) = one.peer.of(LeaseRequest)
+        node = one.conductor.table.jobs[video].node
+        files = artifacts_of({"video.mp4": CLIP})
+        for code in ("completed", "start_failed"):
+            one.conductor.handle_frame(NodeId(node), LeaseEnded(lease.lease, lease.generation, code, code, files))
+        assert state(one, video) == JobState.FINALIZING
+        assert one.port.application.dispatcher.counters.illegal_events == IllegalEventCounts() | {"video_job": 1}

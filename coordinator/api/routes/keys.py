@@ -73,14 +73,14 @@ class KeyRoutes:
         return (
             Route("GET", "/api/v1/keys", "admin", self.list_keys),
             Route("POST", "/api/v1/keys", "admin", self.create_key, (409,)),
-            Route("GET", "/api/v1/keys/usage", "admin", self.keys_usage),
+            Route("GET", "/api/v1/keys/usage", "admin", self.keys_usage, (503,)),
             Route("PUT", "/api/v1/keys/{key}/limits", "admin", self.limit_key),
             Route("PUT", "/api/v1/keys/{key}/name", "admin", self.rename_key, (409,)),
             Route("PUT", "/api/v1/keys/{key}/expiry", "admin", self.expire_key),
             Route("POST", "/api/v1/keys/{key}/rotate", "admin", self.rotate_key),
             Route("DELETE", "/api/v1/keys/{key}", "admin", self.revoke_key),
             Route("GET", "/api/v1/key", "infer", self.own_key),
-            Route("GET", "/api/v1/usage", "infer", self.own_usage),
+            Route("GET", "/api/v1/usage", "infer", self.own_usage, (503,)),
         )
 
     async def list_keys(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def call_route(session: ApiSession, method: str, path: str, body: dict[str, Any]
     """Call an API route of the running coordinator, and return its JSON.
 
     If no coordinator is known, perform the operation of the route on the locked database. Raise `CommandError` if the
-    call fails, and the other errors of `run_offline`.
+    call or the operation fails.
     """
     if session.running:
         return session.request_json(method, path, body)

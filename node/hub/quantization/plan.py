@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from host.private_files import create_private_folder
 from node.hub.download.disk_space import DiskSpace
@@ -133,14 +134,22 @@ def read_tensors(folder: Path) -> list[StoredTensor]:
     tensors: list[StoredTensor] = []
     for file in sorted(folder.glob("model*.safetensors")):
         try:
-            header = parse_json_object(read_header(file)[0])
+            tensors += _parse_tensors(parse_json_object(read_header(file)[0]))
         except ValueError as error:
             raise ModelFileError(ModelOrderCode.INVALID, f"{file.name}: {error}") from None
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                first, last = tensor["data_offsets"]
-                is_fp8 = str(tensor.get("dtype")).startswith("F8")
-                tensors.append(StoredTensor(name, tuple(tensor["shape"]), last - first, is_fp8))
+    return tensors
+
+
+def _parse_tensors(header: Mapping[str, Any]) -> list[StoredTensor]:
+    """Return the tensors of a header. Raise `ValueError` for a tensor without shape."""
+    tensors: list[StoredTensor] = []
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            (first, last), shape = tensor["data_offsets"], tensor.get("shape")
+            if not isinstance(shape, list):
+                raise ValueError(f"its tensor {name[:100]!r} has no shape: download the file again")
+            is_fp8 = str(tensor.get("dtype")).startswith("F8")
+            tensors.append(StoredTensor(name, tuple(cast("list[int]", shape)), last - first, is_fp8))
     return tensors
 
 

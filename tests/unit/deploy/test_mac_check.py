@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy import mac_engine, mac_machine, mac_network, mac_wired_stress
+from deploy import mac_engine, mac_machine, mac_network, mac_pool, mac_wired_stress
 from deploy.mac_check import ENTRIES, NO_MAC, Entry, render_report, run_entry
 from deploy.outcome import Outcome, ToolError, parse_number, parse_size
+from wire.codec import WireError
 from wire.units import GIB, MIB
 
 ROOT = Path(__file__).parents[3]
@@ -107,6 +108,21 @@ def test_an_entry_that_raises_fails_with_the_error():
         raise ToolError("vm_stat: not found")
 
     assert run_entry(Entry("x", "X", broken)) == Outcome("fail", "ToolError: vm_stat: not found")
+
+
+@pytest.mark.parametrize("error", [AttributeError("no attribute rss"), WireError("unknown tag")])
+def test_an_entry_that_raises_any_error_does_not_end_the_check(error: Exception):
+    def broken() -> Outcome:
+        raise error
+
+    assert run_entry(Entry("x", "X", broken)) == Outcome("fail", f"{type(error).__name__}: {error}")
+
+
+def test_a_coordinator_without_start_message_fails_the_check_of_the_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mac_pool, "CLI", (sys.executable, "-c", "import threading; threading.Event().wait()"))
+    monkeypatch.setattr(mac_pool, "START_TIMEOUT_SECONDS", 0.2)
+    outcome = mac_pool.check_local_name()
+    assert outcome == Outcome("fail", "`cluster up` printed no NAME.local within 0.2 s")
 
 
 def test_an_entry_whose_process_does_not_end_fails():

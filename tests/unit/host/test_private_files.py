@@ -59,3 +59,10 @@ def test_a_file_in_the_way_of_a_folder_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "state").write_text("a file")
     with pytest.raises(OSError, match=r"exists|Not a directory"):
         create_private_folder(tmp_path / "state" / "node")
+
+
+def test_a_failed_write_leaves_no_file_beside(tmp_path: Path) -> None:
+    (tmp_path / "file").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_private(tmp_path / "file", b"secret")
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]

@@ -1,5 +1,6 @@
 """`cluster video`: create, follow, list, fetch and cancel videos, and list the leased memory."""
 
+import re
 import sys
 import threading
 import time
@@ -274,7 +275,7 @@ def _print_leases(answer: dict[str, Any]) -> None:
 def parse_sizes(text: str) -> list[str]:
     """Return the sizes in a list such as `384x224,832x480`. Raise `click.UsageError` if it is not such a list."""
     sizes = [size.strip() for size in text.split(",") if size.strip()]
-    if not sizes or not all(part.isdecimal() for size in sizes for part in size.split("x", 1)):
+    if not sizes or not all(re.fullmatch(r"\d+x\d+", size, re.ASCII) for size in sizes):
         raise click.UsageError(f"{text!r} is not a list of sizes: write 384x224,832x480")
     return sizes
 

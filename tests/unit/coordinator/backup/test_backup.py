@@ -1,6 +1,7 @@
 """Backups of a real state folder: complete or refused, and restored completely or not at all."""
 
 import asyncio
+import errno
 import hashlib
 import json
 import os
@@ -648,3 +649,20 @@ def test_a_backup_that_the_disk_does_not_take_leaves_nothing(
     (tmp_path / "file").touch()
     with pytest.raises(BackupError, match="file/b cannot be written: Not a directory"):
         create_backup(home[0], tmp_path / "file" / "b")
+
+
+def test_a_target_that_cannot_be_read_is_a_clear_error(
+    home: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "b"
+    target.write_text("of another user")
+    real = Path.open
+
+    def refuse(self: Path, *arguments: Any) -> Any:
+        if self == target:  # root can read every file
+            raise PermissionError(errno.EACCES, "Permission denied", str(self))
+        return real(self, *arguments)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(BackupError, match="exists and cannot be read: Permission denied: choose another name"):
+        create_backup(home[0], target)

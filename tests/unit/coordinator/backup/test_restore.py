@@ -2,7 +2,8 @@
 
 import hashlib
 import shutil
-from contextlib import suppress
+import sqlite3
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,14 @@ def test_a_restore_that_breaks_off_at_any_rename_is_finished_or_taken_back(
     assert finished == sorted(finished)
     assert finished[-1]
     assert len(finished) > 5
+
+
+def test_a_database_without_its_row_is_an_existing_cluster_without_epoch(saved: Path, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "home" / "cluster.db")) as connection, connection:
+        connection.execute("DELETE FROM meta")
+    existing = find_existing_cluster(tmp_path / "home")
+    assert existing is not None
+    assert existing.epoch == 0
+    file = rebuilt(saved, "cluster.db", (tmp_path / "home" / "cluster.db").read_bytes())
+    with pytest.raises(RestoreError, match="belong to different clusters"):
+        restore(file, tmp_path / "elsewhere", NOW)

@@ -2,6 +2,7 @@
 placement."""
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.state.database import Database
 from coordinator.state.rows import MemberRow
+from coordinator.state.store_errors import StoreError
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import new_request
 from router.placement.cluster_view import ClusterView, NodeView
@@ -490,6 +492,26 @@ async def test_a_renewed_certificate_counts_after_a_restart(start: Callable[[], 
     assert first.store.members[studio].serial == after, "a bad request changes nothing"
     await first.stop()
     assert start().store.members[studio].serial == after
+
+
+async def test_a_failed_write_ends_no_link(start: Callable[[], Coordinator], tmp_path: Path):
+    one = start()
+    studio, mini = one.join("studio"), one.join("mini")
+    number = one.link(studio)
+    other = sqlite3.connect(tmp_path / "cluster.db")
+    other.execute("DROP TABLE audit")
+    other.close()
+    one.store.audit.add(WALL, "person", "create keys", "laptop")
+    with pytest.raises(StoreError):
+        await one.store.flush()
+    one.link(mini, hardware=replace(HARDWARE, cores=12))
+    one.registry.handle_frame(studio, number, RenewCertificate(new_request("studio").csr))
+    assert (one.state(studio), one.state(mini)) == ("ready", "ready")
+    one.registry.handle_frame(studio, number, Goodbye("leave"))
+    assert one.state(studio) == "left"
+    assert isinstance(one.greet(studio), Denied)
+    with pytest.raises(StoreError):
+        one.close()
 
 
 # for users

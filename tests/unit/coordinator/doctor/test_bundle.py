@@ -261,6 +261,12 @@ def test_redact_settings_keeps_plain_words():
     assert redact_settings(rows[1:2]) == {"1": {"value": "auto", "origin": "default"}}
 
 
+def test_redact_settings_hides_texts_in_tables():
+    upstreams = {"big": {"url": "https://api.test/v1?key=abc", "model": "m", "note": "a secret text"}, "b c": ["x y"]}
+    (row,) = redact_settings([{"key": "upstreams", "value": upstreams, "origin": "default"}]).values()
+    assert row["value"] == {"big": {"url": HIDDEN, "model": "m", "note": HIDDEN}, HIDDEN: [HIDDEN]}
+
+
 def test_write_bundle_returns_the_names_of_its_files(tmp_path: Path):
     (tmp_path / "node.log").write_text(json.dumps(EVENT))
     logs = [tmp_path / "node.log", tmp_path / "gone.log"]

@@ -6,11 +6,15 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.model_tools import benchmark_records
-from coordinator.model_tools.benchmark import BENCHMARK_KEY, add_benchmark_key, summarize_run
+from coordinator.model_tools.benchmark import BENCHMARK_KEY, Benchmark, add_benchmark_key, summarize_run
 from coordinator.model_tools.benchmark_records import BenchmarkRecord, BenchmarkRecords, BenchmarkRun
 from router.admission.rate_limits import KeyLimits
+from router.dispatch.active_request import ActiveRequest
+from router.dispatch.request import RequestSpec
+from router.placement.cluster_view import NodeView
 from wire.frames import Finished, Timings
 from wire.identity import NodeId
+from wire.refusals import RefusalCode, Refused
 
 RUN = BenchmarkRun(prompt_tokens=512, parallel=1, generated=128, prefill_speed=1000.0, decode_speed=50.0)
 RECORD = BenchmarkRecord(
@@ -99,3 +103,23 @@ def test_the_oldest_records_are_deleted(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_broken_file_has_no_records(tmp_path: Path):
     (tmp_path / "benchmarks.json").write_text("[{")
     assert BenchmarkRecords(tmp_path).list_all() == []
+
+
+class NoSender:
+    """Sender of a benchmark that sends no request."""
+
+    def submit(self, spec: RequestSpec) -> ActiveRequest:
+        """Fail the test."""
+        raise AssertionError(spec)
+
+    def close(self, request: ActiveRequest) -> None:
+        """Fail the test."""
+        raise AssertionError(request)
+
+
+@pytest.mark.parametrize("views", [{}, {"a": NodeView(NodeId("a"), "studio", "ready")}])
+async def test_a_node_or_model_that_left_the_pool_is_a_refusal(views: dict[str, NodeView]):
+    measured = await Benchmark(NoSender(), lambda: views["a"], "big").measure(("M4", "macOS 26.1", "1.2.3"))
+    assert isinstance(measured, Refused)
+    assert (measured.code, measured.status) == (RefusalCode.NO_MODEL, 404)
+    assert "left the pool" in measured.message

@@ -6,9 +6,11 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from coordinator.cluster.links.relay import RelayTransfers
+from coordinator.models import pull_controller
 from coordinator.models.hub_client import HubClient, TokenFileError
 from coordinator.models.pull_controller import MAX_OPEN_PULLS, PullController, TooManyPullsError
 from coordinator.models.pull_rows import build_pull_row
@@ -228,3 +230,19 @@ async def test_a_contradiction_in_a_pull_is_counted(pool: Pool) -> None:
     with pytest.raises(InvariantError):
         pool.controller.handle_frame(A, ModelOrderProgress(1, ModelOrderPhase.DOWNLOADING))
     assert pool.illegal_events == IllegalEventCounts() | {"pull": 1}
+
+
+async def test_a_pull_starts_although_an_old_record_cannot_be_deleted(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pull_controller, "MAX_ENDED_RECORDS", 1)
+    for commit in "de":
+        record = pool.controller.start_pull(msgspec.structs.replace(MANIFEST, commit=commit * 40), (A,), "key")
+        pool.controller.cancel_pull(record.id)
+    oldest = next(iter(pool.controller.pulls))
+    file = tmp_path / "pulls" / f"{oldest}.json"
+    file.unlink()
+    file.mkdir()
+    pool.take()
+    pool.controller.start_pull(MANIFEST, (A, B), "key")
+    assert [(node, type(frame)) for node, frame in pool.take()] == [(A, PullModel)]

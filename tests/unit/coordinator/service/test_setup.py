@@ -313,3 +313,22 @@ def test_the_doctor_looks_at_all_of_a_service(tmp_path: Path):
     assert "is missing" in check_service(here, host).text
     host.unit.write_text("somebody's")
     assert check_service(here, host).result == "warn"
+
+
+@BOTH
+def test_a_folder_or_tool_that_cannot_be_used_is_a_clear_error(tmp_path: Path, platform: str):
+    host, wanted = manager(tmp_path, platform), plan(tmp_path)
+    (tmp_path / "file").touch()
+    lost = dataclasses.replace(host, root=tmp_path / "file")
+    with pytest.raises(ServiceError, match="cannot be read: Not a directory"):
+        setup.read_existing_unit(lost, lost.unit)
+    with pytest.raises(ServiceError, match=f"{tmp_path}/file/new: Not a directory"):
+        install(host, dataclasses.replace(wanted, state=str(tmp_path / "file" / "new")))
+    install(host, wanted)
+    unfinished = host.unit.with_name(f".{host.unit.name}.unfinished")
+    unfinished.mkdir()
+    with pytest.raises(ServiceError, match=r"\.unfinished: "):
+        uninstall(host)
+    tools = dataclasses.replace(host, tools=dict.fromkeys(host.tools, str(tmp_path)))
+    with pytest.raises(ServiceError, match=f"{tmp_path} cannot be run: Permission denied"):
+        tools.read_state()

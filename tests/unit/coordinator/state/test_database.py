@@ -224,3 +224,12 @@ def test_commit_is_on_the_disk_when_sqlite_returns(tmp_path: Path) -> None:
     assert connection.execute("PRAGMA journal_mode").fetchone() == (wal,)
     assert connection.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
     connection.close()
+
+
+def test_a_copy_before_a_migration_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    connection = sqlite3.connect(tmp_path / "cluster.db")
+    connection.executescript(MIGRATIONS[0] + "PRAGMA user_version = 1;")
+    connection.close()
+    (tmp_path / "cluster.db.schema-1.new").mkdir()
+    with pytest.raises(StoreError, match="needs a newer schema, and its copy cannot be written"):
+        Database(tmp_path)

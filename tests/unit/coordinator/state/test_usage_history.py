@@ -1,5 +1,6 @@
 """Usage of API keys in the database."""
 
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from coordinator.state.database import Database
+from coordinator.state.store_errors import StoreError
 from coordinator.state.usage_history import USAGE_DAYS, UsageHistory
 from router.admission.api_keys import KeyRing
 from router.admission.usage import UsageCounter
@@ -55,3 +57,21 @@ def test_record_deletes_days_older_than_the_limit(days: Days, later: int, expect
     days.now += later * DAY
     days.record("a", 20)
     assert days.list_tokens() == [("a", None, expected)]
+
+
+async def test_record_keeps_the_counts_in_the_sums_if_they_cannot_be_written(tmp_path: Path) -> None:
+    store = Database(tmp_path)
+    other = sqlite3.connect(tmp_path / "cluster.db")
+    other.execute("DROP TABLE audit")
+    other.close()
+    store.audit.add(1.0, "person", "create keys", "laptop")
+    with pytest.raises(StoreError):
+        await store.flush()
+    days, counter = Days(store), UsageCounter()
+    for key in ("a", "b"):
+        counter.get_totals(key, "tiny").count(10, 0, 1, failed=False)
+    with pytest.raises(StoreError):
+        days.history.record(counter)
+    assert days.list_tokens() == [("a", None, 10), ("b", None, 10)]
+    with pytest.raises(StoreError):
+        store.close()

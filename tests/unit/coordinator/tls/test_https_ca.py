@@ -285,3 +285,17 @@ def test_where_an_endpoint_is_trusted_the_variables_name_it_and_its_file(tmp_pat
     assert "`cluster trust-ca` once" in text
     nothing = CliRunner().invoke(cluster, ["env", "--state", str(tmp_path / "none")], env={"MACPOOL_URL": ""})
     assert "no coordinator runs" in nothing.output
+
+
+def test_a_renewal_whose_write_failed_is_tried_again(tmp_path: Path):
+    clock = Clock()
+    made = endpoint(tmp_path, clock=clock)
+    clock.now += LEAF_VALIDITY_SECONDS
+    file = tmp_path / "endpoint.pem"
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(OSError):
+        made.renew()
+    file.rmdir()
+    assert made.renew()
+    assert made.validity[1] > clock.now

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.agent import Agent
@@ -489,6 +490,18 @@ async def test_a_final_denial_ends_the_agent_and_another_makes_it_wait(mac: Call
     with pytest.raises(ExpelledError, match="join again") as caught:
         await asyncio.wait_for(one.running, 30)
     assert caught.value.reason == "removed"
+
+
+async def test_a_superseded_link_is_closed_although_the_identity_cannot_be_written(mac: Callable[..., Mac]):
+    one = mac()
+    line = await one.start()
+    await one.ready(line)
+    (one.folder / "identity" / f"identity.json.{os.getpid()}.new").mkdir()
+    with capture_logs() as logs:
+        line.send(Denied("superseded", "a restored coordinator is newer"))
+        await line.ended()
+    assert "address not removed" in [entry["event"] for entry in logs]
+    assert not one.running.done()
 
 
 async def test_a_frame_that_only_nodes_send_ends_the_link(mac: Callable[..., Mac]):

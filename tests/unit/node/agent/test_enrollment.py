@@ -268,3 +268,16 @@ def test_parse_webhook_url_returns_the_address(text: str, address: tuple[str, in
 def test_an_invalid_address_is_an_error(text: str) -> None:
     with pytest.raises(EnrollError, match="not an address"):
         parse_address(text)
+
+
+@pytest.mark.parametrize("content", [None, b"no certificate"])
+async def test_a_node_without_a_readable_certificate_finds_no_coordinator(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    async with opened(tmp_path / "c") as door:
+        identity = await join(door, tmp_path / "n", door.tokens.create())
+        file = identity.folder / "node.pem"
+        file.unlink()
+        if content is not None:
+            file.write_bytes(content)
+        assert not await proves_itself(identity, door.address)

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from node.hub.digests import DigestStore, find_content, hash_file, list_content_files
 from node.models.catalogue import EMBEDDED, ModelCatalogue, describe_folder
 from node.models.folders import MAX_DEPTH, find_model_folders, find_snapshots, get_hub_folder
+from node.models.identity_files import IDENTITY_FILES
 from node.models.memory_prediction import find_unknown_dimensions, name_quantization, predict_kv, predict_transient
 from node.models.weight_files import read_header
 from node.settings import ModelSettings
@@ -518,7 +519,8 @@ def test_unreadable_files_have_a_cause(tmp_path: Path):
     model(tmp_path / "senseless", weights=struct.pack("<Q", len(header)) + header)
     known = library(tmp_path).get_models()
     assert known["unreadable"].cause == "its files cannot be read: Is a directory"
-    assert known["senseless"].cause == "its files are invalid: IndexError: list index out of range"
+    words = "its tensor 'w' has no valid data_offsets: download the file again"
+    assert known["senseless"].cause == f"model.safetensors: {words}"
     assert EMBEDDED.name in known, "nothing else can be served"
 
 
@@ -629,6 +631,26 @@ def test_weights_in_fp8_grow_to_two_bytes_unless_they_stay_packed(tmp_path: Path
     assert (found.stored, found.weights) == (108, 208 if grows else 108)
 
 
+INVALID = (1, {}, *({"data_offsets": offsets} for offsets in (None, [], [0], [0, "x"], [4, 0], [-4, 0], [0, 4, 8])))
+"""Entries of a tensor without valid offsets."""
+
+
+def frame(entry: object) -> bytes:
+    """Return a safetensors file whose header has one entry."""
+    raw = json.dumps({"a": entry}).encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def test_a_model_with_a_broken_dense_layer_is_changed(tmp_path: Path):
+    folder = model(tmp_path / "m")
+    made = library(tmp_path)
+    found = made.get_models()["m"]
+    name = next(part for part in IDENTITY_FILES if part.endswith(".safetensors"))
+    (folder / name).parent.mkdir()
+    (folder / name).write_bytes(frame({}))
+    assert not made.is_unchanged(found)
+
+
 def test_a_header_is_read_unchanged_and_errors_contain_numbers(tmp_path: Path):
     file = tmp_path / "model.safetensors"
     whole = safetensors(("F32", 64))
@@ -643,6 +665,7 @@ def test_a_header_is_read_unchanged_and_errors_contain_numbers(tmp_path: Path):
         (struct.pack("<Q", 104857601), "not a safetensors file: its header claims 104857601 bytes"),
         (struct.pack("<Q", 104857600), "the file ends within its header, at 8 bytes: download it again"),
         (struct.pack("<Q", 2) + b"[]", "it is not a JSON object"),
+        *((frame(entry), "its tensor 'a' has no valid data_offsets: download the file again") for entry in INVALID),
         (struct.pack("<Q", 200_000) + b"[" * 200_000, "its JSON has too many levels of nesting"),
     ):
         file.write_bytes(content)

@@ -1,5 +1,6 @@
 """Keys with limits, their usage, and the audit log, through the API of the coordinator."""
 
+import sqlite3
 import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
@@ -12,6 +13,7 @@ import pytest
 from coordinator.api.routes.requests import WallClock, summarize_request
 from coordinator.observe.load_history import LoadReading, NodeLoad
 from coordinator.state.rows import MemberRow
+from coordinator.state.store_errors import StoreError
 from router.admission.api_keys import create_anonymous_key
 from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
@@ -429,3 +431,39 @@ async def test_key_changes_apply_in_memory_and_on_disk_immediately(built: Applic
     assert ring.check(made["key"]) is None
     assert made["id"] not in built.store.keys
     assert not admin.revoke_key(made["id"])
+
+
+async def test_routes_that_store_describe_and_answer_a_failed_write(tmp_path: Path):
+    answers = list[tuple[str, int, str]]()
+    with pytest.raises(StoreError):  # at the end, when the application closes its store
+        await try_routes_without_disk(tmp_path, answers)
+    assert [answer for answer in answers if answer[1:] != (503, "state_not_written")] == []
+    assert len(answers) == 5
+
+
+async def try_routes_without_disk(folder: Path, answers: list[tuple[str, int, str]]) -> None:
+    """Call routes that store, after a failed write. Append path, status and error code of each answer."""
+    async with application(folder) as built:
+        key = built.admin.create_key("boss", ["admin"], None)["key"]
+        await built.store.flush()
+        other = sqlite3.connect(folder / "cluster.db")
+        other.execute("DROP TABLE audit")
+        other.close()
+        built.store.audit.add(1.0, "person", "create keys", "laptop")
+        with pytest.raises(StoreError):
+            await built.store.flush()
+        async with client(built, key) as http:
+            paths = (await http.get("/api/v1/openapi.json")).json()["paths"]
+            for method, path, body in (
+                ("GET", "/api/v1/usage", None),
+                ("GET", "/api/v1/keys/usage", None),
+                ("POST", "/api/v1/tokens", {}),
+                ("POST", "/api/v1/keys", {"name": "app"}),
+                ("PUT", "/api/v1/models/wishes/{model}", {"replicas": 1}),
+            ):
+                built.dispatcher.usage.get_totals("a", "tiny").count(1, 0, 1, failed=False)
+                answer = await http.request(method, path.replace("{model}", "tiny"), json=body)
+                answers.append((path, answer.status_code, answer.json()["error"]["code"]))
+                assert "503" in paths[path][method.lower()]["responses"]
+            for path in ("/api/v1/nodes/{node}/cordon", "/api/v1/nodes/{node}/drain", "/api/v1/models/load"):
+                assert "503" in paths[path]["post"]["responses"]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import NamedTuple
 
@@ -176,3 +177,14 @@ def test_tensors_are_read_from_all_weight_files():
     tensors = read_tensors(EMBEDDED)
     assert sum(one.size for one in tensors) == pytest.approx(2_630_049, rel=0.01)
     assert {one.name: one.shape for one in tensors}["model.embed_tokens.weight"] == (512, 128)
+
+
+@pytest.mark.parametrize(
+    "entry", [{}, {"data_offsets": [0]}, {"data_offsets": [0, 0]}, {"data_offsets": [0, 0], "shape": 1}]
+)
+def test_tensors_without_offsets_or_shape_are_a_refusal(tmp_path: Path, entry: dict[str, object]):
+    raw = json.dumps({"a": entry}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw)
+    with pytest.raises(ModelFileError, match=r"model\.safetensors: ") as caught:
+        read_tensors(tmp_path)
+    assert caught.value.code == ModelOrderCode.INVALID

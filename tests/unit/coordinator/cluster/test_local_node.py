@@ -1,0 +1,38 @@
+"""The supervisor of the coordinator's own node, with real processes."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from coordinator.cluster import local_node
+from coordinator.cluster.local_node import LocalNode
+from coordinator.state.store_errors import StoreError
+
+
+@pytest.mark.parametrize("error", [OSError("too many open files"), StoreError("the state could not be written")])
+async def test_a_restart_that_fails_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception):
+    monkeypatch.setattr(local_node, "RESTART_DELAYS_SECONDS", (0.01, 0.02))
+    for name in [name for name in os.environ if name.startswith("MACPOOL_")]:
+        monkeypatch.delenv(name)
+    starts, started_again = 0, asyncio.Event()
+
+    def create_token() -> str:
+        nonlocal starts
+        starts += 1
+        if starts == 2:
+            raise error
+        if starts == 3:
+            started_again.set()
+        return "no token"
+
+    (tmp_path / "node").write_text("")  # the program ends at once, because its folder cannot be created
+    node = LocalNode(tmp_path, "127.0.0.1:1", ("--set", "engine.kind=scripted"), create_token)
+    await node.start()
+    try:
+        async with asyncio.timeout(30):
+            await started_again.wait()
+        assert not node.given_up.is_set()
+    finally:
+        await node.close()
