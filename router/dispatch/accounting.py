@@ -43,6 +43,8 @@ class Accounting:
     def record_end(self, request: ActiveRequest, outcome: Outcome, model: str, quotas: RateLimits, now: float) -> None:
         """Record a request that ended at `now` (monotonic seconds), and settle its charge in `quotas`.
 
+        A request without a charge is counted and stored in the history, but is no usage of its key.
+
         `model` is its model, or empty if no member has a model of that name.
         """
         seconds = now - request.arrived
@@ -77,7 +79,7 @@ def compute_max_prompt_tokens(request: ActiveRequest) -> int:
 def bound_usage(request: ActiveRequest, frame: Finished) -> Finished:
     """Return the end of a request with the node's usage numbers, limited to the bounds of the client's request.
 
-    A false report can therefore exhaust neither a key's limits nor its usage.
+    A false report can therefore exhaust neither a key's limits nor its usage. A report beyond the bounds is logged.
     """
     params = request.spec.params
     unbounded = max(DEFAULT_ANSWER_TOKENS * params.n, request.tokens.total + UNSENT_TOKENS * params.n)

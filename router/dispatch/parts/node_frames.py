@@ -60,7 +60,11 @@ class NodeFrames:
         self._counters = counters
 
     def receive(self, request: ActiveRequest, node: NodeId, frame: RequestFrame) -> None:
-        """Apply a frame about a request that is on this node."""
+        """Apply a frame about a request that is on this node.
+
+        `Admitted` ends a request whose counted prompt is beyond the context limit of its profile. `Finished` without a
+        valid vector for each text counts as an engine error. The tokens of `Finished` are bounded.
+        """
         if isinstance(frame, Admitted):
             self._apply(request, NodeAdmitted(frame.request, frame))
             refused = refuse_beyond_limit(request.spec, request.demand.prompt_tokens)
