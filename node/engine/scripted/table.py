@@ -102,7 +102,7 @@ class ScriptedTable:
         self._preempted.append(sequence)
 
     def remove(self, sequence: ScriptedSequence, now: float) -> None:
-        """Remove a request that has ended at `now` (monotonic seconds). If others are live, set `crowded_at`."""
+        """Remove a request that has ended at `now` (monotonic seconds). Set `crowded_at` if a request is still live."""
         self._take_out(sequence)
         if len(self):
             self.crowded_at = now
