@@ -144,7 +144,10 @@ def from_refused(refused: Refused, param: str | None = None) -> Problem:
 
 
 def from_failure(code: str, message: str) -> Problem:
-    """Build the problem for a request that failed after it had begun. The code of the failure determines the status."""
+    """Build the problem for a request or a command that failed after it had begun.
+
+    The code of the failure determines the status: 500 for an unknown code. Only a 503 has a Retry-After, of 1 s.
+    """
     status = _FAILED.get(code, 500)
     return Problem(status, code, message, retry_after=1.0 if status == HTTPStatus.SERVICE_UNAVAILABLE else None)
 

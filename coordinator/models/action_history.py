@@ -54,6 +54,7 @@ class ActionFailure(msgspec.Struct, frozen=True):
     """Refusals or failures of one action in a row. The action is the load or unload of one model on one node."""
 
     count: int
+    """Number of refusals or failures since the last success."""
     until: float
     """End of the wait, in monotonic seconds."""
     why: str

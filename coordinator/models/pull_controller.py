@@ -121,8 +121,8 @@ class PullController:
     def start_pull(self, manifest: ModelManifest, nodes: Sequence[NodeId], actor: str) -> PullRecord:
         """Start a pull on nodes, the first of which downloads from the hub. Return its record, which is on the disk.
 
-        An open pull of the same commit to the same nodes is returned instead. Raise TooManyPullsError, or OSError if
-        the record cannot be written.
+        An open pull of the same files to these nodes, and maybe more, is returned instead. The oldest ended records
+        above `MAX_ENDED_RECORDS` are deleted. Raise TooManyPullsError, or OSError if the record cannot be written.
         """
         opened = [record for record in self.pulls.values() if record.ended is None]
         same = next(
@@ -199,7 +199,10 @@ class PullController:
             self._apply_to_open_pulls(node, NodeLinked(node))
 
     def handle_frame(self, node: NodeId, frame: ModelOrderProgress | ModelOrderEnded) -> None:
-        """Handle a frame of a node about an order. Frames about unknown orders are ignored."""
+        """Handle a frame of a node about an order of a pull, an awaited order, or a quantization.
+
+        Frames about unknown orders are ignored.
+        """
         event = OrderProgressed(node, frame) if isinstance(frame, ModelOrderProgress) else OrderEnded(node, frame)
         self.orders.handle_frame(node, frame)
         self.quantizations.handle_frame(node, frame)
@@ -210,7 +213,7 @@ class PullController:
         self.orders.handle_lost_node(node)
 
     def remove_node(self, node: NodeId) -> None:
-        """End the pulls of a node that is no longer a member."""
+        """End the pulls and quantizations of a node that is no longer a member."""
         self._links.pop(node, None)
         self.quantizations.remove_node(node)
         self._apply_to_open_pulls(node, PullNodeRemoved(node))

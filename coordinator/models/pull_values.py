@@ -14,8 +14,11 @@ class PullStage(StrEnum):
     """Stage of a pull on one node."""
 
     WAITING = "waiting"
+    """The node has no open order for the files, and gets one later."""
     PULLING = "pulling"
+    """The node has an open order for the files."""
     COMPLETED = "completed"
+    """The node has all files."""
     FAILED = "failed"
     CANCELLED = "cancelled"
 

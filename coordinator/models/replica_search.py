@@ -43,12 +43,17 @@ class Obstacle(StrEnum):
 
     NOT_ON_DISK = "not on disk"
     UNAVAILABLE = "unavailable"
+    """The node takes no requests now, or its memory is not known."""
     CANNOT_LOAD = "cannot load"
     OTHER_MODEL = "other model"
     BUSY = "busy"
+    """The node acts for another model, loads one, or has not reported since its last action."""
     SPACED = "spaced"
+    """The node swapped models a short time ago."""
     BACKOFF = "backoff"
+    """The node waits after a refused or failed load of the model."""
     MEMORY = "memory"
+    """The model does not fit, even after all evictable models are unloaded."""
     HELD = "held"
     """The node has a replica, loads one, or acts for one."""
 

@@ -12,6 +12,7 @@ class ActionOutcome(StrEnum):
 
     DONE = "done"
     REFUSED = "refused"
+    """The node refused the action."""
     FAILED = "failed"
 
 

@@ -53,7 +53,9 @@ class UnloadReason(StrEnum):
     """Reason for which the reconciler unloads a model."""
 
     MEMORY = "memory"
+    """Another wished model needs the memory."""
     IDLE = "idle"
+    """The idle time of the wish has passed."""
 
 
 class UnloadWish(msgspec.Struct, frozen=True):
@@ -91,7 +93,7 @@ class WishState(msgspec.Struct, frozen=True):
     coming: tuple[NodeId, ...] = ()
     """Nodes that load the model now."""
     away: tuple[NodeId, ...] = ()
-    """Nodes that had a replica, and whose return is awaited."""
+    """Nodes that had a replica, or may have one after the start of the coordinator, and whose return is awaited."""
 
     @property
     def met(self) -> bool:

@@ -63,9 +63,10 @@ class ArtifactFolder:
         self._fetch_from_node = fetch
 
     async def fetch_files(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> tuple[StoredFile, ...] | JobFault:
-        """Fetch all files of a job from its node and store them.
+        """Fetch the files of a job from its node and store them.
 
-        Return the fault if files are invalid or cannot be stored; the job then fails. Raise `FetchInterrupted` if the
+        Files after the first `MAX_FILES`, with unusable names or without content are left out. Return the fault if
+        files are invalid or cannot be stored; files already stored are then removed. Raise `FetchInterrupted` if the
         node does not answer now, and `ValueError` for an invalid job id.
         """
         wanted = [file for file in artifacts[:MAX_FILES] if self._is_usable(file)]

@@ -141,7 +141,10 @@ class Agent:
         self._keeper.wake_up(slept)
 
     def on_engine_change(self) -> None:
-        """Schedule a report and a memory poll, because the supervisor has a new report or state of the engine."""
+        """Handle a new report or state of the engine: schedule a memory poll, and a report to the coordinator.
+
+        Continue a lease or a quantization that waits for the engine. Call `on_ready` if the engine is ready.
+        """
         self._parts.poll.poll_sooner()
         self._parts.lease_manager.on_engine_change()
         self._parts.quantizer.on_engine_change()

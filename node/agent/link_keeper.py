@@ -171,10 +171,10 @@ class LinkKeeper:
     # frames about the link
 
     def receive_welcome(self, link: CoordinatorLink, welcome: Welcome) -> bool:
-        """Make the link of a Welcome the current one, and store the coordinator's addresses. Return True.
+        """Make the link of a Welcome the current one, and store the coordinator's generation and addresses.
 
-        Return False if its coordinator is superseded; the link is then closed. Raise `OSError` if the identity cannot
-        be written.
+        Return True, or False if its coordinator is superseded; the link is then closed. Raise `OSError` if the identity
+        cannot be written.
         """
         if welcome.generation < self._identity.generation:
             self._leave_superseded(link)

@@ -22,15 +22,19 @@ class LinkState(StrEnum):
     """State of the connection to the coordinator."""
 
     DIALING = "dialing"
+    """No connection; a coordinator is being searched and dialed."""
     CONNECTED = "connected"
     """A connection is open, and the coordinator has not accepted it yet."""
     LINKED = "linked"
+    """The coordinator has accepted the connection."""
     WAITING = "waiting"
     """No connection; the next round of dialing follows after a delay."""
     ASLEEP = "asleep"
+    """The machine sleeps or is about to sleep; the node does not dial."""
     EXPELLED = "expelled"
     """The coordinator denied this node for good."""
     STOPPED = "stopped"
+    """The agent stops; the node dials no more."""
 
 
 @dataclass(frozen=True, slots=True)

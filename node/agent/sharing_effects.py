@@ -40,7 +40,10 @@ class SharingEffects:
         return Occupancy(self._links.open_requests, leased, self._supervisor.resting)
 
     def on_sharing_change(self, sharing: SharingState) -> None:
-        """Notify `on_sharing` and the subscribers of `changed` of a new decision whether this Mac accepts work."""
+        """Notify `on_sharing` and the subscribers of `changed` of a new decision whether this Mac accepts work.
+
+        While this Mac does not, no quantization begins.
+        """
         why = "" if sharing.shared else sharing.why
         self._on_sharing(why)
         self._quantizer.pause(why)

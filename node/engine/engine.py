@@ -140,6 +140,7 @@ class TextEngine:
     def prepare(self, frame: Frame) -> Work | None:
         """Convert a frame into work, on the I/O thread. Tokenize or count a short prompt at once.
 
+        For `RescanModels`, scan the model folders; for a load or a profile, look for the ordered model's files.
         For a `Ping`, search for new models if that is due; return None if the models have not changed.
         """
         parts = self.parts
@@ -228,6 +229,8 @@ class TextEngine:
     def step(self, now: float) -> Iterator[Frame]:
         """Decode, load a piece of a model, prefill one chunk or run one forward for embeddings. Yield the frames of
         each part before the next part starts: no token waits for a chunk.
+
+        Then run a forward of a sweep, unload idle models, check for leaks, write to the disk cache, and do idle work.
 
         Raise `Halted` if a native call is due after `halt`. `now` is the monotonic time at which the turn begins.
         """

@@ -64,8 +64,10 @@ class ModelCommands:
     # orders
 
     def load(self, order: LoadModel, now: float) -> list[Frame]:
-        """Load a model on order. Return the answer if the model is already loaded or cannot be; else it follows at the
-        end of the load.
+        """Load a model on order. Return the answer if the model is already loaded or cannot be; else an empty list.
+
+        The answer then follows at the end of the load (`take_ended_answers`). An earlier failure of the model's files
+        does not prevent the load; a ban does.
         """
         if order.model in self._table.loaded:
             return [Finished(order.request, (), 0, 0)]
@@ -121,7 +123,10 @@ class ModelCommands:
         return [Finished(order.request, (), 0, 0)]
 
     def restore(self, restore: RestoreModels, now: float) -> None:
-        """Ban models that crash the engine, and load those that were loaded before its end."""
+        """Ban models that crashed the engine, and queue the loads of those that were loaded in the earlier process.
+
+        Models that are unknown or cannot be loaded are left out.
+        """
         self._blocks.ban(restore.bans, now)
         for name in restore.models:
             found = self._catalogue.find(name)
@@ -156,7 +161,10 @@ class ModelCommands:
             self._manager.tick(now)
 
     def take_ended_answers(self) -> list[Frame]:
-        """Return the answers for the requests and orders whose load has ended since the last call."""
+        """Handle the loads that have ended since the last call. Return the answers to their orders and requests.
+
+        Requests that waited for a loaded model are admitted or refused; after a failed load they are refused.
+        """
         return [frame for outcome in self._manager.take_ended() for frame in self._end_load(outcome)]
 
     def _end_load(self, outcome: Outcome) -> list[Frame]:

@@ -88,7 +88,10 @@ class ModelDescriber:
         )
 
     def describe_measured(self, descriptor: ModelDescriptor, memory: Memory, now: float) -> Model:
-        """Return the description of a model for the report: with its last use, and with measurements if loaded."""
+        """Return the description of a model for the report: with its last use, and with measurements if loaded.
+
+        The last use of a loaded model is also recorded.
+        """
         loaded_model, model = self._table.loaded.get(descriptor.name), self.describe(descriptor, now)
         if loaded_model is None:
             return replace(model, used=self._last_use.find(model.name))

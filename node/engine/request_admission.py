@@ -5,7 +5,8 @@
                                                                    │        └ Refusal
                                                                    └ its model is not loaded: waits for the load
 
-The rules are in `admission`. Every request that arrives is answered here, except one that was cancelled before.
+The rules are in `admission`. Every request that arrives is answered here, except one that is known or was cancelled
+before.
 """
 
 import os
@@ -96,8 +97,11 @@ class RequestAdmission:
     # tokenization
 
     def admit_tokenization(self, prompt: UntokenizedPrompt, now: float) -> Collection[Frame | UntokenizedPrompt]:
-        """Admit a long prompt to tokenization if there is room for it, and reserve that memory. Return the prompt, or
-        its `Refusal`, or nothing if it was cancelled or is known. Its model is not unloaded meanwhile."""
+        """Admit a long prompt to tokenization if there is room for that, and reserve the memory.
+
+        Return the prompt, or its `Refusal`; an empty list if its request was cancelled or is known. The prompt's model,
+        if loaded, is not unloaded during the tokenization.
+        """
         number = prompt.frame.request
         if self._take_cancellation(number) or self._is_known(number) or number in self._waiting.in_tokenization:
             return []
@@ -131,7 +135,8 @@ class RequestAdmission:
     def admit_or_queue(self, prepared: PreparedRequest | PreparedEmbedding, now: float) -> list[Frame]:
         """Admit a request, queue it until its model is loaded, or refuse it. Return its answer so far, as `admit`.
 
-        The answer of a queued request is empty. A request that is known, or was cancelled before, is ignored.
+        The answer of a queued request is empty. A request that is known, or was cancelled before, is ignored. The
+        request's sequence number counts as decided in `acked` in all cases.
         """
         request = prepared.request
         self.acked = max(self.acked, request.seq)
@@ -268,7 +273,10 @@ class RequestAdmission:
         return replace(memory, reserved=memory.reserved + wanted, headroom=left)
 
     def cancel(self, number: int, now: float) -> None:
-        """Cancel a request in any state; remember one that has not arrived yet."""
+        """Cancel a request that waits for its model or was started, without a further frame.
+
+        Remember the number of any other request, which is then ignored at its arrival or after its tokenization.
+        """
         if self._waiting.remove(number) or self._scheduler.cancel(number, now):
             return
         self._cancelled[number] = None

@@ -75,6 +75,8 @@ class LeaseGranter:
     ) -> LeaseRefused | WorkerMonitor:
         """Grant or refuse a lease. Return the monitor of its worker, with the ceiling lowered, or the refusal.
 
+        A granted lease is stored. After a refusal the ceiling is as before, and nothing is stored.
+
         `refuse_now()` returns a refusal for reasons that arose meanwhile; None without one.
         """
         spec = self._read_spec(request)

@@ -125,7 +125,7 @@ class LeaseManager:
     def handle_request(self, request: LeaseRequest) -> None:
         """Grant or refuse a lease. Send the answer to the coordinator, at once or within seconds.
 
-        A repeated request gets the earlier answer again.
+        A repeated request gets the earlier answer again, and none while the lease is still being granted.
         """
         record = self._store.ledger.find(request.lease, request.generation)
         if record is None:
@@ -203,7 +203,9 @@ class LeaseManager:
     # lifecycle of a lease
 
     async def start(self) -> None:
-        """Recover the state of an earlier agent: end its worker and return its lease.
+        """Recover the state of an earlier agent.
+
+        End its worker, return its leased memory, and send that its job is lost.
 
         Raise `OSError` if the folder of the leases cannot be used.
         """

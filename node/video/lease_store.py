@@ -76,12 +76,12 @@ class LeaseStore:
             self.delete(old)
 
     def drop(self, record: LeaseRecord) -> None:
-        """Remove a lease that was not granted."""
+        """Remove a lease from the ledger, but not its files. The newest generation of its job stays."""
         self._ledger = self._ledger.drop(record.lease, record.generation)
         self._save()
 
     def delete(self, record: LeaseRecord) -> None:
-        """Remove a lease with its files."""
+        """Remove a lease from the ledger, with its files."""
         self.drop(record)
         shutil.rmtree(self.get_folder(record), ignore_errors=True)
 

@@ -47,14 +47,23 @@ class LeasePhase(StrEnum):
     """Phase of a lease, as in `LeaseState.phase`."""
 
     GRANTING = "granting"
+    """The request is being answered."""
     GRANTED = "granted"
+    """The lease is granted, and no worker has claimed it."""
     STARTING = "starting"
+    """The worker has started."""
     LOADING = "loading"
+    """The worker loads the package."""
     DENOISING = "denoising"
+    """The worker computes denoising steps."""
     DECODING = "decoding"
+    """The worker decodes and converts the frames."""
     SAVING = "saving"
+    """The worker writes and checks the clip."""
     ENDING = "ending"
+    """The worker is being ended, or its memory has not come back."""
     ENDED = "ended"
+    """The lease has ended, and the coordinator has not acknowledged that."""
 
 
 WORKING = frozenset(
@@ -244,7 +253,10 @@ def describe_shortage(
 
 
 def compute_progress(phase: LeasePhase, step: int, steps: int) -> int:
-    """Return the completed percent of a job: 5 to 95 in the denoising phase, by `step` of `steps`."""
+    """Return the completed percent of a job: 5 to 95 in the denoising phase, by `step` of `steps`.
+
+    Return 100 for an ended lease, and 0 in the phases without a share in `SHARES`.
+    """
     if phase is LeasePhase.ENDED:
         return 100
     share = 90 * step // steps if phase is LeasePhase.DENOISING and steps else 0

@@ -98,7 +98,7 @@ class KeyRing:
         self._salt = secrets.token_bytes(_SECRET_BYTES)
         self._proven: dict[bytes, ApiKey] = {}
         self.refused = 0
-        """Number of presented keys that were unknown or expired."""
+        """Number of texts for which `check` returned None."""
         self.anonymous = anonymous
         """Identity of a client without a Macpool key; None: such a client is refused."""
 
@@ -127,7 +127,7 @@ class KeyRing:
         return self.anonymous if key is None and self.anonymous and self.anonymous.id == key_id else key
 
     def get_limits(self, key_id: str) -> KeyLimits | None:
-        """Return the limits of a key by its id. Return None for an unknown id, or for a key without limits."""
+        """Return the limits of a key by its id; None for an unknown id, a key without limits, and `anonymous`."""
         key = self._keys.get(key_id.encode())
         return None if key is None else key.limits
 
@@ -162,7 +162,10 @@ class KeyRing:
         return known
 
     def is_valid(self, presented: bytes) -> bool:
-        """Return whether a key is known and not expired. Unlike `check`, do not count a wrong key."""
+        """Return whether a text is that of a known key that has not expired.
+
+        Unlike `check`, count no wrong text, and return False for clients without a key even if `anonymous` is set.
+        """
         known = self._prove(presented) if len(presented) <= _MAX_KEY_BYTES else None
         return known is not None and not self._is_expired(known)
 
@@ -193,7 +196,7 @@ def extract_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def parse_session(value: bytes | None) -> str:
-    """Return the name of a conversation from the value of its header.
+    """Return the name of a conversation from the value of its header, without spaces around the name.
 
     Return an empty text if the header is absent or longer than `MAX_SESSION_BYTES`.
     """

@@ -35,7 +35,7 @@ class _KeyIntake:
 
 
 class BodyIntake:
-    """Limit on the long bodies of each API key that are in transfer: `most` bytes. A single body always fits."""
+    """Limit on the long bodies of each API key that are in transfer: `most` bytes. A longer body is received alone."""
 
     def __init__(self, most: int) -> None:
         self._most = most

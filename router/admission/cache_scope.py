@@ -62,7 +62,7 @@ class CacheScopes:
         return SHARED_SCOPE if self._pool else key
 
     def has_shared_prompt(self, messages: Sequence[Message]) -> bool:
-        """Return whether a conversation begins with a shared system prompt."""
+        """Return whether the first message has a role of `SYSTEM_ROLES` and exactly the text of a shared prompt."""
         return bool(self._prompts and messages) and (
             messages[0].role in SYSTEM_ROLES and messages[0].content in self._prompts
         )
@@ -70,6 +70,8 @@ class CacheScopes:
 
 def open_scopes(settings: CacheSettings) -> CacheScopes:
     """Return the rule of the settings, with the shared system prompts from their files.
+
+    Each prompt is also shared without the newline at the end of its file.
 
     Raise `SettingsError` for a file that is unreadable, empty, no UTF-8 text or longer than `MAX_PROMPT_BYTES`.
     """

@@ -9,7 +9,10 @@ from router.placement.cluster_view import ClusterView, NodeView
 
 
 def filter_view(view: ClusterView, limits: KeyLimits | None) -> ClusterView:
-    """Return the part of the cluster that a key with these limits may use; the whole cluster without limits."""
+    """Return the nodes that a key with these limits may use, each with only its permitted models and video packages.
+
+    Return the whole cluster without limits of models and labels.
+    """
     if limits is None or not (limits.models or limits.labels):
         return view
     labels = frozenset(limits.labels)

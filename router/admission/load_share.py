@@ -22,7 +22,7 @@ class LoadShare:
         self._total = self._parts = 0
 
     def add(self, owner: WeightedKey, tokens: int) -> None:
-        """Add a new request of a key with its expected tokens."""
+        """Add a new request of a key with its expected tokens. Its weight replaces the earlier weight of the key."""
         name, weight = owner.name, owner.weight
         here, before = self._tokens.get(name, _NOTHING)
         self._tokens[name] = here + tokens, weight

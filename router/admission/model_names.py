@@ -62,7 +62,10 @@ class ModelNames:
         return name not in self.aliases and view.has_model(name)
 
     def may_mean_upstream(self, name: str, view: ClusterView) -> bool:
-        """Return whether a name may be that of an alias with an upstream."""
+        """Return whether a name may be that of an alias with an upstream.
+
+        This is a fast check: if there are such aliases, it is True for every name that is not exactly a model's.
+        """
         return bool(self._upstreams) and not self.is_plain(name, view)
 
     def get_profile(self, name: str) -> ProfileSettings:
@@ -70,7 +73,10 @@ class ModelNames:
         return self._profiles[name]
 
     def find_alias(self, name: str, view: ClusterView) -> str | None:
-        """Return the alias that a name means among the models of `view`; None if the name means none."""
+        """Return the alias that a name without profile means, by the rules 1 to 3 of this module.
+
+        Return None if the name means a model of `view`, or nothing.
+        """
         if name in self.aliases:
             return name
         if not self.aliases or view.has_model(name):
@@ -85,7 +91,7 @@ class ModelNames:
     def resolve(self, name: str, view: ClusterView, limits: KeyLimits) -> ModelTarget | Refused:
         """Return the target of a name, or the refusal: an unknown profile, or no permission for an alias.
 
-        An unknown name is returned unchanged. `limits` are those of the client's key.
+        An unknown name is returned unchanged, as the only candidate. `limits` are those of the client's key.
         """
         target = self._resolve_base(name, view, limits)
         base, _, profile = name.rpartition(":")
@@ -125,7 +131,11 @@ class ModelNames:
 
 
 class VisibleModels:
-    """Models and aliases that a key may use. `view` has its models, `nodes` all models of its nodes."""
+    """Models and aliases that a key may use.
+
+    `view` has the nodes that the key may use, with only its permitted models. `nodes` has the same nodes with all their
+    models, because an alias permits its candidates.
+    """
 
     def __init__(
         self, names: ModelNames, view: ClusterView, nodes: ClusterView, targets: dict[str, ModelTarget]

@@ -142,9 +142,9 @@ class AdmissionQueue(Generic[T]):
 
         Refuse a key that is over its share (429), and any request to a full queue (503). `cost` is in tokens, `now` and
         `deadline` in monotonic seconds. `nodes` is the number of nodes, from which the limits follow. `weight`
-        is the key's weight against the other queued keys. `share` is the key's maximum number of queued requests, and
-        is never exceeded. Without it, the maximum is `compute_share`, which a key may exceed while no other key waits.
-        A `begun` request was admitted before and is never refused.
+        is the key's weight against the other queued keys. `share` is the key's maximum number of queued requests.
+        Without `share`, the maximum is `compute_share`, which a key may exceed while no other key waits. A `begun`
+        request was admitted before: no limit applies to it.
         """
         if begun:
             return self._enqueue(item, key, cost, now, deadline, weight)
@@ -220,10 +220,11 @@ class AdmissionQueue(Generic[T]):
         return [entry.item for entry in late]
 
     def place_waiting(self, now: float, attempt: Callable[[T, bool], bool]) -> int:
-        """Try every queued request once in fair order. Return the number of requests that were placed.
+        """Try every queued request once in fair order, and remove those that were placed. Return their number.
 
         `attempt(item, keep)` returns whether it placed the request. With `keep`, it should keep room on a node for a
-        request that does not fit yet. `now` is in monotonic seconds.
+        request that does not fit yet. Only the first request of a key can have `keep`. Each older request that was
+        tried before a placed one counts an overtake. `now` is in monotonic seconds.
         """
         untried = {key: deque(lane.entries) for key, lane in self._lanes.items()}
         passed: list[QueuedRequest[T]] = []

@@ -38,7 +38,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Limits of an API key; None means unlimited."""
+    """Limits of an API key. None: the key has no such limit of its own, and only the bounds for every key apply."""
 
     models: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
     """Names or patterns of models (`qwen*`); empty allows all."""
@@ -47,9 +47,9 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     requests_per_minute: PerMinute | None = None
     tokens_per_minute: PerMinute | None = None
     concurrency: Annotated[int, Meta(ge=1, le=10_000)] | None = None
-    """Maximum open requests, and maximum open videos."""
+    """Maximum open requests, and maximum open videos; the two are counted apart."""
     waiting: Annotated[int, Meta(ge=0, le=10_000)] | None = None
-    """Maximum queued requests."""
+    """Maximum queued requests, and maximum queued videos; a key may always queue one video."""
     priority: Literal["low", "normal", "high"] = "normal"
     upstreams: bool | None = None
     """Whether prompts of the key may go to upstreams; None for the default of the pool (`may_use_upstreams`)."""
@@ -166,10 +166,11 @@ class RateLimits:
         return self._limits_of(key) or NO_LIMITS
 
     def admit(self, key: str, demand: ResourceDemand, now: float, limits: KeyLimits | None = None) -> int | Refused:
-        """Admit a request and return its charge in tokens, or return the refusal with the exceeded limit and the wait.
+        """Admit a request and return its charge in tokens, or return the refusal.
 
-        `limits` are those of the key (`get_limits`), if the caller has them. The charge is 0 for a key without a limit
-        of tokens. After an admission `record_end` must follow.
+        `limits` are those of the key (`get_limits`), if the caller has them. A refusal names the exceeded limit and the
+        wait, or a model that the key may not use. The charge is 0 for a key without a limit of tokens. After an
+        admission `record_end` must follow.
         """
         limits = limits or self.get_limits(key)
         if not limits.allows(demand.model):
@@ -186,10 +187,11 @@ class RateLimits:
         return charge if refused is None else refused
 
     def admit_video(self, key: str, model: str, open_videos: int, queued: int, now: float) -> Refused | None:
-        """Count a new video of a key that has `open_videos` videos, of which `queued` are in the queue.
+        """Admit a new video of a key that has `open_videos` videos, of which `queued` are in the queue.
 
-        Return the refusal for the exceeded limit; None within all limits. Videos use no tokens and end hours later.
-        They are therefore counted apart from requests for text.
+        Count an admitted video as one request of the current minute, and return None. Return the refusal for an
+        exceeded limit or a model that the key may not use. Videos use no tokens and end hours later. They
+        are therefore not counted as open requests, and have no `record_end`.
         """
         limits = self.get_limits(key)
         if not limits.allows(model):
@@ -239,8 +241,10 @@ class RateLimits:
         )
 
     def record_end(self, key: str, demand: ResourceDemand, charged: int, used: int, now: float) -> None:
-        """Record the end of an admitted request. `charged` is the result of `admit`, `used` the tokens that the request
-        used."""
+        """Record the end of an admitted request, and refund or charge the difference of its tokens.
+
+        `charged` is the result of `admit`, `used` the number of tokens that the request used.
+        """
         meter = self._meters[key]
         meter.remove(demand)
         if meter.tokens is not None:
@@ -259,7 +263,7 @@ class RateLimits:
         return meter
 
     def count_open(self, key: str) -> int:
-        """Return the number of open requests of a key."""
+        """Return the number of open requests of a key, without its videos."""
         meter = self._meters.get(key)
         return 0 if meter is None else meter.running
 

@@ -47,6 +47,8 @@ class Accounting:
     def record_end(self, request: ActiveRequest, outcome: Outcome, model: str, quotas: RateLimits, now: float) -> None:
         """Record a request that ended at `now` (monotonic seconds), and settle its charge in `quotas`.
 
+        A request without a charge is counted and stored in the history, but is no usage of its key.
+
         `model` is its model, or empty if no member has a model of that name.
         """
         seconds, name, spec = now - request.arrived, _name_outcome(outcome), request.spec
@@ -90,7 +92,7 @@ def _compute_max_completion_tokens(request: ActiveRequest) -> int:
 def bound_usage(request: ActiveRequest, frame: Finished) -> Finished:
     """Return the end of a request with the node's usage numbers, limited to the bounds of the client's request.
 
-    A false report can therefore exhaust neither a key's limits nor its usage.
+    A false report can therefore exhaust neither a key's limits nor its usage. A report beyond the bounds is logged.
     """
     most_prompt, most_completion = compute_max_prompt_tokens(request), _compute_max_completion_tokens(request)
     prompt, completion = frame.prompt_tokens, frame.completion_tokens

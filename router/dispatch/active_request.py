@@ -164,7 +164,11 @@ class ActiveRequest:
         self.steps.append((now - self.arrived, event, node))
 
     def get_attempt_history(self) -> AttemptHistory:
-        """Return the earlier attempts, which placement takes into account."""
+        """Return the earlier attempts, which placement takes into account.
+
+        Return `FIRST` for a request that was never sent and is not queued. The history has the model's version only if
+        another node could resume the answer.
+        """
         if not self.life.attempts and self.entry is None:  # a waiting request must not be excluded by its own hold
             return FIRST
         tried = self.tried

@@ -97,14 +97,17 @@ class Answer:
         self._sink = None
 
     def wait(self) -> asyncio.Future[None]:
-        """Return a Future that is done at the next flush. Only the last returned Future is served."""
+        """Return a Future that is done at the next flush without a sink. Only the last returned Future is served."""
         self._waiter = asyncio.get_running_loop().create_future()
         return self._waiter
 
 
 class StreamedAnswer(Answer):
-    """Answer that is sent while it is generated. `buffered` counts the deltas that arrived while the reader was
-    `blocked`."""
+    """Answer that is sent while it is generated.
+
+    `buffered` counts the bytes of the pending deltas, with overheads, since the reader was last `blocked`. It is 0 for
+    a reader that keeps up.
+    """
 
     __slots__ = ("blocked", "keepalive_due", "pending", "takes")
 
@@ -149,7 +152,10 @@ class StreamedAnswer(Answer):
         self.blocked = blocked
 
     def take_deltas(self) -> list[Delta]:
-        """Return the pending deltas in order, at most `MAX_DELTAS_TAKEN`, and reset `keepalive_due`."""
+        """Return the pending deltas in order, at most `MAX_DELTAS_TAKEN`; empty without any.
+
+        Reset `keepalive_due`, count the call in `takes`, and set `begun` if there are deltas.
+        """
         self.takes += 1
         self.keepalive_due = False
         taken = self.pending
@@ -222,8 +228,7 @@ class CollectedAnswer(Answer):
 
 
 class VectorsAnswer(CollectedAnswer):
-    """Vectors of `count` texts, read once at the end. A vector that a node may not send is left out, and the answer is
-    then never complete."""
+    """Vectors of `count` texts, read once at the end. Invalid vectors of a node are left out: see `add_vectors`."""
 
     __slots__ = ("_count", "_vectors")
 
@@ -237,8 +242,11 @@ class VectorsAnswer(CollectedAnswer):
         return len(self._vectors) == self._count and len({len(vector) for vector in self._vectors.values()}) == 1
 
     def add_vectors(self, frame: Vectors) -> None:
-        """Store the vectors of a frame. Ignore a frame whose length does not match, or with numbers that are not
-        finite."""
+        """Store the vectors of a frame by their texts; a later vector of a text replaces an earlier one.
+
+        Ignore a frame whose length does not match, or with numbers that are not finite. Ignore vectors of texts that
+        the request does not have.
+        """
         count = len(frame.places)
         size, rest = divmod(len(frame.data), count * NUMBER_BYTES) if count else (0, 1)
         if rest or not size or not _is_finite(frame.data):
@@ -253,7 +261,7 @@ class VectorsAnswer(CollectedAnswer):
         self._vectors: dict[int, bytes] = {}
 
     def build_answer(self, fingerprint: str = "") -> CompleteAnswer:
-        """Build the answer, with the vectors in the order of their texts."""
+        """Build the answer, with the vectors in the order of their texts. Without `complete`, vectors are missing."""
         return CompleteAnswer({}, {}, {}, fingerprint, tuple(self._vectors[place] for place in sorted(self._vectors)))
 
 

@@ -92,7 +92,9 @@ class _Breaker:
 
 
 class CircuitBreakers(Generic[N]):
-    """Circuit breakers by node; a node without faults has none. A request is identified by the number of its attempt.
+    """Circuit breakers by node, or by name of an upstream. A node without faults has none.
+
+    A request is identified by the number of its attempt, or at an upstream by its own number.
     All times are in monotonic seconds.
     """
 
@@ -102,7 +104,10 @@ class CircuitBreakers(Generic[N]):
         """Number of openings of all breakers."""
 
     def list_barred_nodes(self, now: float) -> list[N]:
-        """Return the nodes that take no request now: open, or half open with a running probe."""
+        """Return the nodes that take no request now: open, or half open with a running probe.
+
+        Close the breaker of a probe that has run for `PROBE_SUCCESS_SECONDS`.
+        """
         return [node for node in self._nodes if self._is_barred(node, now)] if self._nodes else []
 
     def _is_barred(self, node: N, now: float) -> bool:
@@ -125,7 +130,10 @@ class CircuitBreakers(Generic[N]):
             breaker.begin_probe(request, now)
 
     def get_state(self, node: N, now: float) -> BreakerState | None:
-        """Return the state of a node's breaker; None if the breaker is closed."""
+        """Return the state of a node's breaker; None if the breaker is closed.
+
+        Close the breaker of a probe that has run for `PROBE_SUCCESS_SECONDS`.
+        """
         breaker = self._nodes.get(node)
         barred = breaker is not None and self._is_barred(node, now)
         if breaker is None or breaker.until is None:
@@ -137,7 +145,8 @@ class CircuitBreakers(Generic[N]):
         """Record that a node broke an attempt (`request`), with the node's message. `now` is in monotonic seconds.
 
         Faults within `SAME_FAULT_SECONDS` count as one, because one crash breaks many requests. The breaker opens at
-        `MAX_FAULTS` faults, or if the attempt was its probe.
+        `MAX_FAULTS` faults, or if the attempt was its probe. If the breaker is not closed, only the message of any
+        other fault is stored.
         """
         breaker = self._nodes.setdefault(node, _Breaker())
         breaker.set_message(why)

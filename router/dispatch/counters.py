@@ -55,6 +55,7 @@ UPSTREAM_OUTCOMES = ("ok", "refused", "limited", "failed", "interrupted", "cance
 """Outcomes of a request at an upstream.
 
 `refused`: a 4xx answer about the request. `limited`: 429. `failed`: no answer. `interrupted`: no complete stream.
+`cancelled`: the client left, or the coordinator stopped.
 """
 
 

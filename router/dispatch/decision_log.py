@@ -114,7 +114,7 @@ class DecisionLog:
         self.decisions.append(PlacementDecision(at, request_id, key, demand, candidates, chosen.node, None, nodes))
 
     def record_invalid(self, at: float, request_id: str, key: str, problem: Problem) -> None:
-        """Record a request that was refused as invalid, `at` in monotonic seconds."""
+        """Record a request that was refused as invalid at `at` (monotonic seconds), without quoted text of its body."""
         reason = remove_quoted_text(problem.message, problem.param or "")
         self.refusals.append(RequestRecord(request_id, key, "", False, at, 0.0, problem.code, reason, ()))
 
@@ -143,7 +143,7 @@ class ReplayResult(msgspec.Struct, frozen=True):
     decisions: int
     """Number of decisions."""
     same: int
-    """Number of decisions in which both policies agree."""
+    """Number of decisions in which the other policy gives its choice and the chosen node the same score."""
     refused: int
     """Number of decisions that chose no node. They are not compared."""
     instead: tuple[tuple[str, str, str], ...]

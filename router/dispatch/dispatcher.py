@@ -150,7 +150,7 @@ class Dispatcher:
         return self.placer.view
 
     def set_view(self, view: ClusterView) -> None:
-        """Apply a new view: settle acknowledged reservations, then retry queued requests on the changed nodes."""
+        """Apply a new view: settle reservations, readmit recovered nodes, schedule retries and migrations."""
         parts, old = self._parts, {node.id: node for node in self.view.nodes}
         self.placer.set_view(view)
         changed = [node for node in view.nodes if old.get(node.id) is not node]
@@ -347,7 +347,7 @@ class Dispatcher:
         self.shutdown()
 
     def shutdown(self, message: str = STOPPING) -> None:
-        """End all requests and commands with a failure, whose text is `message`. Nodes get a cancel of each request."""
+        """End all requests and commands with the failure `message`, cancel them on their nodes, and stop the sweeps."""
         self.commands.shutdown(message)
         for request in list(self._open.values()):
             self.apply(request, Stopped(RequestFailure(FailureCode.SHUTTING_DOWN, message)))

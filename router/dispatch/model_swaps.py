@@ -28,7 +28,7 @@ it gets the node that is ready soonest: running answers, then the load.
 
 A turn is dropped after the longest wait, and the models to unload begin another slice.
 
-Pure: `step` computes actions from its input, and the dispatcher executes them.
+`step` computes actions from its input and the times of loads, and the dispatcher executes them.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -147,7 +147,10 @@ class SwapPlanner:
                     self._loaded_since.pop((node.id, model.name), None)
 
     def step(self, snapshot: SwapInput, now: float) -> SwapPlan:
-        """Return the actions that are due at `now` (monotonic seconds), and the models that wait for a swap."""
+        """Return the actions that are due at `now` (monotonic seconds), and the models that wait for a swap.
+
+        A turn that has timed out begins another slice of the models that it would have unloaded.
+        """
         actions: list[Action] = []
         turns = dict(snapshot.turns)
         for turn in snapshot.turns.values():

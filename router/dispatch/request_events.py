@@ -131,7 +131,10 @@ class Reserve(Action, frozen=True, gc=False):
 
 
 class Send(Action, frozen=True, gc=False):
-    """Action: send the request to the node of the attempt. Without a link the event `Undelivered` follows."""
+    """Action: send the request to the node of the attempt. Without a link the event `Undelivered` follows.
+
+    `first`: this is the first attempt, which has no known tokens.
+    """
 
     placed: Placed
     first: bool
@@ -189,7 +192,7 @@ class PrefillDone(Action, frozen=True, gc=False):
 
 
 class SettleQuota(Action, frozen=True, gc=False):
-    """Action: charge the tokens used, and count the request."""
+    """Action: settle the charge of the key's quota, and record the request in usage, counters and history."""
 
     outcome: Outcome
 

@@ -79,12 +79,19 @@ class RequestState(StrEnum):
     """State of a request."""
 
     NEW = "new"
+    """On no node and not queued; only within one call of the dispatcher."""
     QUEUED = "queued"
+    """In the queue, without a node."""
     SENT = "sent"
+    """Sent to a node that has neither admitted nor refused the request."""
     ADMITTED = "admitted"
+    """Admitted by its node, before the first token of this attempt."""
     STREAMING = "streaming"
+    """On a node that has sent tokens in this attempt."""
     UPSTREAM = "upstream"
+    """Handed over to an upstream."""
     ENDED = "ended"
+    """Ended with an outcome."""
 
 
 ON_NODE = frozenset({RequestState.SENT, RequestState.ADMITTED, RequestState.STREAMING})

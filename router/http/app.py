@@ -1,4 +1,4 @@
-"""ASGI app of the router: serves the routes that models answer and passes everything else to the control app.
+"""ASGI app of the router: serves the routes of inference, model lists and health. Other paths go to the control app.
 
 These routes have no framework and no middleware: a token passes from dispatcher to request to one `send`. Keys are
 checked before a body is read, and a body is bounded before it is parsed. Every end of a request
@@ -74,7 +74,7 @@ class Forwarder(Protocol):
 
 
 class RouterApp:
-    """ASGI app of the routes that models answer.
+    """ASGI app of the routes of inference, model lists and health.
 
     `control` is the ASGI app for every other path, for websockets and for the lifespan. `clock` returns Unix seconds.
     `forwarder` passes requests on to upstreams; None without upstreams.
@@ -313,7 +313,10 @@ class RouterApp:
 
 
 def authorize(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope: str) -> ApiKey | Problem:
-    """Check method, API key and scope of a request. Return the key, or the problem: 405, 401 or 403."""
+    """Check method, API key and scope of a request. Return the key, or the problem: 405, 401 or 403.
+
+    A request without a key has the key `KeyRing.anonymous`, if that is set.
+    """
     if exchange.method not in methods:
         return build_wrong_method(exchange.method, ", ".join(methods))
     presented = extract_key(exchange.headers)

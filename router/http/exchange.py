@@ -82,8 +82,9 @@ class Exchange:
         """Receive the body, within the limits of size and time in `settings`.
 
         Return a problem if the body is too long (413) or too slow (408), and None if the client left before its end.
-        When more than `MAX_INLINE_BYTES` have arrived, `reserve` is awaited once with the maximum size of the body. A
-        problem that `reserve` returns ends the reception and is returned.
+        An invalid `content-length` counts as too long. When more than `MAX_INLINE_BYTES` have arrived, `reserve` is
+        awaited once with the maximum size of the body. A problem that `reserve` returns ends the reception and is
+        returned. The time for the body stops during `reserve` and starts again after it.
         """
         limit = settings.max_body_bytes
         length = self.get_header(b"content-length")

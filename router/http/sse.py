@@ -156,8 +156,10 @@ class EventStream:
 
 
 class StreamPump:
-    """Pump from a request to its stream: takes deltas, encodes them with `chunks`, and pushes the events to
-    `stream`."""
+    """Pump from a request to its stream: takes deltas, encodes them with `chunks`, and pushes the events to `stream`.
+
+    The constructor attaches the pump to its source and its stream, and sends the pending deltas.
+    """
 
     __slots__ = ("_chunks", "_opening", "_opening_sent", "_source", "_stream")
 
@@ -173,7 +175,10 @@ class StreamPump:
         self.pump()
 
     def pump(self) -> None:
-        """Send the pending deltas, the end, or a keep-alive. Called for every token of a stream."""
+        """Send the pending deltas, the end, or a keep-alive. Called for every token of a stream.
+
+        Do nothing while a push waits for the transport, but abandon the stream of a client that does not read.
+        """
         if not self._stream.busy:
             self._send()
             while self._source.pending and not self._stream.busy:

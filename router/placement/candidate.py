@@ -59,7 +59,7 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
         """Return the output tokens to reserve for each choice.
 
         That is the model's usual output, or `max_tokens` if that is less, and at most the context left after
-        `prompt_tokens`.
+        `prompt_tokens`. A resumed answer has at least `KV_GROWTH_TOKENS` more than its known tokens.
         """
         usual = model.expected_output
         if self.known_tokens:
@@ -83,7 +83,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     need: int = 0
     """Bytes that the request needs on the node."""
     headroom: int | None = None
-    """Bytes of headroom, less `withheld`; None if the memory of the node cannot be read."""
+    """Bytes of headroom, less `withheld`; None if the memory of the node cannot be read; `need` if its guard is off."""
     withheld: int = 0
     """Bytes subtracted from the node's headroom: reservations that its report does not contain, and a correction after
     a refusal."""
@@ -116,7 +116,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def idle(self) -> bool:
-        """Whether the node has the model loaded and no work."""
+        """Whether the node has the model loaded, no request of this router, and no queued tokens."""
         return self.model is not None and self.model.loaded and not self.in_flight and not self.tokens_ahead
 
     @property

@@ -114,8 +114,9 @@ class ClusterView:
         Of several versions, the one held by most members is served; a tie goes to the lexicographically smallest. A
         version that some member can serve now comes before a version that no member can serve.
 
-        Sleeping members count. The choice therefore changes only when the last member that can serve the chosen version
-        goes (docs/decisions/0020-one-name-one-model.md).
+        Sleeping members count; members that have left or cannot load the model do not. The choice therefore changes
+        only when the last member that can serve the chosen version goes
+        (docs/decisions/0020-one-name-one-model.md).
         """
         identity = self._identities.get(name)
         if identity is None:

@@ -78,5 +78,8 @@ def _format_version(version: ModelVersion) -> str:
 
 
 def exceeds_context(model: Model, request: ResourceDemand) -> bool:
-    """Return whether a counted prompt is longer than the context of a model."""
+    """Return whether a counted prompt leaves no room for an answer in the context of a model.
+
+    Return False if the prompt is not counted or the context unknown.
+    """
     return bool(model.context) and request.prompt_tokens is not None and request.prompt_tokens >= model.context

@@ -29,6 +29,8 @@ class Balanced:
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Rank by headroom up to `HEADROOM_SATURATION` such requests, then by time.
 
+        A node that is idle, or has cached `PREFIX_HIT_SHARE` of the prompt, ranks as one with that headroom.
+
         Further criteria are requests in flight relative to speed, cached share of the prompt, and share of headroom.
         """
         headroom, need, memory = candidate.headroom or 0, candidate.need, candidate.memory

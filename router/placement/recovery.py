@@ -54,14 +54,18 @@ def classify_loss(code: str) -> LossKind | None:
 def is_fault(code: str) -> bool:
     """Return whether a failure code is a fault of the engine, which its circuit breaker counts.
 
-    A failed grammar is a fault of the client. A lost node and a lack of memory are no faults.
+    A failed grammar is a fault of the client. A lost node and a lack of memory are no faults. All other codes are
+    faults, also unknown ones.
     """
     return code != FailureCode.GRAMMAR_FAILED and classify_loss(code) not in (LossKind.NODE, LossKind.MEMORY)
 
 
 def can_recover(loss: LossKind, losses: int, crashes: int) -> bool:
-    """Return whether a request may be recovered. `losses` and `crashes` are its totals, which include the present
-    event."""
+    """Return whether a request may be recovered after a loss of this kind; never after `LossKind.FORWARD`.
+
+    `losses` and `crashes` are the request's totals, which include the present event. `ENGINE` depends on the crashes,
+    `NODE` and `MEMORY` on the losses.
+    """
     if loss is LossKind.FORWARD:
         return False
     return crashes < MAX_CRASHES if loss is LossKind.ENGINE else losses <= MAX_LOSSES

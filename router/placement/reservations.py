@@ -264,7 +264,10 @@ class ReservationLedger:
         return next((number for number, (where, _) in self._holds.items() if where == node), None)
 
     def begin_turn(self, turn: SwapTurn, hold: int) -> None:
-        """Begin a model swap, or assign it to another request, and hold `hold` bytes for that request on the node."""
+        """Begin a model swap, or assign it to another request, and hold `hold` bytes for that request on the node.
+
+        The new hold replaces every other hold on the node, and any hold of that request.
+        """
         self.turns[turn.node] = turn
         holder = self.find_holder(turn.node)
         if holder is not None:

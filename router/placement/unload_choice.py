@@ -23,7 +23,8 @@ def choose_unloading_node(
     with the model, `offers` their arithmetic for the request. `trials` are the earlier attempts of the request. `rates`
     are the expected requests per second of each model.
 
-    Return None while some present node has the model loaded or loading, because the request then only has to wait.
+    Return None without such a node. Return None also while some node that lacks only memory has the model loaded or
+    loading, because the request then only has to wait.
     """
     short = [candidate.model for candidate in offers if candidate.code in _MEMORY]
     if any(model.loaded or model.loading for model in short if model is not None):
@@ -56,8 +57,8 @@ def compute_unload_cost(
 ) -> float:
     """Return the expected load seconds per second that a node causes by unloading models for `missing` bytes.
 
-    The models with the least demand are unloaded first. A model that another node has loaded costs nothing. `keep` is
-    the model that needs the memory. `rates` are the expected requests per second of each model.
+    The models with the least demand are unloaded first, pinned models never. A model that another node has loaded costs
+    nothing. `keep` is the model that needs the memory. `rates` are the expected requests per second of each model.
     """
     loaded = [model for model in node.models.values() if model.loaded and not model.pinned and model.name != keep]
     cost = 0.0

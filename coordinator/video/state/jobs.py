@@ -12,15 +12,19 @@ from wire.state_machine import IllegalEventError
 
 
 class JobState(StrEnum):
-    """State of a job. `leasing`: a node was asked for a lease. `finalizing`: the worker has finished, and the files are
-    being fetched."""
+    """State of a job."""
 
     QUEUED = "queued"
     LEASING = "leasing"
+    """A node was asked for a lease."""
     IN_PROGRESS = "in_progress"
+    """A node granted a lease."""
     FINALIZING = "finalizing"
+    """The worker has finished, and the files are being fetched."""
     COMPLETED = "completed"
+    """The files are stored on the coordinator."""
     FAILED = "failed"
+    """The job failed or was cancelled."""
 
 
 TRANSITIONS: Mapping[JobState, frozenset[JobState]] = MappingProxyType(
@@ -50,14 +54,17 @@ class JobFaultCode(StrEnum):
     """Machine-readable reason why a job failed, in addition to `wire.video.LeaseEndCode`."""
 
     CANCELLED = "cancelled"
+    """A client cancelled or deleted the job."""
     NO_HEADROOM = "no_headroom"
     """No node granted memory until the deadline of the job."""
     NODE_LOST = "node_lost"
+    """The node was away too long, or is no longer a member, and the job cannot run again."""
     ARTIFACT_BROKEN = "artifact_broken"
     """A file differs from its reported size or checksum."""
     ARTIFACT_LOST = "artifact_lost"
     """The node came back without the files of the job, or did not come back."""
     STORAGE_FULL = "storage_full"
+    """The disk of the coordinator is full."""
     STORAGE_FAILED = "storage_failed"
     """The coordinator cannot store the files."""
 

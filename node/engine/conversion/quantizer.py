@@ -152,7 +152,7 @@ def _name_file(at: int, count: int) -> str:
 
 
 def _sync(folder: Path) -> None:
-    """Write all files of a folder to the disk, so that a power failure after the rename leaves no broken model."""
+    """Write the files directly in a folder to the disk, so that a power failure after the rename damages none."""
     for path in (*folder.iterdir(), folder):
         number = os.open(path, os.O_RDONLY)
         try:

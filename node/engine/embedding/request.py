@@ -178,13 +178,16 @@ class EmbeddingRequest:
         return PartialText(place, self.prepared.inputs[place], cache, pooled, start)
 
     def begin_partial(self, text: PartialText) -> None:
-        """Make a text the one in progress."""
+        """Make a text the one in progress, and remove it from the waiting ones."""
         if self.partial is None and text.place != BEGINNING:
             self.waiting.remove(text.place)
         self.partial = text
 
     def restore_beginning(self, layers: list[LayerCache], tokens: int) -> None:
-        """Take keys and values of the first `tokens` tokens of the shared beginning from the prefix cache."""
+        """Take keys and values of the first `tokens` tokens of the shared beginning from the prefix cache.
+
+        If the beginning has more tokens, it becomes the text in progress.
+        """
         head = self.loaded_model.head
         assert head is not None  # noqa: S101 only a model with a head admits such a request
         self.restored_tokens = tokens

@@ -109,7 +109,10 @@ class EmbeddingScheduler:
 
     def run_turn(self, now: float) -> None:
         """Run one forward at the monotonic time `now`. Do nothing if no request may continue. Raise `Halted` if the
-        engine was halted."""
+        engine was halted.
+
+        Refuse the newest request if memory is above the cap after the forward.
+        """
         choices = [request for request in self._table if request.retry_at <= now]
         if not choices:
             return

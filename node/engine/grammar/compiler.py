@@ -1,7 +1,7 @@
 """Grammar compiler: compile a request's answer format (wire.frames.GrammarSpec) for a model's tokenizer.
 
     size, depth, shape ─► rendered as llguidance's grammar ─► cached? ─► vetted, in a process that may die of it ─►
-    compiled here ─► cached, by hash, the last few for each model
+    compiled here ─► cached, by hash, the last few of all models
 
 A client may send a grammar with harmful intent, and the calling thread must not block. Grammars that are too long or
 too deep are therefore not even parsed. A grammar is compiled here only after a separate process (`sandbox`) has shown

@@ -67,8 +67,10 @@ class GrammarMatcher:
         self._over = False
 
     def feed(self, token: int) -> None:
-        """Add the next token of the answer. Raise `GrammarFailed` if the grammar does not allow it, or if the answer
-        ends within its reasoning."""
+        """Add the next token of the answer. Tokens after the end are ignored.
+
+        Raise `GrammarFailed` if the grammar does not allow the token, or if the answer ends within its reasoning.
+        """
         opener, self.opener = self.opener, None
         if self._over:
             return

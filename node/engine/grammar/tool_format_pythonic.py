@@ -55,7 +55,7 @@ UNRENDERED_KEYWORDS: Final = frozenset(
         "unevaluatedItems",
     }
 )
-"""Keywords of schemas that cannot be rendered as rules."""
+"""Keywords of schemas that cannot be rendered as rules. A strict tool must not use them; otherwise they are ignored."""
 
 
 def render_keyword_call(builder: LarkBuilder, tool: ToolSpec) -> str:

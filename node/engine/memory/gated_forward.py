@@ -82,7 +82,7 @@ class GatedForwards:
 
     def check(self, site: GateSite, estimate: int) -> Refused | None:
         """Check `estimate` bytes against a fresh reading. Return the refusal; None if they fit. Before a refusal for
-        lack of memory, free memory and check once more."""
+        lack of memory, free memory, and check once more if that was enough."""
         answer = self._check(site, estimate)
         if answer is not None and answer.code is RefusalCode.NO_ROOM and self._free_memory(site, estimate):
             return self._check(site, estimate)

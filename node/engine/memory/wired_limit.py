@@ -26,7 +26,9 @@ class WireMode(StrEnum):
     AUTO = "auto"
     """Only if the weights are large, in bytes and as a share of Metal's limit."""
     ON = "on"
+    """Always."""
     OFF = "off"
+    """Never."""
 
 
 def compute_wired_bytes(wire: WireMode, weights: int, active: int, limit: int) -> int:

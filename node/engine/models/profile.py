@@ -103,7 +103,7 @@ class MemoryProfileStore:
         self._folder = folder
 
     def read(self, key: MemoryProfileKey) -> MemoryProfile | None:
-        """Return the profile of this key; None if its file is missing, unreadable, or not of this key."""
+        """Return the profile of this key; None if its file is missing, unreadable, implausible or not of this key."""
         if self._folder is None:
             return None
         path = self._folder / key.file

@@ -50,10 +50,13 @@ class NativeCallKind(IntEnum):
     """Kind of a native call, as recorded for crashes and published by its name."""
 
     NOTHING = 0
+    """No call."""
     PREFILL = 1
+    """Forward over prompt tokens."""
     JOIN = 2
     """Copy of a decode batch that rows join."""
     DECODE = 3
+    """Decode step of a batch."""
     LOAD = 4
     """Piece of a model load."""
     READ = 5
@@ -144,7 +147,7 @@ class EngineFactory(Protocol):
     """Type of the function `build` in the module of each engine kind."""
 
     def __call__(self, settings: "NodeSettings", recorder: CallRecording) -> Engine:
-        """Return a new engine for the settings of a node. It calls `recorder` before every native call."""
+        """Return a new engine for the settings of a node. The engine calls `recorder` before every native call."""
         ...
 
 

@@ -135,8 +135,8 @@ class ProcessExit:
         self._loop.stop()
 
     def exit_within(self, seconds: float, code: int = 0) -> NoReturn:
-        """Stop the loop, and end the process after `seconds` in any state of the other threads. Must not be called on
-        the inference thread."""
+        """Stop the loop, and end the process after at most `seconds` in any state of the other threads. Must not be
+        called on the inference thread."""
         self.request(code)
         threading.Event().wait(seconds)
         os._exit(self._code)

@@ -102,7 +102,8 @@ class BatchRecovery:
         """Discard a batch whose object raised `error`; prefill its rows again from their ids.
 
         Rows in `failing` are left out, because the caller ends them. A row that was rebuilt before fails with its
-        request.
+        request. All cached prefixes of the model are evicted, because the fault may be in one of them. Do nothing if
+        the batch was discarded before.
         """
         batch = self._batches.pop(loaded_model, number)
         if batch is None:
@@ -132,7 +133,7 @@ class BatchRecovery:
         self.queue_prefill(loaded_model, row.sequence, [row], row.list_token_ids(), first=True)
 
     def drop_rows(self, loaded_model: LoadedModel, rows: list[Row]) -> None:
-        """Remove rows from their batches and from the ledger."""
+        """Remove rows from their batches and from the ledger. If the removal raises, that batch is rebuilt."""
         self._batches.invalidate_step()
         for number in {loaded_model.ledger.get_batch_number(row.commitment) for row in rows}:
             batch = self._batches.get(loaded_model, number)
@@ -151,7 +152,8 @@ class BatchRecovery:
             self._batches.pop(loaded_model, number)
 
     def end_rows(self, loaded_model: LoadedModel, rows: Iterable[Row], now: float) -> None:
-        """Remove the rows that have ended, and report the requests whose last row ended at the monotonic time `now`."""
+        """Store the rows that have ended in the prefix cache, then remove them. Output `Finished` for each request
+        whose last row ended. `now` is the monotonic time."""
         ended = [row for row in rows if row.reason and row.sequence in self._requests]
         if not ended:
             return

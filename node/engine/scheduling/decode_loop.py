@@ -47,7 +47,11 @@ class DecodeLoop:
         """Whether the last measured step was far above its estimate."""
 
     def step(self) -> None:
-        """Decode one token for every row of every batch. Raise `Halted` if the engine was halted."""
+        """Decode one token for every row of every batch. Raise `Halted` if the engine was halted.
+
+        Rows that have used their commitment grow first, which may preempt or end a request. A batch whose step raises
+        is rebuilt. After each batch, a request loses its memory if the engine is over its cap.
+        """
         for loaded_model, number, batch in self._batches:
             self._step_batch(loaded_model, number, batch)
 
@@ -73,8 +77,8 @@ class DecodeLoop:
         self._preemptor.release_over_cap()
 
     def wait(self) -> None:
-        """Wait for launched steps. MLX runs calls one after the other: the wait costs no time, and it separates the
-        times of step and chunk."""
+        """Wait for launched steps, and rebuild a batch whose step raises. MLX runs calls one after the other: the wait
+        costs no time, and it separates the times of step and chunk."""
         alone = len(self._batches) == 1
         for loaded_model, number, batch in self._batches:
             begun = time.monotonic()

@@ -51,8 +51,8 @@ class Preemptor:
     # lack of memory
 
     def end_newest(self, refused: Refused) -> bool:
-        """End the newest request that holds memory; return whether there was one. Requests without written tokens hold
-        none.
+        """End the newest request that holds memory; return whether there was one. A request without tokens in a cache
+        holds none.
 
         Refuse the request with `refused` if none of its tokens was delivered; else fail it with
         `FailureCode.MEMORY_PRESSURE`.

@@ -31,7 +31,7 @@ class PrefixState:
     eos: frozenset[int]
     """End-of-turn tokens."""
     scope: str = ""
-    """Scope of the sequences that it may reuse, besides shared system prompts: the name of an API key."""
+    """Scope of the sequences that the prefill may reuse, besides shared system prompts: the name of an API key."""
     shared: int = 0
     """Number of first tokens that are a system prompt of all keys."""
     hit: PrefixHit[Layers] = NO_PREFIX
@@ -126,7 +126,7 @@ class Prefill:
     past: PrefixState | None = None
     """Prefix cache state; None: the prefix cache is not used."""
     alone: bool = False
-    """Whether it must not be packed with other prompts."""
+    """Whether the prefill must not be packed with other prompts."""
 
     @property
     def owner(self) -> WeightedKey:
@@ -181,7 +181,7 @@ class Prefill:
         self.stored_tokens = tokens
 
     def start(self, cache: Layers) -> None:
-        """Set the cache with which it starts."""
+        """Set the cache with which the prefill starts."""
         self.cache = cache
 
     def delay(self, retry_at: float) -> None:
@@ -234,7 +234,10 @@ class Prefill:
             row.apply(RowEvent.RESTARTED)
 
     def clear(self) -> None:
-        """Release its arrays. A leftover reference to this prefill then holds no memory."""
+        """Release the arrays of this prefill, and end its restoration from the disk.
+
+        A leftover reference to the prefill then holds no memory.
+        """
         self.cache = self.logits = None
         if self.past is not None:
             self.past.set_history(None)

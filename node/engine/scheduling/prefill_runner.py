@@ -59,6 +59,8 @@ class PrefillRunner:
     def run(self, members: list[Prefill], now: float) -> None:
         """Prefill one chunk of the first member, or all members in one forward if there are several and they fit.
 
+        A prompt without room waits, or the newest waiting request loses its memory. The request of a chunk that raises
+        fails; packed prompts whose forward raises are prefilled one by one.
         `now` is the monotonic time at which the iteration began. Raise `Halted` if the engine was halted.
         """
         lefts = [prefill.left for prefill in members]

@@ -99,7 +99,7 @@ class RequestTable:
         return True
 
     def close(self) -> None:
-        """Release the memory of all prefills, because the process ends."""
+        """Release the memory of all prefills and the holds on models, and remove all requests; the process ends."""
         for sequence in self._live.values():
             self.clear_prefills(sequence)
         for hold in self._holds.values():

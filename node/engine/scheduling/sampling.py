@@ -81,7 +81,10 @@ def _get_number(config: Mapping[str, object], key: str, default: float, least: f
 
 
 def resolve_sampling(params: GenerationParams, defaults: SamplingDefaults) -> SamplingParameters:
-    """Return the sampling parameters of a request, with the model's defaults for those that are not set."""
+    """Return the sampling parameters of a request, with the model's defaults for those that are not set.
+
+    A repetition penalty of 1 counts as not set.
+    """
     return SamplingParameters(
         defaults.temperature if params.temperature is None else params.temperature,
         defaults.top_p if params.top_p is None else params.top_p,
@@ -165,7 +168,11 @@ def _find_nucleus_threshold(scaled: mx.array, top_p: float) -> mx.array:
 
 
 def create_processors(sampling: SamplingParameters, prompt_tokens: int) -> tuple[Processor, ...]:
-    """Return the processors of an answer's logits. Each is a pure function of the tokens so far and the logits."""
+    """Return the processors of an answer's logits, in order: repetition, presence and frequency, bias.
+
+    Each is a pure function of the tokens so far, of which the first `prompt_tokens` are the prompt, and the logits.
+    Parameters without an effect have no processor.
+    """
     processors: list[Processor] = []
     if sampling.repetition != 1:
         processors.append(lambda tokens, logits: _penalize_repetition(tokens, logits, sampling.repetition))

@@ -193,6 +193,8 @@ class Scheduler:
     def cancel(self, number: int, now: float) -> bool:
         """Cancel a request in any state without a further frame. Return False if it has ended or is unknown.
 
+        The prefix cache gets back the entry that its prefill took, and loses the snapshots of its long prompt.
+
         `now` is the monotonic time at which the turn began.
         """
         sequence = self._requests.live.get(number)
@@ -207,8 +209,8 @@ class Scheduler:
         return True
 
     def end_newest(self, refused: Refused, now: float) -> bool:
-        """End the newest request that holds memory; return whether there was one. Requests without written tokens hold
-        none.
+        """End the newest request that holds memory; return whether there was one. A request without tokens in a cache
+        holds none.
 
         The request is refused with `refused`, or fails if some of its tokens were delivered. `now` is the monotonic
         time at which the turn began.

@@ -20,8 +20,12 @@ from wire.refusals import RefusalCode, Refused
 
 
 class ScriptedBatch:
-    """Work of the scripted engine's requests in `table`. `crash(number)` ends the process in the first decode step of a
-    request that must crash. With `silent_joins` a prefill returns no token. `now` is in monotonic seconds."""
+    """Work of the scripted engine's requests in `table`.
+
+    `crash(number)` ends the process in the first decode step of a request that must crash. With `silent_joins` a
+    prefill returns no token. `forwards`, `steps` and `prefill_tokens` count prefills and joins, decode steps, and
+    prefilled tokens. `now` is in monotonic seconds.
+    """
 
     def __init__(
         self,
@@ -48,8 +52,10 @@ class ScriptedBatch:
     # prefill
 
     def has_room(self, chunk: PrefillChunk, now: float) -> bool:
-        """Check the gate for a prefill. Return False if there is no room; its first prompt then waits, or a request
-        ends."""
+        """Check the gate for a prefill, and count its forward. Return False if there is no room.
+
+        Its first prompt then waits. If all requests wait for each other, the newest of them loses its memory.
+        """
         refused = self._memory.check(GateSite.PREFILL, now)
         if refused is not None:
             self._delay(chunk.members[0], refused, now)

@@ -126,8 +126,8 @@ class ScriptedEngine:
         return []
 
     def step(self, now: float) -> list[Frame]:
-        """Decode one token of every row if a step is due, then prefill the next request if the batch has room. Return
-        the frames to send."""
+        """Decode one token of every row if a step is due, then prefill the next request if the batch has room. Answer
+        all waiting requests for embeddings. Return the frames to send."""
         frames = [*self._turns.step(now), *self._embeddings.step(now)]
         self._memory.observe(now)
         return frames

@@ -37,7 +37,7 @@ class BatchMemory(Protocol):
 
 
 class ScriptedPreemptor:
-    """Preempts and ends requests for lack of memory or rows, and returns preempted ones.
+    """Preemption and ends of requests for lack of memory or rows, and the return of preempted requests.
 
     `now` is in monotonic seconds in all methods.
     """
@@ -58,12 +58,18 @@ class ScriptedPreemptor:
     # lack of memory
 
     def release_for(self, sequence: ScriptedSequence, refused: Refused, now: float) -> None:
-        """Release the memory of the request that loses least for a row that must grow; of its own request if no other
-        one can."""
+        """Preempt or end one request for a row of `sequence` that must grow: that of `choose_victim`, else `sequence`.
+
+        `release_memory` states when a request ends.
+        """
         self.release_memory(choose_victim(self._table.list_active()) or sequence, refused, now)
 
     def release_memory(self, sequence: ScriptedSequence, refused: Refused, now: float) -> None:
-        """Release a request's memory: the router places it again, or it returns here later."""
+        """Preempt a request, or end it if it cannot be preempted.
+
+        A request without delivered tokens is refused with `refused`, and the router places it again. Any other is
+        preempted if memory may become free or is unreadable, else it fails with `FailureCode.NO_HEADROOM`.
+        """
         unreadable = refused.code is RefusalCode.UNREADABLE
         if should_preempt(sequence, unreadable=unreadable, others=self._may_free_memory(1, now)):
             self.preempt(sequence, for_key=False)
@@ -83,7 +89,10 @@ class ScriptedPreemptor:
         self.preemptions += 1
 
     def end(self, sequence: ScriptedSequence, refused: Refused, code: str, now: float) -> None:
-        """End a request for lack of memory, with a refusal if none of its tokens was delivered."""
+        """End a request for lack of memory: as refused if none of its tokens was delivered, else as failed with `code`.
+
+        `drain_ends` returns its last frame.
+        """
         self.drop(sequence, now)
         if sequence.delivered:
             self._ends.append(Failed(sequence.number, code, refused.message))
@@ -120,12 +129,19 @@ class ScriptedPreemptor:
     # return
 
     def compute_required_bytes(self, key: str | None) -> int:
-        """Return the bytes that preempted requests need before a new request of `key` is admitted; None: of any key."""
+        """Return the bytes of the oldest preempted request that returns before a new request of `key`; 0 without one.
+
+        With `key` None, all preempted requests count.
+        """
         oldest = find_first_preempted(self._table.preempted, key)
         return 0 if oldest is None else _compute_needed_bytes(oldest)
 
     def return_next(self, now: float) -> None:
-        """Return the oldest preempted request to the queue; one preempted for another key only while rows are free."""
+        """Return the oldest preempted request to the queue if the gate passes it.
+
+        At most one request is checked every `GATE_RETRY_SECONDS`. A request that was preempted for another key returns
+        only while rows are free. A request without room ends if no memory may become free.
+        """
         if not self._table.preempted or now < self.return_at:
             return
         self.return_at = now + GATE_RETRY_SECONDS

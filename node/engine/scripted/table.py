@@ -80,7 +80,7 @@ class ScriptedTable:
     # changes
 
     def enqueue(self, sequence: ScriptedSequence) -> None:
-        """Add a request at the end of the queue."""
+        """Add a new or a preempted request at the end of the queue."""
         if sequence in self._preempted:
             self._preempted.remove(sequence)
         self._queue.append(sequence)
@@ -102,7 +102,7 @@ class ScriptedTable:
         self._preempted.append(sequence)
 
     def remove(self, sequence: ScriptedSequence, now: float) -> None:
-        """Remove a request that has ended at `now` (monotonic seconds)."""
+        """Remove a request that has ended at `now` (monotonic seconds). Set `crowded_at` if a request is still live."""
         self._take_out(sequence)
         if len(self):
             self.crowded_at = now

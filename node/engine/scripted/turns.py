@@ -85,7 +85,10 @@ class ScriptedTurns:
         self._running: RunningTurns | None = None
 
     def step(self, now: float) -> list[Frame]:
-        """Record the running turns if they have ended, then begin the next. Return the frames to send."""
+        """Record the running turns if they have ended, then begin the next. Return the frames to send.
+
+        A prefill that takes no time is done at once, also within a running turn.
+        """
         frames: list[Frame] = []
         at = now
         running = self._running

@@ -103,7 +103,7 @@ class Tokenizer:
         """Tokenize a request: its text or ids unchanged, or its messages rendered by the model's template.
 
         If a text is clearly longer than `max_tokens` (0: no limit), raise `TooLong` as soon as they are counted. Raise
-        `TemplateFailed` if template or tokenizer fail.
+        `TemplateFailed` if template or tokenizer fail, the prompt is empty, or an id is out of range.
         """
         plain = bool(request.text or request.ids)
         try:
@@ -268,8 +268,10 @@ class Tokenizer:
         return not self.markers.edges and isinstance(cast("Any", self.wrapper)._tokenizer, PreTrainedTokenizerFast)
 
     def build_guide(self) -> LLTokenizer | None:
-        """Return the tokenizer in llguidance's form; None if answers cannot follow a grammar. This takes a second for a
-        large vocabulary."""
+        """Return the tokenizer in llguidance's form; None if answers cannot follow a grammar.
+
+        Record its special tokens, for the texts of `tool_call_format`. This takes a second for a large vocabulary.
+        """
         fast = cast("Any", self.wrapper)._tokenizer
         if not self.constrainable:
             return None

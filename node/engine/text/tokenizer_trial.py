@@ -2,8 +2,8 @@
 
 Both come with the model. An endless template, or a tokenizer's regular expression with unbounded time, would block an
 engine thread and every request on it. The process loads the tokenizer and tokenizes some prompts
-(`tokenizer_trial_main`), with a limit of CPU time and of memory. Results are stored by fingerprint: a model is tried
-once on a machine.
+(`tokenizer_trial_main`), with a limit of CPU time and of memory. Fingerprints that passed are stored: such a model is
+tried once on a machine. A model that failed is tried again after a restart of the engine.
 """
 
 import os
@@ -62,7 +62,8 @@ class TokenizerTrials:
         """Try the model in `folder`, unless its fingerprint was tried before. `files` is the size of its tokenizer's
         files in bytes.
 
-        Raise `TokenizerError` with the reason if the model may not be used, `OSError` if the process cannot be started.
+        A tokenizer that cannot be loaded passes. Raise `TokenizerError` with the reason if the model may not be used,
+        `OSError` if the process cannot be started.
         """
         if fingerprint in self._passed:
             return

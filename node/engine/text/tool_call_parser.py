@@ -32,8 +32,10 @@ class ToolCallParser:
         self._tools = tools
 
     def parse_block(self, block: str) -> list[str]:
-        """Parse a block without its markers. Return each call as JSON text (see `wire.frames.Delta`); empty if the
-        block is no call. Never raise."""
+        """Parse a block without its markers. Return each call as JSON text (see `wire.frames.Delta`).
+
+        Return an empty list if the block is no call or has more than `MAX_BLOCK_CHARS`. Never raise.
+        """
         if self._parse is None or len(block) > MAX_BLOCK_CHARS:
             return []
         for tools in self._tools:

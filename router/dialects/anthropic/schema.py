@@ -104,7 +104,7 @@ class ThinkingBlock(StrictPart):
 
 
 class RedactedThinkingBlock(StrictPart):
-    """Encrypted reasoning of another server's model, which cannot be read here."""
+    """Encrypted reasoning of another server's model. The prompt does not contain it, because no node can decrypt it."""
 
     type: Literal["redacted_thinking"]
     data: str

@@ -14,6 +14,6 @@ UNSUPPORTED_ROUTES = frozenset(
 
 
 def build_unsupported_route(path: str) -> Problem:
-    """Build the 501 problem for an unsupported route of Ollama, with the command to use instead, if there is one."""
+    """Build the 501 problem for an unsupported route of Ollama, which names Macpool's commands for models."""
     text = f"{path} is not supported: manage models with `cluster model load` and `cluster model unload`"
     return Problem(501, "unsupported_operation", text)

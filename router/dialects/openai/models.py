@@ -39,7 +39,7 @@ _BY_FEATURE = {
 
 
 def list_models(models: VisibleModels, created: int) -> bytes:
-    """Return every model that a member can serve, and every alias, sorted by name, as JSON in OpenAI's shape.
+    """Return every model that a member can serve, then every alias, each sorted by name, as JSON in OpenAI's shape.
 
     `created` is in Unix seconds.
     """

@@ -58,7 +58,7 @@ class StrictPart(BaseModel):
 
 
 class ForeignPart(BaseModel):
-    """Tool of a type that another server would have to execute. It is left out with its content."""
+    """Tool of a type that a server would have to run, such as a web search. The model does not get the tool."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 

@@ -45,9 +45,9 @@ class ParsedBody(NamedTuple, Generic[B]):
     body: B
     """Body as the pydantic model."""
     fields: Body
-    """Body as JSON, without the fields that are known to have no effect."""
+    """Decoded body with only its honoured and its unknown fields."""
     ignored: tuple[str, ...]
-    """Names of the ignored fields."""
+    """Names of the fields without an effect: unknown fields, and fields of the table's `ignored` with a true value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,11 @@ class FieldTable(Generic[B]):
         return frozenset(self.body.model_fields) | self.ignored.keys() | self.neutral.keys()
 
     def read(self, raw: bytes, *, strict: bool = False) -> ParsedBody[B] | Problem:
-        """Parse a body (UTF-8 JSON), or return a 400 problem with the reason. With `strict`, unknown fields are
-        refused."""
+        """Parse a body (UTF-8 JSON), or return a 400 problem with the reason.
+
+        With `strict`, every unknown field is refused. Without it, unknown fields are ignored, except typing errors,
+        more than `MAX_IGNORED` names, and fields of the prompt or of the answer's format.
+        """
         raw_fields = read_object(raw, self.max_values)
         return raw_fields if isinstance(raw_fields, Problem) else self.parse(raw_fields, strict=strict)
 

@@ -112,7 +112,8 @@ class FormattedBody(SamplingFields):
     def build_grammar(self) -> GrammarSpec | Problem | None:
         """Return the grammar of the answer; None if the answer is not constrained.
 
-        Return a 400 problem for an invalid format, and for several formats.
+        Return a 400 problem for an invalid format, several formats, a pattern of whitespace without a JSON format, or
+        an unsupported `guided_decoding_backend`.
         """
         wrong = check_backend(self.guided_decoding_backend, "guided_decoding_backend")
         if wrong is not None:
@@ -204,7 +205,10 @@ def convert_schema(schema: Body | None, name: str) -> GrammarSpec | Problem:
 def convert_structured_outputs(
     options: StructuredOutputs, prefix: str = "structured_outputs."
 ) -> dict[str, GrammarSpec | Problem]:
-    """Convert every given field to a grammar or a 400 problem. Return them by field name, with `prefix` before it."""
+    """Convert every field that defines a format to a grammar or a 400 problem.
+
+    Return the results by field name, with `prefix` before the name; empty without such a field.
+    """
     grammars: dict[str, GrammarSpec | Problem] = {}
     if options.json_ is not None:
         name, schema = f"{prefix}json", options.json_
@@ -247,7 +251,10 @@ def select_single_grammar(
 
 
 def check_backend(name: str | None, field: str) -> Problem | None:
-    """Return the 400 problem for an unsupported grammar library; None if the library is supported or not given."""
+    """Return the 400 problem for an unsupported grammar library; None if the library is supported or not given.
+
+    Options after a colon in `name` have no effect. `field` is the field of the body, for the error.
+    """
     if name is None or name.partition(":")[0] in BACKENDS:
         return None
     return build_invalid(

@@ -114,6 +114,8 @@ def collect_tools(
 ) -> ToolSet | Problem:
     """Check and combine the tools of a request. Return a 400 problem for too many or too long tools.
 
+    A tool whose name is taken gets the name of its namespace as a prefix, if it has one.
+
     With `strict`, also refuse tools in `foreign` that would have to run on a server; else list them in `left_out`. If
     `include_text` is false, the result has no text.
     """

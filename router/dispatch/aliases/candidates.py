@@ -101,7 +101,7 @@ class AliasCandidates:
         self.stored: dict[int, CandidateState] = {}
         """States of the candidates that were used before, by position."""
         self.results: list[Placement | NoPlacement] = []
-        """Newest placement of each candidate, as far as they were tried."""
+        """Placement of each candidate, in order, from the last attempt at which none could start; empty before."""
         self.reasons: dict[str, str] = {}
         """Reason for which each model was passed over."""
 
@@ -126,11 +126,11 @@ class AliasCandidates:
         self.at = at
 
     def set_results(self, results: Sequence[Placement | NoPlacement]) -> None:
-        """Set the newest placement of each candidate that was tried."""
+        """Set the placement of each candidate, in order, after an attempt at which none could start."""
         self.results = list(results)
 
     def list_waitable(self) -> list[int]:
-        """Return the positions of the candidates for which waiting is not useless, by their newest placements."""
+        """Return the positions of the candidates whose result in `results` is not a final refusal."""
         return [at for at, result in enumerate(self.results) if not _is_final(result)]
 
     def set_reason(self, model: str, reason: str) -> bool:
@@ -154,7 +154,7 @@ class AliasCandidates:
         return tuple(PassedOver(model, self.reasons[model]) for model in before if model in self.reasons)
 
     def list_states(self) -> Iterable[CandidateState]:
-        """Return the states of the candidates that were used before."""
+        """Return the states of the candidates that were used before and are not in use now."""
         return self.stored.values()
 
     def set_obstacle(self, obstacle: str) -> None:
@@ -162,7 +162,10 @@ class AliasCandidates:
         self.obstacle = self.forbidden or obstacle
 
     def combine_refusals(self, best: NoPlacement) -> Refused:
-        """Return one refusal with the reasons of all candidates, and with the code and the numbers of `best`."""
+        """Build one refusal with the reasons of all candidates, and with the code and the numbers of `best`.
+
+        Store the refusal in `refused` and return it. The upstream's obstacle is one of the reasons.
+        """
         parts = [
             f"{model}: {get_reason(result, model)}" for model, result in zip(self.models, self.results, strict=False)
         ]

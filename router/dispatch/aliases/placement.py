@@ -44,7 +44,9 @@ class AliasPlacement:
     def decide(self, request: ActiveRequest) -> Placement | NoPlacement:
         """Compute and record the placement of a request, with the first candidate of its alias that can start now.
 
-        If none can, the request uses the first candidate for which waiting is not useless.
+        If no candidate can, the request uses the first one without a final refusal. The result is then its placement
+        if only `CrowdRules` makes the request wait, else one refusal with the reasons of all candidates. The upstream's
+        obstacle is updated as well. A request that may not change its model is placed with its model only.
         """
         alias = request.alias
         if alias is None or not may_change_model(request):
@@ -69,9 +71,9 @@ class AliasPlacement:
         return NoPlacement(alias.combine_refusals(best), best.candidates, best.candidate)
 
     def start_upstream(self, request: ActiveRequest) -> bool:
-        """Hand a request that no node can start now to the upstream of its alias. Return whether it takes the request.
+        """Hand a request that no node can start now to the upstream of its alias. Return whether that was possible.
 
-        Call it after `decide`.
+        Call this after `decide`, which finds the obstacle of the upstream.
         """
         alias = request.alias
         if alias is None or not alias.upstream or alias.obstacle or not may_change_model(request):
@@ -85,10 +87,10 @@ class AliasPlacement:
         return True
 
     def offer(self, request: ActiveRequest, result: NoPlacement, start: Callable[[NoPlacement], bool]) -> bool:
-        """Call `start` with the result of a request without room, or of each candidate that may wait, until it returns
-        True.
+        """Call `start` with the refusal of each candidate that may wait, until a call returns True.
 
-        Return whether it did. If not, the candidate in use stays.
+        Return whether a call did. If none did, the candidate in use stays. For a request that may not change its model,
+        `start` is called once, with `result`.
         """
         alias = request.alias
         if alias is None or not may_change_model(request):
@@ -103,9 +105,10 @@ class AliasPlacement:
         return False
 
     def start_any(self, request: ActiveRequest, start: Callable[[], bool]) -> bool:
-        """Call `start` with each candidate in use in turn, until it returns True; return whether it did.
+        """Call `start` with each candidate in use in turn, until a call returns True. Return whether a call did.
 
-        If not, the candidate in use stays. Without other candidates, do nothing.
+        If none did, the candidate in use stays. For a request that may not change its model, return False without a
+        call.
         """
         alias = request.alias
         if alias is None or not may_change_model(request):
@@ -139,10 +142,16 @@ class AliasPlacement:
 
 
 def may_change_model(request: ActiveRequest) -> bool:
-    """Return whether a request may use another candidate of its alias: nothing of its answer exists yet."""
+    """Return whether a request may use another candidate of its alias: nothing of its answer exists yet.
+
+    Return False without an alias.
+    """
     return request.alias is not None and not request.answer.opened and not request.tokens.longest
 
 
 def may_restart_with_other_model(request: ActiveRequest) -> bool:
-    """Return whether a request may begin again with another candidate: its client has nothing of the answer."""
+    """Return whether a request may begin again with another candidate: its client has nothing of the answer.
+
+    Unlike for `may_change_model`, tokens may have arrived from a node. Return False without an alias.
+    """
     return request.alias is not None and not request.answer.opened and not request.answer.begun

@@ -64,7 +64,8 @@ class Assignment:
         """Place a request and send it to the chosen node. Without a link to that node, place the request again.
 
         Queue the request if no node has room, if it must wait for fairness (`CrowdRules.must_wait`), or after
-        `MAX_NODES_IN_A_ROW` nodes. End the request if its refusal is final. A request without a placement is first
+        `MAX_NODES_IN_A_ROW` nodes. End the request if its refusal is final. A request that would wait for fairness, or
+        has no placement, goes to the upstream of its alias first. A request without a placement or upstream is then
         offered to the node of `start_at_decider`. The next offer is to a full node where another key holds more than
         its fair share.
         """

@@ -60,7 +60,10 @@ class Attempts:
         )
 
     def reserve(self, request: ActiveRequest, action: Reserve) -> None:
-        """Reserve memory, prefill and rows on the node of an attempt."""
+        """Reserve memory, prefill and rows on the node of an attempt, and add the attempt to `live`.
+
+        Count the attempt, tell the node's circuit breaker, and set the model's version for an answer that begins.
+        """
         placed, chosen = action.placed, action.placed.chosen
         resumed = not action.first and request.tokens.longest > 0
         self._counters.count_attempt(chosen.node, first=action.first, resumed=resumed)
@@ -121,7 +124,10 @@ class Attempts:
         request.add_step(self._clock(), "no link", name)
 
     def release(self, _: ActiveRequest, action: Release) -> None:
-        """End an attempt: the only place where a reservation is released."""
+        """End an attempt, and release its reservation; no other place releases one.
+
+        Mark the node as changed, end waits for its drain if it is empty, and end the probe of its breaker.
+        """
         self.live.pop(action.attempt, None)
         self._ledger.release(action.attempt)
         self._breakers.record_departure(action.node, action.attempt)
@@ -133,7 +139,10 @@ class Attempts:
         self._send(action.node, Cancel(action.attempt))
 
     def record_prompt(self, request: ActiveRequest, action: RecordPrompt) -> None:
-        """Record the prompt tokens that the node counted, at most those that the request can have."""
+        """Record the prompt tokens that the node counted, at most those that the request can have.
+
+        Mark the reservation as admitted, and add the prompt to the index of cached prompts.
+        """
         frame = action.frame
         self._ledger.mark_admitted(frame.request)
         prompt = min(frame.prompt_tokens, compute_max_prompt_tokens(request))
@@ -143,7 +152,10 @@ class Attempts:
             self._affinity.record_prefill(request.chain, action.node, frame.prompt_hash, prompt, cached)
 
     def record_prefill_end(self, request: ActiveRequest, action: PrefillDone) -> None:
-        """Record that the prompt of an attempt is prefilled, and the time to the first token of the request."""
+        """Record that the prompt of an attempt is prefilled, and the time to the first token of the request.
+
+        Do nothing unless these are the request's first tokens.
+        """
         if not action.first:
             return
         now = self._clock()

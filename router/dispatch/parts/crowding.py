@@ -25,8 +25,8 @@ class CrowdRules:
     def must_wait(self, request: ActiveRequest, chosen: Candidate) -> bool:
         """Return whether a request must be queued although a node has room for it.
 
-        This applies where many prompt tokens are ahead of it and its key requests far more than its share. A resumed
-        answer never waits for that.
+        This applies where many prompt tokens are ahead of the request and its key requests far more than its share. A
+        request that has lost a node, and a node that must load the model, are exempt.
         """
         model = chosen.model
         if request.life.lost_by is not None or model is None or not model.loaded:

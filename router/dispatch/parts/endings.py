@@ -32,7 +32,10 @@ class Endings:
         self._quotas = quotas
 
     def deny(self, request: ActiveRequest, refused: Refused) -> None:
-        """End a request that no node takes: as refused, or as failed when its client has a part of the answer."""
+        """End a request that no node takes: as refused, or as failed when its client has a part of the answer.
+
+        For a key with a list of models, the message of an unknown model names no other models.
+        """
         lost_by = request.life.lost_by
         if refused.code is RefusalCode.NO_MODEL and self._quotas.get_limits(request.spec.key).models:
             # the message names similar models, which the key may not use
@@ -44,7 +47,7 @@ class Endings:
         self._apply(request, RequestDenied(RequestFailure(lost_by.code, text)))
 
     def settle(self, request: ActiveRequest, action: SettleQuota) -> None:
-        """Charge the tokens used, and count the request."""
+        """Settle the charge of the key's quota, and record the request in usage, counters and history."""
         self._accounting.record_end(
             request, action.outcome, self._find_counted_model(request), self._quotas, self._clock()
         )

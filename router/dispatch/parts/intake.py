@@ -52,7 +52,8 @@ class Intake:
         """Return a new request with this number, and the refusal if its key is over its quota or its model's name is
         refused.
 
-        Without `charges_quota`, the quota is neither checked nor charged.
+        The request has the first candidate of the named model, the defaults of its profile, the key's labels and a
+        seed. Without `charges_quota`, the quota is neither checked nor charged.
         """
         limits, now = self._quotas.get_limits(spec.key), self._clock()
         target: ModelTarget | None = None
@@ -145,7 +146,10 @@ class Intake:
         return NOWHERE if chain is None else self._affinity.estimate_shares(chain)
 
     def compute_hash_chain(self, spec: RequestSpec) -> PrefixHashChain | None:
-        """Return the prefix hashes of a request; None where no choice of a node depends on them."""
+        """Return the prefix hashes of a request; None where no choice of a node depends on them.
+
+        These are embeddings, a cluster of fewer than two nodes, and a short prompt without a session.
+        """
         view = self._placer.view
         if (
             spec.embed is not None

@@ -64,7 +64,11 @@ class Losses:
             self._recover_or_end(request, LossKind.NODE, RequestFailure(FailureCode.NODE_LOST, text))
 
     def handle_failure(self, request: ActiveRequest, node: NodeId, frame: Failed) -> None:
-        """Handle a request that broke on its node, alone or because the engine died."""
+        """Resume elsewhere, or end, a request for which its node sent `Failed`.
+
+        A code of no loss ends the request (`classify_loss`). A fault of the engine counts for the node's circuit
+        breaker. The node is excluded until its next report, or for good if it stops.
+        """
         if is_fault(frame.code):
             self._breakers.record_fault(node, frame.request, self._clock(), frame.message)
         self._on_failure(request, frame.code)

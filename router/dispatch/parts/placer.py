@@ -29,7 +29,7 @@ from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
 
 FAILING = "failing"
-"""State that placement sees for a node whose breaker is open."""
+"""State that placement sees for a node whose breaker is open or has a running probe."""
 
 
 PullFinder = Callable[[str], Refused | None]
@@ -77,7 +77,7 @@ class Placer:
                 del self._corrections[node.id]
 
     def mark_failing_nodes(self, view: ClusterView, now: float) -> ClusterView:
-        """Return the view for placement, in which nodes with an open breaker are not ready."""
+        """Return the view for placement, in which nodes with an open breaker or a running probe are `FAILING`."""
         barred = self._breakers.list_barred_nodes(now)
         if not barred:
             return view

@@ -59,8 +59,9 @@ class StreamWatchdog:
     def check(self, request: ActiveRequest) -> None:
         """Request a keep-alive for a stream without new events, or end the stream of a reader without progress.
 
-        Each call counts as one interval. Collected answers, those of an upstream and queued requests are skipped. Token
-        ids above the limit of the request are discarded.
+        Each call counts as one interval. Collected answers and those of an upstream are skipped. A queued request is
+        skipped as long as its stream is not open and it waits for no model swap. For all answers, discard the token ids
+        of a node that sent more tokens than the limit of the request.
         """
         request.tokens.discard_excess()
         answer = request.answer
@@ -81,7 +82,10 @@ class StreamWatchdog:
             answer.request_keepalive()
 
     def end_oversized(self, request: ActiveRequest) -> None:
-        """End an answer whose stored part is too large: a stream that is not read, or a collected answer."""
+        """End a stream that is not read, or a collected answer of more than `MAX_ANSWER_CHARS` characters.
+
+        The caller has found that `buffered` is above `slow_client_bytes`. A shorter collected answer stays.
+        """
         if isinstance(request.answer, StreamedAnswer):
             self._end_slow(request)
         elif request.answer.buffered > MAX_ANSWER_CHARS:

@@ -54,7 +54,11 @@ class SwapTurns:
         self._planner.remove_node(node)
 
     def advance(self, now: float) -> None:
-        """Advance the model swaps under way, and begin those that are due at `now` (monotonic seconds)."""
+        """Advance the model swaps under way, and begin those that are due at `now` (monotonic seconds).
+
+        Extend the deadline of each queued request that waits for a swap, up to `swap_timeout_seconds` after its
+        arrival. Do nothing without queued requests and swaps.
+        """
         if not len(self._queue) and not self._ledger.turns:
             return
         entries = sorted(self._queue.list_entries(), key=lambda entry: entry.item.arrived)

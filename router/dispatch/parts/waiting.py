@@ -62,7 +62,11 @@ class QueuedRequests:
     # actions
 
     def enqueue(self, request: ActiveRequest, action: Enqueue) -> None:
-        """Put a request into the queue, or end it with the refusal of the queue."""
+        """Put a request into the queue, or end it with the refusal of the queue.
+
+        A request that has lost a node is never refused, and room is held for it at once. A request keeps the deadline
+        of its earlier wait.
+        """
         now, result = self._clock(), action.result
         entry = self._queue.offer(
             request,
@@ -88,7 +92,7 @@ class QueuedRequests:
             self._hold_memory(request, result)
 
     def dequeue(self, request: ActiveRequest, _: Dequeue) -> None:
-        """Record the queue time of a request that left the queue, and release its hold."""
+        """Record the queue time of a request that left the queue, and release its hold. Ignore any other request."""
         if request.entry is not None:
             self._counters.count_queue_exit(self._clock() - request.entry.arrived)
             self._ledger.drop_hold(request.number)

@@ -57,8 +57,8 @@ def load_encoder(folder: Path, shape: EncoderShape) -> Encoder:
     """Return the lazy encoder in a folder.
 
     Raise `EncoderWeightsError` if a weight is missing or has too few rows, `OSError` or `ValueError` for a
-    `config.json` that cannot be read or parsed. Raise `KeyError` or `ValueError` for quantized weights without bits or
-    group size. Exceptions of MLX for faulty weight files propagate.
+    `config.json` that cannot be read or parsed. Raise `KeyError`, `TypeError` or `ValueError` for quantized weights
+    without bits or group size. Exceptions of MLX for faulty weight files propagate.
     """
     is_modern = shape.family is EncoderFamily.MODERNBERT
     names = list_modernbert_names(shape) if is_modern else list_bert_names(shape)

@@ -14,7 +14,7 @@ _OLDER = {".gamma": ".weight", ".beta": ".bias"}
 
 
 class EncoderWeightsError(ValueError):
-    """Checkpoint that lacks a weight of its encoder."""
+    """Checkpoint that lacks a weight of its encoder, or rows of an embedding."""
 
 
 class EncoderWeights:
@@ -95,7 +95,7 @@ def read_arrays(folder: Path) -> dict[str, mx.array]:
 def read_quantization(config: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return bits and group size of quantized weights from `config.json`; None if the weights are not quantized.
 
-    Raise `KeyError` or `ValueError` for an entry without these numbers.
+    Raise `KeyError`, `TypeError` or `ValueError` for an entry without these numbers.
     """
     found: object = config.get("quantization")
     if not isinstance(found, dict):

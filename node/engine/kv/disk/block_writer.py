@@ -41,7 +41,8 @@ class BlockWriter:
     """Writer of the files of one folder (see the module's docstring).
 
     `quota()` returns the bytes that all files may have. `budget` limits the written bytes. The thread ends with the
-    process.
+    process. `saves` counts queued parts, `persisted` written ones, `drops` those that were not written. `errors` counts
+    failed writes, `evictions` deleted older files.
     """
 
     def __init__(self, folder: Path, index: BlockIndex, quota: Callable[[], int], budget: WriteBudget) -> None:

@@ -131,7 +131,7 @@ class DiskCache:
 
     def clear_queue(self) -> int:
         """Write or drop the parts that are queued for the writer or being copied for it (`WriteQueue.flush`). Return
-        their bytes."""
+        the bytes that have left the queue."""
         before = self.queued_bytes
         if self.writer is not None and before:
             self.queue.flush(self.writer)
@@ -217,7 +217,8 @@ class DiskCache:
         return DiskRestore(self._folder, plan, cache)
 
     def end_restore(self, restore: DiskRestore) -> None:
-        """Count a restoration that has ended, and remove the file that was invalid, if there was one."""
+        """Count a restoration that has ended as a hit, and mark its files as used. If a file was invalid, count a fault
+        instead, and remove that file."""
         if restore.invalid is not None:
             self.faults += 1
             self.remove_parts([restore.invalid])
@@ -234,7 +235,10 @@ class DiskCache:
         threading.Thread(target=_set_file_times, args=(self._folder, files), daemon=True).start()
 
     def remove_parts(self, parts: tuple[PlannedPart, ...] | list[PlannedPart]) -> None:
-        """Remove files, because they are invalid or a request that was restored from them has failed."""
+        """Remove files from the index, because they are invalid or a request that was restored from them has failed.
+
+        The files themselves are deleted only if this process writes to the folder.
+        """
         for part in parts:
             self._index.remove(part.name.file)
             if self.writer is not None:
@@ -260,7 +264,7 @@ class DiskCache:
         view: RowView | None = None,
     ) -> None:
         """Queue an entry to be written, if its prefill of `prefill_seconds` takes at least `min_seconds` longer than
-        its reading. `view`: `PendingEntry.view`."""
+        its reading. Ignore the entry if another process writes to the folder. `view`: `PendingEntry.view`."""
         saved = prefill_seconds - self.estimate_read_seconds(entry.nbytes)
         if not shape.parts or saved < self.min_seconds or not self._open_writer():
             return

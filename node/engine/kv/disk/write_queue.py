@@ -101,7 +101,10 @@ class WriteQueue:
         return sum(cut.nbytes for _, cut in self._cuts)
 
     def add(self, entry: CachedPrefix[Layers], shape: CacheShape, view: RowView | None = None) -> None:
-        """Add an entry that has any part. Drop the oldest one above `MAX_PENDING`. `view`: `PendingEntry.view`."""
+        """Add an entry; ignore one without parts. Drop the oldest entry above `MAX_PENDING`.
+
+        `view` is that of `PendingEntry`.
+        """
         parts = list(list_entry_parts(entry, shape))
         if not parts:
             return

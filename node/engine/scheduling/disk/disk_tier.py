@@ -74,8 +74,11 @@ class DiskTier:
         return 0 if plan is None else 3 * plan.nbytes // len(plan.parts)
 
     def restore_part(self, prefill: Prefill, past: PrefixState) -> None:
-        """Read one part of a planned restoration, if it is there soon. After the last part, start the prefill with the
-        restored tokens."""
+        """Read one part of a planned restoration, if it is there within `READ_TIMEOUT_SECONDS`.
+
+        After the last part, start the prefill with the restored tokens. If the restoration failed, clear the lookup:
+        the prompt must be looked up again.
+        """
         plan, disk = past.plan, self.cache
         if plan is None or disk is None:
             return

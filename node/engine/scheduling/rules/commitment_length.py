@@ -7,7 +7,7 @@ GATE_RETRY_SECONDS = 0.1
 
 
 def compute_growth_tokens(promised: int, most: int) -> int:
-    """Return the tokens to commit in addition for a row that has used all `promised` ones: at most `KV_GROWTH_TOKENS`.
+    """Return the tokens to commit in addition for a row that has used all `promised` ones: 1 to `KV_GROWTH_TOKENS`.
 
     `most` are the tokens of the row at its end, prompt included.
     """

@@ -61,7 +61,7 @@ def find_newest_holder(live: Iterable[R]) -> R | None:
 def choose_victim(live: Sequence[R]) -> R | None:
     """Return the request whose commitment is released for a row that grows; None if no request can lose it.
 
-    `live` are the requests that are not preempted.
+    `live` are the requests that are not preempted. The rule is "Victim" in the module's docstring.
     """
     rows, waiting, holding = Counter[str](), list[R](), list[R]()
     for request in live:
