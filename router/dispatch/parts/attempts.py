@@ -152,16 +152,14 @@ class Attempts:
             self._affinity.record_prefill(request.chain, action.node, frame.prompt_hash, prompt, cached)
 
     def record_prefill_end(self, request: ActiveRequest, action: PrefillDone) -> None:
-        """Record that the prompt of an attempt is prefilled, and the time to the first token of the request.
-
-        Do nothing unless these are the request's first tokens.
-        """
+        """Record that the prompt of an attempt is prefilled. For the first tokens of a request, record also the time to
+        the first token."""
+        self._ledger.mark_admitted(action.attempt)
+        self._ledger.mark_prefilled(action.attempt)
         if not action.first:
             return
         now = self._clock()
         request.add_step(now, "first token", request.node_name)
-        self._ledger.mark_admitted(action.attempt)
-        self._ledger.mark_prefilled(action.attempt)
         self._counters.count_first_token(
             action.node, request.demand.model, request.prompt_counts[0], now - request.arrived
         )

@@ -341,6 +341,20 @@ async def test_a_prompt_counts_as_unread_in_tokens_and_seconds_until_its_first_t
     finish(one)
 
 
+async def test_the_prompt_of_a_restarted_answer_counts_until_its_first_token(two: Cluster):
+    demand = ResourceDemand("tiny", 100, prompt_tokens=500)
+    two.dispatcher.submit(RequestSpec(demand, "k", "r1", (Message("user", "hi"),), GenerationParams(), 0, stream=False))
+    node, _ = two.last()
+    two.say(lambda number: Deltas((Delta(number, 0, (), ((0, "hi"),)),)))
+    two.dispatcher.handle_lost_node(node, "cable")
+    other, attempt = two.last()
+    account = two.dispatcher.ledger.get_account(other)
+    assert (other != node, list(account.pending_prefills)) == (True, [attempt])
+    two.speak()
+    assert account.pending_prefills == {}
+    finish(two)
+
+
 async def test_a_request_that_was_admitted_once_has_its_whole_time_in_the_queue_again():
     cluster = Cluster(A, queue_timeout_seconds=30.0)
     full(cluster, A)
