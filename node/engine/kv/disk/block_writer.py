@@ -53,7 +53,7 @@ class BlockWriter:
         self._queue: deque[QueuedPart] = deque()
         self._changed = threading.Condition()
         self._nbytes = self._unfinished = 0
-        self._writing = ""
+        self.writing = ""
         """File of the part that is being written; empty if there is none."""
         self._discard = False
         """Whether that part is removed."""
@@ -108,7 +108,7 @@ class BlockWriter:
     def remove(self, files: Collection[str]) -> None:
         """Drop the parts of these files that wait, and remove the one that is being written once it is complete."""
         with self._changed:
-            self._discard |= self._writing in files
+            self._discard |= self.writing in files
             dropped = [part for part in self._queue if part.name.file in files]
             self.drops += len(dropped)
             self._nbytes -= sum(part.nbytes for part in dropped)
@@ -127,7 +127,7 @@ class BlockWriter:
                 while not self._queue:
                     self._changed.wait()
                 part, self._discard = self._queue.popleft(), False
-                self._writing = part.name.file
+                self.writing = part.name.file
             try:
                 self._write(part)
             except OSError as error:
@@ -138,7 +138,7 @@ class BlockWriter:
             nbytes = part.nbytes
             del part
             with self._changed:
-                self._writing = ""
+                self.writing = ""
                 self._nbytes -= nbytes
                 self._unfinished -= 1
                 self._changed.notify_all()

@@ -91,6 +91,8 @@ class WriteQueue:
         self._cuts: list[tuple[BlockName, LaunchedCut]] = []
         """Parts whose copies were launched, for the writer."""
         self._next_at = 0.0
+        self._stalled_at = ""
+        """File that was being written when the last wait of `flush` was in vain."""
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -173,10 +175,11 @@ class WriteQueue:
         """Wait until the launched copies and all queued parts are written, because their memory is needed.
 
         Drop those that are not written within `FLUSH_SECONDS`. They are cut out again if their entries are pending and
-        stay in memory.
+        stay in memory. Do not wait again for the same file.
         """
         self._pass_copies(writer)
-        if not writer.wait(FLUSH_SECONDS):
+        if (writer.writing and writer.writing == self._stalled_at) or not writer.wait(FLUSH_SECONDS):
+            self._stalled_at = writer.writing
             for place, pending in enumerate(self._pending):
                 self._pending[place] = pending._replace(parts=list_entry_parts(pending.entry, pending.shape))
             writer.clear()
