@@ -86,6 +86,7 @@ ENTRIES = (
     Entry("join-by-code", "A second Mac joins by code"),
     Entry("pull-and-quantize", "Two Macs pull a model, and one of them quantizes it"),
     Entry("embeddings", "Embeddings of a real model during chats"),
+    Entry("disk-cache", "Prompts of preempted requests return from the disk cache"),
 )
 """All entries, in the order in which they run."""
 

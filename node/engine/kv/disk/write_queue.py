@@ -144,8 +144,9 @@ class WriteQueue:
         """Pass the copies that the last call launched to the writer. Launch those of the next missing part of the
         newest entry, if that is due at the monotonic time `now`.
 
-        No decode step waits for copies. `busy`: requests run. `room`: most parts for which memory suffices. `urgent`:
-        the entry may soon be evicted from memory; small parts are then launched together.
+        No decode step waits for copies of an entry. Those of a batch are awaited at once, because a step copies the
+        arrays of a batch that are still in use. `busy`: requests run. `room`: most parts for which
+        memory suffices. `urgent`: the entry may soon be evicted from memory; small parts are then launched together.
         """
         self._pass_copies(writer)
         if not self._pending or now < self._next_at:
@@ -156,7 +157,7 @@ class WriteQueue:
         pending = self._pending[-1]
         pause = compute_pause_seconds(pending.part_bytes, urgent=urgent) if busy else 0.0
         self._next_at = max(self._next_at, now - URGENT_BURST_SECONDS) if urgent else now
-        layers = pending.get_layers()
+        layers, count = pending.get_layers(), 0
         if layers is None:
             self.unwritten += 1
         else:
@@ -165,8 +166,10 @@ class WriteQueue:
                 if cut is None:
                     continue
                 self._cuts.append((name, cut))
-                self._next_at += pause
-                if len(self._cuts) == room or self._next_at > now or not urgent:
+                if not pending.entry.is_stored:
+                    self._pass_copies(writer)
+                count, self._next_at = count + 1, self._next_at + pause
+                if count == room or self._next_at > now or not urgent:
                     return
             self._on_written(pending.entry, pending.key_file)
         self._pending.pop()

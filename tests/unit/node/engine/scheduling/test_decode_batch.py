@@ -208,6 +208,8 @@ def test_a_part_of_a_row_is_cut_out_without_a_copy_of_the_batch(llama: TextModel
         for start in (0, 256, 512):
             part = begin_cut(batch.view(names[0]) or [], BlockPart.TOKENS, start, start + 256) if cut else None
             assert (part is not None) == cut
+            if part is not None:
+                part.collect()
             batch.step()
             del part
         return mx.get_peak_memory() - before

@@ -178,6 +178,18 @@ def test_an_entry_is_urgent_where_memory_has_no_room_for_another(tmp_path: Path,
     assert disk.queue.get_next_write() == due, "0.0: the next part was cut out already"
 
 
+def test_a_part_of_a_batch_is_copied_before_the_next_step(tmp_path: Path):
+    disk, entry = DiskCache(tmp_path, "auto", 0.0), build_entry(2)
+    layers = entry.value
+    entry.clear()
+    disk.offer(entry, SHAPE, 1.0, lambda: layers)
+    disk.write_next(1.0, busy=True, room=1)
+    assert (disk.queue.nbytes, disk.describe(CacheState()).disk_saves) == (0, 1)
+    disk.write_next(2.0, busy=True, room=1)
+    wait_written(disk)
+    assert disk.find(SHAPE, "", entry.key + pack([0])) is not None
+
+
 def wait_written(disk: DiskCache) -> None:
     """Wait until the writer has written all that is queued."""
     until = time.monotonic() + 60
