@@ -196,16 +196,15 @@ class ApiSession:
             member = read_member_identity(self.state)
             if member is not None:
                 return query_coordinator(member, path)
-        reached = self.select_coordinator()
-        response = send_request(reached, method, path, body, timeout)
-        with _convert_connection_errors(reached.url, timeout):
+        response, url = self.send_request(method, path, body, timeout), self.select_coordinator().url
+        with _convert_connection_errors(url, timeout):
             raw = response.read()
         if response.status >= 400:
             raise_for_status(response.status, raw)
         try:
             return json.loads(raw) if raw else {}
         except ValueError:
-            text = f"{reached.url} does not answer with JSON: use the `endpoint` of `cluster up`"
+            text = f"{url} does not answer with JSON: use the `endpoint` of `cluster up`"
             raise CommandError(UNREACHABLE, text) from None
 
     def print_answer(self, answer: dict[str, Any], text: Callable[[dict[str, Any]], None]) -> None:
