@@ -304,7 +304,7 @@ def estimate_probable_tokens(demand: ResourceDemand) -> int:
 
 def _estimate_prompt_tokens(demand: ResourceDemand) -> int:
     tokens = demand.prompt_tokens
-    return (demand.prompt_bytes + demand.other_bytes) // BYTES_PER_TOKEN if tokens is None else tokens
+    return demand.text_bytes // BYTES_PER_TOKEN if tokens is None else tokens
 
 
 def _fill_bucket(bucket: _Bucket | None, rate: int, now: float) -> _Bucket:

@@ -30,11 +30,7 @@ from node.engine.kv.disk.block_file import BlockPart
 from node.engine.kv.disk.block_index import BlockIndex, FolderSize
 from node.engine.kv.disk.block_reader import DiskRestore, PlannedPart, ReadPlan
 from node.engine.kv.disk.block_writer import BlockWriter
-from node.engine.kv.disk.disk_budget import (
-    DAILY_DISK_SHARE,
-    WriteBudget,
-    compute_quota,
-)
+from node.engine.kv.disk.disk_budget import DAILY_DISK_SHARE, WriteBudget, compute_quota
 from node.engine.kv.disk.layer_parts import count_window_blocks
 from node.engine.kv.disk.write_queue import VERSIONS, CacheShape, RowView, WriteQueue, list_entry_parts
 from node.engine.kv.kv_cache import Layers
@@ -257,11 +253,7 @@ class DiskCache:
     # writing
 
     def offer(
-        self,
-        entry: CachedPrefix[Layers],
-        shape: CacheShape,
-        prefill_seconds: float,
-        view: RowView | None = None,
+        self, entry: CachedPrefix[Layers], shape: CacheShape, prefill_seconds: float, view: RowView | None = None
     ) -> None:
         """Queue an entry to be written, if its prefill of `prefill_seconds` takes at least `min_seconds` longer than
         its reading. Ignore the entry if another process writes to the folder. `view`: `PendingEntry.view`."""
