@@ -9,10 +9,11 @@ from typing import Any, cast
 import mlx.core as mx
 
 from node.engine.embedding.encoders.encoder import Encoder
+from node.engine.embedding.layer_states import choose_pauses, count_layers, record_layers
 from node.engine.embedding.pooling import PooledTexts
 from node.engine.embedding.scoring import Scorer, create_answer_scorer
 from node.engine.embedding.vectors import normalize
-from node.engine.kv.kv_cache import LayerCache, TextModel, evaluate
+from node.engine.kv.kv_cache import LayerCache, TextModel
 from node.models.embedding_layout import Activation, EmbeddingLayout, Pooling
 from wire.frames import MAX_VECTORS_BYTES, NUMBER_BYTES
 
@@ -69,27 +70,43 @@ class EmbeddingHead:
         """Return the empty pooling of texts with these lengths in tokens."""
         return PooledTexts(self.layout.poolings, lengths)
 
-    def run(
+    @property
+    def layers(self) -> int:
+        """Number of its layers: the most parts of a forward."""
+        return self.run_layers.shape.layers if isinstance(self.run_layers, Encoder) else count_layers(self.run_layers)
+
+    def build(
         self,
         rows: Sequence[Sequence[int]],
         pooled: PooledTexts,
         cache: list[LayerCache] | None = None,
         segments: Sequence[int] = (),
-    ) -> None:
-        """Run the layers over the next tokens of some texts, padded to one length, and add their states to `pooled`.
+        parts: int = 1,
+    ) -> list[mx.array]:
+        """Build a forward over the next tokens of some texts, padded to one length, and add their states to `pooled`,
+        lazily.
 
-        Evaluate the pooled states, and the cache if there is one. Without a `cache`, the tokens must be those of whole
-        texts. `segments` are those of `Encoder.run`.
+        Return the states after each of its `parts` but the last, shape (texts, tokens, features), lazily; none if the
+        architecture does not show them. Without a `cache`, the tokens must be those of whole texts. `segments` are
+        those of `Encoder.run`.
         """
+        pauses, between = choose_pauses(self.layers, parts), list[mx.array]()
+
+        def record(layer: int, states: mx.array) -> None:
+            if layer in pauses:
+                between.append(states)
+
         if isinstance(self.run_layers, Encoder):
-            pooled.add(self.run_layers.run(rows, pooled.lengths, segments))
+            pooled.add(self.run_layers.run(rows, pooled.lengths, segments, record))
         else:
             ids = mx.array([list(row) for row in rows])
-            pooled.add(self.run_layers(ids) if cache is None else self.run_layers(ids, cache=cache))
-        evaluate(*pooled.arrays, *([] if cache is None else [layer.state for layer in cache]))
+            with record_layers(self.run_layers, record):
+                pooled.add(self.run_layers(ids) if cache is None else self.run_layers(ids, cache=cache))
+        return between
 
     def finish(self, pooled: PooledTexts) -> mx.array:
-        """Return the vectors of texts whose tokens were all added, shape (texts, dimensions), in single precision.
+        """Return the vectors of texts whose tokens were all added, shape (texts, dimensions), in single precision,
+        lazily.
 
         Those of a model for rerank are the scores, from 0 to 1.
         """
@@ -100,9 +117,7 @@ class EmbeddingHead:
                 vectors = vectors + weights["linear.bias"].astype(mx.float32)
             vectors = _ACTIVATIONS[layer.activation](vectors)
         vectors = normalize(vectors) if self.layout.normalize else vectors
-        vectors = vectors if self.score is None else mx.sigmoid(self.score(vectors))
-        evaluate(vectors)
-        return vectors
+        return vectors if self.score is None else mx.sigmoid(self.score(vectors))
 
 
 def load_head(folder: Path, layout: EmbeddingLayout, model: TextModel | Encoder) -> EmbeddingHead:

@@ -1,53 +1,29 @@
-"""Forwards of texts for embeddings, each through the gate: several short texts at once, or one chunk of a long text."""
+"""Forwards of texts for embeddings, each part through the gate: several short texts at once, or one chunk of a long
+text."""
 
+import math
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
-import mlx.core as mx
-
+from node.engine.embedding.forward import ChunkForward, EmbeddingForward, TextsForward, WaitingText
 from node.engine.embedding.head import EmbeddingHead
-from node.engine.embedding.request import BEGINNING, EmbeddingRequest, PartialText, compute_cache_bytes
-from node.engine.embedding.vectors import check_finite, cut_vectors
-from node.engine.kv.kv_cache import grow_caches, measure_extent, repeat_row
+from node.engine.embedding.request import BEGINNING, EmbeddingRequest, compute_cache_bytes
+from node.engine.kv.kv_cache import evaluate, grow_caches, measure_extent, repeat_row
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.process.interface import NativeCallKind
 from node.engine.scheduling.rules.chunk_policy import generate_chunk_sizes
-from wire.frames import Frame, split_vectors
+from wire.frames import Frame
 from wire.refusals import Refused
 
 PAD_TOKEN = 0
 """Token id of padding, whose states are not read."""
 
 
-class WaitingText(NamedTuple):
-    """Text of a request that has no vector."""
-
-    request: EmbeddingRequest
-    place: int
-    """Place of the text in its request."""
-
-    @property
-    def ids(self) -> tuple[int, ...]:
-        """Tokens of the text."""
-        return self.request.prepared.inputs[self.place]
-
-    @property
-    def own_ids(self) -> tuple[int, ...]:
-        """Tokens of the text after the shared beginning of its request."""
-        return self.ids[len(self.request.beginning) :]
-
-    @property
-    def segment(self) -> int:
-        """Place of the first token of the second text of a pair; 0 without one."""
-        segments = self.request.prepared.segments
-        return segments[self.place] if segments else 0
-
-
 class EmbeddingRunner:
-    """Runner of forwards for embeddings. `floor`: tokens of the smallest chunk. `now` is in monotonic seconds."""
+    """Runner of forwards for embeddings, part by part. `floor`: tokens of the smallest chunk. `now` is in monotonic
+    seconds. `part_seconds`: seconds that a part may take; 0: all layers are one part."""
 
     def __init__(self, forwards: GatedForwards, floor: int) -> None:
         self._forwards = forwards
@@ -63,101 +39,101 @@ class EmbeddingRunner:
             texts = texts[: (len(texts) + 1) // 2] if len(texts) > 1 else ()
         return texts
 
-    def run_texts(self, texts: Sequence[WaitingText], now: float) -> list[Frame]:
-        """Run whole texts of one model in one forward. Return the frames with their vectors, and remove them from
-        their requests.
-        Raise `Halted` if the engine was halted, `NotFiniteError` if a number of the vectors is not finite. Exceptions
-        of MLX propagate.
+    def begin_texts(self, texts: Sequence[WaitingText], part_seconds: float, now: float) -> EmbeddingForward:
+        """Build the forward over whole texts of one model, which have passed the gate.
 
         Texts with a shared beginning are those of one request. They run after it, over copies of its cache.
         """
         loaded_model, head = _get_model(texts[0].request)
+        request = texts[0].request
         lengths = [len(text.own_ids) for text in texts]
-        longest, requests = max(lengths), list(dict.fromkeys(text.request for text in texts))
+        longest, past = max(lengths), len(request.beginning)
+        for text in texts:
+            text.request.mark_begun(now)
         rows = [(*text.own_ids, *(PAD_TOKEN,) * (longest - len(text.own_ids))) for text in texts]
-        for request in requests:
-            request.mark_begun(now)
-        pooled, count, past = head.start(lengths), len(texts) * longest, len(requests[0].beginning)
-        segments = [text.segment for text in texts]
-        number = requests[0].number if len(requests) == 1 else 0
-        cache = repeat_row(requests[0].beginning_cache, len(texts)) if past else None
+        cache = repeat_row(request.beginning_cache, len(texts)) if past else None
         grow_caches(cache or (), longest, past + longest)
-        expected = loaded_model.stats.estimate_prefill_seconds(count)
-        with self._forwards.run_native(
-            NativeCallKind.EMBED, loaded_model.name, number, expected, prefill_tokens=sum(lengths)
-        ) as call:
-            head.run(rows, pooled, cache, segments)
-            vectors = head.finish(pooled)
-        loaded_model.stats.record_prefill(count, time.monotonic() - call.since, past + longest / 2)
+        pooled, count = head.start(lengths), len(texts) * longest
+        states = head.build(
+            rows,
+            pooled,
+            cache,
+            [text.segment for text in texts],
+            parts=_count_parts(loaded_model, count, past, part_seconds),
+        )
+        vectors = head.finish(pooled)
         written = head.estimate_bytes(count) + _estimate_copies_bytes(texts)
-        taken = self._forwards.peak_tracker.measure_peak_above_mark() - written
-        loaded_model.estimator.observe_packed(len(texts), longest, taken, past)
-        check_finite(vectors)
-        frames: list[Frame] = []
-        for request in requests:
-            rows_of = [row for row, text in enumerate(texts) if text.request is request]
-            places = [texts[row].place for row in rows_of]
-            frames += _build_frames(request, places, vectors[mx.array(rows_of)])
-            request.take(places)
-        return frames
+        parts = [*((array,) for array in states), (vectors,)]
+        return TextsForward(texts, estimate_batch_bytes(texts), parts, vectors, written=written)
 
-    def run_chunk(self, request: EmbeddingRequest, wanted: int, now: float) -> list[Frame] | Refused:
-        """Run the next chunk of a shared beginning or of a long text, of at most `wanted` tokens.
+    def begin_chunk(
+        self, request: EmbeddingRequest, wanted: int, part_seconds: float, now: float
+    ) -> EmbeddingForward | Refused:
+        """Build the forward over the next chunk of a shared beginning or of a long text, of at most `wanted` tokens.
 
-        Return the frames with the text's vector after its last chunk, an empty list before. Return the refusal if not
-        even the smallest chunk has room. An encoder runs the whole text. Errors are those of `run_texts`.
+        Return the refusal if not even the smallest chunk has room. An encoder runs the whole text.
         """
         loaded_model, head = _get_model(request)
         if head.runs_whole_texts:
-            return self._run_whole(WaitingText(request, request.waiting[-1]), now)
+            text = WaitingText(request, request.waiting[-1])
+            refused = self._forwards.check(GateSite.EMBED, estimate_batch_bytes([text]))
+            return refused or self.begin_texts([text], part_seconds, now)
         text = request.partial or request.create_next()
         left, stored = text.left, text.stored_tokens
-        count = self._forwards.check_shrinking(
-            GateSite.EMBED,
-            generate_chunk_sizes(min(wanted, left), min(self._floor, left)),
-            lambda tokens: loaded_model.estimator.estimate_chunk(tokens, stored) + head.estimate_bytes(tokens),
-        )
+
+        def estimate(tokens: int) -> int:
+            return loaded_model.estimator.estimate_chunk(tokens, stored) + head.estimate_bytes(tokens)
+
+        sizes = generate_chunk_sizes(min(wanted, left), min(self._floor, left))
+        count = self._forwards.check_shrinking(GateSite.EMBED, sizes, estimate)
         if isinstance(count, Refused):
             return count
         request.mark_begun(now)
         request.begin_partial(text)
-        self._run_forward(request, text, count)
-        if text.left:
-            return []
-        if text.place == BEGINNING:
-            request.end_beginning()
-            return []
-        vectors = head.finish(text.pooled)
-        request.end_partial()
-        check_finite(vectors)
-        return _build_frames(request, [text.place], vectors)
-
-    def _run_whole(self, text: WaitingText, now: float) -> list[Frame] | Refused:
-        """Run a text in one forward, however long it takes; or return the refusal if it has no room."""
-        loaded_model, head = _get_model(text.request)
-        tokens = len(text.ids)
-        need = loaded_model.estimator.estimate_packed(1, tokens) + head.estimate_bytes(tokens)
-        refused = self._forwards.check(GateSite.EMBED, need)
-        return self.run_texts([text], now) if refused is None else refused
-
-    def _run_forward(self, request: EmbeddingRequest, text: PartialText, count: int) -> None:
-        loaded_model, head = _get_model(request)
-        piece = text.ids[text.stored_tokens : text.stored_tokens + count]
-        is_view = text.stored_tokens == len(request.beginning)  # of the shared beginning, or empty
+        is_view = stored == len(request.beginning)  # of the shared beginning, or empty
         before = measure_extent(() if is_view else text.cache)
         grow_caches(text.cache, count, len(text.ids))
-        expected = loaded_model.stats.estimate_prefill_seconds(count)
-        with self._forwards.run_native(
-            NativeCallKind.EMBED, loaded_model.name, request.number, expected, prefill_tokens=count
-        ) as call:
-            head.run([piece], text.pooled, text.cache)
-        stored = text.stored_tokens
-        text.record_chunk(count)
-        loaded_model.stats.record_prefill(count, time.monotonic() - call.since, stored + count / 2)
+        piece = text.ids[stored : stored + count]
+        number = _count_parts(loaded_model, count, stored, part_seconds)
+        states = head.build([piece], text.pooled, text.cache, parts=number)
         after = measure_extent(text.cache)
-        written = after.size - before.size + head.estimate_bytes(count)
-        taken = self._forwards.peak_tracker.measure_peak_above_mark() - written
-        loaded_model.estimator.observe_prefill(count, stored, taken, grew=after.capacity > before.capacity)
+        vectors = head.finish(text.pooled) if count == left and text.place != BEGINNING else None
+        ends = (*text.pooled.arrays, *(layer.state for layer in text.cache), *([] if vectors is None else [vectors]))
+        parts = [*((array,) for array in states), ends]
+        need, results = estimate(count), head.estimate_bytes(count)
+        return ChunkForward(request, count, need, parts, vectors, before=before, after=after, results=results)
+
+    def run_part(self, forward: EmbeddingForward, *, rest: bool) -> list[Frame] | Refused:
+        """Run the next part of a forward, or with `rest` all parts that are left. The first part has passed the gate.
+
+        Return the frames with vectors after the last part, an empty list before. Return the refusal if a later part has
+        no room; the forward may continue. Raise `Halted` if the engine was halted, `NotFiniteError` if a number of the
+        vectors is not finite. Exceptions of MLX propagate.
+        """
+        if forward.has_begun:  # other work may have taken the room of this part
+            refused = self._forwards.check(GateSite.EMBED, forward.need)
+            if refused is not None:
+                return refused
+        loaded_model = forward.loaded_model
+        expected = loaded_model.stats.estimate_prefill_seconds(forward.tokens)
+        arrays = forward.take_arrays(rest=rest)
+        tokens = forward.tokens if forward.has_ended else 0
+        with self._forwards.run_native(
+            NativeCallKind.EMBED, loaded_model.name, forward.number, expected, prefill_tokens=tokens
+        ) as call:
+            evaluate(*arrays)
+        forward.record_part(time.monotonic() - call.since, self._forwards.peak_tracker)
+        return forward.complete() if forward.has_ended else []
+
+
+def _count_parts(loaded_model: LoadedModel, tokens: int, past: int, seconds: float) -> int:
+    """Return the number of parts of a forward over `tokens` tokens after `past` cached ones, so that each part takes
+    about `seconds`; 1 if that is 0. The smallest part is a layer."""
+    head = loaded_model.head
+    if not seconds or head is None:
+        return 1
+    expected = loaded_model.stats.pace.estimate_seconds(tokens, past)
+    return max(1, min(head.layers, math.ceil(expected / seconds)))
 
 
 def estimate_batch_bytes(texts: Sequence[WaitingText]) -> int:
@@ -181,10 +157,3 @@ def _get_model(request: EmbeddingRequest) -> tuple[LoadedModel, EmbeddingHead]:
     head = request.loaded_model.head
     assert head is not None  # noqa: S101 only a model with a head admits such a request
     return request.loaded_model, head
-
-
-def _build_frames(request: EmbeddingRequest, places: Sequence[int], vectors: mx.array) -> list[Frame]:
-    head = request.loaded_model.head
-    normalized = head is not None and head.layout.normalize
-    data = cut_vectors(vectors, request.prepared.request.dimensions, normalized=normalized)
-    return list(split_vectors(request.number, places, data))

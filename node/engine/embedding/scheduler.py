@@ -4,10 +4,10 @@
                  └── waits while other work may release memory ◄─┘   └► Refusal (no room), Failed (fault)
 
 Rules
-- Gate: every forward is checked before it runs (`runner`). A batch is halved before it is refused.
-- Turns: a turn is one forward. The engine alternates these turns with those of prefills.
-- Time: while rows decode, a forward may take `FORWARD_PER_STEP` times a decode step. Otherwise the gaps between tokens
-  would grow with the number of texts, which may be thousands.
+- Gate: every part of a forward is checked before it runs (`runner`). A batch is halved before it is refused.
+- Turns: a turn is one part of a forward. The engine alternates these turns with those of prefills.
+- Time: while rows decode, a part may take `PART_PER_STEP` times a decode step, and a forward has at most `MAX_PARTS` of
+  them. Otherwise the gaps between tokens would grow with the number of texts, which may be thousands.
 - Fairness: as for prefills (`chunk_policy.next_prefill`): the shortest request and the next key take turns.
 - Batches: texts of similar length run together, also those of other requests for the same model.
 - Shared beginning: it runs once for all texts of a request (`shared_beginning`), and its texts run after it. It is
@@ -22,8 +22,9 @@ from itertools import count
 import structlog
 
 from node.engine.embedding.beginning_store import BeginningStore
+from node.engine.embedding.forward import EmbeddingForward, WaitingText
 from node.engine.embedding.request import EmbeddingRequest, EmbeddingTable
-from node.engine.embedding.runner import EmbeddingRunner, WaitingText
+from node.engine.embedding.runner import EmbeddingRunner
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.scheduling.batch_recovery import format_error
 from node.engine.scheduling.rules.chunk_policy import IDLE_CHUNK_SECONDS, next_prefill
@@ -33,8 +34,11 @@ from wire.capacity.fairness import PrefillFairness
 from wire.frames import Failed, Frame, Refusal
 from wire.refusals import FailureCode, RefusalCode, Refused
 
-FORWARD_PER_STEP = 0.4
-"""Seconds of a forward per second of a decode step. It bounds the gaps between tokens."""
+PART_PER_STEP = 0.25
+"""Seconds of a part of a forward per second of a decode step. It bounds the gaps between tokens."""
+MAX_PARTS = 8
+"""Parts for which the texts of a forward are chosen while rows decode. More texts share one reading of the weights; a
+later request waits longer. A text that takes longer has more parts."""
 
 log = structlog.get_logger("engine.embedding")
 
@@ -64,6 +68,7 @@ class EmbeddingScheduler:
         self._runner = EmbeddingRunner(forwards, floor)
         self._fairness = PrefillFairness()
         self._turns = count(1)
+        self._forward: EmbeddingForward | None = None
         self._output: list[Frame] = []
 
     # state
@@ -72,12 +77,16 @@ class EmbeddingScheduler:
         """Return the monotonic time of the next turn: `now` if there is work or output; None without a request."""
         if self._output:
             return now
-        times = (max(now, request.retry_at) for request in self._table)
+        times = (max(now, request.retry_at) for request in self._list_next())
         return min(times, default=None)
 
     def has_work(self, now: float) -> bool:
-        """Return whether a forward may run at the monotonic time `now`."""
-        return any(request.retry_at <= now for request in self._table)
+        """Return whether a part of a forward may run at the monotonic time `now`."""
+        return any(request.retry_at <= now for request in self._list_next())
+
+    def _list_next(self) -> Sequence[EmbeddingRequest]:
+        """Return the requests of which one has the next turn: the first of the forward in progress, or all."""
+        return list(self._table) if self._forward is None else self._forward.requests[:1]
 
     # events
 
@@ -85,7 +94,7 @@ class EmbeddingScheduler:
         """Cancel a request without a further frame. Return False if it has ended or is unknown."""
         request = self._table.find(number)
         if request is not None:
-            self._table.remove(request, now)
+            self._remove(request, now)
         return request is not None
 
     def end_newest(self, refused: Refused, now: float) -> bool:
@@ -103,61 +112,84 @@ class EmbeddingScheduler:
     def close(self, now: float) -> None:
         """Release the memory of all requests, because the process ends."""
         for request in self._table:
-            self._table.remove(request, now)
+            self._remove(request, now)
 
     # turns
 
     def run_turn(self, now: float) -> None:
-        """Run one forward at the monotonic time `now`. Do nothing if no request may continue. Raise `Halted` if the
-        engine was halted.
+        """Run one part of a forward at the monotonic time `now`. Do nothing if no request may continue. Raise `Halted`
+        if the engine was halted.
 
-        Refuse the newest request if memory is above the cap after the forward.
+        Refuse the newest request if memory is above the cap after the part.
         """
-        choices = [request for request in self._table if request.retry_at <= now]
+        choices = [request for request in self._list_next() if request.retry_at <= now]
         if not choices:
             return
         waiting = [(request.left, request.arrived, request.owner) for request in choices]
-        first = choices[next_prefill(waiting, next(self._turns), self._fairness)]
+        first = choices[0 if self._forward else next_prefill(waiting, next(self._turns), self._fairness)]
         self._scheduler.synchronize()
+        step = self._scheduler.sum_step_seconds()
         involved = [first]
         try:
-            if first.needs_beginning:
-                self._beginnings.restore(first)
-            tokens = self._compute_tokens(first)
-            texts = self._select_texts(first, choices, tokens)
-            involved = list(dict.fromkeys(text.request for text in texts)) or involved
+            if self._forward is None:
+                if first.needs_beginning:
+                    self._beginnings.restore(first)
+                texts = self._select_texts(first, choices, self._compute_tokens(first, step))
+                involved = list(dict.fromkeys(text.request for text in texts)) or involved
+            else:
+                texts, involved = [], list(self._forward.requests)
             before = {request.number: request.left for request in involved}
-            refused = self._run(first, texts, tokens, now)
+            refused = self._begin(first, texts, step, now) or self._run_part(first, step)
         except Exception as error:
             self._handle_fault(involved, error, now)
             return
-        for request in involved:
-            self._fairness.count_prefilled(request.owner, before[request.number] - request.left)
-            if request.has_ended:
-                self._output.append(request.build_finished(time.monotonic()))
-                self._table.remove(request, now)
+        if self._forward is None:
+            for request in involved:
+                self._fairness.count_prefilled(request.owner, before[request.number] - request.left)
+                if request.has_ended:
+                    self._output.append(request.build_finished(time.monotonic()))
+                    self._remove(request, now)
         over = self._forwards.check_cap() if refused is None else None
         if over is not None:
             self.end_newest(over, now)
         if refused is not None:
             self._delay(first, refused, now)
 
-    def _run(self, first: EmbeddingRequest, texts: Sequence[WaitingText], tokens: int, now: float) -> Refused | None:
-        """Run whole texts in one forward if any fit; else the next chunk of the first request."""
-        fitting, chunk = self._runner.select_fitting(texts), max(self._floor, tokens)
-        had_beginning = bool(first.beginning_cache)
-        frames = self._runner.run_texts(fitting, now) if fitting else self._runner.run_chunk(first, chunk, now)
-        if isinstance(frames, Refused):
-            return frames
-        if first.beginning_cache and not had_beginning:
-            self._beginnings.store(first)
-        self._output += frames
+    def _begin(self, first: EmbeddingRequest, texts: Sequence[WaitingText], step: float, now: float) -> Refused | None:
+        """Begin a forward, unless one is in progress: of whole texts if any fit, else of the next chunk of the first
+        request."""
+        if self._forward is not None:
+            return None
+        fitting, seconds = self._runner.select_fitting(texts), PART_PER_STEP * step
+        if fitting:
+            self._forward = self._runner.begin_texts(fitting, seconds, now)
+            return None
+        chunk = max(self._floor, self._compute_tokens(first, step))
+        begun = self._runner.begin_chunk(first, chunk, seconds, now)
+        if isinstance(begun, Refused):
+            return begun
+        self._forward = begun
         return None
 
-    def _compute_tokens(self, request: EmbeddingRequest) -> int:
-        """Return the tokens that fit into the time of the next forward."""
-        step = self._scheduler.sum_step_seconds()
-        seconds = FORWARD_PER_STEP * step if step else IDLE_CHUNK_SECONDS
+    def _run_part(self, first: EmbeddingRequest, step: float) -> Refused | None:
+        """Run the next part of the forward in progress; all parts that are left if no row decodes."""
+        assert self._forward is not None  # noqa: S101 it has begun
+        forward, had_beginning = self._forward, bool(first.beginning_cache)
+        frames = self._runner.run_part(forward, rest=not step)
+        if isinstance(frames, Refused):
+            return frames
+        if forward.has_ended:
+            self._forward = None
+            if first.beginning_cache and not had_beginning:
+                self._beginnings.store(first)
+            self._output += frames
+        return None
+
+    def _compute_tokens(self, request: EmbeddingRequest, step: float) -> int:
+        """Return the tokens that fit into the time of the next forward. `step`: seconds of a decode step; 0: none."""
+        head = request.loaded_model.head
+        parts = MAX_PARTS if head is None else min(MAX_PARTS, head.layers)
+        seconds = min(IDLE_CHUNK_SECONDS, PART_PER_STEP * step * parts) if step else IDLE_CHUNK_SECONDS
         past = request.count_beginning() if request.partial is None else request.partial.stored_tokens
         return request.loaded_model.stats.pace.fit_tokens(seconds, past, self._chunk)
 
@@ -192,7 +224,7 @@ class EmbeddingScheduler:
     # ends
 
     def _handle_fault(self, involved: Sequence[EmbeddingRequest], error: Exception, now: float) -> None:
-        first = involved[0]
+        first, self._forward = involved[0], None
         self._beginnings.invalidate(first.loaded_model.name)
         log.error("forward", request=first.number, requests=len(involved), error=format_error(error), exc_info=error)
         if len(involved) > 1:
@@ -202,17 +234,29 @@ class EmbeddingScheduler:
         text = f"the forward of its texts failed: {format_error(error)}"
         self._output.append(Failed(first.number, FailureCode.ENGINE_ERROR, text))
         self._forwards.count_failure(by_engine=True)
-        self._table.remove(first, now)
+        self._remove(first, now)
 
     def _delay(self, request: EmbeddingRequest, refused: Refused, now: float) -> None:
-        """Delay a request that has no room now, while other work may release memory; else refuse it."""
-        others = any(other is not request and other.retry_at <= now for other in self._table)
+        """Delay a request that has no room now, while other work may release memory; else refuse it.
+
+        No other texts run during its forward. The forward is given up when the request is refused.
+        """
+        others = self._forward is None and any(other is not request and other.retry_at <= now for other in self._table)
         waits = others or self._scheduler.next_step_at(now) is not None
         if refused.code is RefusalCode.NO_ROOM and (waits or self._forwards.find_peak_expiry() is not None):
             request.delay(now + GATE_RETRY_SECONDS)
         else:
+            self._forward = None
             self._refuse(request, refused, now)
 
     def _refuse(self, request: EmbeddingRequest, refused: Refused, now: float) -> None:
         self._output.append(Refusal(request.number, refused))
+        self._remove(request, now)
+
+    def _remove(self, request: EmbeddingRequest, now: float) -> None:
+        """Remove a request that has ended. Give up the forward in progress if no other request needs it."""
         self._table.remove(request, now)
+        if self._forward is not None:
+            self._forward.remove_request(request)
+            if not self._forward.requests:
+                self._forward = None

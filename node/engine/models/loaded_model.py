@@ -201,8 +201,8 @@ def _warm_up_encoder(head: EmbeddingHead) -> WarmupResult:
     for _ in range(2):
         begun = time.monotonic()
         pooled = head.start([WARMUP_TOKENS])
-        head.run([[0] * WARMUP_TOKENS], pooled)
-        head.finish(pooled)
+        head.build([[0] * WARMUP_TOKENS], pooled)
+        evaluate(head.finish(pooled))
         seconds = max(time.monotonic() - begun, 1e-6)
     vocabulary = 0 if head.layout.encoder is None else head.layout.encoder.vocabulary
     return WarmupResult(KvParameters(0), vocabulary, WARMUP_TOKENS / seconds, seconds)

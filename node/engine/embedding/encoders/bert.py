@@ -14,6 +14,7 @@ from node.engine.embedding.encoders.weights import (
     list_layer_names,
     split_heads,
 )
+from node.engine.embedding.layer_states import StateRecorder
 from node.models.embedding_layout import EncoderFamily, EncoderShape
 
 _ATTENTION = ("attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense")
@@ -49,12 +50,17 @@ def list_bert_rows(shape: EncoderShape) -> dict[str, int]:
 
 
 def run_bert(
-    weights: EncoderWeights, shape: EncoderShape, ids: mx.array, mask: mx.array | None, segments: mx.array | None
+    weights: EncoderWeights,
+    shape: EncoderShape,
+    ids: mx.array,
+    mask: mx.array | None,
+    segments: mx.array | None,
+    record: StateRecorder,
 ) -> mx.array:
     """Return the hidden states of texts, shape (texts, tokens, features), lazily. `ids` has the shape (texts, tokens).
 
     `mask`, shape (texts, 1, 1, tokens), is False for padding; None without padding. `segments`, shape (texts, tokens),
-    are 1 for tokens of a second text; None if all tokens belong to the first.
+    are 1 for tokens of a second text; None if all tokens belong to the first. `record` is called after each layer.
     """
     places = mx.arange(ids.shape[1]) + shape.first_position
     states = weights.take_rows(_WORDS, ids)
@@ -65,6 +71,7 @@ def run_bert(
     states = weights.normalize("embeddings.LayerNorm", states, shape.epsilon)
     for layer in range(shape.layers):
         states = _run_layer(weights, shape, f"encoder.layer.{layer}", states, mask)
+        record(layer + 1, states)
     return states
 
 

@@ -13,6 +13,7 @@ from node.engine.embedding.encoders.modernbert import (
     run_modernbert,
 )
 from node.engine.embedding.encoders.weights import EncoderWeights, read_arrays, read_quantization
+from node.engine.embedding.layer_states import StateRecorder
 from node.models.embedding_layout import EncoderFamily, EncoderShape
 from node.models.weight_files import parse_json_object
 
@@ -30,11 +31,17 @@ class Encoder:
         """All weights."""
         return list(self._weights.arrays.values())
 
-    def run(self, rows: Sequence[Sequence[int]], lengths: Sequence[int], segments: Sequence[int] = ()) -> mx.array:
+    def run(
+        self,
+        rows: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        segments: Sequence[int] = (),
+        record: StateRecorder = lambda layer, states: None,
+    ) -> mx.array:
         """Return the hidden states of texts, padded to one length, lazily: shape (texts, tokens, features).
 
         `lengths` are the tokens of each text without padding. `segments` has the place of the first token of each
-        second text, 0 without a second text; empty if no text has one.
+        second text, 0 without a second text; empty if no text has one. `record` is called after each layer.
         """
         ids = mx.array([list(row) for row in rows])
         places, tokens = mx.arange(ids.shape[1])[None], ids.shape[1]
@@ -42,10 +49,10 @@ class Encoder:
         if min(lengths) < tokens:
             mask = (places < mx.array(list(lengths))[:, None])[:, None, None]
         if self._is_modern:
-            return run_modernbert(self._weights, self.shape, ids, mask)
+            return run_modernbert(self._weights, self.shape, ids, mask, record)
         begins = mx.array([begin or tokens for begin in segments])[:, None] if any(segments) else None
         second = None if begins is None else (places >= begins).astype(ids.dtype)
-        return run_bert(self._weights, self.shape, ids, mask, second)
+        return run_bert(self._weights, self.shape, ids, mask, second, record)
 
     def classify(self, states: mx.array) -> mx.array:
         """Return the logits, shape (texts, 1), of pooled `states`, shape (texts, features), lazily."""

@@ -14,6 +14,7 @@ from node.engine.embedding.encoders.weights import (
     list_layer_names,
     split_heads,
 )
+from node.engine.embedding.layer_states import StateRecorder
 from node.models.embedding_layout import EncoderShape
 
 _WORDS = "embeddings.tok_embeddings"
@@ -38,10 +39,12 @@ def list_modernbert_rows(shape: EncoderShape) -> dict[str, int]:
     return {_WORDS: shape.vocabulary}
 
 
-def run_modernbert(weights: EncoderWeights, shape: EncoderShape, ids: mx.array, mask: mx.array | None) -> mx.array:
+def run_modernbert(
+    weights: EncoderWeights, shape: EncoderShape, ids: mx.array, mask: mx.array | None, record: StateRecorder
+) -> mx.array:
     """Return the hidden states of texts, shape (texts, tokens, features), lazily.
 
-    `ids` and `mask` are as in `run_bert`.
+    `ids`, `mask` and `record` are as in `run_bert`.
     """
     states = weights.take_rows(_WORDS, ids)
     states = weights.normalize("embeddings.norm", states, shape.epsilon)
@@ -49,6 +52,7 @@ def run_modernbert(weights: EncoderWeights, shape: EncoderShape, ids: mx.array, 
     for layer in range(shape.layers):
         is_global = layer % shape.global_interval == 0
         states = _run_layer(weights, shape, layer, states, mask if is_global else near)
+        record(layer + 1, states)
     return weights.normalize("final_norm", states, shape.epsilon)
 
 

@@ -1,0 +1,199 @@
+"""Forwards for embeddings in progress: built whole, and evaluated in parts by layers.
+
+A forward over one short text already takes a good part of a decode step, because it reads all weights. While rows
+decode, a step follows each part. A forward may therefore have many texts, and the gaps between tokens stay short.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from node.engine.embedding.request import EmbeddingRequest, PartialText
+from node.engine.embedding.vectors import check_finite, cut_vectors
+from node.engine.kv.kv_cache import CacheExtent
+from node.engine.memory.footprint import MlxPeakTracker
+from node.engine.models.loaded_model import LoadedModel
+from wire.frames import Frame, split_vectors
+
+
+class WaitingText(NamedTuple):
+    """Text of a request that has no vector."""
+
+    request: EmbeddingRequest
+    place: int
+    """Place of the text in its request."""
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Tokens of the text."""
+        return self.request.prepared.inputs[self.place]
+
+    @property
+    def own_ids(self) -> tuple[int, ...]:
+        """Tokens of the text after the shared beginning of its request."""
+        return self.ids[len(self.request.beginning) :]
+
+    @property
+    def segment(self) -> int:
+        """Place of the first token of the second text of a pair; 0 without one."""
+        segments = self.request.prepared.segments
+        return segments[self.place] if segments else 0
+
+
+class EmbeddingForward(ABC):
+    """Forward of the texts of some requests for one model.
+
+    `tokens` run in it, without padding. It needs `need` bytes in all. `parts` are the lazy arrays to evaluate, part
+    after part.
+    """
+
+    def __init__(
+        self, requests: Sequence[EmbeddingRequest], tokens: int, need: int, parts: Sequence[Sequence[Any]]
+    ) -> None:
+        self.requests = list(requests)
+        """Requests that have not ended since the forward began."""
+        self.tokens = tokens
+        self.number = requests[0].number if len(requests) == 1 else 0
+        """Number of its request; 0 if there are several."""
+        self.seconds = 0.0
+        """Seconds that its parts took so far."""
+        self._need = need
+        self._count = len(parts)
+        self._parts = list(reversed(parts))
+        self._highest = self._held = 0
+
+    @property
+    def loaded_model(self) -> LoadedModel:
+        """Model that runs."""
+        return self.requests[0].loaded_model
+
+    @property
+    def need(self) -> int:
+        """Bytes for the remaining parts: the need of the forward minus the bytes that it holds already."""
+        return max(0, self._need - self._held)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether a part has run."""
+        return len(self._parts) < self._count
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all parts have run."""
+        return not self._parts
+
+    def take_arrays(self, *, rest: bool) -> Sequence[Any]:
+        """Return the arrays of the next part, or with `rest` those of all parts that are left, and remove them."""
+        if rest:
+            del self._parts[1:]  # its arrays depend on those of all other parts
+        return self._parts.pop()
+
+    def record_part(self, seconds: float, peak: MlxPeakTracker) -> None:
+        """Record that a part took `seconds`. `peak` was marked at its start."""
+        above = peak.measure_peak_above_mark()
+        self.seconds += seconds
+        self._highest = max(self._highest, self._held + above)
+        self._held += above - peak.measure_peak_drop()
+
+    def remove_request(self, request: EmbeddingRequest) -> None:
+        """Remove a request that has ended; the forward computes its texts in vain."""
+        if request in self.requests:
+            self.requests.remove(request)
+
+    @abstractmethod
+    def complete(self) -> list[Frame]:
+        """Record the measurements of a forward that has ended, and its texts in their requests. Return the frames with
+        their vectors. Raise `NotFiniteError` if a number of the vectors is not finite."""
+
+
+class TextsForward(EmbeddingForward):
+    """Forward over whole texts, padded to `longest` tokens after `past` cached ones each. `written`: bytes of its
+    results and caches."""
+
+    def __init__(
+        self,
+        texts: Sequence[WaitingText],
+        need: int,
+        parts: Sequence[Sequence[Any]],
+        vectors: mx.array,
+        *,
+        written: int,
+    ) -> None:
+        requests = list(dict.fromkeys(text.request for text in texts))
+        super().__init__(requests, sum(len(text.own_ids) for text in texts), need, parts)
+        self._texts = texts
+        self._vectors = vectors
+        self._written = written
+
+    def complete(self) -> list[Frame]:
+        """Implement `EmbeddingForward.complete`."""
+        loaded_model, rows = self.loaded_model, len(self._texts)
+        longest = max(len(text.own_ids) for text in self._texts)
+        past = len(self._texts[0].request.beginning)
+        loaded_model.stats.record_prefill(rows * longest, self.seconds, past + longest / 2)
+        loaded_model.estimator.observe_packed(rows, longest, self._highest - self._written, past)
+        check_finite(self._vectors)
+        frames: list[Frame] = []
+        for request in self.requests:
+            own = [row for row, text in enumerate(self._texts) if text.request is request]
+            places = [self._texts[row].place for row in own]
+            frames += _build_frames(request, places, self._vectors[mx.array(own)])
+            request.take(places)
+        return frames
+
+
+class ChunkForward(EmbeddingForward):
+    """Forward over the next `tokens` of a long text or of a shared beginning.
+
+    `vectors` has the vector of a text that ends with it, else None. `before` and `after` are the extents of the cache,
+    `results` the bytes of the pooled states.
+    """
+
+    def __init__(
+        self,
+        request: EmbeddingRequest,
+        tokens: int,
+        need: int,
+        parts: Sequence[Sequence[Any]],
+        vectors: mx.array | None,
+        *,
+        before: CacheExtent,
+        after: CacheExtent,
+        results: int,
+    ) -> None:
+        super().__init__([request], tokens, need, parts)
+        self._vectors = vectors
+        self._written = after.size - before.size + results
+        self._grew = after.capacity > before.capacity
+
+    def complete(self) -> list[Frame]:
+        """Implement `EmbeddingForward.complete`."""
+        request, loaded_model = self.requests[0], self.loaded_model
+        text = _get_partial(request)
+        stored = text.stored_tokens
+        text.record_chunk(self.tokens)
+        loaded_model.stats.record_prefill(self.tokens, self.seconds, stored + self.tokens / 2)
+        taken = self._highest - self._written
+        loaded_model.estimator.observe_prefill(self.tokens, stored, taken, grew=self._grew)
+        if text.left:
+            return []
+        if self._vectors is None:
+            request.end_beginning()
+            return []
+        request.end_partial()
+        check_finite(self._vectors)
+        return _build_frames(request, [text.place], self._vectors)
+
+
+def _get_partial(request: EmbeddingRequest) -> PartialText:
+    assert request.partial is not None  # noqa: S101 it is in progress
+    return request.partial
+
+
+def _build_frames(request: EmbeddingRequest, places: Sequence[int], vectors: mx.array) -> list[Frame]:
+    head = request.loaded_model.head
+    normalized = head is not None and head.layout.normalize
+    data = cut_vectors(vectors, request.prepared.request.dimensions, normalized=normalized)
+    return list(split_vectors(request.number, places, data))
