@@ -1,4 +1,4 @@
-"""Create folders and replace files that only this user can read."""
+"""Create folders and replace files that only this user can read, and write files to the disk."""
 
 import os
 from pathlib import Path
@@ -30,11 +30,20 @@ def write_private(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    _sync(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync_tree(folder: Path) -> None:
+    """Write a folder to the disk, with all files and folders in it. Raise OSError on failure.
+
+    A power failure after that damages none of them, even if the folder is renamed.
+    """
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

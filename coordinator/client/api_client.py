@@ -3,8 +3,7 @@
 import http.client
 import json
 import sys
-from collections.abc import Callable, Collection, Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
 from pathlib import Path
@@ -13,10 +12,16 @@ from urllib.parse import urlsplit
 
 import click
 
-from coordinator.client.errors import BLOCKED, DENIED, NOT_FOUND, PIN, REFUSED, TIMED_OUT, UNREACHABLE, CommandError
+from coordinator.client.connection import (
+    CoordinatorAddress,
+    convert_connection_errors,
+    iterate_body,
+    send_request,
+)
+from coordinator.client.errors import DENIED, NOT_FOUND, REFUSED, TIMED_OUT, UNREACHABLE, CommandError
 
 if TYPE_CHECKING:
-    import ssl
+    pass
 
 MEMBER_PATHS = frozenset({"/api/v1/status", "/api/v1/nodes", "/api/v1/models"})
 """Paths of the API that a node's Mac can read with its certificate, without a key."""
@@ -29,18 +34,6 @@ def get_default_state() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_data_dir("macpool", appauthor=False))
-
-
-@dataclass(frozen=True, slots=True)
-class CoordinatorAddress:
-    """Endpoint of the coordinator that a command uses, with credentials."""
-
-    url: str
-    """Base URL without a path."""
-    key: str
-    """API key."""
-    authority: str
-    """CA of the endpoint's certificate (PEM); empty if the system's CAs apply."""
 
 
 def parse_base_url(text: str) -> str:
@@ -197,7 +190,7 @@ class ApiSession:
             if member is not None:
                 return query_coordinator(member, path)
         response, url = self.send_request(method, path, body, timeout), self.select_coordinator().url
-        with _convert_connection_errors(url, timeout):
+        with convert_connection_errors(url, timeout):
             raw = response.read()
         if response.status >= 400:
             raise_for_status(response.status, raw)
@@ -207,75 +200,30 @@ class ApiSession:
             text = f"{url} does not answer with JSON: use the `endpoint` of `cluster up`"
             raise CommandError(UNREACHABLE, text) from None
 
+    def stream(self, path: str, timeout: float = 30.0) -> Iterator[bytes]:
+        """Request a path and yield the body as it arrives. `timeout` is in seconds, for each read.
+
+        Raise the errors of `send_request`. Raise `CommandError` if the connection breaks before the end, or with the
+        server's message for an error status.
+        """
+        response = self.send_request("GET", path, timeout=timeout)
+        pieces = self.read_body(response, timeout)
+        if response.status >= 400:
+            raise_for_status(response.status, b"".join(pieces))
+        yield from pieces
+
+    def read_body(self, response: http.client.HTTPResponse, timeout: float) -> Iterator[bytes]:
+        """Yield the body of a response as it arrives. Raise `CommandError` if the connection breaks before the end.
+
+        `timeout` is that of the request, in seconds."""
+        return iterate_body(response, self.select_coordinator().url, timeout)
+
     def print_answer(self, answer: dict[str, Any], text: Callable[[dict[str, Any]], None]) -> None:
         """Print an answer: as JSON with `-o json`, otherwise by a call of `text`."""
         if self.json:
             click.echo(json.dumps(answer))
         else:
             text(answer)
-
-
-def _create_context(authority: str) -> "ssl.SSLContext":
-    """Return a TLS context that trusts the system's authorities and the coordinator's own."""
-    import ssl
-
-    context = ssl.create_default_context()
-    if authority:
-        context.load_verify_locations(cadata=authority)
-    return context
-
-
-def send_request(
-    reached: CoordinatorAddress, method: str, path: str, body: object = None, timeout: float = 30.0
-) -> http.client.HTTPResponse:
-    """Send a request to a coordinator and return the response with any status.
-
-    `body` is sent as JSON. `timeout` is in seconds, for the connection and each read. Raise `CommandError` without a
-    response.
-    """
-    base, parts = reached.url, urlsplit(reached.url)
-    if parts.scheme == "https":
-        context = _create_context(reached.authority)
-        connection = http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=timeout, context=context)
-    else:
-        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout)
-    headers = {"Authorization": f"Bearer {reached.key}"}
-    if body is not None:
-        headers["Content-Type"] = "application/json"
-    with _convert_connection_errors(base, timeout):
-        connection.request(method, path, None if body is None else json.dumps(body), headers)
-        return connection.getresponse()
-
-
-@contextmanager
-def _convert_connection_errors(base: str, timeout: float) -> Generator[None]:
-    """Convert the errors of a connection to the URL `base` to `CommandError`. `timeout` is in seconds."""
-    try:
-        yield
-    except TimeoutError:
-        raise CommandError(TIMED_OUT, f"{base} did not answer within {timeout:.0f} s") from None
-    except OSError as error:
-        raise CommandError(*explain_connection_error(base, error)) from None
-    except http.client.HTTPException:
-        raise CommandError(UNREACHABLE, f"{base} does not answer as HTTP: use the `endpoint` of `cluster up`") from None
-
-
-def explain_connection_error(base: str, error: OSError) -> tuple[int, str]:
-    """Return exit code and message for a failed connection to the URL `base`.
-
-    Errno 65 on macOS means a block by local network privacy, not a network fault.
-    """
-    if sys.platform == "darwin" and error.errno == 65:
-        return BLOCKED, (
-            f"macOS blocks this program from reaching {base} (local network privacy): run it from Terminal, or allow "
-            "it under System Settings > Privacy & Security > Local Network"
-        )
-    if "certificate verify failed" in str(error):
-        return PIN, (
-            f"the certificate of {base} is not trusted by this machine: run `cluster trust-ca {base}` and compare the "
-            "fingerprint with that of the coordinator"
-        )
-    return UNREACHABLE, f"{base} cannot be reached: {error.strerror or error}"
 
 
 def raise_for_status(status: int, raw: bytes) -> NoReturn:

@@ -59,14 +59,16 @@ class Poisoned:
     """An answer of the coordinator whose texts hold escape sequences."""
 
     def __init__(self, answer: Any) -> None:
-        self.status = answer.status
+        self.status, self.length = answer.status, 0
         self._rest = self._poison(answer.read())
 
     def _poison(self, raw: bytes) -> bytes:
         try:
             return json.dumps(_poisoned(json.loads(raw))).encode()
         except ValueError:
-            return raw + ATTACK.encode(errors="surrogatepass") + b"\n"
+            event = {"timestamp": "2026-11-23T00:00:00Z", "level": "info", "event": ATTACK, "name": ATTACK}
+            line = b"data: " + json.dumps(event).encode()
+            return b"\n".join([raw, line, ATTACK.encode(errors="surrogatepass"), b""])
 
     def read(self) -> bytes:
         rest, self._rest = self._rest, b""
@@ -74,10 +76,6 @@ class Poisoned:
 
     def read1(self, size: int) -> bytes:
         return self.read()
-
-    def __iter__(self) -> Iterator[bytes]:
-        event = {"timestamp": "2026-11-23T00:00:00Z", "level": "info", "event": ATTACK, "name": ATTACK}
-        yield b"data: " + json.dumps(event).encode()
 
     def getheader(self, name: str, default: str = "") -> str:
         return default

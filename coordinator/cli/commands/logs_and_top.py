@@ -5,9 +5,8 @@ import itertools
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime
-from http.client import HTTPResponse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote, urlsplit
@@ -16,7 +15,8 @@ import click
 
 from coordinator.cli.memory_breakdown import format_age, get_guard_state
 from coordinator.cli.node_table import format_headroom, format_memory, format_model_count, format_state, render_bar
-from coordinator.client.api_client import ApiSession, raise_for_status, session_options
+from coordinator.client.api_client import ApiSession, session_options
+from coordinator.client.connection import split_lines
 from coordinator.client.errors import CommandError
 from coordinator.client.terminal_text import get_raw_stream, replace_control_characters
 from wire.node_state import NodeState
@@ -32,15 +32,10 @@ WIDE_SCREEN_COLUMNS = 132
 """Screen width in characters from which the live view has all its columns."""
 
 
-def print_log(session: ApiSession, response: HTTPResponse) -> None:
-    """Print a log from a response as it arrives: unchanged with `-o json`, else with JSON lines formatted for people.
-
-    Raise `CommandError` for an error status.
-    """
-    if response.status >= 400:
-        raise_for_status(response.status, response.read())
+def print_log(session: ApiSession, pieces: Iterable[bytes]) -> None:
+    """Print the pieces of a log as they arrive: unchanged with `-o json`, else with JSON lines formatted for people."""
     decoder, rest = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
-    while piece := response.read1(65536):
+    for piece in pieces:
         text = decoder.decode(piece)
         if session.json:
             click.echo(text, nl=False)
@@ -80,7 +75,7 @@ def logs(session: ApiSession, node: str | None, follow: bool, size: int) -> None
     """
     query = f"bytes={size}" + ("&follow=true" if follow else "")
     path = f"/api/v1/logs?{query}" if node is None else f"/api/v1/nodes/{quote(node, safe='')}/logs?{query}"
-    print_log(session, session.send_request("GET", path, timeout=FOLLOW_TIMEOUT_SECONDS if follow else 30.0))
+    print_log(session, session.stream(path, timeout=FOLLOW_TIMEOUT_SECONDS if follow else 30.0))
 
 
 @click.command()
@@ -90,15 +85,12 @@ def logs(session: ApiSession, node: str | None, follow: bool, size: int) -> None
 def events(session: ApiSession, follow: bool, last: int) -> None:
     """Print the events of the pool: nodes, conditions, joins. With -o json, one event per line."""
     path = f"/api/v1/events?last={last}" + ("&follow=true" if follow else "")
-    response = session.send_request("GET", path, timeout=FOLLOW_TIMEOUT_SECONDS if follow else 30.0)
-    if response.status >= 400:
-        raise_for_status(response.status, response.read())
-    for event in _iterate_events(response):
+    for event in _iterate_events(session.stream(path, timeout=FOLLOW_TIMEOUT_SECONDS if follow else 30.0)):
         click.echo(json.dumps(event) if session.json else _format_event(event))
 
 
-def _iterate_events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
-    for line in response:
+def _iterate_events(pieces: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    for line in split_lines(pieces):
         if line.startswith(b"data: "):
             yield json.loads(line[6:])
 

@@ -292,7 +292,7 @@ def logs(session: ApiSession, node: str, size: int) -> None:
     """Print the newest lines of a node's log. The lines are fetched over the node's link."""
     from coordinator.cli.commands.logs_and_top import print_log
 
-    print_log(session, session.send_request("GET", f"/api/v1/nodes/{quote(node, safe='')}/logs?bytes={size}"))
+    print_log(session, session.stream(f"/api/v1/nodes/{quote(node, safe='')}/logs?bytes={size}"))
 
 
 @click.command()

@@ -3,11 +3,10 @@
 import http.client
 import json
 import shlex
-import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
@@ -16,8 +15,11 @@ import click
 from coordinator.cli.commands.models import show_spinner
 from coordinator.cli.request_table import print_placement, print_request, print_requests
 from coordinator.client.api_client import ApiSession, parse_base_url, print_table, raise_for_status, session_options
+from coordinator.client.connection import split_lines
 from coordinator.client.errors import PROTOCOL, REFUSED, CommandError
 
+CHAT_TIMEOUT_SECONDS = 600.0
+"""Seconds without a byte after which `cluster chat` ends."""
 RETRY_INTERVAL_SECONDS = 1.0
 """Seconds between two checks whether a node is ready."""
 EMBEDDED_MODEL = "macpool-tiny"
@@ -69,10 +71,8 @@ def open_page(session: ApiSession, only_print: bool) -> None:
 def explain(session: ApiSession, request_id: str | None, last: int, export: BinaryIO | None) -> None:
     """Show placement, steps and end of a request. Without ID, list the newest requests."""
     if export is not None:
-        response = session.send_request("GET", "/api/v1/decisions", timeout=120)
-        if response.status >= 400:
-            raise_for_status(response.status, response.read())
-        shutil.copyfileobj(response, export)
+        for piece in session.stream("/api/v1/decisions", timeout=120):
+            export.write(piece)
         return
     if request_id is None:
         session.print_answer(session.request_json("GET", f"/api/v1/requests?last={last}"), print_requests)
@@ -134,10 +134,11 @@ def chat(session: ApiSession, prompt: tuple[str, ...], model: str | None, max_to
         raise click.UsageError("the prompt is empty: write a PROMPT, or pipe one in")
     with show_spinner("waiting for a node that serves a model"):
         response, answering = _request_answer(session, text, model, max_tokens, time.monotonic() + wait)
+    pieces = session.read_body(response, CHAT_TIMEOUT_SECONDS)
     if session.json:
-        click.echo(json.dumps({"schema": 1, **json.loads(response.read())}))
+        click.echo(json.dumps({"schema": 1, **json.loads(b"".join(pieces))}))
         return
-    for piece in _iterate_text(response):
+    for piece in _iterate_text(pieces):
         click.echo(piece, nl=False)
     click.echo()
     if answering == EMBEDDED_MODEL:
@@ -166,7 +167,9 @@ def _request_answer(
                     "and the models in `cluster models`",
                 )
             name = model or served[0]
-            response = session.send_request("POST", "/v1/chat/completions", {"model": name, **body}, 600)
+            response = session.send_request(
+                "POST", "/v1/chat/completions", {"model": name, **body}, CHAT_TIMEOUT_SECONDS
+            )
             if response.status < 400:
                 return response, name
             raw = response.read()
@@ -175,8 +178,8 @@ def _request_answer(
         pause.wait(RETRY_INTERVAL_SECONDS)
 
 
-def _iterate_text(response: http.client.HTTPResponse) -> Iterator[str]:
-    for line in response:
+def _iterate_text(pieces: Iterable[bytes]) -> Iterator[str]:
+    for line in split_lines(pieces):
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
             continue
         event = json.loads(line[6:])

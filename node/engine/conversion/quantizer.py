@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import msgspec
 
+from host.private_files import sync_tree
 from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, QuantizeOrder, build_end, perform_order
 from node.hub.errors import OrderStopped
 from node.hub.quantization.prediction import GROUP_WEIGHTS, SHARD_BYTES
@@ -65,7 +66,7 @@ class QuantizationRun:
         stored = self._write_weights(model)
         self._copy_files()
         self._write_config(config, keeps_vision=keeps_vision)
-        _sync(self._target)
+        sync_tree(self._target)
         return ChildEnd(code=ModelOrderCode.COMPLETED, stored=stored)
 
     def _write_weights(self, model: Any) -> int:
@@ -149,16 +150,6 @@ def _convert_type(model: Any, config: dict[str, Any]) -> None:
 
 def _name_file(at: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{at + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _sync(folder: Path) -> None:
-    """Write the files directly in a folder to the disk, so that a power failure after the rename damages none."""
-    for path in (*folder.iterdir(), folder):
-        number = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(number)
-        finally:
-            os.close(number)
 
 
 def run_quantization(order: QuantizeOrder, channel: ChildChannel) -> ChildEnd:

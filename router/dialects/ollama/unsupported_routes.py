@@ -2,18 +2,17 @@
 
 from router.errors import Problem
 
-UNSUPPORTED_ROUTES = frozenset(
-    {
-        "/api/pull",
-        "/api/push",
-        "/api/create",
-        "/api/copy",
-        "/api/delete",
-    }
-)
+_LOAD = "load and unload models with `cluster model load` and `cluster model unload`"
+_HINTS = {
+    "/api/pull": "download models with `cluster pull`",
+    "/api/push": _LOAD,
+    "/api/create": "make quantized copies with `cluster model quantize`, and set other names in `router.aliases`",
+    "/api/copy": "set another name of a model in `router.aliases`",
+    "/api/delete": "delete copies with `cluster model rm`",
+}
+UNSUPPORTED_ROUTES = frozenset(_HINTS)
 
 
 def build_unsupported_route(path: str) -> Problem:
-    """Build the 501 problem for an unsupported route of Ollama, which names Macpool's commands for models."""
-    text = f"{path} is not supported: manage models with `cluster model load` and `cluster model unload`"
-    return Problem(501, "unsupported_operation", text)
+    """Build the 501 problem for an unsupported route of Ollama. It names the command of Macpool for the purpose."""
+    return Problem(501, "unsupported_operation", f"{path} is not supported: {_HINTS.get(path, _LOAD)}")

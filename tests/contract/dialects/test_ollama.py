@@ -174,21 +174,22 @@ async def test_models_are_listed_and_shown(cluster: LoopbackCluster):
 
 
 @pytest.mark.parametrize(
-    ("method", "path"),
+    ("method", "path", "instead"),
     [
-        ("POST", "/api/pull"),
-        ("POST", "/api/push"),
-        ("POST", "/api/create"),
-        ("POST", "/api/copy"),
-        ("DELETE", "/api/delete"),
-        ("POST", "/api/blobs/sha256:x"),
+        ("POST", "/api/pull", "cluster pull"),
+        ("POST", "/api/push", "cluster model load"),
+        ("POST", "/api/create", "cluster model quantize"),
+        ("POST", "/api/copy", "router.aliases"),
+        ("DELETE", "/api/delete", "cluster model rm"),
+        ("POST", "/api/blobs/sha256:x", "cluster model load"),
     ],
 )
-async def test_routes_that_change_models_are_refused(cluster: LoopbackCluster, method: str, path: str):
+async def test_routes_that_change_models_are_refused(cluster: LoopbackCluster, method: str, path: str, instead: str):
     async with plain(cluster) as client:
         answer = await client.request(method, path, json={"model": "tiny"})
         nobody = await client.request(method, path, json={}, headers={"authorization": ""})
     assert (answer.status_code, answer.json()["code"]) == (501, "unsupported_operation")
+    assert instead in answer.json()["error"]
     assert nobody.status_code == 401
 
 

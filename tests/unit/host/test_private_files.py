@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from host.private_files import create_private_folder, write_private
+from host.private_files import create_private_folder, sync_tree, write_private
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +66,16 @@ def test_a_failed_write_leaves_no_file_beside(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         write_private(tmp_path / "file", b"secret")
     assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_tree_is_written_to_the_disk_with_its_subfolders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    files = [tmp_path / "one", tmp_path / "a/two", tmp_path / "a/b/three"]
+    for file in files:
+        file.write_text("x")
+    synced: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor)[1:3]))
+    sync_tree(tmp_path)
+    expected = [path.stat()[1:3] for path in (*files, tmp_path, tmp_path / "a", tmp_path / "a/b")]
+    assert sorted(synced) == sorted(expected)
+    assert synced[-1] == tmp_path.stat()[1:3], "a folder follows its entries"

@@ -14,14 +14,13 @@ import click
 
 from coordinator.cli.commands.tokens_and_keys import Duration, format_minute
 from coordinator.cli.group import CommandGroup
-from coordinator.client.api_client import ApiSession, print_table, raise_for_status, session_options
+from coordinator.client.api_client import ApiSession, print_table, session_options
 from coordinator.client.errors import NOT_FOUND, REFUSED, TIMED_OUT, CommandError
 from coordinator.client.terminal_text import get_raw_stream, replace_control_characters
 from wire.units import show_size
 
 POLL_INTERVAL_SECONDS = 1.0
 """Seconds between two queries of a video's state."""
-CHUNK_BYTES = 1024 * 1024
 DEFAULT_PROMPT = "a calm sea under a clear sky"
 
 
@@ -151,17 +150,13 @@ def _download(session: ApiSession, video: str, file: Path, variant: str) -> int:
 
     The data goes into a temporary file first, which is renamed when it is complete. Raise `CommandError` on failure.
     """
-    response = session.send_request("GET", f"/v1/videos/{quote(video, safe='')}/content?variant={variant}", timeout=300)
-    if response.status >= 400:
-        raise_for_status(response.status, response.read())
-    beside, size, promised = file.with_name(file.name + ".part"), 0, int(response.headers["content-length"])
+    pieces = session.stream(f"/v1/videos/{quote(video, safe='')}/content?variant={variant}", timeout=300)
+    beside, size = file.with_name(file.name + ".part"), 0
     try:
         with beside.open("wb") as target:
-            while piece := response.read(CHUNK_BYTES):
+            for piece in pieces:
                 target.write(piece)
                 size += len(piece)
-        if size != promised:
-            raise CommandError(1, f"only {size} of {promised} bytes arrived: try again")
         beside.replace(file)
     except OSError as error:
         raise CommandError(1, f"{file} cannot be written: {error.strerror or error}") from None

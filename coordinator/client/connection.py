@@ -1,0 +1,121 @@
+"""Connection of a command to the coordinator: requests, bodies, and errors of the connection."""
+
+import http.client
+import json
+import sys
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from coordinator.client.errors import BLOCKED, PIN, TIMED_OUT, UNREACHABLE, CommandError
+
+if TYPE_CHECKING:
+    import ssl
+
+PIECE_BYTES = 65_536
+"""Largest piece of a body that is read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorAddress:
+    """Endpoint of the coordinator that a command uses, with credentials."""
+
+    url: str
+    """Base URL without a path."""
+    key: str
+    """API key."""
+    authority: str
+    """CA of the endpoint's certificate (PEM); empty if the system's CAs apply."""
+
+
+def _create_context(authority: str) -> "ssl.SSLContext":
+    """Return a TLS context that trusts the system's authorities and the coordinator's own."""
+    import ssl
+
+    context = ssl.create_default_context()
+    if authority:
+        context.load_verify_locations(cadata=authority)
+    return context
+
+
+def send_request(
+    reached: CoordinatorAddress, method: str, path: str, body: object = None, timeout: float = 30.0
+) -> http.client.HTTPResponse:
+    """Send a request to a coordinator and return the response with any status.
+
+    `body` is sent as JSON. `timeout` is in seconds, for the connection and each read. Raise `CommandError` without a
+    response.
+    """
+    base, parts = reached.url, urlsplit(reached.url)
+    if parts.scheme == "https":
+        context = _create_context(reached.authority)
+        connection = http.client.HTTPSConnection(parts.hostname or "", parts.port, timeout=timeout, context=context)
+    else:
+        connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout)
+    headers = {"Authorization": f"Bearer {reached.key}"}
+    if body is not None:
+        headers["Content-Type"] = "application/json"
+    with convert_connection_errors(base, timeout):
+        connection.request(method, path, None if body is None else json.dumps(body), headers)
+        return connection.getresponse()
+
+
+def iterate_body(response: http.client.HTTPResponse, url: str, timeout: float) -> Iterator[bytes]:
+    """Yield the body of a response from `url` as it arrives. `timeout` is that of the request, in seconds.
+
+    Raise `CommandError` if the connection breaks before the end of the body.
+    """
+    while True:
+        with convert_connection_errors(url, timeout):
+            piece = response.read1(PIECE_BYTES)
+            if not piece and response.length:  # `read1` reports no early end of a body whose length is known
+                raise http.client.IncompleteRead(b"", response.length)
+        if not piece:
+            return
+        yield piece
+
+
+def split_lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a body, without their ends."""
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+    if rest:
+        yield rest
+
+
+@contextmanager
+def convert_connection_errors(base: str, timeout: float) -> Generator[None]:
+    """Convert the errors of a connection to the URL `base` to `CommandError`. `timeout` is in seconds."""
+    try:
+        yield
+    except TimeoutError:
+        raise CommandError(TIMED_OUT, f"{base} did not answer within {timeout:.0f} s") from None
+    except OSError as error:
+        raise CommandError(*explain_connection_error(base, error)) from None
+    except http.client.IncompleteRead:
+        text = f"{base} ended the connection before its answer was complete: repeat the command"
+        raise CommandError(UNREACHABLE, text) from None
+    except http.client.HTTPException:
+        raise CommandError(UNREACHABLE, f"{base} does not answer as HTTP: use the `endpoint` of `cluster up`") from None
+
+
+def explain_connection_error(base: str, error: OSError) -> tuple[int, str]:
+    """Return exit code and message for a failed connection to the URL `base`.
+
+    Errno 65 on macOS means a block by local network privacy, not a network fault.
+    """
+    if sys.platform == "darwin" and error.errno == 65:
+        return BLOCKED, (
+            f"macOS blocks this program from reaching {base} (local network privacy): run it from Terminal, or allow "
+            "it under System Settings > Privacy & Security > Local Network"
+        )
+    if "certificate verify failed" in str(error):
+        return PIN, (
+            f"the certificate of {base} is not trusted by this machine: run `cluster trust-ca {base}` and compare the "
+            "fingerprint with that of the coordinator"
+        )
+    return UNREACHABLE, f"{base} cannot be reached: {error.strerror or error}"

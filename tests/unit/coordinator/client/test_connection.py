@@ -1,0 +1,92 @@
+"""Connections that break: each is a clear error with its exit code, also after the first bytes of a body."""
+
+import socket
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from coordinator.client.api_client import ApiSession
+from coordinator.client.connection import split_lines
+from coordinator.client.errors import CommandError
+
+
+@contextmanager
+def serve(response: bytes, folder: Path) -> Generator[ApiSession]:
+    """Answer one request with these bytes, and yield a session for it. Bytes that end with `wait` keep it open."""
+    key = folder / "key"
+    key.write_text("mp_key")
+    answered = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer() -> None:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65_536)
+                connection.sendall(response)
+                if response.endswith(b"wait"):
+                    answered.wait(30)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield ApiSession(folder, f"http://127.0.0.1:{listening.getsockname()[1]}", key, "text")
+        finally:
+            answered.set()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("response", "code", "words"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{}", 3, "before its answer was complete"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 6\r\n\r\n<html>", 3, "does not answer with JSON"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n", 3, "does not answer as HTTP"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{} wait", 7, "did not answer within"),
+    ],
+)
+def test_a_response_that_breaks_off_is_a_clear_error(tmp_path: Path, response: bytes, code: int, words: str):
+    with serve(response, tmp_path) as session, pytest.raises(CommandError, match=words) as caught:
+        session.request_json("GET", "/api/v1/keys", timeout=0.5)
+    assert caught.value.exit_code == code
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        (b"Content-Length: 9\r\n\r\none\ntwo", 3, "before its answer was complete"),
+        (b"Transfer-Encoding: chunked\r\n\r\n7\r\none\ntwo\r\n", 3, "before its answer was complete"),
+        (b"Transfer-Encoding: chunked\r\n\r\n9\r\none\ntwo", 3, "before its answer was complete"),
+        (b"Content-Length: 20\r\n\r\none\ntwo wait", 7, "did not answer within"),
+    ],
+)
+def test_a_stream_that_breaks_off_is_a_clear_error_after_its_beginning(
+    tmp_path: Path, body: bytes, code: int, words: str
+):
+    found = b""
+    with serve(b"HTTP/1.1 200 OK\r\n" + body, tmp_path) as session:
+        pieces = session.stream("/api/v1/logs", timeout=0.5)
+
+        def read() -> None:
+            nonlocal found
+            for piece in pieces:
+                found += piece
+
+        with pytest.raises(CommandError, match=words) as caught:
+            read()
+    assert caught.value.exit_code == code
+    assert found.startswith(b"one\ntwo")
+
+
+def test_a_stream_is_read_to_its_end(tmp_path: Path):
+    with serve(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\none\ntwo\n!", tmp_path) as session:
+        assert list(split_lines(session.stream("/api/v1/events"))) == [b"one", b"two", b"!"]
+
+
+def test_a_stream_with_an_error_status_raises_its_message(tmp_path: Path):
+    response = b'HTTP/1.1 404 Not Found\r\nContent-Length: 37\r\n\r\n{"error": {"message": "no such node"}}'
+    with serve(response, tmp_path) as session, pytest.raises(CommandError, match="no such node") as caught:
+        list(session.stream("/api/v1/nodes/x/logs"))
+    assert caught.value.exit_code == 5
