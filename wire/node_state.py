@@ -28,10 +28,16 @@ class EngineStage(StrEnum):
     """Stage of the engine process of a node, in `EngineState.state`."""
 
     STARTING = "starting"
+    """The first process starts."""
     READY = "ready"
+    """The process has reported that its gate is armed."""
     HUNG = "hung"
+    """The process does not answer pings, or exceeds the time of a call, and is ended."""
     RESTARTING = "restarting"
+    """The process has ended, and another one starts."""
     FAILED = "failed"
+    """The process died several times in a row and starts again after the longest delay, or ended engines left too much
+    wired memory behind."""
 
 
 LINKED = frozenset({NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING, NodeState.PAUSED})

@@ -265,7 +265,7 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     refusals: Natural = 0
     """Refusals of the gate."""
     forwards: Natural = 0
-    """Prefills and joins, each of which follows a check."""
+    """Prefills, joins and parts of forwards for embeddings, each of which follows a check."""
     steps: Natural = 0
     """Decode steps."""
     failures: Natural = 0
