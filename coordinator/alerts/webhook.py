@@ -133,7 +133,7 @@ def is_forbidden(address: Ip) -> bool:
     """Return whether messages to an IP address are forbidden.
 
     Forbidden are addresses that serve a cloud machine's secrets, and addresses of no single host, such as multicast
-    and reserved ones.
+    and reserved ones. Loopback addresses are allowed.
     """
     if address.is_loopback:
         return False

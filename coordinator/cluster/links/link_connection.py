@@ -131,14 +131,21 @@ class Connection(LinkEndpoint):
             HANDSHAKE_TIMEOUT_SECONDS + 1, _log_no_handshake
         )
         self.address = ""
+        """IP address of the peer."""
         self.peer: PeerIdentity | None = None
+        """Identity in the peer's certificate; None without a certificate."""
         self.serial = ""
+        """Serial number (hex) of that certificate."""
         self.certificate_validity = (0.0, 0.0)
         """Validity of the peer's certificate: issued and expires, in Unix seconds."""
         self.node: NodeId | None = None
+        """Node whose link this is; None before its Welcome."""
         self.number = 0
+        """Number of the link among all links of the coordinator; 0 before the Welcome."""
         self.hello: Hello | None = None
+        """Hello that was answered with the Welcome."""
         self.budgets: NodeBudgets | None = None
+        """Limits for frames of this node."""
         self._refused = False
         self._frames: Iterator[tuple[int, bytes]] = iter(())
         self._frames_paused = False

@@ -155,7 +155,8 @@ class CommitmentLedger:
         return self._find_batch(row).number
 
     def compute_joined_bytes(self, row: Commitment, rows: int) -> int:
-        """Return the bytes of a row's batch after a join of `rows` rows with the written tokens of this row."""
+        """Return the bytes of the batch of `row` after `rows` more rows have joined, each with as many stored tokens as
+        `row`."""
         joined = [other.stored_tokens for other in self._find_batch(row).rows if other.is_joined]
         return compute_padded_bytes(_build_group([*joined, *[row.stored_tokens] * rows]), self.kv)
 
