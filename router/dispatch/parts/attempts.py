@@ -83,7 +83,8 @@ class Attempts:
             self._ledger.mark_prefilled(placed.attempt)
         self.live[placed.attempt] = request
         now = self._clock()
-        self._breakers.record_attempt(chosen.node, placed.attempt, now)
+        if self._breakers.by_node:
+            self._breakers.record_attempt(chosen.node, placed.attempt, now)
         request.add_step(now, "resumed" if resumed else "sent", chosen.name)
 
     def send(self, request: ActiveRequest, action: Send) -> bool:
@@ -130,8 +131,10 @@ class Attempts:
         """
         self.live.pop(action.attempt, None)
         self._ledger.release(action.attempt)
-        self._breakers.record_departure(action.node, action.attempt)
-        self._drains.notify(action.node)
+        if self._breakers.by_node:
+            self._breakers.record_departure(action.node, action.attempt)
+        if self._drains.waits:
+            self._drains.notify(action.node)
         self._changes.mark(action.node)
 
     def cancel(self, _: ActiveRequest, action: CancelAttempt) -> None:
@@ -154,12 +157,11 @@ class Attempts:
     def record_prefill_end(self, request: ActiveRequest, action: PrefillDone) -> None:
         """Record that the prompt of an attempt is prefilled. For the first tokens of a request, record also the time to
         the first token."""
-        self._ledger.mark_admitted(action.attempt)
-        self._ledger.mark_prefilled(action.attempt)
+        self._ledger.mark_first_token(action.attempt)
         if not action.first:
             return
         now = self._clock()
-        request.add_step(now, "first token", request.node_name)
+        request.add_step(now, "first token", request.life.node_name)
         self._counters.count_first_token(
             action.node, request.demand.model, request.prompt_counts[0], now - request.arrived
         )

@@ -83,7 +83,8 @@ class NodeFrames:
             text = f"{request.node_name} did not send a valid vector for each text"
             self._losses.handle_failure(request, node, Failed(frame.request, FailureCode.ENGINE_ERROR, text))
             return
-        self._breakers.record_success(node, frame.request)
+        if self._breakers.by_node:
+            self._breakers.record_success(node, frame.request)
         frame = bound_usage(request, frame)
         self._counters.count_finished(frame.prompt_tokens, frame.cached_tokens, frame.completion_tokens)
         self._apply(request, AttemptEnded(frame.request, frame))
