@@ -17,7 +17,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any
 
 import structlog
 
@@ -25,9 +25,7 @@ from router.admission.cache_scope import CacheScopes
 from router.admission.rate_limits import RateLimits
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.counters import Counters
-from router.dispatch.node_commands import NodeCommands
 from router.dispatch.parts.composition import Parts, Surroundings, get_policy
-from router.dispatch.parts.node_frames import RequestFrame
 from router.dispatch.request import CANCELLED, RequestFailure, RequestSpec
 from router.dispatch.request_events import (
     Delivered,
@@ -41,7 +39,7 @@ from router.dispatch.request_events import (
 from router.placement.cluster_view import ClusterView
 from router.placement.policies import Policy
 from router.settings import RouterSettings
-from wire.frames import Deltas, Frame, Vectors
+from wire.frames import Deltas, Frame
 from wire.identity import NodeId
 from wire.node_state import SERVING, NodeState
 from wire.refusals import FailureCode
@@ -100,9 +98,13 @@ class Dispatcher:
         self.affinity, self.usage, self.history = parts.affinity, parts.usage, parts.history
         self.placer, self.intake, self.names = parts.placer, parts.intake, parts.intake.names
         self.upstreams = parts.upstreams
-        self.commands = NodeCommands(send, lambda: numbers()[0])
-        self._live: Mapping[int, ActiveRequest] = parts.attempts.live
-        self._frame_handlers, self._crowds = parts.frames.handlers, parts.crowds
+        self.commands = parts.commands
+        self._attempts, self._crowds, self._live = parts.attempts, parts.crowds, parts.attempts.live
+        self.receivers: Mapping[type[Frame], Callable[[NodeId, Any], None]] = {
+            Deltas: self._receive_deltas,
+            **dict.fromkeys(parts.frames.handlers, parts.frames.receive),
+        }
+        """Function for each type of frame from a node."""
         self._open: dict[int, ActiveRequest] = {}
         self._count = 0
         self._closing = False
@@ -180,16 +182,10 @@ class Dispatcher:
         self._parts.waiting.retry_requests(changes.take_nodes())
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Apply a frame from a node about a request or command; a frame about neither is ignored."""
-        if type(frame) is Deltas:
-            self._receive_deltas(node, frame)
-        elif (handle := self._frame_handlers.get(type(frame))) is not None:
-            frame = cast("RequestFrame", frame)
-            request = self._live.get(frame.request)
-            if request is not None and request.node == node:
-                handle(request, node, frame)
-            elif not isinstance(frame, Vectors):
-                self.commands.receive(node, frame)
+        """Apply a frame from a node with its receiver; a frame without one is ignored."""
+        receive = self.receivers.get(type(frame))
+        if receive is not None:
+            receive(node, frame)
 
     def _receive_deltas(self, node: NodeId, frame: Deltas) -> None:
         """Add the tokens of one decode step to their answers. Runs for every token: it applies no event except

@@ -16,6 +16,7 @@ from router.dispatch.aliases.upstream_gate import UpstreamGate
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.counters import Counters
 from router.dispatch.decision_log import DecisionLog
+from router.dispatch.node_commands import NodeCommands
 from router.dispatch.parts.assignment import Assignment
 from router.dispatch.parts.attempts import Attempts
 from router.dispatch.parts.crowding import CrowdRules
@@ -199,9 +200,12 @@ class Parts:
             attempts=attempts,
             assignment=self.assignment,
             breakers=self.breakers,
+        self.commands = NodeCommands(surroundings.send, lambda: surroundings.numbers()[0])
             counters=counters,
         )
         self.frames = NodeFrames(
+            attempts=attempts,
+            commands=self.commands,
             apply,
             clock,
             placer=placer,
