@@ -32,7 +32,7 @@ from router.dispatch.request_events import (
     Event,
     FirstTokens,
     RequestDenied,
-    Send,
+    StartAttempt,
     Stopped,
     Undelivered,
 )
@@ -111,7 +111,7 @@ class Dispatcher:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._timer: asyncio.TimerHandle | None = None
-        self._perform = parts.build_performers(self._deliver)
+        self._perform = parts.build_performers(self._start_attempt)
 
     # state machine
 
@@ -132,15 +132,17 @@ class Dispatcher:
         for action in actions:
             perform[type(action)](request, action)
 
-    def _deliver(self, request: ActiveRequest, action: Send) -> None:
-        """Send the request of an attempt, and apply whether there was a link."""
-        placed, sent = action.placed, False
+    def _start_attempt(self, request: ActiveRequest, action: StartAttempt) -> None:
+        """Reserve the resources of an attempt, send its request, and apply whether there was a link."""
+        self._attempts.reserve(request, action)
+        sent = False
         try:
-            sent = self._parts.attempts.send(request, action)
+            sent = self._attempts.send(request, action)
         finally:
+            placed = action.placed
             if not sent:
                 self.apply(request, Undelivered(placed.attempt))
-                self._parts.attempts.record_undelivered(request, placed.chosen.node, placed.chosen.name)
+                self._attempts.record_undelivered(request, placed.chosen.node, placed.chosen.name)
             elif request.life.origin is not None:
                 self.apply(request, Delivered(placed.attempt))
 
@@ -255,15 +257,16 @@ class Dispatcher:
         else:
             self.placer.record_request(request.demand.model)
             self._parts.assignment.assign(request)
+        if not self._open:
+            self._quiet.clear()
         self._open[request.number] = request
         self._crowds.add(request)
-        self._quiet.clear()
         self._arm_timer()
         return request
 
     def close(self, request: ActiveRequest) -> None:
         """Close a request. If the request has not ended, its client is gone: cancel it, also on its node."""
-        if request.outcome is None:
+        if request.life.outcome is None:
             self.apply(request, Stopped(CANCELLED))
         if self._open.pop(request.number, None) is not None:
             self._crowds.remove(request)

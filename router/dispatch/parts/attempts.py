@@ -14,7 +14,7 @@ from router.dispatch.counters import Counters
 from router.dispatch.parts.placer import Placer
 from router.dispatch.parts.wakeups import DrainWaits, NodeChanges
 from router.dispatch.request import EmbeddingInput
-from router.dispatch.request_events import CancelAttempt, PrefillDone, RecordPrompt, Release, Reserve, Send
+from router.dispatch.request_events import CancelAttempt, PrefillDone, RecordPrompt, Release, StartAttempt
 from router.placement.cluster_view import NodeView
 from router.placement.prefix_affinity import PrefixAffinity
 from router.placement.reservations import ReservationLedger
@@ -59,7 +59,7 @@ class Attempts:
             (request for request in self.live.values() if request.node == node), key=lambda request: request.number
         )
 
-    def reserve(self, request: ActiveRequest, action: Reserve) -> None:
+    def reserve(self, request: ActiveRequest, action: StartAttempt) -> None:
         """Reserve memory, prefill and rows on the node of an attempt, and add the attempt to `live`.
 
         Count the attempt, tell the node's circuit breaker, and set the model's version for an answer that begins.
@@ -87,7 +87,7 @@ class Attempts:
             self._breakers.record_attempt(chosen.node, placed.attempt, now)
         request.add_step(now, "resumed" if resumed else "sent", chosen.name)
 
-    def send(self, request: ActiveRequest, action: Send) -> bool:
+    def send(self, request: ActiveRequest, action: StartAttempt) -> bool:
         """Send the request of an attempt to its node. Return False without a link, as the next view will show."""
         spec, placed = request.spec, action.placed
         if spec.embed is not None:
@@ -175,7 +175,7 @@ class Attempts:
                     self._ledger.release_weights(request.attempt)
 
 
-def _build_embed(request: ActiveRequest, action: Send, embed: EmbeddingInput, scope: str) -> Embed:
+def _build_embed(request: ActiveRequest, action: StartAttempt, embed: EmbeddingInput, scope: str) -> Embed:
     return Embed(
         request=action.placed.attempt,
         seq=action.placed.seq,

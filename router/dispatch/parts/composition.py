@@ -35,16 +35,14 @@ from router.dispatch.request_events import (
     CancelAttempt,
     CorrectHeadroom,
     Dequeue,
+    EndRequest,
     Enqueue,
     Event,
     HandOver,
     PrefillDone,
     RecordPrompt,
     Release,
-    Reserve,
-    Respond,
-    Send,
-    SettleQuota,
+    StartAttempt,
     Withdraw,
 )
 from router.placement.policies import POLICIES, Policy
@@ -200,14 +198,14 @@ class Parts:
             attempts=attempts,
             assignment=self.assignment,
             breakers=self.breakers,
-        self.commands = NodeCommands(surroundings.send, lambda: surroundings.numbers()[0])
             counters=counters,
         )
+        self.commands = NodeCommands(surroundings.send, lambda: surroundings.numbers()[0])
         self.frames = NodeFrames(
-            attempts=attempts,
-            commands=self.commands,
             apply,
             clock,
+            attempts=attempts,
+            commands=self.commands,
             placer=placer,
             assignment=self.assignment,
             endings=self.endings,
@@ -224,12 +222,11 @@ class Parts:
         )
 
     def build_performers(
-        self, deliver: Callable[[ActiveRequest, Send], None]
+        self, start: Callable[[ActiveRequest, StartAttempt], None]
     ) -> Mapping[type[Action], Callable[[ActiveRequest, Any], None]]:
-        """Return the function that performs each action of a request; `deliver` performs `Send`."""
+        """Return the function that performs each action of a request; `start` performs `StartAttempt`."""
         return {
-            Send: deliver,
-            Reserve: self.attempts.reserve,
+            StartAttempt: start,
             Release: self.attempts.release,
             CancelAttempt: self.attempts.cancel,
             CorrectHeadroom: self.placer.correct_headroom,
@@ -238,8 +235,7 @@ class Parts:
             Withdraw: self.waiting.withdraw,
             RecordPrompt: self.attempts.record_prompt,
             PrefillDone: self.attempts.record_prefill_end,
-            SettleQuota: self.endings.settle,
-            Respond: self.endings.respond,
+            EndRequest: self.endings.end,
             HandOver: self.endings.announce_upstream,
         }
 
