@@ -114,7 +114,7 @@ def evaluate_node(
     """
     if request.node and request.node != node.id:
         return _build_excluded(node, "is not the node that the request names", RefusalCode.NOT_ALLOWED)
-    if not request.labels <= node.labels:
+    if request.labels and not request.labels <= node.labels:
         missing_labels = ", ".join(sorted(request.labels - node.labels))
         return _build_excluded(node, f"has no label {missing_labels}", RefusalCode.NOT_ALLOWED)
     model = node.models.get(request.model)
@@ -151,7 +151,7 @@ def evaluate_node(
             f"makes room for {turn.model}: it takes no new requests for {model.name} until {turn.model} is loaded",
             RefusalCode.NO_ROOM,
         )
-    cached_share = cached_shares.get(node.id, 0.0) if model.loaded else 0.0
+    cached_share = cached_shares.get(node.id, 0.0) if cached_shares and model.loaded else 0.0
     prefill_tokens = (round(tokens * (1.0 - cached_share)) if cached_share else tokens) + request.known_tokens
     if request.other_bytes:
         prefill_tokens += round(request.other_bytes / model.bytes_per_token)
