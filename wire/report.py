@@ -8,6 +8,7 @@ uses defaults for fields that an older node does not send, and ignores unknown f
 """
 
 from enum import IntEnum
+from functools import cached_property
 from typing import Annotated
 
 import msgspec
@@ -157,7 +158,7 @@ ROW_COST = 0.1
 """Share by which each further row lengthens a decode step: 0.06 measured on a CPU; not measured on a Mac."""
 
 
-class Model(WireStruct, frozen=True, array_like=True, gc=False):
+class Model(WireStruct, frozen=True, array_like=True, gc=True, dict=True):  # for cached values
     """A model in the catalogue of a node, with its state and the measurements that placement needs."""
 
     name: Word
@@ -218,8 +219,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=False):
     covered_rows: Natural = 0
     """Rows of the widest decode step that was measured."""
     uncovered: Estimate = 0
-    """Bytes charged to a wider step, because the margin was narrowed for measured forwards only; 0 if the margin in
-    force covers all widths."""
+    """Bytes charged to a wider step, for which the margin in force is too small; 0 if it covers all widths."""
     pinned: bool = False
     """Whether the model is preloaded and never unloaded for another one."""
     content: Word = ""
@@ -233,12 +233,12 @@ class Model(WireStruct, frozen=True, array_like=True, gc=False):
     removable: bool = False
     """Whether the node can delete the files: they are in the Hugging Face cache or in a model folder."""
 
-    @property
+    @cached_property
     def version(self) -> ModelVersion:
         """Identity of the model's files."""
         return ModelVersion(self.fingerprint, self.content)
 
-    @property
+    @cached_property
     def kv(self) -> "KvParameters":
         """Fields of this model from which `wire.capacity.batches.compute_row_bytes` computes the memory of a row."""
         return KvParameters(

@@ -7,9 +7,9 @@ the node from the records and from the listener.
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -56,8 +56,9 @@ class RegistryListener(Protocol):
         """Replace the cluster view, after a change of any node."""
         ...
 
-    def receive(self, node: NodeId, frame: Frame) -> None:
-        """Handle a frame of a node that is not about its membership, such as a frame of a request."""
+    @property
+    def receivers(self) -> Mapping[type[Frame], Callable[[NodeId, Any], None]]:
+        """Function for each type of frame that is not about membership, such as a frame of a request."""
         ...
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
@@ -88,6 +89,7 @@ class Registry:
         self._authentication = authentication
         self._barrier = barrier
         self._listener = listener
+        self._receivers = listener.receivers
         self._illegal_events = illegal_events
         self._loop = asyncio.get_running_loop()
         members = [row for row in store.members.values() if row.removed is None]
@@ -152,19 +154,20 @@ class Registry:
             self.apply_event(node, MemberDisconnected(number, reason))
 
     def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
-        """Handle a frame of the link `number`: a report, goodbye or renewal. Pass other frames to the listener.
+        """Handle a frame of the link `number`: a report, goodbye or renewal. Pass other frames to their receivers.
 
         After a failed write, the change of the frame is logged and lost, and the link stays open.
         """
+        receive = self._receivers.get(type(frame))
         try:
-            if type(frame) is Report:
+            if receive is not None:
+                receive(node, frame)
+            elif type(frame) is Report:
                 self._handle_report(node, number, frame)
             elif type(frame) is Goodbye:
                 self._handle_goodbye(node, number, frame)
             elif type(frame) is RenewCertificate:
                 self._renew_certificate(node, frame)
-            else:
-                self._listener.receive(node, frame)
         except StoreError as error:
             log.warning("frame not stored", node=node, frame=type(frame).__name__, error=str(error))
 

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 from msgspec.structs import replace
 
@@ -44,6 +44,7 @@ MAX_CACHED_HEADS = 512
 """Most cached heads. A client repeats the same head with every request."""
 MAX_HEAD_BYTES = 8192
 _COMPLETE_RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
+_ERROR_RESPONSE = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
 _STREAM = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
     b"x-accel-buffering: no\r\ntransfer-encoding: chunked\r\n%s\r\n"
@@ -139,7 +140,8 @@ class FastPath:
         # the app handles log probabilities (in a thread) and calls of custom tools
         if isinstance(parsed, Problem) or parsed.params.logprobs or parsed.custom:
             return None
-        if self.dispatcher.names.may_mean_upstream(parsed.demand.model, self.dispatcher.view):
+        names = self.dispatcher.names
+        if names.has_upstreams and names.may_mean_upstream(parsed.demand.model, self.dispatcher.view):
             return None
         request_id = head.request_id or f"{self._prefix}{next(self._count):08x}"
         job = parsed.to_spec(key.id, request_id, int(time.time()))
@@ -223,8 +225,10 @@ class FastPathProtocol(DeadlineProtocol):
 
     def _on_request_event(self) -> None:
         """Handle an event of the request: its first delta, a keep-alive, or its outcome."""
-        request = cast("ActiveRequest", self._request)
-        answer, outcome = request.answer, request.answer.outcome
+        request = self._request
+        assert request is not None  # noqa: S101  detached at its end
+        answer = request.answer
+        outcome = answer.outcome
         if isinstance(answer, StreamedAnswer) and (outcome is None or isinstance(outcome, Finished)):
             self._open_stream(request, answer)
         elif outcome is not None:
@@ -232,9 +236,10 @@ class FastPathProtocol(DeadlineProtocol):
 
     def _send_answer(self, request: ActiveRequest, outcome: Outcome) -> None:
         """Send a complete answer or error in one write."""
-        if isinstance(outcome, Finished):
-            answer = cast("CollectedAnswer", request.answer).build_answer(request.version.fingerprint)
-            body = chat_response.encode_completion(request.spec, answer, outcome)
+        answer = request.answer
+        if isinstance(outcome, Finished) and isinstance(answer, CollectedAnswer):
+            complete = answer.build_answer(request.version.fingerprint)
+            body = chat_response.encode_completion(request.spec, complete, outcome)
             self.transport.write(_COMPLETE_RESPONSE % (len(body), _build_headers(request), body))
             self._close_request(200)
             return
@@ -244,17 +249,9 @@ class FastPathProtocol(DeadlineProtocol):
             return
         body = problem.encode_body(request.spec.request_id)
         own = b"".join(b"%s: %s\r\n" % header for header in problem.build_headers())
-        self.transport.write(
-            b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s%s\r\n%s"
-            % (
-                problem.status,
-                HTTPStatus(problem.status).phrase.encode(),
-                len(body),
-                own,
-                _build_headers(request),
-                body,
-            )
-        )
+        status = b"%d %s" % (problem.status, HTTPStatus(problem.status).phrase.encode())
+        headers = own + _build_headers(request)
+        self.transport.write(_ERROR_RESPONSE % (status, len(body), headers, body))
         self._close_request(problem.status)
 
     def _open_stream(self, request: ActiveRequest, answer: StreamedAnswer) -> None:
@@ -385,10 +382,11 @@ class ChunkedStream:
 
 
 def _build_headers(request: ActiveRequest) -> bytes:
-    node = b"x-macpool-node: %s\r\n" % request.node_name.encode("ascii", "replace") if request.node_name else b""
-    request_id = request.spec.request_id.encode()
-    about = b"x-request-id: %s\r\n%sx-macpool-attempts: %d\r\n" % (request_id, node, request.attempts)
-    return about + b"".join([b"%s: %s\r\n" % header for header in build_optional_headers(request)])
+    name, request_id = request.life.node_name, request.spec.request_id.encode()
+    node = b"x-macpool-node: %s\r\n" % name.encode("ascii", "replace") if name else b""
+    about = b"x-request-id: %s\r\n%sx-macpool-attempts: %d\r\n" % (request_id, node, request.life.attempts)
+    optional = build_optional_headers(request)
+    return about + b"".join([b"%s: %s\r\n" % header for header in optional]) if optional else about
 
 
 def _do_nothing() -> None:

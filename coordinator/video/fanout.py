@@ -29,7 +29,8 @@ class ListenerFanout:
         self._controller = controller
         self._pulls = pulls
         self._on_view = on_view
-        self._handlers: Mapping[type[Frame], Callable[[NodeId, Any], None]] = {
+        self.receivers: Mapping[type[Frame], Callable[[NodeId, Any], None]] = {
+            **dispatcher.receivers,
             **dict.fromkeys(LEASE_FRAMES, controller.handle_frame),
             **dict.fromkeys(MODEL_ORDER_FRAMES, pulls.handle_frame),
         }
@@ -40,10 +41,6 @@ class ListenerFanout:
         self._controller.apply_view(view)
         self._pulls.apply_view(view)
         self._on_view()
-
-    def receive(self, node: NodeId, frame: Frame) -> None:
-        """Pass a frame to the controller of its subject, or to the dispatcher."""
-        self._handlers.get(type(frame), self._dispatcher.receive)(node, frame)
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
         """Notify the dispatcher and both controllers that the link of a node ended.

@@ -147,7 +147,9 @@ class KeyRing:
         text = presented.encode("utf-8", "replace") if isinstance(presented, str) else presented
         if self.anonymous is not None and not text.startswith(_PREFIX):  # client libraries always send a key
             return self.anonymous
-        known = self._find(text, salted_hash or self.compute_salted_hash(text)) if len(text) <= _MAX_KEY_BYTES else None
+        known = None if salted_hash is None else self._proven.get(salted_hash)
+        if known is None and len(text) <= _MAX_KEY_BYTES:
+            known = self._find(text, salted_hash or self.compute_salted_hash(text))
         if known is None or self._is_expired(known):
             self.refused += 1
             return None

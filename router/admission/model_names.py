@@ -53,6 +53,8 @@ class ModelNames:
             else:
                 models.append(last)
             self.aliases[name] = tuple(models)
+        self.has_upstreams = bool(self._upstreams)
+        """Whether some alias has an upstream."""
         self._profiles = settings.profiles
         self._folded = {name.casefold(): name for name in self.aliases}
         self._folded_profiles = {name.casefold(): name for name in self._profiles}
@@ -66,7 +68,7 @@ class ModelNames:
 
         This is a fast check: if there are such aliases, it is True for every name that is not exactly a model's.
         """
-        return bool(self._upstreams) and not self.is_plain(name, view)
+        return self.has_upstreams and not self.is_plain(name, view)
 
     def get_profile(self, name: str) -> ProfileSettings:
         """Return a profile by its name in the settings, as in `ModelTarget.profile`. Raise `KeyError` if unknown."""

@@ -121,18 +121,23 @@ class _KeyMeter:
     prompt_bytes: int = 0
     requests: _Bucket | None = None
     tokens: _Bucket | None = None
+    has_rate: bool = False
+    """Whether the key had a limit of requests or tokens per minute at its last request."""
 
     def fill(self, limits: KeyLimits, now: float) -> None:
         """Fill both buckets for the time since their last use. A changed rate begins with a full bucket."""
         requests, tokens = limits.requests_per_minute, limits.tokens_per_minute
         self.requests = None if requests is None else _fill_bucket(self.requests, requests, now)
         self.tokens = None if tokens is None else _fill_bucket(self.tokens, tokens, now)
+        self.has_rate = limits.has_rate
 
     def add(self, prompt_tokens: int, prompt_bytes: int, charge: int) -> None:
         """Count a request as open, with the tokens and bytes of its prompt, and charge `charge` tokens."""
         self.running += 1
         self.prompt_tokens += prompt_tokens
         self.prompt_bytes += prompt_bytes
+        if not self.has_rate:
+            return
         if self.requests is not None:
             self.requests.take(1)
         if self.tokens is not None:
@@ -142,7 +147,7 @@ class _KeyMeter:
         """Count an open request as ended."""
         self.running -= 1
         self.prompt_tokens -= _estimate_prompt_tokens(demand)
-        self.prompt_bytes -= demand.text_bytes
+        self.prompt_bytes -= demand.prompt_bytes + demand.other_bytes
 
 
 class RateLimits:
@@ -173,18 +178,19 @@ class RateLimits:
         admission `record_end` must follow.
         """
         limits = limits or self.get_limits(key)
-        if not limits.allows(demand.model):
+        if limits.models and not limits.allows(demand.model):
             return refuse_model(demand.model, limits)
         meter = self._fill_meter(key, limits, now)
-        tokens, size = _estimate_prompt_tokens(demand), demand.text_bytes
+        tokens, size = _estimate_prompt_tokens(demand), demand.prompt_bytes + demand.other_bytes
         crowded = self._describe_exceeded_bound(meter, limits, tokens, size)
         if crowded:
             return Refused(RefusalCode.RATE_LIMITED, f"{crowded}: wait for an answer", None, 1.0)
         charge = 0 if meter.tokens is None else estimate_charge(demand)
-        refused = _find_exceeded_rate(meter, charge) if limits.has_rate else None
-        if refused is None:
-            meter.add(tokens, size, charge)
-        return charge if refused is None else refused
+        refused = _find_exceeded_rate(meter, charge) if meter.has_rate else None
+        if refused is not None:
+            return refused
+        meter.add(tokens, size, charge)
+        return charge
 
     def admit_video(self, key: str, model: str, open_videos: int, queued: int, now: float) -> Refused | None:
         """Admit a new video of a key that has `open_videos` videos, of which `queued` are in the queue.
@@ -251,15 +257,13 @@ class RateLimits:
             meter.tokens.fill(now)
             meter.tokens.take(used - charged)
 
-    def _get_meter(self, key: str) -> _KeyMeter:
+    def _fill_meter(self, key: str, limits: KeyLimits, now: float) -> _KeyMeter:
+        """Return the meter of a key, with its buckets filled up to now."""
         meter = self._meters.get(key)
         if meter is None:
             meter = self._meters[key] = _KeyMeter()
-        return meter
-
-    def _fill_meter(self, key: str, limits: KeyLimits, now: float) -> _KeyMeter:
-        meter = self._get_meter(key)
-        meter.fill(limits, now)
+        if limits is not NO_LIMITS or meter.has_rate:
+            meter.fill(limits, now)
         return meter
 
     def count_open(self, key: str) -> int:
@@ -304,7 +308,7 @@ def estimate_probable_tokens(demand: ResourceDemand) -> int:
 
 def _estimate_prompt_tokens(demand: ResourceDemand) -> int:
     tokens = demand.prompt_tokens
-    return demand.text_bytes // BYTES_PER_TOKEN if tokens is None else tokens
+    return (demand.prompt_bytes + demand.other_bytes) // BYTES_PER_TOKEN if tokens is None else tokens
 
 
 def _fill_bucket(bucket: _Bucket | None, rate: int, now: float) -> _Bucket:

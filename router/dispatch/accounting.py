@@ -51,22 +51,19 @@ class Accounting:
 
         `model` is its model, or empty if no member has a model of that name.
         """
-        seconds, name, spec = now - request.arrived, _name_outcome(outcome), request.spec
-        tokens = _get_token_counts(request, outcome)
+        seconds, spec = now - request.arrived, request.spec
+        name = "ok" if isinstance(outcome, Finished) else _name_outcome(outcome)
+        prompt, cached, generated = tokens = _get_token_counts(request, outcome)
         if request.charged is not None:
-            used = self._record_usage(request, tokens, model, failed=not isinstance(outcome, Finished))
+            self._usage.get_totals(spec.key, model).count(
+                prompt, cached, generated, failed=not isinstance(outcome, Finished)
+            )
+            self._counters.get_model(model).add_tokens(prompt, cached, generated)
+            self._counters.add_key_tokens(spec.key, model, prompt + generated)
+            used = max(prompt + generated, request.tokens.total)  # at least the tokens that were sent
             quotas.record_end(spec.key, spec.demand, request.charged, used, now)
         self._counters.count_end(name, model, seconds)
         self._history.records.append(_build_record(request, outcome, name, tokens, seconds))
-
-    def _record_usage(self, request: ActiveRequest, tokens: TokenCounts, model: str, *, failed: bool) -> int:
-        """Record a request's usage for its key and return its tokens: at least the tokens that were sent."""
-        prompt, cached, generated = tokens
-        usage = self._usage.get_totals(request.spec.key, model)
-        usage.count(prompt, cached, generated, failed=failed)
-        self._counters.get_model(model).add_tokens(prompt, cached, generated)
-        self._counters.add_key_tokens(request.spec.key, model, prompt + generated)
-        return max(prompt + generated, request.tokens.total)
 
 
 def compute_max_prompt_tokens(request: ActiveRequest) -> int:
@@ -75,7 +72,7 @@ def compute_max_prompt_tokens(request: ActiveRequest) -> int:
     Each byte of the prompt is at most one token. The chat template adds a bounded number of tokens.
     """
     demand, messages = request.spec.demand, request.spec.messages
-    text = max(demand.text_bytes, demand.prompt_tokens or 0, len(request.spec.ids))
+    text = max(demand.prompt_bytes + demand.other_bytes, demand.prompt_tokens or 0, len(request.spec.ids))
     if request.spec.embed is not None:
         return text + INPUT_TOKENS * request.spec.embed.count
     return text + TEMPLATE_TOKENS + MESSAGE_TOKENS * len(messages)
@@ -94,8 +91,10 @@ def bound_usage(request: ActiveRequest, frame: Finished) -> Finished:
 
     A false report can therefore exhaust neither a key's limits nor its usage. A report beyond the bounds is logged.
     """
-    most_prompt, most_completion = compute_max_prompt_tokens(request), _compute_max_completion_tokens(request)
     prompt, completion = frame.prompt_tokens, frame.completion_tokens
+    most_completion = _compute_max_completion_tokens(request)
+    # the number of `Admitted` is within the bounds already
+    most_prompt = prompt if prompt == request.prompt_counts[0] else compute_max_prompt_tokens(request)
     if (
         prompt <= most_prompt
         and completion <= most_completion
@@ -117,7 +116,7 @@ def bound_usage(request: ActiveRequest, frame: Finished) -> Finished:
 
 
 def _get_token_counts(request: ActiveRequest, outcome: Outcome) -> TokenCounts:
-    if isinstance(outcome, Finished):
+    if type(outcome) is Finished:
         return outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens
     return (*request.prompt_counts, request.tokens.total)
 
@@ -158,7 +157,5 @@ def _choose_stored_message(outcome: Refused | RequestFailure) -> str:
     return quoting or outcome.message
 
 
-def _name_outcome(outcome: Outcome) -> str:
-    if isinstance(outcome, Finished):
-        return "ok"
+def _name_outcome(outcome: Refused | RequestFailure) -> str:
     return outcome.code.value if isinstance(outcome, Refused) else outcome.code

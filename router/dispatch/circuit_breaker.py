@@ -99,7 +99,8 @@ class CircuitBreakers(Generic[N]):
     """
 
     def __init__(self) -> None:
-        self._nodes: dict[N, _Breaker] = {}
+        self.by_node: dict[N, _Breaker] = {}
+        """Breakers of the nodes with a fault; read-only outside of this class."""
         self.opened = 0
         """Number of openings of all breakers."""
 
@@ -108,10 +109,10 @@ class CircuitBreakers(Generic[N]):
 
         Close the breaker of a probe that has run for `PROBE_SUCCESS_SECONDS`.
         """
-        return [node for node in self._nodes if self._is_barred(node, now)] if self._nodes else []
+        return [node for node in self.by_node if self._is_barred(node, now)]
 
     def _is_barred(self, node: N, now: float) -> bool:
-        breaker = self._nodes[node]
+        breaker = self.by_node[node]
         if breaker.until is None:
             return False
         if now < breaker.until:
@@ -125,7 +126,7 @@ class CircuitBreakers(Generic[N]):
 
         At a closed breaker the record has no effect, and opening the breaker removes it.
         """
-        breaker = self._nodes.get(node)
+        breaker = self.by_node.get(node)
         if breaker is not None and breaker.probe is None:
             breaker.begin_probe(request, now)
 
@@ -134,7 +135,7 @@ class CircuitBreakers(Generic[N]):
 
         Close the breaker of a probe that has run for `PROBE_SUCCESS_SECONDS`.
         """
-        breaker = self._nodes.get(node)
+        breaker = self.by_node.get(node)
         barred = breaker is not None and self._is_barred(node, now)
         if breaker is None or breaker.until is None:
             return None
@@ -148,7 +149,7 @@ class CircuitBreakers(Generic[N]):
         `MAX_FAULTS` faults, or if the attempt was its probe. If the breaker is not closed, only the message of any
         other fault is stored.
         """
-        breaker = self._nodes.setdefault(node, _Breaker())
+        breaker = self.by_node.setdefault(node, _Breaker())
         breaker.set_message(why)
         if breaker.until is not None:
             if breaker.probe == request:
@@ -168,16 +169,16 @@ class CircuitBreakers(Generic[N]):
 
         This clears the faults of a closed breaker, and closes a half-open one if the request was its probe.
         """
-        breaker = self._nodes.get(node)
+        breaker = self.by_node.get(node)
         if breaker is not None and (breaker.until is None or breaker.probe == request):
-            del self._nodes[node]
+            del self.by_node[node]
 
     def record_departure(self, node: N, request: int) -> None:
         """Record that a request left a node without a result. If it was the probe, the next request is the probe."""
-        breaker = self._nodes.get(node)
+        breaker = self.by_node.get(node)
         if breaker is not None and breaker.probe == request:
             breaker.end_probe()
 
     def remove_node(self, node: N) -> None:
         """Remove the breaker of a node that is no longer a member."""
-        self._nodes.pop(node, None)
+        self.by_node.pop(node, None)

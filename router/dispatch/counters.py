@@ -196,8 +196,10 @@ class Counters:
         tokens of a new pair are not counted.
         """
         pair = key, model if model in self.models else OTHER
-        if pair in self.keys or len(self.keys) < MAX_KEY_MODELS:
-            self.keys[pair] = self.keys.get(pair, 0) + max(0, tokens)
+        counted = self.keys.get(pair)
+        if counted is None and len(self.keys) >= MAX_KEY_MODELS:
+            return
+        self.keys[pair] = (counted or 0) + (tokens if tokens > 0 else 0)
 
     def retain_keys(self, known: Container[str]) -> None:
         """Remove the totals of API keys that are not in `known`."""

@@ -17,7 +17,7 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any
 
 import structlog
 
@@ -25,23 +25,21 @@ from router.admission.cache_scope import CacheScopes
 from router.admission.rate_limits import RateLimits
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.counters import Counters
-from router.dispatch.node_commands import NodeCommands
 from router.dispatch.parts.composition import Parts, Surroundings, get_policy
-from router.dispatch.parts.node_frames import RequestFrame
 from router.dispatch.request import CANCELLED, RequestFailure, RequestSpec
 from router.dispatch.request_events import (
     Delivered,
     Event,
     FirstTokens,
     RequestDenied,
-    Send,
+    StartAttempt,
     Stopped,
     Undelivered,
 )
 from router.placement.cluster_view import ClusterView
 from router.placement.policies import Policy
 from router.settings import RouterSettings
-from wire.frames import Deltas, Frame, Vectors
+from wire.frames import Deltas, Frame
 from wire.identity import NodeId
 from wire.node_state import SERVING, NodeState
 from wire.refusals import FailureCode
@@ -100,16 +98,20 @@ class Dispatcher:
         self.affinity, self.usage, self.history = parts.affinity, parts.usage, parts.history
         self.placer, self.intake, self.names = parts.placer, parts.intake, parts.intake.names
         self.upstreams = parts.upstreams
-        self.commands = NodeCommands(send, lambda: numbers()[0])
-        self._live: Mapping[int, ActiveRequest] = parts.attempts.live
-        self._frame_handlers, self._crowds = parts.frames.handlers, parts.crowds
+        self.commands = parts.commands
+        self._attempts, self._crowds, self._live = parts.attempts, parts.crowds, parts.attempts.live
+        self.receivers: Mapping[type[Frame], Callable[[NodeId, Any], None]] = {
+            Deltas: self._receive_deltas,
+            **dict.fromkeys(parts.frames.handlers, parts.frames.receive),
+        }
+        """Function for each type of frame from a node."""
         self._open: dict[int, ActiveRequest] = {}
         self._count = 0
         self._closing = False
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._timer: asyncio.TimerHandle | None = None
-        self._perform = parts.build_performers(self._deliver)
+        self._perform = parts.build_performers(self._start_attempt)
 
     # state machine
 
@@ -130,15 +132,17 @@ class Dispatcher:
         for action in actions:
             perform[type(action)](request, action)
 
-    def _deliver(self, request: ActiveRequest, action: Send) -> None:
-        """Send the request of an attempt, and apply whether there was a link."""
-        placed, sent = action.placed, False
+    def _start_attempt(self, request: ActiveRequest, action: StartAttempt) -> None:
+        """Reserve the resources of an attempt, send its request, and apply whether there was a link."""
+        self._attempts.reserve(request, action)
+        sent = False
         try:
-            sent = self._parts.attempts.send(request, action)
+            sent = self._attempts.send(request, action)
         finally:
+            placed = action.placed
             if not sent:
                 self.apply(request, Undelivered(placed.attempt))
-                self._parts.attempts.record_undelivered(request, placed.chosen.node, placed.chosen.name)
+                self._attempts.record_undelivered(request, placed.chosen.node, placed.chosen.name)
             elif request.life.origin is not None:
                 self.apply(request, Delivered(placed.attempt))
 
@@ -180,16 +184,10 @@ class Dispatcher:
         self._parts.waiting.retry_requests(changes.take_nodes())
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Apply a frame from a node about a request or command; a frame about neither is ignored."""
-        if type(frame) is Deltas:
-            self._receive_deltas(node, frame)
-        elif (handle := self._frame_handlers.get(type(frame))) is not None:
-            frame = cast("RequestFrame", frame)
-            request = self._live.get(frame.request)
-            if request is not None and request.node == node:
-                handle(request, node, frame)
-            elif not isinstance(frame, Vectors):
-                self.commands.receive(node, frame)
+        """Apply a frame from a node with its receiver; a frame without one is ignored."""
+        receive = self.receivers.get(type(frame))
+        if receive is not None:
+            receive(node, frame)
 
     def _receive_deltas(self, node: NodeId, frame: Deltas) -> None:
         """Add the tokens of one decode step to their answers. Runs for every token: it applies no event except
@@ -259,15 +257,16 @@ class Dispatcher:
         else:
             self.placer.record_request(request.demand.model)
             self._parts.assignment.assign(request)
+        if not self._open:
+            self._quiet.clear()
         self._open[request.number] = request
         self._crowds.add(request)
-        self._quiet.clear()
         self._arm_timer()
         return request
 
     def close(self, request: ActiveRequest) -> None:
         """Close a request. If the request has not ended, its client is gone: cancel it, also on its node."""
-        if request.outcome is None:
+        if request.life.outcome is None:
             self.apply(request, Stopped(CANCELLED))
         if self._open.pop(request.number, None) is not None:
             self._crowds.remove(request)

@@ -122,22 +122,15 @@ class HandOver(Action, frozen=True, gc=False):
     upstream: str
 
 
-class Reserve(Action, frozen=True, gc=False):
-    """Action: reserve memory, prefill and rows on the node of an attempt."""
+class StartAttempt(Action, frozen=True, gc=False):
+    """Action: reserve memory, prefill and rows on the node of an attempt, and send the request there.
 
-    placed: Placed
-    first: bool
-    """Whether this is the first attempt."""
-
-
-class Send(Action, frozen=True, gc=False):
-    """Action: send the request to the node of the attempt. Without a link the event `Undelivered` follows.
-
-    `first`: this is the first attempt, which has no known tokens.
+    Without a link the event `Undelivered` follows.
     """
 
     placed: Placed
     first: bool
+    """Whether this is the first attempt, which has no known tokens."""
 
 
 class Release(Action, frozen=True, gc=False):
@@ -191,13 +184,8 @@ class PrefillDone(Action, frozen=True, gc=False):
     """Whether these are the first tokens of the request, of any attempt."""
 
 
-class SettleQuota(Action, frozen=True, gc=False):
-    """Action: settle the charge of the key's quota, and record the request in usage, counters and history."""
-
-    outcome: Outcome
-
-
-class Respond(Action, frozen=True, gc=False):
-    """Action: pass the outcome to the reader."""
+class EndRequest(Action, frozen=True, gc=False):
+    """Action: settle the charge of the key's quota, record the request in usage, counters and history, and pass the
+    outcome to the reader."""
 
     outcome: Outcome

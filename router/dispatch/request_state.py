@@ -23,8 +23,8 @@ A request that no node can start may go from NEW to UPSTREAM (handed over), and 
 Invariants
 - A request has exactly one of a place in the queue (QUEUED), an attempt on a node (SENT, ADMITTED, STREAMING) and an
   outcome (ENDED). At an upstream (UPSTREAM) it has none. It is NEW only within one call of the dispatcher.
-- An attempt has a reservation from `Reserve` to `Release`. While a move is in delivery (`origin`), the earlier attempt
-  keeps its own.
+- An attempt has a reservation from `StartAttempt` to `Release`. While a move is in delivery (`origin`), the earlier
+  attempt keeps its own.
 - Numbers of attempts only grow. An event of an earlier attempt is ignored.
 - ENDED is final: the outcome never changes, and the quota is settled once.
 """
@@ -46,6 +46,7 @@ from router.dispatch.request_events import (
     DeadlinePassed,
     Delivered,
     Dequeue,
+    EndRequest,
     Enqueue,
     Event,
     FirstTokens,
@@ -61,10 +62,7 @@ from router.dispatch.request_events import (
     RecordPrompt,
     Release,
     RequestDenied,
-    Reserve,
-    Respond,
-    Send,
-    SettleQuota,
+    StartAttempt,
     Stopped,
     Undelivered,
     UpstreamEnded,
@@ -196,13 +194,15 @@ def step(life: RequestLife, event: Event, now: float) -> Step:
     allowed = transitions.get(life.state)
     if allowed is None:
         raise IllegalEventError(f"the request is {life.state}: {kind.__name__} cannot happen")
-    early: tuple[Action, ...] = ()
     if life.origin is not None and kind is not Undelivered and kind is not Delivered:
-        life, early = _apply_delivered(life, event, now)  # any other event comes after the frame left
-    after, actions = handle(life, event, now)
+        delivered, early = _apply_delivered(life, event, now)  # any other event comes after the frame left
+        after, actions = handle(delivered, event, now)
+        actions = early + actions
+    else:
+        after, actions = handle(life, event, now)
     if after.state not in allowed:
         raise InvariantError(f"{life.state} -> {after.state} by {kind.__name__} is not in the table")
-    return after, early + actions if early else actions
+    return after, actions
 
 
 def _apply_placed(life: RequestLife, event: Placed, now: float) -> Step:
@@ -230,7 +230,7 @@ def _begin_attempt(life: RequestLife, event: Placed, now: float, in_a_row: int, 
         origin=None if life.state is _NEW else life,
     )
     first = not life.attempts
-    return after, (Reserve(event, first), Send(event, first))
+    return after, (StartAttempt(event, first),)
 
 
 def _apply_delivered(life: RequestLife, _: Event, __: float) -> Step:
@@ -329,7 +329,7 @@ def _end(life: RequestLife, outcome: Outcome, now: float, actions: tuple[Action,
     if life.state is _QUEUED:
         actions = (Withdraw(),)
     after = replace(life, state=_ENDED, since=now, attempt=0, node=None, origin=None, outcome=outcome)
-    return after, (*actions, SettleQuota(outcome), Respond(outcome))
+    return after, (*actions, EndRequest(outcome))
 
 
 Handler = Callable[[RequestLife, Any, float], Step]

@@ -161,7 +161,7 @@ class StreamPump:
     The constructor attaches the pump to its source and its stream, and sends the pending deltas.
     """
 
-    __slots__ = ("_chunks", "_opening", "_opening_sent", "_source", "_stream")
+    __slots__ = ("_blocked", "_chunks", "_opening", "_opening_sent", "_source", "_stream")
 
     def __init__(self, source: EventSource, chunks: Chunks, stream: EventSink) -> None:
         self._source = source
@@ -169,6 +169,7 @@ class StreamPump:
         self._stream = stream
         self._opening_sent = False
         self._opening = b""
+        self._blocked = False
         stream.call_when_ready(self.pump)
         source.attach(self.pump)
         source.set_blocked(False)
@@ -204,7 +205,10 @@ class StreamPump:
         if not events and keepalive_due:
             events = self._chunks.encode_keepalive(source.waits_for)
         if events:
-            source.set_blocked(not stream.push(events))
+            blocked = not stream.push(events)
+            if blocked or self._blocked:
+                self._blocked = blocked
+                source.set_blocked(blocked)
 
     def _encode_end(self, outcome: Outcome) -> bytes:
         if isinstance(outcome, Finished):

@@ -69,6 +69,12 @@ class NodeView:
         memory = self.memory
         return compute_headroom(memory.ceiling, memory.margin, compute_occupied(memory), memory.reserved)
 
+    @cached_property
+    def takes_requests(self) -> bool:
+        """Whether the node takes new requests by its state and its report, as long as the report is new enough."""
+        state, engine = self.state, self.engine.state
+        return state == NodeState.READY and not self.cordoned and not self.draining and engine == "ready"
+
     @property
     def engine_instance(self) -> int:
         """Identifier of the engine process, which changes when the engine restarts or the node gets a new link."""
@@ -82,7 +88,7 @@ class NodeView:
         return model.loading and not any(other.loading and other.name != model.name for other in self.models.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelIdentity:
     """Versions that members have under one model name."""
 
@@ -92,7 +98,7 @@ class ModelIdentity:
     """Number of members that have each version. A member that has not hashed its files counts for the version with the
     same samples that most members have."""
 
-    @property
+    @cached_property
     def has_conflict(self) -> bool:
         """Whether members have different models under this name."""
         return len(self.holders) > 1

@@ -21,18 +21,18 @@ def find_infeasible_reason(
 
     `now` is in monotonic seconds. `trials` are the earlier attempts of the request.
     """
-    why = find_unavailable_reason(node, now)
-    if why is not _FIT:
-        return why
+    if not node.takes_requests or now - node.reported_at > MAX_REPORT_AGE_SECONDS:
+        return find_unavailable_reason(node, now)
     if model.cause:
         return f"cannot load {model.name}: {model.cause}", RefusalCode.LOAD_FAILED
-    if get_kind(model.features) is not request.kind:
-        return f"its {model.name} is for {get_kind(model.features)} requests", RefusalCode.UNSUPPORTED
+    kind = get_kind(model.features)
+    if kind is not request.kind:
+        return f"its {model.name} is for {kind} requests", RefusalCode.UNSUPPORTED
     if request.features and not request.features.issubset(model.features):
         return f"its {model.name} has no {', '.join(sorted(request.features.difference(model.features)))}", (
             RefusalCode.UNSUPPORTED
         )
-    if exceeds_context(model, request):
+    if request.prompt_tokens is not None and exceeds_context(model, request):
         return f"its context is {model.context} tokens, the prompt has {request.prompt_tokens}", RefusalCode.CONTEXT
     return _FIT if trials is FIRST else _find_attempt_reason(node, model, trials)
 

@@ -20,7 +20,11 @@ class ModelDemand:
 
     def record_request(self, model: str, now: float) -> None:
         """Record a request for a model."""
-        self._counts[model] = (self._get_count(model, now) + 1.0, now)
+        last = self._counts.get(model)
+        if last is not None:
+            self._counts[model] = (1.0 + last[0] * 0.5 ** ((now - last[1]) / HALF_LIFE_SECONDS), now)
+            return
+        self._counts[model] = (1.0, now)
         if len(self._counts) > MAX_MODELS:
             del self._counts[min(self._counts, key=lambda name: self._get_count(name, now))]
 

@@ -55,6 +55,7 @@ from router.placement.prefix_affinity import NOWHERE
 from router.placement.refusals import build_refusal
 from router.placement.reservations import ReservationLedger
 from wire.capacity.arithmetic import (
+    MAX_UNCHECKED_TEXT_BYTES,
     Fits,
     compute_headroom,
     compute_occupied,
@@ -113,7 +114,7 @@ def evaluate_node(
     """
     if request.node and request.node != node.id:
         return _build_excluded(node, "is not the node that the request names", RefusalCode.NOT_ALLOWED)
-    if not request.labels <= node.labels:
+    if request.labels and not request.labels <= node.labels:
         missing_labels = ", ".join(sorted(request.labels - node.labels))
         return _build_excluded(node, f"has no label {missing_labels}", RefusalCode.NOT_ALLOWED)
     model = node.models.get(request.model)
@@ -121,13 +122,16 @@ def evaluate_node(
         return _build_excluded(node, f"does not serve {request.model}", RefusalCode.NO_MODEL)
     tokens = request.estimate_prompt_tokens(model)
     output = request.estimate_output_tokens(model, tokens)
-    tokenizing = estimate_tokenize_bytes(request.text_bytes, context=model.context)
-    need = max(estimate_request_need(model, tokens, output, request.choices), tokenizing)
+    need = estimate_request_need(model, tokens, output, request.choices)
+    text_bytes = request.prompt_bytes + request.other_bytes
+    if text_bytes > MAX_UNCHECKED_TEXT_BYTES:
+        need = max(need, estimate_tokenize_bytes(text_bytes, context=model.context))
     weights = 0 if model.loaded else model.weights
     if weights and node.is_loading(model):
         need, weights = need - weights, 0
-    withheld = ledger.get_unacknowledged_bytes(node.id, trials.waiting)
-    if node.id in corrections:
+    account = ledger.get_account(node.id)
+    withheld = account.need + (ledger.sum_holds(node.id, trials.waiting) if ledger.holds else 0)
+    if corrections and node.id in corrections:
         withheld += _compute_overstated_bytes(node, ledger, corrections[node.id])
     why, code = find_infeasible_reason(node, model, request, now, trials)
     memory, headroom = node.memory, node.headroom  # as in `judge`: the reading is constant until the next report
@@ -141,14 +145,13 @@ def evaluate_node(
             headroom = verdict.numbers.headroom if verdict.numbers is not None else None
             if not why:
                 why, code = verdict.message, verdict.code
-    turn = None if why else ledger.turns.get(node.id)
+    turn = ledger.turns.get(node.id) if ledger.turns and not why else None
     if turn is not None and not request.known_tokens and turn.is_barred(model.name, model.loaded):
         why, code = (
             f"makes room for {turn.model}: it takes no new requests for {model.name} until {turn.model} is loaded",
             RefusalCode.NO_ROOM,
         )
-    account = ledger.get_account(node.id)
-    cached_share = cached_shares.get(node.id, 0.0) if model.loaded else 0.0
+    cached_share = cached_shares.get(node.id, 0.0) if cached_shares and model.loaded else 0.0
     prefill_tokens = (round(tokens * (1.0 - cached_share)) if cached_share else tokens) + request.known_tokens
     if request.other_bytes:
         prefill_tokens += round(request.other_bytes / model.bytes_per_token)

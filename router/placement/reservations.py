@@ -34,13 +34,16 @@ class LedgerError(AssertionError):
     """Inconsistent reservations, which only a bug can cause: never a consequence of a node's or client's action."""
 
 
-class _Reservation(msgspec.Struct, gc=False):
-    """Reservation of one request on one node."""
+class Reservation(msgspec.Struct, gc=False):
+    """Reservation of one request on one node. Only the ledger changes it."""
 
     node: NodeId
     seq: int
     need: int
     tokens: int
+    """Prompt tokens to prefill."""
+    seconds: float = 0.0
+    """Expected prefill time of the prompt on that node, in seconds."""
     weights: int = 0
     rows: int = 1
     admitted: bool = False
@@ -61,15 +64,6 @@ class _Reservation(msgspec.Struct, gc=False):
         return weights
 
 
-class PendingPrefill(msgspec.Struct, frozen=True, gc=False):
-    """Prompt that a node has not prefilled yet, as far as the router knows."""
-
-    tokens: int
-    """Tokens left to prefill."""
-    seconds: float
-    """Expected prefill time on that node, in seconds."""
-
-
 @dataclass(slots=True)
 class NodeReservations:
     """Open requests and reservations of one node, as sums over its requests."""
@@ -84,22 +78,22 @@ class NodeReservations:
     """Numbers of all requests on the node."""
     open_requests: set[int] = field(default_factory=set[int])
     """Numbers of the requests whose reservation the report does not contain."""
-    pending_prefills: dict[int, PendingPrefill] = field(default_factory=dict[int, PendingPrefill])
-    """Prompts without a first token, by attempt number."""
+    pending_prefills: dict[int, Reservation] = field(default_factory=dict[int, Reservation])
+    """Reservations whose prompt has no first token yet, by attempt number."""
     pending_tokens: int = 0
     """Sum of the tokens in `pending_prefills`."""
 
-    def add(self, request: int, reservation: _Reservation, seconds: float) -> None:
-        """Add the reservation of a request whose prompt takes `seconds` to prefill."""
+    def add(self, request: int, reservation: Reservation) -> None:
+        """Add the reservation of a request."""
         self.need += reservation.need
         self.tokens += reservation.tokens
         self.rows += reservation.rows
         self.requests.add(request)
         self.open_requests.add(request)
-        self.pending_prefills[request] = PendingPrefill(reservation.tokens, seconds)
+        self.pending_prefills[request] = reservation
         self.pending_tokens += reservation.tokens
 
-    def settle(self, request: int, reservation: _Reservation) -> None:
+    def settle(self, request: int, reservation: Reservation) -> None:
         """Subtract the bytes and tokens of a request's reservation, which the report counts or which is released."""
         self.need -= reservation.need
         self.tokens -= reservation.tokens
@@ -109,11 +103,14 @@ class NodeReservations:
         """Subtract `need` bytes of a reservation from the sum, because the report counts them."""
         self.need -= need
 
-    def remove(self, request: int, reservation: _Reservation) -> None:
-        """Remove a request with its rows and its prompt."""
+    def remove(self, request: int, reservation: Reservation) -> None:
+        """Remove a request with its rows, its prompt, and the bytes and tokens that the report does not count."""
+        if not reservation.settled:
+            self.settle(request, reservation)
         self.requests.discard(request)
         self.rows -= reservation.rows
-        self.remove_prompt(request)
+        if request in self.pending_prefills:
+            self.remove_prompt(request)
 
     def remove_prompt(self, request: int) -> None:
         """Remove the prompt of a request from `pending_prefills`, if present."""
@@ -158,9 +155,10 @@ class ReservationLedger:
     number."""
 
     def __init__(self) -> None:
-        self._reservations: dict[int, _Reservation] = {}
+        self._reservations: dict[int, Reservation] = {}
         self._accounts: dict[NodeId, NodeReservations] = {}
-        self._holds: dict[int, tuple[NodeId, int]] = {}
+        self.holds: dict[int, tuple[NodeId, int]] = {}
+        """Node and bytes of the hold of each queued request that has one, by its number."""
         self.turns: dict[NodeId, SwapTurn] = {}
         """Model swaps under way, by node (`router.dispatch.model_swaps`)."""
 
@@ -185,11 +183,11 @@ class ReservationLedger:
         """
         if request in self._reservations:
             raise LedgerError(f"request {request} has two reservations")
-        reservation = self._reservations[request] = _Reservation(node, seq, need, tokens, weights, rows)
+        reservation = self._reservations[request] = Reservation(node, seq, need, tokens, seconds, weights, rows)
         account = self._accounts.get(node)
         if account is None:
             account = self._accounts[node] = NodeReservations()
-        account.add(request, reservation, seconds)
+        account.add(request, reservation)
 
     def mark_admitted(self, request: int) -> None:
         """Record that the node has committed memory for the request. Unknown requests are ignored."""
@@ -202,6 +200,14 @@ class ReservationLedger:
         requests are ignored."""
         reservation = self._reservations.get(request)
         if reservation is not None:
+            self._accounts[reservation.node].remove_prompt(request)
+
+    def mark_first_token(self, request: int) -> None:
+        """Record that the node has prefilled the prompt of a request, and therefore has committed its memory. Unknown
+        requests are ignored."""
+        reservation = self._reservations.get(request)
+        if reservation is not None:
+            reservation.admit()
             self._accounts[reservation.node].remove_prompt(request)
 
     def acknowledge(self, node: NodeId, acked_seq: int) -> None:
@@ -227,10 +233,7 @@ class ReservationLedger:
         reservation = self._reservations.pop(request, None)
         if reservation is None:
             return False
-        account = self._accounts[reservation.node]
-        if not reservation.settled:
-            self._settle(account, request, reservation)
-        account.remove(request, reservation)
+        self._accounts[reservation.node].remove(request, reservation)
         return True
 
     def remove_node(self, node: NodeId) -> None:
@@ -239,11 +242,11 @@ class ReservationLedger:
         """
         if not self.count_in_flight(node):
             self._accounts.pop(node, None)
-        for waiting in [waiting for waiting, (where, _) in self._holds.items() if where == node]:
-            del self._holds[waiting]
+        for waiting in [waiting for waiting, (where, _) in self.holds.items() if where == node]:
+            del self.holds[waiting]
         self.turns.pop(node, None)
 
-    def _settle(self, account: NodeReservations, request: int, reservation: _Reservation) -> None:
+    def _settle(self, account: NodeReservations, request: int, reservation: Reservation) -> None:
         reservation.settle()
         account.settle(request, reservation)
 
@@ -253,15 +256,15 @@ class ReservationLedger:
         `waiting` is the number of the queued request.
         """
         self.drop_hold(waiting)
-        self._holds[waiting] = (node, need)
+        self.holds[waiting] = (node, need)
 
     def drop_hold(self, waiting: int) -> None:
         """Release the hold of a queued request, if it has one."""
-        self._holds.pop(waiting, None)
+        self.holds.pop(waiting, None)
 
     def find_holder(self, node: NodeId) -> int | None:
         """Return the number of the queued request that has a hold on a node; None if there is none."""
-        return next((number for number, (where, _) in self._holds.items() if where == node), None)
+        return next((number for number, (where, _) in self.holds.items() if where == node), None)
 
     def begin_turn(self, turn: SwapTurn, hold: int) -> None:
         """Begin a model swap, or assign it to another request, and hold `hold` bytes for that request on the node.
@@ -285,7 +288,7 @@ class ReservationLedger:
 
     def find_hold_node(self, waiting: int) -> NodeId | None:
         """Return the node on which a queued request has a hold; None if it has none."""
-        hold = self._holds.get(waiting)
+        hold = self.holds.get(waiting)
         return None if hold is None else hold[0]
 
     def get_unacknowledged_bytes(self, node: NodeId, waiting: int = -1) -> int:
@@ -293,11 +296,12 @@ class ReservationLedger:
 
         They include the holds on the node, except that of the queued request `waiting`.
         """
-        need = self._accounts.get(node, _EMPTY).need
-        if not self._holds:
-            return need
-        return need + sum(
-            held_bytes for number, (where, held_bytes) in self._holds.items() if where == node and number != waiting
+        return self._accounts.get(node, _EMPTY).need + self.sum_holds(node, waiting)
+
+    def sum_holds(self, node: NodeId, waiting: int = -1) -> int:
+        """Return the bytes of the holds on a node, except that of the queued request `waiting`."""
+        return sum(
+            held_bytes for number, (where, held_bytes) in self.holds.items() if where == node and number != waiting
         )
 
     def get_account(self, node: NodeId) -> NodeReservations:
@@ -314,14 +318,14 @@ class ReservationLedger:
 
     def get_holders(self) -> set[int]:
         """Return the numbers of the queued requests that have a hold."""
-        return set(self._holds)
+        return set(self.holds)
 
     @property
     def empty(self) -> bool:
         """Whether no reservation, hold or swap exists."""
         return (
             not self._reservations
-            and not self._holds
+            and not self.holds
             and not self.turns
             and not any(
                 account.need or account.tokens or account.pending_prefills for account in self._accounts.values()

@@ -211,7 +211,7 @@ def _linked(data: bytes, made: Application) -> None:
     hello = Hello(PROTOCOL, NODE, "studio", "instance", "m1", "0.1.0", HARDWARE)
     server._unlinked.discard(connection)
     made.nodes.links.table.add(NODE, connection, hello)
-    connection.bind_link(NODE, hello, made.registry.on_link_up(NODE, hello), NodeBudgets())
+    connection.bind_link(NODE, hello, made.registry.on_link_up(NODE, hello), NodeBudgets(), made.registry.handle_frame)
     connection.data_received(encode(REPORT))
     connection.data_received(data)
     connection.connection_lost(None)

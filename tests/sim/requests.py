@@ -26,6 +26,7 @@ from router.dispatch.request_events import (
     DeadlinePassed,
     Delivered,
     Dequeue,
+    EndRequest,
     Enqueue,
     Event,
     FirstTokens,
@@ -39,10 +40,7 @@ from router.dispatch.request_events import (
     RecordPrompt,
     Release,
     RequestDenied,
-    Reserve,
-    Respond,
-    Send,
-    SettleQuota,
+    StartAttempt,
     Stopped,
     Undelivered,
     UpstreamEnded,
@@ -147,10 +145,8 @@ def show_life(life: RequestLife) -> str:
 def show_action(action: Action) -> str:
     """Render an action in a few words."""
     match action:
-        case Reserve():
-            return f"reserve {action.placed.attempt} on {action.placed.chosen.node}"
-        case Send():
-            return f"send {action.placed.attempt} to {action.placed.chosen.node}"
+        case StartAttempt():
+            return f"start {action.placed.attempt} on {action.placed.chosen.node}"
         case Release() | CancelAttempt():
             return f"{'release' if isinstance(action, Release) else 'cancel'} {action.attempt} on {action.node}"
         case CorrectHeadroom():
@@ -165,9 +161,7 @@ def show_action(action: Action) -> str:
             return "dequeue"
         case Withdraw():
             return "withdraw"
-        case SettleQuota():
-            return "settle the quota"
-        case Respond():
-            return "respond"
+        case EndRequest():
+            return "end the request"
         case _:
             raise AssertionError(f"{action} has no words")

@@ -71,6 +71,8 @@ TOKENIZE_SLACK = 1.02
 """Factor on the context length at which tokenization stops, because slicing adds a few tokens."""
 UNCHECKED_TOKENIZE_BYTES = MIB
 """Bytes below which tokenization needs no check of the gate; less than every margin."""
+MAX_UNCHECKED_TEXT_BYTES = UNCHECKED_TOKENIZE_BYTES // TOKENIZE_BYTES_PER_TOKEN
+"""Bytes of text that a loaded tokenizer always tokenizes within `UNCHECKED_TOKENIZE_BYTES`."""
 
 
 def compute_default_margin(cap: int) -> int:
@@ -324,7 +326,7 @@ def estimate_tokenize_bytes(
     for grammars are built first. Every byte of the text may be one token. With `context`, tokenization stops after
     about that many tokens.
     """
-    if not (loads or guides) and text <= UNCHECKED_TOKENIZE_BYTES // TOKENIZE_BYTES_PER_TOKEN:
+    if not (loads or guides) and text <= MAX_UNCHECKED_TEXT_BYTES:
         return 0  # a shortcut for most prompts
     most = min(text, int(context * TOKENIZE_SLACK) + TOKENIZE_SLICE_CHARS) if context else text
     taken = (

@@ -105,8 +105,8 @@ class ConnectionOwner(Protocol):
         """Answer the query of a command that uses its node's certificate `peer`."""
         ...
 
-    def deliver_frame(self, connection: "Connection", frame: Frame) -> None:
-        """Handle a frame of a link. Raise `WireError` for an invalid frame, such as an answer that is too long."""
+    def deliver_chunk(self, node: NodeId, chunk: FetchChunk) -> None:
+        """Handle a piece of a node's answer to a fetch. Raise `WireError` if the answer is too long."""
         ...
 
     def answer_relay(self, connection: "Connection", peer: PeerIdentity, join: JoinRelay) -> None:
@@ -146,6 +146,7 @@ class Connection(LinkEndpoint):
         """Hello that was answered with the Welcome."""
         self.budgets: NodeBudgets | None = None
         """Limits for frames of this node."""
+        self._deliver = _discard_frame
         self._refused = False
         self._frames: Iterator[tuple[int, bytes]] = iter(())
         self._frames_paused = False
@@ -249,7 +250,10 @@ class Connection(LinkEndpoint):
             frame = decode(tag, body)
             if type(frame) not in FROM_NODES:
                 raise WireError(f"{type(frame).__name__}, which no node sends here")
-            self._owner.deliver_frame(self, frame)
+            if type(frame) is FetchChunk:
+                self._owner.deliver_chunk(self.node, frame)
+            else:
+                self._deliver(self.node, self.number, frame)
             return
         first = decode(tag, body)
         if isinstance(first, MemberQuery) and self.peer is not None and self.peer.node is not None:
@@ -328,9 +332,19 @@ class Connection(LinkEndpoint):
         self.send(Denied("too_many", why, retry_after=BUDGET_RETRY_SECONDS))
         self._loop.call_later(CLOSE_DELAY_SECONDS, self.close, why)
 
-    def bind_link(self, node: NodeId, hello: Hello, number: int, budgets: NodeBudgets) -> None:
-        """Make this connection the link `number` of a node, within the budgets of that node."""
-        self.node, self.hello, self.number, self.budgets = node, hello, number, budgets
+    def bind_link(
+        self,
+        node: NodeId,
+        hello: Hello,
+        number: int,
+        budgets: NodeBudgets,
+        deliver: Callable[[NodeId, int, Frame], None],
+    ) -> None:
+        """Make this connection the link `number` of a node, within the budgets of that node.
+
+        `deliver` is called with node, number and each frame but chunks of fetches.
+        """
+        self.node, self.hello, self.number, self.budgets, self._deliver = node, hello, number, budgets, deliver
         if self._deadline is not None:
             self._deadline.cancel()
 
@@ -341,6 +355,10 @@ class Connection(LinkEndpoint):
         if self._enrollment is not None:
             self._enrollment.withdraw()
         self._owner.on_connection_lost(self, reason)
+
+
+def _discard_frame(_: NodeId, __: int, ___: Frame) -> None:
+    """Discard a frame, before the connection is a link."""
 
 
 def _log_no_handshake() -> None:

@@ -167,7 +167,7 @@ class LinkServer:
         self._unlinked.discard(connection)
         self._links.add(node, connection, hello)
         connection.send(answer)
-        connection.bind_link(node, hello, self._events.on_link_up(node, hello), budgets)
+        connection.bind_link(node, hello, self._events.on_link_up(node, hello), budgets, self._events.handle_frame)
 
     def answer_query(self, connection: Connection, peer: PeerIdentity, query: MemberQuery) -> None:
         """Answer the query of a command that uses its node's certificate `peer`. The node's link is unaffected."""
@@ -194,16 +194,12 @@ class LinkServer:
         self._unlinked.discard(connection)
         self._relay.add(answer, connection.release(), serves=join.serves)
 
-    def deliver_frame(self, connection: Connection, frame: Frame) -> None:
-        """Pass a `FetchChunk` to the fetch that waits for it, and any other frame to the events' handler.
+    def deliver_chunk(self, node: NodeId, chunk: FetchChunk) -> None:
+        """Pass a piece of an answer to the fetch that waits for it.
 
-        Raise `WireError` if an answer is longer than its fetch requested, and `StoreError` after a failed write.
+        Raise `WireError` if the answer is longer than its fetch requested.
         """
-        assert connection.node is not None  # noqa: S101  only linked connections get here
-        if type(frame) is FetchChunk:
-            self._fetches.deliver(connection.node, frame)
-            return
-        self._events.handle_frame(connection.node, connection.number, frame)
+        self._fetches.deliver(node, chunk)
 
     def on_connection_lost(self, connection: Connection, reason: str) -> None:
         """Remove a closed connection. If it was a link, report its end to the events' handler."""

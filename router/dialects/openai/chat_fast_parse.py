@@ -17,6 +17,7 @@ from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import astuple
 
 from router.admission.request_limits import (
     MAX_CALLS,
@@ -137,20 +138,8 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None], build: Build[R
     options, most, top_k = parsed.stream_options, parsed.max_completion_tokens, parsed.top_k
     penalties = parsed.presence_penalty, parsed.frequency_penalty, parsed.repetition_penalty
     presence, frequency, repetition = penalties
-    optional = (
-        parsed.stream,
-        parsed.max_tokens,
-        most,
-        parsed.n,
-        parsed.temperature,
-        parsed.top_p,
-        parsed.seed,
-        top_k,
-        parsed.min_p,
-        *penalties,
-    )
-    of_tools = (parsed.tools, parsed.tool_choice, parsed.parallel_tool_calls)
-    keys = 2 + len(optional) - optional.count(None) + 2 * (options is not None) + 3 - of_tools.count(UNSET)
+    values = astuple(parsed)
+    keys = len(values) - values.count(None) - values.count(UNSET) + (options is not None)  # with that of the options
     messages: list[Message] = []
     for raw_message in parsed.messages:
         message = _convert_message(raw_message)
@@ -178,13 +167,12 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None], build: Build[R
     )
     demand = compute_demand(parsed.model, messages, params, tools)
     include_usage = options is not None and options.include_usage
-    return build(demand, tuple(messages), params, stream, include_usage, tools, _list_given_penalties(penalties))
+    given = _NONE_GIVEN if penalties == _NO_PENALTIES else _list_given_penalties(penalties)
+    return build(demand, tuple(messages), params, stream, include_usage, tools, given)
 
 
 def _list_given_penalties(penalties: tuple[float | None, ...]) -> frozenset[str]:
     """Return the names of the penalties that are not None, of three in the order of `PENALTIES`."""
-    if penalties == _NO_PENALTIES:
-        return _NONE_GIVEN
     return frozenset(name for name, value in zip(PENALTIES, penalties, strict=True) if value is not None)
 
 

@@ -223,17 +223,16 @@ def _build_choice(
     content = answer.texts.get((choice, _CONTENT), "")
     reasoning = answer.texts.get((choice, _REASONING)) or UNSET
     message = _AnswerMessage("assistant", (content or None) if calls else content, None, reasoning, calls or UNSET)
-    return _Choice(
-        choice, message, _build_logprobs(choice, answer, spec), _get_finish_reason(finished, choice, len(calls))
-    )
+    logprobs = _build_logprobs(choice, answer, spec) if spec.params.logprobs else None
+    return _Choice(choice, message, logprobs, _get_finish_reason(finished, choice, len(calls)))
 
 
 def _convert_calls(pieces: Iterable[str], custom: Collection[str]) -> list[dict[str, object]]:
     return [call for call in (convert_call(piece, custom) for piece in pieces) if call is not None][:MAX_CALLS_SENT]
 
 
-def _build_logprobs(choice: int, answer: CompleteAnswer, spec: RequestSpec) -> Logprobs | None:
-    return convert_logprobs(answer.logprobs.get(choice, ()), spec.params.top_logprobs) if spec.params.logprobs else None
+def _build_logprobs(choice: int, answer: CompleteAnswer, spec: RequestSpec) -> Logprobs:
+    return convert_logprobs(answer.logprobs.get(choice, ()), spec.params.top_logprobs)
 
 
 def _get_finish_reason(finished: Finished, choice: int, calls: int) -> str:

@@ -69,7 +69,8 @@ class Assignment:
         offered to the node of `start_at_decider`. The next offer is to a full node where another key holds more than
         its fair share.
         """
-        result = self._aliases.decide(request)
+        decide = self._placer.decide if request.alias is None else self._aliases.decide
+        result = decide(request)
         while isinstance(result, Placement) and request.life.in_a_row < MAX_NODES_IN_A_ROW:
             if self._crowds.must_wait(request, result.chosen):
                 if not self._aliases.start_upstream(request):
@@ -78,7 +79,7 @@ class Assignment:
             if self.start_attempt(request, result.chosen, result.chosen.need):
                 self._queue.count_overtake()
                 return
-            result = self._aliases.decide(request)
+            result = decide(request)
         if isinstance(result, NoPlacement):
             if self._aliases.start_upstream(request):
                 return

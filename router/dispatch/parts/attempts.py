@@ -14,7 +14,7 @@ from router.dispatch.counters import Counters
 from router.dispatch.parts.placer import Placer
 from router.dispatch.parts.wakeups import DrainWaits, NodeChanges
 from router.dispatch.request import EmbeddingInput
-from router.dispatch.request_events import CancelAttempt, PrefillDone, RecordPrompt, Release, Reserve, Send
+from router.dispatch.request_events import CancelAttempt, PrefillDone, RecordPrompt, Release, StartAttempt
 from router.placement.cluster_view import NodeView
 from router.placement.prefix_affinity import PrefixAffinity
 from router.placement.reservations import ReservationLedger
@@ -59,7 +59,7 @@ class Attempts:
             (request for request in self.live.values() if request.node == node), key=lambda request: request.number
         )
 
-    def reserve(self, request: ActiveRequest, action: Reserve) -> None:
+    def reserve(self, request: ActiveRequest, action: StartAttempt) -> None:
         """Reserve memory, prefill and rows on the node of an attempt, and add the attempt to `live`.
 
         Count the attempt, tell the node's circuit breaker, and set the model's version for an answer that begins.
@@ -83,10 +83,11 @@ class Attempts:
             self._ledger.mark_prefilled(placed.attempt)
         self.live[placed.attempt] = request
         now = self._clock()
-        self._breakers.record_attempt(chosen.node, placed.attempt, now)
+        if self._breakers.by_node:
+            self._breakers.record_attempt(chosen.node, placed.attempt, now)
         request.add_step(now, "resumed" if resumed else "sent", chosen.name)
 
-    def send(self, request: ActiveRequest, action: Send) -> bool:
+    def send(self, request: ActiveRequest, action: StartAttempt) -> bool:
         """Send the request of an attempt to its node. Return False without a link, as the next view will show."""
         spec, placed = request.spec, action.placed
         if spec.embed is not None:
@@ -130,8 +131,10 @@ class Attempts:
         """
         self.live.pop(action.attempt, None)
         self._ledger.release(action.attempt)
-        self._breakers.record_departure(action.node, action.attempt)
-        self._drains.notify(action.node)
+        if self._breakers.by_node:
+            self._breakers.record_departure(action.node, action.attempt)
+        if self._drains.waits:
+            self._drains.notify(action.node)
         self._changes.mark(action.node)
 
     def cancel(self, _: ActiveRequest, action: CancelAttempt) -> None:
@@ -154,12 +157,11 @@ class Attempts:
     def record_prefill_end(self, request: ActiveRequest, action: PrefillDone) -> None:
         """Record that the prompt of an attempt is prefilled. For the first tokens of a request, record also the time to
         the first token."""
-        self._ledger.mark_admitted(action.attempt)
-        self._ledger.mark_prefilled(action.attempt)
+        self._ledger.mark_first_token(action.attempt)
         if not action.first:
             return
         now = self._clock()
-        request.add_step(now, "first token", request.node_name)
+        request.add_step(now, "first token", request.life.node_name)
         self._counters.count_first_token(
             action.node, request.demand.model, request.prompt_counts[0], now - request.arrived
         )
@@ -173,7 +175,7 @@ class Attempts:
                     self._ledger.release_weights(request.attempt)
 
 
-def _build_embed(request: ActiveRequest, action: Send, embed: EmbeddingInput, scope: str) -> Embed:
+def _build_embed(request: ActiveRequest, action: StartAttempt, embed: EmbeddingInput, scope: str) -> Embed:
     return Embed(
         request=action.placed.attempt,
         seq=action.placed.seq,

@@ -16,6 +16,7 @@ from router.dispatch.aliases.upstream_gate import UpstreamGate
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.counters import Counters
 from router.dispatch.decision_log import DecisionLog
+from router.dispatch.node_commands import NodeCommands
 from router.dispatch.parts.assignment import Assignment
 from router.dispatch.parts.attempts import Attempts
 from router.dispatch.parts.crowding import CrowdRules
@@ -34,16 +35,14 @@ from router.dispatch.request_events import (
     CancelAttempt,
     CorrectHeadroom,
     Dequeue,
+    EndRequest,
     Enqueue,
     Event,
     HandOver,
     PrefillDone,
     RecordPrompt,
     Release,
-    Reserve,
-    Respond,
-    Send,
-    SettleQuota,
+    StartAttempt,
     Withdraw,
 )
 from router.placement.policies import POLICIES, Policy
@@ -201,9 +200,12 @@ class Parts:
             breakers=self.breakers,
             counters=counters,
         )
+        self.commands = NodeCommands(surroundings.send, lambda: surroundings.numbers()[0])
         self.frames = NodeFrames(
             apply,
             clock,
+            attempts=attempts,
+            commands=self.commands,
             placer=placer,
             assignment=self.assignment,
             endings=self.endings,
@@ -220,12 +222,11 @@ class Parts:
         )
 
     def build_performers(
-        self, deliver: Callable[[ActiveRequest, Send], None]
+        self, start: Callable[[ActiveRequest, StartAttempt], None]
     ) -> Mapping[type[Action], Callable[[ActiveRequest, Any], None]]:
-        """Return the function that performs each action of a request; `deliver` performs `Send`."""
+        """Return the function that performs each action of a request; `start` performs `StartAttempt`."""
         return {
-            Send: deliver,
-            Reserve: self.attempts.reserve,
+            StartAttempt: start,
             Release: self.attempts.release,
             CancelAttempt: self.attempts.cancel,
             CorrectHeadroom: self.placer.correct_headroom,
@@ -234,8 +235,7 @@ class Parts:
             Withdraw: self.waiting.withdraw,
             RecordPrompt: self.attempts.record_prompt,
             PrefillDone: self.attempts.record_prefill_end,
-            SettleQuota: self.endings.settle,
-            Respond: self.endings.respond,
+            EndRequest: self.endings.end,
             HandOver: self.endings.announce_upstream,
         }
 

@@ -9,7 +9,7 @@ from router.dispatch.accounting import Accounting
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.parts.placer import Placer
 from router.dispatch.request import RequestFailure
-from router.dispatch.request_events import Event, HandOver, RequestDenied, Respond, SettleQuota
+from router.dispatch.request_events import EndRequest, Event, HandOver, RequestDenied
 from wire.refusals import RefusalCode, Refused
 
 
@@ -46,14 +46,11 @@ class Endings:
         text = f"{lost_by.message}; no other node can resume the answer: {refused.message}"
         self._apply(request, RequestDenied(RequestFailure(lost_by.code, text)))
 
-    def settle(self, request: ActiveRequest, action: SettleQuota) -> None:
-        """Settle the charge of the key's quota, and record the request in usage, counters and history."""
-        self._accounting.record_end(
-            request, action.outcome, self._find_counted_model(request), self._quotas, self._clock()
-        )
-
-    def respond(self, request: ActiveRequest, action: Respond) -> None:
-        """Pass the outcome to the reader."""
+    def end(self, request: ActiveRequest, action: EndRequest) -> None:
+        """Settle the charge of the key's quota, record the request in usage, counters and history, and pass the outcome
+        to the reader."""
+        model = request.spec.demand.model if request.life.attempts else self._find_counted_model(request)
+        self._accounting.record_end(request, action.outcome, model, self._quotas, self._clock())
         request.answer.end(action.outcome)
 
     def announce_upstream(self, request: ActiveRequest, action: HandOver) -> None:
@@ -62,11 +59,11 @@ class Endings:
         request.answer.set_upstream(action.upstream)
 
     def _find_counted_model(self, request: ActiveRequest) -> str:
-        """Return the model name for a request's counters; empty for a name that no member has.
+        """Return the model name for the counters of a request without attempts; empty for a name that no member has.
 
         An invented name must not add a row to the database.
         """
         model = request.spec.demand.model
         uses_upstream = request.alias is not None and request.alias.uses_upstream
-        known = request.attempts or uses_upstream or self._placer.view.has_model(model)
+        known = uses_upstream or self._placer.view.has_model(model)
         return model if known else ""

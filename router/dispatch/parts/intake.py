@@ -20,8 +20,8 @@ from wire.refusals import Refused
 
 MIN_AFFINITY_BYTES = 1024
 """Minimum bytes of a prompt for prefix affinity: a shorter prompt is prefilled in an instant."""
-SEED_BITS = 53
-"""Bits of a seed that the router draws: those of a float."""
+SEEDS = 1 << 53
+"""Number of seeds that the router draws: one for each number of `draw`, a float."""
 
 
 class Intake:
@@ -139,7 +139,7 @@ class Intake:
         """Return the parameters with a seed: without one, no other node could resume the answer with the same draws."""
         if spec.params.seed is not None:
             return spec.params
-        return replace(spec.params, seed=int(self._draw() * (1 << SEED_BITS)))
+        return replace(spec.params, seed=int(self._draw() * SEEDS))
 
     def estimate_shares(self, chain: PrefixHashChain | None) -> Mapping[NodeId, float]:
         """Return the share of a prompt, 0 to 1, that each node has in its prefix cache. Empty without hashes."""
@@ -150,12 +150,10 @@ class Intake:
 
         These are embeddings, a cluster of fewer than two nodes, and a short prompt without a session.
         """
+        if spec.demand.prompt_bytes < MIN_AFFINITY_BYTES and not spec.session:
+            return None
         view = self._placer.view
-        if (
-            spec.embed is not None
-            or len(view.nodes) <= 1
-            or (spec.demand.prompt_bytes < MIN_AFFINITY_BYTES and not spec.session)
-        ):
+        if spec.embed is not None or len(view.nodes) <= 1:
             return None
         version = view.identify(spec.demand.model).version
         root = (spec.demand.model, version, spec.tools, spec.template, spec.ids)

@@ -1,4 +1,4 @@
-"""Handling of the frames that a node sends about a request: Admitted, Vectors, Finished, Refusal and Failed.
+"""Handling of the frames that a node sends about a request or command: Admitted, Vectors, Finished, Refusal, Failed.
 
 After a refusal the request is placed again (`Assignment.assign`), or ends if no node of the cluster would take it.
 """
@@ -12,7 +12,9 @@ from router.dispatch.aliases.context_limit import refuse_beyond_limit
 from router.dispatch.answer import VectorsAnswer
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.counters import Counters
+from router.dispatch.node_commands import NodeCommands
 from router.dispatch.parts.assignment import Assignment
+from router.dispatch.parts.attempts import Attempts
 from router.dispatch.parts.endings import Endings
 from router.dispatch.parts.losses import Losses
 from router.dispatch.parts.placer import Placer
@@ -32,7 +34,7 @@ RequestFrame = Finished | Admitted | Refusal | Failed | Vectors
 
 
 class NodeFrames:
-    """Handlers of frames about requests that are on the node.
+    """Handlers of frames about requests that are on the node. Frames about commands go to `commands`.
 
     `apply` applies an event to a request. `clock` returns monotonic seconds.
     """
@@ -42,6 +44,8 @@ class NodeFrames:
         apply: Callable[[ActiveRequest, Event], None],
         clock: Callable[[], float],
         *,
+        attempts: Attempts,
+        commands: NodeCommands,
         placer: Placer,
         assignment: Assignment,
         endings: Endings,
@@ -51,6 +55,8 @@ class NodeFrames:
     ) -> None:
         self._apply = apply
         self._clock = clock
+        self._live: Mapping[int, ActiveRequest] = attempts.live
+        self._commands = commands
         self._placer = placer
         self._assignment = assignment
         self._endings = endings
@@ -65,6 +71,14 @@ class NodeFrames:
             Failed: losses.handle_failure,
         }
         """Handler of each type of `RequestFrame`, for a request that is on the node."""
+
+    def receive(self, node: NodeId, frame: RequestFrame) -> None:
+        """Apply a frame from a node about a request or command; a frame about neither is ignored."""
+        request = self._live.get(frame.request)
+        if request is not None and request.node == node:
+            self.handlers[type(frame)](request, node, frame)
+        elif not isinstance(frame, Vectors):
+            self._commands.receive(node, frame)
 
     def _handle_admitted(self, request: ActiveRequest, _: NodeId, frame: Admitted) -> None:
         self._apply(request, NodeAdmitted(frame.request, frame))
@@ -83,7 +97,8 @@ class NodeFrames:
             text = f"{request.node_name} did not send a valid vector for each text"
             self._losses.handle_failure(request, node, Failed(frame.request, FailureCode.ENGINE_ERROR, text))
             return
-        self._breakers.record_success(node, frame.request)
+        if self._breakers.by_node:
+            self._breakers.record_success(node, frame.request)
         frame = bound_usage(request, frame)
         self._counters.count_finished(frame.prompt_tokens, frame.cached_tokens, frame.completion_tokens)
         self._apply(request, AttemptEnded(frame.request, frame))

@@ -115,7 +115,7 @@ class Placer:
     def judge(self, request: ActiveRequest, view: ClusterView, demand: ResourceDemand) -> Placement | NoPlacement:
         """Compute the placement of a request with this demand on the nodes of `view`."""
         now = self._clock()
-        marked = self.mark_failing_nodes(view, now)
+        marked = self.mark_failing_nodes(view, now) if self._breakers.by_node else view
         trials = self._restrict_to_one_model(
             request.get_attempt_history(), demand.model, marked if view is self.view else None
         )

@@ -27,7 +27,7 @@ class NodeChanges:
 
         Do nothing while no request is queued and no model swap is under way.
         """
-        if not self._ledger.turns and not len(self._queue):
+        if not (self._ledger.turns or len(self._queue)):
             return
         self._changed.add(node)
         if not self._due:
@@ -53,27 +53,28 @@ class DrainWaits:
 
     def __init__(self, ledger: ReservationLedger) -> None:
         self._ledger = ledger
-        self._waits: dict[NodeId, list[asyncio.Event]] = {}
+        self.waits: dict[NodeId, list[asyncio.Event]] = {}
+        """Events of the callers that wait for each node; read-only outside of this class."""
 
     def list_nodes(self) -> list[NodeId]:
         """Return the nodes for which a caller waits."""
-        return list(self._waits)
+        return list(self.waits)
 
     def add_wait(self, node: NodeId) -> asyncio.Event:
         """Return an event that is set once the node has no request. Pass it to `remove_wait` after the wait."""
         empty = asyncio.Event()
-        self._waits.setdefault(node, []).append(empty)
+        self.waits.setdefault(node, []).append(empty)
         return empty
 
     def remove_wait(self, node: NodeId, empty: asyncio.Event) -> None:
         """End the wait of the event `empty`. Raise `KeyError` if no caller waits for the node."""
-        waits = self._waits[node]
+        waits = self.waits[node]
         waits.remove(empty)
         if not waits:
-            del self._waits[node]
+            del self.waits[node]
 
     def notify(self, node: NodeId) -> None:
         """Set the events of a node if it has no request."""
-        if node in self._waits and not self._ledger.count_in_flight(node):
-            for empty in self._waits[node]:
+        if node in self.waits and not self._ledger.count_in_flight(node):
+            for empty in self.waits[node]:
                 empty.set()

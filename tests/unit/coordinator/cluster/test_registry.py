@@ -50,8 +50,9 @@ class Placed:
     def set_view(self, view: ClusterView) -> None:
         self.views.append(view)
 
-    def receive(self, node: NodeId, frame: Frame) -> None:
-        self.frames.append((node, frame))
+    @property
+    def receivers(self) -> dict[type[Frame], Callable[[NodeId, Frame], None]]:
+        return {Finished: lambda node, frame: self.frames.append((node, frame))}
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
         self.gone.append((node, reason))

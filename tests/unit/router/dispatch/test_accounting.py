@@ -14,7 +14,6 @@ from router.dispatch.active_request import ActiveRequest
 from router.dispatch.answer import StreamedAnswer
 from router.dispatch.request import SLOW, RequestFailure, RequestSpec
 from router.placement.candidate import ResourceDemand
-from router.placement.reservations import PendingPrefill
 from tests.support.cluster.loopback_cluster import a_memory
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster, full, roomy, turn
 from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, GenerationParams, Message, Refusal, Timings
@@ -332,7 +331,8 @@ async def test_a_prompt_counts_as_unread_in_tokens_and_seconds_until_its_first_t
     one.dispatcher.submit(RequestSpec(demand, "k", "r1", (Message("user", "hi"),), GenerationParams(), 0, True))
     _, request = one.last()
     account = one.dispatcher.ledger.get_account(A)
-    assert account.pending_prefills == {request: PendingPrefill(500, 0.5)}, "at 1,000 tokens per second"
+    prompts = {number: (prompt.tokens, prompt.seconds) for number, prompt in account.pending_prefills.items()}
+    assert prompts == {request: (500, 0.5)}, "at 1,000 tokens per second"
     assert (account.pending_tokens, account.rows) == (500, 1)
     one.say(lambda number: Admitted(number, 500))
     assert account.pending_tokens == 500, "a prompt that was admitted is not read yet"

@@ -12,6 +12,7 @@ from router.dispatch.request_events import (
     DeadlinePassed,
     Delivered,
     Dequeue,
+    EndRequest,
     Enqueue,
     Event,
     FirstTokens,
@@ -20,9 +21,7 @@ from router.dispatch.request_events import (
     OfAttempt,
     Placed,
     Release,
-    Reserve,
-    Respond,
-    SettleQuota,
+    StartAttempt,
     Stopped,
     Withdraw,
 )
@@ -81,12 +80,12 @@ class World:
         self.reserved: dict[int, NodeId] = {}
         self.cancelled: list[int] = []
         self.queued = False
-        self.settled = self.responded = 0
+        self.ends = 0
 
     def perform(self, actions: tuple[Action, ...]) -> None:
         for action in actions:
             match action:
-                case Reserve():
+                case StartAttempt():
                     assert action.placed.attempt not in self.reserved
                     self.reserved[action.placed.attempt] = action.placed.chosen.node
                 case Release():
@@ -100,10 +99,8 @@ class World:
                 case Dequeue() | Withdraw():
                     assert self.queued
                     self.queued = False
-                case SettleQuota():
-                    self.settled += 1
-                case Respond():
-                    self.responded += 1
+                case EndRequest():
+                    self.ends += 1
                 case _:
                     pass
 
@@ -115,7 +112,7 @@ class World:
         waits = life.state is RequestState.QUEUED or (origin is not None and origin.state is RequestState.QUEUED)
         assert self.queued is waits
         ended = life.state is RequestState.ENDED
-        assert (self.settled, self.responded) == (int(ended), int(ended))
+        assert self.ends == int(ended)
 
 
 def read(verb: str, attempt: int, number: int) -> Event:

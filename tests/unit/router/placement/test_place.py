@@ -23,7 +23,7 @@ from router.placement.cost_model import estimate_prefill_wait
 from router.placement.place import place
 from router.placement.policies import POLICIES, Policy
 from router.placement.refusals import estimate_retry_seconds
-from router.placement.reservations import NodeReservations, PendingPrefill, ReservationLedger, SwapTurn
+from router.placement.reservations import NodeReservations, Reservation, ReservationLedger, SwapTurn
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.capacity.arithmetic import (
     KV_GROWTH_TOKENS,
@@ -776,7 +776,11 @@ def test_the_shortest_expected_time_counts_queue_load_and_speed():
 LENGTHS = st.lists(st.integers(1, 20_000), max_size=12)
 
 
-def waiting(*prompts: PendingPrefill) -> NodeReservations:
+def prompt(tokens: int, seconds: float) -> Reservation:
+    return Reservation(NodeId("a"), 0, 0, tokens, seconds)
+
+
+def waiting(*prompts: Reservation) -> NodeReservations:
     """Return the account of a node that has still to prefill these prompts."""
     return NodeReservations(
         pending_prefills=dict(enumerate(prompts)), pending_tokens=sum(prompt.tokens for prompt in prompts)
@@ -785,7 +789,7 @@ def waiting(*prompts: PendingPrefill) -> NodeReservations:
 
 @given(lengths=LENGTHS, mine=st.integers(1, 20_000), share=st.floats(0, 2))
 def test_the_prefill_wait_is_between_the_own_prompt_and_all_prompts(lengths: list[int], mine: int, share: float):
-    unread = waiting(*(PendingPrefill(tokens, tokens / 1000) for tokens in lengths))
+    unread = waiting(*(prompt(tokens, tokens / 1000) for tokens in lengths))
     ahead = round(share * sum(lengths))
     wait, delay = estimate_prefill_wait(unread, ahead, mine, 1000.0)
     assert mine / 1000 <= wait <= (mine + ahead) / 1000 + 1e-6
@@ -795,7 +799,7 @@ def test_the_prefill_wait_is_between_the_own_prompt_and_all_prompts(lengths: lis
 
 
 def test_a_short_prompt_waits_for_the_shorter_ones_and_shares_with_the_oldest():
-    unread = waiting(PendingPrefill(10_000, 10.0), PendingPrefill(500, 0.5), PendingPrefill(2000, 2.0))
+    unread = waiting(prompt(10_000, 10.0), prompt(500, 0.5), prompt(2000, 2.0))
     assert estimate_prefill_wait(unread, 12_500, 1000, 1000.0) == (3.0, 2.0), (
         "0.5 and its own 1, as much of the oldest; two are behind"
     )
@@ -806,13 +810,13 @@ def test_a_short_prompt_waits_for_the_shorter_ones_and_shares_with_the_oldest():
         "of others' prompts only the sum is known"
     )
     assert estimate_prefill_wait(unread, 0, 1000, 1000.0) == (1.0, 0.0), "all is read"
-    assert estimate_prefill_wait(waiting(PendingPrefill(50, 0.05)), 1000, 2000, 1000.0) == (3.0, 0.0), (
+    assert estimate_prefill_wait(waiting(prompt(50, 0.05)), 1000, 2000, 1000.0) == (3.0, 0.0), (
         "others' are taken as long ones"
     )
-    assert estimate_prefill_wait(waiting(PendingPrefill(200, 0.2)), 25, 10, 1000.0) == (0.02, 0.01), (
+    assert estimate_prefill_wait(waiting(prompt(200, 0.2)), 25, 10, 1000.0) == (0.02, 0.01), (
         "it takes turns with the long one"
     )
-    assert estimate_prefill_wait(waiting(PendingPrefill(200, 0.2)), 24, 10, 1000.0) == (0.034, 0.0), (
+    assert estimate_prefill_wait(waiting(prompt(200, 0.2)), 24, 10, 1000.0) == (0.034, 0.0), (
         "the order of less decides nothing"
     )
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from router.placement.reservations import LedgerError, NodeReservations, PendingPrefill, ReservationLedger, SwapTurn
+from router.placement.reservations import LedgerError, NodeReservations, Reservation, ReservationLedger, SwapTurn
 from wire.identity import NodeId
 
 A, B = NodeId("a"), NodeId("b")
@@ -254,7 +254,7 @@ def test_an_account_with_a_remainder_is_not_empty(field: str):
     setattr(ledger.get_account(A), field, 1)
     assert not ledger.empty
     setattr(ledger.get_account(A), field, 0)
-    ledger.get_account(A).pending_prefills[9] = PendingPrefill(0, 0.0)
+    ledger.get_account(A).pending_prefills[9] = Reservation(A, 0, 0, 0)
     assert not ledger.empty
 
 
@@ -269,7 +269,7 @@ DAMAGES: dict[str, Callable[[NodeReservations], object]] = {
     "a promise too many": lambda account: account.open_requests.add(9),
     "a promise too few": lambda account: account.open_requests.discard(1),
     "a row": lambda account: setattr(account, "rows", account.rows + 1),
-    "a prompt of another request": lambda account: account.pending_prefills.update({9: PendingPrefill(0, 0.0)}),
+    "a prompt of another request": lambda account: account.pending_prefills.update({9: Reservation(A, 0, 0, 0)}),
     "a token of a prompt": lambda account: setattr(account, "pending_tokens", account.pending_tokens + 1),
     "a byte": lambda account: setattr(account, "need", account.need + 1),
     "a token": lambda account: setattr(account, "tokens", account.tokens + 1),
