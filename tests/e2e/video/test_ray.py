@@ -161,7 +161,13 @@ async def test_a_node_without_a_package_starts_no_ray_and_one_without_ray_says_w
         await node.stop()
 
 
+@pytest.mark.nightly
 async def test_ray_ends_with_its_life_line(tmp_path: Path):
+    """CI has these tests:
+
+    - `tests/unit/node/video/ray/test_ray_child.py::test_ray_gets_the_arguments_and_sigterm_at_the_end_of_stdin`
+    - `tests/e2e/video/test_ray.py::test_a_job_under_ray_from_its_actor_to_its_clip_and_every_way_to_be_killed`
+    """
     stand = {"worker__environments": str(standin(tmp_path).environments), "worker__ray_ports": PORTS + 200}
     node = Node(tmp_path / "node", flat(**stand), attends=False)
     ray = node.studio.ray
