@@ -11,7 +11,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from tests.effort import thin_cases
+from tests.effort import IS_NIGHTLY, thin_cases
 from tests.support.processes import Pool, Process
 from tests.support.video.chain import PHASES, Chain, chain, expected, table
 
@@ -45,12 +45,15 @@ CELLS = {
         ("gcs_server", "acquiring"),
     ),
 }
-"""The cases that take no minutes. CI runs the first two of each side, and every sixth of the rest.
+"""The cases that take no minutes, for each side.
 
 A process that doubles its wait before each start is not killed twice in a row: Ray, its driver, the engine."""
+SIDES = tuple(CELLS) if IS_NIGHTLY else ("coordinator",)
+"""CI runs one side: its first two cases and every sixth of the rest. Ends of a node's processes are in test_ray.py and
+test_node.py, without a coordinator."""
 
 
-@pytest.mark.parametrize("side", CELLS)
+@pytest.mark.parametrize("side", SIDES)
 def test_memory_is_released_for_any_killed_process_at_any_time(
     cluster_pool: Pool, side: str, capsys: pytest.CaptureFixture[str]
 ):
