@@ -36,6 +36,8 @@ JUNK = {
     "ALL_PROXY": "http://127.0.0.1:1",
 }
 os.environ.update(JUNK)
+# Collection makes 630,000 objects and no garbage: full collections of them would be a tenth of its time.
+gc.disable()
 # With rich, which some tests import, structlog would spend 5 s of CPU on each traceback that it logs.
 import_structlog()
 # The duration of an example is no property of the code, because the machine may be busy. pytest's own limit ends
@@ -114,6 +116,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _deselect_nightly(config: pytest.Config, items: list[pytest.Item]) -> None:
