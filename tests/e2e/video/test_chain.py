@@ -4,7 +4,6 @@ The printed table is the one of docs/video.md; `python -m tests.bench video` fil
 """
 
 import ipaddress
-import os
 import signal
 from contextlib import suppress
 
@@ -12,11 +11,11 @@ import psutil
 import pytest
 
 from tests.effort import IS_NIGHTLY, thin_cases
-from tests.support.processes import Pool, Process
+from tests.support.processes import Pool, Process, get_ray_ports
 from tests.support.video.chain import PHASES, Chain, chain, expected, table
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-PORTS = 23000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PORTS = get_ray_ports(2)
 BACK = 2.0 + 3.0
 """Seconds until the memory is back, with a margin for a busy machine; on an idle machine it is below 2 s."""
 CELLS = {

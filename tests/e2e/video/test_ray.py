@@ -14,13 +14,13 @@ import pytest
 
 from node.memory.sensor import list_group_members
 from node.video.leases import LeasePhase
-from tests.support.processes import gone, until
+from tests.support.processes import get_ray_ports, gone, until
 from tests.support.video.standin import standin
 from tests.support.video.studio import LONG, Node, flat
 from wire.frames import Frame, LeaseGranted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-PORTS = 22000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PORTS = get_ray_ports(1)
 
 
 def drivers(node: Node) -> list[psutil.Process]:

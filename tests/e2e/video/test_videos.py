@@ -4,7 +4,6 @@ Kills of each process in each phase are in test_chain.py.
 """
 
 import json
-import os
 import shutil
 import subprocess
 import tempfile
@@ -16,7 +15,7 @@ import openai
 import psutil
 import pytest
 
-from tests.support.processes import NO_TLS, Pool, environment, pool, until
+from tests.support.processes import NO_TLS, Pool, environment, get_ray_ports, pool, until
 from tests.support.video.chain import until_ray
 from tests.support.video.standin import Gate, standin
 from tests.support.video.studio import flat
@@ -30,7 +29,7 @@ SMALL: dict[str, Any] = {"model": "tiny-wan", "prompt": "a red fox", "size": "64
 HELD: Any = SMALL | {"prompt": "hold=denoising"}
 QUICK = {"frames": 9, "fps": 8, "steps": 4, "seed": 1}
 LEASE = 36 * 2**30
-PORTS = 21000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PORTS = get_ray_ports(0)
 """First port of this worker's Rays. They need a range of ports, therefore free ports cannot be chosen one by one."""
 
 
