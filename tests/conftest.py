@@ -20,7 +20,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 from host.structlog_import import import_structlog
 from tests import models
-from tests.effort import IS_NIGHTLY, SEED
+from tests.effort import IS_NIGHTLY, SEED, deal_slow_modules
 from tests.support.processes import ROOT, Pool, pool
 
 JUNK = {
@@ -36,6 +36,8 @@ JUNK = {
     "ALL_PROXY": "http://127.0.0.1:1",
 }
 os.environ.update(JUNK)
+# Collection makes 630,000 objects and no garbage: full collections of them would be a tenth of its time.
+gc.disable()
 # With rich, which some tests import, structlog would spend 5 s of CPU on each traceback that it logs.
 import_structlog()
 # The duration of an example is no property of the code, because the machine may be busy. pytest's own limit ends
@@ -104,7 +106,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "tiny_model" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.timeout(MODEL_SECONDS))
     if "PYTEST_XDIST_WORKER" in os.environ:
-        _longest_first(items)
+        workers = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        items[:] = deal_slow_modules(items, lambda item: item.path, _get_limit, workers)
 
 
 def pytest_collection_finish() -> None:
@@ -114,6 +117,7 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def _deselect_nightly(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -137,19 +141,12 @@ def pytest_testnodedown(node: Any) -> None:
         node.config.stash[NIGHTLY_TESTS] = count
 
 
-def _longest_first(items: list[pytest.Item]) -> None:
-    """Move modules that start processes to the front, the longest limits first, and keep the order of the rest.
-
-    A worker that has run out of tests takes from the end of another worker's list. Short tests must therefore be at the
-    end. Otherwise a worker waits for minutes during the longest test.
-    """
-    limits: dict[Path, float] = {}
-    for item in items:
-        if item.get_closest_marker("slow") is not None:
-            limit = item.get_closest_marker("timeout")
-            seconds = float(limit.args[0]) if limit is not None else float(item.config.getini("timeout"))
-            limits[item.path] = max(seconds, limits.get(item.path, 0.0))
-    items.sort(key=lambda item: -limits.get(item.path, 0.0))
+def _get_limit(item: pytest.Item) -> float:
+    """Return the time limit of a test that starts processes, in seconds; 0 for other tests."""
+    if item.get_closest_marker("slow") is None:
+        return 0.0
+    limit = item.get_closest_marker("timeout")
+    return float(limit.args[0] if limit is not None else item.config.getini("timeout"))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:

@@ -17,7 +17,7 @@ from textwrap import dedent
 
 import pytest
 
-from tests.effort import thin_cases
+from tests.effort import deal_slow_modules, thin_cases
 from tests.suite import main
 
 HERE = Path(__file__).parent
@@ -147,6 +147,18 @@ def test_thin_cases_reaches_every_case_within_a_week() -> None:
     assert [day[:2] for day in kept] == [[0, 1]] * 3
     assert sorted(case for day in kept for case in day[2:]) == cases[2:]
     assert thin_cases(cases, 3, seed=20261128, is_nightly=True) == cases
+
+
+def test_each_worker_begins_with_whole_slow_modules_and_ends_with_short_tests() -> None:
+    limits = {"e2e/a": 240.0, "e2e/b": 600.0, "unit/c": 900.0, "unit/d": 0.0, "unit/e": 0.0}
+    tests = [(module, number) for number in range(6) for module in limits]
+    dealt = deal_slow_modules(tests, lambda test: Path(test[0]), lambda test: limits[test[0]] * (test[1] == 3), 2)
+    assert sorted(dealt) == sorted(tests)
+    modules = [[module for module, _ in part] for part in (dealt[:15], dealt[15:])]
+    assert modules[0][:12] == ["e2e/b"] * 6 + ["unit/c"] * 6
+    assert modules[1][:6] == ["e2e/a"] * 6
+    assert {*modules[0][12:], *modules[1][6:]} == {"unit/d", "unit/e"}
+    assert [number for module, number in dealt if module == "e2e/b"] == list(range(6)), "the random order of a module"
 
 
 @cache

@@ -1,6 +1,5 @@
 """The page in a real browser, over a real coordinator and its nodes."""
 
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -15,13 +14,13 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect
 from tests.browser.conftest import CHROMIUM
 from tests.effort import IS_NIGHTLY, SEED
 from tests.support.cluster.engine_pool import order
-from tests.support.processes import NO_TLS, Pool, pool, until
+from tests.support.processes import NO_TLS, Pool, get_ray_ports, pool, until
 from tests.support.video.chain import until_ray
 from tests.support.video.studio import words
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
 VIEWS = ("Pool", "Requests", "Models", "Videos", "Chat", "Join", "Keys and usage", "Settings")
-RAY_PORTS = 27000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+RAY_PORTS = get_ray_ports(4)
 """A port range of this worker, because Ray needs a range of ports."""
 CLIP = {"model": "tiny-wan", "prompt": "a red fox", "size": "64x48", "frames": 9, "fps": 8, "steps": 4, "seed": 1}
 HOSTILE = "<img src=x onerror=document.title='gone'>"

@@ -7,6 +7,7 @@ import httpx
 import pytest
 
 from router.settings import RouterSettings
+from tests.effort import thin_cases
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_memory
 from wire.units import MIB
 
@@ -49,7 +50,7 @@ async def trouble(cluster: LoopbackCluster, chance: random.Random) -> None:
             node.up, node.state, node.memory = True, "ready", a_memory()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", thin_cases([1, 2], 2))
 async def test_after_random_load_the_ledger_is_empty_and_the_next_request_is_answered(seed: int):
     chance = random.Random(seed)
     nodes = [LoopbackNode(name, step_seconds=0.002, text=("word ",) * 20) for name in "abc"]

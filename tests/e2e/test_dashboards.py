@@ -1,7 +1,6 @@
 """Every panel of every dashboard, evaluated by a real Prometheus over a real pool under load: each must have data."""
 
 import math
-import os
 import re
 import threading
 import time
@@ -17,7 +16,7 @@ from coordinator.metrics.prometheus import render_configuration
 from dashboards.generate import BOARDS
 from dashboards.panels import ANNOTATIONS, Board, Kind, Panel
 from tests.support.cluster.engine_pool import HELLO, MLX, said
-from tests.support.processes import NO_TLS, Pool, pool, until
+from tests.support.processes import NO_TLS, Pool, get_ray_ports, pool, until
 from tests.support.prometheus import Prometheus, needs, prometheus, token_file
 from tests.support.video.chain import until_ray
 from tests.support.video.studio import words
@@ -45,7 +44,7 @@ SMALL = (
 )
 """A node with memory for a few requests at a time, which refuses requests with that word."""
 CLIP = {"model": "tiny-wan", "prompt": "a red fox", "size": "64x48", "frames": 9, "fps": 8, "steps": 4, "seed": 1}
-RAY_PORTS = 25000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+RAY_PORTS = get_ray_ports(3)
 """A port range of this worker, because Ray needs a range of ports."""
 
 

@@ -235,7 +235,7 @@ def test_second_start_needs_no_token_and_keys_persist(cluster_pool: Pool) -> Non
 
 
 def test_an_engine_and_then_the_coordinator_is_killed_and_the_node_comes_back(cluster_pool: Pool) -> None:
-    port = 18000 + (psutil.Process().pid % 2000) * 2
+    port = 18000 + (psutil.Process().pid % 1000) * 2
     cluster_pool.up(cluster_listen=f"127.0.0.1:{port}", listen=f"127.0.0.1:{port + 1}")
     node = cluster_pool.join("studio", "engine.scripted.step_ms=50")
     kill_engine_under_load(cluster_pool, node)

@@ -166,8 +166,16 @@ def test_a_greedy_key_takes_nothing_from_the_others():
     assert peer.jain < figures.jain
 
 
+@pytest.mark.nightly
 def test_a_greedy_key_does_not_fill_the_nodes_with_its_prompts():
-    """Time is the limit here, not memory."""
+    """Time is the limit here, not memory.
+
+    CI has these tests:
+
+    - `tests/sim/test_simulation.py::test_a_greedy_key_takes_nothing_from_the_others`
+    - `tests/unit/router/admission/test_load_share.py::test_exceeds_share_of_one_of_three_keys_above_two_thirds`
+    - `tests/unit/router/admission/test_queue.py::test_a_key_has_no_more_than_its_share_where_another_one_waits`
+    """
     text = KEYS.replace('"2MiB"', '"16KiB"').replace("M4 Max", "M4 Pro")
     figures, pool = played(text)
     waited = {key: [fate for fate in pool.outcomes.values() if fate.turn.key == key] for key in ("greedy", "ada")}
@@ -176,7 +184,14 @@ def test_a_greedy_key_does_not_fill_the_nodes_with_its_prompts():
     assert not all(fate.served for fate in waited["greedy"])
 
 
+@pytest.mark.nightly
 def test_a_key_with_many_short_requests_delays_no_other_key_by_all_of_them():
+    """CI has these tests:
+
+    - `tests/unit/wire/capacity/test_fairness.py::test_service_order_serves_first_requests_of_all_keys_first`
+    - `tests/unit/wire/capacity/test_fairness.py::test_no_key_is_more_than_a_row_ahead_while_both_wait`
+    - `tests/abuse/http/test_key_fairness.py::test_short_request_of_another_key_is_served_promptly`
+    """
     _, pool = played((SCENARIOS / "chatty.toml").read_text().replace("seconds = 600", "seconds = 100"))
     others = [fate for fate in pool.outcomes.values() if fate.turn.key != "greedy"]
     assert all(fate.served for fate in others)
@@ -184,7 +199,14 @@ def test_a_key_with_many_short_requests_delays_no_other_key_by_all_of_them():
     assert median(waits) < 5, "22 s where nodes serve in order of arrival"
 
 
+@pytest.mark.nightly
 def test_an_agent_does_not_wait_until_the_prompts_of_a_batch_are_read():
+    """CI has these tests:
+
+    - `tests/unit/wire/capacity/test_fairness.py::test_beside_many_requests_each_key_has_as_much_prefilled`
+    - `tests/unit/wire/capacity/test_fairness.py::test_choose_next_starves_no_key`
+    - `tests/unit/node/engine/scheduling/rules/test_prefill_order.py::test_the_key_with_fewest_rows_is_next`
+    """
     text = (SCENARIOS / "agent.toml").read_text().replace("seconds = 600", "seconds = 300")
     _, pool = played(text.replace("ends = 200", "ends = 100"))
     waits = [(fate.first or math.inf) - fate.arrived for fate in pool.outcomes.values() if fate.turn.key == "agent"]

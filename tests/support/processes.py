@@ -39,6 +39,15 @@ def environment(**extra: str) -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "HF_HOME": "/nonexistent/huggingface", **extra}
 
 
+def get_ray_ports(module: int) -> int:
+    """Return the first of 500 ports for the Rays of a module of tests, 0 to 4, on this worker of xdist.
+
+    Modules run at the same time on different workers, and no two may share a port.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    return 20_000 + 2_500 * worker + 500 * module
+
+
 def until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "the condition") -> Any:
     """Poll a condition of other processes until it holds; raise AssertionError after `seconds`.
 

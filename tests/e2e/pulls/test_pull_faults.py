@@ -122,7 +122,13 @@ def test_two_pulls_of_one_repository_are_one(pulls: FaultyPulls) -> None:
     assert pulls.hub.sent_bytes - queried < 2 * size, "the files came once"
 
 
+@pytest.mark.nightly
 def test_another_commit_waits_for_the_pull_in_progress(pulls: FaultyPulls) -> None:
+    """CI has these tests:
+
+    - `tests/contract/hub/test_orders.py::test_a_second_commit_of_a_repository_waits_for_the_first`
+    - `tests/unit/coordinator/models/test_pull_controller.py::test_the_same_pull_is_not_started_twice`
+    """
     repo = "tests/changed"
     add(pulls, repo, 2_000_000, b"1")
     pulls.hub.faults.chunk_seconds = 1.0

@@ -116,7 +116,13 @@ def test_a_node_that_was_away_gets_the_commit_of_its_pull_although_the_hub_has_a
     assert "DIFFERS" in lab.type_command("model", "files").stdout
 
 
+@pytest.mark.nightly
 def test_nodes_that_cannot_reach_each_other_get_the_files_through_the_coordinator(lab: PullLab) -> None:
+    """CI has these tests:
+
+    - `tests/contract/hub/test_relay.py::test_a_node_gets_all_files_through_the_coordinator`
+    - `tests/contract/hub/test_relay.py::test_relay_forwards_both_ways_and_closes_both_connections`
+    """
     repo = "tests/apart"
     lab.hub.add(repo, {**TINY, PADDING: random.Random(28).randbytes(12_000_000)})
     size = sum(map(len, TINY.values())) + 12_000_000

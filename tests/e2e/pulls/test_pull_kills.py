@@ -1,7 +1,7 @@
 """Pulls whose processes end without notice: SIGKILL at random points, on isolated hosts.
 
 Each round pulls a new repository and kills one process. The pull must end on all nodes, with at most one piece fetched
-twice for each kill. The points differ each day, and in CI also the processes. MACPOOL_KILL_ROUNDS=20 makes 20 rounds.
+twice for each kill. The points differ each day. MACPOOL_KILL_ROUNDS=20 makes 20 rounds.
 """
 
 import os
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.effort import IS_NIGHTLY, SEED
+from tests.effort import SEED
 from tests.support.cluster.hosts import Hosts, unsupported
 from tests.support.hub.pull_lab import NAMES, PADDING, TINY, PullLab, count_descriptors, kill
 from tests.support.processes import Process, pool, until
@@ -23,7 +23,7 @@ from wire.models.files import PIECE_BYTES
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(900)]
 
-ROUNDS = int(os.environ.get("MACPOOL_KILL_ROUNDS") or (8 if IS_NIGHTLY else 2))
+ROUNDS = int(os.environ.get("MACPOOL_KILL_ROUNDS") or 8)
 DOWNLOADER, MIRROR = "node.hub.downloader", "node.hub.serving.mirror"
 VICTIMS = ("downloader", "mirror", "follower", "agent", "coordinator", "hub")
 REPOSITORY_BYTES = 16 * 1024 * 1024
@@ -49,7 +49,17 @@ def lab() -> Iterator[PullLab]:
         yield made
 
 
+@pytest.mark.nightly
 def test_pulls_end_after_kills_and_fetch_at_most_one_piece_twice(lab: PullLab) -> None:
+    """CI has these tests:
+
+    - `tests/contract/hub/test_downloader.py::test_pieces_that_are_recorded_before_a_kill_are_not_fetched_again`
+    - `tests/contract/hub/test_downloader.py::test_the_end_of_the_agent_ends_the_download`
+    - `tests/contract/hub/test_mirror.py::test_a_follower_continues_at_the_hub_when_the_mirror_is_killed`
+    - `tests/contract/hub/test_orders.py::test_a_killed_process_ends_its_order_as_interrupted`
+    - `tests/unit/coordinator/models/test_pull_controller.py::test_a_pull_survives_a_restart_of_the_coordinator`
+    - `tests/unit/coordinator/models/test_pull_state.py::test_every_order_of_events_keeps_the_invariants_and_ends`
+    """
     chance = random.Random(SEED)
     print(f"seed {SEED}, {ROUNDS} rounds")
     victims = [VICTIMS[(SEED * ROUNDS + number) % len(VICTIMS)] for number in range(ROUNDS)]

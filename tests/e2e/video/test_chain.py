@@ -4,19 +4,18 @@ The printed table is the one of docs/video.md; `python -m tests.bench video` fil
 """
 
 import ipaddress
-import os
 import signal
 from contextlib import suppress
 
 import psutil
 import pytest
 
-from tests.effort import thin_cases
-from tests.support.processes import Pool, Process
+from tests.effort import IS_NIGHTLY, thin_cases
+from tests.support.processes import Pool, Process, get_ray_ports
 from tests.support.video.chain import PHASES, Chain, chain, expected, table
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-PORTS = 23000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PORTS = get_ray_ports(2)
 BACK = 2.0 + 3.0
 """Seconds until the memory is back, with a margin for a busy machine; on an idle machine it is below 2 s."""
 CELLS = {
@@ -45,12 +44,15 @@ CELLS = {
         ("gcs_server", "acquiring"),
     ),
 }
-"""The cases that take no minutes. CI runs the first two of each side, and every sixth of the rest.
+"""The cases that take no minutes, for each side.
 
 A process that doubles its wait before each start is not killed twice in a row: Ray, its driver, the engine."""
+SIDES = tuple(CELLS) if IS_NIGHTLY else ("coordinator",)
+"""CI runs one side: its first two cases and every sixth of the rest. Ends of a node's processes are in test_ray.py and
+test_node.py, without a coordinator."""
 
 
-@pytest.mark.parametrize("side", CELLS)
+@pytest.mark.parametrize("side", SIDES)
 def test_memory_is_released_for_any_killed_process_at_any_time(
     cluster_pool: Pool, side: str, capsys: pytest.CaptureFixture[str]
 ):

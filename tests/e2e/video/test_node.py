@@ -220,13 +220,15 @@ def held(phase: LeasePhase) -> dict[str, object]:
 
 
 KILLS = (
-    ("worker", LeasePhase.DENOISING, "worker_crashed", True),
+    ("attendant", LeasePhase.DENOISING, "worker_lost", False),
     ("order", LeasePhase.SAVING, "cancelled", False),
     *(("worker", phase, "worker_crashed", False) for phase in PHASES),
-    *(("attendant", phase, "worker_lost", False) for phase in PHASES),
+    *(("attendant", phase, "worker_lost", False) for phase in PHASES if phase is not LeasePhase.DENOISING),
     ("order", LeasePhase.STARTING, "cancelled", False),
     ("attendant", LeasePhase.DECODING, "worker_lost", True),
+    ("worker", LeasePhase.DENOISING, "worker_crashed", True),
 )
+"""A killed process or an order, the phase, the code, and whether the real engine makes the clip."""
 
 
 @pytest.mark.parametrize(("victim", "phase", "code", "real"), thin_cases(KILLS, 6, kept=2))

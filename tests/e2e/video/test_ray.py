@@ -14,13 +14,13 @@ import pytest
 
 from node.memory.sensor import list_group_members
 from node.video.leases import LeasePhase
-from tests.support.processes import gone, until
+from tests.support.processes import get_ray_ports, gone, until
 from tests.support.video.standin import standin
 from tests.support.video.studio import LONG, Node, flat
 from wire.frames import Frame, LeaseGranted
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-PORTS = 22000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+PORTS = get_ray_ports(1)
 
 
 def drivers(node: Node) -> list[psutil.Process]:
@@ -161,7 +161,13 @@ async def test_a_node_without_a_package_starts_no_ray_and_one_without_ray_says_w
         await node.stop()
 
 
+@pytest.mark.nightly
 async def test_ray_ends_with_its_life_line(tmp_path: Path):
+    """CI has these tests:
+
+    - `tests/unit/node/video/ray/test_ray_child.py::test_ray_gets_the_arguments_and_sigterm_at_the_end_of_stdin`
+    - `tests/e2e/video/test_ray.py::test_a_job_under_ray_from_its_actor_to_its_clip_and_every_way_to_be_killed`
+    """
     stand = {"worker__environments": str(standin(tmp_path).environments), "worker__ray_ports": PORTS + 200}
     node = Node(tmp_path / "node", flat(**stand), attends=False)
     ray = node.studio.ray

@@ -49,7 +49,7 @@ for phase, event in (
     say(**event)
     if phase == "loading":
         taken = b"x" * int(how.get("take", 0))
-    time.sleep(float(how.get("pace", 0)))
+    time.sleep(float(how.get("pace", {pace})))
     while phase == how.get("hold") and not gate.exists():
         time.sleep(0.01)
 out = pathlib.Path(job["out"])
@@ -73,8 +73,8 @@ class Gate:
         (self.folder / str(seed)).touch()
 
 
-def standin(folder: Path) -> Gate:
-    """Write the environment into a folder."""
+def standin(folder: Path, pace: float = 0.0) -> Gate:
+    """Write the environment into a folder. `pace` is the duration, in seconds, of each phase of a job without one."""
     gates, made = (
         folder / "gates",
         environment.get_environment_path(folder / "environments", environment.find_requirement_files()),
@@ -82,7 +82,7 @@ def standin(folder: Path) -> Gate:
     (made / "bin").mkdir(parents=True)
     gates.mkdir()
     script = environment.get_interpreter(made)
-    script.write_text(SCRIPT.format(python=sys.executable, gates=str(gates), clip=CLIP))
+    script.write_text(SCRIPT.format(python=sys.executable, gates=str(gates), clip=CLIP, pace=pace))
     script.chmod(0o755)
     (made / environment.READY).write_text(json.dumps({"engine": "stand-in"}))
     return Gate(folder / "environments", gates)

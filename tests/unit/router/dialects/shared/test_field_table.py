@@ -29,6 +29,7 @@ from router.dialects.openai.video_schema import VIDEO
 from router.dialects.rerank.api import CohereRerankRoute, RerankRoute
 from router.dialects.shared.field_table import FieldRow, FieldTable
 from router.errors import Problem
+from tests.effort import scale_examples
 from wire.frames import Message
 
 
@@ -372,7 +373,7 @@ def bodies(route: str) -> st.SearchStrategy[bytes]:
 
 
 @pytest.mark.parametrize("route", TABLES)
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=scale_examples(100), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_no_body_makes_a_parser_raise(route: str, data: st.DataObject):
     found = PARSE[route](data.draw(bodies(route)))
