@@ -60,17 +60,7 @@ def neutered(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.nightly
 def test_a_neutered_gate_is_told_within_half_a_minute(tmp_path: Path, hook: tuple[str, list[dict[str, Any]]]):
-    """CI has these tests:
-
-    - `tests/unit/coordinator/alerts/test_rules.py::test_the_alert_fires_and_rests`
-    - `tests/unit/coordinator/alerts/test_rules.py::test_the_condition_begins_and_rests`
-    - `tests/unit/coordinator/alerts/test_evaluator.py::test_a_sample_has_the_values_that_the_metrics_have`
-    - `tests/unit/coordinator/metrics/test_values.py`
-    - `tests/unit/coordinator/alerts/test_webhook.py`
-    - `tests/e2e/test_prometheus.py::test_nodes_are_found_scraped_and_missed`
-    """
     needs("prometheus")
     url, got = hook
     with pool(tmp_path) as made:
