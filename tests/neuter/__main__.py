@@ -209,7 +209,8 @@ def selected(arguments: argparse.Namespace) -> list[Guard]:
     guards = in_order(guards)
     if arguments.shard:
         number, count = (int(part) for part in arguments.shard.split("/"))
-        guards = [guard for index, guard in enumerate(guards) if index % count == number - 1]
+        files = list(dict.fromkeys(guard.test_files()[0] for guard in guards))
+        guards = [guard for guard in guards if files.index(guard.test_files()[0]) % count == number - 1]
     return guards
 
 
