@@ -7,6 +7,7 @@ an error. tests/neuter/guards.py describes the guards; CONTRIBUTING.md describes
 import argparse
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -57,6 +58,7 @@ class Run:
     def __init__(self, guards: list[Guard], budget: float | None = None) -> None:
         self._waiting = list(guards)
         self._tests = sorted({test for guard in guards for test in guard.tests})
+        self._begun = set[str]()
         self._green: dict[str, Future[Outcome]] = {}
         self._lock = threading.Lock()
         self._ends = None if budget is None else time.monotonic() + budget
@@ -79,17 +81,27 @@ class Run:
             print(f"{verdict}  {guard.name} ({result.took:.1f} s): {guard.property}", flush=True)
 
     def _take(self) -> Iterator[Guard]:
+        """Take guards for one worker: those of its last test file, then of a file that no worker has begun.
+
+        The tests of a file run once on the unchanged code. Another worker would wait for this run.
+        """
+        last = ""
         while self._ends is None or time.monotonic() < self._ends:
             with self._lock:
                 if not self._waiting:
                     return
-                guard = self._waiting.pop(0)
+                same = (guard for guard in self._waiting if guard.test_files()[0] == last)
+                new = (guard for guard in self._waiting if guard.test_files()[0] not in self._begun)
+                guard = next(same, None) or next(new, self._waiting[0])
+                self._waiting.remove(guard)
+                last = guard.test_files()[0]
+                self._begun.add(last)
             yield guard
 
     def _check(self, copy: Copy, guard: Guard) -> tuple[str, bool]:
         """Return the error of a guard, and whether its tests were ended by the limit."""
         try:
-            text = guard.broken()
+            text = guard.broken(copy.folder)
         except NotApplicable as error:
             return f"{error} (tests/**/guards/*.toml)", False
         seconds = 0.0
@@ -102,7 +114,7 @@ class Run:
             seconds += green.took - sum(green.seconds.values())  # for start and collection
             seconds += sum(s for one, s in green.seconds.items() if any(_is_part(one, test) for test in guard.tests))
         limit = SLOWDOWN * seconds + SLACK_SECONDS
-        outcome = copy.run_changed(guard.path(), text, guard.tests, limit)
+        outcome = copy.run_changed(guard.path(copy.folder), text, guard.tests, limit)
         if outcome.code in RED or outcome.timed_out:
             return "", outcome.timed_out
         if outcome.code == 0:
@@ -160,14 +172,15 @@ def in_order(guards: list[Guard]) -> list[Guard]:
 
 def report(run: Run, seconds: float, what: str) -> str:
     """Render the report."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = used.ru_utime + used.ru_stime
     results = sorted(run.results, key=lambda result: result.guard.name)
     wrong = [result for result in results if result.wrong]
     limited = [result.guard.name for result in results if result.timed_out]
     lines = [
         "# Guards",
-        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, commit {git('rev-parse', '--short', 'HEAD') or 'unknown'}"
-        f"{' with changes' if git('status', '--porcelain') else ''}, {what}, {WORKERS} workers, "
-        f"{seconds / 60:.1f} minutes.",
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {what}, {WORKERS} workers, {seconds / 60:.1f} minutes, "
+        f"{cpu / 60:.1f} minutes of CPU time.",
         "",
         f"{len(results) - len(wrong)} of {len(results)} guards: the tests fail without the property.",
     ]
@@ -196,7 +209,8 @@ def selected(arguments: argparse.Namespace) -> list[Guard]:
     guards = in_order(guards)
     if arguments.shard:
         number, count = (int(part) for part in arguments.shard.split("/"))
-        guards = [guard for index, guard in enumerate(guards) if index % count == number - 1]
+        files = list(dict.fromkeys(guard.test_files()[0] for guard in guards))
+        guards = [guard for guard in guards if files.index(guard.test_files()[0]) % count == number - 1]
     return guards
 
 
@@ -215,6 +229,7 @@ def main() -> int:
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     began = time.monotonic()
+    commit, is_clean = git("rev-parse", "HEAD"), not git("status", "--porcelain")
     run = Run(guards, BUDGET_SECONDS if arguments.changed else None)
     files = tracked()
     with tempfile.TemporaryDirectory(prefix="neuter-") as folder, ThreadPoolExecutor(WORKERS) as pool:
@@ -227,14 +242,15 @@ def main() -> int:
                 copy.close()
     complete = not (arguments.names or arguments.changed or arguments.shard)
     what = "all guards" if complete else "guards of changed files" if arguments.changed else "some guards"
-    text = report(run, time.monotonic() - began, what)
+    what += "" if is_clean else ", with changes"
+    text = report(run, time.monotonic() - began, f"commit {(commit or 'unknown')[:8]}, {what}")
     print(text, end="")
     REPORT.parent.mkdir(exist_ok=True)
     REPORT.write_text(text)
     if any(result.wrong for result in run.results):
         return 1
-    if complete and not git("status", "--porcelain"):
-        VERIFIED.write_text(f"{git('rev-parse', 'HEAD')} {datetime.now(UTC):%Y-%m-%d}\n")
+    if complete and is_clean:
+        VERIFIED.write_text(f"{commit} {datetime.now(UTC):%Y-%m-%d}\n")
     return 0
 
 

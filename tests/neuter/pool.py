@@ -82,6 +82,7 @@ class Copy:
     def run_changed(self, file: str, text: str, tests: list[str], limit: float) -> Outcome:
         """Run tests with a changed text of one file, and restore the text."""
         path = self.folder / file
+        original, times = path.read_bytes(), path.stat()
         self._changes += 1
         path.write_text(text)
         time = OLDEST + self._changes
@@ -89,7 +90,8 @@ class Copy:
         try:
             return self.run(tests, limit)
         finally:
-            shutil.copy2(ROOT / file, path)
+            path.write_bytes(original)
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
     def close(self) -> None:
         """End the process and its tests."""

@@ -1,9 +1,9 @@
 """A process that has imported pytest and large libraries, and forks for each run of tests.
 
 Reads one JSON object a line: `{"tests": [...], "limit": seconds, "stop": bool}`. Writes one a line: pytest's exit code,
-TIMED_OUT where the limit passed, the seconds of each test, and the last lines of the output. Nothing of the project is
-imported before the fork; each run therefore reads the current sources. The tests run in the working directory of this
-process.
+TIMED_OUT where the limit passed, the seconds of each test, and the last lines of the output. No module of the
+project stays imported at the fork; each run therefore reads the current sources. The tests run in the working directory
+of this process.
 """
 
 import ctypes
@@ -28,10 +28,15 @@ LIBRARIES = (
     "fastapi",
     "httptools",
     "httpx",
+    "huggingface_hub",
     "hypothesis.strategies",
     "ifaddr",
     "jinja2",
     "jsonschema",
+    "llguidance.hf",
+    "mlx.nn",
+    "mlx_lm.generate",
+    "mlx_lm.models.llama",
     "msgspec",
     "numpy",
     "openai",
@@ -43,13 +48,17 @@ LIBRARIES = (
     "rich.console",
     "schemathesis.pytest.plugin",
     "segno",
-    "structlog",
+    "tokenizers",
     "uvicorn",
     "uvloop",
     "xdist.plugin",
     "zeroconf",
 )
 """Imported before the fork if installed, because these imports take most of the start of a test run."""
+NO_CACHE = "/nonexistent/huggingface"
+"""HF_HOME of tests (tests/conftest.py). huggingface_hub reads it while it is imported."""
+STRUCTLOG_IMPORT = "host.structlog_import"
+"""Imports structlog without rich. With rich, each logged traceback would take 5 s of CPU time."""
 TIMED_OUT = 124
 """Takes the place of an exit code."""
 IMPORTED_BEFORE = "ignore::pytest.PytestAssertRewriteWarning"
@@ -73,6 +82,17 @@ class Seconds:
         self.taken[report.nodeid] = self.taken.get(report.nodeid, 0.0) + report.duration
         if report.failed:
             self.failed.append(report.nodeid)
+
+
+def _import_libraries() -> None:
+    """Import the libraries that tests need, and forget the module of the project that does a part of it."""
+    os.environ["HF_HOME"] = NO_CACHE
+    importlib.import_module(STRUCTLOG_IMPORT).import_structlog()
+    for name in (STRUCTLOG_IMPORT, STRUCTLOG_IMPORT.partition(".")[0]):
+        del sys.modules[name]
+    for library in LIBRARIES:
+        with suppress(ImportError):
+            importlib.import_module(library)
 
 
 def _run(tests: list[str], stop: bool, log: Path, result: Path) -> int:
@@ -121,9 +141,7 @@ def main() -> None:
     """Serve until the input ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    for library in LIBRARIES:
-        with suppress(ImportError):
-            importlib.import_module(library)
+    _import_libraries()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="neuter-log-", dir=Path.cwd().parent) as folder:
         log, result = Path(folder) / "log", Path(folder) / "result"

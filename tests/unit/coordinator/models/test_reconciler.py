@@ -39,6 +39,25 @@ def test_a_missing_replica_is_loaded_and_then_the_wish_is_met():
     assert pool.loads() == [("a", "m"), ("b", "m")]
 
 
+@pytest.mark.parametrize("is_loaded", [True, False], ids=["ready", "coming"])
+def test_plan_actions_loads_only_the_missing_replicas(is_loaded: bool):
+    pool = WishPool([node("a"), node("b"), node("c")], [Wish("m", 2)])
+    (pool.nodes[A].loaded if is_loaded else pool.nodes[A].loading).add("m")
+    pool.refresh()
+    assert len(pool.plan().actions) == 1
+
+
+def test_a_model_without_a_wish_makes_room_for_the_cheapest_wish():
+    pool = WishPool([node("a", 18, "x", x=10, m=10)], [Wish("m", eviction_cost=0)])
+    pool.settle()
+    assert pool.loads() == [("a", "m")]
+
+
+def test_of_two_wishes_with_one_cost_the_first_by_name_gets_the_memory():
+    pool = WishPool([node("a", 18, m=10, k=10)], [Wish("m"), Wish("k")])
+    assert [action.model for action in pool.plan().actions] == ["k"]
+
+
 def test_replicas_above_the_wish_stay_loaded():
     pool = WishPool([node("a", 24, "m"), node("b", 24, "m")], [Wish("m", 1)])
     assert pool.settle().actions == ()

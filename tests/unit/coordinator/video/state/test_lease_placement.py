@@ -14,7 +14,7 @@ from coordinator.video.state.lease_placement import (
     list_video_models,
 )
 from coordinator.video.state.memory_model import FIRST_MEASURED_PROFILE, get_profile_key
-from router.placement.cluster_view import ClusterView, NodeView
+from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, ClusterView, NodeView
 from tests.support.cluster.loopback_cluster import a_memory
 from tests.unit.coordinator.video.state.test_job_table import a_job
 from wire.identity import NodeId
@@ -80,12 +80,14 @@ def test_choose_node_skips_a_refusing_node_until_its_retry_time():
     ("changes", "why"),
     [
         ({"state": "lost"}, "it is lost"),
+        ({"state": "paused"}, "it is paused: "),
         ({"reported_at": -10.0}, "silent"),
         ({"cordoned": True}, "cordoned"),
         ({"draining": True}, "drained"),
         ({"memory": a_memory(80 * GIB, 128 * GIB, guard=False)}, "guard is off"),
         ({"memory": a_memory(8 * GIB, 24 * GIB)}, "its cap leaves 22.0 GiB"),
         ({"video": VideoState(False, "no environment", "", (WAN,))}, "no environment"),
+        ({"video": VideoState(False, "", "", (WAN,))}, "it cannot make videos now"),
         ({"video": VideoState(True, "", "", (WAN,), ray_cause="Ray is missing")}, "Ray is missing"),
         ({"video": VideoState(True, "", "", (WAN,))}, "Ray is starting"),
         ({"video_allowed": False}, "`cluster node allow-video a`"),
@@ -96,6 +98,20 @@ def test_waiting_job_names_what_is_missing(changes: dict[str, Any], why: str):
     phase = chosen(a_node("a", **changes))
     assert phase.startswith("waiting: a: ")
     assert why in phase
+
+
+def test_choose_node_takes_a_node_whose_report_is_as_old_as_it_may_be():
+    assert chosen(a_node("a", reported_at=-MAX_REPORT_AGE_SECONDS)) == "a"
+
+
+def test_choose_node_takes_a_node_with_unreadable_memory_last():
+    unreadable = replace(a_memory(80 * GIB, 128 * GIB), phys=None)
+    assert chosen(a_node("a", memory=unreadable), a_node("b")) == "b"
+
+
+def test_choose_node_takes_no_node_for_another_package_or_one_that_cannot_be_used():
+    packages = (replace(WAN, cause="a file is missing"), replace(WAN, name="other"))
+    assert chosen(a_node("a", video=VideoState(True, "", "ray-a", packages))) == "waiting for a node that has wan"
 
 
 def test_a_model_that_no_node_has_now_is_waited_for():

@@ -64,6 +64,13 @@ def test_job_above_the_lease_is_refused_with_numbers():
     assert "measured on 1 jobs" in (measured or "")
 
 
+def test_add_measurement_raises_the_base_by_what_a_peak_exceeds_the_prediction():
+    first = VideoMemoryProfile(base=10, slope=1.0).add_measurement(5, 20)
+    assert (first.base, first.measured) == (15, 1)
+    second = first.add_measurement(5, 19)
+    assert (second.base, second.measured) == (15, 2)
+
+
 @pytest.mark.parametrize(
     ("engine", "bits", "low"),
     [

@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from node.engine.memory.footprint import EngineMemory, MlxPeakTracker
@@ -10,7 +11,7 @@ from node.engine.memory.gate import GateSite, MemoryGate
 from node.engine.memory.gated_forward import UNWIRE_AFTER_SECONDS, GatedForwards
 from node.engine.memory.memory_reader import MemoryReader
 from node.engine.models.load_times import MIN_LOAD_BYTES_PER_SECOND
-from node.engine.process.crash_recorder import CrashRecorder
+from node.engine.process.crash_recorder import CrashRecord, CrashRecorder
 from node.engine.process.interface import Halted, NativeCallKind
 from node.engine_process.timeouts import SupervisorTimeouts
 from tests import models
@@ -23,10 +24,10 @@ from wire.units import GIB, MIB
 WEIGHTS = {"large": 85 * GIB, "small": GIB}
 
 
-def new_forwards(clock: Later | None = None) -> GatedForwards:
+def new_forwards(clock: Later | None = None, recorder: CrashRecorder | None = None) -> GatedForwards:
     """Make forwards of an engine that holds both models and releases nothing."""
     return GatedForwards(
-        CrashRecorder(),
+        recorder or CrashRecorder(),
         MemoryReader(EngineMemory(GIB, lambda: 0), MemoryGate(), lambda: 0),
         MlxPeakTracker(),
         lambda site, need: False,
@@ -111,6 +112,32 @@ def test_once_halted_no_call_begins(forwards: GatedForwards):
     with pytest.raises(Halted), forwards.run_native(NativeCallKind.PREFILL, "large", 1, 0.5):
         raise AssertionError("it began")
     assert forwards.get_counts().forwards == 0
+
+
+def test_run_native_records_a_call_while_it_runs_and_counts_its_prompt_tokens():
+    recorder = CrashRecorder()
+    forwards = new_forwards(recorder=recorder)
+    for _ in range(2):
+        with forwards.run_native(NativeCallKind.PREFILL, "small", 3, 0.5, prefill_tokens=5):
+            assert recorder.read_running_call() == CrashRecord(NativeCallKind.PREFILL, 3, "small")
+        assert recorder.read_running_call() is None
+    assert forwards.get_counts().prefill_tokens == 10
+
+
+def test_run_native_after_a_forward_for_embeddings_needs_no_weights_again(forwards: GatedForwards):
+    expected(forwards, NativeCallKind.EMBED)
+    assert expected(forwards, NativeCallKind.PREFILL) == 0.0
+
+
+@pytest.mark.parametrize(("kind", "is_measured"), [(NativeCallKind.PREFILL, True), (NativeCallKind.LOAD, False)])
+def test_run_native_measures_the_peak_of_forwards_alone(
+    forwards: GatedForwards, kind: NativeCallKind, is_measured: bool
+):
+    mx.eval(mx.zeros(64 * MIB, mx.uint8) + 1)  # a peak before the call
+    with forwards.run_native(kind, "small", 1, 0.5):
+        mx.eval(mx.zeros(4 * MIB, mx.uint8) + 1)
+    measured = forwards.gate.get_measures().transient.total
+    assert (4 * MIB <= measured < 64 * MIB) if is_measured else measured == 0
 
 
 def test_an_engine_counts_the_weights_that_it_has(tmp_path: Path):

@@ -51,6 +51,15 @@ def test_a_line_without_end_and_an_event_without_end_are_refused():
         assert len(reader.feed(b"data: " + half + b"\n\n")) == 1, "whole events are no problem"
 
 
+def test_feed_counts_the_finished_lines_of_an_event_with_its_last_one():
+    line = b"data: x\n"
+    largest = b"y" * (MAX_EVENT_BYTES - len(line) + 1)
+    reader = EventReader()
+    assert reader.feed(line + largest) == [], "the line feed does not count"
+    with pytest.raises(UpstreamStreamError, match="more than 1048576 bytes"):
+        reader.feed(b"y")
+
+
 @pytest.mark.parametrize("data", [b"{", b"[]", b"1", b"null", b"\xff", b"[" * 5000])
 def test_parse_object_refuses_other_json(data: bytes):
     with pytest.raises(UpstreamStreamError):

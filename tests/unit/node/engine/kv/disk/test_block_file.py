@@ -1,11 +1,22 @@
 """Files of the disk cache are read back unchanged, and damaged files are refused."""
 
+import struct
+from hashlib import sha256
 from random import Random
 
 import numpy as np
 import pytest
 
-from node.engine.kv.disk.block_file import BlockArray, BlockPart, InvalidBlockError, decode_block, encode_block
+from node.engine.kv.disk.block_file import (
+    DIGEST_BYTES,
+    MAGIC,
+    MAX_HEADER_BYTES,
+    BlockArray,
+    BlockPart,
+    InvalidBlockError,
+    decode_block,
+    encode_block,
+)
 
 CHAIN = bytes(range(16))
 ARRAYS = [
@@ -63,3 +74,12 @@ def test_ten_thousand_damaged_files_are_refused_and_nothing_else_is_raised():
 def test_a_type_or_shape_that_is_none_is_refused(kind: str, shape: tuple[int, ...]):
     with pytest.raises(InvalidBlockError):
         decode_block(encoded([BlockArray(kind, np.zeros(shape, np.float32))]), CHAIN, BlockPart.TOKENS, 4)
+
+
+@pytest.mark.parametrize(
+    ("header", "reason"), [(b"\xc1", "header is none"), (b"\xc1" * (MAX_HEADER_BYTES + 1), "header is damaged")]
+)
+def test_decode_block_refuses_a_header_with_a_right_digest(header: bytes, reason: str):
+    digest = sha256(header).digest()[:DIGEST_BYTES]
+    with pytest.raises(InvalidBlockError, match=reason):
+        decode_block(MAGIC + struct.pack("<I", len(header)) + header + digest, CHAIN, BlockPart.TOKENS, 4)

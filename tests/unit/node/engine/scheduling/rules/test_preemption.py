@@ -107,6 +107,7 @@ def test_a_request_preempted_for_another_key_precedes_only_its_own_key():
     assert find_first_preempted([one], "b") is None
     assert find_first_preempted([one], None) is one
     assert find_first_preempted([one, Live(2, "c")], "b") == Live(2, "c")
+    assert find_first_preempted([Live(3), Live(2), Live(5)], None) == Live(2), "the oldest"
 
 
 def test_rows_of_the_key_that_holds_most_are_shared_and_requests_without_rows_are_left_alone():

@@ -63,6 +63,13 @@ def test_the_key_with_fewest_rows_is_next():
     ]
 
 
+def test_iterate_in_service_order_adds_the_rows_of_all_started_prompts_to_those_that_decode():
+    started = [Prompt(0, "b", started=True), Prompt(4, "b", started=True)]
+    waiting = [Prompt(1), Prompt(3, "b")]
+    assert numbers(list(iterate_in_service_order([started[0], *waiting], {"a": 2}))) == [3, 1]
+    assert numbers(list(iterate_in_service_order([*started, *waiting], {"a": 2, "b": 1}))) == [1, 3]
+
+
 def test_an_answer_that_has_begun_precedes_new_requests():
     assert numbers(list(iterate_in_service_order([Prompt(1), Prompt(2, answered=True)], {}))) == [2, 1]
 
@@ -84,6 +91,8 @@ def test_no_more_rows_start_than_are_free_and_every_prompt_is_in_the_order_once(
 
 def test_prompts_wait_for_company_only_after_a_burst():
     assert compute_packing_time([5.0, 5.02], 0.0) == min(5.0 + MAX_COALESCE_SECONDS, 5.02 + COALESCE_SECONDS)
+    assert compute_packing_time([5.0, 5.025], 0.0) == 5.0 + MAX_COALESCE_SECONDS
     assert compute_packing_time([5.0], 0.0) == 5.0 + COALESCE_SECONDS
+    assert compute_packing_time([AFTER_BURST_SECONDS - 0.01, AFTER_BURST_SECONDS], 0.0) > 0.0
     assert compute_packing_time([AFTER_BURST_SECONDS], 0.0) == 0.0
     assert compute_packing_time([5.0], float("-inf")) == 0.0
