@@ -314,7 +314,7 @@ def test_usage_is_drawn_by_day_and_downloaded_as_csv(page: Page, home: Pool):
 # joining
 
 
-def test_a_request_that_would_replace_a_member_says_so(page: Page, home: Pool):
+def test_an_approval_that_replaces_a_member_is_marked(page: Page, home: Pool):
     home.join("garage").kill()
     until(lambda: home.node("garage")["state"] == "lost", what="garage is lost")
     newcomer = home.join("garage-2", "node.machine=garage", wait=False, token=False)

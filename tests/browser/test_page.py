@@ -136,7 +136,7 @@ def test_signing_out_ends_the_key(context: BrowserContext, home: Pool):
     assert page.evaluate("localStorage.getItem('macpool-key')") is None
 
 
-def test_a_bar_says_what_it_shows(context: BrowserContext, home: Pool):
+def test_a_memory_bar_has_a_text_for_screen_readers(context: BrowserContext, home: Pool):
     page = visit(context, home)
     bar = page.get_by_role("meter", name="Memory of studio")
     assert re.search(
@@ -218,7 +218,7 @@ def test_a_request_is_explained(context: BrowserContext, home: Pool):
     expect(page.get_by_role("region", name="Steps").get_by_text("first token")).to_be_visible()
 
 
-def test_a_chat_streams_and_says_who_answers(context: BrowserContext, home: Pool):
+def test_a_chat_streams_and_names_the_node_that_answers(context: BrowserContext, home: Pool):
     page = visit(context, home)
     go(page, "Chat")
     page.get_by_label("Your message").fill("Hello")
@@ -227,7 +227,7 @@ def test_a_chat_streams_and_says_who_answers(context: BrowserContext, home: Pool
     expect(page.get_by_text(re.compile(r"by (studio|mini|laptop), first token after .* tokens/s"))).to_be_visible()
 
 
-def test_a_mac_gets_its_line_and_a_wrong_code_is_told(context: BrowserContext, home: Pool):
+def test_the_page_shows_a_join_command_and_refuses_a_wrong_code(context: BrowserContext, home: Pool):
     page = visit(context, home)
     go(page, "Join")
     page.get_by_role("button", name="Create a join command").click()
@@ -376,7 +376,7 @@ def test_the_theme_is_remembered(context: BrowserContext, home: Pool):
     expect(page.get_by_label("Theme")).to_have_value("light")
 
 
-def test_a_coordinator_that_is_gone_is_told_and_one_that_is_back_is_followed(browser: Browser, tmp_path: Path):
+def test_the_page_reports_a_lost_coordinator_and_reconnects(browser: Browser, tmp_path: Path):
     with pool(tmp_path) as made:
         facts = made.up()
         made.join("studio")
@@ -393,7 +393,7 @@ def test_a_coordinator_that_is_gone_is_told_and_one_that_is_back_is_followed(bro
         context.close()
 
 
-def test_a_mac_that_is_lost_is_said_to_be_and_shows_no_number_of_the_past(browser: Browser, tmp_path: Path):
+def test_a_lost_mac_is_shown_as_lost_without_old_numbers(browser: Browser, tmp_path: Path):
     with pool(tmp_path) as made:
         made.up()
         made.join("studio")

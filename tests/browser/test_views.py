@@ -294,7 +294,7 @@ def test_every_state_of_a_mac_has_its_words_its_badge_and_its_buttons(page: Page
     ]
 
 
-def test_conditions_dangers_and_warnings_are_told_once_each_with_their_weight(page: Page, api: Answers):
+def test_conditions_dangers_and_warnings_are_listed_once_by_severity(page: Page, api: Answers):
     api.sections["nodes"] = [node("a", NodeState.LOST), node("b", breaker={"state": "open", "why": "x", "until": AT})]
     api.sections["status"] = status(dangers=["a: guard off"], warnings=["a: guard off", "b: engine hung"])
     api.sections["conditions"] = [

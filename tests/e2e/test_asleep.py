@@ -12,7 +12,7 @@ from tests.support.processes import ROOT, Process, pool, until
 pytestmark = pytest.mark.slow
 
 
-def test_a_node_says_that_it_sleeps_and_comes_back(tmp_path: Path):
+def test_a_node_announces_its_sleep_and_returns(tmp_path: Path):
     with pool(tmp_path) as made:
         made.up()
         made.join("book")

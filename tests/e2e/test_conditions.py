@@ -60,7 +60,7 @@ def neutered(folder: Path) -> Path:
     return folder
 
 
-def test_a_neutered_gate_is_told_within_half_a_minute(tmp_path: Path, hook: tuple[str, list[dict[str, Any]]]):
+def test_a_disarmed_gate_raises_an_alert_within_half_a_minute(tmp_path: Path, hook: tuple[str, list[dict[str, Any]]]):
     needs("prometheus")
     url, got = hook
     with pool(tmp_path) as made:

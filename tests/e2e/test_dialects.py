@@ -113,7 +113,7 @@ def test_one_call_at_most(client: OpenAI, claude: anthropic.Anthropic) -> None:
     assert [block.type for block in said.content].count("tool_use") == 1
 
 
-def test_a_stop_sequence_is_told(claude: anthropic.Anthropic) -> None:
+def test_the_matched_stop_sequence_is_reported(claude: anthropic.Anthropic) -> None:
     answer = claude.messages.create(
         model=NAME, max_tokens=50, messages=[{"role": "user", "content": HELLO}], stop_sequences=["very"]
     )

@@ -314,7 +314,7 @@ def test_the_coordinator_moves_to_another_host_and_the_old_one_is_left_behind(la
     assert all(node.popen.poll() is None for node in lab.pool.nodes.values())
 
 
-def test_a_code_is_approved_and_the_record_goes_with_the_coordinator(lab: Lab) -> None:
+def test_a_code_is_approved_and_the_bonjour_record_ends_with_the_coordinator(lab: Lab) -> None:
     lab.up()
     seen = lab.on_client(lambda: asyncio.run(_watch_records()))
     node = lab.join("studio", 2, token=False, wait=False)
@@ -352,7 +352,7 @@ async def _watch_records() -> list[tuple[str, ServiceStateChange]]:
 
 @pytest.mark.nightly
 @pytest.mark.timeout(400)
-def test_a_video_goes_on_while_the_coordinator_moves_to_another_host(lab: Lab, tmp_path: Path) -> None:
+def test_a_video_continues_while_the_coordinator_moves_to_another_host(lab: Lab, tmp_path: Path) -> None:
     """CI has these tests, and the move of a pool without a video:
 
     - `tests/e2e/video/test_chain.py::test_memory_is_released_for_any_killed_process_at_any_time`

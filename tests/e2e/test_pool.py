@@ -147,7 +147,7 @@ def test_nodes_list_holds_the_arithmetic(pair: Pool) -> None:
 
 
 @pytest.mark.nightly
-def test_a_node_whose_engine_keeps_dying_says_that_it_gets_nothing_why_and_until_when(cluster_pool: Pool) -> None:
+def test_a_node_with_a_dying_engine_shows_reason_and_end_of_its_exclusion(cluster_pool: Pool) -> None:
     """CI has these tests:
 
     - `tests/unit/router/dispatch/test_circuit_breaker.py`
@@ -382,7 +382,7 @@ def test_client_gone_is_cancelled_on_the_node(workers: Pool) -> None:
 
 
 @pytest.mark.nightly
-def test_sigterm_lets_running_requests_end(cluster_pool: Pool) -> None:
+def test_running_requests_end_after_sigterm(cluster_pool: Pool) -> None:
     """Of a node, and then of the coordinator.
 
     CI has the same of a node on the coordinator's Mac, and these tests:
@@ -713,7 +713,7 @@ def test_status_env_version_models_chat(single: Pool) -> None:
     assert single.get("/health")["status"] == "ok"
 
 
-def test_guard_off_is_said_everywhere(home: Pool) -> None:
+def test_a_disabled_guard_is_reported_everywhere(home: Pool) -> None:
     home.join("bold", "memory.guard=off")
     until(lambda: home.node("bold").get("guard") is False, what="reported")
     assert home.node("bold")["gate_armed"] is False
@@ -802,7 +802,7 @@ def test_a_request_is_explained_and_its_decision_taken_again(pair: Pool) -> None
     assert pair.run("explain", "unknown", "--state", str(pair.state)).returncode == 5
 
 
-def test_programs_on_this_machine_need_no_key_where_it_was_said(cluster_pool: Pool) -> None:
+def test_local_programs_need_no_key_if_configured(cluster_pool: Pool) -> None:
     facts = cluster_pool.up("http.anonymous=true")
     cluster_pool.join("studio")
     api = api_of(cluster_pool, "ollama")

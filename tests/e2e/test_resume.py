@@ -204,7 +204,7 @@ def rewriting(pair: Pool, count: int) -> float:
         return time.monotonic() - begun
 
 
-def test_a_mac_is_killed_under_twelve_streams_and_all_are_told_to_the_end(pair: Pool, undisturbed: list[Heard]) -> None:
+def test_twelve_streams_are_complete_after_their_mac_is_killed(pair: Pool, undisturbed: list[Heard]) -> None:
     again = rewriting(pair, STREAMS)
 
     def kill(name: str) -> None:
@@ -219,7 +219,7 @@ def test_a_mac_is_killed_under_twelve_streams_and_all_are_told_to_the_end(pair: 
 
 
 @pytest.mark.nightly
-def test_an_engine_dies_under_twelve_streams_and_all_are_told_to_the_end(pair: Pool, undisturbed: list[Heard]) -> None:
+def test_twelve_streams_are_complete_after_their_engine_is_killed(pair: Pool, undisturbed: list[Heard]) -> None:
     """CI has this test of an engine that is killed under a stream:
 
     - `tests/e2e/engine/test_faults.py::test_killed_in_decode`

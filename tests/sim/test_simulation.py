@@ -101,7 +101,7 @@ def test_there_are_stories():
 
 
 @pytest.mark.parametrize("policy", [CLAIRVOYANT, *NAMES])
-def test_every_policy_answers_everything_and_the_same_seed_tells_the_same(policy: str):
+def test_every_policy_answers_all_requests_and_repeats_by_seed(policy: str):
     path = next(path for path in STORIES if path.stem == "line")
     log, pool = play(path, policy)
     assert log == told(path, policy)

@@ -112,7 +112,7 @@ async def test_pipelined_bytes_are_discarded_and_released(running: Pool):
     assert grown < 64 * MIB
 
 
-async def test_idle_connections_make_room_for_honest_ones(running: Pool):
+async def test_idle_connections_are_closed_for_active_ones(running: Pool):
     """Open far more connections than there are slots: the longest idle ones end, an honest client is served at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))

@@ -73,7 +73,7 @@ async def test_every_dialect_can_name_its_conversation(cluster: LoopbackCluster,
     assert not any(seen[3:]), "what is too long, or no text, is no name"
 
 
-async def test_next_message_goes_to_the_node_of_the_previous_one(cluster: LoopbackCluster):
+async def test_the_next_message_is_placed_on_the_node_of_the_previous_one(cluster: LoopbackCluster):
     turn: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "a long story " * 300}]}
     for node in cluster.nodes.values():
         node.keeps = True

@@ -138,7 +138,7 @@ def test_a_taken_port_creates_nothing(made: Pool, tmp_path: Path):
 # a Mac that is a node
 
 
-def test_a_joined_mac_asks_over_its_own_link_or_names_the_coordinator(made: Pool):
+def test_commands_on_a_joined_mac_use_its_certificate_or_name_the_coordinator(made: Pool):
     made.up()
     made.join("studio")
     state = ["--state", str(made.folder / "studio")]
@@ -186,7 +186,7 @@ def test_a_chat_waits_for_a_node_that_starts(made: Pool):
 
 
 @pytest.mark.parametrize("verb", ["up", "join"])
-def test_ctrl_c_says_stopped_and_nothing_else(made: Pool, verb: str):
+def test_ctrl_c_prints_only_stopped(made: Pool, verb: str):
     if verb == "join":
         made.up()
         command = [

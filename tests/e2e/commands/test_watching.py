@@ -84,7 +84,7 @@ def everything_said(made: Pool) -> str:
     return "\n".join(texts)
 
 
-def test_no_prompt_no_key_and_no_token_is_ever_told(tmp_path: Path):
+def test_no_output_contains_a_prompt_key_or_token(tmp_path: Path):
     with pool(tmp_path) as made:
         made.up("router.queue_timeout_seconds=2")
         made.join("one", "engine.scripted.crash=explode", "engine.scripted.refuse=forbidden")

@@ -192,12 +192,12 @@ def test_about_eighty_calls_are_tried():
 @pytest.mark.parametrize(
     ("line", "code", "words"), [pytest.param(*call, id=call[0]) for call in thin_cases(ALONE, 10, kept=2)]
 )
-def test_a_wrong_call_is_told_with_the_next_step(tmp_path: Path, line: str, code: int, words: str):
+def test_a_wrong_command_line_gets_an_error_with_the_next_step(tmp_path: Path, line: str, code: int, words: str):
     check(typed(line, tmp_path / "state"), code, words)
 
 
 @pytest.mark.parametrize(
     ("line", "code", "words"), [pytest.param(*call, id=call[0]) for call in thin_cases(RUNNING, 6, kept=2)]
 )
-def test_a_wrong_call_of_a_running_pool_is_told_with_the_next_step(made: Pool, line: str, code: int, words: str):
+def test_a_wrong_command_to_a_pool_gets_an_error_with_the_next_step(made: Pool, line: str, code: int, words: str):
     check(typed(line, made.state), code, words)

@@ -297,7 +297,7 @@ WRONG: tuple[tuple[str, Any, str, str], ...] = (
 @pytest.mark.parametrize(
     ("asked", "code", "words"), [pytest.param(*case[1:], id=case[0]) for case in thin_cases(WRONG, 4, kept=2)]
 )
-def test_a_bad_request_is_told_with_its_numbers(client: OpenAI, asked: Any, code: str, words: str) -> None:
+def test_an_invalid_request_gets_an_error_with_its_numbers(client: OpenAI, asked: Any, code: str, words: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**({"model": "llama", "messages": said(HELLO)} | asked))
     assert caught.value.code == code

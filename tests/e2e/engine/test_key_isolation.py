@@ -52,7 +52,7 @@ def cached(asking: httpx.Client, messages: list[dict[str, str]]) -> int:
 
 
 @pytest.mark.nightly
-def test_no_key_learns_from_cached_tokens_what_another_one_asked(one: Pool) -> None:
+def test_cached_tokens_do_not_reveal_prompts_of_other_keys(one: Pool) -> None:
     """CI has these tests:
 
     - `tests/abuse/http/test_cache_oracle.py::test_cached_tokens_reveal_no_prompt_of_another_key`

@@ -81,7 +81,7 @@ def test_the_limit_that_the_device_reports_becomes_the_cap_and_a_later_start_beg
     assert danger in cluster_pool.node("studio")["enforcement"]["warnings"], "another machine's figure is ignored"
 
 
-def test_a_margin_that_leaves_nothing_is_said_everywhere_with_the_resolved_sizes(cluster_pool: Pool) -> None:
+def test_a_margin_as_large_as_the_cap_is_reported_everywhere_with_sizes(cluster_pool: Pool) -> None:
     cluster_pool.up()
     cluster_pool.join("tight", "memory.cap=8GiB", "memory.margin=9GiB")
     until(lambda: cluster_pool.cli("status")["dangers"], what="a warning")
@@ -187,7 +187,7 @@ def test_a_sensor_that_fails_for_a_moment_or_for_long_ends_nothing_and_evicts_no
     assert (enforced["kills"], enforced["over_caps"], node()["engine"]["restarts"]) == (0, 0, 0)
 
 
-def test_wired_memory_that_ended_engines_leave_behind_is_said_everywhere(cluster_pool: Pool, tmp_path: Path) -> None:
+def test_wired_memory_of_ended_engines_is_reported_everywhere(cluster_pool: Pool, tmp_path: Path) -> None:
     """After the first leak the engine starts again. After the second none is started, because each would have less
     memory."""
     readings = Readings(tmp_path / "readings", wired=3 * GIB)

@@ -66,7 +66,7 @@ async def test_a_clip_that_finds_no_room_fails_by_name_and_the_next_one_does(tmp
                 assert (await http.get(f"/v1/videos/{video}/content")).content == CLIP
 
 
-async def test_a_node_whose_disk_is_full_says_so_and_lends_again_once_it_is_not(tmp_path: Path):
+async def test_a_node_with_a_full_disk_reports_it_and_lends_again_after_space_is_freed(tmp_path: Path):
     gate = standin(tmp_path)
     with disk(tmp_path / "node" / "node" / "video" / "leases", 2**20) as full:
         node = Node(tmp_path / "node", flat(worker__environments=str(gate.environments)))

@@ -226,7 +226,7 @@ async def test_a_coordinator_lends_watches_fetches_and_acknowledges_over_the_lin
             pass
 
 
-async def test_a_node_that_leaves_says_first_what_became_of_its_job(tmp_path: Path):
+async def test_a_stopping_node_reports_the_end_of_its_job_first(tmp_path: Path):
     async with linked(tmp_path) as (node, lines):
         line = await asyncio.wait_for(lines.get(), 20)
         line.send(LeaseRequest("l-1", 1, "video_1", "tiny-wan", LEASE, msgspec.json.encode(LONG)))

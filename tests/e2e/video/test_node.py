@@ -180,7 +180,7 @@ async def test_a_worker_that_takes_more_than_its_lease_is_killed_within_a_second
     given_back(node, before)
 
 
-async def test_a_worker_that_stands_still_and_ignores_sigterm_is_killed(make: Make):
+async def test_a_stalled_worker_that_ignores_sigterm_is_killed(make: Make):
     node = await make(worker__terminate_grace_seconds=0.5)
     before = node.ceiling
     node.ask(job=LONG)

@@ -142,7 +142,7 @@ async def test_an_actor_that_ray_cannot_start_ends_its_lease_at_once(tmp_path: P
         await node.stop()
 
 
-async def test_a_node_without_a_package_starts_no_ray_and_one_without_ray_says_why(
+async def test_a_node_without_packages_starts_no_ray_and_one_without_ray_has_a_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     node = Node(tmp_path / "node", flat(models__folders=""))

@@ -192,7 +192,7 @@ def test_a_pool_without_videos_pays_nothing(cluster_pool: Pool):
         client.videos.create(**SMALL)
 
 
-def test_the_command_asks_waits_fetches_and_measures(cluster_pool: Pool, tmp_path: Path):
+def test_the_video_command_creates_waits_downloads_and_measures(cluster_pool: Pool, tmp_path: Path):
     pool = cluster_pool
     up(pool, gate=standin(tmp_path, pace=0.3))
     state = ("--state", str(pool.state))

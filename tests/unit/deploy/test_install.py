@@ -135,7 +135,7 @@ def test_uninstall_leaves_the_data(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("typed", "left"), [("yes\n", False), ("no\n", True), ("", True), ("y\n", True)])
-def test_purge_asks_first(tmp_path: Path, typed: str, left: bool):
+def test_purge_asks_for_confirmation(tmp_path: Path, typed: str, left: bool):
     state = tmp_path / "state of mine"
     state.mkdir()
     (state / "cluster.db").touch()
@@ -194,7 +194,7 @@ def test_the_examples_for_launchd_have_no_fault(file: Path):
     assert f"../deploy/{file.relative_to(DEPLOY)}" in PAGES, "it is written by the code that installs"
 
 
-def test_the_public_name_lets_streams_through_and_closes_the_rest():
+def test_the_public_proxy_passes_streams_and_blocks_other_paths():
     text = (DEPLOY / "caddy" / "Caddyfile").read_text()
     plain = re.sub(r"#.*", "", text)
     assert plain.count("{") == plain.count("}") > 3

@@ -22,7 +22,7 @@ while os.getppid() == int(sys.argv[2]):
 """Ends with the watched process, as `caffeinate -w` does."""
 
 
-def test_it_is_held_once_and_let_go(monkeypatch: pytest.MonkeyPatch):
+def test_the_inhibitor_is_started_once_and_ended(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(host.sleep_inhibitor, "END_TIMEOUT_SECONDS", 3600.0)  # it is terminated without waiting for it
     awake = SleepInhibitor(SLEEPER)
     awake.set_held(False)

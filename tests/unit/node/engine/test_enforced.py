@@ -179,7 +179,7 @@ def test_what_a_shed_freed_counts_against_no_request(driver: Driver):
     assert memory.recent <= max(memory.phys or 0, memory.active)
 
 
-def test_the_report_says_which_limits_are_held_and_what_mlx_holds(driver: Driver):
+def test_the_report_has_the_number_of_the_limits_and_the_buffers_of_mlx(driver: Driver):
     assert report(driver).limits_number == 0
     driver.take(MemoryLimits(8 * GIB, 8 * GIB, 0, "static", number=5))
     assert report(driver).limits_number == 5

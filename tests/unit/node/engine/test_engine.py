@@ -66,7 +66,7 @@ def test_answers_are_verbatim_one_by_one_and_all_at_once(driver: Driver):
     assert (report.running, report.waiting, report.memory.reserved) == (0, 0, 0)
 
 
-def test_the_gate_is_asked_before_every_prefill_and_every_join(driver: Driver):
+def test_the_gate_is_checked_before_every_prefill_and_every_join(driver: Driver):
     driver.answer(SHORT[0]["prompt"])
     before = driver.engine.gate.checks.copy()
     forwards: list[int] = []
@@ -218,7 +218,7 @@ def test_an_answer_that_was_begun_elsewhere_gets_the_next_row():
     assert sum(driver.ended(number) is not None for number in before) <= 1
 
 
-def test_a_fault_while_another_row_leaves_is_told(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+def test_a_fault_while_another_row_leaves_fails_its_request(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     params = GenerationParams(logit_bias=ENDLESS)
     leaving, other = driver.ask(WAIT, params), driver.ask(WAIT, params)
     driver.until(lambda: driver.ids[leaving, 0] and driver.ids[other, 0])
@@ -311,7 +311,7 @@ def test_the_same_seed_gives_the_same_answer_whatever_else_runs(driver: Driver):
         driver.end(number)
 
 
-def test_logprobs_say_what_was_drawn_and_what_else(driver: Driver):
+def test_logprobs_have_the_drawn_token_and_the_alternatives(driver: Driver):
     number = driver.ask(SHORT[0]["prompt"], GenerationParams(temperature=0.0, logprobs=True, top_logprobs=3))
     driver.end(number)
     told = driver.logprobs[number, 0]
@@ -322,7 +322,7 @@ def test_logprobs_say_what_was_drawn_and_what_else(driver: Driver):
         assert one.top[0] == (one.token, pytest.approx(one.logprob)), "greedy draws the likeliest"
 
 
-def test_reasoning_is_told_apart(driver: Driver):
+def test_reasoning_has_its_own_channel(driver: Driver):
     one = next(one for one in ANSWERS if "reasoning" in one)
     number = driver.ask(one["prompt"])
     driver.end(number)
@@ -353,7 +353,7 @@ def test_rows_are_rebuilt_when_a_batch_raises(driver: Driver, fault: str):
     assert driver.engine.report(0.0).memory.reserved == 0
 
 
-def test_a_seeded_answer_goes_on_the_same_after_a_rebuild(driver: Driver):
+def test_a_seeded_answer_is_the_same_after_a_rebuild(driver: Driver):
     params = GenerationParams(seed=3, max_tokens=30, temperature=1.3, frequency_penalty=0.5, logit_bias=ENDLESS)
     whole = driver.ask(WAIT, params)
     driver.end(whole)
@@ -365,7 +365,7 @@ def test_a_seeded_answer_goes_on_the_same_after_a_rebuild(driver: Driver):
     assert driver.ids[number, 0] == driver.ids[whole, 0]
 
 
-def test_a_row_whose_batch_raises_twice_fails_and_the_engine_goes_on(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+def test_a_row_whose_batch_raises_twice_fails_and_the_engine_continues(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     number = driver.ask(SHORT[0]["prompt"])
     driver.until(lambda: driver.ids[number, 0])
     with monkeypatch.context() as patch:
@@ -424,7 +424,7 @@ def test_what_can_never_be_is_refused_with_its_numbers(
     assert words in end.refused.message
 
 
-def test_a_prompt_beyond_the_context_says_both_numbers(driver: Driver):
+def test_a_prompt_above_the_context_is_refused_with_both_numbers(driver: Driver):
     context = driver.engine.report(0.0).models[0].context
     end = driver.end(driver.ask("hello " * context))
     assert isinstance(end, Refusal)
@@ -467,7 +467,7 @@ def copy_of(folder: Path, **files: bytes | None) -> Path:
     return folder
 
 
-def test_the_speed_that_is_told_is_of_a_row_by_itself(driver: Driver):
+def test_the_reported_speed_is_that_of_a_single_row(driver: Driver):
     """Otherwise the speed of an idle machine would be that of its last full batch."""
     driver.answer(SHORT[0]["prompt"])
     resident = driver.resident()
@@ -478,7 +478,7 @@ def test_the_speed_that_is_told_is_of_a_row_by_itself(driver: Driver):
     assert resident.stats.step_seconds > 0.15
 
 
-def test_a_model_that_was_slow_is_told_at_its_best_after_a_rest(driver: Driver):
+def test_a_slow_model_is_reported_with_its_best_speed_after_a_rest(driver: Driver):
     """Otherwise the router would send it no request, and could not learn that its machine is free again."""
     driver.answer(SHORT[0]["prompt"])
     resident = driver.resident()
@@ -560,7 +560,7 @@ def test_two_models_answer_at_once_and_an_idle_one_makes_room(tmp_path: Path):
         ({"tokenizer.json": b"{", "tokenizer_config.json": None}, "cannot be loaded"),
     ],
 )
-def test_a_broken_model_fails_its_own_requests_and_says_why(tmp_path: Path, files: dict[str, bytes], words: str):
+def test_a_broken_model_fails_its_own_requests_with_the_reason(tmp_path: Path, files: dict[str, bytes], words: str):
     copy_of(tmp_path / "good")
     copy_of(tmp_path / "bad", **files)
     driver = Driver(tmp_path)
@@ -596,7 +596,7 @@ def test_a_model_that_can_never_fit_is_refused_before_anything_is_read(tmp_path:
     assert driver.recorder.read_running_call() is None
 
 
-def test_a_load_that_was_ordered_asks_the_gate_too(driver: Driver):
+def test_an_ordered_load_passes_the_gate(driver: Driver):
     driver.take(small(driver, MIB))
     driver.take(LoadModel(7, driver.default))
     end = driver.end(7)
@@ -636,9 +636,7 @@ def test_others_decode_while_a_model_is_read(tmp_path: Path, monkeypatch: pytest
     assert len(driver.ids[number, 0]) - had > 10
 
 
-def test_new_models_are_looked_for_when_the_agent_asks_for_a_sign_of_life(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_ping_starts_a_scan_for_new_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     driver = Driver(copy_of(tmp_path / "a").parent)
     copy_of(tmp_path / "b")
     assert driver.engine.prepare(Ping(1)) is None

@@ -97,7 +97,7 @@ def test_an_answer_that_another_model_began_is_not_continued(tmp_path: Path):
     assert isinstance(driver.end(driver.ask("Hello!", FOUR, model="one")), Finished), "a new request is answered"
 
 
-def test_a_model_that_is_gone_from_the_disk_goes_on(tmp_path: Path):
+def test_a_loaded_model_serves_after_its_files_were_deleted(tmp_path: Path):
     driver = two(tmp_path)
     assert isinstance(driver.end(driver.ask("Hello!", FOUR, model="one")), Finished)
     shutil.rmtree(tmp_path / "one")

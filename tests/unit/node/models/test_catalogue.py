@@ -327,7 +327,7 @@ def test_a_model_below_a_folder_with_gguf_files_is_found(tmp_path: Path):
     assert {name for name, one in library(tmp_path).get_models().items() if not one.cause} == {"m"}
 
 
-def test_a_new_model_is_found_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_new_model_is_found_when_it_is_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     made = library(tmp_path)
     model(tmp_path / "new")
     assert made.find("new") is None
@@ -527,7 +527,7 @@ def test_unreadable_files_have_a_cause(tmp_path: Path):
 # folders of models
 
 
-def test_the_cache_is_where_the_variables_of_its_own_library_say(monkeypatch: pytest.MonkeyPatch):
+def test_the_hub_cache_follows_the_variables_of_its_library(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", "/somewhere")
     hub = Path("/somewhere/.cache/huggingface/hub")
     for environment, folder in (

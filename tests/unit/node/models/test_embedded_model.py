@@ -143,7 +143,7 @@ def test_it_answers_verbatim_behind_a_system_prompt(entry: Entry):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", titled(entry for entry in ENTRIES if entry.reasoning))
-def test_it_answers_without_thinking_where_that_is_asked(entry: Entry):
+def test_the_embedded_model_answers_without_reasoning_on_request(entry: Entry):
     assert say(entry.messages(), enable_thinking=False) == entry.answer
 
 

@@ -396,7 +396,7 @@ def test_a_feature_that_the_model_lacks_rules_the_node_out():
     assert (refusal.code, refusal.message) == (RefusalCode.UNSUPPORTED, "no node supports tools with tiny")
 
 
-def test_a_request_goes_to_models_of_its_kind_only():
+def test_a_request_is_accepted_by_models_of_its_kind_only():
     vectors = node("vectors", None, a_model(features=("embed",)))
     scores = node("scores", None, a_model(features=("rerank",)))
     chat, embed, rerank = (ResourceDemand("tiny", 400, kind=kind) for kind in ModelKind)

@@ -180,7 +180,7 @@ def test_sanitized_memory_never_adds_room(memory: Memory):
         assert memory.phys >= 0
 
 
-def test_an_honest_report_is_kept_as_it_is():
+def test_a_valid_report_is_unchanged():
     model = Model("m", "f", True, 1, 2, 3, 4096, 1.5, 800.0, 40.0, 3.9, ("tools",), (BatchGroup(2, 100, 150),), 128)
     memory = Memory(cap=10, ceiling=9, margin=1, phys=3, active=2, recent=1, reserved=1)
     view = seen(Report(1, memory, EngineState("mlx", "ready"), (model,), 7, True))

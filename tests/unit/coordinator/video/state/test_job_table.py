@@ -382,7 +382,7 @@ def refused(story: Story, job: VideoJob) -> None:
     story.tell(LeaseAnswered(job.node, LeaseRefused(job.lease, job.generation, "no_headroom", "no", retry_after=5)))
 
 
-def test_repeated_refusals_let_the_next_job_start():
+def test_the_next_job_starts_after_repeated_refusals():
     story = Story(headroom_seconds=60.0)
     story.submit(1, 2)
     began = story.now

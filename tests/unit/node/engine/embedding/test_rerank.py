@@ -129,7 +129,7 @@ def test_a_query_without_room_for_a_document_is_refused(tmp_path: Path):
     driver.engine.close()
 
 
-def test_every_forward_asks_the_gate(driver: Driver):
+def test_every_forward_passes_the_gate(driver: Driver):
     score(driver, ("warm",))
     driver.gate.refuses = lambda site, estimate: site is GateSite.EMBED
     end = driver.end(driver.embed(*DOCUMENTS, query=QUERY))

@@ -83,7 +83,7 @@ def test_an_improper_request_is_refused(driver: Driver, fields: dict[str, Any], 
     assert text in end.refused.message
 
 
-def test_vectors_are_not_shortened_unless_the_model_says_so(tmp_path: Path):
+def test_vectors_are_shortened_only_if_the_model_allows_it(tmp_path: Path):
     make_embedder(tmp_path / "fixed", matryoshka_dimensions=[32, 64])
     driver = Driver(tmp_path)
     end = driver.end(driver.embed("hello", dimensions=16))
@@ -131,7 +131,7 @@ def test_prompts_and_dense_layers_follow_the_files(tmp_path: Path):
     assert by_default.shape == (12,)
 
 
-def test_every_forward_asks_the_gate_and_a_batch_shrinks(driver: Driver):
+def test_every_forward_passes_the_gate_and_a_batch_shrinks(driver: Driver):
     driver.vectors(driver.embed("warm"))
     small = driver.resident().estimator.estimate_packed(1, 8) + 1
     driver.gate.asked.clear()

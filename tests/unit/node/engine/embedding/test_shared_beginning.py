@@ -120,7 +120,7 @@ def test_the_longest_text_stays_reserved_while_the_beginning_runs(folder: Path):
     driver.engine.close()
 
 
-def test_the_gate_is_asked_for_the_copies_of_the_beginning(driver: Driver):
+def test_the_gate_is_checked_for_the_copies_of_the_beginning(driver: Driver):
     request = admit(driver)
     texts = [WaitingText(request, place) for place in request.waiting]
     longest = len(texts[0].ids)

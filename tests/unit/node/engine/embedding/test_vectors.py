@@ -13,7 +13,7 @@ def test_normalize_returns_length_one_and_keeps_zeros() -> None:
 
 
 @pytest.mark.parametrize(("normalized", "expected"), [(True, [0.6, 0.8]), (False, [3.0, 4.0])])
-def test_cut_vectors_normalizes_again_only_if_asked(normalized: bool, expected: list[float]) -> None:
+def test_cut_vectors_normalizes_again_only_on_request(normalized: bool, expected: list[float]) -> None:
     data = cut_vectors(mx.array([[3.0, 4.0, 12.0]]), 2, normalized=normalized)
     assert np.frombuffer(data, np.float32) == pytest.approx(expected)
 

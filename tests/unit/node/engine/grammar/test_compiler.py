@@ -170,7 +170,7 @@ JSONS = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(JSONS, st.sampled_from(["json_schema", "choice"]))
-def test_no_schema_ever_raises_out_of_the_door(door: RequestPreparer, value: object, kind: str):
+def test_preparing_a_hostile_schema_never_raises(door: RequestPreparer, value: object, kind: str):
     prepared = door.prepare(request(GrammarSpec(kind, json.dumps(value))))
     assert (prepared.grammar is None) == (prepared.refused is not None)
     assert prepared.refused is None or prepared.refused.code is RefusalCode.INVALID
@@ -182,7 +182,7 @@ def test_no_schema_ever_raises_out_of_the_door(door: RequestPreparer, value: obj
     st.sampled_from(["json_schema", "json_object", "regex", "choice", "lark", ""]),
     st.text(max_size=5),
 )
-def test_no_text_ever_raises_out_of_the_door(door: RequestPreparer, value: str, kind: str, blanks: str):
+def test_preparing_a_hostile_text_never_raises(door: RequestPreparer, value: str, kind: str, blanks: str):
     grammar = GrammarSpec(kind, value, blanks, "" if kind else "required")
     prepared = door.prepare(request(grammar, "" if kind else json.dumps([WEATHER])))
     assert (prepared.grammar is None) == (prepared.refused is not None)
@@ -211,7 +211,7 @@ def test_what_was_refused_is_remembered(tokenizer: Tokenizer, grammars: GrammarC
     assert str(first.value) == str(second.value)
 
 
-def test_a_grammar_is_asked_of_before_it_is_compiled(tokenizer: Tokenizer):
+def test_a_grammar_is_vetted_before_it_is_compiled(tokenizer: Tokenizer):
     made = GrammarCompiler(Refusing())
     with pytest.raises(UnsupportedSchema, match="too long to compile"):
         made.compile(tokenizer, GrammarSpec("regex", "[0-9]"), "", PROMPT, one_call=False)

@@ -57,7 +57,7 @@ def content(driver: Driver, prompt: str, params: GenerationParams, **fields: obj
 
 @pytest.mark.parametrize("prompt", ["Give me a user as JSON.", "Hello!", "Say hello in Japanese."])
 @pytest.mark.parametrize("seed", [None, 7])
-def test_an_answer_is_what_its_schema_says(driver: Driver, prompt: str, seed: int | None):
+def test_an_answer_follows_its_schema(driver: Driver, prompt: str, seed: int | None):
     params = bound(SCHEMA) if seed is None else bound(SCHEMA, temperature=1.5, seed=seed, max_tokens=400)
     assert violations(json.loads(content(driver, prompt, params)), USER) == []
 
@@ -91,7 +91,7 @@ def test_other_kinds_of_grammar(driver: Driver):
     json.loads(content(driver, "Give me a user as JSON.", bound(GrammarSpec("json_object"))))
 
 
-def test_blanks_are_those_that_were_asked_for(driver: Driver):
+def test_blanks_of_an_answer_are_those_of_its_grammar(driver: Driver):
     said = content(driver, "Give me a user as JSON.", bound(GrammarSpec("json_schema", SCHEMA.value, "_")))
     assert "_" in said
     assert violations(json.loads(said.replace("_", "")), USER) == []
@@ -145,7 +145,7 @@ def test_every_choice_has_a_grammar_of_its_own(driver: Driver):
     assert [violations(json.loads(one), USER) for one in said] == [[]] * 3
 
 
-def test_what_is_cut_by_its_length_says_so(driver: Driver):
+def test_an_answer_cut_by_its_length_has_the_reason_length(driver: Driver):
     number = driver.ask("Hello!", bound(SCHEMA, max_tokens=5))
     assert finished(driver, number).reasons == ("length",)
     with pytest.raises(ValueError):
@@ -160,7 +160,7 @@ def test_bias_and_penalties_come_before_the_mask(driver: Driver):
     assert violations(json.loads(driver.text[number, 0, Channel.CONTENT]), USER) == []
 
 
-def test_log_probabilities_can_be_told(driver: Driver):
+def test_log_probabilities_are_returned_on_request(driver: Driver):
     number = driver.ask("Hello!", bound(GrammarSpec("choice", '["yes","no"]'), logprobs=True, top_logprobs=5))
     finished(driver, number)
     values = [one.logprob for one in driver.logprobs[number, 0]]
@@ -170,7 +170,7 @@ def test_log_probabilities_can_be_told(driver: Driver):
 
 
 @pytest.mark.parametrize(("prompt", "grammar"), [("Hello!", SCHEMA), (THINK["prompt"], SCHEMA)])
-def test_a_resumed_answer_goes_on_at_every_cut(driver: Driver, prompt: str, grammar: GrammarSpec):
+def test_a_resumed_answer_continues_at_every_cut(driver: Driver, prompt: str, grammar: GrammarSpec):
     other = Driver(models.path("llama"))
     params = bound(grammar, temperature=1.2, seed=11, max_tokens=300)
     number = driver.ask(prompt, params, request_id="r")
@@ -189,7 +189,7 @@ def test_ids_that_no_grammar_allows_end_a_resumed_answer(driver: Driver):
     assert "is not allowed" in end.message
 
 
-def test_a_row_that_gave_way_goes_on_in_its_grammar(driver: Driver):
+def test_a_preempted_row_continues_in_its_grammar(driver: Driver):
     params = bound(SCHEMA, temperature=1.2, seed=3, max_tokens=300)
     alone = driver.ask("Hello!", params)
     finished(driver, alone)
@@ -300,7 +300,7 @@ def test_a_call_is_made_in_every_format_even_by_a_model_that_never_learned_it(tm
     assert [one["arguments"] for one in calls(driver, again)] == [call["arguments"]]
 
 
-def test_a_model_says_what_cannot_be_asked_of_it_once_that_is_known(tmp_path: Path):
+def test_a_loaded_tokenizer_reports_unsupported_features(tmp_path: Path):
     folder = speaking(tmp_path / "plain", "json_tools")
     config = json.loads((folder / "tokenizer_config.json").read_text())
     config |= {"chat_template": "{% for one in messages %}{{ one.content }}{% endfor %}", "tool_parser_type": None}

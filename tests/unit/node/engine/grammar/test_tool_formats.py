@@ -269,7 +269,7 @@ def answer(parser: str, calls: list[tuple[str, dict[str, Any]]], tools: dict[str
 
 
 @pytest.mark.parametrize("parser", DIFFERENT)
-def test_what_is_meant_is_let_through_and_read_as_it_was_meant(parser: str):
+def test_valid_calls_are_accepted_and_parsed_unchanged(parser: str):
     tools, matcher = tools_for(parser), grammar(parser)
     made = [
         st.tuples(st.just(name), objects(schema, strings(parser), schema.get("$defs", {})))
@@ -362,7 +362,7 @@ def _single(walk: LLMatcher, chance: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("parser", DIFFERENT)
-def test_whatever_is_let_through_is_read_as_a_call_that_keeps_to_its_schema(parser: str):
+def test_each_accepted_text_is_a_call_that_follows_its_schema(parser: str):
     said = 0
     for text in sentences(grammar(parser, one=True), range(70)):
         if HUGE.search(text):
@@ -378,7 +378,7 @@ def test_whatever_is_let_through_is_read_as_a_call_that_keeps_to_its_schema(pars
 # the two forms of calls of Mistral's models, by their templates
 
 
-def test_a_template_says_how_calls_are_written():
+def test_a_template_with_an_older_call_format_is_followed():
     old = ToolCallFormat("mistral", ("[TOOL_CALLS]", ""), "", quote_marker)
     matcher = LLMatcher(
         BYTES,
@@ -410,7 +410,7 @@ WRONG: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("parser", FORMS)
-def test_what_is_wrong_is_not_let_through(parser: str):
+def test_invalid_calls_are_not_accepted(parser: str):
     tools = tools_for("")
     for said, (name, arguments) in WRONG.items():
         text = answer(parser, [(name, arguments)], tools | {"write": NOTHING})
@@ -418,7 +418,7 @@ def test_what_is_wrong_is_not_let_through(parser: str):
 
 
 @pytest.mark.parametrize("parser", sorted(set(FORMS) - FLATTENED))
-def test_what_would_end_a_value_early_is_not_let_through(parser: str):
+def test_a_value_cannot_contain_its_end_mark(parser: str):
     for mark in TAGS[parser].marks if parser in TAGS else ("<|tool_call_end|>",) if parser == "kimi_k2" else ():
         for arguments in ({"edits": [{"old": mark, "new": ""}]}, {"edits": [{"old": "", "new": ""}], "any": [mark]}):
             assert not accepts(grammar(parser), answer(parser, [("edit_all", arguments)]))
@@ -489,7 +489,7 @@ UNSAYABLE: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", UNSAYABLE)
-def test_what_a_format_cannot_say_is_refused_with_a_reason(case: str):
+def test_a_schema_that_a_format_cannot_express_is_refused_with_a_reason(case: str):
     parser, parameters, reason = UNSAYABLE[case]
     with pytest.raises(UnsupportedSchema, match=reason) as found:
         render_grammar(GrammarSpec(calls="required"), written({"look": parameters}), calling(parser), one_call=False)
@@ -539,7 +539,7 @@ def write_hostile(parser: str, case: str) -> tuple[float, str]:
 
 @pytest.mark.parametrize("parser", ["qwen3_coder", "minicpm5", "kimi_k2", "pythonic", "gemma4"])
 @pytest.mark.parametrize("case", HOSTILE)
-def test_whatever_is_asked_for_is_written_or_refused_in_no_time(parser: str, case: str):
+def test_a_hostile_schema_is_rendered_or_refused_within_half_a_second(parser: str, case: str):
     seconds, text = min(write_hostile(parser, case) for _ in range(3))  # a garbage collection may fall into one
     assert seconds < 0.5, "the benchmark measures 0.1 s"
     assert len(text) < 1 << 21

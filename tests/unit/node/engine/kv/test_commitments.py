@@ -80,7 +80,7 @@ def test_a_batch_keeps_its_number_and_no_other_ever_has_it():
     assert ledger.get_batch_number(ledger.commit(20, 1)[0]) not in (first, second)
 
 
-def test_a_join_is_asked_for_what_the_whole_batch_then_holds_with_its_padding():
+def test_a_join_needs_the_bytes_of_the_whole_padded_batch():
     ledger = CommitmentLedger(KvParameters(KV))
     (decoding,), (still_in_prefill,) = ledger.commit(100, 1), ledger.commit(100, 1)
     decoding.record_join(50)
@@ -106,7 +106,7 @@ OPERATIONS = st.lists(
 
 
 @given(OPERATIONS)
-def test_what_is_promised_rises_exactly_by_the_cost_that_was_asked(operations: list[tuple[str, int, int]]):
+def test_committed_bytes_rise_exactly_by_the_checked_cost(operations: list[tuple[str, int, int]]):
     ledger = CommitmentLedger(KvParameters(KV))
     rows: list[Commitment] = []
     for name, first, second in operations:
@@ -134,7 +134,7 @@ def test_what_is_promised_rises_exactly_by_the_cost_that_was_asked(operations: l
         assert sum(group.rows for group in ledger.list_groups()) == len(rows)
 
 
-def test_a_ledger_counts_its_rows_holds_them_until_release_and_says_how_many_decode_together():
+def test_a_ledger_counts_rows_until_release_and_rows_of_a_batch():
     ledger = CommitmentLedger(KvParameters(KV))
     assert len(ledger) == 0
     first, second = ledger.commit(100, 2)

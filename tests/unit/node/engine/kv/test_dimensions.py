@@ -121,7 +121,7 @@ def test_the_size_of_a_number_is_the_base_types_where_weights_are_quantized():
     assert predict_kv(quantized, 4) == KvParameters(3 * (32 + 16) * 2, 256)
 
 
-def test_the_gate_is_asked_where_no_dimension_is_known(monkeypatch: pytest.MonkeyPatch):
+def test_the_gate_is_checked_without_known_dimensions(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(catalogue, "predict_kv", lambda config, size: KvParameters(0))
     monkeypatch.setattr(catalogue, "predict_transient", lambda config, size: TransientModel())
     monkeypatch.setattr(loading, "measure_kv_parameters", lambda cache: KvParameters(0))

@@ -96,7 +96,7 @@ def test_a_cache_is_a_store():
     assert store.find("m", asked, cut=True).entry is None
 
 
-def test_the_least_recently_used_goes_first_and_only_as_much_as_is_asked():
+def test_the_least_recently_used_entries_are_evicted_up_to_the_request():
     kept: PrefixCache[str] = PrefixCache()
     entries = [entry(number, nbytes=10 + number) for number in range(4)]
     for one in entries:

@@ -88,7 +88,7 @@ def test_the_guard_passes_everything_only_when_it_is_off_by_name():
     assert under_test.describe()["state"] == "OFF"
 
 
-def test_before_the_first_limits_nothing_is_held_nothing_has_room_and_a_second_later_is_told():
+def test_before_the_first_limits_the_gate_is_closed_without_room():
     under_test = gate(None)
     assert under_test.limits_number == 0
     assert under_test.describe() == {"state": "closed"}
@@ -123,9 +123,7 @@ def test_a_reading_from_a_clock_ahead_is_of_no_age():
     ("automatic", "residual", "margin"),
     [(True, 10 * GIB, int(10 * GIB * 12 / 10.6)), (True, 0, 2 * GIB), (True, None, 15 * GIB), (False, 0, 15 * GIB)],
 )
-def test_an_automatic_margin_is_what_the_profiles_say_once_all_of_them_do(
-    automatic: bool, residual: int | None, margin: int
-):
+def test_the_automatic_margin_follows_the_profiles_of_all_models(automatic: bool, residual: int | None, margin: int):
     under_test = MemoryGate(lambda: residual)
     under_test.set_limits(MemoryLimits(100 * GIB, 100 * GIB, 15 * GIB, "static", margin_auto=automatic))
     memory = under_test.build_memory(USE, READING, 128 * GIB, 100.0)

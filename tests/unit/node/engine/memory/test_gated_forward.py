@@ -91,7 +91,7 @@ def test_each_model_rests_for_itself(forwards: GatedForwards, clock: Later):
     assert expected(forwards, NativeCallKind.PREFILL, "small") == WEIGHTS["small"] / MIN_LOAD_BYTES_PER_SECOND
 
 
-def test_a_rest_goes_on_while_the_machine_sleeps(monkeypatch: pytest.MonkeyPatch):
+def test_a_rest_includes_the_sleep_of_the_machine(monkeypatch: pytest.MonkeyPatch):
     """The clock of all deadlines stops during sleep, another clock continues."""
     made = new_forwards()
     expected(made, NativeCallKind.PREFILL)
@@ -198,7 +198,7 @@ class Asked:
         return self.loads
 
 
-def test_what_fits_is_asked_once_and_nothing_is_given_back_for_it():
+def test_a_fitting_forward_is_checked_once_and_frees_nothing():
     asked = Asked(256 * MIB)
     assert asked.forwards.check(GateSite.PREFILL, MIB) is None
     assert asked.made_room == []
@@ -206,7 +206,7 @@ def test_what_fits_is_asked_once_and_nothing_is_given_back_for_it():
 
 
 @pytest.mark.parametrize("makes_room", [False, True])
-def test_before_a_no_room_is_made_and_only_then_the_gate_is_asked_again(makes_room: bool):
+def test_memory_is_freed_once_before_a_refusal_and_the_gate_is_checked_again(makes_room: bool):
     asked = Asked(256 * MIB, makes_room=makes_room)
     refused = asked.forwards.check(GateSite.JOIN, GIB)
     assert refused is not None

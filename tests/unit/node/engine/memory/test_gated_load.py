@@ -109,7 +109,7 @@ def test_a_checkpoint_that_grows_is_counted_by_its_size_once_loaded(driver: Driv
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_a_checkpoint_that_grows_more_than_its_files_say_is_refused_before_it_is_read(tmp_path: Path, again: bool):
+def test_a_checkpoint_larger_in_memory_than_its_files_is_refused_before_it_is_read(tmp_path: Path, again: bool):
     fp8(tmp_path / "grown", layers=LAYERS, scale="F32")
     driver = Driver(models.path("llama"), tmp_path, prefix_cache_size="off")
     driver.answer("hello", endless(2), model=LLAMA)
@@ -245,7 +245,7 @@ def test_an_unload_ends_a_load_that_is_read_or_queued(driver: Driver, tmp_path: 
     assert isinstance(driver.end(ORDER + 4), Finished)
 
 
-def test_every_piece_is_asked_of_the_gate(driver: Driver):
+def test_every_piece_of_a_load_passes_the_gate(driver: Driver):
     before = driver.engine.gate.checks[GateSite.LOAD]
     driver.take(LoadModel(ORDER, "grown"))
     assert isinstance(driver.end(ORDER), Finished)

@@ -19,7 +19,7 @@ BASE = 90 * MIB
         (4 * GIB, None, 0),
     ],
 )
-def test_what_is_missing_beyond_a_tenth_of_the_weights_is_told(weights: int, phys: int | None, missing: int):
+def test_unreturned_bytes_above_a_tenth_of_the_weights_are_reported(weights: int, phys: int | None, missing: int):
     returns = LeakCheck()
     returns.on_unload(weights, 10.0)
     assert returns.next_check_at == 10.0 + SETTLE_SECONDS

@@ -96,7 +96,7 @@ def test_an_unknown_footprint_is_no_room():
     assert canary.nbytes == 0
 
 
-def test_under_a_smaller_cap_it_goes():
+def test_the_reserve_is_released_under_a_smaller_cap():
     canary = EmergencyReserve("auto", lambda: Memory(headroom=GIB))
     canary.resize(GIB)
     held(canary)
@@ -115,7 +115,7 @@ def a_driver() -> Driver:
     return driver
 
 
-def test_a_node_tells_of_it_and_lets_the_router_count_on_it():
+def test_the_reserve_is_reported_as_reusable():
     driver = a_driver()
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.reserve == 48 * MIB
@@ -125,7 +125,7 @@ def test_a_node_tells_of_it_and_lets_the_router_count_on_it():
     assert memory.reserve == 0
 
 
-def test_it_goes_before_the_prefix_cache_and_any_model():
+def test_the_reserve_is_released_before_the_prefix_cache_and_models():
     driver = a_driver()
     kept = driver.engine.parts.prefix_cache.nbytes
     assert kept > 0

@@ -98,7 +98,7 @@ def test_what_cannot_be_read_for_long_refuses_the_new_and_gives_up_nothing(two: 
 
 
 @pytest.mark.parametrize("blind", ["the machine", "the engine itself"])
-def test_an_answer_that_runs_goes_on_and_grows_whatever_cannot_be_read(two: Driver, blind: str, clock: Later):
+def test_a_running_answer_continues_while_memory_is_unreadable(two: Driver, blind: str, clock: Later):
     numbers = [two.ask(QUESTION, endless(100), model=name, expected=16) for name in ("a", "b")]
     two.until(lambda: all(two.ids[number, 0] for number in numbers))
     if blind == "the engine itself":

@@ -142,7 +142,7 @@ def test_each_set_of_models_is_wired_once_and_a_lease_or_a_request_moves_nothing
     assert driver.engine.report(0.0).wired == 0
 
 
-def test_what_comes_and_goes_beside_the_same_weights_moves_nothing():
+def test_the_wired_limit_ignores_buffers_and_caches():
     recording = Recording()
     wiring = WiredLimit(WireMode.ON, lambda: recording.metal)
     held = [mx.ones((PAGE,)), mx.ones((MIB,))]
@@ -162,7 +162,7 @@ def test_what_comes_and_goes_beside_the_same_weights_moves_nothing():
 
 
 @pytest.mark.parametrize("wire", ["off", "auto"])
-def test_where_nothing_is_to_be_wired_mlx_is_never_asked(made: Callable[..., tuple[Driver, Recording]], wire: str):
+def test_without_wiring_mlx_gets_no_wired_limit(made: Callable[..., tuple[Driver, Recording]], wire: str):
     driver, seen = made(wire)
     for name in ("a", "b"):
         ordered(driver, LoadModel, name)

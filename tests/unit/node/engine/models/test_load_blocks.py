@@ -25,5 +25,5 @@ def test_a_broken_model_stays_out_until_its_files_change_or_an_order_tries_again
     assert blocks.find_cause(FOUND, 0.0) == ""
 
 
-def test_a_model_with_unusable_files_says_why():
+def test_a_model_with_unusable_files_has_a_cause():
     assert LoadBlocks().find_cause(replace(FOUND, cause="no tokenizer"), 0.0) == "no tokenizer"

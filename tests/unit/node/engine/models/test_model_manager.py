@@ -79,7 +79,7 @@ def test_no_model_leaves_by_itself_unless_it_is_set(tmp_path: Path):
     assert loaded(driver) == {"one"}
 
 
-def test_a_load_says_how_far_it_is_while_others_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_load_reports_its_progress_while_rows_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("node.engine.models.loaded_model.BYTES_BETWEEN_STEPS", 1)
     driver = two(tmp_path)
     load(driver, "one")
@@ -148,7 +148,7 @@ def test_after_the_last_unload_the_memory_is_back(tmp_path: Path):
     assert phys <= base + 64 * MIB
 
 
-def test_what_does_not_come_back_is_told_until_a_model_comes(tmp_path: Path):
+def test_unreturned_memory_is_reported_until_the_next_load(tmp_path: Path):
     driver = two(tmp_path)
     load(driver, "one")
     leak = bytearray(b"x") * (256 * MIB)

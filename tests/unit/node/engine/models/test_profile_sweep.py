@@ -65,7 +65,7 @@ def resident(driver: Driver):
     return driver.resident()
 
 
-def test_a_sweep_overwrites_what_was_kept_and_says_what_it_found(tmp_path: Path):
+def test_a_sweep_replaces_the_stored_profile_and_returns_measurements(tmp_path: Path):
     driver = a_driver(tmp_path, profile="auto")
     (file,) = tmp_path.glob("[0-9a-f]*.json")
     first = msgspec.json.decode(file.read_bytes(), type=MemoryProfile)
@@ -100,7 +100,7 @@ def test_what_cannot_be_measured_is_refused():
     assert end.refused.code is RefusalCode.NO_MODEL
 
 
-def test_others_decode_between_its_forwards_and_every_forward_asks_the_gate():
+def test_rows_decode_between_forwards_of_a_sweep_and_each_passes_the_gate():
     driver = a_driver()
     number = driver.ask("word", GenerationParams(temperature=0.0, max_tokens=200, logit_bias=((2, -100.0),)))
     driver.until(lambda: driver.ids[number, 0])

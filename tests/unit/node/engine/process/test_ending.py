@@ -219,7 +219,7 @@ def test_a_stop_may_leave_more_time_than_the_end_of_the_socket(start: Callable[.
 
 
 @pytest.mark.slow
-def test_sigterm_is_heard_while_the_main_thread_is_in_a_call(start: Callable[..., Process]):
+def test_sigterm_takes_effect_while_the_main_thread_is_in_a_call(start: Callable[..., Process]):
     process = start(
         """
         import os, time

@@ -92,7 +92,7 @@ def test_nothing_passes_before_the_first_limits(make: Callable[[str, str], Engin
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_prefill_and_every_join_asks_the_gate(make: Callable[[str, str], Engine], kind: str, route: str):
+def test_every_prefill_and_every_join_passes_the_gate(make: Callable[[str, str], Engine], kind: str, route: str):
     engine = make(kind, route)
     engine.handle(FITS, 0.0)
     assert isinstance(ask(engine, route, 1)[0], Admitted)
@@ -107,7 +107,9 @@ def test_every_prefill_and_every_join_asks_the_gate(make: Callable[[str, str], E
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_room_at_the_door_and_none_before_the_forward(make: Callable[[str, str], Engine], kind: str, route: str):
+def test_a_prompt_is_refused_at_admission_or_before_a_forward(
+    make: Callable[[str, str], Engine], kind: str, route: str
+):
     engine = make(kind, route)
     engine.handle(FITS, 0.0)
     assert isinstance(ask(engine, route, 1)[0], Admitted)

@@ -114,14 +114,14 @@ class Stuck(ScriptedEngine):
         return super().step(now)
 
 
-def test_a_native_call_is_told_by_its_own_length_and_what_it_should_take():
+def test_the_busy_time_of_a_native_call_is_its_own_with_the_expected_one():
     engine = Stuck()
     loop = EngineLoop(engine, lambda frame: None)
     engine.read_running_call = lambda: NativeCall("prefill", 100.0, 7.0)
     assert loop.measure_busy_seconds(103.0) == (3.0, 7.0)
 
 
-def test_a_turn_that_does_not_end_is_told_by_its_length():
+def test_the_busy_time_of_a_hanging_turn_is_its_length():
     engine = Stuck()
     loop = EngineLoop(engine, lambda frame: None)
     thread = threading.Thread(target=loop.run)

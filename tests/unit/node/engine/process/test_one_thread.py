@@ -200,7 +200,7 @@ def test_no_thread_but_one_calls_mlx(watch: Watch):
 @pytest.mark.parametrize(
     "call", [lambda: mx.zeros((2,)), lambda: mx.get_active_memory(), lambda: ARRAY.tolist(), lambda: ARRAY + 1]
 )
-def test_the_watch_sees_a_stranger(watch: Watch, call: Callable[[], object]):
+def test_a_call_from_another_thread_is_detected(watch: Watch, call: Callable[[], object]):
     with pytest.raises(AssertionError, match="thread"):
         call()
     assert len(watch.strangers) == 1

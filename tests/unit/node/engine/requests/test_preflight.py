@@ -116,7 +116,7 @@ def test_a_request_that_can_never_fit_is_refused_with_what_it_needs_and_what_the
         (7 * GIB, RequestShape(4000, 3096, 3000, 1), RefusalCode.TOO_LARGE),
     ],
 )
-def test_what_does_not_fit_now_is_told_from_what_never_does(cost: int, shape: RequestShape, code: RefusalCode | None):
+def test_a_refusal_distinguishes_no_room_now_from_never(cost: int, shape: RequestShape, code: RefusalCode | None):
     gate = MemoryGate()
     gate.set_limits(MemoryLimits(MEMORY.cap, MEMORY.ceiling, MEMORY.margin, "static"))
     found = refuse_without_room(shape, MEMORY, MODEL, cost, gate)

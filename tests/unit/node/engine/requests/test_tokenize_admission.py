@@ -172,7 +172,7 @@ def test_two_that_fit_only_one_by_one_are_not_read_together(driver: Driver):
     assert refusal.refused.code is RefusalCode.NO_ROOM
 
 
-def test_a_prompt_that_can_never_be_read_here_is_told_so(driver: Driver):
+def test_a_prompt_that_can_never_be_tokenized_in_the_cap_is_refused(driver: Driver):
     driver.take(MemoryLimits(600 * MIB, 600 * MIB, 0, "static"))
     work = driver.engine.prepare(CountTokens(9, driver.default, (Message("user", WORDS * 200_000),), 0))
     assert isinstance(work, UntokenizedPrompt)
@@ -277,7 +277,7 @@ def test_the_io_thread_neither_loads_a_tokenizer_nor_compiles_a_grammar(tiny_mod
     assert isinstance(guided, UntokenizedPrompt)
 
 
-def test_counting_a_long_prompt_asks_as_well(driver: Driver):
+def test_counting_a_long_prompt_passes_the_gate(driver: Driver):
     count = CountTokens(9, driver.default, (Message("user", LONG),), 0)
     work = driver.engine.prepare(count)
     assert isinstance(work, UntokenizedPrompt)

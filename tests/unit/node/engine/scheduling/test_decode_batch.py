@@ -104,7 +104,7 @@ def test_a_prompt_of_one_token_is_a_prompt(model: TextModel):
     assert [*first, *(token.token for _ in range(4) for token in batch.step())] == decoded_alone(model, [25], 4)
 
 
-def test_a_cache_tells_what_a_row_takes(model: TextModel):
+def test_measured_kv_parameters_cover_the_bytes_of_a_row(model: TextModel):
     kv = measure_kv_parameters(prefilled(model, prompt(1, 9))[0])
     for length in (300, 500):
         cache, _ = prefilled(model, prompt(1, length))
@@ -112,7 +112,7 @@ def test_a_cache_tells_what_a_row_takes(model: TextModel):
         assert sum_nbytes(cache) >= 0.5 * compute_padded_bytes(BatchGroup(1, length, length), kv)
 
 
-def test_one_long_row_beside_seven_short_ones_takes_what_the_verdict_says(llama: TextModel):
+def test_a_long_row_with_seven_short_ones_takes_the_predicted_bytes(llama: TextModel):
     kv = measure_kv_parameters(prefilled(llama, prompt(1, 9))[0])
     batch: DecodeBatch[str] = DecodeBatch(llama)
     join(batch, llama, "long", prompt(0, 1500))

@@ -142,7 +142,7 @@ def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Drive
     assert not waits([driver.ask(LIKE.format(number)) for number in range(8)]), "no further row is free"
 
 
-def test_what_was_read_together_is_heard_before_the_next_prompt_is_read(
+def test_first_tokens_of_a_packed_prefill_are_sent_before_the_next_prefill(
     driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     prefill, heard = driver.engine.parts.scheduler.prefill, list[bool]()
@@ -203,7 +203,7 @@ def test_draws_penalties_and_grammars_begin_behind_the_prompt(driver: Driver, sh
     assert draws(driver, *theirs) == draws(alone, *numbers)
 
 
-def test_the_gate_is_asked_for_the_whole_forward_and_for_the_join(
+def test_the_gate_is_checked_for_the_whole_forward_and_for_the_join(
     driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     write, asked = packed_prefill.prefill_rows, driver.gate.asked
@@ -291,7 +291,7 @@ def test_a_fault_of_a_shared_forward_costs_no_answer(driver: Driver, monkeypatch
     assert raised
 
 
-def test_a_cancel_is_heard_in_every_phase(driver: Driver, shared: list[int]):
+def test_a_request_is_cancelled_in_every_phase_of_a_packed_prefill(driver: Driver, shared: list[int]):
     waiting, *numbers = ask(driver, 4, GenerationParams(temperature=0.0, max_tokens=60, logit_bias=ENDLESS))
     driver.cancel(waiting)
     driver.until(lambda: shared)

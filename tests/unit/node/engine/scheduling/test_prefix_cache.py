@@ -257,7 +257,7 @@ def fill(driver: Driver, size: int) -> None:
         ended(driver, driver.ask(f"{number} " + "word " * 100, GenerationParams(temperature=0.0, max_tokens=1)))
 
 
-def test_the_cache_goes_before_a_request_is_refused_and_no_more_of_it_than_needed(driver: Driver):
+def test_only_the_needed_part_of_the_cache_is_evicted_before_a_refusal(driver: Driver):
     fill(driver, 10 * MIB)
     release_free_memory()
     room(driver, MIB)
@@ -364,7 +364,7 @@ def test_a_row_that_cannot_be_copied_out_is_not_kept_and_its_neighbours_are_rebu
     assert all(not one.is_stored or one.length < 40 for one in entries(driver))
 
 
-def test_a_fault_in_a_prefill_lets_go_of_what_was_kept(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+def test_a_fault_in_a_prefill_removes_cached_prefixes(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     fill(driver, MIB)
     with monkeypatch.context() as patch:
         patch.setattr("node.engine.scheduling.prefill_runner.run_forward", lambda *_, **__: 1 / 0)

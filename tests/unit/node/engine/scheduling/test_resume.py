@@ -128,7 +128,7 @@ def pair(arch: str = "llama") -> tuple[Driver, Driver]:
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
-def test_a_greedy_answer_goes_on_at_every_cut(arch: str, prefilled: list[int]):
+def test_a_greedy_answer_resumes_at_every_cut(arch: str, prefilled: list[int]):
     known = models.answers(models.path(arch))
     one = next(one for one in known if "system" not in one and "reasoning" not in one and 30 < len(one["answer"]) < 80)
     resumed_at_every_cut(*pair(arch), prefilled, one["prompt"], GREEDY)
@@ -257,7 +257,7 @@ def test_a_node_that_writes_shorter_answers_ends_it_with_the_next_token():
     assert (end.completion_tokens, end.reasons, second.ids[again, 0]) == (21, ("length",), ids[20:21])
 
 
-def test_nothing_is_delivered_before_something_is_said_from_here():
+def test_a_resumed_answer_is_delivered_only_after_its_first_new_token():
     first, second = pair()
     params = GenerationParams(temperature=0.0, max_tokens=30, logit_bias=ENDLESS)
     number = first.ask("Hello!", params)

@@ -114,7 +114,7 @@ def test_a_bias_is_added():
     assert processed(SamplingParameters(bias=((3, 5.0), (0, -1.0))), [0], 1) == [1.0, -2.0, 1.0, 5.0]
 
 
-def test_nothing_is_done_where_nothing_is_asked():
+def test_default_parameters_need_no_processors():
     assert create_processors(SamplingParameters(), 3) == ()
 
 

@@ -101,7 +101,7 @@ def test_reasoning_tokens_of_all_answers_are_added_up(driver: Driver):
     assert two.prompt_tokens == one.prompt_tokens, "the prompt counts once"
 
 
-def test_an_answer_says_which_stop_string_ended_it(driver: Driver):
+def test_an_answer_reports_the_stop_string_that_ended_it(driver: Driver):
     whole = PLAIN["answer"]
     stop = whole[8:12]
     stopped = end(driver, driver.ask(PLAIN["prompt"], GenerationParams(temperature=0.0, stop=("\0", stop))))
@@ -142,7 +142,7 @@ def test_the_wait_for_a_load_is_a_wait_of_the_request(driver: Driver, monkeypatc
     assert end(driver, number).timings.waiting == pytest.approx(1000.0, abs=100.0)
 
 
-def test_the_end_of_a_request_is_told_from_its_times_and_rows():
+def test_the_end_of_a_request_has_its_times_and_rows():
     request = Generate(4, 1, "r", "m", (Message("user", "a"),), GREEDY, 0)
     sequence = Sequence(
         request, PreparedRequest(request, (1, 2, 3)), RequestShape(3, 8, 8, 2), SamplingParameters(), 0, 10.0

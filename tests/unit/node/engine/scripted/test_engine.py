@@ -143,7 +143,7 @@ def test_an_answer_from_admitted_to_finished():
     assert end.timings.decode == pytest.approx(16 * STEP)
 
 
-def test_tools_are_offered_where_the_settings_say_so_and_count_as_part_of_the_prompt():
+def test_tools_follow_the_settings_and_count_as_prompt_tokens():
     assert [Bench(tools=tools).report().models[0].features for tools in (False, True)] == [(), ("tools",)]
     bench = Bench(tools=True)
     number = bench.ask("one two three", tools='[{"type": "function", "function": {"name": "find"}}]')
@@ -168,7 +168,7 @@ def test_an_echo_is_the_message_and_ends_by_itself():
     assert (bench.text[silent, 0], bench.finished(silent).completion_tokens) == ("", 1)
 
 
-def test_a_clock_tells_the_time_of_its_steps():
+def test_the_clock_text_has_the_times_of_the_steps():
     bench = Bench(text="clock", tokens=3)
     number = bench.ask()
     bench.run()
@@ -245,7 +245,7 @@ def test_more_rows_than_a_batch_wait_their_turn():
     assert ends == pytest.approx([0, 0, 5 * STEP, 5 * STEP, 10 * STEP])
 
 
-def test_resting_it_asks_for_no_turn_once_the_recent_height_fell():
+def test_an_idle_engine_needs_no_turn_and_its_recent_peak_expires():
     bench = Bench()
     bench.ask("x " * 4000, max_tokens=3)
     bench.run()
@@ -274,7 +274,7 @@ def test_orders_about_its_one_model_are_answered():
     ]
 
 
-def test_the_report_tells_padded_bytes_and_what_is_acknowledged():
+def test_the_report_has_padded_bytes_and_acknowledged_requests():
     bench = Bench()
     bench.ask("x " * 996, max_tokens=100)
     bench.turn()
@@ -324,7 +324,7 @@ def test_the_longest_prompt_that_leaves_one_token_is_answered_with_one():
     assert (bench.finished(number).completion_tokens, bench.finished(number).reasons) == (1, ("length",))
 
 
-def test_what_can_never_fit_is_told_with_all_numbers():
+def test_a_request_that_can_never_fit_is_refused_with_all_numbers():
     bench = Bench(MemoryLimits(36 * GIB, 36 * GIB, 5 * GIB, "metal"), weights="27.5GiB", kv_per_token=MIB)
     refused = bench.refused(bench.ask("x " * 16124, max_tokens=256)).refused
     assert refused.code is RefusalCode.TOO_LARGE
@@ -362,7 +362,7 @@ def test_a_prefill_that_lost_its_room_is_refused_and_gives_everything_back():
     assert bench.engine.gate.refusals == {GateSite.PREFILL: 1}
 
 
-def test_an_answer_that_outgrows_what_was_expected_asks_again_and_ends_when_there_is_no_room():
+def test_an_answer_longer_than_expected_commits_more_memory_or_ends():
     kv = MIB
     room = MemoryLimits(6 * GIB, 4 * GIB + GIB + 300 * kv, GIB, "static")
     bench = Bench(room, kv_per_token=kv)
@@ -405,7 +405,7 @@ def test_it_refuses_on_request_as_if_there_were_no_room(refuse: str, content: st
         assert refused.numbers.predicted > refused.numbers.ceiling
 
 
-def test_the_guard_off_by_name_lets_everything_pass():
+def test_a_disabled_guard_refuses_nothing():
     bench = Bench(MemoryLimits(1, 1, 1, "setting", guard=False), refuse="*")
     number = bench.ask(max_tokens=2)
     bench.run()
@@ -524,9 +524,7 @@ def test_every_request_ends_once_and_no_byte_is_written_without_room(
 @given(
     st.lists(st.tuples(st.integers(0, 4000), st.integers(1, 500)), max_size=12), st.integers(0, 4000), st.integers(1, 4)
 )
-def test_the_gate_agrees_with_what_the_router_would_say_of_the_same_report(
-    others: list[tuple[int, int]], words: int, choices: int
-):
+def test_gate_and_router_agree_on_the_same_report(others: list[tuple[int, int]], words: int, choices: int):
     bench = Bench(MemoryLimits(12 * GIB, 12 * GIB, GIB, "static"), kv_per_token=MIB)
     for length, output in others:
         bench.ask("x " * length, max_tokens=output)
@@ -539,7 +537,7 @@ def test_the_gate_agrees_with_what_the_router_would_say_of_the_same_report(
 
 
 @pytest.mark.parametrize("fields", [{}, {"max_tokens": 9}, {"stop": ("amet con",)}, {"n": 2}])
-def test_an_answer_goes_on_where_another_node_left_it(fields: dict[str, Any]):
+def test_an_answer_continues_at_every_cut_of_another_node(fields: dict[str, Any]):
     whole = Bench(tokens=12)
     number = whole.ask(**fields)
     whole.run()

@@ -163,7 +163,7 @@ def test_after_a_stop_string_nothing_comes():
     assert made.finish("length") == ((), "stop")
 
 
-def test_after_a_stop_string_no_other_channel_goes_on():
+def test_a_stop_string_ends_all_channels():
     assert read("one END<think>two</think>" + LOOK, stops=("END",)) == Read("one ")
 
 
@@ -380,7 +380,7 @@ IDS = st.lists(st.integers(-2, 410), max_size=60)
 
 
 @given(st.integers(0, 2), IDS, st.data(), st.booleans())
-def test_a_resumed_stream_goes_on_identically(
+def test_a_resumed_stream_continues_identically(
     models: list[Tokenizer], at: int, ids: list[int], data: st.DataObject, thinking: bool
 ):
     lost, resumed = (models[at].create_pipeline("r", 0, ("o w", "\n"), TOOLS, thinking) for _ in range(2))

@@ -204,7 +204,7 @@ def test_a_model_whose_prompts_hang_the_engine_twice_is_kept_out():
 
 
 @pytest.mark.slow
-def test_the_door_tries_a_model_before_it_loads_its_tokenizer(tmp_path: Path, tiny_model: Callable[..., Path]):
+def test_a_model_is_tried_before_its_tokenizer_is_loaded(tmp_path: Path, tiny_model: Callable[..., Path]):
     folder = shutil.copytree(tiny_model("llama"), tmp_path / "harmful")
     vocabulary.configure(folder, chat_template=FOREVER)
     driver = Driver(folder)

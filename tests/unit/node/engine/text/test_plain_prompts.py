@@ -91,7 +91,7 @@ def test_a_count_for_no_model_is_refused(driver: Driver):
     assert end.refused.code is RefusalCode.NO_MODEL
 
 
-def test_the_stop_string_that_ended_it_is_told(driver: Driver):
+def test_the_end_has_the_stop_string(driver: Driver):
     word = KNOWN["answer"].split()[1]
     end = driver.end(driver.ask(KNOWN["prompt"], replace(GREEDY, stop=("never so", word))))
     assert isinstance(end, Finished)

@@ -234,7 +234,7 @@ def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path):
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_broken_file_is_told_without_its_path(tmp_path: Path, file: str):
+def test_the_error_of_a_broken_file_omits_its_path(tmp_path: Path, file: str):
     written = vocabulary.byte_level(tmp_path / "broken")
     (written / file).write_text("{")
     with pytest.raises(TokenizerError, match=r"^broken: ") as failed:
@@ -242,7 +242,7 @@ def test_a_broken_file_is_told_without_its_path(tmp_path: Path, file: str):
     assert str(tmp_path) not in str(failed.value)
 
 
-def test_a_folder_that_is_not_there_is_told(tmp_path: Path):
+def test_a_missing_folder_is_a_tokenizer_error(tmp_path: Path):
     with pytest.raises(TokenizerError, match="nowhere: the folder does not exist"):
         tokenizer_loader.load(tmp_path / "nowhere")
 

@@ -81,7 +81,7 @@ def test_at_most_32_files_go_for_a_new_one_and_the_quota_is_reached_again():
     assert block(0) not in index
 
 
-def test_of_used_files_the_first_block_goes_last():
+def test_the_first_block_of_a_used_prompt_is_evicted_last():
     index = BlockIndex()
     for number in range(4):
         index.add(block(number), 10)
