@@ -39,7 +39,10 @@ class SnapshotSources:
     clock: WallClock
 
     def __call__(self) -> dict[str, object]:
-        """Return the current content of each section by name."""
+        """Return the current content of each section by name.
+
+        Values that change without meaning are removed, such as the uptime, because a changed section is sent again.
+        """
         names = self.ring.get_names()
         records = self.traffic.history.list_newest(MAX_REQUESTS_SHOWN)
         return {
