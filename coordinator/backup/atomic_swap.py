@@ -53,7 +53,10 @@ def commit(folder: Path, plan: FileMoves) -> None:
 
 
 def discard_staging(folder: Path) -> None:
-    """Delete a staged state that is not committed, because it contains secrets."""
+    """Delete a staged state that is not committed, because it contains secrets. Keep a committed one.
+
+    Errors of the deletion are ignored.
+    """
     if not is_unsettled(folder):
         shutil.rmtree(folder / RESTORING, ignore_errors=True)
 

@@ -48,8 +48,8 @@ class GenerationFence:
     def check(self, state: Path) -> None:
         """Raise `SupersededError` if the state folder has a `SupersededMark` with a higher generation.
 
-        A later restore into the folder raises this coordinator's generation, after which the mark has no effect. Raise
-        `OSError` if the mark exists and cannot be read.
+        A later restore into the folder raises this coordinator's generation, after which the mark has no effect. A mark
+        that cannot be parsed, or has no valid signature, is ignored. Raise `OSError` if the mark cannot be read.
         """
         try:
             mark = msgspec.json.decode((state / MARK_FILE).read_bytes(), type=SupersededMark)

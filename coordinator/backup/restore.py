@@ -42,6 +42,7 @@ from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
 from host.private_files import create_private_folder
 
 SCHEMAS = {DATABASE: MIGRATIONS, VIDEOS: VIDEO_MIGRATIONS}
+"""Migrations of each database. Their number is the newest schema version that this macpool reads."""
 _BESIDES = ("", "-wal", "-shm")
 RESERVED_EPOCHS = 1000
 """Epochs reserved for starts of the other coordinator since the backup.
@@ -116,6 +117,8 @@ def inspect_backup(file: Path, passphrase: bytes | None = None) -> Manifest:
 
 def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = None, replace: bool = False) -> Restored:
     """Restore a backup into a state folder. `now` is Unix seconds; `replace` permits a folder with a cluster.
+
+    Create the folder if it is missing, and finish an interrupted swap there first.
 
     Raise `PassphraseNeeded` if the backup is encrypted and `passphrase` is None. Raise `RestoreError` if the backup is
     damaged or too new, if a file cannot be written, or if the folder holds a cluster without `replace`. Raise
