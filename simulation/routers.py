@@ -78,6 +78,7 @@ class ProductionRouter:
             draw=random.random,
             policy=policy,
         )
+        """Production dispatcher, on the virtual time of the pool."""
 
     def _send(self, node: NodeId, frame: Frame) -> bool:
         if isinstance(frame, Generate) and isinstance(self._policy, RoundRobin):

@@ -32,6 +32,7 @@ class Scalar(NamedTuple):
 
 
 Value = Vector | Scalar
+"""Value of an expression."""
 
 
 class SampleHistory:

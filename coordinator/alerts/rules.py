@@ -29,7 +29,7 @@ DEFAULT_PAGE_URL = "http://127.0.0.1:8080"
 
 
 class Severity(StrEnum):
-    """Urgency of a condition."""
+    """Urgency of a condition. `CRITICAL`: a Mac or the pool is down or at risk. `WARNING`: the pool works with less."""
 
     CRITICAL = "critical"
     WARNING = "warning"

@@ -15,6 +15,7 @@ from coordinator.tls.cluster_ca import ClusterCa
 from host.private_files import write_private
 
 MARK_FILE = "superseded.json"
+"""File in the state folder with the `SupersededMark`."""
 
 
 class SupersededError(Exception):

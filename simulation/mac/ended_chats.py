@@ -10,6 +10,7 @@ CACHE_SHARE = 0.15
 MAX_EVICTIONS_REPORTED = 64
 """Maximum keys of evicted chats in a report."""
 MAX_KEY_BYTES = 32
+"""Maximum bytes of the key of a chat in frames and reports."""
 
 
 class EndedChat(NamedTuple):

@@ -65,6 +65,7 @@ class SimulatedNode:
         self._changed = changed
         total = parse_size(spec.memory)
         self.models = NodeModels(CHIPS[spec.chip], parse_size(spec.disk), compute_default_cap(total))
+        """Models on the disk of the node, with their state."""
         for model in models:
             if not spec.models or model.name in spec.models:
                 self.models.add(model, loaded=loads and model.name in spec.loaded)
@@ -76,6 +77,7 @@ class SimulatedNode:
         self.forecast = NodeForecast(
             self.models, self._memory, self._chats, self._costs, self._engine.table, self._list_queued
         )
+        """Forecast for the clairvoyant router."""
         self._awaiting_model: list[SimulatedRequest] = []
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
