@@ -324,7 +324,7 @@ RULES = (
 )
 """All rules, for Prometheus."""
 EXTERNAL_RULES = frozenset({"CoordinatorDown"})
-"""Rules that only an external observer can evaluate."""
+"""Names of the rules that only an external observer can evaluate, because they concern the coordinator itself."""
 WATCHED = tuple(rule for rule in RULES if rule.name not in EXTERNAL_RULES)
 """Rules that the coordinator evaluates as conditions."""
 

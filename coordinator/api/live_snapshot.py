@@ -17,7 +17,7 @@ from router.dispatch.active_request import ActiveRequest
 from router.dispatch.decision_log import RequestRecord
 
 MAX_REQUESTS_SHOWN = 50
-"""Maximum open requests, and maximum ended requests, on the page."""
+"""Maximum open requests (the oldest), and maximum ended requests (the newest), on the page."""
 MAX_ENDED_PULLS_SHOWN = 10
 """Maximum ended pulls on the page."""
 SILENCE_SHOWN_SECONDS = 3.0

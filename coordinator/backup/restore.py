@@ -99,7 +99,8 @@ class Restored:
 def inspect_backup(file: Path, passphrase: bytes | None = None) -> Manifest:
     """Read and verify a whole backup without any change, and return its manifest.
 
-    Raise `PassphraseNeeded` if it is encrypted and `passphrase` is None. Raise `RestoreError` if it cannot be restored.
+    Raise `PassphraseNeeded` if it is encrypted and `passphrase` is None. Raise `RestoreError` if it is not a backup, is
+    damaged or too new, or cannot be read. Only `restore` checks that its CA and its databases are of one cluster.
     """
     try:
         with file.open("rb") as opened:
