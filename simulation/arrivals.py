@@ -25,10 +25,13 @@ class Arrivals:
         self.turns: dict[str, ConversationTurn] = {}
         """Turns that have arrived, by request id."""
         self.finished_at = 0.0
-        """Virtual time in seconds at which the last request ended; 0 before."""
+        """Virtual time in seconds at which the last request ended; 0 as long as any request is open."""
 
     def start(self) -> None:
-        """Schedule the first conversation, after which each conversation schedules the next at its start time."""
+        """Schedule the first conversation, after which each conversation schedules the next at its start time.
+
+        Without conversations, `wait` returns at once.
+        """
         if self._conversations:
             self._loop.call_at(self._conversations[0].at, self._next_conversation)
         else:
@@ -54,7 +57,7 @@ class Arrivals:
 
     def end(self, request_id: str, *, served: bool) -> None:
         """Record the end of a request. If it was `served` (a complete answer), the next turn of its conversation
-        arrives after the turn's `think` seconds."""
+        arrives after the `think` seconds of that next turn. Otherwise the conversation ends."""
         self._open -= 1
         rest = self._rest.pop(request_id, [])
         if rest and served:

@@ -56,7 +56,7 @@ class SimulatedRouter(Protocol):
         ...
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Handle the loss of a node, whose requests end there."""
+        """Handle the loss of a node, whose requests end there. `reason` is a text for people."""
         ...
 
     def submit(self, turn: ConversationTurn) -> None:
@@ -64,7 +64,8 @@ class SimulatedRouter(Protocol):
         ...
 
     def handle_freed_memory(self, node: NodeId) -> None:
-        """Handle free memory on a node, without the delay of a report. Only the clairvoyant may use this."""
+        """Handle an ended or preempted request on a node, without the delay of a report. Only the clairvoyant may use
+        this."""
         ...
 
     def close(self) -> None:
@@ -88,13 +89,18 @@ class SimulatedPool:
         log: Callable[[str], None] | None = None,
     ) -> None:
         self.scenario = scenario
+        """Scenario that is run."""
         self.loop = loop
+        """Event loop with virtual time."""
         self._random = Random(f"pool {seed}")  # noqa: S311  the draws must be reproducible
         self.log = OutcomeTable(loop, log)
+        """Outcomes of the requests, and writer of the log."""
         self._arrivals = Arrivals(conversations, loop, self._handle_arrival)
         self.machines: dict[NodeId, SimulatedNode] = {}
+        """Macs that run now. A crashed Mac is absent until its restart, and is a new object then."""
         self._specs: dict[NodeId, NodeSpec] = {}
         self.members: dict[NodeId, Member] = {}
+        """State of each node in the membership, also of a crashed one."""
         self._views: dict[NodeId, NodeView] = {}
         self._links = SimulatedLinks(
             loop,
@@ -106,7 +112,10 @@ class SimulatedPool:
         self._lives: dict[NodeId, int] = {}
         self._timers: list[asyncio.TimerHandle] = []
         self.contender: SimulatedRouter | None = None
+        """Router under test; None before `run`."""
         self.loads = self.preemptions = self.reports = 0
+        """Loads and preemptions of Macs that have stopped, which are all Macs after `run`; reports sent and not lost.
+        """
         for spec in scenario.nodes:
             for name in spec.list_names():
                 self._join(NodeId(name), spec)
@@ -118,7 +127,7 @@ class SimulatedPool:
 
     @property
     def finished_at(self) -> float:
-        """Virtual time in seconds at which the last request ended."""
+        """Virtual time in seconds at which the last request ended; 0 as long as any request is open."""
         return self._arrivals.finished_at
 
     def _join(self, node: NodeId, spec: NodeSpec) -> None:
@@ -156,7 +165,7 @@ class SimulatedPool:
     def send(self, node: NodeId, frame: Frame) -> bool:
         """Send a frame to a node, where it arrives after the latency. Return False if the node has no link.
 
-        Raise `KeyError` for an unknown node.
+        A sent `Generate` is recorded as a try of its request. Raise `KeyError` for an unknown node.
         """
         if not self.members[node].link:
             return False

@@ -53,11 +53,11 @@ class SimulatedLinks:
         return self._numbers[node]
 
     def send_up(self, node: NodeId, frame: Frame) -> None:
-        """Send a frame of a node to the router."""
+        """Send a frame of a node to the router. The frame is lost if the link ends before it arrives."""
         self._send_frame(self._up, node, frame)
 
     def send_down(self, node: NodeId, frame: Frame) -> None:
-        """Send a frame of the router to a node."""
+        """Send a frame of the router to a node. The frame is lost if the link ends before it arrives."""
         self._send_frame(self._down, node, frame)
 
     def _send_frame(self, way: _Way, node: NodeId, frame: Frame) -> None:
@@ -85,7 +85,10 @@ class SimulatedLinks:
             self._receive_up(upward)
 
     def deliver_up(self) -> None:
-        """Deliver all frames to the router now, because frames in flight are read before the end of a connection."""
+        """Deliver all frames to the router now, because frames in flight are read before the end of a connection.
+
+        The frames of all nodes are delivered, also those of silent and of former links.
+        """
         upward = [(one.node, one.frame) for one in self._up]
         self._up.clear()
         self._receive_up(upward)
@@ -97,7 +100,7 @@ class SimulatedLinks:
         return node in self._silent
 
     def hold_frames(self, node: NodeId) -> None:
-        """Hold all frames of a node's link from now on."""
+        """Hold all frames that arrive on a node's link, in both directions, until `end_silence`."""
         self._silent[node] = []
 
     def discard_held(self, node: NodeId) -> None:
@@ -108,7 +111,7 @@ class SimulatedLinks:
     def end_silence(self, node: NodeId) -> bool:
         """End the silence of a silent link. Send the held frames and return True if the link is still open.
 
-        Return False if it is closed; the held frames are lost.
+        Return False if it is closed; the held frames are lost. Raise `KeyError` if the link is not silent.
         """
         held = self._silent.pop(node)
         if not self._is_open(node):

@@ -24,7 +24,9 @@ class RequestOutcome:
     first: float | None = None
     """Time of the first token."""
     ended: float | None = None
+    """Time of the end; None also for a request that never ended."""
     outcome: Outcome | None = None
+    """Complete answer, refusal or failure; None while the request is open."""
     tries: int = 0
     """Number of times that the request was sent to a node."""
     first_refused: bool = False
@@ -38,7 +40,7 @@ class RequestOutcome:
         return isinstance(self.outcome, Finished)
 
     def record_try(self, node: str, now: float) -> None:
-        """Record that the request was sent to a node."""
+        """Record that the request was sent to a node at `now`."""
         self.tries += 1
         self.nodes.append(node)
         if self.first is None:
@@ -52,7 +54,7 @@ class RequestOutcome:
         return True
 
     def record_refusal(self) -> None:
-        """Record that a node refused."""
+        """Record that a node refused. Only the refusal of the first try has an effect."""
         self.first_refused |= self.tries == 1
 
     def record_end(self, outcome: Outcome, now: float | None) -> None:
@@ -68,6 +70,7 @@ class OutcomeTable:
         self._log = log
         self._numbers: dict[int, str] = {}
         self.by_id: dict[str, RequestOutcome] = {}
+        """Outcomes of all requests that have arrived, by request id."""
 
     def log_line(self, line: str) -> None:
         """Write a line with the virtual time to the log, if there is one."""
@@ -82,13 +85,13 @@ class OutcomeTable:
         )
 
     def note_sent(self, node: NodeId, frame: Generate) -> None:
-        """Record that a request was sent to a node."""
+        """Record that a request was sent to a node. Raise `KeyError` for an unknown id."""
         self._numbers[frame.request] = frame.request_id
         self.by_id[frame.request_id].record_try(str(node), self._loop.time())
         self.log_line(f"{frame.request_id} -> {node}")
 
     def note_frame(self, node: NodeId, frame: Frame) -> None:
-        """Record the first token of a request, or the refusal of a node."""
+        """Record the first token of a request, or the refusal of a node. Ignore other frames and unknown requests."""
         if isinstance(frame, Deltas):
             for delta in frame.deltas:
                 self._note_token(node, delta.request)

@@ -49,7 +49,10 @@ class LinearCost:
 
 
 class WeightedScorers:
-    """Policy of llm-d (Gateway API inference extension), by its weights: prefix cache 3, queue 2, memory 2."""
+    """Policy of llm-d (Gateway API inference extension), by its weights: prefix cache 3, queue 2, memory 2.
+
+    The score of the queue is 0.5 without requests in flight, and falls to 0 at 128 of them.
+    """
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Return the negative weighted sum of scores between 0 and 1; less is better."""

@@ -46,7 +46,7 @@ class RunStatistics:
     jain: float
     """Fairness among API keys, as `compute_jain_index` returns it."""
     seconds: float
-    """Time of the last end of a request."""
+    """Time of the last end of a request; 0 if a request did not end."""
     ratio_p50: float = math.nan
     """`ttft_p50` as a multiple of the clairvoyant's."""
     ratio_p95: float = math.nan
@@ -92,7 +92,7 @@ def compute_statistics(policy: str, pool: SimulatedPool, until: float) -> RunSta
 
 
 def compute_quantile(ordered: Sequence[float], part: float) -> float:
-    """Return the quantile `part` (0 to 1) of ascending values, by nearest rank; NaN for an empty sequence."""
+    """Return the quantile `part` (above 0, at most 1) of ascending values, by nearest rank; NaN for no values."""
     return ordered[min(len(ordered) - 1, math.ceil(part * len(ordered)) - 1)] if ordered else math.nan
 
 
@@ -100,8 +100,8 @@ def compute_jain_index(outcomes: Iterable[RequestOutcome], until: float, timeout
     """Return Jain's fairness index over API keys, of the tokens that were served until `until` (virtual seconds).
 
     Each key's tokens are divided by the key's max-min fair share of all served tokens. 1 means fair; 1/n means that one
-    key got everything. A single key has 1. Requests that arrived in the last `timeout_seconds` do not count, because
-    their result is still open.
+    key got everything. A single key has 1, as has a run without served tokens. Requests that arrived in the last
+    `timeout_seconds` do not count, because their result is still open.
     """
     demands: dict[str, float] = {}
     served: dict[str, float] = {}

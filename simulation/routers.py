@@ -78,6 +78,7 @@ class ProductionRouter:
             draw=random.random,
             policy=policy,
         )
+        """Production dispatcher, on the virtual time of the pool."""
 
     def _send(self, node: NodeId, frame: Frame) -> bool:
         if isinstance(frame, Generate) and isinstance(self._policy, RoundRobin):
@@ -131,6 +132,7 @@ class ProductionRouter:
 class PeerRouter:
     """Router of other projects: sends a request to the best node by `policy`, without reservations and queue.
 
+    Only ready nodes that have the model are candidates.
     `sample` is the number of random nodes that are compared for a request; 0: all. `seed` is for random choices.
     """
 
@@ -198,7 +200,7 @@ class PeerRouter:
         """Ignore the change."""
 
     def submit(self, turn: ConversationTurn) -> None:
-        """Send a turn to the best node; fail the turn if no node is ready."""
+        """Send a turn to the best node; fail the turn if no ready node has its model."""
         self._try(turn, 1, frozenset())
 
     def _try(self, turn: ConversationTurn, tries: int, refused: frozenset[NodeId]) -> None:
@@ -281,7 +283,7 @@ class OracleRouter:
         self._wake(self._ready)
 
     def submit(self, turn: ConversationTurn) -> None:
-        """Place a turn now, or let it wait for memory; fail a turn that fits on no node."""
+        """Place a turn now, or let it wait for memory; fail a turn that fits on no Mac that runs now."""
         if not any(
             machine.forecast.can_ever_hold(turn, self._pool.loop.time()) for machine in self._pool.machines.values()
         ):
@@ -322,6 +324,7 @@ class OracleRouter:
 
 
 CLAIRVOYANT = "clairvoyant"
+"""Name of the policy of `OracleRouter`."""
 FILTERED = "+filter"
 """Suffix of a policy of another project that runs in the dispatcher, with memory filter, ledger and queue."""
 RULES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
@@ -334,6 +337,7 @@ RULES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
         "weighted": WeightedScorers,
     }
 )
+"""Constructors of the policies of other projects, by name."""
 _SAMPLES = {"power-of-two": 2}
 NAMES = (
     *(name.replace("_", "-") for name in POLICIES),

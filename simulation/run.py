@@ -61,7 +61,8 @@ def run_scenario(
     """Run a scenario once under a policy, in virtual time. Return the statistics, and the pool after the run.
 
     `folder` is the folder of the scenario's traces. `log` receives one line for each notable event. Raise
-    `ScenarioError` if a trace cannot be read, and `LookupError` for an unknown policy.
+    `ScenarioError` if a trace cannot be read, `LookupError` for an unknown policy, and `LedgerError` if the router's
+    reservations are inconsistent at the end.
     """
     loop = VirtualLoop()
     try:

@@ -17,6 +17,7 @@ from simulation.mac.hardware import CHIPS
 from wire.units import parse_size
 
 MAX_NODES = 20_000
+"""Maximum Macs of a scenario."""
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -64,7 +65,7 @@ class NodeSpec(_StrictTable, frozen=True):
     models: tuple[Name, ...] = ()
     """Models on disk; empty: all."""
     loaded: tuple[Name, ...] = ()
-    """Models in memory at the start."""
+    """Models in memory at the start. Those that are not on the disk have no effect."""
     batch: Count = 32
     """Most rows of a node."""
     disk: str = "3GB"
@@ -96,9 +97,12 @@ class LoadSpec(_StrictTable, frozen=True):
     rate: NotNegative = 0.0
     """Conversations per second."""
     share: NotNegative = 0.0
-    """Prompt tokens as a share of the total prefill speed of all nodes."""
+    """New prompt tokens per second, as a share of the total prefill speed of all nodes that have the model."""
     trace: str = ""
-    """File of JSON lines with `at`, `prompt`, `output` and optionally `session`."""
+    """File of JSON lines with `at` (seconds after `begins`), `prompt`, `output` (tokens) and optionally `session`.
+
+    Of the other fields, only `model`, `key`, `max_tokens` and `begins` apply to a trace.
+    """
     prompt: Lengths = Lengths(median=1000.0)
     """Tokens that each turn adds to the prompt, which also contains the earlier turns."""
     output: Lengths = Lengths(median=180.0, sigma=0.8, least=10.0, most=2000.0)
@@ -125,10 +129,11 @@ class EventSpec(_StrictTable, frozen=True):
     node: str
     """Name of the node."""
     does: Literal["dies", "silent", "lease"]
-    """`dies`: process and link end. `silent`: link and reports stall. `lease`: the node grants a lease for a video."""
+    """`dies`: process and link end; the node returns later, without loaded models. `silent`: link and reports stall.
+    `lease`: the node grants a lease for a video, if there is room."""
     seconds: Positive = 30.0
     size: str = "0"
-    """Size of the lease."""
+    """Size of the lease; without effect for other events."""
 
 
 class Scenario(_StrictTable, frozen=True):
@@ -137,7 +142,7 @@ class Scenario(_StrictTable, frozen=True):
     about: str
     """Description in one line."""
     seconds: Positive
-    """Duration of arrivals. The simulation then runs until all requests have ended."""
+    """Duration of arrivals. The simulation then runs until all requests have ended (`cluster.GIVE_UP_SECONDS`)."""
     models: Annotated[tuple[ModelSpec, ...], Meta(min_length=1)]
     nodes: Annotated[tuple[NodeSpec, ...], Meta(min_length=1)]
     load: Annotated[tuple[LoadSpec, ...], Meta(min_length=1)]
@@ -149,6 +154,7 @@ class Scenario(_StrictTable, frozen=True):
     latency: NotNegative = 0.002
     """One-way delay of a link, in seconds."""
     queue_timeout_seconds: Positive = 30.0
+    """Longest wait of a request in the queue of the router."""
     queue_limit: Annotated[int, Meta(ge=0)] = 0
     """Maximum queued requests; 0: the default of the setting `router.queue_limit`."""
     policies: tuple[str, ...] = ()
@@ -157,7 +163,7 @@ class Scenario(_StrictTable, frozen=True):
     """Seed for all random choices."""
 
     def get_model(self, name: str) -> ModelSpec:
-        """Return the model of this name, which must be in the scenario."""
+        """Return the model of this name. Raise `StopIteration` if the scenario has none."""
         return next(model for model in self.models if model.name == name)
 
     def list_node_names(self) -> list[str]:

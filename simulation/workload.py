@@ -41,7 +41,7 @@ class ConversationTurn:
     max_tokens: int | None
     """Limit of the answer that the request states, in tokens; None without a limit."""
     think: float
-    """Seconds from the previous answer to this request."""
+    """Seconds from the previous answer to this request; without effect for the first turn."""
     session: str = ""
     """Name of the conversation, under which nodes cache its prompts; empty: not cached."""
     conversation: tuple[tuple[str, int], ...] = ()
@@ -72,6 +72,8 @@ class _TraceLine(msgspec.Struct, frozen=True):
 
 def draw_conversations(scenario: Scenario, seed: int, folder: Path) -> list[SimulatedConversation]:
     """Draw all conversations of a scenario, and return them by start time. Traces are read from `folder`.
+
+    Request ids number the conversations by start time: `r0`, or `r0.0`, `r0.1` for several turns.
 
     Raise `ScenarioError` if a trace cannot be read, or there are too many conversations.
     """

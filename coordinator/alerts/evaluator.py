@@ -32,6 +32,7 @@ class Condition:
 
     rule: AlertRule
     labels: Labels
+    """Labels of the series for which the rule holds; empty for a rule about the pool as a whole."""
     since: float
     """Unix time, in seconds, since which the rule holds."""
 
@@ -46,7 +47,7 @@ class Condition:
         return dict(self.labels).get("node", "")
 
     def to_row(self) -> dict[str, object]:
-        """Return the condition as a row of the API."""
+        """Return the condition as a row of the API. `node` is None if the condition has none."""
         return {
             "name": self.rule.name,
             "severity": self.rule.severity.value,
@@ -66,7 +67,8 @@ _Key = tuple[str, Labels]
 class ConditionEvaluator:
     """Evaluator of alert rules, with the state that it needs between two samples. Pure except for its listeners.
 
-    A condition is active once its rule has held for `AlertRule.seconds`.
+    A condition is active once its rule has held for `AlertRule.seconds`. It ends with the first sample for which the
+    rule does not hold. Increases of counters are available only over the windows of `WATCHED`.
     """
 
     def __init__(self, rules: Iterable[AlertRule] = WATCHED) -> None:
@@ -75,15 +77,16 @@ class ConditionEvaluator:
         self._since: dict[_Key, float] = {}
         self._active: dict[_Key, Condition] = {}
         self.listeners: list[Listener] = []
+        """Functions that `evaluate` calls for each begin and end, in this order; `evaluate` raises their errors."""
 
     def list_active(self) -> list[Condition]:
-        """Return the active conditions: critical first, then by age."""
+        """Return the active conditions: critical ones first, then the oldest first."""
         return sorted(
             self._active.values(), key=lambda condition: (condition.rule.severity, condition.since, condition.rule.name)
         )
 
     def get_flags(self) -> Mapping[str, bool]:
-        """Return by name for each rule whether it has an active condition."""
+        """Return for each rule, by its name, whether the rule has an active condition."""
         holding = {name for name, _ in self._active}
         return {rule.name: rule.name in holding for rule in self._rules}
 
@@ -111,7 +114,7 @@ class ConditionEvaluator:
 
 
 def log_condition(condition: Condition, began: bool) -> None:
-    """Log the begin or end of a condition, which `cluster events` shows."""
+    """Log the begin (as a warning) or end of a condition, which `cluster events` shows."""
     write = log.warning if began else log.info
     write(
         "condition began" if began else "condition ended",
@@ -159,7 +162,10 @@ class AlertLoop:
         self._clock = clock
 
     async def run(self) -> None:
-        """Evaluate every `EVALUATION_INTERVAL_SECONDS` until cancelled. Log the first of consecutive failures."""
+        """Evaluate every `EVALUATION_INTERVAL_SECONDS` until cancelled.
+
+        Continue after a failure. Log only the first of consecutive failures.
+        """
         failed = False
         while True:
             try:

@@ -32,6 +32,7 @@ class Scalar(NamedTuple):
 
 
 Value = Vector | Scalar
+"""Value of an expression."""
 
 
 class SampleHistory:
@@ -51,7 +52,10 @@ class SampleHistory:
         """Time of the newest sample in Unix seconds; 0 before the first."""
 
     def add_sample(self, sample: Sample, now: float) -> None:
-        """Add the next sample, taken at `now` (Unix seconds)."""
+        """Replace the newest sample by one taken at `now` (Unix seconds), and record the increases of counters.
+
+        Forget counters that are absent from the new sample, and increases before the longest window.
+        """
         self.sample, self.now = sample, now
         present = {(name, labels) for name in self._windows for labels in sample.get(name, {})}
         for removed in self._last.keys() - present:
@@ -72,9 +76,10 @@ class SampleHistory:
             rises.popleft()
 
     def iterate_increases(self, name: str, seconds: float) -> Iterator[tuple[Labels, float]]:
-        """Yield the increase of each series of a counter over the last `seconds`.
+        """Yield the increase of each series of a counter over the `seconds` before the newest sample.
 
-        Omit a series that was seen only once.
+        `seconds` is at most the longest window of the counter. Omit series that were seen only once, and yield nothing
+        for a counter without windows.
         """
         for labels in self.sample.get(name, {}):
             rises = self._rises.get((name, labels))
@@ -119,7 +124,10 @@ class Metric(Expression):
 
 @dataclass(frozen=True, slots=True)
 class Increase(Expression):
-    """Increase of each series of a counter over the last `seconds`, summed over the labels in `without`."""
+    """Increase of each series of a counter over the last `seconds`, summed over the labels in `without`.
+
+    `name` is the full name of the counter. Without `without`, nothing is summed.
+    """
 
     name: str
     seconds: int
@@ -131,7 +139,10 @@ class Increase(Expression):
         return f"sum without ({', '.join(self.without)}) ({rise})" if self.without else rise
 
     def evaluate(self, history: SampleHistory) -> Value:
-        """Return the increases up to the newest sample, by their labels without those in `without`."""
+        """Return the increases up to the newest sample, by their labels without those in `without`.
+
+        A series that was seen only once has no increase.
+        """
         sums: dict[Labels, float] = {}
         for labels, rise in history.iterate_increases(self.name, self.seconds):
             group = frozenset((label, value) for label, value in labels if label not in self.without)
@@ -163,7 +174,7 @@ class MaxOver(Expression):
         return f"max({self.operand.to_promql()})"
 
     def evaluate(self, history: SampleHistory) -> Value:
-        """Return the maximum on the newest sample; empty if the expression has no series."""
+        """Return the maximum on the newest sample: empty if the operand has no series, a plain number unchanged."""
         value = self.operand.evaluate(history)
         return value if isinstance(value, Scalar) else ({frozenset(): max(value.values())} if value else {})
 
@@ -185,7 +196,10 @@ class BinaryOp(Expression):
         return f"({self.left.to_promql()} {self.sign} {self.right.to_promql()})"
 
     def evaluate(self, history: SampleHistory) -> Value:
-        """Return the result for each pair of series with equal labels, on the newest sample."""
+        """Return the result for each pair of series with equal labels, on the newest sample.
+
+        A plain number is paired with each series; two plain numbers have no result.
+        """
         return _combine_matching(self.left.evaluate(history), self.right.evaluate(history), self._apply)
 
     def _apply(self, left: float, right: float) -> float | None:

@@ -23,12 +23,13 @@ from coordinator.alerts.promql import (
 from wire.node_state import NodeState
 
 RUNBOOK = "docs/alerts.md#"
+"""Beginning of the path of a runbook entry."""
 DEFAULT_PAGE_URL = "http://127.0.0.1:8080"
 """Address of the page of a coordinator with default settings."""
 
 
 class Severity(StrEnum):
-    """Urgency of a condition."""
+    """Urgency of a condition. `CRITICAL`: a Mac or the pool is down or at risk. `WARNING`: the pool works with less."""
 
     CRITICAL = "critical"
     WARNING = "warning"
@@ -42,7 +43,7 @@ class AlertRule:
     severity: Severity
     expression: Expression
     seconds: int
-    """Seconds for which the expression must hold until the condition is active."""
+    """Seconds for which the expression must hold until the condition is active; 0: at once."""
     summary: str
     """Description of the condition, with label names in braces."""
     remedy: str
@@ -50,7 +51,7 @@ class AlertRule:
 
     @property
     def runbook(self) -> str:
-        """Path of the rule's entry in the runbook, relative to the repository."""
+        """Path and anchor of the rule's entry in the runbook, relative to the repository."""
         return RUNBOOK + self.name.lower()
 
     def list_metrics(self) -> set[str]:
@@ -59,7 +60,7 @@ class AlertRule:
 
 
 def format_summary(text: str, labels: Labels) -> str:
-    """Replace the label names in braces in a summary by their values."""
+    """Replace the label names in braces in a summary by their values. Names without a label stay as they are."""
     for label, value in labels:
         text = text.replace("{" + label + "}", value)
     return text
@@ -323,7 +324,7 @@ RULES = (
 )
 """All rules, for Prometheus."""
 EXTERNAL_RULES = frozenset({"CoordinatorDown"})
-"""Rules that only an external observer can evaluate."""
+"""Names of the rules that only an external observer can evaluate, because they concern the coordinator itself."""
 WATCHED = tuple(rule for rule in RULES if rule.name not in EXTERNAL_RULES)
 """Rules that the coordinator evaluates as conditions."""
 

@@ -29,13 +29,13 @@ import structlog
 from coordinator.alerts.evaluator import Condition
 
 TIMEOUT_SECONDS = 5.0
-"""Timeout of the connection, and of the answer after it, in seconds."""
+"""Timeout of the connection, and of each read and write on it, in seconds."""
 MAX_ATTEMPTS = 4
 """Attempts to send a message."""
 FIRST_RETRY_SECONDS = 2.0
 """Seconds before the second attempt; doubled for each further attempt."""
 MAX_QUEUED_MESSAGES = 64
-"""Maximum queued messages."""
+"""Maximum queued messages; the message that is being sent is not counted."""
 _PLAIN = re.compile(r"[!-\[\]-~]+")
 """Allowed characters of a URL: printable ASCII without space and backslash."""
 
@@ -73,7 +73,7 @@ class WebhookError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class WebhookAddress:
-    """Destination of messages, parsed from the webhook URL. `path` includes the query."""
+    """Destination of messages, parsed from the webhook URL. `path` includes the query. `tls`: whether to use HTTPS."""
 
     tls: bool
     host: str
@@ -82,7 +82,10 @@ class WebhookAddress:
 
 
 def parse_webhook_url(url: str) -> WebhookAddress:
-    """Parse the setting `alerts.webhook_url`. Raise `WebhookError` if the URL is invalid or not allowed."""
+    """Parse the setting `alerts.webhook_url`. Raise `WebhookError` if the URL is invalid or not allowed.
+
+    The host is not resolved: `select_address` checks its IP addresses when a message is sent.
+    """
     if not _PLAIN.fullmatch(url):
         raise WebhookError("alerts.webhook_url contains characters that are not valid in a URL")
     try:
@@ -115,8 +118,8 @@ def resolve_host(host: str, port: int) -> Sequence[str]:
 def select_address(address: WebhookAddress, candidates: Sequence[str]) -> str:
     """Return the first of the host's IP addresses `candidates`.
 
-    Raise `WebhookError` if there are none, or any is forbidden, or any is not loopback without TLS. Raise `ValueError`
-    if a candidate is not an IP address.
+    Raise `WebhookError` if there are none, if any is forbidden, or without TLS if any is not loopback. Raise
+    `ValueError` if a candidate is not an IP address.
     """
     for text in candidates:
         for destination in find_destinations(text.partition("%")[0]):
@@ -172,10 +175,10 @@ class _ConnectedHttp(http.client.HTTPConnection):
 def post_message(
     address: WebhookAddress, body: bytes, resolve: Resolve = resolve_host, trust: ssl.SSLContext | None = None
 ) -> int:
-    """Send one message as a POST and return the HTTP status of the answer.
+    """Send one message as a POST and return the HTTP status of the answer. Block until the answer arrives.
 
-    `resolve` returns the host's IP addresses. `trust` replaces the CAs of the system. Raise `WebhookError` if an IP
-    address is forbidden, and `OSError` if no valid answer arrives.
+    `resolve` returns the host's IP addresses. `trust` replaces the CAs of the system. Raise the errors of
+    `select_address`, `OSError` if no valid answer arrives, and `UnicodeError` if the host cannot be a DNS name.
     """
     where = select_address(address, resolve(address.host, address.port))
     line = socket.create_connection((where, address.port), timeout=TIMEOUT_SECONDS)
@@ -196,6 +199,7 @@ class Webhook:
     """Sender of messages about conditions, in order, with a bounded queue and retries.
 
     `cluster` is the name of the cluster in the messages. `send` sends a body and returns the HTTP status.
+    `send` raises `OSError` or `WebhookError` for a failed attempt.
     """
 
     def __init__(
@@ -209,7 +213,7 @@ class Webhook:
 
     @property
     def queued_messages(self) -> int:
-        """Number of queued messages."""
+        """Number of queued messages, without the message that is being sent."""
         return len(self._queue)
 
     def enqueue(self, condition: Condition, began: bool) -> None:
@@ -219,9 +223,10 @@ class Webhook:
         self._more.set()
 
     async def run(self) -> None:
-        """Send queued messages until cancelled. Log a message that the receiver refused or that no attempt delivered.
+        """Send queued messages until cancelled. A status of 200 to 299 means that a message was delivered.
 
-        An attempt is repeated after an error and after a status of 429 or at least 500.
+        An attempt is repeated after an error and after a status of 429 or at least 500. Log and discard a message that
+        the receiver refused or that no attempt delivered.
         """
         while True:
             await self._more.wait()

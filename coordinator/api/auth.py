@@ -21,7 +21,7 @@ ACTOR: ContextVar[str] = ContextVar("actor", default="")
 KEY: ContextVar[str] = ContextVar("key", default="")
 """Id of the API key of the current request."""
 ADDRESS: ContextVar[str] = ContextVar("address", default="")
-"""Client address of the current request."""
+"""IP address of the client of the current request; empty if unknown."""
 
 
 def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:

@@ -52,7 +52,7 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """Route that authenticates first, and then reads its body up to `max_body_bytes` bytes.
+    """Route that authenticates first, and then reads its body up to `max_body_bytes` bytes, if its handler takes one.
 
     FastAPI reads bodies before it resolves dependencies. The key check is therefore not a dependency, because the body
     of a request without a valid key must not be read.
@@ -67,7 +67,8 @@ class StrictRoute(APIRoute):
         """Return FastAPI's handler, preceded by the check of the key and the read of the body.
 
         The handler raises `ProblemError` for a request without a sufficient key (401 or 403). It also raises
-        `ProblemError` for a body that is too long (413), late (408) or incomplete (400).
+        `ProblemError` for a body that is too long (413), late (408) or incomplete (400). An invalid `Content-Length`
+        counts as too long. Invalid JSON raises `HTTPException` (400).
         """
         plain = super().get_route_handler()
 

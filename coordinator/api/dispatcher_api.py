@@ -16,10 +16,15 @@ class DispatcherApi(Protocol):
     """Part of the dispatcher that control routes use: requests, their nodes, and placement decisions."""
 
     usage: UsageCounter
+    """Requests and tokens of each key and model since the last write to the database."""
     history: DecisionLog
+    """Recent ended requests and placement decisions."""
     breakers: CircuitBreakers[NodeId]
+    """Circuit breakers of the nodes, which open after engine faults."""
     placer: Placer
+    """Choice of nodes; `placer.view` is the current state of the cluster."""
     names: ModelNames
+    """Names of models and aliases, and the models that they stand for."""
 
     def submit(self, spec: RequestSpec) -> ActiveRequest:
         """Place a request, queue it, or end it with a refusal. Return the request, which the caller must `close`."""

@@ -31,9 +31,10 @@ def build_response(problem: Problem, request: Request) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Install handlers in `app` that answer every error in the API's format.
+    """Install handlers in `app` that answer expected errors in the API's format. Other errors have no handler.
 
-    A `StoreError` becomes 503. An `HTTPException` keeps its status.
+    A `ProblemError` and an `HTTPException` keep their status. A `StoreError` becomes 503. A `RequestValidationError`
+    becomes 400, with the first of its faults.
     """
     app.add_exception_handler(ProblemError, _on_problem)
     app.add_exception_handler(RequestValidationError, _on_invalid)

@@ -17,7 +17,7 @@ from router.dispatch.active_request import ActiveRequest
 from router.dispatch.decision_log import RequestRecord
 
 MAX_REQUESTS_SHOWN = 50
-"""Maximum open requests, and maximum ended requests, on the page."""
+"""Maximum open requests (the oldest), and maximum ended requests (the newest), on the page."""
 MAX_ENDED_PULLS_SHOWN = 10
 """Maximum ended pulls on the page."""
 SILENCE_SHOWN_SECONDS = 3.0
@@ -39,7 +39,10 @@ class SnapshotSources:
     clock: WallClock
 
     def __call__(self) -> dict[str, object]:
-        """Return the current content of each section by name."""
+        """Return the current content of each section by name.
+
+        Values that change without meaning are removed, such as the uptime, because a changed section is sent again.
+        """
         names = self.ring.get_names()
         records = self.traffic.history.list_newest(MAX_REQUESTS_SHOWN)
         return {

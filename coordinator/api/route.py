@@ -9,6 +9,7 @@ from router.dialects.openapi import ALWAYS, describe_error
 PUBLIC_SCOPE = ""
 """Scope of a public route. `tests/test_routes.py` lists these routes with reasons."""
 EVENT_STREAM_TYPE = "text/event-stream"
+"""Media type of server-sent events."""
 MAX_BODY_BYTES = 64 * 1024
 """Maximum bytes of the body of a control route that needs an API key."""
 MAX_PUBLIC_BODY_BYTES = 1024
@@ -34,8 +35,11 @@ JSON = Content(
 )
 """Content of most routes: a JSON object with the version of its format in `schema`."""
 LIST = Content("application/json", {"type": "array", "items": {"type": "object"}})
+"""Content of a route whose format Prometheus defines: a JSON array of objects."""
 EVENT_STREAM = Content(EVENT_STREAM_TYPE, {"type": "object"})
+"""Content of a route with server-sent events, each with a JSON object."""
 TEXT = Content.of_text("text/plain")
+"""Content of a route with plain text, such as a log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class Route:
 
     @property
     def pattern(self) -> str:
-        """Path as the application matches it."""
+        """Path as the application matches it: with `ends_with_name`, the last parameter also matches slashes."""
         return self.path.removesuffix("}") + ":path}" if self.ends_with_name else self.path
 
     @property

@@ -16,6 +16,7 @@ import msgspec
 
 MAGIC = b"macpool backup 1\n"
 FAMILY = b"macpool backup "
+"""Beginning of a backup of any format version."""
 FORMAT = 1
 HEAD_BYTES = 64
 """Bytes from the beginning of a file that tell its format, encrypted or not."""
@@ -28,6 +29,7 @@ NAMES = re.compile(
 )
 """Allowed names of members. Any other name is refused."""
 NEEDED = frozenset({DATABASE, "pepper", "authority/authority.pem"})
+"""Names of the members that every backup has."""
 
 
 class ArchiveError(Exception):
@@ -90,7 +92,7 @@ def read_manifest(source: ReadableStream) -> Manifest:
     """Read the manifest from a stream that is positioned after `MAGIC`.
 
     Raise `ArchiveError` if the manifest is damaged or from a newer format. Raise it also if the manifest lists a file
-    that is not allowed, or lacks a required one.
+    that is not allowed, lists a file twice, or lacks a required one.
     """
     length = int.from_bytes(read_exactly(source, 4), "big")
     if length > MAX_MANIFEST_BYTES:

@@ -53,7 +53,10 @@ def commit(folder: Path, plan: FileMoves) -> None:
 
 
 def discard_staging(folder: Path) -> None:
-    """Delete a staged state that is not committed, because it contains secrets."""
+    """Delete a staged state that is not committed, because it contains secrets. Keep a committed one.
+
+    Errors of the deletion are ignored.
+    """
     if not is_unsettled(folder):
         shutil.rmtree(folder / RESTORING, ignore_errors=True)
 
@@ -66,7 +69,8 @@ def is_unsettled(folder: Path) -> bool:
 def finish_swap(folder: Path) -> bool:
     """Finish an interrupted swap, or delete an uncommitted state. Return whether a swap was finished.
 
-    The caller holds the lock. Raise `OSError` if a file cannot be moved; the next call continues.
+    The caller holds the lock. A state whose `commit.json` cannot be parsed counts as uncommitted. Raise `OSError` if a
+    file cannot be moved; the next call continues.
     """
     staged = folder / RESTORING
     if not staged.exists():

@@ -31,6 +31,7 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 MAGIC = b"age-encryption.org/v1\n"
 FORMER_MAGIC = b"macpool sealed 1\n"
 FORMER_FAMILY = b"macpool sealed "
+"""Beginning of files in any version of the former format."""
 FAMILIES = (b"age-encryption.org/", FORMER_FAMILY)
 """Beginnings of encrypted files of any version."""
 CHUNK_BYTES = 64 * 1024
@@ -99,7 +100,7 @@ class DecryptingReader:
     """Reader that decrypts an encrypted file. `file` is positioned at its beginning.
 
     Raise `EncryptionError` if the header is damaged or truncated, needs more memory than allowed, or does not fit the
-    passphrase.
+    passphrase. In the former format, the first `read` detects a wrong passphrase.
     """
 
     def __init__(self, file: BinaryIO, passphrase: bytes) -> None:

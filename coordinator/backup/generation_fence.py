@@ -15,6 +15,7 @@ from coordinator.tls.cluster_ca import ClusterCa
 from host.private_files import write_private
 
 MARK_FILE = "superseded.json"
+"""File in the state folder with the `SupersededMark`."""
 
 
 class SupersededError(Exception):
@@ -48,8 +49,8 @@ class GenerationFence:
     def check(self, state: Path) -> None:
         """Raise `SupersededError` if the state folder has a `SupersededMark` with a higher generation.
 
-        A later restore into the folder raises this coordinator's generation, after which the mark has no effect. Raise
-        `OSError` if the mark exists and cannot be read.
+        A later restore into the folder raises this coordinator's generation, after which the mark has no effect. A mark
+        that cannot be parsed, or has no valid signature, is ignored. Raise `OSError` if the mark cannot be read.
         """
         try:
             mark = msgspec.json.decode((state / MARK_FILE).read_bytes(), type=SupersededMark)

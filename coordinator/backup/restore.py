@@ -42,6 +42,7 @@ from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
 from host.private_files import create_private_folder
 
 SCHEMAS = {DATABASE: MIGRATIONS, VIDEOS: VIDEO_MIGRATIONS}
+"""Migrations of each database. Their number is the newest schema version that this macpool reads."""
 _BESIDES = ("", "-wal", "-shm")
 RESERVED_EPOCHS = 1000
 """Epochs reserved for starts of the other coordinator since the backup.
@@ -49,6 +50,7 @@ RESERVED_EPOCHS = 1000
 Request numbers contain the epoch, and nodes treat a lower number as already counted.
 """
 CONFIG, CONFIG_ASIDE = "config.toml", "config.toml.restored"
+"""Name of the settings file, and of restored settings that differ from the existing ones."""
 
 
 class RestoreError(Exception):
@@ -97,7 +99,8 @@ class Restored:
 def inspect_backup(file: Path, passphrase: bytes | None = None) -> Manifest:
     """Read and verify a whole backup without any change, and return its manifest.
 
-    Raise `PassphraseNeeded` if it is encrypted and `passphrase` is None. Raise `RestoreError` if it cannot be restored.
+    Raise `PassphraseNeeded` if it is encrypted and `passphrase` is None. Raise `RestoreError` if it is not a backup, is
+    damaged or too new, or cannot be read. Only `restore` checks that its CA and its databases are of one cluster.
     """
     try:
         with file.open("rb") as opened:
@@ -116,6 +119,8 @@ def inspect_backup(file: Path, passphrase: bytes | None = None) -> Manifest:
 
 def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = None, replace: bool = False) -> Restored:
     """Restore a backup into a state folder. `now` is Unix seconds; `replace` permits a folder with a cluster.
+
+    Create the folder if it is missing, and finish an interrupted swap there first.
 
     Raise `PassphraseNeeded` if the backup is encrypted and `passphrase` is None. Raise `RestoreError` if the backup is
     damaged or too new, if a file cannot be written, or if the folder holds a cluster without `replace`. Raise

@@ -96,6 +96,7 @@ SECTIONS = {
 }
 """Section of the help → verb → implementation and summary. The help is printed without an import of the verb."""
 COMMANDS = {name: command for section in SECTIONS.values() for name, command in section.items()}
+"""Verb → implementation and summary."""
 NAMES = ("cluster", "macpool")
 """Names of the command: graphviz has a `cluster` of its own on many machines."""
 INTERRUPTED = 130

@@ -19,7 +19,7 @@ CLEARABLE = (
 
 
 def limit_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command with the options for a key's limits."""
+    """Decorate a command with the options for a key's limits: one keyword argument for each name in `CLEARABLE`."""
     for option in reversed(
         (
             click.option(
@@ -54,5 +54,8 @@ def limit_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def select_limits(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the limits that were given by the options of `limit_options`, in the form of the API."""
+    """Return the limits that were given by the options of `limit_options`, in the form of the API.
+
+    Options that were not given are omitted.
+    """
     return {name: value for name, value in options.items() if value not in (None, ())}

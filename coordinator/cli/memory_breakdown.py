@@ -6,6 +6,7 @@ from typing import Any
 from wire.units import show_size
 
 OFF, NO_MARGIN, UNARMED = "OFF", "no margin", "not armed"
+"""Guard states: the guard is off, the margin is 0 bytes, and the gate is not armed."""
 ALARMING = frozenset({OFF, NO_MARGIN})
 """Guard states that need attention."""
 
@@ -32,9 +33,9 @@ def get_guard_state(node: dict[str, Any]) -> str:
 
 
 def describe_breaker(node: dict[str, Any], now: float | None = None) -> str:
-    """Describe a circuit breaker that is not closed, with its reason and end; empty if the node gets requests.
+    """Describe the circuit breaker of a node, with the last failure and its end; empty if the breaker is closed.
 
-    `now` is in Unix seconds; None for the current time.
+    A node without the field `breaker` counts as closed. `now` is in Unix seconds; None for the current time.
     """
     breaker: dict[str, Any] = node.get("breaker", {"state": "closed"})
     if breaker["state"] == "closed":

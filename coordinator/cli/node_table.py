@@ -71,7 +71,10 @@ def build_wide_row(node: dict[str, Any]) -> tuple[str, ...]:
 
 
 def format_state(node: dict[str, Any]) -> str:
-    """Return a node's state, with facts that need attention: silence, cordon, failing engine, guard not armed."""
+    """Return a node's state, with facts that need attention: silence, cordon, failing engine, guard not armed.
+
+    For a ready node whose engine is not ready, the state of the engine comes first.
+    """
     words = [node["state"]]
     if node["state"] in (NodeState.LOST, NodeState.SUSPECT) and node["heard_seconds"] is not None:
         words[0] += f" {format_age(node['heard_seconds'])}"

@@ -21,8 +21,8 @@ from router.admission.rate_limits import KeyLimits
 def run_offline(session: ApiSession, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Perform the operation of an API route for tokens, keys or audit on the state folder, and return its JSON.
 
-    Raise `CommandError` if there is no cluster, a file cannot be read or written, the id is unknown, or the name is
-    taken.
+    A change is written to the audit log, with the actor `offline`. Raise `CommandError` if there is no cluster, or a
+    file cannot be read or written. Raise it also if the id is unknown, the name is taken, or the limits are wrong.
     """
     if not (session.state / "cluster.db").exists():
         if read_member_identity(session.state) is not None:

@@ -9,7 +9,7 @@ from wire.units import show_size
 
 
 def print_placement(answer: dict[str, Any]) -> None:
-    """Print the candidates of a placement with their memory, and the chosen node.
+    """Print the candidates of a placement with their memory, and the chosen node if there is one.
 
     `answer` is that of `/api/v1/place`. The passed-over models of an alias come first.
     """

@@ -28,7 +28,10 @@ class SettingsReport:
     """Settings that a start would use, and their faults."""
 
     rows: tuple[dict[str, Any], ...]
-    """Every setting as a row: key, value, origin, description. An invalid value is ignored."""
+    """Every setting as a row: key, value, origin, description. An invalid value is ignored.
+
+    If the file cannot be parsed, the rows are the defaults of the coordinator.
+    """
     faults: tuple[Any, ...]
     """Faults as `coordinator.state.config_file.ConfigFault`."""
 
@@ -55,7 +58,8 @@ class RunningProcesses:
 def read_running_settings(session: ApiSession, node: Mapping[str, Any]) -> RunningProcesses:
     """Return the settings of the running coordinator and node of a state folder.
 
-    `node` is the report of `node.inspect.report`. A process that does not answer is treated as not running.
+    `node` is the report of `node.inspect.report`. A process that does not answer is treated as not running. With --url,
+    the coordinator is omitted, because that URL may be of another machine.
     """
     running: dict[str, list[dict[str, Any]]] | None = node.get("running")
     halves = {} if running is None else {"node": running}
@@ -102,8 +106,8 @@ def inspect_settings(
 ) -> SettingsReport:
     """Read all settings of coordinator and node as a start would: from `file`, `environ`, and `pairs` of --set.
 
-    `node` is the report of `read_node_settings`, if already read. Raise `CommandError` for an invalid --set or MACPOOL_
-    variable, or if the node's settings cannot be read.
+    `node` is the report of `read_node_settings`, if already read. Invalid values are faults of the result. Raise
+    `CommandError` for a --set that is not KEY=VALUE, or if the node's settings cannot be read.
     """
     from coordinator.state.config_file import ConfigFault, build_syntax_fault, locate_faults, redact_rows
     from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
@@ -158,7 +162,8 @@ def _is_part_of(key: str, faults: Collection[str]) -> bool:
 def read_node_settings(state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> dict[str, Any]:
     """Return the settings of the node, as `node.inspect.report --settings-only` prints them.
 
-    Raise `CommandError` if that process fails, or does not end within `CHILD_TIMEOUT_SECONDS`.
+    Of `environ`, only the MACPOOL_ variables are used. Raise `CommandError` if that process prints no JSON, or does not
+    end within `CHILD_TIMEOUT_SECONDS`.
     """
     command = [
         sys.executable,

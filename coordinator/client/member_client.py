@@ -20,7 +20,7 @@ from wire.identity import build_coordinator_uri
 CONNECT_TIMEOUT_SECONDS = 5.0
 """Longest wait for the connection and for each read, in seconds."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-"""Bytes of an answer after which no more is read."""
+"""Bytes of an answer after which no more is read; a longer answer counts as invalid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def query_coordinator(member: MemberIdentity, path: str) -> dict[str, Any]:
     """Return the JSON that the coordinator's API has at `path`, from the first address that answers.
 
     Raise `CommandError` if no address answers, if the coordinator refuses, or if the peer is not the coordinator. Raise
-    it also if the certificate of the node cannot be read.
+    it also if the coordinator is too old for queries, or if the certificate of the node cannot be read.
     """
     failures: list[str] = []
     for address in member.addresses:

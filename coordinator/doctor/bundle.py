@@ -191,8 +191,8 @@ def _redact_setting(value: object) -> object:
 def write_bundle(file: Path, contents: Mapping[str, object], logs: Iterable[Path], home: Path) -> list[str]:
     """Write the archive (tar.gz, mode 0600) and return the names of its files.
 
-    `contents` has JSON values by file name. `logs` are the files from which events are taken. `home` is the home
-    folder, which is redacted. Raise `OSError` if the archive cannot be written.
+    `contents` has JSON values by file name. `logs` are the files from which events are taken; a missing or empty one is
+    omitted. `home` is the home folder, which is redacted. Raise `OSError` if the archive cannot be written.
     """
     parts = {"README.txt": README}
     parts |= {

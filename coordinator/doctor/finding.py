@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Result = Literal["ok", "warn", "fail", "not here"]
-"""Result of a check. `not here`: the check does not apply to this machine."""
+"""Result of a check. `warn`: something works but needs attention. `not here`: the check does not apply here."""
 CLEAN, WARNED, FAILED, PIN, BLOCKED = 0, 1, 6, 9, 10
 """Exit codes of the doctor."""
 LOCAL_NETWORK, LINK = "local-network", "coordinator"
@@ -54,8 +54,8 @@ def not_here(why: str) -> Finding:
 def compute_exit_code(findings: Iterable[tuple[str, Finding]], *, strict: bool) -> int:
     """Return the doctor's exit code for findings with their check ids.
 
-    That is `BLOCKED` if `LOCAL_NETWORK` failed, `PIN` for an unexpected peer, or `FAILED` after another failure. With
-    `strict`, warnings alone are `WARNED`. Otherwise return `CLEAN`.
+    That is the first that applies: `BLOCKED` if `LOCAL_NETWORK` failed, `PIN` for an unexpected peer, `FAILED` after
+    another failure. With `strict`, warnings alone are `WARNED`. Otherwise return `CLEAN`.
     """
     all_findings = list(findings)
     failed = {name for name, finding in all_findings if finding.result == "fail"}

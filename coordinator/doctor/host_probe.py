@@ -1,7 +1,7 @@
 """Access of the doctor to the machine: tools, sockets, child processes, files, and the coordinator's API.
 
 Every check uses one `HostProbe` for all access. Tests can therefore simulate a Mac: platform, tools and connections are
-parameters. No call waits longer than a few seconds, and none raises because something is missing.
+parameters. Every call has a timeout, and none raises because something is missing.
 """
 
 import json
@@ -82,7 +82,10 @@ def dial_tcp(host: str, port: int) -> int:
 
 
 class Lazy(Generic[T]):
-    """Value that is computed by `make` at its first use. Several threads may use it; only one computes it."""
+    """Value that is computed by `make` at its first use. Several threads may use it; only one computes it.
+
+    If `make` raises an error, the error is passed on, and the next use calls `make` again.
+    """
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -104,9 +107,13 @@ class HostProbe:
     session: ApiSession
     """Access to the coordinator's API, with the state folder."""
     platform: str = sys.platform
+    """Operating system, as in `sys.platform`."""
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    """Environment variables."""
     run: RunTool = run_tool
+    """Function that runs tools and child processes."""
     dial: Dial = dial_tcp
+    """Function that tries a TCP connection."""
     root: Path = Path("/")
     """Folder that takes the place of `/`."""
     get_power: Callable[[], PowerState] = read_power
@@ -184,7 +191,7 @@ class HostProbe:
         return [name for name in names if self.environ.get(name) or self.environ.get(name.lower())]
 
     def find_stray_variables(self) -> list[str]:
-        """Return the names of environment variables that begin with MACPOOL_ and are settings, sorted."""
+        """Return the names of environment variables that begin with MACPOOL_, sorted, without those in `OUTSIDE`."""
         return sorted(name for name in self.environ if name.startswith("MACPOOL_") and name not in OUTSIDE)
 
 

@@ -29,7 +29,7 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 def check_system(here: HostProbe) -> Finding:
-    """Check the version of the operating system; nodes need `MIN_MACOS_VERSION`."""
+    """Check the version of the operating system. Fail below `MIN_MACOS_VERSION`. Any system but macOS is ok."""
     if not here.mac:
         return ok(f"{platform.system()} {platform.release()}, {platform.machine()}")
     version, build = macos.parse_version(here.run_tool("/usr/bin/sw_vers"))
@@ -42,7 +42,7 @@ def check_system(here: HostProbe) -> Finding:
 
 
 def check_python(here: HostProbe) -> Finding:
-    """Check the interpreter: native, supported, and not the one that an Xcode update replaces."""
+    """Check that the interpreter is native and supported, else fail. Warn about the one that Xcode updates replace."""
     text = f"Python {platform.python_version()}, {platform.machine()}"
     if here.mac and platform.machine() != "arm64":
         translated = here.run_tool("/usr/sbin/sysctl", "-n", "sysctl.proc_translated").strip() == "1"
@@ -63,7 +63,10 @@ def check_python(here: HostProbe) -> Finding:
 
 
 def check_mlx(here: HostProbe) -> Finding:
-    """Check that MLX is installed and can be loaded, and that it uses Metal on a Mac."""
+    """Check that MLX is installed and can be loaded, and that it uses Metal on a Mac. Fail otherwise.
+
+    Warn if MLX does not answer in time. The check does not apply without MLX on a machine that is not a node.
+    """
     device = here.read_device()
     if device is None:
         return warn(
@@ -121,7 +124,7 @@ def check_wired_limit(here: HostProbe) -> Finding:
 
 
 def check_memory(here: HostProbe) -> Finding:
-    """Check that cap and margin of this machine's memory are valid, and that the guard is on."""
+    """Check the memory settings. Fail for an invalid cap or margin. Warn if the guard is off, or about another risk."""
     inspection = here.read_inspection()
     if inspection is None:
         return warn("the memory cannot be read", "run `python -m node.inspect.report --state STATE` and read its error")
@@ -144,7 +147,8 @@ def check_memory(here: HostProbe) -> Finding:
 def check_disk(here: HostProbe) -> Finding:
     """Check the free space on the disks of the model folders and the state folder.
 
-    Warn below `MIN_MODEL_DISK_BYTES` for models. Fail below `MIN_STATE_DISK_BYTES` for the state folder.
+    Too little is less than `MIN_MODEL_DISK_BYTES` for models, or than `MIN_STATE_DISK_BYTES` for the state folder. Of
+    the folders with too little, the one with the least decides: fail for the state folder, warn for models.
     """
     inspection = here.read_inspection()
     folders = [Path(path) for path in (inspection["folders"] if inspection else ())]
@@ -180,11 +184,13 @@ def _shorten_path(path: Path) -> str:
 
 
 SECRET_FILES = ("pepper", "run.json", "cluster.db", "token", "identity.json")
+"""Names of files that must be private, in addition to keys and certificates."""
 MAX_FILES_SEARCHED = 5000
+"""Files of the state folder after which `check_files` stops its search."""
 
 
 def check_files(here: HostProbe) -> Finding:
-    """Check that files with secrets in the state folder belong to this user, and that only this user can read them."""
+    """Check that secret files of the state folder are private, and belong to this user unless root. Fail otherwise."""
     if not here.state.exists():
         return not_here(f"there is no state folder {_shorten_path(here.state)}")
     secrets = list(_find_secret_files(here.state))
@@ -226,7 +232,10 @@ def _is_readable_by_others(path: Path) -> bool:
 
 
 def check_firewall(here: HostProbe) -> Finding:
-    """Check that macOS's application firewall does not block this Python. For a service, macOS shows no prompt."""
+    """Check that macOS's application firewall does not block this Python. For a service, macOS shows no prompt.
+
+    Fail if it is blocked. Warn if a coordinator's Python has no entry in the firewall.
+    """
     if not here.mac:
         return not_here(ONLY_MACOS)
     on = macos.parse_firewall(here.run_tool(FIREWALL, "--getglobalstate"))
@@ -256,7 +265,7 @@ def check_firewall(here: HostProbe) -> Finding:
 
 
 def check_sleep(here: HostProbe) -> Finding:
-    """Check the sleep settings, because a sleeping Mac serves no requests. A laptop may sleep."""
+    """Check the sleep settings, because a sleeping Mac serves no requests. Warn if it may sleep; a laptop may."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     settings = macos.parse_power_settings(here.run_tool("/usr/bin/pmset", "-g"))
@@ -278,7 +287,7 @@ def check_sleep(here: HostProbe) -> Finding:
 
 
 def check_power(here: HostProbe) -> Finding:
-    """Check that this machine is on mains power, and that the lid of a laptop is open."""
+    """Check that this machine is on mains power, and that the lid of a laptop is open. Only a Mac gets a warning."""
     now = here.get_power()
     if now.plugged is None:
         return (
@@ -299,7 +308,7 @@ def check_power(here: HostProbe) -> Finding:
 
 
 def check_filevault(here: HostProbe) -> Finding:
-    """Check FileVault, because a Mac that waits for the disk's password runs no service."""
+    """Check FileVault, and warn if it is on, because a Mac that waits for the disk's password runs no service."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     on = macos.parse_filevault(here.run_tool("/usr/bin/fdesetup", "status"))
@@ -350,7 +359,7 @@ def check_panics(here: HostProbe) -> Finding:
 
 
 def check_started_from(here: HostProbe) -> Finding:
-    """Check that the program that started this process needs no permission for the local network.
+    """Check that the program that started this process needs no permission for the local network. Warn otherwise.
 
     macOS applies the permission of that program to this process.
     """
@@ -367,7 +376,7 @@ def check_started_from(here: HostProbe) -> Finding:
 
 
 def check_open_files(here: HostProbe) -> Finding:
-    """Check that a process may open at least `MIN_OPEN_FILES` files and connections."""
+    """Check that the hard limit of open files and connections is at least `MIN_OPEN_FILES`. Warn otherwise."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard if hard != resource.RLIM_INFINITY else 1 << 20
     if most < MIN_OPEN_FILES:
@@ -378,7 +387,7 @@ def check_open_files(here: HostProbe) -> Finding:
 
 
 def check_proxy(here: HostProbe) -> Finding:
-    """Check that the environment has no proxy, or has NO_PROXY: requests to the local network must not use a proxy."""
+    """Check that no proxy is set, or any NO_PROXY. Warn otherwise: requests to the pool must not use a proxy."""
     variables = here.find_variables(*PROXIES)
     if variables and not here.find_variables("NO_PROXY"):
         return warn(

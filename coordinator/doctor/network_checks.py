@@ -15,7 +15,10 @@ MULTICAST_TIMEOUT_SECONDS = 1.0
 
 
 def check_local_network(here: HostProbe) -> Finding:
-    """Check that macOS's local network privacy does not block this process, which would resemble a network fault."""
+    """Check that macOS's local network privacy does not block this process, which would resemble a network fault.
+
+    Fail if it does (`macos.is_blocked`). Warn if no other machine answers. The check does not apply if none is known.
+    """
     if not here.mac:
         return not_here("only macOS blocks programs from the local network")
     gateway = macos.parse_gateway(here.run_tool("/sbin/route", "-n", "get", "default"))
@@ -55,7 +58,7 @@ def _describe_result(code: int | None) -> str:
 
 
 def check_bonjour(here: HostProbe) -> Finding:
-    """Check that multicast works: that a query to Bonjour's group and port returns to this machine."""
+    """Check that a query to Bonjour's group and port returns to this machine. Warn otherwise: Bonjour is optional."""
     question = (
         b"\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x08"
         + os.urandom(4).hex().encode()

@@ -67,7 +67,10 @@ def check_settings(here: HostProbe) -> Finding:
 
 
 def check_coordinator(here: HostProbe) -> Finding:
-    """Check whether the coordinator answers at its endpoint, or at one of the addresses that the node stored."""
+    """Check whether the coordinator answers. Fail otherwise, and mark an answer of another peer as `intercepted`.
+
+    Use the endpoint of a known coordinator, or the addresses that the node stored (`assess_dials`).
+    """
     inspection = here.read_inspection() if here.has_node else None
     dialled: list[dict[str, Any]] = inspection["dialled"] if inspection else []
     if here.session.running or here.has_cluster:
@@ -101,7 +104,8 @@ def _check_endpoint(here: HostProbe) -> Finding:
 def assess_dials(dialled: Sequence[dict[str, Any]]) -> Finding:
     """Return the finding for connections to the coordinator's addresses that a node stored.
 
-    `dialled` are the rows of `node.inspect.report`. The finding is ok if one peer proved to be the coordinator.
+    `dialled` are the rows of `node.inspect.report`. The finding is ok if one peer proved to be the coordinator, else a
+    failure. The failure is `intercepted` if a peer proved to be another process.
     """
     text = "; ".join(f"{dial['address']}: {_describe_dial(dial)}" for dial in dialled) or "no address is stored"
     numbers = {dial["address"]: dial["seconds"] for dial in dialled}
@@ -228,7 +232,10 @@ def _read_last_skew(log: Path) -> float | None:
 
 
 def check_protocol(here: HostProbe) -> Finding:
-    """Check that this machine, the coordinator and all nodes have the same version of macpool."""
+    """Check that this machine, the coordinator and all nodes have the same version of macpool. Warn otherwise.
+
+    The check does not apply if the coordinator does not report its version.
+    """
     from importlib.metadata import version
 
     ours = version("macpool")
@@ -251,7 +258,7 @@ def check_protocol(here: HostProbe) -> Finding:
 
 
 def check_identity(here: HostProbe) -> Finding:
-    """Check that the node's identity was created on this machine, and not copied from another."""
+    """Check that the node's identity was created on this machine. Fail if it was copied or cannot be read."""
     if not here.has_node:
         return not_here("this machine has not joined as a node")
     inspection = here.read_inspection()
@@ -266,7 +273,7 @@ def check_identity(here: HostProbe) -> Finding:
 
 
 def check_video(here: HostProbe) -> Finding:
-    """Check that the ports of this Mac's Ray are free, if video is enabled and Ray is installed.
+    """Check that the ports of this Mac's Ray are free, if video is enabled and Ray is installed. Fail otherwise.
 
     Ports in use are no fault if this node has started Ray, because its own Ray may use them. The check does not apply
     if the node's inspection did not answer.
@@ -304,7 +311,7 @@ def _is_port_taken(port: int) -> bool:
 
 
 def check_log_errors(here: HostProbe) -> Finding:
-    """Check that the logs of coordinator and node have no errors in the last hour.
+    """Check that the logs of coordinator and node have no errors in the last hour. Warn otherwise.
 
     Of each log, only the last `MAX_TAIL_BYTES` bytes are read.
     """

@@ -12,9 +12,10 @@ REPAIR = "`sudo cluster service install` repairs it"
 
 
 def check_service(here: HostProbe, manager: ServiceHost | None = None) -> Finding:
-    """Check that an installed service runs, and that its unit has an existing Python and the right ProcessType.
+    """Check that an installed service runs, and that its unit has an existing Python. Fail otherwise.
 
-    `manager` is the service manager; None for that of this machine.
+    On macOS, warn unless its ProcessType is Interactive. The check does not apply without a service. `manager` is the
+    service manager; None for that of this machine.
     """
     host = manager or ServiceHost(here.platform, root=here.root)
     try:

@@ -8,7 +8,9 @@ from wire.report import CacheState
 CACHE_SHARE = 0.15
 """Share of the cap without weights that is used for ended chats."""
 MAX_EVICTIONS_REPORTED = 64
+"""Maximum keys of evicted chats in a report."""
 MAX_KEY_BYTES = 32
+"""Maximum bytes of the key of a chat in frames and reports."""
 
 
 class EndedChat(NamedTuple):
@@ -16,6 +18,7 @@ class EndedChat(NamedTuple):
 
     model: str
     tokens: int
+    """Tokens of the last prompt and its answer."""
     size: int
     """Bytes of its KV cache."""
 
@@ -68,5 +71,5 @@ class EndedChats:
         self._evicted.append(make_chat_key(session))
 
     def to_report(self) -> CacheState:
-        """Return the state of the cache as a node reports it."""
+        """Return the state of the cache as a node reports it, with the keys of the newest evicted chats."""
         return CacheState(self.nbytes, len(self._chats), evictions=self._evictions, evicted=tuple(self._evicted))

@@ -59,8 +59,8 @@ class NodeForecast:
         return model is not None and can_ever_fit(self._memory.read(now), model.model, turn.prompt, turn.output)
 
     def estimate_first_token(self, turn: ConversationTurn, now: float) -> float:
-        """Return the seconds to the first token of a request that arrives now. The node must have the model of the
-        request."""
+        """Return the seconds to the first token of a request that arrives now. Raise `KeyError` if the node does not
+        have the model of the request."""
         model = self._models[turn.model]
         mine = turn.prompt - self._chats.find(turn.session, turn.model, turn.prompt)
         lefts = [request.left * self._costs.get_pace(request.model).each for request in self._queued()]

@@ -57,6 +57,7 @@ CHIPS = MappingProxyType(
         "M4 Max": Chip(886, 83),
     }
 )
+"""Chips by the names that scenarios use."""
 
 
 def compute_default_cap(memory: int) -> int:
@@ -86,6 +87,7 @@ class ChipCosts:
     """
 
     free_prefill = False
+    """Whether a prefill takes no time."""
 
     def __init__(self, chip: Chip, models: Mapping[str, tuple[float, int]]) -> None:
         self._chip = chip
@@ -102,7 +104,10 @@ class ChipCosts:
         return self._paces[model]
 
     def estimate_step_seconds(self, loads: Mapping[str, DecodeLoad]) -> float:
-        """Return the seconds of a decode step of all rows: a step of each model after the other."""
+        """Return the seconds of a decode step of all rows: a step of each model after the other.
+
+        Raise `KeyError` for an unknown model.
+        """
         return sum(
             estimate_step_seconds(self._chip, self._models[name][0], load.rows, load.tokens * self._models[name][1])
             for name, load in loads.items()

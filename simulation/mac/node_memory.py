@@ -24,13 +24,13 @@ class NodeMemory:
         self._margin = compute_default_margin(self._cap)
         self._leases = 0
         self.highest = 0
-        """Highest footprint of all reports in bytes."""
+        """Highest footprint of all reports in bytes; 0 before the first."""
 
     def read(self, now: float, *, reported: bool = False) -> Memory:
         """Return the memory at `now`.
 
         With `reported`, the KV of tokens computed so far counts as active memory, as in a report. Without, it counts as
-        reserved, and the sum is the same.
+        reserved, and the sum is the same. With `reported`, also update `highest`, and count chats as reusable.
         """
         written = promised = 0
         for model in self._models:
@@ -107,7 +107,10 @@ class NodeMemory:
     # changes
 
     def change_lease(self, size: int, now: float) -> bool:
-        """Lease `size` bytes to a video. Return False if they do not fit. A negative size ends a lease."""
+        """Lease `size` bytes to a video. Return False and change nothing if they do not fit.
+
+        Chats are evicted and idle models unloaded if that makes room. A negative size ends a lease of that size.
+        """
         if size > 0 and self.check_for(size, now, None) is not None:
             return False
         self._leases += size
@@ -116,7 +119,7 @@ class NodeMemory:
     def keep_chat(self, session: str, model: SimulatedModel, tokens: int, now: float) -> None:
         """Cache an ended chat of `tokens` tokens for its next turn, if there is room. Discard its previous turn.
 
-        Do nothing if `session` is empty.
+        The oldest chats are evicted to keep all chats within `CACHE_SHARE`. Do nothing if `session` is empty.
         """
         if not session:
             return

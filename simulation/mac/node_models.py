@@ -28,8 +28,9 @@ class SimulatedModel:
     chip: Chip
     """Chip of the node."""
     loaded: bool = False
+    """Whether the model is in memory."""
     used: float = 0.0
-    """Time of the last use."""
+    """Time of the last begin or end of a request; 0 before the first."""
     ready_at: float = 0.0
     """Time at which the running load ends; 0 if no load runs."""
     loading: bool = False
@@ -51,11 +52,11 @@ class SimulatedModel:
         self.holds, self.used = self.holds - 1, now
 
     def request_load(self) -> None:
-        """Queue the model for its load."""
+        """Mark the model as loading. `NodeModels.load` decides when its load starts."""
         self.loading = True
 
     def start_load(self, now: float) -> None:
-        """Start the load."""
+        """Start the load at `now`: set the time at which it ends."""
         self.ready_at = now + max(MIN_LOAD_SECONDS, self.model.load_seconds)
 
     def end_load(self) -> None:
@@ -75,7 +76,7 @@ class SimulatedModel:
         return 1.0 if total <= 0 else min(1.0, max(0.0, 1 - (self.ready_at - now) / total))
 
     def to_report(self, now: float) -> Model:
-        """Return the model as a node reports it."""
+        """Return the model as a node reports it at `now`. Only a loaded model has speeds."""
         groups = self.ledger.list_groups()
         if not self.loaded:
             progress = self.compute_progress(now) if self.loading and self.ready_at else 0.0
@@ -102,6 +103,7 @@ class NodeModels:
         self._models: dict[str, SimulatedModel] = {}
         self._loading: list[SimulatedModel] = []
         self.loads = 0
+        """Number of loads that were requested."""
 
     def __iter__(self) -> Iterator[SimulatedModel]:
         return iter(self._models.values())
@@ -141,7 +143,10 @@ class NodeModels:
         return {name: (model.spec.active, model.model.kv_per_token) for name, model in self._models.items()}
 
     def load(self, model: SimulatedModel, now: float) -> None:
-        """Load a model after all models whose load was requested before. Ignore a model that is loading."""
+        """Load a model after all models whose load was requested before. Ignore a model that is loading.
+
+        The model must not be in memory. Room for its weights is not checked.
+        """
         if model.loading:
             return
         model.request_load()

@@ -41,7 +41,8 @@ class SimulatedNode:
     """Simulated Mac, which answers frames of the router in the virtual time of `loop`.
 
     `send` sends a frame to the router. `turn_of` returns the turn of a request id, with its true output. `changed` is
-    called after a request has ended or memory was released. Without `loads`, no model is in memory at the start.
+    called after a request has ended or was preempted, but not at the end of a lease. Without `loads`, no model is in
+    memory at the start.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class SimulatedNode:
         self._changed = changed
         total = parse_size(spec.memory)
         self.models = NodeModels(CHIPS[spec.chip], parse_size(spec.disk), compute_default_cap(total))
+        """Models on the disk of the node, with their state."""
         for model in models:
             if not spec.models or model.name in spec.models:
                 self.models.add(model, loaded=loads and model.name in spec.loaded)
@@ -75,11 +77,13 @@ class SimulatedNode:
         self.forecast = NodeForecast(
             self.models, self._memory, self._chats, self._costs, self._engine.table, self._list_queued
         )
+        """Forecast for the clairvoyant router."""
         self._awaiting_model: list[SimulatedRequest] = []
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._acked = self._sequence = 0
         self.dirty = True
+        """Whether the state has changed since the last report. A node with requests is always dirty."""
 
     @property
     def loads(self) -> int:
@@ -88,16 +92,16 @@ class SimulatedNode:
 
     @property
     def preemptions(self) -> int:
-        """Number of preemptions."""
+        """Number of times that the engine preempted a request."""
         return self._engine.preemptor.preemptions
 
     @property
     def highest(self) -> int:
-        """Highest footprint of all reports, in bytes."""
+        """Highest footprint of all reports, in bytes; 0 before the first."""
         return self._memory.highest
 
     def read_memory(self) -> Memory:
-        """Return the memory at this moment."""
+        """Return the memory at this moment, with the KV of running requests as reserved (`NodeMemory.read`)."""
         return self._memory.read(self._loop.time())
 
     def _list_queued(self) -> list[ScriptedSequence]:
@@ -289,7 +293,7 @@ class SimulatedNode:
     # reports
 
     def report(self) -> Report:
-        """Return the node's report at this moment, with the next sequence number."""
+        """Return the node's report at this moment, with the next sequence number. Send the due frames first."""
         now = self._loop.time()
         self._emit(self._engine.turns.catch_up(now), now)
         self._sequence += 1

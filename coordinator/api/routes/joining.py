@@ -46,7 +46,7 @@ class JoinRoutes:
         )
 
     async def list_tokens(self) -> dict[str, Any]:
-        """List join tokens without their secrets, the newest first; times in Unix seconds."""
+        """List join tokens without their secrets, the newest first; times in Unix seconds. Revoked ones are omitted."""
         return self._admin.list_tokens()
 
     async def create_token(self, body: NewTokenBody) -> dict[str, Any]:

@@ -46,8 +46,8 @@ class LogRoutes:
     ) -> Response:
         """Return the newest events of the coordinator as server-sent events; with `follow` also new events.
 
-        After an interruption, `Last-Event-ID` requests the missed events. Raise `ProblemError` 503 if too many clients
-        follow.
+        `last` is the number of newest events. After an interruption, `Last-Event-ID` requests the missed events
+        instead. Raise `ProblemError` 503 if too many clients read events.
         """
         if self._events.full:
             raise ProblemError(

@@ -30,7 +30,7 @@ COMMAND_ERRORS = (404, 409, 429, 500, 502, 503, 504)
 
 
 class ModelBody(Body):
-    """Body of a command for a model: the model, and optionally the node (name or id)."""
+    """Body of a command for a model: the model, and the node (name or id). None: the route chooses the nodes."""
 
     model: Annotated[str, Field(min_length=1, max_length=200)]
     node: Annotated[str | None, Field(min_length=1, max_length=100)] = None
@@ -112,7 +112,7 @@ class ModelRoutes:
         return self.build_answer(self._ring.get_limits(KEY.get()))
 
     async def load(self, body: ModelBody) -> dict[str, Any]:
-        """Load a model on a node, or on the best node. Return that node once the model is loaded.
+        """Load a model on a node, or on the best node that does not refuse. Return that node once the model is loaded.
 
         Raise `ProblemError`: 400 or 404 for a wrong model or node, or the status of the refusal or failure.
         """
@@ -124,7 +124,8 @@ class ModelRoutes:
     async def unload(self, body: ModelBody) -> dict[str, Any]:
         """Unload a model from a node, or from every node that has it loaded. Return these nodes.
 
-        Raise `ProblemError`: 400 or 404 for a wrong model or node, or the status of the refusal or failure.
+        If one node fails, the other nodes unload it nevertheless, and the message names them. Raise `ProblemError`: 400
+        or 404 for a wrong model or node, or the status of the refusal or failure.
         """
         return build_command_answer(
             body.model, *await self._operations.unload_model(check_model_name(body.model), self._find_node_view(body))
@@ -133,8 +134,9 @@ class ModelRoutes:
     async def profile(self, body: ModelBody) -> dict[str, Any]:
         """Measure the memory of a model: on `node` if the body names one, else on every node that has the model loaded.
 
-        If no node has it loaded, load it on the best node and measure it there. The answer has the measured values.
-        Raise `ProblemError`: 400 or 404 for a wrong model or node, or the status of the refusal or failure.
+        If no node has it loaded, load it on the best node and measure it there. The answer has the measured values. If
+        one node fails, the message of the error names the nodes that succeeded. Raise `ProblemError`: 400 or 404 for a
+        wrong model or node, or the status of the refusal or failure.
         """
         return build_command_answer(
             body.model, *await self._operations.profile_model(check_model_name(body.model), self._find_node_view(body))
@@ -169,7 +171,10 @@ def check_model_name(model: str) -> str:
 def build_command_answer(
     model: str | None, done: list[CommandResult], wrong: Refused | RequestFailure | None
 ) -> dict[str, Any]:
-    """Return the answer with the nodes that carried out a command. Raise `ProblemError` unless `wrong` is None."""
+    """Return the answer with the nodes that carried out a command. Raise `ProblemError` unless `wrong` is None.
+
+    `wrong` is the refusal or failure of at least one node.
+    """
     if wrong is not None:
         raise ProblemError(_to_problem(wrong))
     return {"schema": 1, "model": model, "nodes": [result.to_row() for result in done]}

@@ -147,7 +147,7 @@ class NodeRoutes:
         return await self._set_cordon(node, on=True)
 
     async def uncordon(self, node: str) -> dict[str, Any]:
-        """Uncordon a node: it gets requests again.
+        """Uncordon a node: it gets requests again. Without effect on a node that is not cordoned.
 
         Return the node's id and `cordoned`. Raise `ProblemError`: 404 for an unknown node, 409 for one that has left.
         Raise `StoreError` (503) if the change cannot be stored.
@@ -200,7 +200,7 @@ class NodeRoutes:
 
         The node enforces the pause, also without the coordinator. Without `seconds`, the pause lasts until a resume.
         Return the node's sharing state, and the number of its requests (`in_flight`). Raise `ProblemError`: 404 for an
-        unknown node, 409 for one that has left, 503 if the node does not confirm.
+        unknown node, 409 for one that has left. Also: 503 if the node is not linked, is too old, or does not confirm.
         """
         return await self._set_pause(node, body.seconds)
 
@@ -239,6 +239,7 @@ class NodeRoutes:
     async def remove(self, node: str) -> dict[str, Any]:
         """Revoke a node's certificate at once and remove the node from the pool. Return the node's id.
 
+        The node's link ends. The node stays listed for a while.
         Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the change
         cannot be stored.
         """

@@ -64,8 +64,8 @@ class PageRoutes:
     async def enter(self, body: LoginCodeBody) -> dict[str, Any]:
         """Exchange the code of a sign-in link for a session key.
 
-        A code works once, within 2 minutes. `expires` is in Unix seconds. Raise `ProblemError` 401 for any other code,
-        and `StoreError` (503) after a failed write.
+        A code works once, within 2 minutes. `expires` is in Unix seconds. If too many sessions are open, the oldest
+        ends. Raise `ProblemError` 401 for any other code, and `StoreError` (503) after a failed write.
         """
         entered = self._sessions.redeem_code(body.code)
         if entered is None:
@@ -85,8 +85,8 @@ class PageRoutes:
     async def live(self, request: Request, follow: bool = False) -> Response:
         """Return the data of the page as server-sent events, one per section. With `follow`, stream changes.
 
-        The stream sends at most twice per second, and ends when the key expires. Raise `ProblemError` 503 if too many
-        pages are open.
+        The stream sends at most twice per second, and ends when the key is revoked or expires. Raise `ProblemError` 503
+        if too many pages are open.
         """
         if self._live.full:
             raise ProblemError(Problem(503, "too_many_viewers", "too many pages are open: close one", retry_after=5))

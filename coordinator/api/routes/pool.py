@@ -19,6 +19,7 @@ from router.errors import Problem
 from wire.identity import PROTOCOL
 
 CERTIFICATE = "application/x-pem-file"
+"""Media type of a certificate in PEM."""
 
 
 class PoolRoutes:
@@ -76,7 +77,7 @@ class PoolRoutes:
         }
 
     def list_active_conditions(self) -> list[dict[str, Any]]:
-        """Return the active conditions as rows of the API."""
+        """Return the active conditions as rows of the API, critical ones first."""
         return [condition.to_row() for condition in self._conditions.list_active()]
 
     async def version(self) -> dict[str, Any]:

@@ -82,8 +82,9 @@ class QuantizationRoutes:
         return self._build_answer(self._find(quantization))
 
     async def quantization_cancel(self, quantization: str) -> dict[str, Any]:
-        """Cancel a quantization, and return it. Its incomplete result is deleted.
+        """Order the node to cancel a quantization, and return the quantization, which may still run.
 
+        The node deletes the incomplete result.
         Raise `ProblemError`: 404 for an unknown quantization, 409 if it has ended or its node is not linked.
         """
         self._find(quantization)

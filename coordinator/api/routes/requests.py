@@ -27,6 +27,7 @@ from router.placement.candidate import NoPlacement, Placement, ResourceDemand, e
 from wire.refusals import Refused
 
 JSON_LINES_TYPE = "application/jsonl"
+"""Media type of JSON lines."""
 MIN_DECODE_SECONDS = 0.05
 """Decode time in seconds below which tokens per second are meaningless."""
 MAX_DRIFT_SECONDS = 1.0
@@ -34,7 +35,10 @@ MAX_DRIFT_SECONDS = 1.0
 
 
 class PlacementBody(Body):
-    """Body of a dry run of placement: a hypothetical request by its model and token counts."""
+    """Body of a dry run of placement: a hypothetical request by its model or alias, and its token counts.
+
+    `max_tokens` is the maximum of output tokens; None: the request sets no limit.
+    """
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     prompt_tokens: Annotated[int, Field(ge=1, le=10**9)] = 1000
@@ -169,7 +173,7 @@ class WallClock:
 
 
 def build_record_row(record: RequestRecord, clock: WallClock) -> dict[str, Any]:
-    """Return an ended request as a row of the API, with its steps."""
+    """Return an ended request as a row of the API, with its steps in seconds after its arrival."""
     row: dict[str, Any] = msgspec.to_builtins(record)
     return {
         **row,
@@ -201,7 +205,10 @@ def summarize_request(record: RequestRecord, clock: WallClock) -> dict[str, Any]
 
 
 def get_phase(request: ActiveRequest) -> str:
-    """Return the phase of an open request: `queued`, a model swap, `prefill`, `decode` or `upstream`."""
+    """Return the phase of an open request: `queued`, `prefill`, `decode` or `upstream`.
+
+    For a queued request that waits for a model swap, the phase is the text of that swap.
+    """
     if request.state is RequestState.UPSTREAM:
         return "upstream"
     if request.node is None:

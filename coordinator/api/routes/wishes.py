@@ -85,6 +85,7 @@ class WishRoutes:
     async def want_model(self, model: str, body: WishBody) -> dict[str, Any]:
         """Want replicas of a model, or change its wish. Return the wish. The plan loads the replicas where they fit.
 
+        The case of the name is ignored. The body replaces all properties of an earlier wish for the model.
         Raise `ProblemError`: 400 for a wrong name of a model, 404 for an unknown node, 409 for too many wishes. Raise
         `StoreError` (503) if the wish cannot be stored.
         """
@@ -133,7 +134,7 @@ class WishRoutes:
         }
 
     def build_state_rows(self) -> list[dict[str, Any]]:
-        """Return a row for each wish, with its nodes and its shortfall, as `/api/v1/models/plan` has them."""
+        """Return a row for each wish, with its nodes and its shortfall, as in the field `wishes` of `plan_models`."""
         return self._build_state_rows(self._runner.build_plan()) if self._store.wishes else []
 
     def _find_wish(self, model: str) -> str:

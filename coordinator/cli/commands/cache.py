@@ -13,6 +13,7 @@ from wire.units import show_size
 CLEAR_TIMEOUT_SECONDS = 120.0
 
 Entry = dict[str, Any]
+"""JSON object of an answer of the API."""
 
 
 @click.group(cls=CommandGroup)

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from coordinator.doctor.runner import CheckResult
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "not here": "bright_black"}
+"""Colour of each result of a check."""
 LOGS = ("coordinator.log", "node.log", "engine.log", "ray.log", "service.log")
+"""Logs in STATE/logs from which the bundle takes events."""
 
 
 @click.command()

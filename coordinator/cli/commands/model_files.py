@@ -94,7 +94,7 @@ def remove(
 ) -> None:
     """Delete a model from the disks of the nodes.
 
-    A loaded model is not deleted: unload it first.
+    A loaded model is not deleted: unload it first. Copies stay on absent nodes, and where the node may not delete them.
     """
     if (model is None) == (unused_since is None):
         raise click.UsageError("name a MODEL or give --unused-since")
@@ -123,7 +123,7 @@ def remove(
 def verify(session: ApiSession, model: str, nodes: tuple[str, ...]) -> None:
     """Compute the digests of a model's files again.
 
-    Each node that has the model reads all files.
+    Each linked node that has the model reads all files, one node after the other.
     """
     copies = [
         copy

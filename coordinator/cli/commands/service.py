@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from coordinator.service.service_manager import ServiceHost
 
 INSTALLED_NOT_RUNNING = 1
+"""Exit code of `cluster service status` for a service that is installed and does not run."""
 
 
 @click.group(cls=CommandGroup)
@@ -54,8 +55,8 @@ def install(
     The service runs `cluster up` if a cluster was created here, and `cluster join` if a node has joined. Join once by
     hand first. ARGUMENTS after `--` are passed on, as in `cluster service install -- --lan`.
 
-    Exit codes: 4 not root, 6 files of another program are in the way, 7 the service does not stay up (the previous
-    state is restored).
+    Exit codes: 4 not root, 5 no cluster and no joined node is here, 6 files of another program are in the way. Also: 7
+    the service does not stay up (the previous state is restored).
     """
     from coordinator.service.service_manager import ServiceHost
     from coordinator.service.setup import install as carry_out

@@ -54,7 +54,10 @@ def place(session: ApiSession, model: str, prompt_tokens: int, max_tokens: int |
 @click.option("--print", "only_print", is_flag=True, help="Print the link without opening a browser.")
 @session_options
 def open_page(session: ApiSession, only_print: bool) -> None:
-    """Open the pool's page in a browser. The link works once, for 2 minutes."""
+    """Print a link to the pool's page, and open the link in a browser. The link works once, for 2 minutes.
+
+    The browser is opened only if standard output is a terminal.
+    """
     answer = session.request_json("POST", "/api/v1/page/links", {})
     session.print_answer(answer, lambda answer: click.echo(answer["url"]))
     if not only_print and sys.stdout.isatty():
@@ -190,6 +193,7 @@ def _iterate_text(pieces: Iterable[bytes]) -> Iterator[str]:
 
 
 KEY_VARIABLES = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "OLLAMA_API_KEY")
+"""Variables with the API key, for the clients of OpenAI, Anthropic and Ollama."""
 BUNDLE_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
 """Variables with a file of authorities: of OpenSSL, Python and Rust; of `requests`; of Node, Bun and Electron."""
 

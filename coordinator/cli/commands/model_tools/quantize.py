@@ -36,6 +36,8 @@ def quantize(session: ApiSession, name: str, bits: str, node: str | None, result
 
     The result is a further model on the disk of the same node. The memory for the quantization is leased: requests on
     the node have less memory meanwhile. Ctrl-C ends the wait, not the quantization.
+
+    Exit code: 6 if the quantization failed or was cancelled.
     """
     body = {"model": name, "bits": int(bits), "node": node, "name": result}
     started = session.request_json("POST", _PATH, body)["quantization"]

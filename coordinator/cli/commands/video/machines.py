@@ -33,7 +33,7 @@ def calibrate(session: ApiSession, model: str | None, sizes: str, steps: int, fr
     """Make a clip of each size and record its peak memory.
 
     A peak above the prediction raises the prediction for this model, engine and quantization. The command runs until
-    all clips are made, and waits in the queue behind other videos.
+    all clips are made, and waits in the queue behind other videos. The clips are deleted.
     """
     matrix = parse_sizes(sizes)
     rows = measure_sizes(session, select_model(session, model), matrix, steps, frames)

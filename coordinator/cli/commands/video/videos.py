@@ -22,6 +22,7 @@ from wire.units import show_size
 POLL_INTERVAL_SECONDS = 1.0
 """Seconds between two queries of a video's state."""
 DEFAULT_PROMPT = "a calm sea under a clear sky"
+"""Prompt of the clips of `measure_sizes`."""
 
 
 @click.group(cls=CommandGroup)
@@ -90,7 +91,10 @@ def _print_video(video: dict[str, Any]) -> None:
 @click.option("--output-file", type=click.Path(path_type=Path), help="Wait, and write the clip into this file.")
 @session_options
 def create(session: ApiSession, prompt: tuple[str, ...], waits: bool, output_file: Path | None, **fields: Any) -> None:
-    """Create a video from PROMPT."""
+    """Create a video from PROMPT.
+
+    Exit code: 6 if the command waited for the video and the video failed.
+    """
     body = {name: value for name, value in fields.items() if value is not None}
     body["model"] = select_model(session, body.get("model"))
     job = session.request_json("POST", "/v1/videos", {"prompt": " ".join(prompt), **body})
@@ -120,7 +124,7 @@ def cancel(session: ApiSession, video: str) -> None:
 def wait(session: ApiSession, video: str, timeout: float | None) -> None:
     """Wait until a video is complete, and show its progress.
 
-    Progress is shown only on a terminal.
+    Progress is a bar on a terminal, otherwise a line for each phase. `-o json` shows no progress.
 
     Exit codes: 6 the video failed, 7 timeout.
     """
@@ -279,7 +283,8 @@ def measure_sizes(session: ApiSession, model: str, sizes: list[str], steps: int,
     """Generate one clip of each size, smallest first, and delete it. Return one measurement for each clip.
 
     A measurement has the size, the status, the peak memory in bytes, the duration in seconds, and the error (empty
-    without one). Raise `CommandError` if a request to the coordinator fails.
+    without one). The next clip follows also after a failed one. Raise `CommandError` if a request to the coordinator
+    fails.
     """
     rows: list[dict[str, Any]] = []
     for size in sorted(sizes, key=_count_pixels):
