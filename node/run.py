@@ -111,7 +111,7 @@ def _load_settings(options: argparse.Namespace) -> ResolvedSettings[NodeSettings
     file: Path = options.state / "config.toml"
     try:
         tree = tomllib.loads(file.read_text()) if file.exists() else {}
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise SettingsError(f"{file}: {error}") from None
     layers = [
         (str(file), from_tree(tree)),

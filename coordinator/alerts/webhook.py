@@ -242,7 +242,7 @@ class Webhook:
                 wait *= 2
             try:
                 status = await asyncio.to_thread(self._send, self._address, body)
-            except (OSError, WebhookError) as error:
+            except (OSError, UnicodeError, WebhookError) as error:
                 why = _describe_error(error)
                 continue
             if 200 <= status < 300:

@@ -10,9 +10,8 @@ from fastapi import Request
 
 from coordinator.api.body import Body
 from coordinator.api.errors import ProblemError
-from coordinator.state.access_admin import LOCAL_KEY_NAME
+from coordinator.state.access_admin import LOCAL_KEY_NAME, PAGE_KEY_NAME
 from coordinator.state.database import Database
-from coordinator.ui.browser_sessions import PAGE_KEY_NAME
 from router.admission.api_keys import KeyRing, extract_key
 from router.errors import NO_KEY, WRONG_KEY, build_missing_scope
 

@@ -175,7 +175,7 @@ def _find_outside_files(config: Path) -> tuple[str, ...]:
     """Return the files that the settings name."""
     try:
         flat = from_tree(tomllib.loads(config.read_text())) if config.exists() else {}
-    except (OSError, tomllib.TOMLDecodeError):
+    except (OSError, ValueError):
         return ()
     return tuple(str(flat[key]) for key in ("http.tls_cert_file", "http.tls_key_file") if flat.get(key))
 

@@ -10,7 +10,7 @@ from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import NOT_FOUND, REFUSED, UNREACHABLE, CommandError
 from coordinator.client.member_client import read_member_identity
 from coordinator.joining.join_tokens import JoinTokens
-from coordinator.state.access_admin import AccessAdmin, NameTakenError, load_pepper
+from coordinator.state.access_admin import AccessAdmin, NameReservedError, NameTakenError, load_pepper
 from coordinator.state.database import Database
 from coordinator.state.store_errors import StoreError
 from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
@@ -57,20 +57,24 @@ def _run_operation(admin: AccessAdmin, method: str, path: str, body: dict[str, A
     if kind == "keys" and "name" in body:
         try:
             admin.check_key_name(body["name"], name)
+        except NameReservedError as error:
+            raise CommandError(2, str(error)) from None
         except NameTakenError as error:
             raise CommandError(REFUSED, str(error)) from None
+    if operation:
+        answer = _change_key(admin, name, operation, body)
+    elif method != "POST":
+        if not (admin.revoke_token(name) if kind == "tokens" else admin.revoke_key(name)):
+            raise CommandError(NOT_FOUND, f"there is no {kind.removesuffix('s')} {name}")
+        answer = {"schema": 1, "id": name}
+    elif kind == "tokens":
+        answer = admin.create_token(body["ttl_seconds"], body["uses"], body["name"])
+    else:
+        answer = admin.create_key(body["name"], body["scopes"], body["ttl_seconds"], _parse_limits(body))
     admin.store.audit.add(
         time.time(), "offline", f"{operation or method.lower()} {kind}", str(name or body.get("name"))
     )
-    if operation:
-        return _change_key(admin, name, operation, body)
-    if method == "POST":
-        if kind == "tokens":
-            return admin.create_token(body["ttl_seconds"], body["uses"], body["name"])
-        return admin.create_key(body["name"], body["scopes"], body["ttl_seconds"], _parse_limits(body))
-    if not (admin.revoke_token(name) if kind == "tokens" else admin.revoke_key(name)):
-        raise CommandError(NOT_FOUND, f"there is no {kind.removesuffix('s')} {name}")
-    return {"schema": 1, "id": name}
+    return answer
 
 
 def _change_key(admin: AccessAdmin, key: str, operation: str, body: dict[str, Any]) -> dict[str, Any]:

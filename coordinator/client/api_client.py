@@ -109,7 +109,7 @@ class ApiSession:
         """
         if self.url is not None:
             return CoordinatorAddress(
-                parse_base_url(self.url), self._read_key(), self._get_stored_authority(parse_base_url(self.url))
+                parse_base_url(self.url), self.read_key(), self._get_stored_authority(parse_base_url(self.url))
             )
         run = self._read_file("run.json")
         if run is not None:
@@ -152,7 +152,8 @@ class ApiSession:
         login = self.stored_login
         return str(login.get("ca") or "") if login is not None and login["url"] == url else ""
 
-    def _read_key(self) -> str:
+    def read_key(self) -> str:
+        """Return the API key of --key-file, or that of `cluster login` for --url. Raise `CommandError` without one."""
         if self.key_file is None:
             login = self.stored_login
             if login is not None and self.url is not None and login["url"] == parse_base_url(self.url):
@@ -164,7 +165,7 @@ class ApiSession:
             )
         try:
             return self.key_file.read_text().strip()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise CommandError(DENIED, f"the key file cannot be read: {error}") from None
 
     def send_request(

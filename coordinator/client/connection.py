@@ -31,12 +31,19 @@ class CoordinatorAddress:
 
 
 def _create_context(authority: str) -> "ssl.SSLContext":
-    """Return a TLS context that trusts the system's authorities and the coordinator's own."""
+    """Return a TLS context that trusts the system's authorities and the coordinator's own.
+
+    Raise `CommandError` if `authority` is no certificate.
+    """
     import ssl
 
     context = ssl.create_default_context()
-    if authority:
-        context.load_verify_locations(cadata=authority)
+    try:
+        if authority:
+            context.load_verify_locations(cadata=authority)
+    except (ssl.SSLError, ValueError):
+        text = "the stored authority of the coordinator is damaged: run `cluster login URL` or `cluster trust-ca` again"
+        raise CommandError(PIN, text) from None
     return context
 
 

@@ -147,8 +147,8 @@ def check_memory(here: HostProbe) -> Finding:
 def check_disk(here: HostProbe) -> Finding:
     """Check the free space on the disks of the model folders and the state folder.
 
-    Too little is less than `MIN_MODEL_DISK_BYTES` for models, or than `MIN_STATE_DISK_BYTES` for the state folder. Of
-    the folders with too little, the one with the least decides: fail for the state folder, warn for models.
+    Too little is less than `MIN_MODEL_DISK_BYTES` for models: warn. For the state folder it is less than
+    `MIN_STATE_DISK_BYTES`: fail.
     """
     inspection = here.read_inspection()
     folders = [Path(path) for path in (inspection["folders"] if inspection else ())]
@@ -160,7 +160,7 @@ def check_disk(here: HostProbe) -> Finding:
     short = [(folder, free) for folder, free, least in known if free < least]
     numbers = {"free": min((free for _, free, _ in known), default=None)}
     if short:
-        worst = min(short, key=lambda entry: entry[1])
+        worst = min(short, key=lambda entry: (entry[0] != here.state, entry[1]))
         fix = f"free space on the disk of {_shorten_path(worst[0])}, or set another folder in models.folders"
         grade = fail if worst[0] == here.state else warn
         return grade(text, fix, **numbers)

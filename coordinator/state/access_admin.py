@@ -19,6 +19,9 @@ from router.admission.rate_limits import NO_LIMITS, KeyLimits
 LOCAL_KEY_NAME = "local"
 """Name of the key of the state folder's owner. The key is valid while the coordinator runs, and is not listed."""
 
+PAGE_KEY_NAME = "page"
+"""Name of browser keys in the audit log. They are not listed."""
+
 
 def load_pepper(state: Path) -> bytes:
     """Return the secret for digests of API keys. Create it on first use (file `pepper`, 32 bytes, mode 0600).
@@ -29,6 +32,10 @@ def load_pepper(state: Path) -> bytes:
     if not file.exists():
         write_private(file, secrets.token_bytes(32))
     return file.read_bytes()
+
+
+class NameReservedError(ValueError):
+    """The name stands for the owner of this machine in the audit log."""
 
 
 class NameTakenError(ValueError):
@@ -82,7 +89,10 @@ class AccessAdmin:
         return self.tokens.revoke(token)
 
     def check_key_name(self, name: str, except_key: str = "") -> None:
-        """Raise `NameTakenError` if a key other than `except_key` has this name or id. Case is ignored."""
+        """Raise `NameTakenError` if a key other than `except_key` has this name or id; case is ignored. Raise
+        `NameReservedError` for `LOCAL_KEY_NAME` and `PAGE_KEY_NAME`."""
+        if name in (LOCAL_KEY_NAME, PAGE_KEY_NAME):
+            raise NameReservedError(f"name: {name!r} stands for the owner of this machine in the audit log")
         for row in self.store.keys.values():
             if row.id != except_key and name.casefold() in (row.name.casefold(), row.id.casefold()):
                 raise NameTakenError(
@@ -170,7 +180,9 @@ class AccessAdmin:
         An actor that is a key has its name in `actor_name`.
         """
         names = {row.id: row.name for row in self.store.keys.values()}
-        acts = [{**asdict(entry), "actor_name": names.get(entry.actor, "")} for entry in list(self.store.audit)[-last:]]
+        entries = list(self.store.audit)
+        newest = entries[max(0, len(entries) - last) :]
+        acts = [{**asdict(entry), "actor_name": names.get(entry.actor, "")} for entry in newest]
         return {"schema": 1, "acts": acts}
 
 

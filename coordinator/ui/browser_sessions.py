@@ -12,10 +12,9 @@ import hmac
 import secrets
 from collections.abc import Callable
 
+from coordinator.state.access_admin import PAGE_KEY_NAME
 from router.admission.api_keys import KeyRing, new_key
 
-PAGE_KEY_NAME = "page"
-"""Name of browser keys in the audit log. They are not listed."""
 CODE_SECONDS = 120.0
 """Validity of a sign-in code, in seconds."""
 KEY_SECONDS = 12 * 3600.0

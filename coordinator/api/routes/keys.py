@@ -12,8 +12,7 @@ from coordinator.api.body import PLAIN_TEXT_PATTERN, Body
 from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import Route
-from coordinator.state.access_admin import LOCAL_KEY_NAME, AccessAdmin, NameTakenError
-from coordinator.ui.browser_sessions import PAGE_KEY_NAME
+from coordinator.state.access_admin import AccessAdmin, NameReservedError, NameTakenError
 from router.admission.api_keys import KeyRing
 from router.admission.rate_limits import NO_LIMITS, KeyLimits
 from router.errors import NO_KEY, Problem, build_invalid
@@ -116,12 +115,10 @@ class KeyRoutes:
         return await self._confirm_change(key, self._admin.rename_key(key, body.name))
 
     def _check_key_name(self, name: str, except_key: str = "") -> None:
-        if name in (LOCAL_KEY_NAME, PAGE_KEY_NAME):
-            raise ProblemError(
-                build_invalid(f"name: {name!r} stands for the owner of this machine in the audit log", "name")
-            )
         try:
             self._admin.check_key_name(name, except_key)
+        except NameReservedError as error:
+            raise ProblemError(build_invalid(str(error), "name")) from None
         except NameTakenError as error:
             raise ProblemError(Problem(409, "name_taken", str(error), "name")) from None
 

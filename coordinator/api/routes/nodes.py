@@ -232,9 +232,10 @@ class NodeRoutes:
         cannot be stored.
         """
         node_id = self._find_member(node)
-        self._nodes.administration.set_labels(node_id, tuple(dict.fromkeys(body.labels)))
+        labels = list(dict.fromkeys(body.labels))
+        self._nodes.administration.set_labels(node_id, tuple(labels))
         await self._store.flush()
-        return {"schema": 1, "node": node_id, "labels": body.labels}
+        return {"schema": 1, "node": node_id, "labels": labels}
 
     async def remove(self, node: str) -> dict[str, Any]:
         """Revoke a node's certificate at once and remove the node from the pool. Return the node's id.

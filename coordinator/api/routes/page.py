@@ -12,8 +12,9 @@ from coordinator.api.auth import KEY
 from coordinator.api.body import Body
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import EVENT_STREAM, EVENT_STREAM_TYPE, PUBLIC_SCOPE, Route
+from coordinator.state.access_admin import PAGE_KEY_NAME
 from coordinator.state.database import Database
-from coordinator.ui.browser_sessions import CODE_SECONDS, PAGE_KEY_NAME, BrowserSessions
+from coordinator.ui.browser_sessions import CODE_SECONDS, BrowserSessions
 from coordinator.ui.live_stream import LiveStream
 from router.admission.api_keys import KeyRing, extract_key
 from router.errors import Problem

@@ -1,5 +1,6 @@
 """`cluster token`, `key` and `audit`, with and without a running coordinator."""
 
+import math
 from datetime import UTC, date, datetime
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -49,7 +50,7 @@ class Duration(click.ParamType[float]):
             seconds = float(str(value)[:-1]) * (unit or 0)
         except ValueError:
             seconds = 0.0
-        if seconds <= 0:
+        if not 0 < seconds < math.inf:
             self.fail(f"{value!r} is not a duration: write 90s, 15m, 1h or 30d", param, ctx)
         return seconds
 

@@ -222,7 +222,7 @@ def _read_tree(file: Path) -> dict[str, Any]:
 
     try:
         return tomllib.loads(file.read_text()) if file.exists() else {}
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise SettingsError(f"{file}: {error}") from None
 
 

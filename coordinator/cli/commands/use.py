@@ -211,7 +211,7 @@ def env(session: ApiSession, shell: str) -> None:
     output includes the variables with its file.
     """
     base, bundle, untrusted = _find_endpoint(session)
-    key = session.key_file.read_text().strip() if session.key_file else None
+    key = session.read_key() if session.key_file else None
     variables = {
         "OPENAI_BASE_URL": base + "/v1",
         "OPENAI_API_BASE": base + "/v1",

@@ -98,7 +98,7 @@ def _find_environments_folder(state: Path) -> Path:
     file = state / "config.toml"
     try:
         file_settings = from_tree(tomllib.loads(file.read_text())) if file.exists() else {}
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CommandError(2, f"{file}: {error}") from None
     wanted = from_environment(os.environ).get(SETTING, file_settings.get(SETTING))
     return Path(str(wanted)).expanduser() if wanted else state / "node" / "video" / "environments"

@@ -315,6 +315,7 @@ async def attempts(answers: list[int | Exception]) -> tuple[int, list[dict[str, 
         ([429] * 4, 4, "status 429"),
         ([500, 200], 2, ""),
         ([OSError(SECRET)] * 4, 4, "OSError"),
+        ([UnicodeError("label too long")] * 4, 4, "UnicodeError"),
         ([WebhookError("it has no address")] * 4, 4, "it has no address"),
     ],
 )

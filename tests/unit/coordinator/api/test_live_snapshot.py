@@ -268,6 +268,7 @@ async def test_verbs_of_a_node_change_it_and_are_on_the_disk_when_they_answer(po
         assert answer.json() == {"schema": 1, "node": node, "cordoned": True, "left": 0}
         answer = await client.put("/api/v1/nodes/one/labels", json={"labels": ["lab", "fast", "lab"]})
         assert store.members[node].labels == ("lab", "fast")
+        assert answer.json()["labels"] == ["lab", "fast"]
         answer = await client.delete("/api/v1/nodes/one")
         assert answer.json() == {"schema": 1, "node": node}
         assert store.members[node].removed is not None

@@ -33,3 +33,25 @@ def test_a_file_that_cannot_be_used_is_a_clear_error(tmp_path: Path, broken: str
     kind = "tokens" if broken != "disk" else "keys"
     with pytest.raises(CommandError, match=words):
         run_offline(ApiSession(tmp_path, None, None, "text"), "POST", f"/api/v1/{kind}", body)
+
+
+def test_a_refused_operation_is_not_in_the_audit_log(tmp_path: Path) -> None:
+    store = Database(tmp_path)
+    store.create_cluster(ClusterCa(tmp_path / "authority", time.time).cluster, "home")
+    store.close()
+    session = ApiSession(tmp_path, None, None, "text")
+    body = {"name": "laptop", "scopes": ["infer"], "ttl_seconds": None, "limits": {}}
+    refused = [
+        ("DELETE", "/api/v1/keys/nobody", {}, "there is no key nobody"),
+        ("POST", "/api/v1/keys", body | {"limits": {"models": 5}}, "limits: "),
+        ("POST", "/api/v1/keys", body | {"name": "local"}, "stands for the owner of this machine"),
+        ("PUT", "/api/v1/keys/nobody/name", {"name": "page"}, "stands for the owner of this machine"),
+    ]
+    for method, path, fields, words in refused:
+        with pytest.raises(CommandError, match=words):
+            run_offline(session, method, path, fields)
+    made = run_offline(session, "POST", "/api/v1/keys", body)
+    run_offline(session, "DELETE", f"/api/v1/keys/{made['id']}", {})
+    acts = run_offline(session, "GET", "/api/v1/audit?last=10", {})["acts"]
+    assert [(act["action"], act["subject"]) for act in acts] == [("post keys", "laptop"), ("delete keys", made["id"])]
+    assert run_offline(session, "GET", "/api/v1/audit?last=0", {})["acts"] == []

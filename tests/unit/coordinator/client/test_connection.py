@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.client.api_client import ApiSession
-from coordinator.client.connection import split_lines
+from coordinator.client.connection import CoordinatorAddress, send_request, split_lines
 from coordinator.client.errors import CommandError
 
 
@@ -90,3 +90,8 @@ def test_a_stream_with_an_error_status_raises_its_message(tmp_path: Path):
     with serve(response, tmp_path) as session, pytest.raises(CommandError, match="no such node") as caught:
         list(session.stream("/api/v1/nodes/x/logs"))
     assert caught.value.exit_code == 5
+
+
+def test_a_damaged_authority_is_a_clear_error():
+    with pytest.raises(CommandError, match="the stored authority of the coordinator is damaged"):
+        send_request(CoordinatorAddress("https://127.0.0.1:1", "k", "no certificate"), "GET", "/")

@@ -216,6 +216,15 @@ def test_disks_have_room_for_models_and_for_the_state(
     )
 
 
+def test_check_disk_fails_for_the_state_folder_on_the_disk_of_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("os.statvfs", Disk({"/models": MIB, str(tmp_path): MIB}))
+    found = checks.check_disk(pretended(tmp_path, folders=["/models"]))
+    assert found.result == "fail"
+    assert found.fix.startswith(f"free space on the disk of {tmp_path},")
+
+
 def test_check_disk_counts_blocks_available_to_normal_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.statvfs", Disk({str(tmp_path): 2 * GIB}))
     assert "2.0 GiB free" in checks.check_disk(pretended(tmp_path)).text, "f_bavail, not f_bfree"
