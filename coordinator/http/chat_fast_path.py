@@ -76,6 +76,7 @@ class FastPath:
     def __init__(self, dispatcher: Dispatcher, ring: KeyRing, settings: RouterSettings, guard: OriginCheck) -> None:
         self.dispatcher = dispatcher
         self.max_body_bytes = min(settings.max_body_bytes, MAX_INLINE_BYTES)
+        """Maximum size of a body for the fast path. The app answers requests with a larger body."""
         self._ring = ring
         self._guard = guard
         self._strict = settings.unknown_fields == "refuse"
@@ -348,6 +349,7 @@ class ChunkedStream:
         self._head = head
         self._ended = ended
         self.busy = False
+        """Whether the buffer of the transport is full, so that the stream waits."""
         self._ready: Callable[[], None] = _do_nothing
 
     def call_when_ready(self, then: Callable[[], None]) -> None:

@@ -104,7 +104,7 @@ class DeadlineProtocol(HttpToolsProtocol):
             self._refuse(TOO_MANY_CONNECTIONS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the deadline, and disconnect every open request of this connection."""
+        """Cancel the deadline, release the slot, and disconnect every open request of this connection."""
         self._deadline.cancel()
         if self.slot is not None:
             self.slot.release()
@@ -119,7 +119,10 @@ class DeadlineProtocol(HttpToolsProtocol):
     # -- bytes in ---------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes of the current request. Hold bytes that the client sends before the answer is complete."""
+        """Parse bytes of the current request. Hold bytes that the client sends before the answer is complete.
+
+        Above `MAX_PIPELINED_BYTES`, discard the held bytes, and end the connection after the current answer.
+        """
         if self._pipelined or self._overrun or self._is_answering():
             self._hold_bytes(data)
         else:
@@ -241,7 +244,7 @@ class DeadlineProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Check the complete head and cancel its deadline.
+        """Check the complete head, cancel its deadline and mark the connection as busy.
 
         Raise `HttpParserError` for a refused head, and for versions other than 1.0 and 1.1, because httptools accepts
         them.

@@ -51,9 +51,9 @@ class LinkBudget:
         self._at = 0.0
 
     def charge(self, now: float, cost: float = 1.0) -> str:
-        """Take `cost` tokens at `now` (monotonic seconds).
+        """Take `cost` tokens at `now` (monotonic seconds) and return an empty string.
 
-        Return an error text if too few are left, else an empty string.
+        Take none and return an error text if too few are left.
         """
         filled = self._left + (now - self._at) * self._rate
         left = (filled if filled < self._burst else self._burst) - cost
@@ -95,9 +95,9 @@ class NodeBudgets:
         return self._queries.charge(now)
 
     def charge_frame(self, tag: int, size_bytes: int, now: float) -> str:
-        """Count a frame of `size_bytes` bytes before it is decoded.
+        """Count a frame before it is decoded. Return an error text if it exceeds a budget, else an empty string.
 
-        Return an error text if it exceeds a budget, else an empty string. `now` is in monotonic seconds.
+        `tag` is the tag of the frame's type, `size_bytes` the size of its body. `now` is in monotonic seconds.
         """
         why = self._frames.charge(now)
         if why or tag not in _BUDGETED:

@@ -167,7 +167,10 @@ class RelayTransfers:
         self._transfers.append(RelayTransfer(token.encode(), server, clients))
 
     def close(self, token: str) -> None:
-        """End a transfer. Connections that are joined continue until one of the nodes ends them."""
+        """End a transfer and close its waiting connections. Ignore an unknown token.
+
+        Connections that are joined continue until one of the nodes ends them.
+        """
         transfer = self._find(token)
         if transfer is not None:
             self._transfers.remove(transfer)
@@ -217,7 +220,10 @@ class RelayServer:
         return transfer
 
     def add(self, transfer: RelayTransfer, transport: asyncio.Transport, *, serves: bool) -> None:
-        """Take over an admitted connection: join it with a waiting one, or let it wait."""
+        """Take over an admitted connection: join it with a waiting one, or let it wait.
+
+        A connection of a node that gets files waits at most JOIN_TIMEOUT_SECONDS, and is refused then.
+        """
         stream = RelayStream(transport, self._pace, lambda ended: self._remove(transfer, ended))
         self._streams.add(stream)
         transport.set_protocol(stream)
