@@ -111,7 +111,7 @@ class ApprovalQueue:
 
     @property
     def requests(self) -> Mapping[str, ApprovalRequest]:
-        """Requests to join that wait for a decision, by code."""
+        """Requests to join that wait for a decision, by code. Expired ones stay until the next call with `now`."""
         return self._requests
 
     def enqueue(

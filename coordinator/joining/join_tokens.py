@@ -39,10 +39,14 @@ class Redemption(StrEnum):
     """Result of an attempt to use a join token. All but `ACCEPTED` are reasons of `Denied`."""
 
     ACCEPTED = "accepted"
+    """The token is valid; its peer has proved the secret."""
     UNKNOWN = "token_unknown"
+    """No token has this id, or the token was revoked."""
     WRONG = "token_wrong"
+    """The MAC does not prove the secret."""
     EXPIRED = "token_expired"
     USED = "token_used"
+    """The token has no uses left."""
 
 
 MESSAGES = {
@@ -80,8 +84,8 @@ class JoinTokens:
     ) -> JoinToken:
         """Create a token for `uses` nodes, valid for `ttl` seconds. Raise `ValueError` unless both are positive.
 
-        With `replaces`, a machine that is already a member replaces itself without that member's key. Raise
-        `StoreError` after a failed write.
+        With `replaces`, a machine that is already a member replaces itself without that member's key. Delete the tokens
+        that expired more than `EXPIRED_KEPT_SECONDS` ago. Raise `StoreError` after a failed write.
         """
         if ttl <= 0 or uses < 1:
             raise ValueError(f"a token needs a positive time ({ttl} s) and at least one use ({uses})")
