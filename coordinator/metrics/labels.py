@@ -36,7 +36,7 @@ class _AdmittedValues(Generic[T]):
 
 
 class AdmittedLabels:
-    """Texts of nodes that were admitted as label values, until the coordinator restarts."""
+    """Texts of nodes that were admitted as label values, until the coordinator restarts or the node is no member."""
 
     def __init__(self) -> None:
         self._models: _AdmittedValues[str] = _AdmittedValues(MAX_MODELS_PER_NODE)
