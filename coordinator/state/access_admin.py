@@ -94,8 +94,8 @@ class AccessAdmin:
     ) -> dict[str, Any]:
         """Create an API key that is valid for `ttl` seconds, or without expiry if `ttl` is None.
 
-        The result contains the key's text, which is not stored. Raise `ValueError` for unknown scopes, `StoreError`
-        after a failed write.
+        The caller checks `name` with `check_key_name`. The result contains the key's text, which is not stored. Raise
+        `ValueError` for unknown scopes, `StoreError` after a failed write.
         """
         limits = None if limits == NO_LIMITS else limits
         now = self.clock()
@@ -114,7 +114,10 @@ class AccessAdmin:
         return self._change_key(key, limits=None if limits == NO_LIMITS else limits)
 
     def rename_key(self, key: str, name: str) -> bool:
-        """Rename a key. Return False if no key has the id `key`. Raise `StoreError` after a failed write."""
+        """Rename a key. Return False if no key has the id `key`. The caller checks `name` with `check_key_name`.
+
+        Raise `StoreError` after a failed write.
+        """
         return self._change_key(key, name=name)
 
     def set_key_expiry(self, key: str, ttl: float | None) -> bool:
