@@ -52,7 +52,7 @@ class QuantizationRecord:
     order: QuantizeModel
     started: float
     actor: str = ""
-    """Who started the quantization, as `AuditRow.actor`."""
+    """Actor that started the quantization, as `AuditRow.actor`."""
     ended: float | None = None
     """Time of the end; None while the quantization runs."""
     stage: QuantizationStage = QuantizationStage.RUNNING
