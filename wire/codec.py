@@ -52,6 +52,7 @@ MAX_OPEN_MESSAGES = 64
 
 _HEADER = struct.Struct(">IB")
 TAG_OF: dict[type[Frame], int] = {kind: tag for tag, kind in TAGS.items()}
+"""Tags by frame type, the inverse of `TAGS`."""
 _FRAGMENT = TAG_OF[Fragment]
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Frame]] = {
     tag: msgspec.msgpack.Decoder(kind) for tag, kind in TAGS.items()
@@ -99,7 +100,8 @@ def split_into_fragments(encoded: bytes, message: int) -> Iterator[bytes]:
 def decode(tag: int, body: bytes | memoryview) -> Frame:
     """Decode the body of a frame of type `TAGS[tag]`.
 
-    Raise WireError for an unknown tag, a body above the maximum of its frame type, or a value outside its bounds.
+    Raise WireError for an unknown tag and for a body above the maximum of its frame type. Raise it also for invalid
+    msgpack and for a value outside its bounds.
     """
     decoder = _DECODERS.get(tag)
     if decoder is None:

@@ -15,7 +15,8 @@ class NodeState(StrEnum):
     ASLEEP = "asleep"
     """The node has announced a sleep."""
     LOST = "lost"
-    """The node has been silent for longer, or never connected."""
+    """The link ended, the node stopped, or its reports were missing for too long. Also: no link since the coordinator
+    started."""
     DRAINING = "draining"
     """The node accepts no new requests, by its own report."""
     PAUSED = "paused"

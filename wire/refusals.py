@@ -118,7 +118,8 @@ class MemoryNumbers(WireStruct, frozen=True, array_like=True, gc=False):
     """current + reserved + estimate + margin; None if the footprint is unknown."""
     ceiling: Estimate = 0
     current: Estimate | None = None
-    """Memory in use; None if the footprint is unknown."""
+    """Memory in use, in a check without the bytes that the engine frees before a refusal; None if the footprint is
+    unknown."""
     reserved: Estimate = 0
     estimate: Estimate = 0
     """Bytes that were requested."""

@@ -126,9 +126,8 @@ class BatchGroup(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class TransientModel(WireStruct, frozen=True, array_like=True, gc=False):
-    """Fitted model of the transient memory of a forward, without the KV that it writes. All values are bytes, except
-    `window` and `floor`. Formulas: `wire.capacity.arithmetic.estimate_prefill_transient` and
-    `wire.capacity.arithmetic.estimate_step_transient`."""
+    """Fitted model of the transient bytes of a forward, without the KV that it writes. `window` and `floor` are tokens.
+    Formulas: `estimate_prefill_transient` and `estimate_step_transient` of `wire.capacity.arithmetic`."""
 
     fixed: Real = 0.0
     """Prefill: constant."""
@@ -184,6 +183,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=True, dict=True):  # fo
     features: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Features of requests beyond plain sampling that the model supports."""
     groups: Annotated[tuple[BatchGroup, ...], Meta(max_length=MAX_GROUPS)] = ()
+    """Current decode batches of the model."""
     expected_output: Natural = 256
     """Usual length of an answer in tokens, for predictions of memory and time."""
     kv_step: Natural = 1

@@ -159,7 +159,7 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
 
     `unacknowledged` are bytes that the router has reserved and the reading does not contain; 0 on the node itself.
     `node` is the name in the refusal. If the guard is off, everything fits. Otherwise nothing fits while the footprint
-    is unknown.
+    is unknown. A refusal is UNREADABLE if the footprint or the ceiling cannot be read.
     """
     reserved = memory.reserved + unacknowledged
     now = compute_occupied(memory)

@@ -126,7 +126,8 @@ class PrefillFairness:
         """Return the index of the prompt to prefill next. `waiting` has the key of each waiting prompt, oldest first.
 
         The oldest prompt is next, unless a key has more than CROWDED_PROMPTS prompts. Then the oldest prompt of the key
-        with the fewest prefilled tokens per weight is next. `waiting` must not be empty.
+        with the fewest prefilled tokens per weight is next. Keys without a waiting prompt lose their count, and new
+        keys start at the lowest one. `waiting` must not be empty.
         """
         prompts = Counter(key.name for key in waiting)
         least = min((self._read[name] for name in prompts if name in self._read), default=0.0)

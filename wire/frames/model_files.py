@@ -57,6 +57,7 @@ class ModelOrderCode(StrEnum):
     NO_MEMORY = "no_memory"
     """The order needs more memory than the node can lease now, or used more than its lease."""
     FAILED = "failed"
+    """Any other failure, which the message describes."""
 
 
 class PullModel(Frame, frozen=True, array_like=True, gc=False):
@@ -133,7 +134,7 @@ class JoinRelay(Frame, frozen=True, array_like=True, gc=False):
 
 
 class RelayJoined(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node: the connection is joined with one of the other node. All further bytes come from it."""
+    """Coordinator → node: the connection is joined with one of the other node, from which all further bytes come."""
 
 
 class CancelModelOrder(Frame, frozen=True, array_like=True, gc=False):

@@ -76,8 +76,10 @@ class GrammarKind(StrEnum):
     """Kind of a constraint on the text of an answer."""
 
     NONE = ""
+    """Any text; the constraint is on tool calls only."""
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
+    """Any JSON object."""
     REGEX = "regex"
     CHOICE = "choice"
     LARK = "lark"
@@ -87,6 +89,7 @@ class CallConstraint(StrEnum):
     """Constraint on the tool calls of an answer."""
 
     NONE = ""
+    """The answer has no tool calls."""
     FREE = "free"
     """The answer may be tool calls instead of text."""
     REQUIRED = "required"
@@ -299,7 +302,7 @@ class Timings(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class Finished(Frame, frozen=True, array_like=True, gc=False):
-    """Engine → coordinator: the request is complete."""
+    """Engine → coordinator: the request, or the command about a model, is complete."""
 
     request: Number
     reasons: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)]
@@ -308,6 +311,7 @@ class Finished(Frame, frozen=True, array_like=True, gc=False):
     completion_tokens: Tokens
     """Generated tokens of all choices."""
     cached_tokens: Tokens = 0
+    """Prompt tokens that the prefix cache supplied."""
     timings: Timings = Timings()
     measured: Model | None = None
     """Measured model in the answer to a ProfileModel; None in all other answers."""
@@ -318,7 +322,7 @@ class Finished(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Refusal(Frame, frozen=True, array_like=True, gc=False):
-    """Engine or agent → coordinator: the request is refused and was not started."""
+    """Engine or agent → coordinator: the request or command is refused. No token of its answer was sent."""
 
     request: Number
     refused: Refused
@@ -327,7 +331,7 @@ class Refusal(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Failed(Frame, frozen=True, array_like=True, gc=False):
-    """Engine or agent → coordinator: the request ended with an error."""
+    """Engine or agent → coordinator: the request or command ended with an error."""
 
     request: Number
     code: Word

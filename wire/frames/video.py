@@ -82,7 +82,7 @@ class LeaseRefused(Frame, frozen=True, array_like=True, gc=False):
     headroom: Difference | None = None
     """Headroom of the node in bytes; None if unknown."""
     retry_after: Seconds = 0.0
-    """Seconds; 0 if a retry has the same result."""
+    """Seconds after which a retry can succeed; 0 if a retry has the same result."""
     waiting_for: Text = ""
     """Condition on which the node can grant the lease, as text for a person."""
 

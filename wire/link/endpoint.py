@@ -247,7 +247,9 @@ class LinkEndpoint:
         self._paused = False
         self._unsent = 0
         self.transport: Transport | None = None
+        """Transport of the connection; None before the connection is made."""
         self.outbox: Outbox | None = None
+        """Send queue of the connection; None before the connection is made."""
 
     def _call_soon(self, then: Callable[[], None]) -> None:
         """Call a function at the end of this turn; on a busy link at most once in COALESCE_SECONDS."""

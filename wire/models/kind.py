@@ -8,8 +8,11 @@ class ModelKind(StrEnum):
     """Kind of a model. Each kind but CHAT is a feature in the report of the model, by its value."""
 
     CHAT = "chat"
+    """Generates text."""
     EMBED = "embed"
+    """Computes a vector for each text."""
     RERANK = "rerank"
+    """Computes scores of documents for a query."""
 
 
 _CHAT, *_NAMED_KINDS = ModelKind
@@ -35,5 +38,8 @@ def get_kind(features: Collection[str]) -> ModelKind:
 
 
 def explain_other_kind(model: str, kind: ModelKind) -> str:
-    """Return the sentence for a request of another kind than its model, with the route to use."""
+    """Return the sentence for a request of another kind than its model, with the route to use.
+
+    `kind` is the kind of the model.
+    """
     return f"the model {model} {_PURPOSES[kind]}: use {ROUTES[kind]}, or another model"

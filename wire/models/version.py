@@ -16,6 +16,7 @@ class VersionGrade(StrEnum):
     SAMPLED = "sampled"
     """Configuration, tokenizer, headers and samples of every tensor are equal; not all files are hashed yet."""
     DIFFERS = "differs"
+    """Content or samples differ, or only one of the versions is known."""
 
 
 class ModelVersion(NamedTuple):
@@ -27,7 +28,7 @@ class ModelVersion(NamedTuple):
     """Hash of the content of all files; empty until the files are hashed."""
 
     def is_same(self, other: "ModelVersion") -> bool:
-        """Return whether both versions are the same model, as far as both are known."""
+        """Return whether both versions are the same model, by content or by samples (`compare`)."""
         return self.compare(other) is not VersionGrade.DIFFERS
 
     def compare(self, other: "ModelVersion") -> VersionGrade:
