@@ -40,9 +40,11 @@ from wire.frames import Finished
 from wire.identity import is_valid_request_id
 
 REQUEST_START = b"POST /v1/chat/completions HTTP/1.1\r\n"
+"""First line of the requests that the fast path can answer."""
 MAX_CACHED_HEADS = 512
 """Most cached heads. A client repeats the same head with every request."""
 MAX_HEAD_BYTES = 8192
+"""Maximum bytes of a head on the fast path. The app answers requests with a longer head."""
 _COMPLETE_RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
 _ERROR_RESPONSE = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
 _STREAM = (

@@ -35,6 +35,7 @@ answer."""
 SLICE_BYTES = 512
 """Bytes parsed at once at a possible start of a head: at most 18 of the shortest requests."""
 VERSIONS = frozenset({"1.0", "1.1"})
+"""Versions of HTTP that are accepted."""
 
 HEAD_TOO_LONG = Problem(431, "head_too_large", f"the head of a request may have {MAX_HEAD_BYTES} bytes")
 TOO_MANY_CONNECTIONS = Problem(

@@ -19,6 +19,7 @@ Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 _MARKS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 _MARKED = frozenset(name for name, _ in _MARKS)
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods that change no state."""
 
 
 async def send_problem(send: Send, problem: Problem) -> None:

@@ -55,6 +55,7 @@ MESSAGES = {
     Redemption.EXPIRED: "the token has expired: create a new one with `cluster token create`",
     Redemption.USED: "the token was used already: create a new one with `cluster token create`",
 }
+"""Texts of `Denied` for the results that refuse a token."""
 
 
 @dataclass(frozen=True, slots=True)

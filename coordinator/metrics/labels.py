@@ -14,6 +14,7 @@ from wire.report import Model
 MAX_HOST_LABELS = 4
 """Maximum combinations of chip, system and version of a node, which change with updates."""
 HostLabels = tuple[str, str, str]
+"""Chip, operating system and version of macpool."""
 T = TypeVar("T", bound=Hashable)
 
 

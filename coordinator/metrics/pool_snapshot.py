@@ -47,7 +47,9 @@ class PoolSnapshot:
     """
 
     version: str
+    """Version of macpool."""
     python: str
+    """Version of Python."""
     wall: float
     """Current time in Unix seconds."""
     now: float

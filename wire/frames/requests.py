@@ -138,6 +138,7 @@ class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
     one_call: bool = False
     """Whether an answer ends after its first tool call."""
     grammar: GrammarSpec | None = None
+    """Constraint on the answer; None for no constraint."""
 
 
 class Generate(Frame, frozen=True, array_like=True, gc=False):
