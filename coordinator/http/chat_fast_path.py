@@ -2,9 +2,8 @@
 
 Uvicorn serves every route; `FastPathProtocol` only checks first. A complete `POST /v1/chat/completions` in the buffer
 with a valid key and body is answered here. No task, no scope and no copy of the headers is made, which saves half of
-the measured cost. All else passes on unchanged, and the ASGI app answers: another
-route, a body in pieces, a wrong key, an impossible parameter. Each refusal therefore has one place, and this path
-returns the same answers as the app.
+the measured cost. All else passes on unchanged to the ASGI app: another route, a body in pieces, a wrong key, an
+impossible parameter. Each refusal therefore has one place, and this path returns the same answers as the app.
 
 Rules
 - Bytes are examined here only between two requests, while uvicorn's parser is idle.
@@ -40,7 +39,6 @@ from wire.frames import Finished
 from wire.identity import is_valid_request_id
 
 REQUEST_START = b"POST /v1/chat/completions HTTP/1.1\r\n"
-"""First line of the requests that the fast path can answer."""
 MAX_CACHED_HEADS = 512
 """Most cached heads. A client repeats the same head with every request."""
 MAX_HEAD_BYTES = 8192
