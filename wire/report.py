@@ -38,7 +38,7 @@ MAX_WASTE_BYTES = 256 * MIB
 
 
 class WireStruct(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of every struct inside a frame: immutable, and encoded as an array."""
+    """Base of all frames and of every struct inside a frame: immutable, and encoded as an array."""
 
 
 class MemoryLevel(IntEnum):

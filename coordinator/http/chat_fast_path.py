@@ -129,7 +129,7 @@ class FastPath:
         )
 
     def is_known_key(self, presented: bytes) -> bool:
-        """Return whether the API key `presented` is valid. The use is not counted."""
+        """Return whether the API key `presented` is valid. A wrong key is not counted as refused."""
         return self._ring.is_valid(presented)
 
     def parse_request(self, head: ParsedHead, body: bytes) -> RequestSpec | None:

@@ -188,7 +188,7 @@ class ConnectionSlots:
             self._origins[slot.origin].idle.pop(slot, None)
 
     def mark_idle(self, slot: ConnectionSlot) -> None:
-        """Mark a connection as idle, because all of its requests are answered."""
+        """Mark a connection as idle, because all of its requests are answered. Ignore a released slot."""
         if slot not in self._taken:
             return
         for order in (self._idle, self._origins[slot.origin].idle):

@@ -69,12 +69,12 @@ class ApprovalRequest:
     """Whether the request was removed in favour of a node from another address."""
 
     def decide(self, decision: ApprovalDecision) -> None:
-        """Record a person's decision."""
+        """Record a person's decision, and call `wake`."""
         self.decision = decision
         self.wake()
 
     def displace(self) -> None:
-        """Record that the request has lost its place in the queue."""
+        """Record that the request has lost its place in the queue, and call `wake`."""
         self.displaced = True
         self.wake()
 

@@ -99,7 +99,10 @@ class JoinTokens:
         return token
 
     def list(self) -> list[JoinTokenInfo]:
-        """Return all stored join tokens without their secrets, newest first."""
+        """Return all stored join tokens without their secrets, newest first.
+
+        Used, expired and revoked ones are included until their deletion.
+        """
         rows = sorted(self._store.tokens.values(), key=lambda row: row.created, reverse=True)
         return [JoinTokenInfo(row.id, row.name, row.created, row.expires, row.uses_left, row.revoked) for row in rows]
 

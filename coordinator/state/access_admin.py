@@ -68,7 +68,10 @@ class AccessAdmin:
         return {"schema": 1, "token": str(self.tokens.create(ttl, uses, name))}
 
     def list_tokens(self) -> dict[str, Any]:
-        """List join tokens without secrets, newest first. Revoked ones are left out. Times are in Unix seconds."""
+        """List join tokens without secrets, newest first. Times are in Unix seconds.
+
+        Revoked ones are left out. Used and expired ones are included until their deletion.
+        """
         rows = [
             {"id": t.id, "name": t.name, "uses_left": t.uses_left, "created": t.created, "expires": t.expires}
             for t in self.tokens.list()
@@ -145,7 +148,7 @@ class AccessAdmin:
         return True
 
     def list_keys(self) -> dict[str, Any]:
-        """List API keys without secrets. Times are in Unix seconds."""
+        """List API keys without secrets, also expired ones, but no revoked ones. Times are in Unix seconds."""
         rows = [
             {
                 "id": row.id,

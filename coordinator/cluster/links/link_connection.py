@@ -319,7 +319,7 @@ class Connection(LinkEndpoint):
         return cast("asyncio.Transport", self.transport)
 
     def refuse(self, denied: Denied) -> None:
-        """Send the denial and close the connection."""
+        """Log and send the denial, and close the connection. Ignore further frames."""
         log.warning("denied", peer=self.address, node=self.peer.node if self.peer else None, reason=denied.reason)
         self._refused = True
         self.send(denied)

@@ -96,7 +96,7 @@ class RelayStream(asyncio.Protocol):
         self._update_reading()
 
     def write(self, data: bytes) -> None:
-        """Send bytes to the node of this connection."""
+        """Send bytes to the node of this connection, unless the connection is closing."""
         if not self._transport.is_closing():
             self._transport.write(data)
 
@@ -115,7 +115,10 @@ class RelayStream(asyncio.Protocol):
             self._peer.hold_reading(full=False)
 
     def hold_reading(self, *, full: bool) -> None:
-        """Stop reading from the node of this connection if the buffer of the peer is `full`; else read again."""
+        """Stop reading from the node of this connection if the buffer of the peer is `full`.
+
+        Otherwise read again, as soon as the common rate permits.
+        """
         self._peer_is_full = full
         self._update_reading()
 
