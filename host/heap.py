@@ -26,9 +26,10 @@ Below a few such reads, each read would extend the heap and shrink it again.
 
 
 def map_long_blocks() -> None:
-    """Configure glibc to return blocks of at least `MMAP_THRESHOLD_BYTES` to the system when they are freed.
+    """Configure glibc to return freed memory to the system: long blocks, and the free end of the heap.
 
-    Call once, at start. On systems without glibc, do nothing.
+    The limits are `MMAP_THRESHOLD_BYTES` and `TRIM_THRESHOLD_BYTES`. Call once, at start. On systems without glibc, do
+    nothing.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
         mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)

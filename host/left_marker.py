@@ -10,7 +10,7 @@ def mark_left(node: Path) -> None:
 
 
 def has_left(node: Path) -> bool:
-    """Return whether the node with the folder `node` left its cluster and has not joined again."""
+    """Return whether the node with the folder `node` left its cluster, and has not been started or joined again."""
     return (node / "left").exists()
 
 

@@ -31,7 +31,8 @@ class PauseFile:
         """Path of the file."""
 
     def write(self, pause: PauseRecord) -> None:
-        """Store a pause in place of an earlier one. Raise OSError if that fails."""
+        """Store a pause in place of an earlier one, with at most MAX_NAME_CHARS of `by`. Raise OSError if that
+        fails."""
         create_private_folder(self.path.parent)
         record = PauseRecord(pause.until, pause.by[:MAX_NAME_CHARS])
         write_private(self.path, msgspec.json.encode(record))

@@ -39,7 +39,7 @@ class PowerState:
     battery: float | None = None
     """Charge in percent; None also without a battery."""
     idle_s: float | None = None
-    """Seconds since the keyboard, mouse or screen was last used."""
+    """Seconds since the keyboard, mouse or screen was last used; None on other systems than macOS."""
 
 
 def read_battery() -> Battery | None:

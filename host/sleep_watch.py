@@ -55,7 +55,7 @@ class NoSleepNotices:
 
 
 def open_sleep_notices() -> SleepNotices:
-    """Return the source of announcements of this system."""
+    """Return the source of announcements of this system: IOKit on macOS, none elsewhere."""
     if sys.platform == "darwin":
         from host.iokit import SleepNotificationListener
 

@@ -121,6 +121,7 @@ class MemoryNumbers(WireStruct, frozen=True, array_like=True, gc=False):
     """Memory in use, in a check without the bytes that the engine frees before a refusal; None if the footprint is
     unknown."""
     reserved: Estimate = 0
+    """Bytes that are reserved on the node or by the router, and not in use yet."""
     estimate: Estimate = 0
     """Bytes that were requested."""
     margin: Estimate = 0

@@ -38,7 +38,7 @@ MAX_WASTE_BYTES = 256 * MIB
 
 
 class WireStruct(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of every struct inside a frame: immutable, and encoded as an array."""
+    """Base of all frames and of every struct inside a frame: immutable, and encoded as an array."""
 
 
 class MemoryLevel(IntEnum):
@@ -271,13 +271,13 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     failures: Natural = 0
     """Requests that ended because of an error in the engine."""
     sheds: Natural = 0
-    """Requests that the engine ended because the agent found it above its cap."""
+    """Requests, but none for embeddings, that the engine ended because the agent found it above its cap."""
     evictions: Natural = 0
     """Idle models that were unloaded for memory."""
     shrinks: Natural = 0
-    """Prefills that were made smaller to fit: fewer tokens in a chunk, or fewer prompts in a forward."""
+    """Times that a prefill, or a forward for embeddings, was made smaller to fit: fewer tokens or fewer texts."""
     preemptions: Natural = 0
-    """Requests that were preempted, to continue later or to end."""
+    """Number of preemptions. A preempted request continues when memory or rows are free."""
     overs: Natural = 0
     """Forwards after which the engine found itself above its cap."""
     departures: Natural = 0

@@ -52,7 +52,7 @@ class LocalNode:
     """Supervisor of the node on the coordinator's machine (`python -m node.run`).
 
     `state` is the state folder. `address` is HOST:PORT of the cluster port. `arguments` are further options of
-    `node.run`. `token` creates a join token, which the node uses only without an identity.
+    `node.run`. `token` creates a join token at each start, which the node uses only without an identity.
     """
 
     def __init__(self, state: Path, address: str, arguments: tuple[str, ...], token: Callable[[], str]) -> None:
@@ -150,9 +150,9 @@ class LocalNode:
         return (self._state / "node" / "identity" / "identity.json").exists()
 
     async def wait_until_ready(self, registry: Registry, timeout_seconds: float) -> bool:
-        """Wait at most `timeout_seconds` until this node can answer requests. Return False if it cannot.
+        """Wait at most `timeout_seconds` until this node can answer requests. Return whether it can.
 
-        The reason of a failure is in the log.
+        Return False at once when `given_up` is set. The log has the reason.
         """
         answers = asyncio.create_task(registry.wait_until_node_answers(self._read_node_id))
         ended = asyncio.create_task(self.given_up.wait())
@@ -169,7 +169,7 @@ class LocalNode:
         return ""
 
     async def close(self) -> None:
-        """Stop the node with SIGTERM, and with SIGKILL after `TERMINATE_GRACE_SECONDS`."""
+        """End the restarts. Stop the node with SIGTERM, and with SIGKILL after `TERMINATE_GRACE_SECONDS`."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)

@@ -27,9 +27,11 @@ class MemberAuthentication:
     wall: Callable[[], float]
 
     def authenticate(self, peer: PeerIdentity, serial: str, node: str, machine: str) -> MemberRow | Denied:
-        """Return the member with this certificate, or `Denied` if the node is not a member (any more).
+        """Return the member with this certificate, or `Denied` with the reason.
 
-        `serial` is the serial number of the certificate `peer`. `node` and `machine` are the ids that the node sent.
+        Reasons are a certificate of another node, a node that is not a member (any more), and another machine than the
+        member's. `serial` is the serial number of the certificate `peer`. `node` and `machine` are the ids that the
+        node sent.
         """
         row = self.store.members.get(NodeId(node))
         if peer.node != node:

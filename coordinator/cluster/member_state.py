@@ -21,6 +21,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     enrolled: bool = True
     """Whether the node is a member."""
     cordoned: bool = False
+    """Whether a person has excluded the node from new work."""
     link: int = 0
     """Sequence number of the current link; 0 if there is none."""
     newest: int = 0

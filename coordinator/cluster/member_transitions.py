@@ -64,7 +64,8 @@ _GOODBYE: Mapping[str, tuple[NodeState, str]] = {
 
 
 def step(member: Member, event: Event, now: float) -> Step:
-    """Apply one event to one node at `now` (monotonic seconds). Return the new membership and the actions in order.
+    """Apply one event to one node at `now` (monotonic seconds). Return the new state of the member and the actions in
+    order.
 
     Ignore an event of an older link. Raise `IllegalEventError` if `TABLE` does not allow the event in the node's state.
     Raise the same for an event of an unknown link, and for a new link without a higher number. Raise `InvariantError`

@@ -44,7 +44,7 @@ class Membership(msgspec.Struct, frozen=True):
         return self.self_suspect_since is not None
 
     def check(self) -> None:
-        """Raise `InvariantError` if the values of any member contradict each other."""
+        """Raise `InvariantError` if the values of any member contradict each other, or its key is not its id."""
         for node, member in self.members.items():
             if node != member.node:
                 raise InvariantError(f"{member.node} is kept as {node}")
@@ -89,6 +89,7 @@ def advance(pool: Membership, node: NodeId, event: Event, now: float) -> tuple[M
 def tick(pool: Membership, now: float) -> tuple[Membership, tuple[Action, ...]]:
     """Apply the transitions of all nodes that are due at `now` (monotonic seconds). Call it at `next_deadline`.
 
+    Delete the nodes that have not been members for `DELETE_AFTER_SECONDS`, unless the coordinator suspects itself.
     Return the new pool and the actions in order.
     """
     members: dict[NodeId, Member] = {}

@@ -22,7 +22,7 @@ from wire.report import Model
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """Result of a load, unload or profile command that a node has carried out."""
+    """Result of a command about a model that a node has carried out: load, unload, profile or clear cache."""
 
     node: NodeId
     name: str
@@ -34,7 +34,7 @@ class CommandResult:
     """Measurements of a profile; None for other commands."""
 
     def to_row(self) -> dict[str, object]:
-        """Return the result as a row of the API."""
+        """Return the result as a row of the API; for a profile with `measured`, the measurements."""
         extra: dict[str, object] = {} if self.model is None else {"measured": get_measured_memory(self.model)}
         return {"id": self.node, "name": self.name, "seconds": round(self.seconds, 3), "already": self.already, **extra}
 
@@ -102,8 +102,8 @@ class ModelOperations:
     ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
         """Unload a model from `node`, or from every node that has it loaded.
 
-        Return the results, and an error for the nodes that failed or None. Cordoned nodes are included, because a
-        person cordons a node to let its requests end.
+        Return the results, and an error for the nodes that failed or None. If no node has the model, the error is a
+        refusal. Cordoned nodes are included, because a person cordons a node to let its requests end.
         """
         view = self._dispatcher.view
         holders = [member for member in view.nodes if member.state not in GONE and _is_loaded(member, model)]
@@ -122,8 +122,8 @@ class ModelOperations:
     ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
         """Delete the cached prompts of a model (empty: of all models) on `node`, or on every node that may have them.
 
-        Return the results, and an error for the nodes that failed or None. An absent node may have cached prompts in
-        its files, and counts as failed.
+        Return the results, and an error for the nodes that failed or None. If no node may have any, the error is a
+        refusal. An absent node may have cached prompts in its files, and counts as failed.
         """
         members = [member for member in self._dispatcher.view.nodes if member.state is not NodeState.LEFT]
         nodes = [member for member in members if _may_cache(member, model)] if node is None else [node]

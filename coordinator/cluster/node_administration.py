@@ -31,7 +31,8 @@ class NodeAdministration:
     def set_cordoned(self, node: NodeId, *, on: bool) -> None:
         """Exclude a node from new work if `on`, otherwise admit it again.
 
-        Raise `IllegalEventError` if the node has left; nothing is stored then. Raise `StoreError` after a failed write.
+        Raise `IllegalEventError` if the node has left or is unknown; nothing changes then. Raise `StoreError` after a
+        failed write; the change then lasts until the coordinator restarts.
         """
         self.registry.apply_event(node, MemberCordoned() if on else MemberUncordoned())
         self.store.members.put(replace(self.store.members[node], cordoned=on))
@@ -50,9 +51,9 @@ class NodeAdministration:
         self.registry.publish_view()
 
     def remove_node(self, node: NodeId) -> None:
-        """Revoke a node at once: its certificate, links and membership.
+        """Close the links of a node at once, end its membership and revoke its certificates.
 
-        Raise `IllegalEventError` if the node has left, `StoreError` after a failed write.
+        Raise `IllegalEventError` if the node has left or is unknown, `StoreError` after a failed write.
         """
         self.links.disconnect_node(
             node, "removed", Denied("removed", "this node was removed from the cluster by an administrator", final=True)

@@ -57,7 +57,7 @@ class NodeRecords:
             by_node.pop(node, None)
 
     async def wait_for_report(self, node: NodeId) -> None:
-        """Wait for the next report of a node."""
+        """Wait for the next report of a node. The wait does not end if the records of the node are deleted."""
         await self._report_events.setdefault(node, asyncio.Event()).wait()
 
     def get_reported_at(self, node: NodeId) -> float | None:

@@ -131,9 +131,9 @@ class Registry:
     # -- events of links -------------------------------------------------------------------
 
     def on_link_up(self, node: NodeId, hello: Hello) -> int:
-        """Record a new link of a member and return its sequence number.
+        """Record a new link of a member and return its sequence number. Store changed hardware of the machine.
 
-        The link stays open if changed hardware cannot be stored, because the pool serves without its disk. Raise
+        The link stays open if the hardware cannot be stored, because the pool serves without the store. Raise
         `IllegalEventError` if the member has left.
         """
         number = next(self._link_numbers)
@@ -156,7 +156,8 @@ class Registry:
     def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
         """Handle a frame of the link `number`: a report, goodbye or renewal. Pass other frames to their receivers.
 
-        After a failed write, the change of the frame is logged and lost, and the link stays open.
+        Ignore reports and goodbyes of an older link. Disconnect the node after an invalid renewal. After a failed
+        write, the change of the frame is logged and lost, and the link stays open.
         """
         receive = self._receivers.get(type(frame))
         try:

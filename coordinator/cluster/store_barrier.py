@@ -19,7 +19,7 @@ class StoreBarrier:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def call_when_stored(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once all changes so far are on disk. Do not call it if a write failed."""
+        """Call `callback` once all changes so far are on disk. If a write failed, log the error instead."""
         task = asyncio.get_running_loop().create_task(self._flush())
         self._tasks.add(task)
 

@@ -2,9 +2,8 @@
 
 Uvicorn serves every route; `FastPathProtocol` only checks first. A complete `POST /v1/chat/completions` in the buffer
 with a valid key and body is answered here. No task, no scope and no copy of the headers is made, which saves half of
-the measured cost. All else passes on unchanged, and the ASGI app answers: another
-route, a body in pieces, a wrong key, an impossible parameter. Each refusal therefore has one place, and this path
-returns the same answers as the app.
+the measured cost. All else passes on unchanged to the ASGI app: another route, a body in pieces, a wrong key, an
+impossible parameter. Each refusal therefore has one place, and this path returns the same answers as the app.
 
 Rules
 - Bytes are examined here only between two requests, while uvicorn's parser is idle.
@@ -43,6 +42,7 @@ REQUEST_START = b"POST /v1/chat/completions HTTP/1.1\r\n"
 MAX_CACHED_HEADS = 512
 """Most cached heads. A client repeats the same head with every request."""
 MAX_HEAD_BYTES = 8192
+"""Maximum bytes of a head on the fast path. The app answers requests with a longer head."""
 _COMPLETE_RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
 _ERROR_RESPONSE = b"HTTP/1.1 %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
 _STREAM = (
@@ -76,6 +76,7 @@ class FastPath:
     def __init__(self, dispatcher: Dispatcher, ring: KeyRing, settings: RouterSettings, guard: OriginCheck) -> None:
         self.dispatcher = dispatcher
         self.max_body_bytes = min(settings.max_body_bytes, MAX_INLINE_BYTES)
+        """Maximum size of a body for the fast path. The app answers requests with a larger body."""
         self._ring = ring
         self._guard = guard
         self._strict = settings.unknown_fields == "refuse"
@@ -128,7 +129,7 @@ class FastPath:
         )
 
     def is_known_key(self, presented: bytes) -> bool:
-        """Return whether the API key `presented` is valid. The use is not counted."""
+        """Return whether the API key `presented` is valid. A wrong key is not counted as refused."""
         return self._ring.is_valid(presented)
 
     def parse_request(self, head: ParsedHead, body: bytes) -> RequestSpec | None:
@@ -348,6 +349,7 @@ class ChunkedStream:
         self._head = head
         self._ended = ended
         self.busy = False
+        """Whether the buffer of the transport is full, so that the stream waits."""
         self._ready: Callable[[], None] = _do_nothing
 
     def call_when_ready(self, then: Callable[[], None]) -> None:

@@ -19,7 +19,8 @@ RESERVED_FILES = 512
 MAX_HANDSHAKES = 256
 """Most concurrent TLS handshakes, over all addresses."""
 MAX_NEW_CONNECTIONS = 128
-"""Most connections of an address without a valid key; set by `http.max_connections_without_key`."""
+"""Default for the most connections of an address without a valid key. The setting is
+`http.max_connections_without_key`."""
 MAX_KNOWN_ADDRESSES = 4096
 """Most addresses remembered for their valid key."""
 
@@ -187,7 +188,7 @@ class ConnectionSlots:
             self._origins[slot.origin].idle.pop(slot, None)
 
     def mark_idle(self, slot: ConnectionSlot) -> None:
-        """Mark a connection as idle, because all of its requests are answered."""
+        """Mark a connection as idle, because all of its requests are answered. Ignore a released slot."""
         if slot not in self._taken:
             return
         for order in (self._idle, self._origins[slot.origin].idle):

@@ -35,6 +35,7 @@ answer."""
 SLICE_BYTES = 512
 """Bytes parsed at once at a possible start of a head: at most 18 of the shortest requests."""
 VERSIONS = frozenset({"1.0", "1.1"})
+"""Versions of HTTP that are accepted."""
 
 HEAD_TOO_LONG = Problem(431, "head_too_large", f"the head of a request may have {MAX_HEAD_BYTES} bytes")
 TOO_MANY_CONNECTIONS = Problem(
@@ -104,7 +105,7 @@ class DeadlineProtocol(HttpToolsProtocol):
             self._refuse(TOO_MANY_CONNECTIONS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the deadline, and disconnect every open request of this connection."""
+        """Cancel the deadline, release the slot, and disconnect every open request of this connection."""
         self._deadline.cancel()
         if self.slot is not None:
             self.slot.release()
@@ -119,7 +120,10 @@ class DeadlineProtocol(HttpToolsProtocol):
     # -- bytes in ---------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes of the current request. Hold bytes that the client sends before the answer is complete."""
+        """Parse bytes of the current request. Hold bytes that the client sends before the answer is complete.
+
+        Above `MAX_PIPELINED_BYTES`, discard the held bytes, and end the connection after the current answer.
+        """
         if self._pipelined or self._overrun or self._is_answering():
             self._hold_bytes(data)
         else:
@@ -241,7 +245,7 @@ class DeadlineProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Check the complete head and cancel its deadline.
+        """Check the complete head, cancel its deadline and mark the connection as busy.
 
         Raise `HttpParserError` for a refused head, and for versions other than 1.0 and 1.1, because httptools accepts
         them.

@@ -42,7 +42,10 @@ def get_local_host(host: str) -> str:
 
 
 def list_cluster_addresses(host: str, port: int) -> tuple[str, ...]:
-    """Return every HOST:PORT at which nodes may reach a listening address; for a wildcard, all addresses."""
+    """Return every HOST:PORT at which nodes may reach a listening address.
+
+    For a wildcard, these are all addresses of this machine in its networks, or none without a network.
+    """
     if host not in ("0.0.0.0", "::"):  # noqa: S104
         return (f"{get_reachable_host(host)}:{port}",)
     return tuple(f"[{a}]:{port}" if ":" in a else f"{a}:{port}" for a in list_addresses())

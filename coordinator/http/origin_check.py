@@ -19,6 +19,7 @@ Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 _MARKS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 _MARKED = frozenset(name for name, _ in _MARKS)
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+"""Methods that change no state."""
 
 
 async def send_problem(send: Send, problem: Problem) -> None:
@@ -34,7 +35,10 @@ async def send_problem(send: Send, problem: Problem) -> None:
 
 
 class PrivateResponses:
-    """ASGI middleware that adds headers against caching and content sniffing to every response of `app`."""
+    """ASGI middleware that sets headers against caching and content sniffing in every response of `app`.
+
+    Headers of the same names that the app sets are replaced.
+    """
 
     def __init__(self, app: Asgi) -> None:
         self._app = app
@@ -79,7 +83,8 @@ class OriginCheck:
     def find_problem(self, method: str, headers: Iterable[tuple[bytes, bytes]]) -> Problem | None:
         """Check host and origin of a request. Header names are in lower case.
 
-        Return the problem for an unknown host (421) or a state change from another site (403); None if accepted.
+        Return the problem for an unknown, missing or repeated host (421) or a state change from another site (403).
+        Return None if the request is accepted.
         """
         hosts: list[bytes] = []
         origin = site = b""

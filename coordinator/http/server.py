@@ -44,7 +44,7 @@ class Server(uvicorn.Server):
         self._ending = asyncio.Event()
 
     def stop(self) -> None:
-        """End `serve`."""
+        """Order the end of `serve`, which then stops to accept and closes the connections."""
         self.should_exit = True
         self._ending.set()
 

@@ -70,7 +70,7 @@ class EnrollmentContext:
     clock: Callable[[], float]
     """Function that returns Unix seconds."""
     on_enrolled: Callable[[MemberRow], None]
-    """Function that is called with every new member."""
+    """Function that is called with every member that has enrolled, also if its machine was a member before."""
     get_link_address: Callable[[NodeId], str] = lambda node: ""
     """Function that returns the address from which a member is linked; empty if it is not linked."""
 
@@ -125,7 +125,10 @@ class EnrollmentConnection:
         """Whether the caller must close the connection after it has sent the frames of the last call."""
 
     def feed(self, data: bytes, now: float) -> list[Frame]:
-        """Process bytes from the peer and return the frames to send. Invalid bytes lead to a `Denied` frame."""
+        """Process bytes from the peer and return the frames to send. Invalid bytes lead to a `Denied` frame.
+
+        Discard the bytes and return no frames once `closed` is set.
+        """
         self._received_bytes += len(data)
         if self.closed:
             return []
@@ -144,7 +147,10 @@ class EnrollmentConnection:
         return answers
 
     def process_frame(self, frame: Frame, now: float) -> list[Frame]:
-        """Process one frame from the peer and return the frames to send. An invalid frame leads to a `Denied` frame."""
+        """Process one frame from the peer and return the frames to send. An invalid frame leads to a `Denied` frame.
+
+        Return no frames once `closed` is set, and the frames of `poll` after the deadline.
+        """
         if self.closed:
             return []
         if now >= self.deadline:

@@ -21,6 +21,7 @@ from wire.report import Hardware
 APPROVAL_TIMEOUT_SECONDS = 600.0
 """Seconds for which a request waits for a person."""
 MAX_WAITING = 16
+"""Maximum waiting requests of all addresses together."""
 MAX_WAITING_PER_ADDRESS = 4
 """Maximum waiting requests of one address."""
 MAX_NEW_CODES = 256
@@ -28,6 +29,7 @@ MAX_NEW_CODES = 256
 MAX_NEW_CODES_PER_ADDRESS = 8
 """Maximum new codes of one address within `APPROVAL_TIMEOUT_SECONDS`."""
 MAX_WRONG_CODES = 3
+"""Consecutive wrong codes that lock decisions."""
 LOCK_SECONDS = 60.0
 """Seconds without decisions after `MAX_WRONG_CODES` consecutive wrong codes."""
 
@@ -67,12 +69,12 @@ class ApprovalRequest:
     """Whether the request was removed in favour of a node from another address."""
 
     def decide(self, decision: ApprovalDecision) -> None:
-        """Record a person's decision."""
+        """Record a person's decision, and call `wake`."""
         self.decision = decision
         self.wake()
 
     def displace(self) -> None:
-        """Record that the request has lost its place in the queue."""
+        """Record that the request has lost its place in the queue, and call `wake`."""
         self.displaced = True
         self.wake()
 
@@ -111,7 +113,7 @@ class ApprovalQueue:
 
     @property
     def requests(self) -> Mapping[str, ApprovalRequest]:
-        """Requests to join that wait for a decision, by code."""
+        """Requests to join that wait for a decision, by code. Expired ones stay until the next call with `now`."""
         return self._requests
 
     def enqueue(

@@ -39,10 +39,14 @@ class Redemption(StrEnum):
     """Result of an attempt to use a join token. All but `ACCEPTED` are reasons of `Denied`."""
 
     ACCEPTED = "accepted"
+    """The token is valid; its peer has proved the secret."""
     UNKNOWN = "token_unknown"
+    """No token has this id, or the token was revoked."""
     WRONG = "token_wrong"
+    """The MAC does not prove the secret."""
     EXPIRED = "token_expired"
     USED = "token_used"
+    """The token has no uses left."""
 
 
 MESSAGES = {
@@ -51,6 +55,7 @@ MESSAGES = {
     Redemption.EXPIRED: "the token has expired: create a new one with `cluster token create`",
     Redemption.USED: "the token was used already: create a new one with `cluster token create`",
 }
+"""Texts of `Denied` for the results that refuse a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +85,8 @@ class JoinTokens:
     ) -> JoinToken:
         """Create a token for `uses` nodes, valid for `ttl` seconds. Raise `ValueError` unless both are positive.
 
-        With `replaces`, a machine that is already a member replaces itself without that member's key. Raise
-        `StoreError` after a failed write.
+        With `replaces`, a machine that is already a member replaces itself without that member's key. Delete the tokens
+        that expired more than `EXPIRED_KEPT_SECONDS` ago. Raise `StoreError` after a failed write.
         """
         if ttl <= 0 or uses < 1:
             raise ValueError(f"a token needs a positive time ({ttl} s) and at least one use ({uses})")
@@ -94,7 +99,10 @@ class JoinTokens:
         return token
 
     def list(self) -> list[JoinTokenInfo]:
-        """Return all stored join tokens without their secrets, newest first."""
+        """Return all stored join tokens without their secrets, newest first.
+
+        Used, expired and revoked ones are included until their deletion.
+        """
         rows = sorted(self._store.tokens.values(), key=lambda row: row.created, reverse=True)
         return [JoinTokenInfo(row.id, row.name, row.created, row.expires, row.uses_left, row.revoked) for row in rows]
 

@@ -12,6 +12,7 @@ from coordinator.metrics.families import (
 from coordinator.metrics.pool_snapshot import PoolSnapshot
 
 CERTIFICATES = ("authority", "coordinator", "endpoint")
+"""Certificates of the coordinator, as label values: the cluster CA, the cluster port's, and the HTTP port's."""
 _G, _C, _H = MetricKind.GAUGE, MetricKind.COUNTER, MetricKind.HISTOGRAM
 
 

@@ -15,7 +15,9 @@ from router.placement.cluster_view import NodeView
 from wire.report import Model
 
 ENGINE_STATES = ("starting", "ready", "hung", "restarting", "failed")
+"""Label values of the engine's state; another state becomes `OTHER`."""
 MODEL_STATES = ("loaded", "loading", "known", "failed")
+"""Label values of the states of a model."""
 _G, _C = MetricKind.GAUGE, MetricKind.COUNTER
 _MODEL_MEANING = f"a model of this node; {MAX_MODELS_PER_NODE} at most, those first that are loaded"
 

@@ -56,7 +56,9 @@ class MetricFamily(Generic[P]):
     """Name without prefix and `_total`."""
     kind: MetricKind
     meaning: str
+    """Help text of the exposition and of the manual."""
     read: Callable[[P], Iterable[Row]]
+    """Function that returns the series in a snapshot."""
     labels: tuple[tuple[str, str], ...] = ()
     """Name and description of each label."""
     when: str = ""

@@ -14,6 +14,7 @@ from wire.report import Model
 MAX_HOST_LABELS = 4
 """Maximum combinations of chip, system and version of a node, which change with updates."""
 HostLabels = tuple[str, str, str]
+"""Chip, operating system and version of macpool."""
 T = TypeVar("T", bound=Hashable)
 
 
@@ -36,7 +37,7 @@ class _AdmittedValues(Generic[T]):
 
 
 class AdmittedLabels:
-    """Texts of nodes that were admitted as label values, until the coordinator restarts."""
+    """Texts of nodes that were admitted as label values, until the coordinator restarts or the node is no member."""
 
     def __init__(self) -> None:
         self._models: _AdmittedValues[str] = _AdmittedValues(MAX_MODELS_PER_NODE)

@@ -33,7 +33,11 @@ class NodeSnapshot:
 
 
 def sanitize_measures(measures: NodeMeasures) -> NodeMeasures:
-    """Return a node's measurements with impossible numbers replaced or limited."""
+    """Return a node's measurements with impossible numbers replaced or limited.
+
+    Negative counts become 0 and large ones `MAX_COUNT`. An invalid histogram becomes empty. Only the first 64 checks
+    and refusals remain.
+    """
     gate = measures.gate
     return NodeMeasures(
         GateMeasures(

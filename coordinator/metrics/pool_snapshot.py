@@ -47,7 +47,9 @@ class PoolSnapshot:
     """
 
     version: str
+    """Version of macpool."""
     python: str
+    """Version of Python."""
     wall: float
     """Current time in Unix seconds."""
     now: float
@@ -56,6 +58,7 @@ class PoolSnapshot:
     states: Mapping[str, int]
     """Number of members by state."""
     self_suspect: bool
+    """Whether the coordinator suspects its own network (`Membership.self_suspect`)."""
     counters: Counters
     keys: Mapping[str, str]
     """Names of valid API keys by id."""
@@ -74,7 +77,7 @@ class PoolSnapshot:
     queue_limit: int
     """Maximum number of queued requests."""
     oldest_wait_seconds: float
-    """Waiting time of the oldest queued request."""
+    """Waiting time of the oldest queued request; 0 if the queue is empty."""
     keys_refused: int
     """Number of requests with an unknown or expired API key."""
     certificates: Mapping[str, tuple[float, float]]

@@ -91,9 +91,10 @@ class MetricsService:
         return await asyncio.to_thread(render_metrics, self.collect_node(view, measures), accept)
 
     def list_targets(self, host: str, scheme: str) -> list[dict[str, Any]]:
-        """Return the targets of Prometheus service discovery: one per member, at the coordinator's address.
+        """Return the targets of Prometheus service discovery: one per member that has not left.
 
-        `host` and `scheme` are those of the request. The scrape of a member that does not answer fails.
+        All have the coordinator's address. `host` and `scheme` are those of the request. The scrape of a member that
+        does not answer fails.
         """
         return [
             {
@@ -112,12 +113,16 @@ class MetricsService:
     def collect_node(self, view: NodeView, measures: NodeMeasures | None) -> list[CollectedFamily[NodeSnapshot]]:
         """Return the metric families of a node with their series, by its newest report and these measurements.
 
-        Without measurements (None), the histograms of the node are missing.
+        Without measurements (None), the histograms and the metrics of the agent's process are missing. Checks and
+        refusals of the gate are totals of the report then.
         """
         return collect_families(NODE, self.take_node_snapshot(view, measures))
 
     def take_node_snapshot(self, view: NodeView, measures: NodeMeasures | None) -> NodeSnapshot:
-        """Return the metrics snapshot of a node by its newest report and these measurements, if any."""
+        """Return the metrics snapshot of a node by its newest report and these measurements, if any.
+
+        Admit new label values of the node within their limits. Raise `KeyError` for an unknown node.
+        """
         wall = time.time()
         reported_at = wall - max(0.0, self._dispatcher.get_time() - view.reported_at)
         about = self._labels.admit_host(view.id, self._nodes.directory.describe_host(view.id))
@@ -149,7 +154,11 @@ class MetricsService:
             raise NodeUnreachable(str(error) or "it did not answer") from None
 
     def take_snapshot(self) -> PoolSnapshot:
-        """Return the metrics snapshot of the coordinator, without requests to nodes."""
+        """Return the metrics snapshot of the coordinator, without requests to nodes.
+
+        Delete the admitted label values of nodes that are no members, and the counters of keys that do not exist any
+        more.
+        """
         dispatcher, nodes = self._dispatcher, self._nodes
         view, now, links, server = dispatcher.view, dispatcher.get_time(), nodes.links.table, nodes.server
         members = [node.id for node in view.nodes]

@@ -24,9 +24,13 @@ from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
 
 PROMPT_TOKENS = (512, 2048)
+"""Lengths of the measured prompts, each with every number of `PARALLEL`."""
 PARALLEL = (1, 4)
+"""Numbers of requests that run at the same time."""
 ANSWER_TOKENS = 128
+"""Maximum generated tokens of a measured request."""
 WARM_UP_TOKENS = 16
+"""Prompt tokens of the request that loads the model before the measurement."""
 TOKEN_IDS = range(32, 480)
 """Token ids of the prompts: within every vocabulary, and beyond the control tokens at the start of most of them."""
 MIN_GENERATED_TOKENS = 8
@@ -34,6 +38,7 @@ MIN_GENERATED_TOKENS = 8
 BENCHMARK_KEY = "benchmark"
 """Key of the requests in usage and in the queue. No API key has this id."""
 BENCHMARK_LIMITS = KeyLimits(priority="low", upstreams=False)
+"""Limits of `BENCHMARK_KEY`: low priority, and no upstream."""
 _SKIPPED = frozenset({RefusalCode.TOO_LARGE, RefusalCode.CONTEXT, RefusalCode.NO_ROOM})
 
 
@@ -69,8 +74,9 @@ class Benchmark:
     async def measure(self, host: tuple[str, str, str]) -> BenchmarkRecord | Refused | RequestFailure:
         """Load the model if necessary, and measure it. `host` is chip, operating system and version of Macpool.
 
-        Return the refusal or error of a request that prevents the measurement. Return a refusal also if the node or the
-        model leaves the pool meanwhile.
+        A run that the node refuses for its size or for its memory is recorded as skipped. Return the refusal or error
+        of another request that ends the measurement. Return a refusal also if the node or the model leaves the pool
+        meanwhile.
         """
         try:
             return await self._measure_runs(host)

@@ -22,13 +22,15 @@ class BenchmarkRun(msgspec.Struct, frozen=True, kw_only=True):
     """Measurement of requests of one prompt length. Speeds are tokens per second of all requests together."""
 
     prompt_tokens: int
+    """Prompt tokens of each request."""
     parallel: int
     """Number of requests at the same time."""
     generated: int = 0
     """Generated tokens of all requests."""
     prefill_speed: float = 0.0
+    """0 if the run was skipped."""
     decode_speed: float = 0.0
-    """0 if the answers were too short to be measured."""
+    """0 if the answers were too short to be measured, or the run was skipped."""
     skipped: str = ""
     """Reason why the node did not take these requests; empty if it did."""
 
@@ -74,7 +76,7 @@ class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BenchmarkRecords:
-    """Records in the state folder `state`."""
+    """Records in the state folder `state`. A file that cannot be read is logged and counts as empty."""
 
     def __init__(self, state: Path) -> None:
         self._file = state / "benchmarks.json"
@@ -101,7 +103,10 @@ class BenchmarkRecords:
         )
 
     def store(self, record: BenchmarkRecord) -> None:
-        """Store a record in place of an earlier one with its key. Raise OSError if the file cannot be written."""
+        """Store a record in place of an earlier one with its key. Delete the oldest records above `MAX_RECORDS`.
+
+        Raise OSError if the file cannot be written; the records do not change then.
+        """
         records = {**self._records, record.key: record}
         newest = sorted(records.values(), key=lambda entry: entry.measured, reverse=True)[:MAX_RECORDS]
         write_private(self._file, msgspec.json.encode(newest))

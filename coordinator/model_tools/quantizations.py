@@ -21,7 +21,9 @@ from wire.frames import CancelModelOrder, Frame, ModelOrderCode, ModelOrderEnded
 from wire.identity import NodeId
 
 MAX_OPEN = 16
+"""Maximum quantizations that have not ended."""
 MAX_ENDED = 50
+"""Ended quantizations that are kept when another one starts."""
 RETURN_TIMEOUT_SECONDS = 30.0
 """Seconds after the return of a node within which it must report a quantization that continues there."""
 
@@ -50,6 +52,7 @@ class QuantizationRecord:
     order: QuantizeModel
     started: float
     actor: str = ""
+    """Actor that started the quantization, as `AuditRow.actor`."""
     ended: float | None = None
     """Time of the end; None while the quantization runs."""
     stage: QuantizationStage = QuantizationStage.RUNNING
@@ -101,8 +104,9 @@ class QuantizationRecord:
 class Quantizations:
     """All quantizations, the oldest first, stored in the state folder `state`.
 
-    `send` sends a frame to a node and returns False if the node is not linked. `number` returns the number of the next
-    order. `wall` returns Unix seconds.
+    A file that cannot be read counts as empty. A failure to read or write the file is logged. `send` sends a frame to a
+    node and returns False if the node is not linked. `number` returns the number of the next order. `wall` returns Unix
+    seconds.
     """
 
     def __init__(
@@ -148,7 +152,8 @@ class Quantizations:
     def start(self, node: NodeId, model: str, bits: int, name: str, actor: str) -> QuantizationRecord:
         """Start a quantization on a node and return it. A running one with the same result is returned instead.
 
-        Without a link the quantization fails at once. Raise TooManyQuantizationsError if `MAX_OPEN` are open.
+        Delete the oldest ended ones above `MAX_ENDED`. Without a link the quantization fails at once. Raise
+        TooManyQuantizationsError if `MAX_OPEN` are open.
         """
         opened = self._list_open()
         for record in opened:
@@ -174,7 +179,10 @@ class Quantizations:
         return self._all[started.id]
 
     def cancel(self, quantization: str) -> bool:
-        """Order the node to cancel a quantization. Return False if it is not running, or its node is not linked."""
+        """Order the node to cancel a quantization.
+
+        Return False if the quantization is unknown or has ended, or if its node is not linked.
+        """
         record = self._all.get(quantization)
         running = record is not None and record.stage is QuantizationStage.RUNNING
         return running and record is not None and self._send(record.node, CancelModelOrder(record.order.order))
@@ -218,7 +226,10 @@ class Quantizations:
         log.info("quantization ended", quantization=record.id, stage=str(ended.stage), why=frame.message)
 
     def apply_links(self, lost: Collection[NodeId], linked: Collection[NodeId]) -> None:
-        """Apply lost links and new links of nodes. A node that is back must report within `RETURN_TIMEOUT_SECONDS`."""
+        """Apply lost links and new links of nodes.
+
+        A quantization fails if its node is back and does not report it within `RETURN_TIMEOUT_SECONDS`.
+        """
         for record in self._list_open():
             if record.node in lost or record.node in linked:
                 self._cancel_timer(record.id)
@@ -228,7 +239,7 @@ class Quantizations:
                 self._timers[record.id] = loop.call_later(RETURN_TIMEOUT_SECONDS, self._fail_unreported, record.id)
 
     def remove_node(self, node: NodeId) -> None:
-        """End the quantizations of a node that is no longer a member."""
+        """End the quantizations of a node that is no longer a member, as failed."""
         for record in self._list_open():
             if record.node == node:
                 self._fail(record, "the node has left the pool")

@@ -66,7 +66,8 @@ class EventLog:
     async def stream_events(self, last: int | None, newest: int, *, follow: bool) -> AsyncGenerator[bytes]:
         """Yield server-sent events: those after number `last`, or the `newest` ones if `last` is None.
 
-        With `follow`, continue with new events, and a comment after each `KEEPALIVE_SECONDS` of silence.
+        With `follow`, continue with new events, and a comment after each `KEEPALIVE_SECONDS` of silence. The caller
+        checks `full` before, because this call does not limit the readers.
         """
         ring = list(self._ring)
         begin = [event for event in ring if event[0] > last] if last is not None else ring[max(0, len(ring) - newest) :]

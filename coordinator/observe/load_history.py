@@ -93,7 +93,10 @@ class LoadHistory:
         self._nodes: dict[NodeId, _Ring] = {}
 
     def add_reading(self, reading: LoadReading) -> None:
-        """Add a reading, and the point between the previous reading and this one. Missed intervals become gaps."""
+        """Add a reading, and the point between the previous reading and this one. Missed intervals become gaps.
+
+        The first reading adds no point. Delete the points of nodes that are not in the reading.
+        """
         last, self._last = self._last, reading
         for node in self._nodes.keys() - reading.nodes.keys():
             del self._nodes[node]
@@ -122,7 +125,8 @@ class LoadHistory:
     def to_row(self, points: int = MAX_POINTS) -> dict[str, object]:
         """Return the newest `points` points as a row of the API, oldest first.
 
-        None is a gap. `number` is the sequence number of the newest point.
+        None is a gap. `number` is the sequence number of the newest point; before the first point, it is -1 and the
+        series are empty.
         """
         count = min(points, MAX_POINTS, self._number + 1)
         return {

@@ -5,6 +5,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 
 CHUNK_BYTES = 64 * 1024
+"""Maximum bytes of a yielded piece."""
 MAX_LINE_BYTES = 1024 * 1024
 """Maximum bytes that are searched for the end of a truncated first line."""
 

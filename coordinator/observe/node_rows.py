@@ -183,7 +183,10 @@ def get_measured_memory(model: Model) -> dict[str, object] | None:
 
 
 def can_answer(view: NodeView) -> bool:
-    """Return whether this node can answer a request now: linked, engine and gate ready, and a usable model."""
+    """Return whether this node can answer a request now.
+
+    Its state is ready, its engine is ready, its gate is armed or off, and a model has no fault. A cordoned node can.
+    """
     armed = view.memory.armed or not view.memory.guard
     served = any(not model.cause for model in view.models.values())
     return view.state == NodeState.READY and view.engine.state == "ready" and armed and served

@@ -97,7 +97,10 @@ def explain_refused_arguments(arguments: tuple[str, ...]) -> str | None:
 
 
 def explain_unsafe_wired_limit(wanted: int, safe_bytes: int) -> str | None:
-    """Return why a wired limit of `wanted` MiB is not allowed; None if it is at most `safe_bytes`."""
+    """Return why a wired limit of `wanted` MiB is not allowed; None if it is at most `safe_bytes`.
+
+    No limit is allowed if `safe_bytes` is below 1 MiB, because the RAM is unknown then.
+    """
     safe = safe_bytes >> 20
     if safe <= 0:
         return "the RAM of this machine cannot be read: no wired limit is known to be safe"

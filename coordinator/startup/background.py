@@ -51,9 +51,10 @@ def start_periodic_tasks(
     tls: HttpsCa | ssl.SSLContext | None,
     stack: AsyncExitStack,
 ) -> None:
-    """Start the periodic renewal of certificates and the periodic write of usage. `stack` stops them.
+    """Start the periodic renewal of certificates and the periodic write of usage.
 
-    `tls` is the TLS of the endpoint, of which only an `HttpsCa` is renewed; None without TLS.
+    `stack` stops them and writes the usage a last time. `tls` is the TLS of the endpoint, of which only an `HttpsCa` is
+    renewed; None without TLS.
     """
     stack.push_async_callback(_cancel_task, asyncio.create_task(renew_certificates(state.authority, tls)))
     stack.callback(access.admin.usage.record, dispatcher.usage)

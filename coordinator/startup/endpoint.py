@@ -57,7 +57,7 @@ class Endpoint:
     local_url: str
     """URL from this machine, without a path."""
     cluster_url: str
-    """Address for nodes."""
+    """Address for nodes, as `macpool://HOST:PORT`."""
     ca_pem: str
     """CA of the endpoint (PEM); empty unless it has a CA of its own."""
 
@@ -89,7 +89,7 @@ async def serve_http(
     endpoint: Endpoint,
     stack: AsyncExitStack,
 ) -> None:
-    """Create the routes and serve them. `stack` stops the server.
+    """Create the routes and serve them. Start the samples of load and conditions. `stack` stops all of this.
 
     Raise `SettingsError` for an upstream's key file that cannot be used, and `AuthorityError` for an invalid webhook.
     """

@@ -48,9 +48,9 @@ def open_state(
 ) -> CoordinatorState:
     """Open the state folder and its log, or create a cluster in an empty folder. `stack` closes the database.
 
-    `on_death` is called if the database cannot be written any more because of an unexpected error. Raise
-    `SupersededError` if another coordinator of this cluster has a newer generation. Raise `StoreError` if the database
-    cannot be used, and `AuthorityError` if the CA cannot be read. Raise `OSError` if a file cannot be written.
+    Increment the epoch. `on_death` is called if the database cannot be written any more because of an unexpected error.
+    Raise `SupersededError` if another coordinator of this cluster has a newer generation. Raise `StoreError` if the
+    database cannot be used, and `AuthorityError` if the CA cannot be read. Raise `OSError` if a file cannot be written.
     """
     state = create_private_folder(folder)
     log_file, events = state / "logs" / "coordinator.log", EventLog()

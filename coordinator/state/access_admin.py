@@ -75,7 +75,10 @@ class AccessAdmin:
         return {"schema": 1, "token": str(self.tokens.create(ttl, uses, name))}
 
     def list_tokens(self) -> dict[str, Any]:
-        """List join tokens without secrets, newest first. Revoked ones are left out. Times are in Unix seconds."""
+        """List join tokens without secrets, newest first. Times are in Unix seconds.
+
+        Revoked ones are left out. Used and expired ones are included until their deletion.
+        """
         rows = [
             {"id": t.id, "name": t.name, "uses_left": t.uses_left, "created": t.created, "expires": t.expires}
             for t in self.tokens.list()
@@ -104,8 +107,8 @@ class AccessAdmin:
     ) -> dict[str, Any]:
         """Create an API key that is valid for `ttl` seconds, or without expiry if `ttl` is None.
 
-        The result contains the key's text, which is not stored. Raise `ValueError` for unknown scopes, `StoreError`
-        after a failed write.
+        The caller checks `name` with `check_key_name`. The result contains the key's text, which is not stored. Raise
+        `ValueError` for unknown scopes, `StoreError` after a failed write.
         """
         limits = None if limits == NO_LIMITS else limits
         now = self.clock()
@@ -124,7 +127,10 @@ class AccessAdmin:
         return self._change_key(key, limits=None if limits == NO_LIMITS else limits)
 
     def rename_key(self, key: str, name: str) -> bool:
-        """Rename a key. Return False if no key has the id `key`. Raise `StoreError` after a failed write."""
+        """Rename a key. Return False if no key has the id `key`. The caller checks `name` with `check_key_name`.
+
+        Raise `StoreError` after a failed write.
+        """
         return self._change_key(key, name=name)
 
     def set_key_expiry(self, key: str, ttl: float | None) -> bool:
@@ -152,7 +158,7 @@ class AccessAdmin:
         return True
 
     def list_keys(self) -> dict[str, Any]:
-        """List API keys without secrets. Times are in Unix seconds."""
+        """List API keys without secrets, also expired ones, but no revoked ones. Times are in Unix seconds."""
         rows = [
             {
                 "id": row.id,

@@ -101,7 +101,10 @@ def locate_faults(origin: str, faults: Sequence[InvalidSetting], text: str = "")
 
 
 def redact_value(key: str, value: object) -> object:
-    """Return the value of the setting `key` for output. Of a URL that may contain a secret, only scheme and host."""
+    """Return the value of the setting `key` for output. Of a URL that may contain a secret, only scheme and host.
+
+    Return `HIDDEN` if that URL has no scheme or host.
+    """
     if key not in URL_SETTINGS or not value:
         return value
     parts = urlsplit(str(value))

@@ -52,6 +52,7 @@ class TokenRow:
     created: float
     expires: float
     uses_left: int
+    """Number of nodes that can still join with the token."""
     name: str = ""
     revoked: bool = False
 
@@ -78,6 +79,7 @@ class UsageRow:
     """Usage of a model by a key on one day (UTC, `2026-01-31`)."""
 
     key: str
+    """Id of the API key."""
     model: str
     day: str
     used: UsageTotals

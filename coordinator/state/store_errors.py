@@ -2,7 +2,7 @@
 
 
 class StoreError(Exception):
-    """The state cannot be read or written. The text names the file and the next step."""
+    """The state cannot be read or written. The text has the reason."""
 
 
 class StateLockedError(StoreError):

@@ -1,6 +1,6 @@
 """Tables of the cluster's database: all rows in memory, each change also written to disk by the store's writer.
 
-Methods that change a table raise `StoreError` after a failed write.
+Methods that change a table raise `StoreError` after a failed write. The rows in memory have the change then.
 """
 
 import sqlite3

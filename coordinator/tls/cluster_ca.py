@@ -58,8 +58,9 @@ class CertificateRequestError(ValueError):
 class ClusterCa:
     """CA of one cluster, with the coordinator's own certificate. Both are created in `folder` on first use.
 
-    `clock` returns Unix seconds. `node_life` is the validity of node certificates, in seconds. Raise `AuthorityError`
-    if the CA's file is damaged, and `OSError` if a file cannot be written.
+    An own certificate that is damaged or that another CA issued is replaced. `clock` returns Unix seconds. `node_life`
+    is the validity of node certificates, in seconds. Raise `AuthorityError` if the CA's file is damaged, and `OSError`
+    if a file cannot be written.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float], node_life: float = LEAF_VALIDITY_SECONDS) -> None:

@@ -69,9 +69,9 @@ LOCAL_DOMAIN = "local"
 class HttpsCa:
     """Authority and certificate of the HTTPS endpoint, created in `folder` on first use.
 
-    `hosts` are additional names in the certificate. `clock` returns Unix seconds. `get_local_names` returns the current
-    names and addresses of this machine. Raise `AuthorityError` if the authority's file is damaged, and `OSError` if a
-    file cannot be written.
+    `hosts` are additional names in the certificate. If the names among them change, the authority is new, and clients
+    must trust it again. `clock` returns Unix seconds. `get_local_names` returns the current names and addresses of this
+    machine. Raise `AuthorityError` if the authority's file is damaged, and `OSError` if a file cannot be written.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Frames about the files of models: pull, serve, verify, remove and quantize them. The coordinator orders, the agent
 performs.
 
-An order of the coordinator has a number, which the answers of the node repeat. Each order gets exactly one
-ModelOrderEnded, after any number of ModelOrderProgress.
+An order of the coordinator has a number, which the answers of the node repeat. Each order has one end, after any number
+of ModelOrderProgress. The node may send its ModelOrderEnded again on a new link.
 """
 
 from enum import StrEnum
@@ -86,14 +86,17 @@ class ServeModel(Frame, frozen=True, array_like=True, gc=False):
 
 
 class VerifyModel(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node: read all files of a model and compute their digests again."""
+    """Coordinator → node: read all files of a model and compute their digests again.
+
+    The end has the result in `content`.
+    """
 
     order: Number
     model: Word
 
 
 class RemoveModel(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node: delete the files of a model from the disk."""
+    """Coordinator → node: delete the files of a model from the disk. The end has the deleted bytes in `freed`."""
 
     order: Number
     model: Word

@@ -138,6 +138,7 @@ class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
     one_call: bool = False
     """Whether an answer ends after its first tool call."""
     grammar: GrammarSpec | None = None
+    """Constraint on the answer; None for no constraint."""
 
 
 class Generate(Frame, frozen=True, array_like=True, gc=False):
@@ -210,7 +211,10 @@ class LoadModel(Frame, frozen=True, array_like=True, gc=False):
 
 
 class UnloadModel(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → engine: unload a model. The answer is Finished, or Refusal if the model is in use."""
+    """Coordinator → engine: unload a model, or abort its load.
+
+    The answer is Finished, or Refusal if the model is not loaded or is in use.
+    """
 
     request: Number
     model: Word
@@ -237,7 +241,7 @@ class ProfileModel(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Cancel(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → engine: cancel a request. The engine sends no further frame about the request."""
+    """Coordinator → engine: cancel a request or a ProfileModel. The engine sends no further frame about it."""
 
     request: Number
 
@@ -264,7 +268,7 @@ class Logprob(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class Delta(WireStruct, frozen=True, array_like=True, gc=False):
-    """Tokens and text that one step of the engine added to a choice of a request."""
+    """Tokens and text that the engine added to a choice of a request since the last delta."""
 
     request: Number
     choice: Natural
@@ -278,7 +282,7 @@ class Delta(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class Deltas(Frame, frozen=True, array_like=True, gc=False):
-    """Engine → coordinator: the new tokens of all requests in an engine step."""
+    """Engine → coordinator: the new tokens of requests in an engine step. Long ones take several frames."""
 
     deltas: Annotated[tuple[Delta, ...], Meta(max_length=MAX_DELTAS)]
 

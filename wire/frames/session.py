@@ -131,7 +131,9 @@ class GoodbyeReason(StrEnum):
     """Reason why a node ends its link."""
 
     STOPPING = "stopping"
+    """The agent ends."""
     ASLEEP = "asleep"
+    """The machine goes to sleep."""
     LEAVE = "leave"
     """The node leaves the cluster."""
 

@@ -18,8 +18,8 @@ from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
 
 log = structlog.get_logger("coordinator.cluster.links.link_admission")
 ALIVE_REPORT_AGE_SECONDS = 3.0
-"""Age of the newest report, in seconds, below which a link counts as alive. A second process with its identity is
-refused."""
+"""Age of the newest report, in seconds, below which the link of a node counts as alive. A second process with the
+identity of that node is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class LinkAdmission:
     def authorize(self, peer: PeerIdentity, serial: str, hello: Hello) -> Welcome | Denied:
         """Return `Welcome` if a node with this certificate may link, else `Denied` with the reason.
 
-        Record the software of the Hello if the certificate is that of the member. `serial` is the certificate's serial
-        number in hex digits.
+        Record the software of the Hello if the certificate is that of the member. Call `on_superseded` if the Hello
+        proves a newer generation of the cluster. `serial` is the certificate's serial number in hex digits.
         """
         if peer.node == hello.node and hello.node in self._registry.pool.members:
             self._records.record_software(NodeId(hello.node), hello)

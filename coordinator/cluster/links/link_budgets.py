@@ -17,15 +17,21 @@ from wire.frames import (
 )
 
 FRAMES_PER_SECOND, FRAMES_BURST = 10_000.0, 5_000.0
+"""Frames of all kinds a second, and at once."""
 REPORTS_PER_SECOND, REPORTS_BURST = 60.0, 240.0
+"""Reports a second, and at once."""
 REPORT_BYTES_PER_SECOND, REPORT_BYTES_BURST = 1.0 * 2**20, 2.0 * 2**20
+"""Bytes of reports a second, and at once."""
 RENEWALS_PER_SECOND, RENEWALS_BURST = 0.1, 5.0
+"""Renewals of certificates a second, and at once."""
 LOGGED_PER_SECOND, LOGGED_BURST = 20.0, 100.0
 """Frames a second, and at once, of the kinds of which each frame writes a line to the log."""
 PROGRESS_PER_SECOND, PROGRESS_BURST = 100.0, 400.0
 """Frames `ModelOrderProgress` a second, and at once. A node sends 2 a second for each order."""
 LINKS_PER_SECOND, LINKS_BURST = 1.0, 30.0
+"""New links a second, and at once."""
 QUERIES_PER_SECOND, QUERIES_BURST = 10.0, 60.0
+"""Queries and connections for relays a second, and at once."""
 BUDGET_RETRY_SECONDS = 5.0
 """Seconds of `retry_after` for a node that exceeded a budget."""
 _TAG_OF = {kind: tag for tag, kind in TAGS.items()}
@@ -51,9 +57,9 @@ class LinkBudget:
         self._at = 0.0
 
     def charge(self, now: float, cost: float = 1.0) -> str:
-        """Take `cost` tokens at `now` (monotonic seconds).
+        """Take `cost` tokens at `now` (monotonic seconds) and return an empty string.
 
-        Return an error text if too few are left, else an empty string.
+        Take none and return an error text if too few are left.
         """
         filled = self._left + (now - self._at) * self._rate
         left = (filled if filled < self._burst else self._burst) - cost
@@ -88,16 +94,16 @@ class NodeBudgets:
         return self._links.charge(now)
 
     def charge_query(self, now: float) -> str:
-        """Count a query with this node's certificate at `now` (monotonic seconds).
+        """Count a query, or a connection for a relay, with this node's certificate at `now` (monotonic seconds).
 
         Return an error text if it exceeds the budget, else an empty string.
         """
         return self._queries.charge(now)
 
     def charge_frame(self, tag: int, size_bytes: int, now: float) -> str:
-        """Count a frame of `size_bytes` bytes before it is decoded.
+        """Count a frame before it is decoded. Return an error text if it exceeds a budget, else an empty string.
 
-        Return an error text if it exceeds a budget, else an empty string. `now` is in monotonic seconds.
+        `tag` is the tag of the frame's type, `size_bytes` the size of its body. `now` is in monotonic seconds.
         """
         why = self._frames.charge(now)
         if why or tag not in _BUDGETED:

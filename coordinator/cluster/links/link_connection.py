@@ -50,7 +50,9 @@ HANDSHAKE_TIMEOUT_SECONDS = 5.0
 MAX_LINK_TURN_SECONDS = 0.005
 """Maximum seconds in one turn of the loop for frames of one link. The last frame may exceed them."""
 UNLINKED_TIMEOUT_SECONDS = 5.0
+"""Seconds from the TLS handshake to the Hello. An enrolment has its own deadlines."""
 MAX_UNLINKED_BYTES = 16 * 1024
+"""Maximum bytes from a peer with a certificate before its Hello."""
 CLOSE_DELAY_SECONDS = 0.5
 """Seconds for which a flooding link stays open without reads, to let its node receive the reason."""
 QUERY_CHUNK_BYTES = 32 * 1024
@@ -102,7 +104,7 @@ class ConnectionOwner(Protocol):
         ...
 
     def answer_query(self, connection: "Connection", peer: PeerIdentity, query: MemberQuery) -> None:
-        """Answer the query of a command that uses its node's certificate `peer`."""
+        """Answer or refuse the query of a command that uses its node's certificate `peer`."""
         ...
 
     def deliver_chunk(self, node: NodeId, chunk: FetchChunk) -> None:
@@ -317,7 +319,7 @@ class Connection(LinkEndpoint):
         return cast("asyncio.Transport", self.transport)
 
     def refuse(self, denied: Denied) -> None:
-        """Send the denial and close the connection."""
+        """Log and send the denial, and close the connection. Ignore further frames."""
         log.warning("denied", peer=self.address, node=self.peer.node if self.peer else None, reason=denied.reason)
         self._refused = True
         self.send(denied)

@@ -34,6 +34,7 @@ A peer with a certificate of the cluster does not count. Peers without one there
 behind the same address.
 """
 PING_TIMEOUT_SECONDS = 1.0
+"""Seconds between two pings on the links of all nodes."""
 
 log = structlog.get_logger("coordinator.cluster.links.link_server")
 
@@ -42,7 +43,10 @@ class LinkEvents(Protocol):
     """Handler of the links' events, implemented by the registry."""
 
     def on_link_up(self, node: NodeId, hello: Hello) -> int:
-        """Record a new link of a node and return its sequence number. Raise `StoreError` after a failed write."""
+        """Record a new link of a node and return its sequence number.
+
+        Raise `IllegalEventError` if the node has left.
+        """
         ...
 
     def on_link_down(self, node: NodeId, number: int, reason: str) -> None:
@@ -50,7 +54,7 @@ class LinkEvents(Protocol):
         ...
 
     def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
-        """Handle a frame of the link `number` of a node. Raise `StoreError` after a failed write."""
+        """Handle a frame of the link `number` of a node."""
         ...
 
 
@@ -89,7 +93,10 @@ class LinkServer:
         """Number of links established since the start; `denied`: number of Hellos denied."""
 
     async def start(self, host: str, port: int, context: ssl.SSLContext) -> int:
-        """Listen for nodes with TLS and return the port. Raise `OSError` if the address cannot be used."""
+        """Listen for nodes with TLS, begin to ping them, and return the port.
+
+        Raise `OSError` if the address cannot be used.
+        """
         server = self._server = await self._loop.create_server(
             lambda: cast("asyncio.Protocol", Connection(self)),
             host,
@@ -148,7 +155,7 @@ class LinkServer:
     def answer_hello(self, connection: Connection, peer: PeerIdentity, hello: Hello) -> None:
         """Answer a Hello with Welcome or Denied. After Welcome, the connection is the newest link of its node.
 
-        Raise `StoreError` as `LinkEvents.on_link_up`.
+        Raise `IllegalEventError` as `LinkEvents.on_link_up`.
         """
         assert peer.node is not None  # noqa: S101  checked by the connection
         budgets = self._budgets.setdefault(peer.node, NodeBudgets())
@@ -170,7 +177,10 @@ class LinkServer:
         connection.bind_link(node, hello, self._events.on_link_up(node, hello), budgets, self._events.handle_frame)
 
     def answer_query(self, connection: Connection, peer: PeerIdentity, query: MemberQuery) -> None:
-        """Answer the query of a command that uses its node's certificate `peer`. The node's link is unaffected."""
+        """Answer the query of a command that uses its node's certificate `peer`, and close the connection.
+
+        Refuse a query that exceeds the node's budget or that `MemberQueries` denies. The node's link is unaffected.
+        """
         assert peer.node is not None  # noqa: S101  checked by the connection
         why = self._budgets.setdefault(peer.node, NodeBudgets()).charge_query(self._loop.time())
         if why:
@@ -195,7 +205,7 @@ class LinkServer:
         self._relay.add(answer, connection.release(), serves=join.serves)
 
     def deliver_chunk(self, node: NodeId, chunk: FetchChunk) -> None:
-        """Pass a piece of an answer to the fetch that waits for it.
+        """Pass a piece of an answer to the fetch that waits for it. Ignore a piece for which no fetch waits.
 
         Raise `WireError` if the answer is longer than its fetch requested.
         """

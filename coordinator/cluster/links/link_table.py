@@ -17,7 +17,10 @@ class LinkTable:
         self._retired: set[Connection] = set()
 
     def add(self, node: NodeId, connection: Connection, hello: Hello) -> None:
-        """Make a connection the newest link of a node. Retire or close the older link, if any."""
+        """Make a connection the newest link of a node.
+
+        Retire the older link, if any, at a `takeover` by the same agent instance. Close the older link otherwise.
+        """
         older = self._newest.get(node)
         if older is not None:
             self._replace(older, hello)

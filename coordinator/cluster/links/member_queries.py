@@ -23,7 +23,7 @@ class MemberQueries:
         return frozenset(self._contents)
 
     def offer(self, contents: Mapping[str, Callable[[], Mapping[str, Any]]]) -> None:
-        """Permit members to read these API paths, each with the function that returns its content."""
+        """Replace the API paths that members may read, each with the function that returns its content."""
         self._contents = contents
 
     def answer(self, peer: PeerIdentity, serial: str, query: MemberQuery) -> bytes | Denied:

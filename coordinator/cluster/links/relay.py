@@ -96,7 +96,7 @@ class RelayStream(asyncio.Protocol):
         self._update_reading()
 
     def write(self, data: bytes) -> None:
-        """Send bytes to the node of this connection."""
+        """Send bytes to the node of this connection, unless the connection is closing."""
         if not self._transport.is_closing():
             self._transport.write(data)
 
@@ -115,7 +115,10 @@ class RelayStream(asyncio.Protocol):
             self._peer.hold_reading(full=False)
 
     def hold_reading(self, *, full: bool) -> None:
-        """Stop reading from the node of this connection if the buffer of the peer is `full`; else read again."""
+        """Stop reading from the node of this connection if the buffer of the peer is `full`.
+
+        Otherwise read again, as soon as the common rate permits.
+        """
         self._peer_is_full = full
         self._update_reading()
 
@@ -167,7 +170,10 @@ class RelayTransfers:
         self._transfers.append(RelayTransfer(token.encode(), server, clients))
 
     def close(self, token: str) -> None:
-        """End a transfer. Connections that are joined continue until one of the nodes ends them."""
+        """End a transfer and close its waiting connections. Ignore an unknown token.
+
+        Connections that are joined continue until one of the nodes ends them.
+        """
         transfer = self._find(token)
         if transfer is not None:
             self._transfers.remove(transfer)
@@ -217,7 +223,10 @@ class RelayServer:
         return transfer
 
     def add(self, transfer: RelayTransfer, transport: asyncio.Transport, *, serves: bool) -> None:
-        """Take over an admitted connection: join it with a waiting one, or let it wait."""
+        """Take over an admitted connection: join it with a waiting one, or let it wait.
+
+        A connection of a node that gets files waits at most JOIN_TIMEOUT_SECONDS, and is refused then.
+        """
         stream = RelayStream(transport, self._pace, lambda ended: self._remove(transfer, ended))
         self._streams.add(stream)
         transport.set_protocol(stream)
