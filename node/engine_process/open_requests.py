@@ -59,7 +59,7 @@ class OpenRequests:
             await asyncio.wait_for(self._added.wait(), seconds)
 
     def refuse(self, request: int, refused: Refused) -> None:
-        """Refuse a request that the engine cannot accept."""
+        """Pass the refusal of a request that is not sent to the engine to `on_frame`."""
         self._deliver(Refusal(request, refused), request)
 
     def forward_deltas(self, tag: int, body: bytes) -> None:
