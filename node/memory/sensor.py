@@ -88,13 +88,13 @@ def open_sensor(pid: int) -> Sensor:
 def measure_group_footprint(group: int) -> int | None:
     """Return the total footprint of a process group in bytes, such as that of the video worker.
 
-    Return None without processes, or if a living one cannot be read. `group` is a process group id.
+    Return None without living processes, or if one cannot be read. `group` is a process group id.
     """
     return measure_footprint(list_group_members(group))
 
 
 def measure_footprint(pids: tuple[int, ...]) -> int | None:
-    """Return the total footprint of processes in bytes; None without processes or if a living one cannot be read."""
+    """Return the total footprint of processes in bytes; None without living ones, or if a living one is unreadable."""
     total = 0
     for pid in pids:
         footprint = _read_footprint(pid)
