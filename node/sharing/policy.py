@@ -165,7 +165,10 @@ def decide_sharing(rule: SharingRule, facts: SharingInputs, now: float) -> Shari
 
 
 def is_charge_too_low(rule: SharingRule, facts: SharingInputs) -> bool:
-    """Return whether the charge of the battery is too low for sharing. The result is `low` of the next inputs."""
+    """Return whether the charge of the battery is too low for sharing. The result is `low` of the next inputs.
+
+    Return False without a minimum charge, on mains power, or if the charge is unreadable.
+    """
     if not rule.battery or facts.plugged or facts.battery is None:
         return False
     return facts.battery < (compute_recovery_percent(rule.battery) if facts.low else rule.battery)
