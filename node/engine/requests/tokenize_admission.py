@@ -86,7 +86,7 @@ def _count_bytes(text: str) -> int:
 
 def refuse_too_long(frame: Generate | CountTokens | Embed, need: int, memory: Memory) -> Refused | None:
     """Return the refusal, with all numbers, of a prompt that could not be tokenized even on the idle node; None if it
-    could.
+    could, or with the guard off.
 
     `need` is the transient bytes of its tokenization.
     """
