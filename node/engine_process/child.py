@@ -66,6 +66,7 @@ class EngineChild(asyncio.Protocol):
     wired: WiredReadings
     """Wired memory of the system before the start and during the lifetime of the child."""
     splitter: Splitter = field(default_factory=lambda: Splitter(longest=MAX_JOINED_BYTES))
+    """Parser of the received bytes into frames."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the child has ended or closed its socket."""
     transport: asyncio.Transport | None = None

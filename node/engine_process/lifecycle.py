@@ -59,7 +59,7 @@ class EngineLife:
     """Whether the settings name models to preload."""
     stage: EngineStage = EngineStage.STARTING
     cause: str = ""
-    """Reason of the stage, for users."""
+    """Reason of the last end, hang or replacement, for users; empty before the first."""
     restarts: int = 0
     """Number of children that died or could not be started, without replaced ones."""
     recycles: int = 0

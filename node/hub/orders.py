@@ -157,7 +157,8 @@ class ModelFileOrders:
     def handle(self, order: ModelOrder | CancelModelOrder, link: CoordinatorLink) -> None:
         """Begin an order that came over `link`, attach it to a running one, or cancel one. The end is sent later.
 
-        The end of an impossible order is sent at once. An order in progress, and a cancel of another, are ignored.
+        The end of an impossible order is sent at once. A repeated order in progress is ignored, as is the cancel of an
+        unknown order.
         """
         running = self._find(order.order)
         if isinstance(order, CancelModelOrder):

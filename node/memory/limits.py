@@ -78,7 +78,7 @@ class Limiter:
         self.margin: Margin = resolve_margin(settings.memory.margin, self.cap.bytes)
         """Margin for `cap`."""
         self.current_ceiling = Ceiling(self.cap.bytes, self.cap.bound_by, self.cap.remedy)
-        """Ceiling of the last `compute_limits`, with the limiting term and advice; that of the cap before."""
+        """Ceiling of the last `compute_limits`, with the limiting term and advice; before the first, the cap."""
         self._reach = LastGood()
         self._last_limits: MemoryLimits | None = None
         self._log_guard(origins or {})

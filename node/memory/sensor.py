@@ -47,7 +47,8 @@ class FootprintSource(Protocol):
 class PageCounts(Protocol):
     """Memory of the system in bytes, as psutil counts it.
 
-    `available` are free and inactive pages on macOS, MemAvailable on Linux.
+    `total` is the RAM, `active` are the active pages. `available` are free and inactive pages on macOS, MemAvailable on
+    Linux.
     """
 
     total: int
@@ -171,6 +172,7 @@ class Mac:
     """Share of active pages that counts as reclaimable."""
     system: darwin.LibSystem
     pages: Callable[[], PageCounts | None] = read_virtual_memory
+    """Reads the memory of the system; None if unreadable."""
 
     def read_bounds(self) -> MachineBounds:
         """Return RAM and Metal limit in bytes. A person can change the Metal limit at any time."""

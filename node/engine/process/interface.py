@@ -117,8 +117,9 @@ class Engine(Protocol):
         ...
 
     def step(self, now: float) -> Iterable[Frame]:
-        """Run due work: at most one decode step of every running row, then at most one gated prefill.
+        """Run due work: at most one decode step of every running row, then other gated work in short parts.
 
+        Other work is a prefill, a forward for embeddings, a piece of a load, or a forward of a profile.
         The work proceeds as the caller consumes the frames. Raise `Halted` if a native call is due after `halt`.
         """
         ...

@@ -43,7 +43,10 @@ def _compute_seconds_until(date: str, now: float) -> float:
 
 
 def compute_backoff(failures: int, draw: float) -> float:
-    """Return the seconds to wait after a number of failures in a row. `draw` is random, from 0 to 1."""
+    """Return the seconds to wait after a failure. `failures` are those directly before, so 0 for the first failure.
+
+    `draw` is random, from 0 to 1. It halves the wait at most.
+    """
     return MIN_BACKOFF_SECONDS * 2.0 ** min(failures, MAX_DOUBLINGS) * (0.5 + draw / 2)
 
 

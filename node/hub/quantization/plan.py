@@ -43,10 +43,13 @@ class QuantizationPlan:
     bits: int
     """Bits per weight of the result."""
     source: Path
+    """Folder of the model."""
     target: Path
+    """Folder of the result."""
     root: Path
     """Model folder of the target."""
     cost: QuantizationCost
+    """Predicted disk space and memory."""
 
     @property
     def temporary(self) -> Path:
@@ -75,7 +78,7 @@ class QuantizationPlan:
         os.rename(self.temporary, self.target)
 
     def discard(self) -> None:
-        """Delete an incomplete result, with folders that are empty without it."""
+        """Delete an incomplete result, with folders that are empty without it. Errors are ignored."""
         with suppress(OSError):
             shutil.rmtree(self.temporary)
         for parent in self.target.parents:
