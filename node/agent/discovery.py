@@ -156,9 +156,9 @@ async def locate_coordinator(
 ) -> str | None:
     """Search for the coordinator of this node at its remembered addresses and by Bonjour in parallel.
 
-    Return the first address (`host:port`) at which a certificate proves the coordinator; None if there is none, or if
-    the certificate of this node cannot be loaded. Bonjour searches for at most `seconds`. `besides` are addresses to
-    leave out, `interfaces` as for `find_services`.
+    Return the first address (`host:port`) at which a certificate proves the coordinator; None if there is none. Return
+    None as well, with a log line, if the certificate of this node cannot be loaded. Bonjour searches for at most
+    `seconds`. `besides` are addresses to leave out, `interfaces` as for `find_services`.
     """
 
     async def is_proven(address: str) -> bool:

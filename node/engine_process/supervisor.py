@@ -3,9 +3,9 @@
 The engine is a child process because its fatal error (Metal out of memory) cannot be caught. Its frames are forwarded
 as bytes. Of a frame about a request only the head is parsed, to know which requests are open (`open_requests`). When
 the child dies, each open request ends in `Failed`. The request whose prompt or model was in the native call gets
-`engine_crashed`, because it may be the cause; a decode step names no request. All others get `engine_lost`. A new child
-starts after 0.2 s. The delay doubles up to 30 s, and is reset after a minute of health. The new child loads one by one
-the models of its predecessor, except quarantined models.
+`engine_crashed`, because it may be the cause; a decode step names no request. All other requests get `engine_lost`. A
+new child starts after 0.2 s. The delay doubles up to 30 s, and is reset after a minute of health. The new child loads
+one by one the models of its predecessor, except quarantined models.
 
 The rules are in `lifecycle`, as data: stages, restarts, replacement of a healthy child, rest. This module reads clocks,
 sockets and the process, passes events to the rules, and performs their actions.

@@ -43,7 +43,7 @@ def _compute_seconds_until(date: str, now: float) -> float:
 
 
 def compute_backoff(failures: int, draw: float) -> float:
-    """Return the seconds to wait after a failure. `failures` are those directly before, so 0 for the first failure.
+    """Return the seconds to wait after a failure. `failures` is the number of failures directly before this one.
 
     `draw` is random, from 0 to 1. It halves the wait at most.
     """
