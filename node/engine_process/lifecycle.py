@@ -107,7 +107,7 @@ class ChildStarted:
 
 @dataclass(frozen=True, slots=True)
 class ChildReported:
-    """Event: a report of the child arrived."""
+    """Event: a report of the child arrived. `loaded` and `loading` are names of models."""
 
     armed: bool = True
     """Whether limits are in force. A report before them has a closed gate."""

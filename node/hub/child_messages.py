@@ -44,7 +44,9 @@ class DownloadOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Order of `node.hub.downloader`."""
 
     manifest: ModelManifest
+    """Files to download."""
     sources: tuple[ModelSource, ...]
+    """Sources of the files; the first that is not lost is used."""
     hub: str
     """Folder of the Hugging Face cache."""
     digests: str
@@ -64,6 +66,7 @@ class MirrorOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Order of `node.hub.serving.mirror`."""
 
     manifest: ModelManifest
+    """Files to serve, as far as they are in the cache."""
     hub: str
     """Folder of the Hugging Face cache."""
     token: str

@@ -33,6 +33,7 @@ from wire.models.hub_query import HubAnswer, HubQuery, HubRefusal, SkippedFile
 REQUEST_TIMEOUT_SECONDS = 20.0
 PARALLEL_REQUESTS = 8
 MAX_ATTEMPTS = 5
+"""Maximum tries of one request to the hub."""
 LIBRARY_ENVIRONMENT = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Environment of the hub's library."""
 MAX_SMALL_FILE_BYTES = 32 * 1024 * 1024

@@ -61,12 +61,14 @@ class AnswerTokens:
 
 
 class EncoderFamily(StrEnum):
-    """Architecture of an encoder."""
+    """Architecture of an encoder, of those that Macpool runs."""
 
     BERT = "bert"
+    """Learned positions and segments, a normalization after each block."""
     ROBERTA = "roberta"
     """BERT with other positions and without segments; also XLM-RoBERTa."""
     MODERNBERT = "modernbert"
+    """Rotary positions, and layers with a window."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ DEFAULT_WAIT_SECONDS = 5.0
 MAX_NAMED_WAIT_SECONDS = 30 * 24 * 3600.0
 """Maximum wait in seconds that is taken from an answer."""
 MIN_BACKOFF_SECONDS = 0.25
+"""Maximum wait in seconds after the first failure; each further failure doubles the wait."""
 MAX_DOUBLINGS = 5
 """Number of failures in a row after which the wait does not grow any more."""
 _RATE_LIMIT = re.compile(r"r\s*=\s*(\d{1,12})\s*;\s*t\s*=\s*(\d{1,12})")

@@ -32,6 +32,7 @@ TEMPORARY = ".quantizing-"
 OTHER_CONFIG = "hf_quant_config.json"
 """File in which exports of ModelOpt describe their quantization."""
 DEFAULT_RESERVE = -1
+"""Value of `DiskSpace` for the default reserve."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ POLL_SECONDS = 0.05
 WAIT_SECONDS = 5.0
 """Seconds for which a missing range is waited for. Less than `MIRROR_TIMEOUT_SECONDS` of the client."""
 RETRY_SECONDS = 1
+"""Value of `Retry-After` for a range that cannot be sent yet."""
 PENDING = "Pending"
 """`X-Error-Code` of a range that is still being downloaded."""
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
