@@ -203,10 +203,7 @@ class Supervisor:
         self._write(encoded)
 
     def end(self, cause: str) -> None:
-        """End the current child quickly, because it is above its cap. A new child starts as after a crash.
-
-        Do nothing without a child.
-        """
+        """End the current child, if any, quickly, because it is above its cap. Another starts as after a crash."""
         if self._child is not None:
             self._apply(lifecycle.CapExceeded(cause))
 
