@@ -74,7 +74,7 @@ class LinkKeeper:
     """Keeper of the links of this node.
 
     `version` is that of Macpool. `receive(link, tag, body)` gets each frame of the coordinator. `cancel(request)` ends
-    a request whose link was lost.
+    a request whose link was lost. Raise as `create_client_context` if the identity cannot be used.
     """
 
     def __init__(

@@ -77,7 +77,7 @@ class OpenRequests:
         self._on_frame(tag, _HEADER.pack(len(body) + 1, tag) + body, request)
 
     def fail_all(self, cause: str, record: CrashRecord | None, *, stopping: bool) -> None:
-        """End every open request, because the engine has ended.
+        """End every open request by a `Failed` frame, because the engine has ended. Log the numbers of the requests.
 
         `record` is the native call in which the engine died; None if it was in none. The request whose prompt was in
         that call may be the cause, and gets its own code. A decode step holds the rows of all requests. `stopping`: the

@@ -95,7 +95,7 @@ def plan_quantization(
     """Return the plan of an order. `own` is the node's own model folder. `environment` locates the cache.
 
     Raise `ModelFileError` if the order cannot be performed, because of the model, the name, the bits or the free disk
-    space. Raise `OSError` if the weights cannot be read.
+    space. Raise `OSError` if the weights cannot be read, `ValueError` if those of a Dense layer are invalid.
     """
     if order.bits not in BITS:
         known = ", ".join(map(str, BITS[:-1]))
