@@ -71,7 +71,10 @@ class NodeStartError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a node until it is stopped, with the arguments of the command line. Return the exit code."""
+    """Run a node until it is stopped, or leave the cluster with `--leave`. Return the exit code.
+
+    `arguments` are those of the command line. Errors are printed. Raise `SystemExit` for invalid arguments.
+    """
     options = _create_parser().parse_args(arguments)
     try:
         resolved = _load_settings(options)

@@ -7,7 +7,7 @@ Covers: the frames of the coordinator and which part of the node they concern. D
 Rules
 - When a link ends, the agent cancels the requests that came over it.
 - Lost links unload no model.
-- A paused Mac (`node.sharing.policy`) accepts no work.
+- A paused Mac (`node.sharing.policy`) refuses work for the engine, except to unload a model or clear the cache.
 """
 
 import asyncio
@@ -87,7 +87,8 @@ class Agent:
     """Agent of this node.
 
     `version` is that of Macpool. `on_ready(address)` is called with the coordinator's address (`host:port`), possibly
-    often, when this node is linked and its engine is ready. `link_timeouts` are those of `LinkKeeper`.
+    often, when this node is linked and its engine is ready. `link_timeouts` are those of `LinkKeeper`. Raise as
+    `create_client_context` if the identity cannot be used.
     """
 
     def __init__(
@@ -121,29 +122,34 @@ class Agent:
         return self._keeper.welcomed
 
     async def run(self) -> None:
-        """Keep the node linked until `stop`. Raise `ExpelledError` if the coordinator denies the node for good."""
+        """Keep the node linked until `stop`. Raise `ExpelledError` if the coordinator denies the node for good.
+
+        Raise `OSError` if the files of the identity cannot be written.
+        """
         await self._keeper.run()
 
     async def stop(self, drain: float, reason: GoodbyeReason = GoodbyeReason.STOPPING) -> None:
         """Report draining, wait at most `drain` seconds for running requests, send a goodbye and close the links.
 
-        `reason` is that of the Goodbye: `stopping` or `leave`.
+        Requests that still run then are cancelled. `reason` is that of the Goodbye: `stopping` or `leave`.
         """
         self._parts.reporter.report_draining()
         await self._keeper.stop(drain, reason)
 
     def fall_asleep(self, acknowledge: Callable[[], None]) -> None:
-        """Send a goodbye before this machine sleeps, close the links, and call `acknowledge` when they are closed."""
+        """Send a goodbye before this machine sleeps, close the links, and call `acknowledge` after a short delay."""
         self._keeper.fall_asleep(acknowledge)
 
     def wake_up(self, slept: float) -> None:
-        """Abort all links after `slept` seconds of sleep, and dial at once."""
+        """Abort all links after `slept` seconds of sleep. Dial at once if `fall_asleep` was called before, else after
+        the usual delay."""
         self._keeper.wake_up(slept)
 
     def on_engine_change(self) -> None:
         """Handle a new report or state of the engine: schedule a memory poll, and a report to the coordinator.
 
-        Continue a lease or a quantization that waits for the engine. Call `on_ready` if the engine is ready.
+        Continue a lease or a quantization that waits for the engine. Call `on_ready` if the engine is ready and this
+        node is linked.
         """
         self._parts.poll.poll_sooner()
         self._parts.lease_manager.on_engine_change()

@@ -37,6 +37,7 @@ can prove the id. A responder sends a record at most once a second (RFC 6762, se
 has just announced itself therefore comes a second later.
 """
 MAX_RECORDS = 64
+"""Maximum number of services that a search returns, and of records that are resolved at the same time."""
 STAGGER_SECONDS = 1.0
 """Seconds after which the next address is tried in parallel with those that have not answered."""
 
@@ -155,9 +156,9 @@ async def locate_coordinator(
 ) -> str | None:
     """Search for the coordinator of this node at its remembered addresses and by Bonjour in parallel.
 
-    Return the first address (`host:port`) at which a certificate proves the coordinator; None if there is none. Bonjour
-    searches for at most `seconds`. `besides` are addresses to leave out, `interfaces` as for `find_services`. Raise
-    `OSError` or `ssl.SSLError` if the certificate of this node cannot be loaded.
+    Return the first address (`host:port`) at which a certificate proves the coordinator; None if there is none. Return
+    None as well, with a log line, if the certificate of this node cannot be loaded. Bonjour searches for at most
+    `seconds`. `besides` are addresses to leave out, `interfaces` as for `find_services`.
     """
 
     async def is_proven(address: str) -> bool:

@@ -114,8 +114,8 @@ def prove_identity(folder: Path, csr: bytes) -> tuple[bytes, bytes]:
 def load_identity(folder: Path, machine: str) -> NodeIdentity | None:
     """Return the identity stored in a folder; None if there is none. `machine` is the id of this machine.
 
-    Raise `IdentityMismatch` if the identity belongs to another machine, `IdentityError` if the files are damaged or
-    unreadable.
+    Raise `IdentityMismatch` if the identity belongs to another machine. Raise `IdentityError` if the files are damaged
+    or unreadable, or the certificate names another node.
     """
     try:
         content = (folder / "identity.json").read_bytes()
@@ -190,7 +190,7 @@ def store_address(identity: NodeIdentity, address: str) -> NodeIdentity:
 
 
 def remove_address(identity: NodeIdentity, address: str) -> NodeIdentity:
-    """Remove the stored address of a superseded coordinator. Return the new identity.
+    """Remove the stored address of a superseded coordinator. Return the new identity, the same one if it is not stored.
 
     Raise `OSError` if the identity cannot be written.
     """
@@ -216,7 +216,7 @@ def create_client_context(identity: NodeIdentity) -> ssl.SSLContext:
     """Return the TLS context of the link: TLS 1.3, the certificate of this node, only the cluster's CA.
 
     The context does not check that the remote end is the coordinator: call `proves_coordinator` as well. Raise
-    `OSError` or `ssl.SSLError` if the certificate cannot be loaded.
+    `OSError` or `ssl.SSLError` if the certificate cannot be loaded. Raise as `create_authority_context` for a wrong CA.
     """
     context = create_authority_context(identity.ca)
     context.load_cert_chain(identity.folder / "node.pem")

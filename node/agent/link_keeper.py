@@ -74,7 +74,7 @@ class LinkKeeper:
     """Keeper of the links of this node.
 
     `version` is that of Macpool. `receive(link, tag, body)` gets each frame of the coordinator. `cancel(request)` ends
-    a request whose link was lost.
+    a request whose link was lost. Raise as `create_client_context` if the identity cannot be used.
     """
 
     def __init__(
@@ -118,6 +118,8 @@ class LinkKeeper:
     async def run(self) -> None:
         """Keep the node linked until `stop`: reconnect after every loss. Raise `ExpelledError` if the coordinator
         denies the node for good.
+
+        Raise `OSError` if the files of the identity cannot be written.
         """
         while True:
             match self._life.state:
@@ -137,7 +139,8 @@ class LinkKeeper:
                     return
 
     async def stop(self, drain: float, reason: GoodbyeReason) -> None:
-        """Wait at most `drain` seconds for open requests, send a goodbye with `reason` and close the links."""
+        """Wait at most `drain` seconds for open requests, send a goodbye with `reason` and close the links. `run` then
+        returns."""
         self._draining = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + drain
@@ -158,13 +161,15 @@ class LinkKeeper:
         asyncio.get_running_loop().call_later(GOODBYE_SECONDS, acknowledge)
 
     def wake_up(self, slept: float) -> None:
-        """Abort all links after `slept` seconds of sleep and dial at once. Frames from before the sleep are
-        outdated."""
+        """Abort all links after `slept` seconds of sleep, because frames from before the sleep are outdated.
+
+        Dial at once after `fall_asleep`. Otherwise the aborted link is handled as any lost link, with a delay.
+        """
         self._links.abort_all(f"this machine slept for {slept:.0f} s")
         self._apply(link_state.WokeUp())
 
     def handle_ended_request(self) -> None:
-        """Continue `stop` if the last request has ended."""
+        """Make a waiting `stop` count the open requests again. Do nothing while no `stop` waits."""
         if self._draining:
             self._changed.set()
 
@@ -173,8 +178,8 @@ class LinkKeeper:
     def receive_welcome(self, link: CoordinatorLink, welcome: Welcome) -> bool:
         """Make the link of a Welcome the current one, and store the coordinator's generation and addresses.
 
-        Return True, or False if its coordinator is superseded; the link is then closed. Raise `OSError` if the identity
-        cannot be written.
+        Set `welcomed` and return True. Return False if the coordinator is superseded: the link is then closed, and its
+        address removed. Raise `OSError` if the identity cannot be written.
         """
         if welcome.generation < self._identity.generation:
             self._leave_superseded(link)
@@ -192,7 +197,8 @@ class LinkKeeper:
     def receive_denial(self, link: CoordinatorLink, denied: Denied) -> None:
         """Handle the coordinator's denial of this node.
 
-        A final denial ends `run`. A superseded coordinator is left. Another denial delays the next dial.
+        A final denial ends `run`. For the reason `SUPERSEDED`, close the link and remove its address. Another denial
+        delays the next dial by at least its `retry_after` seconds.
         """
         log.error("denied", reason=denied.reason, message=denied.message)
         if denied.reason == SUPERSEDED:
@@ -203,7 +209,7 @@ class LinkKeeper:
         self._apply(link_state.LinkDenied(denied.final, denied.retry_after))
 
     def take_over(self, renewed: CertificateRenewed) -> None:
-        """Install a renewed certificate, and open a second link with it.
+        """Install a renewed certificate, and start a task that opens a second link with it.
 
         Raise `IdentityError` if no certificate was requested or this one is not for this node. Raise `OSError` if the
         files of the identity cannot be written.

@@ -1,7 +1,8 @@
 """Links of this node to the coordinator, and the requests that came over each of them.
 
 Rules
-- A request belongs to the link that it came on. No frame of a request is sent on another link. Clients get one answer.
+- A request belongs to the link that it came on. No frame of a request is sent on another link, except its failure
+  when the older of two links is lost. Clients get one answer.
 - A second link replaces the first after a renewal of the certificate. The first is closed when its last request has
   ended.
 """
@@ -25,7 +26,7 @@ class CoordinatorLinks:
         self.answer_due = Notifier()
         """Notifies before the `Finished` frame of a request is sent."""
         self.request_ended = Notifier()
-        """Notifies after the end of each request."""
+        """Notifies after the last frame of each request, but not after a cancel or the loss of its link."""
 
     @property
     def current(self) -> CoordinatorLink | None:
@@ -82,12 +83,15 @@ class CoordinatorLinks:
             link.abort(reason)
 
     def cancel(self, request: int) -> None:
-        """Remove a request that the coordinator cancelled."""
+        """Remove a request that the coordinator cancelled. Nothing is sent. An unknown request is ignored."""
         for link in self._links:
             link.requests.discard(request)
 
     def fail_all(self, reason: str) -> Iterator[int]:
-        """End every request as `node_stopping` with `reason`. Yield the number of each before its end."""
+        """End every request as `node_stopping` with `reason`. Yield the number of each before its end.
+
+        A request ends only when the caller takes the next number.
+        """
         for link in tuple(self._links):
             for request in tuple(link.requests):
                 yield request
@@ -98,8 +102,9 @@ class CoordinatorLinks:
         """Forward an encoded frame of the engine to the link of its request, and `Deltas` to the links of their
         requests.
 
-        `tag` is the tag of the frame. An `Admitted` frame is not urgent and is sent together with the next frame.
-        Frames of requests whose link was lost are discarded.
+        `tag` is the tag of the frame. An `Admitted` frame is not urgent and is sent together with the next frame. The
+        last frame of a request ends it, and closes an older link without further requests. Frames of requests that are
+        cancelled, or whose link was lost, are discarded.
         """
         kind = TAGS.get(tag)
         if kind is Deltas:

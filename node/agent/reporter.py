@@ -109,7 +109,10 @@ class Reporter:
         self._next_report.set(loop.time() + due)
 
     def send_soon(self) -> None:
-        """Schedule a report if a value has changed that concerns the coordinator. Generated tokens do not."""
+        """Schedule a report if a value has changed that concerns the coordinator. Generated tokens do not.
+
+        The report comes at least `MIN_REPORT_GAP_SECONDS` after the last one. Do nothing without a link.
+        """
         if self._links.current is not None and self._last_report_key != self._compute_report_key():
             now = asyncio.get_running_loop().time()
             self._next_report.move_forward(max(now, self._reported_at + MIN_REPORT_GAP_SECONDS))
@@ -128,7 +131,7 @@ class Reporter:
             self.send()
 
     def report_draining(self) -> None:
-        """Report from now on that this node drains."""
+        """Send a report that this node drains, and state that in all later reports."""
         self._draining = True
         self.send()
 
@@ -208,7 +211,7 @@ def measure_disk(folder: Path) -> Disk:
 def shorten_report(report: Report) -> Report:
     """Return the report, shortened to `MAX_MODELS` models and `MAX_REPORT_BYTES` bytes if it is longer.
 
-    Models that are not loaded are removed first.
+    Models that are not loaded are removed first. The number of removed models is logged.
     """
     if len(report.models) <= MAX_MODELS and len(encode(report)) <= MAX_REPORT_BYTES:
         return report

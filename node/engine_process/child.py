@@ -43,6 +43,7 @@ class ChildCommand:
     arguments: Sequence[str]
     """Program and arguments, without those for socket and shared page."""
     environment: Mapping[str, str]
+    """All environment variables of the process."""
     settings: NodeSettings
     """Settings that the child receives first."""
 
@@ -65,11 +66,13 @@ class EngineChild(asyncio.Protocol):
     wired: WiredReadings
     """Wired memory of the system before the start and during the lifetime of the child."""
     splitter: Splitter = field(default_factory=lambda: Splitter(longest=MAX_JOINED_BYTES))
+    """Parser of the received bytes into frames."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the child has ended or closed its socket."""
     transport: asyncio.Transport | None = None
+    """Agent's end of the socket; None before the connection."""
     unsent: list[bytes] = field(default_factory=list[bytes])
-    """Frames of this turn of the event loop."""
+    """Encoded frames of this turn of the event loop, which are not written yet."""
     nonce: int = 0
     """Nonce of the last ping."""
     pinged: float | None = None
@@ -136,7 +139,7 @@ class EngineChild(asyncio.Protocol):
             self.write(encode(Ping(self.nonce)))
 
     def store_pong(self, pong: Pong, now: float) -> None:
-        """Store the answer to the last ping, which arrived at `now`."""
+        """Store the answer to the last ping, which arrived at `now`. Its nonce is not compared."""
         self.pinged, self.pong, self.ponged = None, pong, now
 
     def measure_silence(self, now: float) -> float:
@@ -149,9 +152,9 @@ class EngineChild(asyncio.Protocol):
         return self.ponged - self.pong.busy + factor * self.pong.expected if self.pong.expected else 0.0
 
     def end(self, urgency: ExitUrgency, timeouts: SupervisorTimeouts, cause: str) -> None:
-        """Ask the process to end, then send signals. An end under way is only replaced by an earlier deadline.
+        """Ask the process to end, and start a task that sends signals later. Do not wait for the end.
 
-        `cause` is the reason for the log.
+        An end under way is only replaced by an earlier deadline. `cause` is the reason for the log.
         """
         now = time.monotonic()
         busy = self.pong.busy + (now - self.ponged) if self.pong.busy else 0.0

@@ -33,8 +33,9 @@ OPENBLAS = (
 def build_engine_environment(inherited: Mapping[str, str], scratch: Path, blas: str) -> dict[str, str]:
     """Return the environment variables of an engine process, based on `inherited`.
 
-    `scratch` is the folder for temporary files, which is created; profiles and digests are stored next to it. `blas` is
-    the value of `engine.mlx.blas`. Raise `OSError` if the folder cannot be created.
+    `scratch` is the folder for temporary files, which is created. Profiles, digests and the disk cache are stored next
+    to it. `blas` is the value of `engine.mlx.blas`; on Linux, "auto" loads OpenBLAS if installed. Raise `OSError` if
+    the folder cannot be created.
     """
     environment = {**inherited, "TMPDIR": str(create_private_folder(scratch)), "HF_HUB_OFFLINE": "1"}
     environment[PROFILES] = str(scratch.parent / "profiles")

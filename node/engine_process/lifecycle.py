@@ -59,13 +59,13 @@ class EngineLife:
     """Whether the settings name models to preload."""
     stage: EngineStage = EngineStage.STARTING
     cause: str = ""
-    """Reason of the stage, for users."""
+    """Reason of the last end, hang or replacement, for users; empty before the first."""
     restarts: int = 0
-    """Number of children that died."""
+    """Number of children that died or could not be started, without replaced ones."""
     recycles: int = 0
     """Number of healthy children that were replaced."""
     failures: int = 0
-    """Failures in a row: starts that failed and children that died before they counted as healthy."""
+    """Failed starts and deaths of children in a row. The death of a healthy child counts as the first."""
     resting: bool = False
     """Whether the engine was asked to hold no memory."""
     stopping: bool = False
@@ -107,7 +107,7 @@ class ChildStarted:
 
 @dataclass(frozen=True, slots=True)
 class ChildReported:
-    """Event: a report of the child arrived."""
+    """Event: a report of the child arrived. `loaded` and `loading` are names of models."""
 
     armed: bool = True
     """Whether limits are in force. A report before them has a closed gate."""
@@ -158,7 +158,7 @@ class ChildExited:
 
 @dataclass(frozen=True, slots=True)
 class LeaksExceeded:
-    """Event: ended children leaked wired memory too often. No further child is started."""
+    """Event: ended children leaked wired memory too often. No child is started until the memory has returned."""
 
     cause: str
 

@@ -59,7 +59,7 @@ class OpenRequests:
             await asyncio.wait_for(self._added.wait(), seconds)
 
     def refuse(self, request: int, refused: Refused) -> None:
-        """Refuse a request that the engine cannot accept."""
+        """Pass the refusal of a request that is not sent to the engine to `on_frame`."""
         self._deliver(Refusal(request, refused), request)
 
     def forward_deltas(self, tag: int, body: bytes) -> None:
@@ -77,7 +77,7 @@ class OpenRequests:
         self._on_frame(tag, _HEADER.pack(len(body) + 1, tag) + body, request)
 
     def fail_all(self, cause: str, record: CrashRecord | None, *, stopping: bool) -> None:
-        """End every open request, because the engine has ended.
+        """End every open request by a `Failed` frame, because the engine has ended. Log the numbers of the requests.
 
         `record` is the native call in which the engine died; None if it was in none. The request whose prompt was in
         that call may be the cause, and gets its own code. A decode step holds the rows of all requests. `stopping`: the

@@ -9,7 +9,7 @@ from node.memory.reading import HighWaterMarks, MemoryReading
 
 
 class EngineProbe:
-    """Readings of the current child. `child()` returns it, None while none runs."""
+    """Readings of the current child. `child()` returns the current child; None while none runs."""
 
     def __init__(self, child: Callable[[], EngineChild | None], timeouts: SupervisorTimeouts) -> None:
         self._child = child

@@ -1,6 +1,6 @@
 """Quarantine models that crash the engine. Pure: `now` is an argument.
 
-After two crashes in the load or a forward of one model, this node does not load the model for ten minutes.
+After two crashes within ten minutes in native calls of one model, this node does not load the model for ten minutes.
 """
 
 from dataclasses import dataclass, field
@@ -23,7 +23,10 @@ class Quarantine:
     _until: dict[str, float] = field(default_factory=dict[str, float])
 
     def record_crash(self, model: str, now: float) -> bool:
-        """Record a crash in the load or a forward of a model; return whether the model is in quarantine now."""
+        """Record a crash in a native call of a model; return whether this crash begins or extends a quarantine.
+
+        The count then begins at 0 again. Below `MAX_CRASHES` return False, also during an earlier quarantine.
+        """
         recent = [when for when in self._deaths.get(model, []) if now - when < WINDOW_SECONDS]
         self._deaths[model] = [*recent, now]
         if len(self._deaths[model]) < MAX_CRASHES:

@@ -57,6 +57,7 @@ class EngineLog:
     def read_tail(self, start: int) -> str:
         """Return the last `TAIL_LINES` lines after byte `start`, joined by ` | `, without lines of level info.
 
+        Only the last `TAIL_BYTES` are read. If the log is shorter than `start` after a rotation, all of it counts.
         Return an empty text if there are none or the log cannot be read.
         """
         try:

@@ -2,10 +2,10 @@
 
 The engine is a child process because its fatal error (Metal out of memory) cannot be caught. Its frames are forwarded
 as bytes. Of a frame about a request only the head is parsed, to know which requests are open (`open_requests`). When
-the child dies, each open request ends in `Failed`. The request whose prompt or model was in the forward gets
-`engine_crashed`, because it may be the cause. All other requests get `engine_lost`. A new child starts after 0.2 s. The
-delay doubles up to 30 s, and is reset after a minute of health. The new child loads one by one the models of its
-predecessor, except quarantined models.
+the child dies, each open request ends in `Failed`. The request whose prompt or model was in the native call gets
+`engine_crashed`, because it may be the cause; a decode step names no request. All other requests get `engine_lost`. A
+new child starts after 0.2 s. The delay doubles up to 30 s, and is reset after a minute of health. The new child loads
+one by one the models of its predecessor, except quarantined models.
 
 The rules are in `lifecycle`, as data: stages, restarts, replacement of a healthy child, rest. This module reads clocks,
 sockets and the process, passes events to the rules, and performs their actions.
@@ -14,7 +14,7 @@ A child counts as hung in two cases. It answers pings, and its inference thread 
 than max(10 s, 5 × the expected duration). Or it has answered no ping for 30 s.
 
 After each end the wired memory of the machine is compared with that before the start of the child (`wired_check`).
-After the second leak no engine is started.
+After the second leak no engine is started until the memory has returned.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ from wire.units import MIB, show_size
 COMMAND: Final = (sys.executable, "-m", "node.engine.process.main")
 """Command that starts an engine."""
 MAX_UNSENT_BYTES = 64 * MIB
-"""Maximum unreceived bytes in the child's socket buffer. Above that, new requests are refused."""
+"""Maximum bytes that wait in the agent because the child has not read them. Above that, new requests are refused."""
 
 log = structlog.get_logger("supervise")
 _BEGINS = (Generate, Embed, LoadModel, UnloadModel, ProfileModel, ClearCache, CountTokens)
@@ -203,14 +203,14 @@ class Supervisor:
         self._write(encoded)
 
     def end(self, cause: str) -> None:
-        """End the current child quickly, because it is above its cap. A new child starts as after a crash."""
+        """End the current child, if any, quickly, because it is above its cap. Another starts as after a crash."""
         if self._child is not None:
             self._apply(lifecycle.CapExceeded(cause))
 
     def release_memory(self) -> None:
-        """Release all memory of the engine, and load no models without a request until `wake`. Running requests fail.
+        """Release all memory of the engine, and load no models without a request until `wake`.
 
-        A child that has loaded a model is replaced by one without models.
+        A child that has loaded a model, or has models to load, is replaced by one without models. Its requests fail.
         """
         self._apply(lifecycle.RestRequested())
 

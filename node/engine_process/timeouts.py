@@ -86,8 +86,10 @@ class SupervisorTimeouts:
         return max(0.0, self._compute_longest_call(expected) - busy)
 
     def choose_exit_timeouts(self, urgency: ExitUrgency, busy: float, expected: float) -> ExitTimeouts:
-        """Return the time to end for a child whose native call has lasted `busy` of `expected` seconds; 0 without a
-        call."""
+        """Return the time to end for a child whose native call has lasted `busy` of `expected` seconds.
+
+        Without a call, `busy` and `expected` are 0.
+        """
         match urgency:
             case ExitUrgency.UNRESPONSIVE:
                 return ExitTimeouts(0.0, self.leave)

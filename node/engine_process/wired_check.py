@@ -26,7 +26,7 @@ log = structlog.get_logger("supervise")
 
 
 class WiredCheck:
-    """Wired memory that ended engine processes left behind.
+    """Wired memory that ended engine processes left behind and that has not returned.
 
     `read_wired()` returns the wired bytes of the system, None if they cannot be read. `stopping` is set when the agent
     stops.
@@ -68,7 +68,7 @@ class WiredCheck:
     async def compare(self, wired: WiredReadings) -> bool:
         """Compare the wired memory with that before the start of an ended engine, within `settle` seconds.
 
-        Return whether the engine leaked. Return False at once when the agent stops.
+        Return whether the engine leaked; a leak is counted and logged. Return False at once when the agent stops.
         """
         deadline = time.monotonic() + self._timeouts.settle
         while wired.compute_leaked_bytes(after := self._read_wired()) and time.monotonic() < deadline:
@@ -80,7 +80,7 @@ class WiredCheck:
         return bool(missing)
 
     async def wait_returned(self) -> None:
-        """Wait until the readings disprove too many leaks, or until the agent stops."""
+        """Wait until the leaked memory has returned (`is_exceeded` is False), or until the agent stops."""
         while self.is_exceeded and not await self.wait_stopped(self._timeouts.ping_idle):
             self._leaks.update(self._read_wired())
 

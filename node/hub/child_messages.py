@@ -44,7 +44,9 @@ class DownloadOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Order of `node.hub.downloader`."""
 
     manifest: ModelManifest
+    """Files to download."""
     sources: tuple[ModelSource, ...]
+    """Sources of the files; the first that is not lost is used."""
     hub: str
     """Folder of the Hugging Face cache."""
     digests: str
@@ -64,13 +66,16 @@ class MirrorOrder(msgspec.Struct, frozen=True, kw_only=True):
     """Order of `node.hub.serving.mirror`."""
 
     manifest: ModelManifest
+    """Files to serve, as far as they are in the cache."""
     hub: str
     """Folder of the Hugging Face cache."""
     token: str
+    """Token that a client of the mirror must send."""
     cluster: ClusterFiles
     hosts: tuple[str, ...]
     """Addresses of this machine at which the mirror listens."""
     idle_seconds: float
+    """Seconds without a request after which the mirror ends."""
     relay: bool = False
     """Whether the mirror also serves through the coordinator."""
 
@@ -167,8 +172,8 @@ def perform_order(
 ) -> NoReturn:
     """Perform the order of the standard input, send its end, and end the process.
 
-    Threads that still work end with the process. `on_agent_end` is called with the order, in a thread, when the agent
-    has ended.
+    An unreadable order ends as `invalid` with exit code 2. Threads that still work end with the process. `on_agent_end`
+    is called with the order, in a thread, when the agent has ended.
     """
     channel = ChildChannel()
     channel.stop_on_sigterm()

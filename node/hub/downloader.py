@@ -22,6 +22,7 @@ from wire.models.files import ModelFile, find_manifest_fault
 
 REPORT_SECONDS = 0.5
 SPEED_SECONDS = 5.0
+"""Seconds over which the reported speed is averaged."""
 
 
 class Download:
@@ -41,10 +42,10 @@ class Download:
         """Bytes received over the network."""
 
     def run(self) -> str:
-        """Download all files and return the content hash of the model.
+        """Download all missing files and return the content hash of the model.
 
-        Raise `OrderStopped` after a cancel, `ModelFileError` if a file cannot be downloaded or verified, or if another
-        process has the lock. Raise `OSError` for faults of the disk.
+        Raise `OrderStopped` after a cancel. Raise `ModelFileError` if the manifest is invalid, a file cannot be
+        downloaded or verified, or another process has the lock. Raise `OSError` for faults of the disk.
         """
         fault = find_manifest_fault(self._order.manifest)
         if fault:

@@ -84,7 +84,7 @@ class IdleHasher:
     def find_unhashed(self) -> Path | None:
         """Return the folder of a model whose files are not all hashed; None if there is none.
 
-        Folders that could not be hashed before are left out.
+        Folders that could not be hashed before, and those without safetensors files, are left out.
         """
         return next((folder for folder in self._list_folders() if self._is_unhashed(folder)), None)
 

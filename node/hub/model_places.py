@@ -37,7 +37,8 @@ class ModelPlace:
 def locate_model(settings: ModelSettings, name: str, environment: Mapping[str, str]) -> ModelPlace:
     """Return the place of a model: the first one with this name, in the order of the catalogue.
 
-    A repository of the cache is also found without a complete snapshot. Raise `ModelFileError` if there is none.
+    A repository of the cache is also found without a complete snapshot. Raise `ModelFileError` if this node has no such
+    model, or only the embedded one.
     """
     for top in (Path(folder).expanduser() for folder in settings.folders):
         for candidate, folder in find_model_folders(top):

@@ -102,7 +102,10 @@ class OrderChild:
             self._send_sigterm()
 
     def kill(self) -> None:
-        """Kill the child at once. `run` returns `interrupted`, unless the child has reported its end."""
+        """Kill the child at once. `run` returns `interrupted`, unless the child was cancelled or has reported its end.
+
+        Do nothing before the start of the child.
+        """
         self._signal(signal.SIGKILL)
 
     def _send_sigterm(self) -> None:

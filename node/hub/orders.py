@@ -57,9 +57,11 @@ from wire.identity import is_valid_model
 from wire.models.files import find_manifest_fault
 
 MAX_ORDERS = 32
+"""Maximum orders in progress; further orders are refused."""
 RESEND_SECONDS = 30.0
 """Seconds for which an end is sent again on another link, because the link on which it was sent may have been dead."""
 MAX_ENDS = 64
+"""Maximum ends that are kept to send them again."""
 _DOWNLOADER, _MIRROR, _VERIFIER = "node.hub.downloader", "node.hub.serving.mirror", "node.hub.verifier"
 
 log = structlog.get_logger("node.hub.orders")
@@ -153,7 +155,11 @@ class ModelFileOrders:
         self._stopping = False
 
     def handle(self, order: ModelOrder | CancelModelOrder, link: CoordinatorLink) -> None:
-        """Begin an order that came over `link`, attach it to a running one, or cancel one. The result is sent later."""
+        """Begin an order that came over `link`, attach it to a running one, or cancel one. The end is sent later.
+
+        The end of an impossible order is sent at once. A repeated order in progress is ignored, as is the cancel of an
+        unknown order.
+        """
         running = self._find(order.order)
         if isinstance(order, CancelModelOrder):
             if running is not None:
@@ -180,7 +186,10 @@ class ModelFileOrders:
                 self._send_frame(ending.frame)
 
     async def stop(self) -> None:
-        """End all orders and their processes, and refuse further orders."""
+        """End all orders and their processes, without sending their ends, and refuse further orders.
+
+        Wait for a removal in progress.
+        """
         self._stopping = True
         stopped = tuple(self._running)
         for running in stopped:

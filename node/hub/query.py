@@ -33,6 +33,7 @@ from wire.models.hub_query import HubAnswer, HubQuery, HubRefusal, SkippedFile
 REQUEST_TIMEOUT_SECONDS = 20.0
 PARALLEL_REQUESTS = 8
 MAX_ATTEMPTS = 5
+"""Maximum tries of one request to the hub."""
 LIBRARY_ENVIRONMENT = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 """Environment of the hub's library."""
 MAX_SMALL_FILE_BYTES = 32 * 1024 * 1024
@@ -54,7 +55,7 @@ class RepositoryQuery:
         self._subject = f"{query.repo} at revision {query.revision}" if query.revision else query.repo
 
     def run(self) -> HubAnswer:
-        """Query the repository.
+        """Query the repository. Return the manifest, the description of the model and the files that are not pulled.
 
         Raise `ModelFileError` if it cannot be pulled, `OSError` for faults of this machine, `ValueError` if the
         endpoint of the query is no address.
@@ -211,7 +212,10 @@ def answer_query(query: HubQuery) -> HubAnswer | HubRefusal:
 
 
 def main() -> None:
-    """Read a query from standard input, write the answer to standard output, and end the process."""
+    """Read a query from standard input, write the answer to standard output, and end the process.
+
+    The answer to an unreadable query is a `HubRefusal`.
+    """
     os.environ.update(LIBRARY_ENVIRONMENT)
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -61,7 +61,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def open_relay(cluster: ClusterFiles, token: str, timeout: float) -> ssl.SSLSocket:
-    """Return a connection through the coordinator to the node that serves. `timeout` is in seconds.
+    """Return a connection through the coordinator to the node that serves. `timeout` in seconds limits each step.
 
     Raise `OSError` (with `RelayRefusedError` and `ssl.SSLError`) if there is none. Raise `ValueError` for an invalid
     address or certificate.

@@ -36,6 +36,7 @@ class Verification:
     def run(self) -> ChildEnd:
         """Hash all files, store their digests, and return the end of the order with the content hash.
 
+        The end is a failure if a file changed meanwhile or differs from its blob name, or if there are no files.
         Raise `OrderStopped` after a cancel, `OSError` if a file cannot be read or the digests cannot be written.
         """
         names = list_content_files(self._folder)

@@ -43,7 +43,9 @@ TIERS = {
     "aggressive": MemoryTier(6 * GIB, 0.8),
     CUSTOM: MemoryTier(0, 0.5),
 }
+"""Tiers by the value of `memory.tier`."""
 SMALL_MACHINE_BYTES = 24 * GIB
+"""Bytes of RAM below which every tier has the reserve `SMALL_RESERVE_BYTES`."""
 SMALL_RESERVE_BYTES = 4 * GIB
 METAL_SHARES = (
     (8 * GIB, 2 / 3),
@@ -60,6 +62,7 @@ METAL_SHARES = (
 device line of llama.cpp in public logs of macOS 26 and 27, 8 and 512 (macOS 15):
 https://github.com/ollama/ollama/pull/17367. The entry `metal-share` of the macOS checklist compares them."""
 METAL_SHARES_SINCE = 26
+"""Major version of macOS from which `METAL_SHARES` applies."""
 METAL_SHARE_BEFORE, METAL_SHARE_BEFORE_SMALL, METAL_SMALL = 0.75, 2 / 3, 36 * GIB
 """Shares before macOS 26, with a smaller one up to 36 GiB of RAM: 10.7 GiB of 16, 21.3 of 32, 384 of 512.
 
@@ -133,7 +136,10 @@ class Margin:
 
 
 def compute_reserve(tier: str, total: int) -> int:
-    """Return the bytes that an automatic cap leaves to the system, for a tier and `total` bytes of RAM."""
+    """Return the bytes that an automatic cap leaves to the system, for a tier and `total` bytes of RAM.
+
+    Below `SMALL_MACHINE_BYTES` the tier has no effect.
+    """
     return SMALL_RESERVE_BYTES if total < SMALL_MACHINE_BYTES else TIERS[tier].reserve
 
 
@@ -266,7 +272,10 @@ def _build_sysctl_command(wanted: int, total: int) -> str:
 
 
 def resolve_margin(setting: str | int, cap: int) -> Margin:
-    """Return the margin for a `memory.margin` and a cap in bytes. Raise `SettingsError` for an invalid size."""
+    """Return the margin for a `memory.margin` and a cap in bytes. Raise `SettingsError` for an invalid size.
+
+    A margin of 0, and one of at least the cap, has a warning.
+    """
     if setting == "auto":
         return Margin(compute_default_margin(cap), automatic=True)
     try:

@@ -138,7 +138,10 @@ def _reduce_hard(
 
 
 def compute_pause_seconds(state: EnforcerState, *, busy: bool, loaded: bool) -> float:
-    """Return the seconds until the next poll. `busy`: the engine works; `loaded`: a model is loaded."""
+    """Return the seconds until the next poll. `busy`: the engine works; `loaded`: a model is loaded.
+
+    An engine above cap − leases counts as busy.
+    """
     if busy or state.over:
         return BUSY_POLL_SECONDS
     return IDLE_POLL_SECONDS if loaded else EMPTY_POLL_SECONDS

@@ -34,7 +34,8 @@ class LeaseObstacle(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LeaseFailure:
-    """Failure to lower the ceiling for a lease. `refused` has the numbers of `NEW_REQUESTS`."""
+    """Failure to lower the ceiling for a lease, with a `message` for people. `refused` has the numbers of
+    `NEW_REQUESTS`."""
 
     obstacle: LeaseObstacle
     message: str

@@ -74,9 +74,11 @@ class Limiter:
         self._device = None if folder is None else read_metal_device(folder, machine.hardware, bounds.wired)
         self._engine = 0
         self.cap: MemoryCap = self._resolve(bounds, starting=True)
+        """Cap by the last reading of the machine."""
         self.margin: Margin = resolve_margin(settings.memory.margin, self.cap.bytes)
+        """Margin for `cap`."""
         self.current_ceiling = Ceiling(self.cap.bytes, self.cap.bound_by, self.cap.remedy)
-        """Ceiling of the last poll, with the limiting term and advice."""
+        """Ceiling of the last `compute_limits`, with the limiting term and advice; before the first, the cap."""
         self._reach = LastGood()
         self._last_limits: MemoryLimits | None = None
         self._log_guard(origins or {})
@@ -97,7 +99,7 @@ class Limiter:
         return self._worker
 
     def begin_lease(self, size: int, holder: LeaseHolder) -> None:
-        """Lower the ceiling by `size` bytes for a process of this kind, at the next poll."""
+        """Lower the ceiling by `size` bytes for a process of this kind, at the next poll. Replace an earlier lease."""
         self._leases, self._holder = size, holder
 
     def set_worker(self, group: int) -> None:
@@ -152,8 +154,10 @@ class Limiter:
         return None if wired is None else max(0, wired - self.measure_worker_footprint())
 
     def compute_limits(self, phys: int | None) -> MemoryLimits:
-        """Read the machine and return the limits now. `phys` is the footprint of the engine in bytes, 0 without an
-        engine, None if unreadable."""
+        """Read the machine, update `cap`, `margin` and `current_ceiling`, and return the limits. Log a changed cap.
+
+        `phys` is the footprint of the engine in bytes, 0 without an engine, None if unreadable.
+        """
         self._look()
         reach = self._reach.update(self._compute_reach(phys), time.monotonic())
         self.current_ceiling = compute_ceiling(self.cap, reach, self._leases)

@@ -69,7 +69,7 @@ class MemoryPoll:
         self._alarm.move_forward(now if new else max(now, self._polled_at + self._compute_pause_seconds()))
 
     def poll_once(self) -> None:
-        """Read the memory, set the limits, run the enforcer, and schedule the next poll."""
+        """Read the memory, set the limits, run the enforcer, and schedule the next poll in place of an earlier one."""
         loop = asyncio.get_running_loop()
         self._polled_at = loop.time()
         try:
@@ -155,7 +155,10 @@ class MemoryPoll:
         return enforcer.compute_pause_seconds(self.state, busy=busy, loaded=any(model.loaded for model in models))
 
     def read_memory(self) -> Memory:
-        """Read the footprint of the engine now. Return its memory with this reading and the present limits."""
+        """Read the footprint of the engine now. Return its memory with this reading and the present limits.
+
+        The limits are not sent to the engine.
+        """
         self._phys = self._supervisor.probe.read_footprint().phys
         return self._build_memory(self._limiter.compute_limits(self._get_ceiling_footprint()))
 

@@ -40,6 +40,7 @@ class LastGood:
     """Last good value of a reading that can fail, which replaces failed readings for a short time."""
 
     value: int | None = None
+    """Last good value; None before the first."""
     at: float = 0.0
     """Time of `value` in monotonic seconds."""
 

@@ -47,7 +47,8 @@ class FootprintSource(Protocol):
 class PageCounts(Protocol):
     """Memory of the system in bytes, as psutil counts it.
 
-    `available` are free and inactive pages on macOS, MemAvailable on Linux.
+    `total` is the RAM, `active` are the active pages. `available` are free and inactive pages on macOS, MemAvailable on
+    Linux.
     """
 
     total: int
@@ -88,13 +89,13 @@ def open_sensor(pid: int) -> Sensor:
 def measure_group_footprint(group: int) -> int | None:
     """Return the total footprint of a process group in bytes, such as that of the video worker.
 
-    Return None without processes, or if a living one cannot be read. `group` is a process group id.
+    Return None without living processes, or if one cannot be read. `group` is a process group id.
     """
     return measure_footprint(list_group_members(group))
 
 
 def measure_footprint(pids: tuple[int, ...]) -> int | None:
-    """Return the total footprint of processes in bytes; None without processes or if a living one cannot be read."""
+    """Return the total footprint of processes in bytes; None without living ones, or if a living one is unreadable."""
     total = 0
     for pid in pids:
         footprint = _read_footprint(pid)
@@ -171,6 +172,7 @@ class Mac:
     """Share of active pages that counts as reclaimable."""
     system: darwin.LibSystem
     pages: Callable[[], PageCounts | None] = read_virtual_memory
+    """Reads the memory of the system; None if unreadable."""
 
     def read_bounds(self) -> MachineBounds:
         """Return RAM and Metal limit in bytes. A person can change the Metal limit at any time."""

@@ -100,7 +100,7 @@ class ModelCatalogue:
         return {name: model.fingerprint for name, model in self.get_models().items()}
 
     def find(self, name: str) -> ModelDescriptor | None:
-        """Return a model by its name; None if it is unknown."""
+        """Return a model by its name, as it was loaded if it is pinned; None if it is unknown."""
         return self._pinned.get(name) or self._known.get(name)
 
     def find_fresh(self, name: str) -> ModelDescriptor | None:
@@ -144,7 +144,10 @@ class ModelCatalogue:
         return newest is not None and newest.fingerprint == descriptor.fingerprint
 
     def refresh(self) -> bool:
-        """Scan again if the last scan is older than `SCAN_INTERVAL_SECONDS`. Return whether the models have changed."""
+        """Scan again if the last scan is older than `SCAN_INTERVAL_SECONDS`. Return whether the models have changed.
+
+        Return False without a scan.
+        """
         if time.monotonic() - self._scanned < SCAN_INTERVAL_SECONDS:
             return False
         before = self._known
@@ -215,7 +218,7 @@ def _read_file_state(folder: Path) -> tuple[object, ...]:
 
 
 def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor | None:
-    """Return the descriptor of a model folder; None if the folder has no text model.
+    """Return the descriptor of a model folder; None if its model neither generates text nor computes vectors or scores.
 
     `kind` is the kind of the model by setting (`ModelKind`); empty: its files decide. The `cause` of the descriptor is
     the reason why the model cannot be served. Raise `OSError` if the folder cannot be read, and
@@ -291,7 +294,7 @@ def _read_layout(name: str, folder: Path, config: Config, kind: ModelKind) -> tu
 
 
 def find_kind(name: str, folder: Path, config: Config, kind: str = "") -> ModelKind | None:
-    """Return the kind of a model by its files; None for a folder without a text model.
+    """Return the kind of a model by its files; None if it neither generates text nor computes vectors or scores.
 
     `kind` is the kind by setting, which has priority; empty without one. A model with the files of
     sentence-transformers computes vectors or scores, even if it could generate text.
@@ -315,7 +318,10 @@ def is_bare_model(config: Config) -> bool:
 
 
 def is_text_model(config: Config) -> bool:
-    """Return whether a parsed `config.json` belongs to a model that generates text."""
+    """Return whether a parsed `config.json` belongs to a model that generates text.
+
+    A config with a `model_type` and without `architectures` counts as one.
+    """
     if not isinstance(config.get("model_type"), str):
         return False
     named = config.get("architectures")

@@ -65,8 +65,7 @@ def read_embedding_layout(
     of an encoder; None for any other model. With `can_shorten`, vectors may be cut although no field allows it.
 
     Without `modules.json` and a pooling file the layout is the default one: the state of the last token, normalized.
-    Raise `EmbeddingFilesError` for files that Macpool cannot follow, `OSError` for unreadable ones. Raise `IndexError`
-    for weights of a Dense layer without both offsets.
+    Raise `EmbeddingFilesError` for files that Macpool cannot follow, `OSError` for unreadable ones.
     """
     poolings, dense, normalize = (Pooling.LAST,), tuple[DenseLayer, ...](), True
     if has_embedding_files(folder):

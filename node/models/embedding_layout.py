@@ -7,17 +7,20 @@ from enum import StrEnum
 
 
 class Pooling(StrEnum):
-    """Way in which the hidden states of a text become one vector. Several are joined in this order."""
+    """Way in which the hidden states of a text become one vector. A model can join the vectors of several ways."""
 
     CLS = "cls"
     """State of the first token."""
     MAX = "max"
+    """Maximum of each feature over all tokens."""
     MEAN = "mean"
+    """Mean of the states."""
     MEAN_SQRT_LENGTH = "mean_sqrt_len"
     """Sum of the states divided by the square root of their number."""
     WEIGHTED_MEAN = "weightedmean"
     """Mean with the position of each token, from 1, as its weight."""
     LAST = "lasttoken"
+    """State of the last token."""
 
 
 class Activation(StrEnum):
@@ -38,6 +41,7 @@ class DenseLayer:
     outputs: int
     """Numbers of a vector after the layer."""
     bias: bool
+    """Whether the layer has a bias."""
     activation: Activation
     nbytes: int
     """Bytes of its weights."""
@@ -57,12 +61,14 @@ class AnswerTokens:
 
 
 class EncoderFamily(StrEnum):
-    """Architecture of an encoder."""
+    """Architecture of an encoder, of those that Macpool runs."""
 
     BERT = "bert"
+    """Learned positions and segments, a normalization after each block."""
     ROBERTA = "roberta"
     """BERT with other positions and without segments; also XLM-RoBERTa."""
     MODERNBERT = "modernbert"
+    """Rotary positions, and layers with a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +106,9 @@ class EmbeddingLayout:
     """Steps from the hidden states of a model to its vectors or scores."""
 
     poolings: tuple[Pooling, ...] = (Pooling.LAST,)
+    """Poolings, whose vectors are joined in this order."""
     dense: tuple[DenseLayer, ...] = ()
+    """Layers after the pooling, in this order."""
     normalize: bool = True
     """Whether vectors get the length 1."""
     prompts: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -30,12 +30,12 @@ MASK_BYTES = 4.0
 
 
 def is_encoder(config: Config) -> bool:
-    """Return whether a config belongs to an encoder."""
+    """Return whether a config belongs to an encoder, also to one that cannot be served."""
     return config.get("model_type") in ENCODERS
 
 
 def is_cross_encoder(config: Config) -> bool:
-    """Return whether a config belongs to an encoder with a classifier."""
+    """Return whether a config belongs to an encoder with a classifier, of any number of labels."""
     named = config.get("architectures")
     names = cast("Sequence[object]", named) if isinstance(named, list) else ()
     return is_encoder(config) and any(str(name).endswith(_CLASSIFIER) for name in names)

@@ -31,7 +31,7 @@ def find_model_folders(top: Path, marker: str = MODEL) -> Iterator[tuple[str, Pa
     """Yield name and folder of each model at or below `top`; with the marker PACKAGE, of each diffusers package.
 
     A name is the path below `top`, or the folder name of `top` itself. The search ends at `MAX_DEPTH` levels and
-    `MAX_FOLDERS` folders, and does not enter a found folder. Folders with GGUF files count as models.
+    `MAX_FOLDERS` folders. It enters neither a found folder nor a hidden one. Folders with GGUF files count as models.
     """
     visited = 0
     waiting: list[tuple[Path, int]] = [(top, 0)]

@@ -34,7 +34,10 @@ class LastUse:
         return self._stored.get(name, 0.0)
 
     def record(self, name: str, idle_seconds: float) -> float:
-        """Record that a model was used `idle_seconds` ago. Return the Unix time of its last use."""
+        """Record that a model was used `idle_seconds` ago. Return the Unix time of its last use.
+
+        The time is stored if it is `STORE_INTERVAL_SECONDS` after the stored one. A write error is logged.
+        """
         used = max(0.0, self._wall() - idle_seconds)
         if used - self._stored.get(name, 0.0) >= STORE_INTERVAL_SECONDS:
             self._stored.pop(name, None)

@@ -45,7 +45,7 @@ def estimate_loaded_bytes(config: Config, weights: WeightHeaders) -> int:
 
 
 def is_quantized(config: Config) -> bool:
-    """Return whether a config belongs to weights that mlx-lm keeps quantized. It converts plain fp8 to bf16."""
+    """Return whether a config belongs to weights that mlx-lm keeps quantized. mlx-lm converts plain fp8 to bf16."""
     quantization: object = config.get("quantization_config") or _get_text_config(config).get("quantization_config")
     method: Config = cast("Config", quantization) if isinstance(quantization, dict) else {}
     packed = method.get("quant_method") not in (None, "fp8") or (

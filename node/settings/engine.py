@@ -12,7 +12,9 @@ from host.settings_loader import Section
 from wire.models.kind import ModelKind
 
 Size = str | int
+"""Size as a person writes it: bytes as a number, a text such as "96GiB", or a word such as `AUTO`."""
 AUTO: Final = "auto"
+"""Value of a setting that the node decides."""
 
 
 class MemorySettings(Section, frozen=True):

@@ -56,7 +56,7 @@ class SharingTarget(Protocol):
         ...
 
     def on_sharing_change(self, sharing: SharingState) -> None:
-        """Report the changed decision to the coordinator."""
+        """Handle a changed decision: report it to the coordinator, and begin no work while this Mac does not share."""
         ...
 
 

@@ -35,9 +35,13 @@ class ShareWhen(StrEnum):
     """Value of `sharing.when`: condition under which this Mac accepts work."""
 
     ALWAYS = "always"
+    """Without a condition."""
     PLUGGED_IN = "plugged-in"
+    """On mains power."""
     IDLE = "idle"
+    """After a time without input from a person."""
     HOURS = "hours"
+    """Within spans of the day."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +169,10 @@ def decide_sharing(rule: SharingRule, facts: SharingInputs, now: float) -> Shari
 
 
 def is_charge_too_low(rule: SharingRule, facts: SharingInputs) -> bool:
-    """Return whether the charge of the battery is too low for sharing. The result is `low` of the next inputs."""
+    """Return whether the charge of the battery is too low for sharing. The result is `low` of the next inputs.
+
+    Return False without a minimum charge, on mains power, or if the charge is unreadable.
+    """
     if not rule.battery or facts.plugged or facts.battery is None:
         return False
     return facts.battery < (compute_recovery_percent(rule.battery) if facts.low else rule.battery)
@@ -239,9 +246,13 @@ class SharingAction(Enum):
     """Action by which a node that stops sharing returns its memory to the owner, or by which it accepts work again."""
 
     END_REQUESTS = "end the running requests"
+    """End the requests that are still open after their grace period."""
     END_LEASE = "end the running video job"
+    """End the video job or the quantization that holds a lease after its grace period."""
     REST = "release the engine's memory"
+    """Release the memory of the engine, once no request is open."""
     WAKE = "load the preloaded models again"
+    """End the rest of the engine, because the node shares again."""
 
 
 @dataclass(frozen=True, slots=True)

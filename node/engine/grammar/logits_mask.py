@@ -30,8 +30,10 @@ class LogitsMask:
         self._new.append(token)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Return logits (1, vocabulary) with −inf for tokens that may not come next. Raise `matcher.GrammarFailed` if
-        no token can follow."""
+        """Return logits (1, vocabulary) with −inf for tokens that may not come next.
+
+        Raise `matcher.GrammarFailed` if no token can follow, or the grammar does not allow an added id.
+        """
         cast("Any", mx).async_eval(logits)
         if self._constraint is None:
             self._constraint = self._grammar.create_cursor()

@@ -67,8 +67,10 @@ class ToolSpec:
 
 
 def parse_tool_specs(text: str, only: str) -> list[ToolSpec]:
-    """Parse the tools of a request (`wire.frames.Generate.tools`); with `only`, those of that name. Raise
-    `UnsupportedSchema` if the tools are invalid or none remains."""
+    """Parse the tools of a request (`wire.frames.Generate.tools`); with `only`, those of that name.
+
+    Entries that are no functions are left out. Raise `UnsupportedSchema` if the tools are no array, or none is left.
+    """
     found = parse_json(text or "[]")
     if not isinstance(found, list):
         raise UnsupportedSchema("the tools are not a JSON array")

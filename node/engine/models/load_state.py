@@ -117,7 +117,7 @@ class LoadRefused:
 
 @dataclass(frozen=True, slots=True)
 class LoadAborted:
-    """Event: the load ends before its model is complete: for lack of memory, or by an order."""
+    """Event: the load ends before its model is complete: for lack of memory, by an order, or by changed files."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,7 +83,7 @@ class LoadTimes:
         """Record the parts of a load in seconds, and store the new means: `read` for the weights, `warm` for the
         warm-up, `probe` for the profile.
 
-        `weights` is in bytes. `probe` is 0 if the profile was stored already.
+        `weights` is in bytes. `probe` is 0 if the profile was stored already. A write error is logged.
         """
         self._measured.record(fingerprint, weights, read, warm, probe)
         self._write()

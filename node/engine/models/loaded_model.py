@@ -59,7 +59,7 @@ class LoadedModel:
     weights: int
     """Bytes of its weights."""
     vocabulary: int
-    """Number of logits per token."""
+    """Number of logits per token; of an encoder, the number of token ids."""
     defaults: SamplingDefaults
     """Defaults of its generation config."""
     ledger: CommitmentLedger
@@ -174,11 +174,11 @@ class WarmupResult:
     kv: KvParameters
     """Parameters of the bytes of a row."""
     vocabulary: int
-    """Number of logits per token."""
+    """Number of logits per token; of an encoder, the number of token ids."""
     prefill_speed: float
     """Tokens per second of a prefill."""
     step_seconds: float
-    """Seconds of a decode step."""
+    """Seconds of a decode step; of an encoder, of the whole text."""
     plain: bool = False
     """Whether prompts may be padded (`kv_cache.is_plain`)."""
     logit_bytes: float = 0.0

@@ -44,7 +44,9 @@ class ForwardPeak:
     peak."""
 
     peak_tracker: MlxPeakTracker
+    """Peak of MLX's active memory."""
     sensor: Sensor
+    """Footprint of this process and its high-water mark."""
     _phys: int | None = None
 
     def mark(self) -> None:

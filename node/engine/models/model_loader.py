@@ -32,8 +32,11 @@ class ModelLoader:
         self._times = times
 
     def load_pieces(self, descriptor: ModelDescriptor) -> Generator[LoadStep | LoadedModel]:
-        """Load a model and measure its profile. Yield the cost of each step before that step runs, and finally the
-        model. Raise `FilesChangedError` if its files changed meanwhile. Exceptions of `loaded_model.load` propagate."""
+        """Load a model, set its profile and record the seconds of each part.
+
+        Yield the cost of each step before that step runs, and finally the model. Raise `FilesChangedError` if its files
+        changed meanwhile. Exceptions of `loaded_model.load` propagate; a failed profile is logged.
+        """
         begun = read = time.monotonic()
         try:
             for piece in load(descriptor, self._wiring.wire_loading_model):

@@ -75,7 +75,7 @@ class ModelUnloader:
     # models
 
     def unload(self, name: str) -> None:
-        """Unload a loaded model: release its weights and evict its cached prefixes.
+        """Unload a loaded model: release its weights and evict its cached prefixes. Its users are not checked.
 
         Raise `KeyError` if it is not loaded.
         """

@@ -100,7 +100,10 @@ class RunningSweep:
             sweep.steps.close()
 
     def release(self) -> None:
-        """Stop the sweep in progress and release its memory, because requests need that memory. Refuse its order."""
+        """Stop the sweep in progress and release its memory, because requests need that memory. Refuse its order.
+
+        Do nothing without a sweep, or during one of its forwards.
+        """
         sweep = self._sweep
         if sweep is not None and not self._stepping:
             self.close()
@@ -174,8 +177,10 @@ class SweepQueue:
         return is_queued
 
     def step(self) -> list[Frame]:
-        """Run one forward of the current or next sweep. Return the answers of orders that have ended. Raise `Halted` if
-        the engine was halted."""
+        """Run one forward of the current or next sweep. Refuse orders whose model was unloaded.
+
+        Return the answers of orders that have ended. Raise `Halted` if the engine was halted.
+        """
         for model in self._list_lost():
             self.refuse_queued(model, Refused(RefusalCode.NO_MODEL, f"{model} was unloaded before it was measured"))
         if self.running.current is None:

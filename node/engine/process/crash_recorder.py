@@ -5,8 +5,9 @@ its descriptor and reads the page after the end of the process. The page names t
 call was running. The router never places that request again. A model that crashes the engine twice within 10 minutes is
 not loaded for 10 minutes (`node.engine_process.quarantine`).
 
-The page has a slot for the forward and one for each thread that tokenizes prompts, up to three threads. After a crash
-the forward, if any, is the cause. After a hang, the cause is the call that had been running for the longest time.
+The page has a slot for the calls of the inference thread, such as a forward or a piece of a load. Each thread that
+tokenizes prompts has another slot, up to three threads. After a crash the call of the inference thread, if any, is the
+cause. After a hang, the cause is the call that had been running for the longest time.
 """
 
 import mmap
@@ -28,7 +29,7 @@ SIZE = mmap.PAGESIZE
 MAX_MODEL_BYTES = 200
 """Maximum bytes of a model's name (`wire.identity.is_valid_model`)."""
 SLOT_BYTES = 256
-"""Bytes of a slot; the first slot is that of the forward."""
+"""Bytes of a slot; the first slot is that of the inference thread."""
 SLOTS = 4
 """Number of slots."""
 _LAYOUT = struct.Struct("<BQdH")
@@ -88,7 +89,7 @@ class CrashRecorder:
         return _find_oldest(self._page[:], 1)
 
     def end(self) -> None:
-        """Record the end of the native call."""
+        """Record the end of the native call of the inference thread."""
         self._page[0] = NativeCallKind.NOTHING
 
     def crash(self, model: str, request: int) -> None:
@@ -119,8 +120,8 @@ def create_page() -> int:
 def read_crash_record(descriptor: int, *, hung: bool = False) -> CrashRecord | None:
     """Read the record of the running native call from the shared memory page `descriptor`, after its process has ended.
 
-    Prefer the forward; without one, return the tokenization that had run longest. With `hung`, return the call of
-    either kind that had run longest. Return None if no call was running.
+    Prefer the call of the inference thread; without one, return the tokenization that had run longest. With `hung`,
+    return the call of any thread that had run longest. Return None if no call was running.
     """
     page = os.pread(descriptor, SIZE, 0)
     return _find_oldest(page, 0) if hung else parse_slot(page) or _find_oldest(page, 1)

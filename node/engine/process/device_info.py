@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 def read_device() -> dict[str, object]:
     """Return the versions of MLX and mlx-lm and the device, for JSON. `most` is Metal's recommended working set in
-    bytes.
+    bytes; 0 without Metal.
 
     If MLX is missing or cannot be imported, return `installed` and `error` only.
     """

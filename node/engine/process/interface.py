@@ -5,7 +5,8 @@ inference thread calls all other methods. Further threads tokenize long prompts 
 (`tokenize_admission`).
 
 A kind is named by its module and not imported. The agent can therefore list kinds without loading any model library.
-Every kind provides `build` and runs its gate before every prefill and every join; a test checks this for each kind.
+Every kind provides `build` and runs its gate before every prefill, join and forward for embeddings; a test checks this
+for each kind.
 """
 
 import importlib
@@ -62,7 +63,7 @@ class NativeCallKind(IntEnum):
     READ = 5
     """Tokenization of a prompt: template and tokenizer are files of the model."""
     EMBED = 6
-    """Forward over texts for embeddings."""
+    """Forward over texts for vectors or scores."""
 
 
 class CallRecording(Protocol):
@@ -116,8 +117,9 @@ class Engine(Protocol):
         ...
 
     def step(self, now: float) -> Iterable[Frame]:
-        """Run due work: at most one decode step of every running row, then at most one gated prefill.
+        """Run due work: at most one decode step of every running row, then other gated work in short parts.
 
+        Other work is a prefill, a forward for embeddings, a piece of a load, or a forward of a profile.
         The work proceeds as the caller consumes the frames. Raise `Halted` if a native call is due after `halt`.
         """
         ...

@@ -3,8 +3,8 @@
 Only this thread uses the engine. Two more threads tokenize prompts that the I/O thread does not, after the engine has
 found room for them. One of the two handles only long texts.
 
-One iteration: drain the inbox, one decode step of every row, at most one gated prefill, publish. When no work is due
-the thread waits on a condition without wake-ups. Before every native call it publishes the start and the expected
+One iteration: drain the inbox, one `Engine.step` if work is due, publish a report if the state changed. When no work is
+due the thread waits on a condition without wake-ups. Before every native call it publishes the start and the expected
 duration. The I/O thread can therefore tell a dead, a busy and a hung engine apart.
 """
 

@@ -69,7 +69,8 @@ class FrameWriter:
         self._wake = threading.Condition()
 
     def send(self, frame: Frame) -> None:
-        """Enqueue a frame. Any thread may call this."""
+        """Enqueue a frame, and call `on_stuck` if more than `MAX_UNSENT_BYTES` are queued then. Any thread may call
+        this."""
         encoded = encode(frame)
         with self._wake:
             self._unsent.append(encoded)

@@ -75,7 +75,10 @@ class Row:
         self.new.append(token)
 
     def replay(self, ids: Iterable[int]) -> None:
-        """Restore the state after `ids`, which another node has generated and sent. Their text is not sent again."""
+        """Restore the state after `ids`, which another node has generated and sent. Their text is not sent again.
+
+        Ids after the end of the answer are ignored. The commitment is not changed.
+        """
         for token in ids:
             self.ids.append(token)
             self.add_token_text(token)

@@ -85,10 +85,9 @@ def _count_bytes(text: str) -> int:
 
 
 def refuse_too_long(frame: Generate | CountTokens | Embed, need: int, memory: Memory) -> Refused | None:
-    """Return the refusal, with all numbers, of a prompt that could not be tokenized even on the idle node; None if it
-    could.
+    """Return the refusal, with all numbers, of a prompt that could not be tokenized even on the idle node.
 
-    `need` is the transient bytes of its tokenization.
+    Return None if it could be tokenized, or if the guard is off. `need` is the transient bytes of its tokenization.
     """
     holds = max(0, compute_most_bytes(memory))
     if not memory.guard or need <= holds:

@@ -83,12 +83,12 @@ class WaitingRequests:
         self._in_tokenization[number] = (0, hold)
 
     def reserve(self, number: int, need: int) -> None:
-        """Reserve `need` bytes for the tokenization of a prompt."""
+        """Reserve `need` bytes for the tokenization of a prompt. Raise `KeyError` if it is not in tokenization."""
         _, hold = self._in_tokenization[number]
         self._in_tokenization[number] = (need, hold)
 
     def end_tokenization(self, number: int) -> None:
-        """Release the memory and the model of a prompt after its tokenization."""
+        """Release the memory and the model of a prompt after its tokenization. An unknown number is ignored."""
         _, hold = self._in_tokenization.pop(number, (0, None))
         if hold is not None:
             hold.release()

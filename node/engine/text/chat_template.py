@@ -57,9 +57,9 @@ class ChatTemplate:
     def render(self, request: Generate) -> str:
         """Return the text of a request's prompt.
 
-        Raise `TemplateFailed` if the model has no template, or if a variable is not allowed. Raise `ValueError` for
-        tools or variables that are no JSON, `DeadlineError` after `RENDER_TIMEOUT_SECONDS`. Exceptions of the template
-        propagate.
+        Raise `TemplateFailed` if the model has no template, a variable is in `RESERVED`, the tools are no array, or the
+        variables no object. Raise `ValueError` for tools or variables that are no JSON, `DeadlineError` after
+        `RENDER_TIMEOUT_SECONDS`. Exceptions of the template propagate.
         """
         if not self._wrapper.has_chat_template:
             raise TemplateFailed("the model has no chat template")

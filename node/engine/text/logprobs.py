@@ -17,7 +17,8 @@ MIN_LOGPROB = -9999.0
 def compute_logprob(logprobs: mx.array, token: int, count: int, token_bytes: Callable[[int], bytes]) -> Logprob:
     """Return a token's log probability and the `count` (0 to `MAX_ALTERNATIVES`) highest, from an array (vocabulary,).
 
-    `token_bytes(token)` returns the bytes of a token. Tokens that a grammar forbids are not among the highest.
+    `token_bytes(token)` returns the bytes of a token. Tokens that a grammar forbids are not among the highest. A
+    probability of 0 becomes `MIN_LOGPROB`.
     """
     drawn = logprobs[token].item()
     top: tuple[tuple[bytes, float], ...] = ()

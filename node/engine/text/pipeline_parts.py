@@ -20,7 +20,7 @@ class TokenDecoder:
         self._silent = silent
 
     def feed(self, token: int) -> str:
-        """Return the text that is complete with this token."""
+        """Return the text that is complete with this token; empty for a silent or unknown id."""
         if token in self._silent or not 0 <= token < self._size:
             return ""
         return self._advance(lambda: self._detokenizer.add_token(token))

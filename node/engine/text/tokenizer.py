@@ -64,7 +64,7 @@ class TokenizedPrompt:
     opens_reasoning: bool = False
     """Whether the prompt ends with the end of a thought."""
     plain: bool = False
-    """Whether it was made from the text or ids of the request, without a template."""
+    """Whether the prompt was made from the text or ids of the request, without a template."""
 
 
 class Tokenizer:
@@ -148,7 +148,10 @@ class Tokenizer:
         return self.encode(self._render_text(probe), plain=False)
 
     def count_tokens(self, request: Generate) -> int:
-        """Return the number of a request's prompt tokens. Raise `TemplateFailed` if template or tokenizer fail."""
+        """Return the number of tokens of a request's text or rendered messages, without tokens of the tokenizer itself.
+
+        Raise `TemplateFailed` if template or tokenizer fail, or the prompt is empty.
+        """
         try:
             text = self._render_text(request)
             if self.rust is not None and len(text) > LONG_TEXT_CHARS:

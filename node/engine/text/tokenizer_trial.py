@@ -62,8 +62,8 @@ class TokenizerTrials:
         """Try the model in `folder`, unless its fingerprint was tried before. `files` is the size of its tokenizer's
         files in bytes.
 
-        A tokenizer that cannot be loaded passes. Raise `TokenizerError` with the reason if the model may not be used,
-        `OSError` if the process cannot be started.
+        Store a pass, and keep a failure until the engine restarts. A tokenizer that cannot be loaded passes. Raise
+        `TokenizerError` with the reason if the model may not be used, `OSError` if the process cannot be started.
         """
         if fingerprint in self._passed:
             return

@@ -9,6 +9,7 @@ from wire.units import GIB, show_size
 
 RESERVE_BYTES = 5 * GIB
 RESERVE_SHARE = 0.05
+"""Default reserve: `RESERVE_BYTES`, or this share of the disk if that is less."""
 
 
 def compute_reserve(total: int, wanted: int) -> int:
@@ -25,7 +26,7 @@ class DiskSpace:
         self._user = user
 
     def check(self, needed: int) -> None:
-        """Raise `ModelFileError` (`disk_full`) if `needed` more bytes do not fit.
+        """Raise `ModelFileError` (`disk_full`) if `needed` more bytes do not fit without using the reserve.
 
         Raise `OSError` if the disk cannot be read."""
         usage = shutil.disk_usage(self._folder)

@@ -12,6 +12,7 @@ DEFAULT_WAIT_SECONDS = 5.0
 MAX_NAMED_WAIT_SECONDS = 30 * 24 * 3600.0
 """Maximum wait in seconds that is taken from an answer."""
 MIN_BACKOFF_SECONDS = 0.25
+"""Maximum wait in seconds after the first failure; each further failure doubles the wait."""
 MAX_DOUBLINGS = 5
 """Number of failures in a row after which the wait does not grow any more."""
 _RATE_LIMIT = re.compile(r"r\s*=\s*(\d{1,12})\s*;\s*t\s*=\s*(\d{1,12})")
@@ -43,7 +44,10 @@ def _compute_seconds_until(date: str, now: float) -> float:
 
 
 def compute_backoff(failures: int, draw: float) -> float:
-    """Return the seconds to wait after a number of failures in a row. `draw` is random, from 0 to 1."""
+    """Return the seconds to wait after a failure. `failures` is the number of failures directly before this one.
+
+    `draw` is random, from 0 to 1. It halves the wait at most.
+    """
     return MIN_BACKOFF_SECONDS * 2.0 ** min(failures, MAX_DOUBLINGS) * (0.5 + draw / 2)
 
 

@@ -33,6 +33,7 @@ from wire.models.files import ModelFile, ModelManifest, ModelSource, SourceKind
 CONNECT_TIMEOUT_SECONDS = 10.0
 READ_TIMEOUT_SECONDS = 30.0
 MAX_REDIRECTS = 5
+"""Maximum requests for one range, each of which may be redirected."""
 USER_AGENT = "macpool"
 RELAY_BASE = "http://relay"
 """Base URL of requests through the coordinator, whose connection has TLS of its own."""

@@ -20,6 +20,7 @@ from wire.models.files import ModelSource, SourceKind
 HUB_TIMEOUT_SECONDS = 60.0
 """Seconds without progress after which the hub is lost."""
 MIRROR_TIMEOUT_SECONDS = 15.0
+"""Seconds without progress after which a mirror or a relay is lost."""
 PENDING_TIMEOUT_SECONDS = 600.0
 """Seconds for which a mirror may wait for its own download."""
 _TELLING = (ModelOrderCode.GATED, ModelOrderCode.NOT_FOUND, ModelOrderCode.RATE_LIMITED)
@@ -38,7 +39,7 @@ class DownloadSource:
     failures: int = 0
     """Faults since the last progress."""
     lost: ModelFileError | None = None
-    """Reason for which the source is not used any more."""
+    """Reason for which the source is not used any more; None while it is used."""
     waiting: str = ""
     """Fault of the last request; empty after progress."""
 
@@ -89,6 +90,7 @@ class SourcePool:
     fetched: int = 0
     """Bytes received over the network."""
     current: DownloadSource | None = None
+    """Source of the last request; None before."""
 
     @classmethod
     def open(
@@ -115,7 +117,7 @@ class SourcePool:
         return cls(opened, tuple(unusable))
 
     def choose(self, excluded: frozenset[DownloadSource]) -> DownloadSource | None:
-        """Return the source for the next request; None if all are lost or excluded."""
+        """Return the source for the next request, and make it `current`; None if all are lost or excluded."""
         with self.lock:
             chosen = next((source for source in self.sources if source.lost is None and source not in excluded), None)
             if chosen is not None:

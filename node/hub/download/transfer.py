@@ -25,6 +25,7 @@ from wire.frames.model_files import ModelOrderCode
 from wire.models.files import ModelFile, ModelManifest
 
 MAX_SPAN_PIECES = 32
+"""Maximum pieces that one worker fetches in a row."""
 POLL_SECONDS = 0.2
 END_SECONDS = 1.0
 """Seconds for the threads to end. A thread that waits for a source longer ends with the process."""

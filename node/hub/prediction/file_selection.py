@@ -1,8 +1,8 @@
 """Files of a repository that serving needs. Pure.
 
-Needed are the weights, and the JSON and text files next to them. Weights are the files `model*.safetensors`, or all
-safetensors files if none has such a name. Not needed are other formats of
-the weights, code, pictures and texts for people.
+Needed are the weights, the JSON and text files next to them, and `IDENTITY_FILES` in subfolders. Weights are the files
+`model*.safetensors`, or all safetensors files if none has such a name. Not needed are other formats of the weights,
+code, pictures and texts for people.
 """
 
 from collections.abc import Sequence

@@ -19,8 +19,9 @@ from wire.models.hub_query import ModelPrediction
 def predict_model(name: str, folder: Path, manifest: ModelManifest, all_names: list[str]) -> ModelPrediction:
     """Describe the model whose small files and weight headers are in `folder`.
 
-    `all_names` has the paths of all files of the repository, also of those that are not needed. Raise `OSError` if the
-    folder cannot be read.
+    The `cause` of the result is the reason why the model could not be served. `all_names` has the paths of all files of
+    the repository, also of those that are not needed. Raise `OSError` if the folder cannot be read, `ValueError` if the
+    weights of a Dense layer are invalid.
     """
     names = {file.path for file in manifest.files}
     if MODEL not in names:

@@ -14,7 +14,10 @@ _RENAMED, _RENAMED_ARCHITECTURES = "MODEL_REMAPPING", "MODEL_ARCHITECTURE_REMAPP
 
 
 def find_unsupported(config: Mapping[str, Any]) -> str:
-    """Return the `model_type` of a config if mlx-lm cannot build it; empty if it can, or if mlx-lm is not installed."""
+    """Return the `model_type` of a config if mlx-lm cannot build it; empty if it can.
+
+    Return an empty text as well if mlx-lm is not installed, or the config names no type.
+    """
     folder = _find_library()
     kind = config.get("model_type")
     if folder is None or not isinstance(kind, str):

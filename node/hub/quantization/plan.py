@@ -32,6 +32,7 @@ TEMPORARY = ".quantizing-"
 OTHER_CONFIG = "hf_quant_config.json"
 """File in which exports of ModelOpt describe their quantization."""
 DEFAULT_RESERVE = -1
+"""Value of `DiskSpace` for the default reserve."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +44,13 @@ class QuantizationPlan:
     bits: int
     """Bits per weight of the result."""
     source: Path
+    """Folder of the model."""
     target: Path
+    """Folder of the result."""
     root: Path
     """Model folder of the target."""
     cost: QuantizationCost
+    """Predicted disk space and memory."""
 
     @property
     def temporary(self) -> Path:
@@ -75,7 +79,7 @@ class QuantizationPlan:
         os.rename(self.temporary, self.target)
 
     def discard(self) -> None:
-        """Delete an incomplete result, with folders that are empty without it."""
+        """Delete an incomplete result, with folders that are empty without it. Errors are ignored."""
         with suppress(OSError):
             shutil.rmtree(self.temporary)
         for parent in self.target.parents:
@@ -91,7 +95,7 @@ def plan_quantization(
     """Return the plan of an order. `own` is the node's own model folder. `environment` locates the cache.
 
     Raise `ModelFileError` if the order cannot be performed, because of the model, the name, the bits or the free disk
-    space. Raise `OSError` if the weights cannot be read.
+    space. Raise `OSError` if the weights cannot be read, `ValueError` if those of a Dense layer are invalid.
     """
     if order.bits not in BITS:
         known = ", ".join(map(str, BITS[:-1]))

@@ -17,6 +17,7 @@ from wire.units import GIB, MIB
 BITS = (2, 3, 4, 5, 6, 8)
 """Bits of a weight that MLX can quantize to."""
 GROUP_WEIGHTS = 64
+"""Weights that share a scale and a bias."""
 SHARD_BYTES = GIB
 """Bytes of weights in one file of the result."""
 BASE_BYTES = 384 * MIB
@@ -39,6 +40,7 @@ class StoredTensor:
     size: int
     """Bytes on the disk."""
     is_fp8: bool = False
+    """Whether the weights are stored in fp8, which is converted first."""
 
     @property
     def unpacked(self) -> int:

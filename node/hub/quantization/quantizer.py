@@ -44,7 +44,9 @@ POLL_INTERVAL_SECONDS = 0.2
 STALL_TIMEOUT_SECONDS = 1800.0
 """Maximum seconds without progress. One tensor of the largest models takes about a minute."""
 TIMEOUT_SECONDS = 24 * 3600.0
+"""Maximum seconds of a quantization."""
 RETRY_SECONDS = 30.0
+"""Seconds after which an order may be tried again while another process holds a lease."""
 
 log = structlog.get_logger("node.hub.quantization")
 

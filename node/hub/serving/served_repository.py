@@ -26,7 +26,7 @@ class ServedFile(Protocol):
         ...
 
     def read(self, start: int, size: int) -> bytes:
-        """Return at most `size` bytes from `start`."""
+        """Return at most `size` bytes from `start`, of those that `count_available` has reported."""
         ...
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class CacheRepository:
         return self if repo == self._manifest.repo and revision in (self._manifest.commit, "main") else None
 
     def open(self, file: ModelFile) -> ServedFile:
-        """Open a file of the manifest, also while it is downloaded. Raise `OSError` if it cannot be opened."""
+        """Return a file of the manifest, also while it is downloaded. Its first `count_available` opens the file."""
         return _GrowingFile(file, self._find_complete, self._folder)
 
     def is_growing(self) -> bool:

@@ -36,6 +36,7 @@ POLL_SECONDS = 0.05
 WAIT_SECONDS = 5.0
 """Seconds for which a missing range is waited for. Less than `MIRROR_TIMEOUT_SECONDS` of the client."""
 RETRY_SECONDS = 1
+"""Value of `Retry-After` for a range that cannot be sent yet."""
 PENDING = "Pending"
 """`X-Error-Code` of a range that is still being downloaded."""
 _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
@@ -80,11 +81,11 @@ class HubServer:
         """Bytes of files that were sent."""
 
     def measure_idle(self) -> float:
-        """Return the seconds since the end of the last request; 0 during a request."""
+        """Return the seconds since the end of the last authorized request, or since the start; 0 during a request."""
         return 0.0 if self._active else time.monotonic() - self._used_at
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
+        """Answer one HTTP request: with 401 without the token, with 500 after an `OSError`. Ignore other protocols."""
         if scope["type"] != "http":
             return
         if not self._is_authorized(scope):
