@@ -69,7 +69,6 @@ _MAX_BODY_OF = {tag: _MAX_BODY_BYTES.get(kind, MAX_REPORT_BYTES) for tag, kind i
 _HEAD = msgspec.msgpack.Decoder(RequestHead)
 _encoder = msgspec.msgpack.Encoder()
 
-Raw = tuple[int, memoryview]
 F = TypeVar("F", bound=Frame)
 
 

@@ -52,12 +52,14 @@ class NodeRecords:
         self._software[node] = hello
 
     def delete(self, node: NodeId) -> None:
-        """Delete all records of a node."""
-        for by_node in (self._received, self._report_events, self._software, self._views):
+        """Delete all records of a node, and end the waits for its next report."""
+        if (event := self._report_events.pop(node, None)) is not None:
+            event.set()
+        for by_node in (self._received, self._software, self._views):
             by_node.pop(node, None)
 
     async def wait_for_report(self, node: NodeId) -> None:
-        """Wait for the next report of a node. The wait does not end if the records of the node are deleted."""
+        """Wait for the next report of a node, or until its records are deleted."""
         await self._report_events.setdefault(node, asyncio.Event()).wait()
 
     def get_reported_at(self, node: NodeId) -> float | None:

@@ -134,7 +134,7 @@ class FastPath:
 
     def parse_request(self, head: ParsedHead, body: bytes) -> RequestSpec | None:
         """Check key and body of a complete request, and return its specification; None if the app must answer."""
-        key = self._ring.check(head.key, head.key_hash)
+        key = self._ring.find(head.key, head.key_hash)  # the app counts a wrong key
         if key is None or not key.allows("infer"):
             return None
         parsed = chat.parse(body, strict=self._strict)

@@ -52,7 +52,9 @@ ENGINE: tuple[MetricFamily[NodeSnapshot], ...] = (
     ),
     create_gauge("engine_queued_tokens", "Prompt tokens waiting for prefill.", lambda p: p.view.engine.queued_tokens),
     create_counter(
-        "engine_forwards", "Prefills and joins; each follows a check.", lambda p: p.view.engine.counts.forwards
+        "engine_forwards",
+        "Prefills, joins and parts of forwards for embeddings; each follows a check.",
+        lambda p: p.view.engine.counts.forwards,
     ),
     create_counter(
         "engine_prefill_tokens",

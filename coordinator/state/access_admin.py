@@ -115,8 +115,8 @@ class AccessAdmin:
         key, text = new_key(
             self.pepper, name, scopes, created=now, expires=None if ttl is None else now + ttl, limits=limits
         )
-        self.ring.put(key)
         self.store.keys.put(KeyRow(key.id, name, tuple(sorted(key.scopes)), key.digest, now, key.expires, limits))
+        self.ring.put(key)
         return {"schema": 1, "id": key.id, "key": text}
 
     def set_key_limits(self, key: str, limits: KeyLimits) -> bool:

@@ -25,6 +25,8 @@ from node.hub.download.source_errors import SourceError, SourceLimited, SourceRe
 from node.hub.errors import ModelFileError, describe_refusal
 from node.hub.prediction.file_selection import is_weight_file, select_files
 from node.hub.prediction.predict import predict_model
+from node.models.embedding_files import DENSE_FILES, LENGTH, MODULES, POOLING, PROMPTS
+from node.models.rerank_files import LOGIT_SCORE
 from node.models.weight_files import MAX_HEADER_BYTES
 from wire.frames.model_files import ModelOrderCode
 from wire.models.files import ModelFile, ModelManifest, ModelSource, SourceKind, find_manifest_fault, is_valid_repo
@@ -40,7 +42,21 @@ MAX_SMALL_FILE_BYTES = 32 * 1024 * 1024
 """Maximum bytes of a JSON file that is read for the prediction."""
 FIRST_HEADER_BYTES = 128 * 1024
 """Bytes of a weight file that are read at first: the headers of most files are shorter."""
-_READ_FIRST = ("config.json", "tokenizer_config.json", "model.safetensors.index.json")
+_READ_FIRST = frozenset(
+    {
+        "config.json",
+        "tokenizer_config.json",
+        "model.safetensors.index.json",
+        "chat_template.jinja",
+        LOGIT_SCORE,
+        MODULES,
+        POOLING,
+        PROMPTS,
+        LENGTH,
+        *(path for path in DENSE_FILES if path.endswith(".json")),
+    }
+)
+"""Files that decide the kind of a model, its layers, and its vectors or scores."""
 
 T = TypeVar("T")
 
@@ -117,7 +133,8 @@ class RepositoryQuery:
 
         def fetch(file: ModelFile) -> None:
             target = folder / file.path
-            if is_weight_file(file.path):
+            target.parent.mkdir(exist_ok=True)
+            if _has_header(file):
                 content = self._read_header(client, manifest, file)
             else:
                 content = self._read(client, manifest, file, file.size)
@@ -127,7 +144,7 @@ class RepositoryQuery:
         small = [file for file in manifest.files if file.path in _READ_FIRST and file.size <= MAX_SMALL_FILE_BYTES]
         try:
             _run_parallel(fetch, small)
-            _run_parallel(fetch, [file for file in manifest.files if is_weight_file(file.path)])
+            _run_parallel(fetch, [file for file in manifest.files if _has_header(file)])
         finally:
             client.close()
 
@@ -172,6 +189,11 @@ class RepositoryQuery:
                     ) from None
                 self._clock.wait(wait)
         raise AssertionError  # the last attempt returns or raises
+
+
+def _has_header(file: ModelFile) -> bool:
+    """Return whether only the header of a file is read: that of weights, or of a Dense layer."""
+    return is_weight_file(file.path) or (file.path in DENSE_FILES and file.path.endswith(".safetensors"))
 
 
 def _run_parallel(work: Callable[[ModelFile], None], files: Iterable[ModelFile]) -> None:

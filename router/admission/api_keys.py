@@ -144,18 +144,22 @@ class KeyRing:
         A result of None is counted in `refused`. If `anonymous` is set, it is returned for every text that is not a
         Macpool key.
         """
+        known = self.find(presented, salted_hash)
+        self.refused += known is None
+        return known
+
+    def find(self, presented: bytes | str, salted_hash: bytes | None = None) -> ApiKey | None:
+        """Return the same as `check`, but do not count a wrong text. Use it where another `check` follows for the same
+        request."""
         text = presented.encode("utf-8", "replace") if isinstance(presented, str) else presented
         if self.anonymous is not None and not text.startswith(_PREFIX):  # client libraries always send a key
             return self.anonymous
         known = None if salted_hash is None else self._proven.get(salted_hash)
         if known is None and len(text) <= _MAX_KEY_BYTES:
-            known = self._find(text, salted_hash or self.compute_salted_hash(text))
-        if known is None or self._is_expired(known):
-            self.refused += 1
-            return None
-        return known
+            known = self._prove_once(text, salted_hash or self.compute_salted_hash(text))
+        return None if known is None or self._is_expired(known) else known
 
-    def _find(self, text: bytes, digest: bytes) -> ApiKey | None:
+    def _prove_once(self, text: bytes, digest: bytes) -> ApiKey | None:
         """Return the key with this text. Each key has one text; the cache is therefore no larger than the number of
         keys."""
         known = self._proven.get(digest) or self._prove(text)

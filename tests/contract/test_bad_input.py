@@ -129,3 +129,12 @@ async def test_a_client_that_leaves_within_its_body_costs_nothing(cluster: Loopb
 async def test_a_large_body_without_a_key_is_a_401_and_is_not_read(cluster: LoopbackCluster):
     raw = await exchange(cluster, f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n".encode())
     assert parsed(raw)[0] == 401
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_chat_with_a_wrong_key_is_counted_once(cluster: LoopbackCluster, *, stream: bool):
+    body = json.dumps(ASK | {"stream": stream}).encode()
+    for number in (1, 2):
+        request = head(cluster, f"content-length: {len(body)}").replace(cluster.key.encode(), b"mp_wrong_key") + body
+        status, _ = parsed(await exchange(cluster, request))
+        assert (status, cluster.keys.refused) == (401, number)

@@ -33,7 +33,7 @@ MAX_UNLINKED = 64
 A peer with a certificate of the cluster does not count. Peers without one therefore cannot exclude a node, even a node
 behind the same address.
 """
-PING_TIMEOUT_SECONDS = 1.0
+PING_INTERVAL_SECONDS = 1.0
 """Seconds between two pings on the links of all nodes."""
 
 log = structlog.get_logger("coordinator.cluster.links.link_server")
@@ -105,7 +105,7 @@ class LinkServer:
             ssl_handshake_timeout=HANDSHAKE_TIMEOUT_SECONDS,
             ssl_shutdown_timeout=1.0,
         )
-        self._ping_timer = self._loop.call_later(PING_TIMEOUT_SECONDS, self._send_pings)
+        self._ping_timer = self._loop.call_later(PING_INTERVAL_SECONDS, self._send_pings)
         return server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
@@ -125,7 +125,7 @@ class LinkServer:
 
     def _send_pings(self) -> None:
         self._links.send_to_all(Ping(next(self._nonces)))
-        self._ping_timer = self._loop.call_later(PING_TIMEOUT_SECONDS, self._send_pings)
+        self._ping_timer = self._loop.call_later(PING_INTERVAL_SECONDS, self._send_pings)
 
     # -- for connections ----------------------------------------------------------
 

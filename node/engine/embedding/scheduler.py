@@ -101,6 +101,7 @@ class EmbeddingScheduler:
         """Refuse the newest request, to release its memory; return whether there was one."""
         newest = max(self._table, key=lambda request: request.arrived, default=None)
         if newest is not None:
+            self._forwards.count_shed()
             self._refuse(newest, refused, now)
         return newest is not None
 

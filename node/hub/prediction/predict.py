@@ -10,6 +10,7 @@ from typing import Any
 
 from node.hub.prediction.supported_models import find_unsupported
 from node.models.catalogue import describe_folder
+from node.models.encoder_files import is_encoder
 from node.models.folders import MODEL, has_gguf
 from node.models.weight_files import parse_json_object
 from wire.models.files import ModelManifest
@@ -62,8 +63,11 @@ def _explain_missing_weights(all_names: list[str]) -> str:
 
 
 def _find_code_cause(folder: Path, config: Mapping[str, Any], names: set[str]) -> str:
-    """Return why a model cannot be served without code from its repository; empty if it can."""
-    unsupported = find_unsupported(config)
+    """Return why a model cannot be served without code from its repository; empty if it can.
+
+    Encoders are not those of mlx-lm. The catalogue knows which ones the engine serves.
+    """
+    unsupported = "" if is_encoder(config) else find_unsupported(config)
     if unsupported and "auto_map" in config:
         return (
             f"its architecture {unsupported!r} needs code from the repository (trust_remote_code), which is never run"

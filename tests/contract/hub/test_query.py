@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +13,8 @@ import pytest
 
 from node.models.catalogue import EMBEDDED, describe_folder
 from tests.effort import thin_cases
+from tests.support.engine.embedders import make_embedder, make_reranker
+from tests.support.engine.encoders import make_encoder
 from tests.support.hub.hub import Answer, Hub, running_hub
 from tests.support.processes import ROOT, environment
 from wire.models.hub_query import HubAnswer
@@ -116,6 +119,35 @@ def test_the_output_has_nothing_but_the_answer(hub: Hub):
 def test_supported_architectures_may_name_code_that_is_not_run(hub: Hub):
     change_config(hub, auto_map={"AutoModelForCausalLM": "modeling.py"}, model_type="mistral")
     assert query(hub)["model"]["cause"] == ""
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    """Return the files of a model folder by their paths."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "modernbert", "cross-encoder", "embedder", "reranker"])
+def test_models_for_embeddings_and_rerank_can_be_pulled(hub: Hub, tmp_path: Path, kind: str):
+    folder = tmp_path / "model"
+    if kind == "embedder":
+        make_embedder(folder, dense=((24, "torch.nn.modules.activation.Tanh"),))
+    elif kind == "reranker":
+        make_reranker(folder)
+    else:
+        make_encoder(folder, "bert" if kind == "cross-encoder" else kind, classifier=kind == "cross-encoder")
+    files = read_files(folder)
+    hub.add(REPO, files)
+    answer = msgspec.convert(query(hub), HubAnswer)
+    described = describe_folder(REPO, folder)
+    assert described is not None
+    assert (answer.model.cause, answer.model.weights) == ("", described.weights)
+    assert {file.path for file in answer.manifest.files} >= {path for path in files if path.endswith("json")}
+
+
+def test_an_encoder_of_an_unknown_type_is_named_with_the_known_ones(hub: Hub, tmp_path: Path):
+    make_encoder(tmp_path / "model", "bert", {"model_type": "deberta-v2"})
+    hub.add(REPO, read_files(tmp_path / "model"))
+    assert "an encoder of the type deberta-v2: known are bert" in query(hub)["model"]["cause"]
 
 
 def test_a_repository_without_a_config_is_answered(hub: Hub):
