@@ -179,14 +179,14 @@ class LinkKeeper:
         """Make the link of a Welcome the current one, and store the coordinator's generation and addresses.
 
         Set `welcomed` and return True. Return False if the coordinator is superseded: the link is then closed, and its
-        address removed. Raise `OSError` if the identity cannot be written.
+        address removed. Raise `OSError` if the generation cannot be written.
         """
         if welcome.generation < self._identity.generation:
             self._leave_superseded(link)
             return False
         self._identity = adopt_generation(self._identity, welcome.generation, welcome.seal)
         for address in reversed((link.address, *welcome.addresses)):
-            self._identity = store_address(self._identity, address)
+            self._store_address(address)
         log.info("linked", cluster=welcome.cluster_name, epoch=welcome.epoch, skew=round(time.time() - welcome.time, 3))
         self._links.accept(link)
         self._apply(link_state.LinkAccepted())
@@ -270,11 +270,18 @@ class LinkKeeper:
             if self._life.state in (LinkState.ASLEEP, LinkState.STOPPED):
                 link.close()
                 return False
-            self._identity = store_address(self._identity, where)
+            self._store_address(where)
             self._links.add(link)
             link.send(self._build_hello(takeover))
             return True
         return False
+
+    def _store_address(self, address: str) -> None:
+        """Store an address of the coordinator as the first one to dial. A full disk ends no link."""
+        try:
+            self._identity = store_address(self._identity, address)
+        except OSError as error:
+            log.warning("address not stored", address=address, error=str(error))
 
     async def _connect_again(self) -> None:
         await self._connect(takeover=True)
@@ -315,8 +322,13 @@ class LinkKeeper:
 
     def _renew_if_due(self) -> None:
         if self._links.current is not None and not self._renewing and needs_renewal(self._identity, time.time()):
+            try:
+                request = new_csr(self._identity)
+            except OSError as error:
+                log.warning("no renewal of the certificate requested", error=str(error))
+                return
             self._renewing = True
-            self._links.send(RenewCertificate(new_csr(self._identity)))
+            self._links.send(RenewCertificate(request))
 
     def _handle_lost_link(self, link: CoordinatorLink, reason: str) -> None:
         for request in link.requests:

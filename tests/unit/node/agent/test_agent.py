@@ -231,6 +231,8 @@ class Mac:
         }
         resolved = resolve_settings([("test", named)])
         self.folder = folder
+        self.more_addresses: tuple[str, ...] = ()
+        """Addresses of the coordinator in the next Welcome, besides its own."""
         self.authority = ClusterCa(folder / "authority", time.time)
         self.settings = resolved.value
         machine = open_machine(self.settings)
@@ -279,7 +281,7 @@ class Mac:
                 "home",
                 time.time(),
                 "1.2.3",
-                (self.address,),
+                (self.address, *self.more_addresses),
                 generation,
                 self.authority.seal_generation(generation),
             )
@@ -501,6 +503,19 @@ async def test_a_superseded_link_is_closed_although_the_identity_cannot_be_writt
         line.send(Denied("superseded", "a restored coordinator is newer"))
         await line.ended()
     assert "address not removed" in [entry["event"] for entry in logs]
+    assert not one.running.done()
+
+
+async def test_a_link_works_although_its_address_cannot_be_stored(mac: Callable[..., Mac]):
+    one = mac()
+    line = await one.start()
+    await one.ready(line)
+    (one.folder / "identity" / f"identity.json.{os.getpid()}.new").mkdir()
+    one.more_addresses = ("127.0.0.1:9",)
+    with capture_logs() as logs:
+        line.writer.close()
+        await one.ready(await one.linked())
+    assert "address not stored" in [entry["event"] for entry in logs]
     assert not one.running.done()
 
 
