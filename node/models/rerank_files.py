@@ -80,5 +80,8 @@ def _is_token(value: object) -> bool:
 def _has_template(folder: Path) -> bool:
     """Return whether the chat template has roles for a query and a document."""
     raw = read_file(folder, "chat_template.jinja")
-    text = str(read_object(folder, "tokenizer_config.json").get("chat_template", "")) if raw is None else raw.decode(errors="replace")
+    if raw is None:
+        text = str(read_object(folder, "tokenizer_config.json").get("chat_template", ""))
+    else:
+        text = raw.decode(errors="replace")
     return all(f'"{role}"' in text or f"'{role}'" in text for role in ("query", "document"))
