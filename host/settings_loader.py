@@ -275,8 +275,9 @@ def find_changed_settings(
 ) -> list[SettingDrift]:
     """Return the settings of a running process that a restart with this file would change.
 
-    `running` are rows of `build_setting_rows`, `file` the values by key. Settings with an origin in GIVEN do not
-    change. Raise SettingsError for invalid values in the file.
+    `running` are rows of `build_setting_rows`, `file` the values of the file by key. `others` are keys or sections of
+    another process, which are skipped. Settings with an origin in GIVEN do not change. Raise SettingsError for an
+    unknown key or an invalid value in the file.
     """
     later = {row["key"]: row["value"] for row in build_setting_rows(resolve_layers(kind, [("file", file)], others))}
     return [

@@ -61,7 +61,7 @@ def is_upstream(candidate: str) -> bool:
 
 
 def get_upstream_name(candidate: str) -> str:
-    """Return the name of the upstream that a candidate is."""
+    """Return the name in the candidate `upstream:NAME`. Call this only for a candidate that `is_upstream` accepts."""
     return candidate[len(UPSTREAM_PREFIX) :]
 
 

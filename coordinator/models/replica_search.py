@@ -98,7 +98,10 @@ def has_served_version(model: Model, view: ClusterView) -> bool:
 
 
 class ReplicaSearch:
-    """Search of one round. It records the nodes that are taken, and the replicas that are unloaded in this round."""
+    """Search for nodes that can load or unload replicas, for all wishes of one round of the reconciler.
+
+    It records the nodes that act in this round already, and the replicas that are unloaded in it.
+    """
 
     def __init__(self, states: tuple[WishState, ...], pool: PoolState, history: ActionHistory) -> None:
         self._states = {state.wish.model: state for state in states}

@@ -87,8 +87,8 @@ class Agent:
     """Agent of this node.
 
     `version` is that of Macpool. `on_ready(address)` is called with the coordinator's address (`host:port`), possibly
-    often, when this node is linked and its engine is ready. `link_timeouts` are those of `LinkKeeper`. Raise as
-    `create_client_context` if the identity cannot be used.
+    often, when this node is linked and its engine is ready. `link_timeouts` are those of `LinkKeeper`. Raise
+    `OSError` or `ValueError` if the certificate or the CA of the identity cannot be used.
     """
 
     def __init__(

@@ -130,7 +130,7 @@ class Counters:
     retries: int = 0
     """Attempts after the first attempt of a request."""
     nodes_lost: int = 0
-    """Requests that were on a node when it was lost."""
+    """Requests that were on a node when the node was lost."""
     resumes: int = 0
     """Answers that resumed on another node."""
     moves: int = 0
@@ -234,7 +234,7 @@ class Counters:
         self.get_node(node).count_generated(tokens)
 
     def count_node_loss(self) -> None:
-        """Count a request that was on a node when it was lost."""
+        """Count one request that was on a node when the node was lost."""
         self.nodes_lost += 1
 
     def count_move(self) -> None:

@@ -39,15 +39,21 @@ class Reservation(msgspec.Struct, gc=False):
 
     node: NodeId
     seq: int
+    """Sequence number, compared with that of the node's reports."""
     need: int
+    """Reserved bytes, `weights` included."""
     tokens: int
     """Prompt tokens to prefill."""
     seconds: float = 0.0
     """Expected prefill time of the prompt on that node, in seconds."""
     weights: int = 0
+    """Bytes of a model that the node loads for the request, until its report counts them."""
     rows: int = 1
+    """Decode rows: one for each choice."""
     admitted: bool = False
+    """Whether the node has committed memory."""
     settled: bool = False
+    """Whether the node's report counts the reservation."""
 
     def admit(self) -> None:
         """Record that the node has committed memory for the request."""

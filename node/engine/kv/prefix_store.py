@@ -110,7 +110,10 @@ class CachedPrefix(Generic[V]):
         return max((min(length, last) for first, last in self.cuts if first <= length), default=0)
 
     def covers_cuts(self, other: "CachedPrefix[V]") -> bool:
-        """Return whether a cache that can be cut can be cut to all lengths to which a prefix of it (`other`) can be."""
+        """Return whether this cache can be cut to the length of its prefix `other` and to all lengths in `other.cuts`.
+
+        Without `cuts` it can. Only for models whose caches can be cut.
+        """
         if self.cuts is None:
             return True
         wanted = (*(other.cuts or ()), (other.length, other.length))

@@ -104,9 +104,11 @@ class Quantizer:
         run_child: Callable[[OrderChild], Awaitable[ChildEnd]],
         report: Callable[[ChildProgress], None],
     ) -> ChildEnd:
-        """Perform an order and return its end. `run_child` runs the child, unless the order is cancelled.
+        """Quantize a model as ordered, and return the end of the order. `run_child` runs the child, unless the order is
+        cancelled. `report` gets its progress.
 
-        Raise `ModelFileError` if the order cannot be performed, `OSError` if the result cannot be written.
+        Raise `ModelFileError` if the order cannot be performed, `OSError` if weights cannot be read or the result
+        cannot be written. Raise `ValueError` if the weights of a Dense layer are invalid.
         """
         if self._model:
             raise ModelFileError(ModelOrderCode.IN_USE, f"this node quantizes {self._model}: wait, or cancel that")

@@ -58,8 +58,11 @@ class AnswerShape:
         return {**self._about, **({"message": message} if self._chat else message), "done": False, **(end or {})}
 
     def build_end_fields(self, finished: Finished) -> Line:
-        """Return the additional fields of the last line: stop reason, token counts, and durations in nanoseconds.
-        `cached_tokens` is an additional field: the prompt tokens from the prefix cache."""
+        """Return the fields that only the last line has: stop reason, token counts, and durations in nanoseconds.
+
+        `load_duration` is the time for which the request was queued on the node. `cached_tokens`, which Ollama does not
+        have, is the number of prompt tokens from the prefix cache.
+        """
         timings = finished.timings
         waiting, prefill, decode = map(_to_nanoseconds, (timings.waiting, timings.prefill, timings.decode))
         cut = bool(finished.reasons) and finished.reasons[0] == "length"

@@ -41,7 +41,11 @@ _BYTES_PER_TOKEN = 4
 
 
 class UpstreamForwarder:
-    """Forwarder of requests to upstreams, whose clients are given by name."""
+    """Forwarder of requests to upstreams.
+
+    `clients` has the HTTP client of each upstream by its name. `profiles` are those of the settings by name; their
+    defaults are added to bodies.
+    """
 
     def __init__(
         self, dispatcher: Dispatcher, clients: Mapping[str, UpstreamClient], profiles: Mapping[str, ProfileSettings]

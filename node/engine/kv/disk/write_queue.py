@@ -42,7 +42,7 @@ class CacheShape(NamedTuple):
 
 
 class PendingEntry(NamedTuple):
-    """Stored sequence whose missing parts are written."""
+    """Token sequence of which parts are still to be written to the disk cache. Parts on the disk are left out."""
 
     entry: CachedPrefix[Layers]
     parts: Iterator[tuple[BlockName, int, int]]
