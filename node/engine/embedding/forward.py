@@ -109,8 +109,8 @@ class EmbeddingForward(ABC):
 
 
 class TextsForward(EmbeddingForward):
-    """Forward over whole texts, padded to `longest` tokens after `past` cached ones each. `written`: bytes of its
-    results and caches."""
+    """Forward over whole texts, padded to the longest one. `vectors` are their lazy vectors, in the order of `texts`.
+    `written`: bytes of its results and caches."""
 
     def __init__(
         self,
