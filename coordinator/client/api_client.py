@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import click
@@ -19,9 +19,6 @@ from coordinator.client.connection import (
     send_request,
 )
 from coordinator.client.errors import DENIED, NOT_FOUND, REFUSED, TIMED_OUT, UNREACHABLE, CommandError
-
-if TYPE_CHECKING:
-    pass
 
 MEMBER_PATHS = frozenset({"/api/v1/status", "/api/v1/nodes", "/api/v1/models"})
 """Paths of the API that a node's Mac can read with its certificate, without a key."""
@@ -216,7 +213,8 @@ class ApiSession:
     def read_body(self, response: http.client.HTTPResponse, timeout: float) -> Iterator[bytes]:
         """Yield the body of a response as it arrives. Raise `CommandError` if the connection breaks before the end.
 
-        `timeout` is that of the request, in seconds."""
+        `timeout` is that of the request, in seconds.
+        """
         return iterate_body(response, self.select_coordinator().url, timeout)
 
     def print_answer(self, answer: dict[str, Any], text: Callable[[dict[str, Any]], None]) -> None:

@@ -35,7 +35,7 @@ def load_pepper(state: Path) -> bytes:
 
 
 class NameReservedError(ValueError):
-    """The name stands for the owner of this machine in the audit log."""
+    """The name is reserved for the owner of this machine in the audit log."""
 
 
 class NameTakenError(ValueError):
@@ -95,7 +95,7 @@ class AccessAdmin:
         """Raise `NameTakenError` if a key other than `except_key` has this name or id; case is ignored. Raise
         `NameReservedError` for `LOCAL_KEY_NAME` and `PAGE_KEY_NAME`."""
         if name in (LOCAL_KEY_NAME, PAGE_KEY_NAME):
-            raise NameReservedError(f"name: {name!r} stands for the owner of this machine in the audit log")
+            raise NameReservedError(f"name: {name!r} is reserved for the owner of this machine in the audit log")
         for row in self.store.keys.values():
             if row.id != except_key and name.casefold() in (row.name.casefold(), row.id.casefold()):
                 raise NameTakenError(

@@ -132,15 +132,18 @@ class EmbeddingScheduler:
         step = self._scheduler.sum_step_seconds()
         involved = [first]
         try:
+            refused = None
             if self._forward is None:
                 if first.needs_beginning:
                     self._beginnings.restore(first)
-                texts = self._select_texts(first, choices, self._compute_tokens(first, step))
+                tokens = self._compute_tokens(first, step)
+                texts = self._select_texts(first, choices, tokens)
                 involved = list(dict.fromkeys(text.request for text in texts)) or involved
+                refused = self._begin(first, texts, tokens, step, now)
             else:
-                texts, involved = [], list(self._forward.requests)
+                involved = list(self._forward.requests)
             before = {request.number: request.left for request in involved}
-            refused = self._begin(first, texts, step, now) or self._run_part(first, step)
+            refused = refused or self._run_part(first, step)
         except Exception as error:
             self._handle_fault(involved, error, now)
             return
@@ -156,17 +159,18 @@ class EmbeddingScheduler:
         if refused is not None:
             self._delay(first, refused, now)
 
-    def _begin(self, first: EmbeddingRequest, texts: Sequence[WaitingText], step: float, now: float) -> Refused | None:
-        """Begin a forward, unless one is in progress: of whole texts if any fit, else of the next chunk of the first
-        request."""
-        if self._forward is not None:
-            return None
+    def _begin(
+        self, first: EmbeddingRequest, texts: Sequence[WaitingText], tokens: int, step: float, now: float
+    ) -> Refused | None:
+        """Begin a forward: of whole texts if any fit, else of the next chunk of `first`, of about `tokens` tokens.
+
+        Return the refusal if there is no room. `step`: seconds of a decode step; 0: none.
+        """
         fitting, seconds = self._runner.select_fitting(texts), PART_PER_STEP * step
         if fitting:
             self._forward = self._runner.begin_texts(fitting, seconds, now)
             return None
-        chunk = max(self._floor, self._compute_tokens(first, step))
-        begun = self._runner.begin_chunk(first, chunk, seconds, now)
+        begun = self._runner.begin_chunk(first, max(self._floor, tokens), seconds, now)
         if isinstance(begun, Refused):
             return begun
         self._forward = begun

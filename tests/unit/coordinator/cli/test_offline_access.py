@@ -42,10 +42,10 @@ def test_a_refused_operation_is_not_in_the_audit_log(tmp_path: Path) -> None:
     session = ApiSession(tmp_path, None, None, "text")
     body = {"name": "laptop", "scopes": ["infer"], "ttl_seconds": None, "limits": {}}
     refused = [
-        ("DELETE", "/api/v1/keys/nobody", {}, "there is no key nobody"),
+        ("DELETE", "/api/v1/keys/unknown", {}, "there is no key unknown"),
         ("POST", "/api/v1/keys", body | {"limits": {"models": 5}}, "limits: "),
-        ("POST", "/api/v1/keys", body | {"name": "local"}, "stands for the owner of this machine"),
-        ("PUT", "/api/v1/keys/nobody/name", {"name": "page"}, "stands for the owner of this machine"),
+        ("POST", "/api/v1/keys", body | {"name": "local"}, "is reserved for the owner of this machine"),
+        ("PUT", "/api/v1/keys/unknown/name", {"name": "page"}, "is reserved for the owner of this machine"),
     ]
     for method, path, fields, words in refused:
         with pytest.raises(CommandError, match=words):
