@@ -98,6 +98,7 @@ class SimulatedPool:
         self._arrivals = Arrivals(conversations, loop, self._handle_arrival)
         self.machines: dict[NodeId, SimulatedNode] = {}
         """Macs that run now. A crashed Mac is absent until its restart, and is a new object then."""
+        self._latest: dict[NodeId, SimulatedNode] = {}
         self._specs: dict[NodeId, NodeSpec] = {}
         self.members: dict[NodeId, Member] = {}
         """State of each node in the membership, also of a crashed one."""
@@ -139,7 +140,7 @@ class SimulatedPool:
         self._connect(node)
 
     def _create_machine(self, node: NodeId, *, loads: bool) -> SimulatedNode:
-        return SimulatedNode(
+        self._latest[node] = SimulatedNode(
             node,
             self._specs[node],
             self.scenario.models,
@@ -149,6 +150,7 @@ class SimulatedPool:
             turn_of=self._arrivals.turns.__getitem__,
             changed=lambda: self._schedule_notification(node),
         )
+        return self._latest[node]
 
     def _schedule_notification(self, node: NodeId) -> None:
         self.loop.call_soon(self._notify_contender, node)
@@ -189,11 +191,13 @@ class SimulatedPool:
             self._publish()
 
     def _handle_arrival(self, turn: ConversationTurn) -> None:
-        self.log.add(
-            turn, fits=any(machine.forecast.can_ever_hold(turn, self.loop.time()) for machine in self.machines.values())
-        )
+        self.log.add(turn, fits=self.can_ever_hold(turn))
         if self.contender is not None:
             self.contender.submit(turn)
+
+    def can_ever_hold(self, turn: ConversationTurn) -> bool:
+        """Return whether a request with its complete answer would fit alone on a Mac, also on one that is down now."""
+        return any(machine.forecast.can_ever_hold(turn, self.loop.time()) for machine in self._latest.values())
 
     def record_end(self, request_id: str, outcome: Outcome) -> None:
         """Record the end of a request. The router calls this. After a complete answer, the conversation continues."""
@@ -278,7 +282,7 @@ class SimulatedPool:
 
     def _crash_node(self, node: NodeId, machine: SimulatedNode) -> None:
         machine.flush()
-        self._links.deliver_up()
+        self._links.deliver_up(node)
         self._retire(machine)
         del self.machines[node]
         self._step(node, MemberDisconnected(self._links.get_link_number(node)))

@@ -84,13 +84,13 @@ class SimulatedLinks:
         if upward:
             self._receive_up(upward)
 
-    def deliver_up(self) -> None:
-        """Deliver all frames to the router now, because frames in flight are read before the end of a connection.
-
-        The frames of all nodes are delivered, also those of silent and of former links.
-        """
-        upward = [(one.node, one.frame) for one in self._up]
+    def deliver_up(self, node: NodeId) -> None:
+        """Deliver the frames of a node's link to the router now, because a connection is read before its end."""
+        link = self.get_link_number(node)
+        upward = [(node, one.frame) for one in self._up if (one.node, one.link) == (node, link)]
+        others = [one for one in self._up if one.node != node]
         self._up.clear()
+        self._up.extend(others)
         self._receive_up(upward)
 
     # silence

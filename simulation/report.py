@@ -92,8 +92,8 @@ def compute_statistics(policy: str, pool: SimulatedPool, until: float) -> RunSta
 
 
 def compute_quantile(ordered: Sequence[float], part: float) -> float:
-    """Return the quantile `part` (above 0, at most 1) of ascending values, by nearest rank; NaN for no values."""
-    return ordered[min(len(ordered) - 1, math.ceil(part * len(ordered)) - 1)] if ordered else math.nan
+    """Return the quantile `part` (0 to 1) of ascending values, by nearest rank; NaN for no values."""
+    return ordered[max(0, math.ceil(part * len(ordered)) - 1)] if ordered else math.nan
 
 
 def compute_jain_index(outcomes: Iterable[RequestOutcome], until: float, timeout_seconds: float) -> float:

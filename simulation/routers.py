@@ -19,7 +19,7 @@ from types import MappingProxyType
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.answer import StreamedAnswer
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.request import RequestFailure, RequestSpec
+from router.dispatch.request import Outcome, RequestFailure, RequestSpec
 from router.placement.candidate import Candidate, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.policies import POLICIES, Policy
@@ -166,29 +166,29 @@ class PeerRouter:
         if isinstance(frame, Deltas):
             self._begun.update(delta.request for delta in frame.deltas)
         elif isinstance(frame, Refusal):
-            turn, node, tries, refused = self._leave(frame.request)
-            if tries >= MAX_TRIES:
-                self._pool.record_end(turn.id, frame.refused)
-                return
-            pause = BACKOFF * BACKOFF_FACTOR ** (tries - 1)
-            self._pool.loop.call_later(pause, self._try, turn, tries + 1, refused | {node})
+            self._retry_later(frame.request, frame.refused)
         elif isinstance(frame, Finished):
             self._pool.record_end(self._leave(frame.request)[0].id, frame)
         elif isinstance(frame, Failed):
             self._pool.record_end(self._leave(frame.request)[0].id, RequestFailure(frame.code, frame.message))
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Handle the loss of a node. Requests with a first token, or with `MAX_TRIES` tries, fail.
-
-        All other requests of the node are retried on another node at once.
-        """
+        """Handle the loss of a node. Requests with a first token fail; all other requests are retried after a pause."""
+        failure = RequestFailure(FailureCode.NODE_LOST, reason)
         for request in [number for number, live in self._live.items() if live[1] == node]:
-            begun = request in self._begun
-            turn, _, tries, refused = self._leave(request)
-            if begun or tries >= MAX_TRIES:
-                self._pool.record_end(turn.id, RequestFailure(FailureCode.NODE_LOST, reason))
+            if request in self._begun:
+                self._pool.record_end(self._leave(request)[0].id, failure)
             else:
-                self._try(turn, tries + 1, refused | {node})
+                self._retry_later(request, failure)
+
+    def _retry_later(self, request: int, outcome: Outcome) -> None:
+        """Retry a request after a pause, on another node if there is one. End it with `outcome` after `MAX_TRIES`."""
+        turn, node, tries, refused = self._leave(request)
+        if tries >= MAX_TRIES:
+            self._pool.record_end(turn.id, outcome)
+            return
+        pause = BACKOFF * BACKOFF_FACTOR ** (tries - 1)
+        self._pool.loop.call_later(pause, self._try, turn, tries + 1, refused | {node})
 
     def _leave(self, request: int) -> tuple[ConversationTurn, NodeId, int, frozenset[NodeId]]:
         live = self._live.pop(request)
@@ -219,9 +219,9 @@ class PeerRouter:
             self._policy.count_request(best.id)
         self._live[number] = (turn, best.id, tries, refused)
         self._on.setdefault(best.id, {})[number] = demand.estimate_prompt_tokens(best.models[turn.model])
-        self._pool.send(
-            best.id, Generate(number, number, turn.id, turn.model, (), GenerationParams(max_tokens=turn.max_tokens), 0)
-        )
+        frame = Generate(number, number, turn.id, turn.model, (), GenerationParams(max_tokens=turn.max_tokens), 0)
+        if not self._pool.send(best.id, frame):
+            self._retry_later(number, RequestFailure(FailureCode.NODE_LOST, "the node accepts no connection"))
 
     def _build_candidate(self, node: NodeView, demand: ResourceDemand) -> Candidate:
         model, mine = node.models[demand.model], self._on.get(node.id, {})
@@ -283,10 +283,8 @@ class OracleRouter:
         self._wake(self._ready)
 
     def submit(self, turn: ConversationTurn) -> None:
-        """Place a turn now, or let it wait for memory; fail a turn that fits on no Mac that runs now."""
-        if not any(
-            machine.forecast.can_ever_hold(turn, self._pool.loop.time()) for machine in self._pool.machines.values()
-        ):
+        """Place a turn now, or let it wait for memory; fail a turn that fits on no Mac of the scenario."""
+        if not self._pool.can_ever_hold(turn):
             self._pool.record_end(turn.id, RequestFailure("fits_nowhere", "no node could hold it"))
         elif not self._place(turn, self._ready):
             self._waiting.append(turn)

@@ -65,7 +65,7 @@ class NodeSpec(_StrictTable, frozen=True):
     models: tuple[Name, ...] = ()
     """Models on disk; empty: all."""
     loaded: tuple[Name, ...] = ()
-    """Models in memory at the start. Those that are not on the disk have no effect."""
+    """Models in memory at the start; they must be on the disk."""
     batch: Count = 32
     """Most rows of a node."""
     disk: str = "3GB"
@@ -220,6 +220,11 @@ def _check_node(node: NodeSpec, known: Collection[str]) -> None:
     for model in (*node.models, *node.loaded):
         if model not in known:
             raise ScenarioError(f"node {node.name}: there is no model {model!r}, only {', '.join(sorted(known))}")
+    for model in node.loaded:
+        if node.models and model not in node.models:
+            raise ScenarioError(
+                f"node {node.name}: {model!r} is loaded, but not one of its models {', '.join(node.models)}"
+            )
 
 
 def _check_load(where: str, load: LoadSpec, known: Collection[str]) -> None:

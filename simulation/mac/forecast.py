@@ -64,13 +64,7 @@ class NodeForecast:
         model = self._models[turn.model]
         mine = turn.prompt - self._chats.find(turn.session, turn.model, turn.prompt)
         lefts = [request.left * self._costs.get_pace(request.model).each for request in self._queued()]
-        wait = 0.0
-        if model.loading and model.ready_at:
-            wait = model.ready_at - now
-        elif not model.loaded:
-            wait = model.model.load_seconds + sum(
-                resident.model.load_seconds for resident in self._models if resident.loading
-            )
+        wait = self._models.estimate_load_seconds(model, now)
         own = mine * self._costs.get_pace(turn.model).each
         return wait + compute_prefill_end([*lefts, own], decoding=bool(self._table.rows))
 

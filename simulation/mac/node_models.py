@@ -32,7 +32,7 @@ class SimulatedModel:
     used: float = 0.0
     """Time of the last begin or end of a request; 0 before the first."""
     ready_at: float = 0.0
-    """Time at which the running load ends; 0 if no load runs."""
+    """Time at which the load of this model ends; 0 unless it runs."""
     loading: bool = False
     """Whether the model is being loaded, or waits for its turn to load."""
     holds: int = 0
@@ -68,10 +68,12 @@ class SimulatedModel:
         self.loaded = False
 
     def compute_progress(self, now: float) -> float:
-        """Return the share of the weights, 0 to 1, that the running load has read at `now` (virtual seconds).
+        """Return the share of the weights, 0 to 1, that the load has read at `now` (virtual seconds).
 
-        The result is 1 for a queued load, whose weights `NodeMemory.read` therefore counts as in memory.
+        The result is 0 for a load that waits for another load.
         """
+        if not self.ready_at:
+            return 0.0
         total = self.model.load_seconds
         return 1.0 if total <= 0 else min(1.0, max(0.0, 1 - (self.ready_at - now) / total))
 
@@ -79,7 +81,7 @@ class SimulatedModel:
         """Return the model as a node reports it at `now`. Only a loaded model has speeds."""
         groups = self.ledger.list_groups()
         if not self.loaded:
-            progress = self.compute_progress(now) if self.loading and self.ready_at else 0.0
+            progress = self.compute_progress(now) if self.loading else 0.0
             return replace(self.model, loading=self.loading, progress=progress, groups=groups)
         return replace(
             self.model,
@@ -154,6 +156,19 @@ class NodeModels:
         self.loads += 1
         if len(self._loading) == 1:
             model.start_load(now)
+
+    def estimate_load_seconds(self, model: SimulatedModel, now: float) -> float:
+        """Return the virtual seconds from `now` until a model would be in memory if it were requested now.
+
+        Loads that were requested before come first.
+        """
+        if model.loaded:
+            return 0.0
+        loads = self._loading if model.loading else [*self._loading, model]
+        return sum(
+            load.ready_at - now if load.ready_at else load.model.load_seconds
+            for load in loads[: loads.index(model) + 1]
+        )
 
     def next_loaded_at(self) -> float | None:
         """Return the time at which the running load ends, in virtual seconds; None if no load runs."""

@@ -41,8 +41,8 @@ class SimulatedNode:
     """Simulated Mac, which answers frames of the router in the virtual time of `loop`.
 
     `send` sends a frame to the router. `turn_of` returns the turn of a request id, with its true output. `changed` is
-    called after a request has ended or was preempted, but not at the end of a lease. Without `loads`, no model is in
-    memory at the start.
+    called after a request has ended or was preempted, and at the end of a lease. Without `loads`, no model is in memory
+    at the start.
     """
 
     def __init__(
@@ -282,6 +282,8 @@ class SimulatedNode:
         granted = self._memory.change_lease(size, now)
         self.dirty |= granted
         self._settle(now)
+        if size < 0:
+            self._changed()
         return granted
 
     def stop(self) -> None:

@@ -21,5 +21,5 @@ def test_shares_are_fair(asked: dict[str, float], whole: float):
 
 def test_quantiles_are_of_those_that_are_there():
     ordered = [float(number) for number in range(1, 101)]
-    assert [compute_quantile(ordered, part) for part in (0.0, 0.5, 0.95, 0.99, 1.0)] == [100.0, 50.0, 95.0, 99.0, 100.0]
+    assert [compute_quantile(ordered, part) for part in (0.0, 0.5, 0.95, 0.99, 1.0)] == [1.0, 50.0, 95.0, 99.0, 100.0]
     assert math.isnan(compute_quantile([], 0.5))

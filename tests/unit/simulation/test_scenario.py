@@ -6,16 +6,17 @@ from simulation.run import load, select_policies
 from simulation.scenario import ScenarioError, read_scenario
 from simulation.workload import draw_conversations
 
-GOOD = """
-about = "One."
-seconds = 10
-
+MODEL = """
 [[models]]
 name = "chat"
 weights = "4GiB"
 kv_per_token = "128KiB"
 active = 8.0
-
+"""
+GOOD = f"""
+about = "One."
+seconds = 10
+{MODEL}
 [[nodes]]
 name = "mini"
 count = 2
@@ -44,6 +45,11 @@ def test_a_scenario_is_read():
         ('chip = "M4"', 'chip = "M9"', "node mini: chip 'M9' is not one of M1, "),
         ('memory = "24GiB"', 'memory = "lots"', "node mini: memory: 'lots' is not a size"),
         ('loaded = ["chat"]', 'loaded = ["cat"]', "node mini: there is no model 'cat', only chat"),
+        (
+            "[[nodes]]",
+            f"{MODEL.replace('chat', 'tiny')}\n[[nodes]]\nmodels = ['tiny']",
+            "node mini: 'chat' is loaded, but not one of its models tiny",
+        ),
         ("count = 2", "count = 30000", "<= 20000"),
         ("rate = 1", "rate = 1\nshare = 1", "load 1: 2 of rate, share and trace are given"),
         ("rate = 1", "rate = 0", "load 1: 0 of rate, share and trace are given"),
