@@ -265,7 +265,7 @@ def _replace_host(base: str, host: str | None) -> str:
 def _create_scrape_token(session: ApiSession, before: Path) -> str:
     """Create the key with which Prometheus scrapes, and revoke the one that the file `before` holds."""
     keys = session.request_json("GET", "/api/v1/keys")["keys"]
-    old = before.read_text().partition("_")[2].partition("_")[0] if before.exists() else ""
+    old = before.read_text(errors="replace").partition("_")[2].partition("_")[0] if before.exists() else ""
     for key in keys:
         if key["id"] == old:
             session.request_json("DELETE", f"/api/v1/keys/{quote(old, safe='')}")

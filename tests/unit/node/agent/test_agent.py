@@ -45,6 +45,7 @@ from wire.frames import (
     Hello,
     Message,
     Ping,
+    RenewCertificate,
     Report,
     Welcome,
 )
@@ -218,9 +219,9 @@ async def test_an_agent_reports_its_own_cpu_and_footprint_and_refuses_unknown_so
 
 
 class Mac:
-    """An agent with its engine, and its connections."""
+    """An agent with its engine, and its connections. Its certificate was signed `age_days` ago."""
 
-    def __init__(self, folder: Path, **settings: object) -> None:
+    def __init__(self, folder: Path, *, age_days: int = 0, **settings: object) -> None:
         named = {
             "engine.kind": "scripted",
             "memory.cap": "90GiB",
@@ -233,7 +234,7 @@ class Mac:
         self.folder = folder
         self.more_addresses: tuple[str, ...] = ()
         """Addresses of the coordinator in the next Welcome, besides its own."""
-        self.authority = ClusterCa(folder / "authority", time.time)
+        self.authority = ClusterCa(folder / "authority", lambda: time.time() - age_days * 86400)
         self.settings = resolved.value
         machine = open_machine(self.settings)
         self.limiter = Limiter(self.settings, machine, resolved.origins)
@@ -517,6 +518,22 @@ async def test_a_link_works_although_its_address_cannot_be_stored(mac: Callable[
         await one.ready(await one.linked())
     assert "address not stored" in [entry["event"] for entry in logs]
     assert not one.running.done()
+
+
+async def test_a_renewal_whose_key_cannot_be_stored_ends_no_link_and_is_tried_again(mac: Callable[..., Mac]):
+    one = mac(age_days=61)
+    line = await one.start()
+    await line.until(RenewCertificate)
+    blocking = one.folder / "identity" / f"next.key.{os.getpid()}.new"
+    blocking.mkdir()
+    with capture_logs() as logs:
+        line.writer.close()
+        line = await one.linked()
+        await one.ready(line)
+    assert "no renewal of the certificate requested" in [entry["event"] for entry in logs]
+    blocking.rmdir()
+    line.writer.close()
+    await (await one.linked()).until(RenewCertificate)
 
 
 async def test_a_frame_that_only_nodes_send_ends_the_link(mac: Callable[..., Mac]):
