@@ -1,8 +1,9 @@
 """A cluster in one process: the real dispatcher, and nodes that answer its frames with the same arithmetic.
 
 Nothing of the router is replaced. A node here has memory and judges each Generate by `wire.capacity.arithmetic` on its
-own reading, as an engine's gate does. Its answers are Admitted, Deltas and Finished. They arrive at the next turn of
-the loop, as they would from a link; `step_seconds` paces them.
+own reading, as an engine's gate does. Its answers are Admitted, Deltas and Finished, by the rules of
+`tests/contract/test_engine_frames.py`. They arrive at the next turn of the loop, as they would from a link;
+`step_seconds` paces them.
 """
 
 import asyncio
@@ -123,6 +124,7 @@ class LoopbackNode:
     engine: str = "ready"
     up: bool = True
     heard: list[Frame] = field(default_factory=list)
+    sent: list[Frame] = field(default_factory=list)
     reserved: dict[int, int] = field(default_factory=dict)
     acked_seq: int = 0
     cancelled: set[int] = field(default_factory=set)
@@ -224,6 +226,11 @@ class LoopbackCluster:
             node.reserved.pop(frame.request, None)
         return True
 
+    async def wait_answers(self) -> None:
+        """Wait until the nodes have answered, or dropped, all frames that were sent to them."""
+        await asyncio.sleep(0)
+        await asyncio.gather(*self._tasks)
+
     async def _answer(self, node: LoopbackNode, asked: Generate) -> None:
         tokens = _tokens(asked)
         node.acked_seq = max(node.acked_seq, asked.seq)
@@ -269,7 +276,9 @@ class LoopbackCluster:
         self.say(node, Finished(asked.request, (), tokens, 0))
 
     def _gate(self, node: LoopbackNode, asked: Generate, tokens: int) -> Refused | None:
-        model = next(model for model in node.models if model.name == asked.model)
+        model = next((model for model in node.models if model.name == asked.model), None)
+        if model is None:
+            return Refused(RefusalCode.NO_MODEL, f"this node does not serve {asked.model}")
         need = estimate_request_need(model, tokens, asked.expected, asked.params.n)
         verdict = judge(node.reading(), need, node=node.name)
         if node.refuse:
@@ -283,6 +292,7 @@ class LoopbackCluster:
     def say(self, node: LoopbackNode, frame: Frame) -> None:
         """Deliver a frame of a node, if its link is up."""
         if node.up:
+            node.sent.append(frame)
             self.dispatcher.receive(node.id, frame)
 
     def fail(self, node: LoopbackNode, code: str = "engine_crashed") -> None:
