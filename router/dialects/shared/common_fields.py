@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Literal, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from router.admission.request_limits import (
     MAX_BIASES,
@@ -79,6 +79,14 @@ class GrammarFormat(StrictPart):
     definition: str
 
 
+MIN_TOP_P = 1e-6
+"""Value that replaces `top_p: 0`. Both leave the most likely token only; clients of OpenAI's API send 0 as well."""
+
+
+def _raise_to_minimum(top_p: float) -> float:
+    return max(top_p, MIN_TOP_P)
+
+
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Named = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -95,7 +103,7 @@ TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Seed = Annotated[int, Field(ge=-INT64, le=INT64)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
-TopP = Annotated[float, Field(gt=0, le=1)]
+TopP = Annotated[float, Field(ge=0, le=1), AfterValidator(_raise_to_minimum)]
 TopK = Annotated[int, Field(ge=-1, le=MAX_TOP_K)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 Repetition = Annotated[float, Field(gt=0, le=10)]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from router.admission.request_limits import TEMPLATE_BYTES
 from router.dialects.openai.chat import ChatRequest, parse
 from router.dialects.openai.chat_schema import HARMLESS, INSTEAD, NEUTRAL
+from router.dialects.shared.common_fields import MIN_TOP_P
 from router.dialects.shared.tools import NO_PARAMETERS
 from router.errors import Problem
 from wire.codec import decode, encode
@@ -59,6 +60,10 @@ def test_every_parameter_arrives():
     assert (found.demand.max_tokens, found.demand.choices) == (5, 3)
     assert good(body(stop="x")).params.stop == ("x",)
     assert good(body(max_tokens=5, max_completion_tokens=9)).params.max_tokens == 9
+
+
+def test_a_top_p_of_0_leaves_the_most_likely_token():
+    assert good(body(top_p=0)).params.top_p == good(body(top_p=0.0)).params.top_p == MIN_TOP_P
 
 
 def test_null_means_not_given():
@@ -388,7 +393,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"temperature": 2.1}, "temperature"),
     ({"temperature": -1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_p": 1.5}, "top_p"),
     ({"seed": 2**64}, "seed"),
     ({"stream": "yes"}, "stream"),
