@@ -1,5 +1,6 @@
 """`/api/chat` and `/api/generate`: convert Ollama's bodies to the parts of a Generate frame."""
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, cast
@@ -7,7 +8,7 @@ from typing import Any, cast
 from msgspec import structs
 
 from router.admission.request_limits import MAX_CALLS, MAX_TOOLS_BYTES
-from router.dialects.ollama.response import OLLAMA, AnswerShape, OllamaChunks, encode_answer
+from router.dialects.ollama.response import OLLAMA, AnswerShape, OllamaChunks, encode_answer, encode_load
 from router.dialects.ollama.schema import (
     CHAT,
     GENERATE,
@@ -23,7 +24,7 @@ from router.dialects.shared.conversation import ConversationRequest
 from router.dialects.shared.field_table import sanitize_names
 from router.dialects.shared.formats import convert_schema
 from router.dialects.shared.interface import AnswerReader
-from router.dialects.shared.strict_json import Body, encode_json
+from router.dialects.shared.strict_json import Body, encode_json, read_object
 from router.dialects.shared.template import encode_variables
 from router.dialects.shared.tools import NO_TOOLS, OfferedTool, ToolSet, clean_function, collect_tools
 from router.dispatch.request import CompleteAnswer, RequestSpec
@@ -31,6 +32,9 @@ from router.dispatch.resource_demand import compute_demand, compute_plain_demand
 from router.errors import Problem, build_invalid
 from wire.frames import CallConstraint, Finished, GenerationParams, GrammarKind, GrammarSpec, Message, ToolCall
 
+_ZERO = re.compile(r"-?0+(\.0*)?(ns|us|ms|s|m|h)?")
+LOADING = (Message("user", "Hello"),)
+"""Conversation of a request that only loads a model. Its answer of one token is left out."""
 MAX_WAITING_CALLS = 2 * MAX_CALLS
 """Maximum calls without a result to which results of an Ollama conversation are matched; the newest stay."""
 
@@ -42,6 +46,8 @@ class OllamaRequest(ConversationRequest, frozen=True, gc=False):
     """Whether the route is `/api/chat`."""
     text: str = ""
     """Raw prompt without a template; empty for a conversation."""
+    loads: bool = False
+    """Whether the body has no prompt, and only loads the model."""
 
     def to_spec(self, key: str, request_id: str, created: int) -> RequestSpec:
         """Return the request for the dispatcher; see `ConversationRequest`."""
@@ -63,7 +69,8 @@ class OllamaRequest(ConversationRequest, frozen=True, gc=False):
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
-        return encode_answer(AnswerShape(spec, self.chat), answer, finished)
+        shape = AnswerShape(spec, self.chat)
+        return encode_load(shape) if self.loads else encode_answer(shape, answer, finished)
 
     def create_chunk_encoder(self, reader: AnswerReader) -> OllamaChunks:
         """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
@@ -83,6 +90,8 @@ class OllamaChatRoute:
         parsed = CHAT.read(body, strict=self._strict)
         if isinstance(parsed, Problem):
             return parsed
+        if not parsed.body.messages:
+            return _build_load(parsed.body, body, parsed.ignored, strict=self._strict, chat=True)
         messages = _convert_messages(parsed.body.messages)
         if isinstance(messages, Problem):
             return messages
@@ -103,7 +112,11 @@ class OllamaGenerateRoute:
     def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
         """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         parsed = GENERATE.read(body, strict=self._strict)
-        return parsed if isinstance(parsed, Problem) else _generate(parsed.body, parsed.ignored, strict=self._strict)
+        if isinstance(parsed, Problem):
+            return parsed
+        if not parsed.body.prompt:
+            return _build_load(parsed.body, body, parsed.ignored, strict=self._strict, chat=False)
+        return _generate(parsed.body, parsed.body.prompt, parsed.ignored, strict=self._strict)
 
 
 def strip_latest_tag(model: str) -> str:
@@ -111,14 +124,38 @@ def strip_latest_tag(model: str) -> str:
     return model.removesuffix(":latest") or model
 
 
-def _generate(body: OllamaGenerateBody, ignored: tuple[str, ...], *, strict: bool) -> OllamaRequest | Problem:
+def _build_load(
+    body: OllamaBody, raw: bytes, ignored: tuple[str, ...], *, strict: bool, chat: bool
+) -> OllamaRequest | Problem:
+    """Build the request of a body without a prompt (`raw`, JSON): it loads the model, as with Ollama."""
+    fields = read_object(raw, CHAT.max_values)
+    if isinstance(fields, dict) and _ZERO.fullmatch(str(fields.get("keep_alive"))):
+        text = "keep_alive: 0 without a prompt is not supported: unload models with `cluster model unload`"
+        return Problem(501, "unsupported_operation", text, "keep_alive")
+    built = _build_request(body, list(LOADING), NO_TOOLS, ignored, strict=strict, chat=chat)
+    if isinstance(built, Problem):
+        return built
+    params = GenerationParams(max_tokens=1)
+    return structs.replace(
+        built,
+        demand=compute_demand(built.demand.model, LOADING, params),
+        params=params,
+        set_penalties=frozenset(),
+        stream=False,
+        loads=True,
+    )
+
+
+def _generate(
+    body: OllamaGenerateBody, prompt: str, ignored: tuple[str, ...], *, strict: bool
+) -> OllamaRequest | Problem:
     if not body.raw:
         system = [Message("system", body.system)] if body.system else []
-        messages = [*system, Message("user", body.prompt)]
+        messages = [*system, Message("user", prompt)]
         return _build_request(body, messages, NO_TOOLS, ignored, strict=strict, chat=False)
     if body.system:
         return build_invalid("system cannot be combined with raw: true: put the system prompt into prompt", "system")
-    return _build_request(body, [], NO_TOOLS, ignored, strict=strict, chat=False, text=body.prompt)
+    return _build_request(body, [], NO_TOOLS, ignored, strict=strict, chat=False, text=prompt)
 
 
 def _build_request(

@@ -124,6 +124,11 @@ def encode_answer(shape: AnswerShape, answer: CompleteAnswer, finished: Finished
     )
 
 
+def encode_load(shape: AnswerShape) -> bytes:
+    """Encode the answer to a request that has loaded its model."""
+    return msgspec.json.encode(shape.build_line("", end={"done": True, "done_reason": "load"}))
+
+
 def _convert_call(call: AnswerToolCall) -> Line:
     return {"id": call.id, "function": {"name": call.name, "arguments": decode_arguments(call)}}
 

@@ -31,7 +31,7 @@ _NO_LOGPROBS = "use /v1/chat/completions for log probabilities"
 _NO_TRUNCATION = "a conversation that is too long is refused, never truncated"
 HARMLESS: Mapping[str, str] = MappingProxyType(
     {
-        "keep_alive": KEEP,
+        "keep_alive": f"{KEEP}; 0 without a prompt is refused",
         "truncate": _NO_TRUNCATION,
         "shift": _NO_TRUNCATION,
     }
@@ -203,18 +203,18 @@ OllamaTool = Annotated[
 
 
 class OllamaChatBody(OllamaBody):
-    """Request body of `/api/chat`."""
+    """Request body of `/api/chat`. A body without messages loads the model."""
 
     messages: Annotated[
-        list[Annotated[OllamaMessage, YIELDING]], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
-    ]
+        list[Annotated[OllamaMessage, YIELDING]] | None, Field(fail_fast=True, max_length=MAX_MESSAGES)
+    ] = None
     tools: Annotated[list[OllamaTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateBody(OllamaBody):
-    """Request body of `/api/generate`."""
+    """Request body of `/api/generate`. A body without a prompt loads the model."""
 
-    prompt: Annotated[str, Field(min_length=1)]
+    prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
 

@@ -216,12 +216,12 @@ async def test_unsupported_field_is_refused_by_name(cluster: LoopbackCluster, pa
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        ("/api/chat", {"messages": []}, "messages"),
+        ("/api/chat", {"messages": {}}, "messages"),
         ("/api/chat", {"options": {"num_predict": 0}}, "options.num_predict"),
         ("/api/chat", {"options": {"temperature": "hot"}}, "options.temperature"),
         ("/api/chat", {"options": {"temperatur": 1}}, "options.temperatur"),
         ("/api/chat", {"think": "very"}, "think"),
-        ("/api/generate", {"prompt": ""}, "prompt"),
+        ("/api/generate", {"prompt": 7}, "prompt"),
         ("/api/generate", {"stream": "no"}, "stream"),
         ("/api/chat", {"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
     ],
@@ -230,6 +230,48 @@ async def test_a_wrong_value_is_a_400_that_names_it(cluster: LoopbackCluster, pa
     async with plain(cluster) as client:
         answer = await client.post(path, json=(ASK if path == "/api/chat" else PROMPT) | fields)
     assert (answer.status_code, answer.json()["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "content"),
+    [
+        ("/api/generate", {}, {"response": ""}),
+        ("/api/generate", {"prompt": "", "keep_alive": "5m", "format": "json"}, {"response": ""}),
+        ("/api/chat", {"keep_alive": -1}, {"message": {"role": "assistant", "content": ""}}),
+        (
+            "/api/chat",
+            {"messages": [], "options": {"num_predict": 9}},
+            {"message": {"role": "assistant", "content": ""}},
+        ),
+    ],
+)
+async def test_a_body_without_a_prompt_loads_the_model(
+    cluster: LoopbackCluster, path: str, fields: dict, content: dict
+):
+    async with plain(cluster) as client:
+        answer = await client.post(path, json={"model": "tiny", **fields})
+    assert answer.headers["content-type"] == "application/json"
+    found = answer.json()
+    assert found.pop("created_at")
+    assert found == {"model": "tiny", "done": True, "done_reason": "load"} | content
+    params = generated(cluster).params
+    assert params == GenerationParams(max_tokens=1, seed=params.seed)
+
+
+async def test_a_model_that_no_node_has_is_not_loaded(cluster: LoopbackCluster):
+    async with plain(cluster) as client:
+        answer = await client.post("/api/generate", json={"model": "gone"})
+    assert (answer.status_code, answer.json()["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("keep_alive", [0, 0.0, "0", "0s", "-0m"])
+async def test_an_unload_is_refused_and_names_the_command(cluster: LoopbackCluster, keep_alive: float | str):
+    async with plain(cluster) as client:
+        for path in ("/api/generate", "/api/chat"):
+            answer = await client.post(path, json={"model": "tiny", "keep_alive": keep_alive})
+            assert answer.status_code == 501
+            assert "cluster model unload" in answer.json()["error"]
+        assert (await client.post("/api/chat", json=ASK | {"keep_alive": keep_alive})).status_code == 200
 
 
 async def test_failed_ollama_stream_ends_with_an_error_line(cluster: LoopbackCluster):

@@ -396,6 +396,6 @@ def test_garbage_is_a_400(route: str, raw: bytes):
 def test_deep_bodies_are_a_400(route: str, depth: int):
     deep = b"[" * depth + b"]" * depth
     for name in (b"messages", b"input", b"prompt", b"tools", b"metadata2"):
-        found = PARSE[route](b'{"model":"m","%s":%s}' % (name, deep))
+        found = PARSE[route](b'{"model":"m","stream":"no","%s":%s}' % (name, deep))
         assert isinstance(found, Problem)
         assert found.status == 400
