@@ -19,7 +19,7 @@ FAMILY = b"macpool backup "
 """Beginning of a backup of any format version."""
 FORMAT = 1
 HEAD_BYTES = 64
-"""Bytes from the beginning of a file that tell its format, encrypted or not."""
+"""Bytes from the beginning of a file that determine its format, encrypted or not."""
 MAX_MANIFEST_BYTES = 16 * 2**20
 CHUNK_BYTES = 2**20
 DATABASE, VIDEOS = "cluster.db", "videos.db"

@@ -138,7 +138,7 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class ResumeRequests:
-    """Action: resume the requests of this node's link on other nodes. `reason` tells why the link ended."""
+    """Action: resume the requests of this node's link on other nodes. `reason` is why the link ended."""
 
     node: NodeId
     reason: str

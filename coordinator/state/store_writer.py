@@ -48,7 +48,7 @@ class StoreWriter:
         self.raise_failure()
 
     def close(self) -> None:
-        """Write pending changes and close the database. `raise_failure` tells whether a write failed."""
+        """Write pending changes and close the database. Call `raise_failure` to find out whether a write failed."""
         self._writes.put(None)
         self._thread.join()
         self._connection.close()

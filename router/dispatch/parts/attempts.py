@@ -62,7 +62,8 @@ class Attempts:
     def reserve(self, request: ActiveRequest, action: StartAttempt) -> None:
         """Reserve memory, prefill and rows on the node of an attempt, and add the attempt to `live`.
 
-        Count the attempt, tell the node's circuit breaker, and set the model's version for an answer that begins.
+        Count the attempt, record it in the node's circuit breaker, and set the model's version for an answer that
+        begins.
         """
         placed, chosen = action.placed, action.placed.chosen
         resumed = not action.first and request.tokens.longest > 0
