@@ -77,7 +77,11 @@ def show_model(models: VisibleModels, body: bytes, created: int) -> bytes | Prob
             "parameters": "",
             "template": "",
             "details": _build_details(),
-            "model_info": {"general.architecture": "mlx", "mlx.context_length": model.context},
+            "model_info": {
+                "general.architecture": "mlx",
+                "general.basename": model.name,  # VS Code shows it as the model's name
+                "mlx.context_length": model.context,
+            },
             "capabilities": _list_capabilities(model),
             "modified_at": format_time(created),
         }

@@ -144,7 +144,11 @@ def test_ollama_show_lists_capabilities():
         assert isinstance(shown, bytes)
         found = json.loads(shown)
         assert found["capabilities"] == ["completion", "tools"]
-        assert found["model_info"] == {"general.architecture": "mlx", "mlx.context_length": 4096}
+        assert found["model_info"] == {
+            "general.architecture": "mlx",
+            "general.basename": "loaded",
+            "mlx.context_length": 4096,
+        }
     shown = ollama_models.show_model(list_visible(view()), b'{"model": "on-disk"}', CREATED)
     assert isinstance(shown, bytes)
     assert json.loads(shown)["capabilities"] == ["completion"]
