@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.commands.models import show_spinner
+from coordinator.cli.spinner import show_spinner
 from coordinator.client.api_client import get_default_state
 from coordinator.client.errors import REFUSED, CommandError
 
