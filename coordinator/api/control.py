@@ -184,6 +184,9 @@ class ControlApplication(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         """Return the OpenAPI document of the control routes, with all of their answers, and of the other routes."""
+        for route in self.router.routes:
+            if isinstance(route, StrictRoute):
+                route.build()
         document = super().openapi()
         for route in self._described_routes:
             document["paths"][route.path][route.method.lower()]["responses"] = route.describe_responses()

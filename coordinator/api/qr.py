@@ -1,11 +1,11 @@
 """QR code of a text as rows of modules, which the page draws."""
 
-import segno
-
 
 def build_qr_matrix(text: str) -> list[str]:
     """Return the rows of a text's QR code: `1` for a dark module, `0` for a light one.
 
     Raise `ValueError` if the text is too long.
     """
+    import segno  # only the page asks for it
+
     return ["".join("1" if dark else "0" for dark in row) for row in segno.make(text, micro=False).matrix]

@@ -11,7 +11,6 @@ from functools import partial
 import structlog
 
 from coordinator.alerts.evaluator import AlertLoop, ConditionEvaluator, build_sample, log_condition
-from coordinator.alerts.webhook import Webhook
 from coordinator.cluster.local_node import LocalNode
 from coordinator.http.listen import get_local_host
 from coordinator.metrics.service import MetricsService
@@ -77,6 +76,8 @@ def start_conditions(
     """
     conditions.listeners.append(log_condition)
     if settings.alerts.webhook_url:
+        from coordinator.alerts.webhook import Webhook
+
         webhook = Webhook(parse_webhook_address(settings), settings.cluster.name)
         conditions.listeners.append(webhook.enqueue)
         stack.push_async_callback(_cancel_task, asyncio.create_task(webhook.run()))

@@ -5,10 +5,11 @@ from typing import Any
 
 import click
 
-from coordinator.cli.commands.models import model, show_spinner
+from coordinator.cli.commands.models import model
 from coordinator.cli.commands.tokens_and_keys import Duration
 from coordinator.cli.group import confirm, yes_option
 from coordinator.cli.memory_breakdown import format_age
+from coordinator.cli.spinner import show_spinner
 from coordinator.client.api_client import ApiSession, print_table, session_options
 from coordinator.client.errors import NOT_FOUND, REFUSED, CommandError
 from coordinator.client.terminal_text import replace_control_characters

@@ -1,10 +1,6 @@
 """`cluster models`, and most commands of `cluster model`: list, want, show, load, unload and measure models."""
 
-import sys
-import threading
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
 
@@ -12,9 +8,9 @@ import click
 
 from coordinator.cli.commands.tokens_and_keys import Duration
 from coordinator.cli.group import CommandGroup
+from coordinator.cli.spinner import show_spinner
 from coordinator.client.api_client import ApiSession, print_table, session_options, wide_session_options
 from coordinator.client.errors import NOT_FOUND, CommandError
-from coordinator.client.terminal_text import get_raw_stream
 from wire.models.kind import ModelKind
 from wire.models.version import ModelVersion
 from wire.node_state import NodeState
@@ -22,8 +18,6 @@ from wire.units import show_size
 
 LOAD_TIMEOUT_SECONDS = 3700.0
 """Timeout of a load, unload or measurement, in seconds. The coordinator abandons a load after an hour."""
-SPINNER_DELAY_SECONDS = 1.0
-"""Seconds after which a spinner appears, because a short wait needs none."""
 _PURPOSES = {ModelKind.EMBED: "for embeddings", ModelKind.RERANK: "for rerank"}
 _WISH_PATH = "/api/v1/models/wishes/"
 
@@ -354,30 +348,3 @@ def _format_action(action: dict[str, Any]) -> str:
     if action["action"] == "load":
         return f"load {action['model']} on {action['name']}"
     return f"unload {action['model']} from {action['name']} ({action['why']})"
-
-
-@contextmanager
-def show_spinner(text: str) -> Generator[None]:
-    """Show a spinner with `text` and the elapsed time while the context is open, after `SPINNER_DELAY_SECONDS`.
-
-    Do nothing if standard error is not a terminal.
-    """
-    if not sys.stderr.isatty():
-        yield
-        return
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
-    progress = Progress(*columns, console=Console(file=get_raw_stream(sys.stderr)), transient=True)
-    progress.add_task(text, total=None)
-    timer = threading.Timer(SPINNER_DELAY_SECONDS, progress.start)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-        if progress.live.is_started:
-            progress.stop()

@@ -6,12 +6,12 @@ from urllib.parse import quote
 
 import click
 
-from coordinator.cli.commands.models import show_spinner
 from coordinator.cli.commands.pause import describe_sharing
 from coordinator.cli.commands.tokens_and_keys import Duration, format_minute
 from coordinator.cli.group import CommandGroup, confirm, yes_option
 from coordinator.cli.memory_breakdown import ALARMING, describe_breaker, format_age, get_guard_state, render_breakdown
 from coordinator.cli.node_table import NARROW, WIDE, build_narrow_row, build_wide_row
+from coordinator.cli.spinner import show_spinner
 from coordinator.client.api_client import ApiSession, print_table, session_options, wide_session_options
 from coordinator.client.errors import REFUSED, CommandError
 from wire.node_state import NodeState

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.commands.models import show_spinner
 from coordinator.cli.group import CommandGroup
+from coordinator.cli.spinner import show_spinner
 from coordinator.client.errors import NOT_FOUND, REFUSED, CommandError
 
 if TYPE_CHECKING:

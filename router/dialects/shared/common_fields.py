@@ -54,13 +54,13 @@ SESSION_NOTE = "names the conversation, whose next request goes to the same node
 class StrictPart(BaseModel):
     """Base of all bodies and their parts: no unknown field, and no conversion between types."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
 
 class ForeignPart(BaseModel):
     """Tool of a type that a server would have to run, such as a web search. The model does not get the tool."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, defer_build=True)
 
     type: Annotated[str, Field(min_length=1)]
 

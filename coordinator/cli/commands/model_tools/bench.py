@@ -7,7 +7,7 @@ from urllib.parse import quote
 import click
 
 from coordinator.cli.commands.model_tools.quantize import model
-from coordinator.cli.commands.models import show_spinner
+from coordinator.cli.spinner import show_spinner
 from coordinator.client.api_client import ApiSession, print_table, session_options
 from coordinator.client.errors import NOT_FOUND, REFUSED, CommandError
 from wire.node_state import LINKED

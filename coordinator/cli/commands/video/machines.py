@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from coordinator.cli.commands.models import show_spinner
 from coordinator.cli.commands.video.videos import fetch_video_models, measure_sizes, parse_sizes, select_model, video
+from coordinator.cli.spinner import show_spinner
 from coordinator.client.api_client import ApiSession, get_default_state, print_table, session_options
 from coordinator.client.errors import CommandError
 from host.settings_loader import from_environment, from_tree
