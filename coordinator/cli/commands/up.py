@@ -81,11 +81,9 @@ def up(
     if local_node is False and models:
         raise click.UsageError("--models is for the node on this machine, which --no-local-node omits")
 
-    from coordinator.api.fastapi_import import import_fastapi
     from host.structlog_import import import_structlog
 
     import_structlog()
-    import_fastapi()
     from coordinator.startup.options import RunOptions
     from coordinator.state.config_file import redact_rows
     from host.settings_loader import build_setting_rows
