@@ -52,7 +52,10 @@ SESSION_NOTE = "names the conversation, whose next request goes to the same node
 
 
 class StrictPart(BaseModel):
-    """Base of all bodies and their parts: no unknown field, and no conversion between types."""
+    """Base of all bodies and their parts: no unknown field, and no conversion between types.
+
+    The validator of a body is built at its first request, in any thread. This needs pydantic 2.14, which takes a lock.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, defer_build=True)
 
