@@ -234,6 +234,15 @@ def test_steps_missed_in_a_long_sleep_are_not_made_up_for():
     assert bench.steps[4] - bench.steps[3] == pytest.approx(STEP)
 
 
+def test_steps_that_take_no_time_decode():
+    bench = Bench(step_ms=0)
+    number = bench.ask(max_tokens=3)
+    for _ in range(10):
+        bench.turn()
+    assert bench.ids[number, 0] == [0, 1, 2]
+    assert isinstance(bench.last(number), Finished)
+
+
 def test_more_rows_than_a_batch_wait_their_turn():
     bench = Bench(max_batch_size=2)
     numbers = [bench.ask(max_tokens=5) for _ in range(5)]
