@@ -133,7 +133,7 @@ class Io:
         self.model = next(iter(library.get_models()))
         self.engine = compose(settings, library, CrashRecorder(), Hardware("test", 16 * GIB), None)
         self.said: queue.Queue[Frame] = queue.Queue()
-        self.loop = EngineLoop(self.engine, self.said.put)
+        self.loop = EngineLoop(self.engine, lambda frames: [self.said.put(frame) for frame in frames])
         self.thread = threading.Thread(target=self.loop.run, name=INFERENCE, daemon=True)
         for name, work in (("prompts", self.loop.tokenize_prompts), ("long prompts", self.loop.tokenize_long_prompts)):
             threading.Thread(target=work, name=name, daemon=True).start()

@@ -104,7 +104,8 @@ class Bench:
         if due is None:
             return False
         self.now = max(self.now, due)
-        self.keep(self.engine.step(self.now))
+        for frames in self.engine.step(self.now):
+            self.keep(frames)
         return True
 
     def run(self) -> None:
