@@ -29,7 +29,6 @@ FOREIGN_WRITES: dict[str, int] = {
     "node/agent/identity.py": 4,
     "node/engine/kv/kv_cache.py": 14,
     "node/engine/scheduling/decode_batch.py": 17,
-    "node/engine/text/time_limit.py": 1,
     "node/memory/darwin.py": 8,
     "node/video/worker/worker.py": 3,
     "router/http/coroutine_driver.py": 1,

@@ -11,7 +11,7 @@ frame.
 """
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -226,7 +226,7 @@ class TextEngine:
         )
         return min((when for when in times if when is not None), default=None)
 
-    def step(self, now: float) -> Iterator[Frame]:
+    def step(self, now: float) -> Iterator[Sequence[Frame]]:
         """Decode, load a piece of a model, prefill one chunk or run one forward for embeddings. Yield the frames of
         each part before the next part starts: no token waits for a chunk.
 
@@ -236,21 +236,23 @@ class TextEngine:
         """
         parts = self.parts
         parts.scheduler.decode(now)
-        yield from parts.scheduler.drain_output()
+        yield parts.scheduler.drain_output()
         if parts.commands.may_load():
             parts.commands.step_load(now)
-        yield from parts.commands.take_ended_answers()
+        yield parts.commands.take_ended_answers()
         if parts.embeddings.has_work(now) and not (self._embedded and parts.scheduler.can_prefill(now)):
             self._embedded = True
             parts.embeddings.run_turn(now)
         else:
             self._embedded = False
             parts.scheduler.prefill(now)
-        yield from parts.scheduler.drain_output()
-        yield from parts.embeddings.drain_output()
-        yield from parts.commands.take_ended_answers()
+        yield [
+            *parts.scheduler.drain_output(),
+            *parts.embeddings.drain_output(),
+            *parts.commands.take_ended_answers(),
+        ]
         if parts.sweeps.busy:
-            yield from parts.sweeps.step()
+            yield parts.sweeps.step()
         parts.commands.unload_idle(now)
         if (check_at := parts.model_manager.next_leak_check_at) is not None and check_at <= now:
             self._check_leak()

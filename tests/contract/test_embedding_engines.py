@@ -5,6 +5,7 @@ Both get the same frames. Their numbers differ, because the scripted engine runs
 
 import time
 from collections.abc import Callable, Collection, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ class Player:
         deadline = time.monotonic() + 60
         while not any(_ends(frame, number) for frame in self.sent):
             assert time.monotonic() < deadline, "the request does not end"
-            self.sent += self.engine.step(time.monotonic())
+            self.sent += chain.from_iterable(self.engine.step(time.monotonic()))
         return [frame for frame in self.sent if getattr(frame, "request", None) == number]
 
     def vectors(self, *texts: str, **fields: Any) -> np.ndarray:
@@ -209,7 +210,7 @@ def test_an_unknown_model_and_a_cancelled_request(play: Play, engine: str):
     player.pass_frame(Embed(player.number, player.number, "r", "m", TEXTS))
     player.pass_frame(Cancel(player.number))
     while (due := player.engine.next_step_at(time.monotonic())) is not None and due <= time.monotonic():
-        player.sent += player.engine.step(time.monotonic())
+        player.sent += chain.from_iterable(player.engine.step(time.monotonic()))
     last = [frame for frame in player.sent if getattr(frame, "request", None) == player.number]
     assert [type(frame) for frame in last] == [Admitted]
     assert player.engine.report(0.0).memory.reserved == 0

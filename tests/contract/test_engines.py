@@ -79,7 +79,7 @@ class Text:
         due = self.driver.engine.next_step_at(self.now)
         assert due is not None, "the engine rests"
         self.now = max(self.now, due)
-        return list(self.driver.engine.step(self.now))
+        return [frame for frames in self.driver.engine.step(self.now) for frame in frames]
 
     def preempted(self) -> Collection[int]:
         return [one.number for one in self.driver.engine.parts.scheduler.preempted]
@@ -106,7 +106,7 @@ class Scripted:
         due = self.engine.next_step_at(self.now)
         assert due is not None, "the engine rests"
         self.now = max(self.now, due)
-        return self.engine.step(self.now)
+        return [frame for frames in self.engine.step(self.now) for frame in frames]
 
     def preempted(self) -> Collection[int]:
         return [one.number for one in self.engine.table.preempted]

@@ -10,7 +10,7 @@ for each kind.
 """
 
 import importlib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -116,11 +116,12 @@ class Engine(Protocol):
         """Process one piece of work. Return immediate answers, and prompts that may now be tokenized."""
         ...
 
-    def step(self, now: float) -> Iterable[Frame]:
+    def step(self, now: float) -> Iterable[Sequence[Frame]]:
         """Run due work: at most one decode step of every running row, then other gated work in short parts.
 
         Other work is a prefill, a forward for embeddings, a piece of a load, or a forward of a profile.
-        The work proceeds as the caller consumes the frames. Raise `Halted` if a native call is due after `halt`.
+        The frames of each part are returned together. The work proceeds as the caller consumes them. Raise `Halted` if
+        a native call is due after `halt`.
         """
         ...
 

@@ -35,14 +35,14 @@ log = structlog.get_logger("engine")
 class EngineLoop:
     """Loop that drives an engine on the thread that calls `run`.
 
-    `send` passes a frame to the agent. `oldest_tokenization` returns the record of the prompt that has been tokenized
-    for the longest time; None if there is none.
+    `send` passes frames to the agent, together. `oldest_tokenization` returns the record of the prompt that has been
+    tokenized for the longest time; None if there is none.
     """
 
     def __init__(
         self,
         engine: Engine,
-        send: Callable[[Frame], None],
+        send: Callable[[Sequence[Frame]], None],
         oldest_tokenization: Callable[[], CrashRecord | None] = lambda: None,
     ) -> None:
         self._engine = engine
@@ -135,7 +135,8 @@ class EngineLoop:
         due = self._engine.next_step_at(now)
         worked = due is not None and due <= now
         if worked:
-            self._route(self._engine.step(now))
+            for frames in self._engine.step(now):
+                self._route(frames)
         if (work or worked) and self._publish_at is None:
             self._publish_at = max(now, self._published_at + MIN_REPORT_INTERVAL_SECONDS)
         if self._publish_at is not None and now >= self._publish_at:
@@ -147,19 +148,22 @@ class EngineLoop:
         elif isinstance(piece, Cancel):
             self._commands.discard(piece.request)
 
-    def _route(self, frames: Iterable[Frame | UntokenizedPrompt]) -> None:
-        """Send frames, and queue prompts for the tokenizers.
+    def _route(self, answers: Iterable[Frame | UntokenizedPrompt]) -> None:
+        """Send frames together, and queue prompts for the tokenizers.
 
         A report precedes the end of a load or unload. A client that has the answer therefore sees the new models.
         """
-        for frame in frames:
-            if isinstance(frame, UntokenizedPrompt):
-                (self._long_prompts if frame.is_long else self._prompts).put(frame)
+        frames: list[Frame] = []
+        for answer in answers:
+            if isinstance(answer, UntokenizedPrompt):
+                (self._long_prompts if answer.is_long else self._prompts).put(answer)
                 continue
-            if isinstance(frame, Finished | Refusal | Failed) and frame.request in self._commands:
-                self._commands.discard(frame.request)
+            if isinstance(answer, Finished | Refusal | Failed) and answer.request in self._commands:
+                self._commands.discard(answer.request)
                 self._publish(time.monotonic())
-            self._send(frame)
+            frames.append(answer)
+        if frames:
+            self._send(frames)
 
     def _publish(self, now: float) -> None:
         """Send a report, unless it equals the last one."""
@@ -168,7 +172,7 @@ class EngineLoop:
         report = self._engine.report(now)
         if report != self._published:
             self._published = report
-            self._send(report)
+            self._send((report,))
 
     def _log_guard(self) -> None:
         """Log the guard's resolved settings once per change: after new limits, and when profiles change."""

@@ -1,9 +1,9 @@
 """Engine process: `python -m node.engine.process.main --socket FD`, started only by node/engine_process.
 
 The main thread reads the socket, answers pings, tokenizes short prompts and watches for the socket's end. One thread
-writes, one owns the engine, one tokenizes prompts, and one tokenizes long texts. One waits for SIGTERM, because Python
-runs no signal handler while the main thread is in native code. The settings come first over the socket (`u32 length |
-JSON`), and therefore appear in no command line. Frames as on the link follow.
+owns the engine, one tokenizes prompts, and one tokenizes long texts. One writes frames for which the socket had no
+room. One waits for SIGTERM, because Python runs no signal handler while the main thread is in native code. The settings
+come first over the socket (`u32 length | JSON`), and therefore appear in no command line. Frames as on the link follow.
 
 The process ends with its socket, because the agent crashed or was killed (macOS has no signal for a parent's death). It
 ends in order, as on a `StopEngine` and on SIGTERM. If a process with a large wired model is killed, that memory can
@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 import msgspec
@@ -55,7 +55,10 @@ log = structlog.get_logger("engine")
 
 
 class FrameWriter:
-    """Sender of frames to the agent: any thread enqueues frames without waiting, one thread sends them in order.
+    """Sender of frames to the agent, in order and without waiting, for any thread.
+
+    A thread writes its frames itself, because the wake-up of another thread takes longer than the write. One thread
+    writes the bytes for which the socket had no room.
 
     `connection` is the socket. `on_stuck()` is called when more than `MAX_UNSENT_BYTES` are queued for an agent that
     does not read.
@@ -68,20 +71,33 @@ class FrameWriter:
         self._size = 0
         self._wake = threading.Condition()
 
-    def send(self, frame: Frame) -> None:
-        """Enqueue a frame, and call `on_stuck` if more than `MAX_UNSENT_BYTES` are queued then. Any thread may call
-        this."""
-        encoded = encode(frame)
+    def send(self, frames: Iterable[Frame]) -> None:
+        """Write frames together, and queue the bytes for which the socket has no room. Any thread may call this.
+
+        Call `on_stuck` if more than `MAX_UNSENT_BYTES` are queued then.
+        """
+        encoded = b"".join(map(encode, frames))
         with self._wake:
-            self._unsent.append(encoded)
-            self._size += len(encoded)
+            rest = encoded if self._size else self._write_now(encoded)
+            if not rest:
+                return
+            self._unsent.append(rest)
+            self._size += len(rest)
             self._wake.notify()
         if self._size > MAX_UNSENT_BYTES:
             log.error("agent does not read", bytes=self._size)
             self._on_stuck()
 
+    def _write_now(self, encoded: bytes) -> bytes:
+        """Write bytes without waiting. Return those for which the socket has no room, or all if it has failed: `run`
+        then fails as well."""
+        try:
+            return encoded[self._connection.send(encoded, socket.MSG_DONTWAIT) :]
+        except OSError:
+            return encoded
+
     def run(self) -> None:
-        """Send queued frames until the socket fails, on the calling thread."""
+        """Send queued bytes until the socket fails, on the calling thread."""
         while True:
             with self._wake:
                 while not self._unsent:
@@ -184,7 +200,7 @@ def read_frames(connection: socket.socket, engine: Engine, loop: EngineLoop, wri
             if isinstance(frame, StopEngine):
                 return frame.seconds
             if isinstance(frame, Ping):
-                writer.send(Pong(frame.nonce, *loop.measure_busy_seconds(time.monotonic())))
+                writer.send((Pong(frame.nonce, *loop.measure_busy_seconds(time.monotonic())),))
             work = engine.prepare(frame)
             if work is not None:
                 loop.put(work)

@@ -125,12 +125,12 @@ class ScriptedEngine:
             return [self._answer_count(work)]
         return []
 
-    def step(self, now: float) -> list[Frame]:
+    def step(self, now: float) -> list[list[Frame]]:
         """Decode one token of every row if a step is due, then prefill the next request if the batch has room. Answer
-        all waiting requests for embeddings. Return the frames to send."""
+        all waiting requests for embeddings. Return the frames to send, all of them together."""
         frames = [*self._turns.step(now), *self._embeddings.step(now)]
         self._memory.observe(now)
-        return frames
+        return [frames]
 
     def next_step_at(self, now: float) -> float | None:
         """Return the monotonic time of the next step, or of the fall of the recent peak; None if only a frame can bring

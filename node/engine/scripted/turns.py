@@ -32,6 +32,8 @@ class RunningTurns(NamedTuple):
     """Number of turns."""
     done: int
     """Number of turns whose results are recorded."""
+    decodes: bool
+    """Whether rows decode. A step of the settings may take 0 s."""
     step: float
     """Seconds of a decode step; 0 if no row decodes."""
     chunks: tuple[PrefillChunk, ...]
@@ -144,7 +146,7 @@ class ScriptedTurns:
         frames: list[Frame] = []
         if not turns:
             return frames
-        if running.step:
+        if running.decodes:
             frames += self._batch.decode(turns, now)
         period = len(running.chunks)
         for place, chunk in enumerate(running.chunks):
@@ -171,12 +173,11 @@ class ScriptedTurns:
         step = self._costs.estimate_step_seconds(self._table.compute_loads()) if self._table.rows else 0.0
         chunks, turns = self._begin_prefill(at, step)
         frames += self._preemptor.drain_ends()
-        if not self._table.rows and not chunks:
+        decodes = bool(self._table.rows)
+        if not decodes and not chunks:
             return frames
-        if not self._table.rows:
-            step = 0.0
-        turns = self._count_equal(RunningTurns(at, turns, 0, step, chunks), at) if self._leap else 1
-        self._running = RunningTurns(at, turns, 0, step, chunks)
+        running = RunningTurns(at, turns, 0, decodes, step if decodes else 0.0, chunks)
+        self._running = running._replace(turns=self._count_equal(running, at) if self._leap else 1)
         return frames
 
     def _begin_prefill(self, at: float, step: float) -> tuple[tuple[PrefillChunk, ...], int]:
@@ -208,7 +209,7 @@ class ScriptedTurns:
     def _count_equal(self, running: RunningTurns, at: float) -> int:
         """Return the number of turns that are equal to the ones that begin now."""
         turns = running.turns if running.chunks else math.inf
-        if running.step:
+        if running.decodes:
             turns = min(turns, self._batch.count_steady_steps())
         waits = [request.retry_at for request in self._table.queue if request.retry_at > at]
         if self._table.preempted:

@@ -1,7 +1,9 @@
 """Time limit for foreign Python code on a thread of this process, such as a model's chat template."""
 
 import ctypes
+import math
 import threading
+import time
 
 
 class DeadlineError(Exception):
@@ -16,8 +18,7 @@ class Deadline:
     """
 
     def __init__(self, seconds: float, message: str) -> None:
-        self._timer = threading.Timer(seconds, self.expire)
-        self._timer.daemon = True
+        self._seconds = seconds
         self._message = message
         self._lock = threading.Lock()
         self._thread = 0
@@ -25,15 +26,15 @@ class Deadline:
 
     def __enter__(self) -> None:
         self._thread = threading.get_ident()
-        self._timer.start()
+        _CLOCK.add(self, time.monotonic() + self._seconds)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         with self._lock:
             self._over = True
-        self._timer.cancel()
         if self._raised:
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
             raise DeadlineError(self._message) from None
+        _CLOCK.remove(self)  # no exception can come now, which would keep the lock of the clock
 
     def expire(self) -> None:
         """Raise `DeadlineError` in the thread inside the context; do nothing outside it."""
@@ -43,3 +44,54 @@ class Deadline:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread), ctypes.py_object(DeadlineError)
                 )
+
+
+class DeadlineClock:
+    """One thread that expires the deadlines of all threads, because the start of a thread for each takes too long.
+
+    The thread starts with the first deadline. It sleeps until the earliest one, also if that has ended meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._expiries: dict[Deadline, float] = {}
+        """Deadlines in force, each with its monotonic time in seconds."""
+        self._wakes_at = math.inf
+        """Monotonic time at which the thread wakes up."""
+        self._thread: threading.Thread | None = None
+
+    def add(self, deadline: Deadline, expires_at: float) -> None:
+        """Expire a deadline at the monotonic time `expires_at`, unless it is removed before."""
+        with self._changed:
+            self._expiries[deadline] = expires_at
+            if self._thread is None or not self._thread.is_alive():  # a fork has no threads
+                self._thread = threading.Thread(target=self._run, name="deadlines", daemon=True)
+                self._thread.start()
+            elif expires_at < self._wakes_at:
+                self._changed.notify()
+
+    def remove(self, deadline: Deadline) -> None:
+        """Remove a deadline; do nothing if it has expired."""
+        with self._changed:
+            self._expiries.pop(deadline, None)
+
+    def _run(self) -> None:
+        while True:
+            for deadline in self._wait_for_expired():
+                deadline.expire()
+
+    def _wait_for_expired(self) -> list[Deadline]:
+        """Wait until a deadline has expired, or the deadlines have changed. Remove and return the expired ones."""
+        with self._changed:
+            self._wakes_at = min(self._expiries.values(), default=math.inf)
+            left = self._wakes_at - time.monotonic()
+            if left > 0:
+                self._changed.wait(None if left == math.inf else left)
+            now = time.monotonic()
+            expired = [deadline for deadline, expires_at in self._expiries.items() if expires_at <= now]
+            for deadline in expired:
+                del self._expiries[deadline]
+            return expired
+
+
+_CLOCK = DeadlineClock()

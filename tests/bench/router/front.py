@@ -22,7 +22,7 @@ import psutil
 from tests.bench.engine.rows import missing, model
 from tests.bench.router import load
 from tests.bench.router.bodies import BODIES, hello
-from tests.bench.router.peers import Peer, mlx_server, mock_nodes, nginx, sglang
+from tests.bench.router.peers import Peer, mlx_server, mock_nodes, nginx, sglang, tls_proxies
 from tests.bench.row import Row, at_most, commit, not_measured, p99, ratio_of, spread
 from tests.support.processes import Pool, pool
 
@@ -202,17 +202,21 @@ def bench_delay(folder: Path) -> list[Row]:
     """Compare the delay that a router adds to a request that runs alone with the delay of sglang-router.
 
     The delay is the client's waiting time minus the waiting time at the socket of a mock node that keeps connections.
-    This removes the client's own time from both sides. Our side has a second process on the node, the agent, and TLS to
-    that process. The figure includes the time that the request spends on the node.
+    This removes the client's own time from both sides. Our side has a second process on the node, the agent, and mutual
+    TLS to that process. The last set-up gives both to the peer as well: nginx on the node. Our figure includes the time
+    that the request spends on the node, where the scripted engine computes more than the mock node does.
     """
     with pool(folder) as made, node_kinds(0) as kinds, ExitStack() as stack:
         ours = two_nodes(made, "step_ms=0")
         peers = [stack.enter_context(sglang(folder, ports)) for ports in kinds.values()]
-        (port, _) = list(kinds.values())[-1]
+        (*_, keeping) = kinds.values()
+        port, proxies = keeping[0], stack.enter_context(tls_proxies(folder, keeping))
+        peers.append(stack.enter_context(sglang(folder, proxies, tls=True)))
         mock = Peer("the mock node", f"http://127.0.0.1:{port}", ours.process)
         found, nodes = in_rounds([ours, *peers, mock], _alone), _node_seconds(made)
     rows: list[Row] = []
-    for at, (kind, peer) in enumerate(zip(kinds, peers, strict=True), 1):
+    set_ups = (*kinds, "keep connections, with mutual TLS to nginx on the node")
+    for at, (kind, peer) in enumerate(zip(set_ups, peers, strict=True), 1):
         alike = [(one[0] - one[-1], one[at] - one[-1]) for one in found]
         mine, other, ratio, ratios = ratio_of(alike)
         words = (

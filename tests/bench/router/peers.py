@@ -44,6 +44,33 @@ http {{
   }}
 }}
 """
+TLS_PROXY_CONFIG = """
+daemon off; master_process on; worker_processes 1; pid {folder}/nginx-tls.pid; error_log {folder}/error.log;
+events {{ worker_connections 1024; }}
+http {{
+  access_log off; client_body_temp_path {folder}/body; proxy_temp_path {folder}/proxy; fastcgi_temp_path {folder}/f;
+  uwsgi_temp_path {folder}/u; scgi_temp_path {folder}/s;
+  ssl_certificate {folder}/node.pem; ssl_certificate_key {folder}/node.key; ssl_protocols TLSv1.3;
+  ssl_client_certificate {folder}/ca.pem; ssl_verify_client on; keepalive_requests 100000;
+  {servers}
+}}
+"""
+TLS_SERVER = """
+  upstream node{port} {{ server 127.0.0.1:{node}; keepalive 128; }}
+  server {{
+    listen 127.0.0.1:{port} ssl;
+    location / {{
+      proxy_pass http://node{port}; proxy_http_version 1.1; proxy_set_header Connection ""; proxy_buffering off;
+    }}
+  }}
+"""
+CERTIFICATES = """
+openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=bench -keyout ca.key -out ca.pem
+openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=127.0.0.1 -keyout node.key -out node.csr
+printf 'subjectAltName=IP:127.0.0.1\nbasicConstraints=CA:FALSE\nextendedKeyUsage=serverAuth,clientAuth' > node.ext
+openssl x509 -req -in node.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 2 -extfile node.ext -out node.pem
+"""
+"""Commands that make an authority, and a certificate for both ends of the connections to nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +151,33 @@ def nginx(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
 
 
 @contextmanager
-def sglang(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
-    """Run sglang-router in front of two nodes, installed on first use into .bench/."""
-    python = _sglang_python()
+def tls_proxies(folder: Path, ports: tuple[int, int]) -> Iterator[tuple[int, int]]:
+    """Run nginx on both nodes, as Macpool runs its agent: mutual TLS to the router, a local socket to the server.
+
+    Return the ports with TLS. `folder` then has the certificates `ca.pem` and `node.pem` with `node.key`.
+    """
+    subprocess.run(["sh", "-ec", CERTIFICATES], cwd=folder, check=True, capture_output=True)
+    ours = free_port(), free_port()
+    servers = "".join(TLS_SERVER.format(port=port, node=node) for port, node in zip(ours, ports, strict=True))
+    config = folder / "nginx-tls.conf"
+    config.write_text(TLS_PROXY_CONFIG.format(folder=folder, servers=servers))
+    program = shutil.which("nginx") or "/usr/sbin/nginx"
+    process = subprocess.Popen([program, "-c", str(config), "-p", str(folder)], env=environment())
+    try:
+        yield ours
+    finally:
+        _end(process)
+
+
+@contextmanager
+def sglang(folder: Path, ports: tuple[int, int], *, tls: bool = False) -> Iterator[Peer]:
+    """Run sglang-router in front of two nodes, installed on first use into .bench/.
+
+    With `tls` it reaches them with mutual TLS, by the certificates of `tls_proxies` in `folder`.
+    """
+    python, scheme = _sglang_python(), "https" if tls else "http"
+    certificates = ["--ca-cert-paths", f"{folder}/ca.pem", "--client-cert-path", f"{folder}/node.pem"]
+    certificates += ["--client-key-path", f"{folder}/node.key"]
     port = free_port()
     with (folder / f"sglang-{port}.log").open("wb") as log:
         process = subprocess.Popen(
@@ -139,7 +190,8 @@ def sglang(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
                 "--port",
                 str(port),
                 "--worker-urls",
-                *[f"http://127.0.0.1:{p}" for p in ports],
+                *[f"{scheme}://127.0.0.1:{p}" for p in ports],
+                *(certificates if tls else ()),
                 "--prometheus-port",
                 str(free_port()),
                 "--log-level",

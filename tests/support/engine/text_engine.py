@@ -215,7 +215,8 @@ class Driver:
     def turn(self) -> None:
         """Run one step of the engine."""
         self.turns += 1
-        self._keep(self.engine.step(time.monotonic()))
+        for frames in self.engine.step(time.monotonic()):
+            self._keep(frames)
         self._check()
 
     def _check(self) -> None:

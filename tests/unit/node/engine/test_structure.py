@@ -14,7 +14,6 @@ MAX_METHODS, MAX_CLASS_LINES, MAX_MODULE_LINES = 25, 300, 400
 FOREIGN = {
     "kv/kv_cache.py": "caches of mlx-lm, which have no methods for this",
     "scheduling/decode_batch.py": "batches and caches of mlx-lm, which have no methods for this",
-    "text/time_limit.py": "a timer of the standard library, which takes this by its attribute only",
 }
 """Modules that write attributes of objects of other libraries, with the reason."""
 

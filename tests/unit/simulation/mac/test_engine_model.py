@@ -5,6 +5,7 @@ The order of ends is equal, and times are within 5 %.
 
 import asyncio
 from collections import deque
+from itertools import chain
 
 import pytest
 
@@ -95,8 +96,8 @@ def scripted(arrivals: list[Arrival]) -> Ends:
         now = min((at for at in (engine.next_step_at(now), arrival) if at is not None), default=60.0)
         frames = engine.handle(waiting.popleft()[1], now) if now == arrival else []
         due = engine.next_step_at(now)
-        frames += engine.step(now) if due is not None and due <= now else []
-        for frame in frames:
+        parts = [frames, *(engine.step(now) if due is not None and due <= now else [])]
+        for frame in chain.from_iterable(parts):
             record(ends, frame, now)
     return ends
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -61,7 +62,7 @@ def ask(engine: Engine, route: str, number: int) -> list[Frame]:
     for answer in engine.handle(work, 0.0):
         said += engine.handle(answer.tokenize(), 0.0) if isinstance(answer, UntokenizedPrompt) else [answer]  # pyright: ignore
     while not said:
-        said += engine.step(0.0)
+        said += chain.from_iterable(engine.step(0.0))
     return said[:1]
 
 
@@ -69,7 +70,7 @@ def refused_later(engine: Engine) -> Frame:
     """Step until the engine refuses the waiting request. It may wait first for the end of a recent peak."""
     begun = time.monotonic()
     while time.monotonic() < begun + 30:
-        for frame in engine.step(time.monotonic() - begun):
+        for frame in chain.from_iterable(engine.step(time.monotonic() - begun)):
             return frame
         time.sleep(0.05)
     raise AssertionError("the engine does not refuse the request")

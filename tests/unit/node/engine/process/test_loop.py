@@ -1,6 +1,6 @@
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from queue import Queue
 
 import pytest
@@ -23,9 +23,13 @@ class Running:
     def __init__(self, settings: ScriptedSettings) -> None:
         self.engine = ScriptedEngine(settings, CrashRecorder())
         self.sent: Queue[tuple[float, Frame]] = Queue()
-        self.loop = EngineLoop(self.engine, lambda frame: self.sent.put((time.monotonic(), frame)))
+        self.loop = EngineLoop(self.engine, self._keep)
         self.thread = threading.Thread(target=self.loop.run)
         self.thread.start()
+
+    def _keep(self, frames: Sequence[Frame]) -> None:
+        for frame in frames:
+            self.sent.put((time.monotonic(), frame))
 
     def until(self, wanted: Callable[[Frame], bool]) -> list[tuple[float, Frame]]:
         seen: list[tuple[float, Frame]] = []
@@ -76,6 +80,21 @@ def test_steps_come_at_their_pace_and_snapshots_at_most_ten_a_second(running: Ru
     assert len(published) <= (published[-1] - published[0]) / MIN_REPORT_INTERVAL_SECONDS + 2
 
 
+def test_frames_of_one_step_are_sent_together():
+    engine, sent = ScriptedEngine(ScriptedSettings(step_ms=0), CrashRecorder()), Queue[Sequence[Frame]]()
+    loop = EngineLoop(engine, sent.put)
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    loop.put(LIMITS)
+    loop.put(generate(1, 1))
+    together = sent.get(timeout=WAIT)
+    while not any(isinstance(frame, Finished) for frame in together):
+        together = sent.get(timeout=WAIT)
+    assert [type(frame) for frame in together] == [Deltas, Finished]
+    loop.stop()
+    thread.join(WAIT)
+
+
 def test_a_cancel_while_it_decodes_ends_it_without_a_word(running: Running):
     running.loop.put(LIMITS)
     running.loop.put(generate(1, 10_000))
@@ -108,7 +127,7 @@ class Stuck(ScriptedEngine):
         self.inside = threading.Event()
         self.release = threading.Event()
 
-    def step(self, now: float) -> list[Frame]:
+    def step(self, now: float) -> list[list[Frame]]:
         self.inside.set()
         self.release.wait(WAIT)
         return super().step(now)
@@ -116,14 +135,14 @@ class Stuck(ScriptedEngine):
 
 def test_the_busy_time_of_a_native_call_is_its_own_with_the_expected_one():
     engine = Stuck()
-    loop = EngineLoop(engine, lambda frame: None)
+    loop = EngineLoop(engine, lambda frames: None)
     engine.read_running_call = lambda: NativeCall("prefill", 100.0, 7.0)
     assert loop.measure_busy_seconds(103.0) == (3.0, 7.0)
 
 
 def test_the_busy_time_of_a_hanging_turn_is_its_length():
     engine = Stuck()
-    loop = EngineLoop(engine, lambda frame: None)
+    loop = EngineLoop(engine, lambda frames: None)
     thread = threading.Thread(target=loop.run)
     thread.start()
     loop.put(LIMITS)

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,12 +15,14 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from node.engine.process.main import EXIT_FAILED, EXIT_SETTINGS, encode_settings
+from node.engine.process import main
+from node.engine.process.main import EXIT_FAILED, EXIT_SETTINGS, FrameWriter, encode_settings
 from node.settings import EngineSettings, NodeSettings, ScriptedSettings
 from wire.codec import MAX_JOINED_BYTES, Splitter, decode, encode
 from wire.frames import (
     Deltas,
     EngineReport,
+    Failed,
     Finished,
     Frame,
     Generate,
@@ -87,6 +90,60 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
         with suppress(ProcessLookupError):
             process.child.kill()
         process.child.wait(WAIT)
+
+
+class Writing:
+    """A writer on a socket with little room, and the agent's end."""
+
+    def __init__(self) -> None:
+        ours, self.line = socket.socketpair()
+        self.line.settimeout(WAIT)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        self.ours = ours
+        self.stuck: list[None] = []
+        self.writer = FrameWriter(ours, lambda: self.stuck.append(None))
+        self.splitter = Splitter(longest=MAX_JOINED_BYTES)
+
+    def read(self, count: int) -> list[Frame]:
+        """Read until `count` frames have arrived."""
+        frames: list[Frame] = []
+        while len(frames) < count:
+            frames += [decode(tag, body) for tag, body in self.splitter.feed(self.line.recv(65536))]
+        return frames
+
+
+@pytest.fixture
+def writing() -> Iterator[Writing]:
+    made = Writing()
+    yield made
+    made.ours.close()
+    made.line.close()
+
+
+LONG = Failed(1, "engine_error", "x" * 60_000)
+"""A frame that no socket of `Writing` has room for."""
+
+
+def test_frames_are_written_by_the_thread_that_sends_them(writing: Writing):
+    writing.writer.send((Pong(1), Pong(2)))
+    assert writing.read(2) == [Pong(1), Pong(2)]
+
+
+def test_frames_behind_a_frame_without_room_are_sent_after_it(writing: Writing):
+    writing.writer.send((LONG,))
+    begun = writing.line.recv(65536)  # the socket has room again
+    writing.writer.send((Pong(1),))
+    assert not list(writing.splitter.feed(begun))
+    threading.Thread(target=writing.writer.run, daemon=True).start()
+    assert writing.read(2) == [LONG, Pong(1)]
+
+
+def test_an_agent_that_does_not_read_is_noticed(writing: Writing, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(main, "MAX_UNSENT_BYTES", 100_000)
+    writing.writer.send((LONG,))
+    assert not writing.stuck
+    writing.writer.send((LONG,))
+    assert writing.stuck
 
 
 def generate(number: int, content: str = "hi", tokens: int = 16) -> Generate:

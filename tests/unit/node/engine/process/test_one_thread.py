@@ -9,7 +9,7 @@ import functools
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -133,10 +133,14 @@ class Io:
         self.model = next(iter(library.get_models()))
         self.engine = compose(settings, library, CrashRecorder(), Hardware("test", 16 * GIB), None)
         self.said: queue.Queue[Frame] = queue.Queue()
-        self.loop = EngineLoop(self.engine, self.said.put)
+        self.loop = EngineLoop(self.engine, self._keep)
         self.thread = threading.Thread(target=self.loop.run, name=INFERENCE, daemon=True)
         for name, work in (("prompts", self.loop.tokenize_prompts), ("long prompts", self.loop.tokenize_long_prompts)):
             threading.Thread(target=work, name=name, daemon=True).start()
+
+    def _keep(self, frames: Iterable[Frame]) -> None:
+        for frame in frames:
+            self.said.put(frame)
 
     def hand_in(self, frame: Frame) -> None:
         """Process a frame like `main.read_frames`."""

@@ -104,7 +104,8 @@ class Bench:
         if due is None:
             return False
         self.now = max(self.now, due)
-        self.keep(self.engine.step(self.now))
+        for frames in self.engine.step(self.now):
+            self.keep(frames)
         return True
 
     def run(self) -> None:
@@ -232,6 +233,15 @@ def test_steps_missed_in_a_long_sleep_are_not_made_up_for():
     bench.now += 3600
     bench.run()
     assert bench.steps[4] - bench.steps[3] == pytest.approx(STEP)
+
+
+def test_steps_that_take_no_time_decode():
+    bench = Bench(step_ms=0)
+    number = bench.ask(max_tokens=3)
+    for _ in range(10):
+        bench.turn()
+    assert bench.ids[number, 0] == [0, 1, 2]
+    assert isinstance(bench.last(number), Finished)
 
 
 def test_more_rows_than_a_batch_wait_their_turn():

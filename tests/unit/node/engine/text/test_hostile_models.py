@@ -156,6 +156,17 @@ def test_a_deadline_raises_inside_its_context_or_not_at_all():
     assert threading.active_count() < 50
 
 
+def test_a_deadline_earlier_than_one_in_force_raises_in_time_and_starts_no_thread():
+    def run_ten_seconds() -> None:
+        threads, begun = threading.active_count(), time.monotonic()
+        with Deadline(0.05, "earlier"):
+            while time.monotonic() < begun + 10:
+                assert threading.active_count() == threads
+
+    with Deadline(30, "later"), pytest.raises(DeadlineError, match="earlier"):
+        run_ten_seconds()
+
+
 def test_a_hang_is_blamed_on_the_call_that_has_lasted_longest_and_a_crash_on_the_forward():
     page = create_page()
     try:
