@@ -102,7 +102,8 @@ class Scripted:
             due = self.engine.next_step_at(self.now)
             assert due is not None, "the engine rests"
             self.now = max(self.now, due)
-            self.sent += self.engine.step(self.now)
+            for frames in self.engine.step(self.now):
+                self.sent += frames
         return self.sent
 
     def fill(self) -> None:

@@ -308,8 +308,8 @@ class Mac:
 async def mac(tmp_path: Path) -> AsyncIterator[Callable[..., Mac]]:
     made: list[Mac] = []
 
-    def make(**settings: object) -> Mac:
-        made.append(Mac(tmp_path, **settings))
+    def make(*, age_days: int = 0, **settings: object) -> Mac:
+        made.append(Mac(tmp_path, age_days=age_days, **settings))
         return made[-1]
 
     yield make
