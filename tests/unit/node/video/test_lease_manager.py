@@ -305,6 +305,29 @@ async def test_a_worker_has_the_time_of_the_settings(make: Make, setting: str, c
     assert node.limiter.leases == 0
 
 
+@pytest.mark.parametrize(
+    ("limit", "code", "words"),
+    [
+        ("timeout", "job_timeout", "the job was not finished after 1 s"),
+        ("stall", "worker_stalled", "no progress for 1 s"),
+    ],
+)
+async def test_a_job_may_have_less_time_than_the_settings_allow(make: Make, limit: str, code: str, words: str):
+    node = await make(attends=True)
+    node.ask(job={**JOB, "prompt": "hold=denoising", limit: 1.0})
+    ended = await node.ended()
+    assert (ended.code, ended.message) == (code, words)
+
+
+async def test_a_job_that_is_done_without_a_clip_has_failed(make: Make):
+    node = await make(attends=True)
+    node.ask(job={**JOB, "prompt": "clip=none"})
+    ended = await node.ended()
+    assert (ended.code, ended.artifacts, ended.made) == ("output_invalid", (), b"")
+    assert ended.message == "the worker reported success without a clip"
+    assert node.limiter.leases == 0
+
+
 async def test_work_that_comes_in_while_the_ceiling_is_lowered_keeps_its_memory(make: Make):
     """The engine reads the request before the lower ceiling. Only the second check of the memory can detect it.
 
