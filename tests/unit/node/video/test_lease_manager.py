@@ -3,6 +3,7 @@
 Checked are the released memory, the frames to the coordinator, and the files.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord
+from node.memory.sensor import read_process_identity
+from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker.lease_files import CLAIM, GRANT, LeaseGrant, read_grant
 from tests.support.video.standin import standin
 from tests.support.video.studio import JOB, LEASE, Node
@@ -261,6 +263,25 @@ async def test_a_restarted_agent_ends_the_lease_that_it_finds_and_grants_others(
     assert refused.code == "lease_superseded", "the newest generation of a job outlives the agent"
     node.ask(lease="l-2")
     assert isinstance(await node.answer("l-2"), LeaseGranted)
+
+
+async def test_a_restarted_agent_ends_the_worker_before_it_returns_the_memory(make: Make, tmp_path: Path):
+    worker = await asyncio.create_subprocess_exec("/bin/sleep", "600", start_new_session=True)
+    group = WorkerGroup(pid=worker.pid, born=read_process_identity(worker.pid) or "")
+    held = LeaseRecord(lease="l-1", generation=1, job="video_l-1", model=MODEL, size=LEASE, worker=group)
+    leases = tmp_path / "node" / "node" / "video" / "leases"
+    leases.mkdir(parents=True)
+    (leases / "leases.json").write_bytes(msgspec.json.encode(LeaseLedger().put(held)))
+    try:
+        node = await make()
+        ended = await node.ended()
+        assert (ended.code, node.limiter.leases) == ("worker_lost", 0)
+        async with asyncio.timeout(20):
+            assert await worker.wait() < 0
+    finally:
+        if worker.returncode is None:
+            worker.kill()
+            await worker.wait()
 
 
 async def test_a_worker_counts_on_its_lease_and_its_clip_is_measured_and_served(make: Make):

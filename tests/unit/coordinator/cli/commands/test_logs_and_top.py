@@ -1,0 +1,37 @@
+"""`cluster metrics-config`: the token with which Prometheus scrapes."""
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from click.testing import CliRunner
+
+from coordinator.cli import cluster
+from tests.support.cluster.whole_pool import served
+
+
+def test_renew_revokes_the_former_scrape_token_and_writes_another(tmp_path: Path):
+    with served() as pool:
+        (tmp_path / "key").write_text(pool.keys["admin"])
+        where = ["--state", str(tmp_path), "--url", pool.url, "--key-file", str(tmp_path / "key"), "-o", "json"]
+
+        def run(*words: str) -> dict[str, Any]:
+            done = CliRunner().invoke(cluster, [*words, *where])
+            assert done.exit_code == 0, done.output
+            return json.loads(done.stdout)
+
+        def list_ids() -> set[str]:
+            return {key["id"] for key in run("key", "list")["keys"] if key["name"].startswith("prometheus")}
+
+        folder = tmp_path / "scrape"
+        token = folder / "macpool.token"
+        assert run("metrics-config", "--folder", str(folder))["token_file"] == str(token)
+        first = token.read_text()
+        assert stat.S_IMODE(token.stat().st_mode) == 0o600
+        assert list_ids() == {first.split("_")[1]}
+        run("metrics-config", "--folder", str(folder))
+        assert token.read_text() == first, "a second call keeps the token"
+        run("metrics-config", "--folder", str(folder), "--renew")
+        assert token.read_text() != first
+        assert list_ids() == {token.read_text().split("_")[1]}
