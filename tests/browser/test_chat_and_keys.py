@@ -258,7 +258,7 @@ def test_a_message_is_sent_with_the_turns_before_it(page: Page):
 
 
 def test_a_stream_may_be_cut_anywhere_and_its_speed_is_that_of_the_decode(page: Page):
-    """The page's clock stands at 1 s for the first token and all others, and at 2 s for the usage of 11 tokens."""
+    """The clock of the page is set to 1 s before every token, and to 2 s before the usage of 11 tokens."""
     go(page, "Chat")
     page.evaluate(CUT_STREAM)
     say(page, "count")
