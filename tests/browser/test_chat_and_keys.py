@@ -49,6 +49,27 @@ LONG = {
     "cells": "|" * 300 + "\n|" + "-|" * 299 + "\n" + "|\n" * 49_000,
     "dots": "http://a" + "." * 99_000,
 }
+CUT_STREAM = """() => {
+    const event = (data) => `data: ${JSON.stringify(data)}\\n\\n`;
+    const chunk = (content) => event({ choices: [{ delta: { content }, finish_reason: null }] });
+    const text = ["one ", "two ", "three ", "four"].map(chunk).join("");
+    const usage = event({ choices: [], usage: { completion_tokens: 11 } }) + "data: [DONE]\\n\\n";
+    const pieces = [...text.match(/[^]{1,29}/g).map((piece) => [1000, piece]), [2000, usage]];
+    let now = 0;
+    performance.now = () => now;
+    const real = window.fetch;
+    window.fetch = (path, options) => {
+        if (path !== "/v1/chat/completions") return real(path, options);
+        const pull = async (stream) => {
+            await new Promise((then) => setTimeout(then, 20));
+            const [at, piece] = pieces.shift() ?? [now, null];
+            now = at;
+            if (piece === null) stream.close();
+            else stream.enqueue(new TextEncoder().encode(piece));
+        };
+        return Promise.resolve(new Response(new ReadableStream({ pull }), { headers: { "x-macpool-node": "studio" } }));
+    };
+}"""
 RENDER = """async (text) => {
     const { markdown } = await import("/ui/markdown.js");
     const { html, render } = await import("/ui/vendor/preact.js");
@@ -218,6 +239,31 @@ def test_system_prompt_and_parameters_are_sent(page: Page):
     assert (body["temperature"], body["max_tokens"]) == (0.5, 2)
     assert "top_p" not in body
     expect(page.get_by_text("cut at max tokens")).to_be_visible()
+
+
+def test_a_message_is_sent_with_the_turns_before_it(page: Page):
+    go(page, "Chat")
+    say(page, "first words")
+    expect(page.locator(".answer").last).to_have_text("first words")
+    expect(page.get_by_role("button", name="Stop")).to_have_count(0)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        say(page, "and more")
+    body = sent.value.post_data_json
+    assert body is not None
+    assert [(message["role"], message["content"]) for message in body["messages"]] == [
+        ("user", "first words"),
+        ("assistant", "first words"),
+        ("user", "and more"),
+    ]
+
+
+def test_a_stream_may_be_cut_anywhere_and_its_speed_is_that_of_the_decode(page: Page):
+    """The clock of the page is set to 1 s before every token, and to 2 s before the usage of 11 tokens."""
+    go(page, "Chat")
+    page.evaluate(CUT_STREAM)
+    say(page, "count")
+    expect(page.locator(".answer").last).to_have_text("one two three four")
+    expect(page.get_by_text(re.compile("by studio, first token after 1.00 s, 11 tokens, 10 tokens/s$"))).to_be_visible()
 
 
 def test_an_answer_is_stopped_and_what_came_stays(page: Page, home: Pool):

@@ -959,6 +959,8 @@ def test_a_keys_row_shows_its_limits_and_its_buttons_send_what_was_changed_alone
         },
     )
     expect(edit).to_have_count(0)
+    changes = [path.removeprefix("/api/v1/keys/k1/") for method, path, _ in api.asked if method == "PUT"]
+    assert changes == ["limits"], "a key keeps its expiry"
     row.get_by_role("button", name="Edit").click()
     edit.get_by_label("New expiry").select_option("in 7 days")
     assert sent(api, edit.get_by_role("button", name="Save")) == (

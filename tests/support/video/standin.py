@@ -4,8 +4,8 @@ It is an environment whose interpreter is a script. The script sends the events 
 stays in a phase as long as a test wants. It makes no real clips.
 
 The prompt of the job controls the script. `hold=PHASE`: stay in this phase until `Gate.open` for the job's seed.
-`pace=SECONDS`: duration of each phase. `take=BYTES`: memory used while loading. `clip=BYTES`: size of the clip. Other
-words are ignored.
+`pace=SECONDS`: duration of each phase. `take=BYTES`: memory used while loading. `clip=BYTES`: size of the clip;
+`clip=none`: no clip. Other words are ignored.
 """
 
 import json
@@ -54,7 +54,8 @@ for phase, event in (
         time.sleep(0.01)
 out = pathlib.Path(job["out"])
 clip = {clip!r}
-(out / "video.mp4").write_bytes(clip + bytes(max(0, int(how.get("clip", 0)) - len(clip))))
+if how.get("clip") != "none":
+    (out / "video.mp4").write_bytes(clip + bytes(max(0, int(how.get("clip", 0)) - len(clip))))
 names = ("width", "height", "frames", "fps", "seed", "steps")
 say("done", made=dict({{name: job[name] for name in names}}, files=["video.mp4"]))
 os._exit(0)

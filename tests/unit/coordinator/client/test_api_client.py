@@ -1,5 +1,7 @@
 """Errors of the coordinator's API as exit codes of a command."""
 
+import json
+
 import pytest
 
 from coordinator.client.api_client import raise_for_status
@@ -13,6 +15,22 @@ def test_a_status_has_its_exit_code_and_the_message_of_the_body(status: int, cod
     with pytest.raises(CommandError) as caught:
         raise_for_status(status, b'{"error": {"message": "no node can get the model"}}')
     assert (caught.value.exit_code, caught.value.message) == (code, "no node can get the model")
+
+
+def test_a_request_that_never_fits_is_refused_with_the_numbers_of_its_memory():
+    sizes = ("estimate", "headroom", "ceiling", "current", "reserved", "margin", "cap")
+    memory = {size: number * 2**30 for number, size in enumerate(sizes, 1)}
+    body = json.dumps({"error": {"message": "needs 43.5 GiB", "memory": memory}}).encode()
+    with pytest.raises(CommandError) as caught:
+        raise_for_status(400, body)
+    assert caught.value.exit_code == 6
+    assert caught.value.message == (
+        "needs 43.5 GiB\n(estimate 1.0 GiB, headroom 2.0 GiB, ceiling 3.0 GiB, current 4.0 GiB, reserved 5.0 GiB, "
+        "margin 6.0 GiB, cap 7.0 GiB)"
+    )
+    with pytest.raises(CommandError) as caught:
+        raise_for_status(400, b'{"error": {"message": "n is no number"}}')
+    assert caught.value.exit_code == 1
 
 
 def test_an_answer_without_an_error_is_quoted():

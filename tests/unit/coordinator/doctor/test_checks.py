@@ -305,6 +305,21 @@ def test_a_check_that_hangs_or_breaks_delays_no_other_check(tmp_path: Path):
     assert found["works"].result == "ok"
 
 
+def test_all_checks_share_one_time_limit(tmp_path: Path):
+    never = threading.Event()
+
+    def hang(_):
+        never.wait()
+        return ok("")
+
+    checks = [Check(f"hangs-{number}", "x", hang) for number in range(12)]
+    began = time.monotonic()
+    found = list(run_checks(dataclasses.replace(pretended(tmp_path), timeout_seconds=0.5), checks))
+    never.set()
+    assert [one.finding.result for one in found] == ["warn"] * 12
+    assert time.monotonic() - began < 12 * 0.5
+
+
 def test_exit_codes():
     assert compute_exit_code([("a", ok("")), ("b", not_here(""))], strict=True) == 0
     assert compute_exit_code([("a", warn("", "x"))], strict=False) == 0

@@ -242,7 +242,7 @@ def counters() -> Counters:
     made.keys = {("k1", "tiny"): 124, ("k2", "tiny"): 125, ("k2", "big"): 126, ("gone", "big"): 999}
     made.illegal_events.update({machine: 127 + place for place, machine in enumerate(StateMachine)})
     made.count_upstream("office", "ok", 128, 129)
-    made.count_upstream("office", "failed", 2, 1)
+    made.count_upstream("office", "failed", 2, 5)
     made.queue_wait.observe(0.75)
     made.placement.observe(0.00003)
     return made
@@ -330,7 +330,7 @@ POOL_NUMBERS: Numbers = {
     'upstream_requests_total{outcome="ok",upstream="office"}': 1,
     'upstream_requests_total{outcome="failed",upstream="office"}': 1,
     'upstream_tokens_total{kind="prompt",upstream="office"}': 130,
-    'upstream_tokens_total{kind="completion",upstream="office"}': 130,
+    'upstream_tokens_total{kind="completion",upstream="office"}': 134,
     'router_breaker_open{node="a"}': 0,
     'router_breaker_open{node="b"}': 1,
     'router_breaker_open{node="c"}': 0,

@@ -51,6 +51,15 @@ def test_a_mac_that_is_lost_or_paused_is_a_gap_and_no_number_of_the_past():
     assert found["pool"]["cap_bytes"] == [4 * GIB, None, 4 * GIB]
 
 
+def test_the_cap_of_the_pool_is_that_of_the_macs_whose_memory_is_known():
+    history = LoadHistory()
+    unreadable = NodeLoad(memory=None, cap=16 * GIB)
+    for number in range(2):
+        history.add_reading(LoadReading(number * INTERVAL_SECONDS, {A: load(), B: unreadable}))
+    found = rows(history)
+    assert (found["pool"]["memory_bytes"], found["pool"]["cap_bytes"]) == ([GIB], [4 * GIB])
+
+
 def test_add_reading_fills_missed_intervals_with_gaps():
     history = LoadHistory()
     for at in (0.0, 10.0, 40.0):

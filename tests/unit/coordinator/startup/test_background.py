@@ -2,18 +2,26 @@
 
 import asyncio
 import sqlite3
+import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
+from coordinator.backup.generation_fence import GenerationFence
+from coordinator.observe.event_log import EventLog
 from coordinator.startup import background
-from coordinator.startup.background import renew_certificates, store_usage
+from coordinator.startup.background import renew_certificates, start_periodic_tasks, store_usage
+from coordinator.startup.state import CoordinatorState, load_credentials
 from coordinator.state.database import Database
+from coordinator.state.settings import HttpSettings
 from coordinator.state.store_errors import StoreError
 from coordinator.state.usage_history import UsageHistory
 from coordinator.tls.cluster_ca import ClusterCa
 from router.admission.api_keys import KeyRing
 from router.admission.usage import UsageCounter
+from router.dispatch.dispatcher import Dispatcher
+from router.settings import RouterSettings
 from tests.support.cluster.enrolment import Wall
 from wire.certificate import LEAF_VALIDITY_SECONDS
 
@@ -58,3 +66,20 @@ async def test_usage_is_recorded_after_a_failed_write(tmp_path: Path, monkeypatc
     await asyncio.gather(task, return_exceptions=True)
     with pytest.raises(StoreError):
         store.close()
+
+
+async def test_usage_since_the_last_write_is_stored_at_the_end(tmp_path: Path):
+    store, authority = Database(tmp_path), ClusterCa(tmp_path / "authority", time.time)
+    store.create_cluster(authority.cluster, "lab")
+    fence = GenerationFence(authority, 0)
+    state = CoordinatorState(tmp_path, tmp_path / "x.log", EventLog(), store, authority, fence, True, 1, "1.0")
+    access = load_credentials(state, HttpSettings(), "127.0.0.1")
+    dispatcher = Dispatcher(lambda node, frame: False, RouterSettings(), numbers=lambda: (1, 1))
+    async with AsyncExitStack() as stack:
+        stack.callback(store.close)
+        start_periodic_tasks(state, access, dispatcher, None, stack)
+        dispatcher.usage.get_totals("k1", "tiny").count(10, 4, 2, failed=False)
+    again = Database(tmp_path)
+    rows = [(row.key, row.model, row.used.requests, row.used.prompt_tokens) for row in again.usage.list_rows()]
+    again.close()
+    assert rows == [("k1", "tiny", 1, 10)]

@@ -4,6 +4,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -144,6 +145,8 @@ def test_the_audit_log_is_bounded(tmp_path: Path) -> None:
     again = Database(tmp_path)
     assert [again.audit[0].number, len(again.audit)] == [6, MAX_AUDIT_ENTRIES]
     again.close()
+    with closing(sqlite3.connect(tmp_path / "cluster.db")) as connection:
+        assert connection.execute("SELECT MIN(number), COUNT(*) FROM audit").fetchone() == (6, MAX_AUDIT_ENTRIES)
 
 
 def test_a_database_of_the_first_schema_is_carried_over(tmp_path: Path) -> None:

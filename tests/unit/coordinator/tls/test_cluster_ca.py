@@ -175,6 +175,22 @@ def test_certificates_have_the_specified_validity(tmp_path: Path) -> None:
     assert ca.not_valid_after_utc - ca.not_valid_before_utc == datetime.timedelta(days=3651)
 
 
+async def test_new_connections_get_the_renewed_certificate_without_a_restart(tmp_path: Path) -> None:
+    days_ago = [61.0]
+    authority = ClusterCa(tmp_path, lambda: time.time() - days_ago[0] * 86400)
+    client = create_authority_context(authority.ca)
+
+    async def read_expiry() -> float:
+        _, at_client, _ = await shake(authority.get_server_context(), client)
+        return read_certificate(at_client.getpeercert(binary_form=True) or b"").expires
+
+    assert await read_expiry() < time.time() + 30 * 86400
+    days_ago[0] = 0.0
+    assert authority.renew()
+    assert await read_expiry() == authority.get_validity()["coordinator"][1] > time.time() + 80 * 86400
+    assert not authority.renew()
+
+
 def test_the_authority_is_the_same_after_a_restart_and_renews_what_is_due(tmp_path: Path) -> None:
     wall = Wall()
     first = ClusterCa(tmp_path, wall)

@@ -65,6 +65,7 @@ def test_a_replaced_model_answers_as_itself_until_it_is_idle(tmp_path: Path):
     assert (model(driver, "one").loaded, model(driver, "one").fingerprint) == (True, old)
     driver.cancel(running)
     driver.until(lambda: not model(driver, "one").loaded)
+    assert not model(driver, "one").loading, "only a preloaded model is loaded again"
     new = model(driver, "one").fingerprint
     assert new not in ("", old)
     assert model(driver, "two").loaded, "the other one stays"

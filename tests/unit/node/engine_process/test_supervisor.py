@@ -20,7 +20,7 @@ from node.illegal_events import IllegalEvents
 from node.settings import NodeSettings, resolve_settings
 from tests import models
 from tests.support.processes import until
-from wire.codec import decode, decode_request_number, encode
+from wire.codec import MAX_JOINED_BYTES, decode, decode_request_number, encode
 from wire.frames import (
     Admitted,
     Cancel,
@@ -725,6 +725,7 @@ async def test_an_engine_that_does_not_read_gets_no_new_requests(agent: Callable
     await one.ready()
     engine = psutil.Process(one.supervisor.pid)
     engine.suspend()
+    assert MAX_UNSENT_BYTES >= 2 * MAX_JOINED_BYTES, "two requests of the largest size may wait"
     for number in range(1, MAX_UNSENT_BYTES // MIB + 4):
         one.generate(number, "x" * MIB)
     end = await one.end(MAX_UNSENT_BYTES // MIB + 3)

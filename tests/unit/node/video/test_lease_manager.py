@@ -3,6 +3,7 @@
 Checked are the released memory, the frames to the coordinator, and the files.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord
+from node.memory.sensor import read_process_identity
+from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker.lease_files import CLAIM, GRANT, LeaseGrant, read_grant
 from tests.support.video.standin import standin
 from tests.support.video.studio import JOB, LEASE, Node
@@ -263,6 +265,25 @@ async def test_a_restarted_agent_ends_the_lease_that_it_finds_and_grants_others(
     assert isinstance(await node.answer("l-2"), LeaseGranted)
 
 
+async def test_a_restarted_agent_ends_the_worker_before_it_returns_the_memory(make: Make, tmp_path: Path):
+    worker = await asyncio.create_subprocess_exec("/bin/sleep", "600", start_new_session=True)
+    group = WorkerGroup(pid=worker.pid, born=read_process_identity(worker.pid) or "")
+    held = LeaseRecord(lease="l-1", generation=1, job="video_l-1", model=MODEL, size=LEASE, worker=group)
+    leases = tmp_path / "node" / "node" / "video" / "leases"
+    leases.mkdir(parents=True)
+    (leases / "leases.json").write_bytes(msgspec.json.encode(LeaseLedger().put(held)))
+    try:
+        node = await make()
+        ended = await node.ended()
+        assert (ended.code, node.limiter.leases) == ("worker_lost", 0)
+        async with asyncio.timeout(20):
+            assert await worker.wait() < 0
+    finally:
+        if worker.returncode is None:
+            worker.kill()
+            await worker.wait()
+
+
 async def test_a_worker_counts_on_its_lease_and_its_clip_is_measured_and_served(make: Make):
     node = await make(attends=True)
     before = node.ceiling
@@ -302,6 +323,29 @@ async def test_a_worker_has_the_time_of_the_settings(make: Make, setting: str, c
     node.ask(job={**JOB, "prompt": "hold=denoising"})
     ended = await node.ended()
     assert (ended.code, ended.message) == (code, words)
+    assert node.limiter.leases == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "code", "words"),
+    [
+        ("timeout", "job_timeout", "the job was not finished after 1 s"),
+        ("stall", "worker_stalled", "no progress for 1 s"),
+    ],
+)
+async def test_a_job_may_have_less_time_than_the_settings_allow(make: Make, limit: str, code: str, words: str):
+    node = await make(attends=True)
+    node.ask(job={**JOB, "prompt": "hold=denoising", limit: 1.0})
+    ended = await node.ended()
+    assert (ended.code, ended.message) == (code, words)
+
+
+async def test_a_job_that_is_done_without_a_clip_has_failed(make: Make):
+    node = await make(attends=True)
+    node.ask(job={**JOB, "prompt": "clip=none"})
+    ended = await node.ended()
+    assert (ended.code, ended.artifacts, ended.made) == ("output_invalid", (), b"")
+    assert ended.message == "the worker reported success without a clip"
     assert node.limiter.leases == 0
 
 

@@ -126,6 +126,12 @@ def test_a_request_that_was_begun_is_never_refused():
     assert len(queue) == 3
 
 
+def test_extend_moves_a_deadline_to_a_later_time_only():
+    entry = offer(AdmissionQueue(), "waits")
+    assert [entry.extend(at) for at in (20.0, 45.0, 40.0)] == [30.0, 45.0, 45.0]
+    assert entry.deadline == 45.0
+
+
 def test_a_request_costs_a_token_at_least():
     queue: AdmissionQueue[str] = AdmissionQueue()
     assert [offer(queue, "item", cost=cost).cost for cost in (0, 1, 2)] == [1, 1, 2]

@@ -339,3 +339,13 @@ def test_models_match_by_pattern_and_case():
         False,
     ]
     assert KeyLimits().allows("anything")
+
+
+def test_the_end_of_a_request_releases_the_bytes_of_all_its_texts():
+    one = bounded(max_body_bytes_per_key=1000)
+    assert one.admit("k", ResourceDemand("m", prompt_bytes=50), 0.0) == 0, "stays open"
+    texts = ResourceDemand("m", prompt_bytes=200, other_bytes=700)
+    for _ in range(2):
+        assert one.admit("k", texts, 0.0) == 0
+        assert isinstance(one.admit("k", ResourceDemand("m", prompt_bytes=51), 0.0), Refused)
+        one.record_end("k", texts, 0, 0, 0.0)

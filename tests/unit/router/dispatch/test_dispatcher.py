@@ -11,6 +11,7 @@ import pytest
 from router.admission.rate_limits import KeyLimits, RateLimits
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.answer import CollectedAnswer, StreamedAnswer
+from router.dispatch.circuit_breaker import MAX_FAULTS, SAME_FAULT_SECONDS
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.parts.composition import SWEEP_INTERVAL_SECONDS
 from router.dispatch.request import CANCELLED, SLOW, RequestFailure, RequestSpec
@@ -574,6 +575,20 @@ def engine_lost(cluster: Cluster) -> None:
     cluster.say(lambda number: Failed(number, "engine_lost", "it ended by SIGKILL"))
 
 
+async def test_engine_faults_in_a_row_open_the_breaker_of_their_node_and_no_other(one: Cluster):
+    for fault in range(1, MAX_FAULTS + 1):
+        assert one.dispatcher.breakers.list_barred_nodes(one.now) == []
+        ticket = one.submit()
+        one.say(lambda number: Failed(number, "engine_error", "the forward raised"))
+        assert isinstance(ticket.outcome, RequestFailure), fault
+        one.now += 2 * SAME_FAULT_SECONDS
+        one.report()
+    assert one.dispatcher.breakers.list_barred_nodes(one.now) == [A]
+    state = one.dispatcher.breakers.get_state(A, one.now)
+    assert state is not None
+    assert (state.state, state.why, one.dispatcher.breakers.opened) == ("open", "the forward raised", 1)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_engine_crash_retries_unrelated_requests_once(two: Cluster, stream: bool):
     ticket = two.submit(stream=stream)
@@ -1116,6 +1131,21 @@ async def test_drain_migrates_remaining_requests_when_there_is_room(two: Cluster
     two.report()
     assert await first == await second == 0
     assert two.last()[0] == other
+
+
+async def test_requests_after_the_end_of_a_drain_stay_where_they_are(two: Cluster):
+    two.submit()
+    where, _ = two.last()
+    other = B if where == A else A
+    two.memory[other] = a_memory(0)
+    two.report()
+    assert await two.dispatcher.wait_drained(where, 0.0) == 1
+    two.memory[other] = a_memory()
+    two.report()
+    await turn()
+    assert (two.last()[0], len(two.generates())) == (where, 1)
+    two.finish()
+    two.settled()
 
 
 async def test_drain_completes_when_requests_finish(one: Cluster):

@@ -33,7 +33,7 @@ from router.dispatch.request_state import (
     step,
 )
 from router.placement.candidate import Candidate
-from router.placement.recovery import MAX_LOSSES
+from router.placement.recovery import MAX_CRASHES, MAX_LOSSES
 from tests.effort import scale_examples
 from tests.sim.requests import event_of, play
 from wire.frames import Admitted, Finished
@@ -224,6 +224,23 @@ def test_a_node_that_answers_has_the_request():
     told, first = step(life, Delivered(2), 2.0)
     after, then = step(told, event_of("admit", 2, []), 2.0)
     assert (by_frame, actions) == (after, (*first, *then))
+
+
+def test_a_delivered_move_releases_and_cancels_the_attempt_on_the_earlier_node():
+    life, _ = step(RequestLife(0.0), placed(1), 0.0)
+    life, _ = step(life, read("move b", 1, 2), 1.0)
+    after, actions = step(life, Delivered(2), 2.0)
+    assert (after.node, after.attempt) == (NodeId("b"), 2)
+    assert actions == (Release(NodeId("a"), 1), CancelAttempt(NodeId("a"), 1))
+
+
+def test_crashes_of_engines_end_a_request_at_their_limit_without_a_loss():
+    life = RequestLife(0.0)
+    for number in range(1, MAX_CRASHES + 1):
+        assert life.state is RequestState.NEW
+        life, _ = step(life, placed(number), 0.0)
+        life, _ = step(life, event_of("lose", number, ["engine"]), 0.0)
+    assert (life.state, life.crashes, life.losses) == (RequestState.ENDED, MAX_CRASHES, 0)
 
 
 def test_losses_end_a_request_above_their_limit():

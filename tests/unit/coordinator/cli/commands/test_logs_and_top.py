@@ -1,11 +1,17 @@
-"""`cluster metrics-config` with a damaged token file, against a server with the answers of a coordinator."""
+"""`cluster metrics-config`: the token with which Prometheus scrapes."""
 
+import json
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from coordinator.cli import cluster
 from tests.support.cluster.answering_server import Server
+from tests.support.cluster.whole_pool import served
 
 
 @pytest.fixture
@@ -27,3 +33,29 @@ def test_a_damaged_token_file_is_replaced_and_no_key_is_revoked(server: Server, 
     assert token.read_text() == "mp_new_secret"
     posted = [(path, body) for path, body in server.asked if path.startswith("/api/v1/keys")]
     assert posted == [("/api/v1/keys", None), ("/api/v1/keys", {"name": "prometheus-2", "scopes": ["metrics"]})]
+
+
+def test_renew_revokes_the_former_scrape_token_and_writes_another(tmp_path: Path):
+    with served() as pool:
+        (tmp_path / "key").write_text(pool.keys["admin"])
+        where = ["--state", str(tmp_path), "--url", pool.url, "--key-file", str(tmp_path / "key"), "-o", "json"]
+
+        def run(*words: str) -> dict[str, Any]:
+            done = CliRunner().invoke(cluster, [*words, *where])
+            assert done.exit_code == 0, done.output
+            return json.loads(done.stdout)
+
+        def list_ids() -> set[str]:
+            return {key["id"] for key in run("key", "list")["keys"] if key["name"].startswith("prometheus")}
+
+        folder = tmp_path / "scrape"
+        token = folder / "macpool.token"
+        assert run("metrics-config", "--folder", str(folder))["token_file"] == str(token)
+        first = token.read_text()
+        assert stat.S_IMODE(token.stat().st_mode) == 0o600
+        assert list_ids() == {first.split("_")[1]}
+        run("metrics-config", "--folder", str(folder))
+        assert token.read_text() == first, "a second call keeps the token"
+        run("metrics-config", "--folder", str(folder), "--renew")
+        assert token.read_text() != first
+        assert list_ids() == {token.read_text().split("_")[1]}

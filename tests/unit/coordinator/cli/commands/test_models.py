@@ -74,6 +74,13 @@ def test_models_prints_the_state_of_each_model_on_each_node(server: Server):
     assert "prefill" not in wide, "an older coordinator reports no speeds"
 
 
+def test_models_counts_the_nodes_that_have_a_model_and_have_not_left(server: Server):
+    nodes = [row("studio"), row("mini", "known", state="lost"), row("gone", state="left")]
+    server.answer = {"models": [{"name": "a/b", "nodes": nodes, "weights": 4 * GIB, "context": 4096}]}
+    text = server.run("models").output
+    assert text.splitlines()[1].split() == ["a/b", "studio", "2", "4.0", "GiB", "4096"]
+
+
 def test_models_prints_the_speeds_of_a_node(server: Server):
     nodes = [
         row("studio") | {"prefill_speed": 1234.5, "decode_speed": 61.2},

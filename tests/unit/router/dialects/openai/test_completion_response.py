@@ -37,6 +37,14 @@ def test_a_whole_completion_has_every_choice_and_the_exact_usage():
     }
 
 
+def test_a_completion_has_no_other_finish_reasons_than_stop_and_length():
+    request, job = asked(CompletionRoute(), prompt="once", n=3)
+    ends = replace(FINISHED, reasons=("tool_calls", "length"))
+    three = CompleteAnswer({(choice, Channel.CONTENT): "x" for choice in range(3)}, {}, {})
+    choices = json.loads(request.render_complete(job, three, ends))["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["stop", "length", "stop"]
+
+
 def test_legacy_log_probabilities_have_text_offsets():
     request, job = asked(CompletionRoute(), prompt="once", logprobs=1)
     answer = CompleteAnswer({(0, Channel.CONTENT): " one"}, {}, {0: TOKENS})

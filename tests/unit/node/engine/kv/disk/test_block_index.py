@@ -4,6 +4,7 @@ import os
 import time
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,6 +113,18 @@ def test_a_folder_is_read_by_its_names_in_order_of_use(tmp_path: Path):
     assert index.choose_evictions(0, 0) == [*(block(number).file for number in (2, 3, 1)), state.file]
     BlockIndex().scan(tmp_path, clean=True)
     assert not unfinished.exists()
+
+
+@pytest.mark.parametrize("order", [range(20), range(19, -1, -1)], ids=["as named", "reversed"])
+def test_the_least_recently_used_files_are_evicted_first_after_a_restart(tmp_path: Path, order: range):
+    (tmp_path / "m").mkdir()
+    for age, number in enumerate(order):
+        path = tmp_path / block(number).file
+        path.write_bytes(b"x")
+        os.utime(path, (1e9 - age, 1e9 - age))
+    index = BlockIndex()
+    index.scan(tmp_path, clean=False)
+    assert index.choose_evictions(0, 0) == [block(number).file for number in reversed(order)]
 
 
 def test_a_chain_of_60000_tokens_is_looked_up_in_a_few_milliseconds():

@@ -1,0 +1,32 @@
+"""Output and exit codes of `cluster node drain`, against a server with the answers of a coordinator."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.client.errors import REFUSED
+from tests.support.cluster.answering_server import Server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path)
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_drain_fails_while_requests_are_left_and_names_their_number(server: Server, form: str):
+    server.answer = {"schema": 1, "node": "id-1", "cordoned": True, "left": 2}
+    done = server.run("node", "drain", "studio", "--wait", "3s", "-o", form)
+    assert server.asked == [("/api/v1/nodes/studio/drain", {"wait_seconds": 3.0})]
+    assert done.exit_code == REFUSED
+    assert "studio is cordoned, 2 requests are still running" in done.stderr
+    assert (json.loads(done.stdout) if form == "json" else done.stdout) == (server.answer if form == "json" else "")
+    server.answer = {**server.answer, "left": 0}
+    done = server.run("node", "drain", "studio", "-o", form)
+    assert done.exit_code == 0
+    assert ("studio is empty and cordoned" in done.stdout) is (form == "text")
