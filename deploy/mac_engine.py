@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -144,7 +145,7 @@ def main() -> None:
     engine.handle(MemoryLimits(8 * GIB, 8 * GIB, 0, "static"), time.monotonic())
     first = Generate(0, 0, "r", MODEL.name, (Message("user", "Hello!"),), GenerationParams(max_tokens=1), 0)
     deliver_frame(engine, first)
-    while not any(isinstance(frame, Finished) for frame in engine.step(time.monotonic())):
+    while not any(isinstance(frame, Finished) for frame in chain.from_iterable(engine.step(time.monotonic()))):
         pass  # the first answer loads the model and the libraries
     base = sensor.read_footprint().phys or 0
     entries = [one for one in json.loads((Path(MODEL) / "answers.json").read_text()) if "system" not in one]
@@ -156,7 +157,7 @@ def main() -> None:
         deliver_frame(engine, request)
     open_, tokens, begun = set(texts), 0, time.monotonic()
     while open_ and time.monotonic() - begun < ENGINE_TIMEOUT_SECONDS / 2:
-        for frame in engine.step(time.monotonic()):
+        for frame in chain.from_iterable(engine.step(time.monotonic())):
             if isinstance(frame, Deltas):
                 for delta in frame.deltas:
                     tokens += len(delta.ids)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 from deploy.mac_engine import deliver_frame
@@ -141,13 +142,13 @@ def run_churn(
     deliver(MemoryLimits(cap, cap, resolve_margin("auto", cap).bytes, "auto"))
     deliver(LoadModel(0, model.name))
     while not ended:
-        process_frames(engine.step(time.monotonic()))
+        process_frames(chain.from_iterable(engine.step(time.monotonic())))
     begun = written_at = time.monotonic()
     while (now := time.monotonic()) < begun + seconds:
         while 1 + number - len(ended) < STREAMS:  # `ended` includes the load
             number += 1
             deliver(create_request())
-        process_frames(engine.step(time.monotonic()))
+        process_frames(chain.from_iterable(engine.step(time.monotonic())))
         if now - written_at >= PROGRESS_SECONDS:
             written_at = now
             _append_progress(

@@ -74,7 +74,7 @@ def test_a_body_that_is_refused_is_found_with_its_reason_and_not_quoted(fields: 
         ("/v1/responses", {"model": "tiny"}),
         ("/v1/messages", {"model": "tiny"}),
         ("/v1/messages/count_tokens", {"model": "tiny"}),
-        ("/api/chat", {"model": "tiny"}),
+        ("/api/chat", {"model": "tiny", "messages": "x"}),
         ("/api/generate", {}),
         ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "x" * 9_000_000}]}),
         ("/v1/chat/completions", {"model": "nowhere", "messages": [{"role": "user", "content": "x"}]}),

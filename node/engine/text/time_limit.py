@@ -29,10 +29,14 @@ class Deadline:
         _CLOCK.add(self, time.monotonic() + self._seconds)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        with self._lock:
-            self._over = True
-        if self._raised:
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), None)
+        try:
+            with self._lock:
+                self._over = True
+            if self._raised:
+                self._raise_in_thread()
+                while True:  # the exception arrives here, and replaces one that has not arrived yet
+                    pass
+        except DeadlineError:
             raise DeadlineError(self._message) from None
         _CLOCK.remove(self)  # no exception can come now, which would keep the lock of the clock
 
@@ -41,9 +45,15 @@ class Deadline:
         with self._lock:
             if not self._over:
                 self._raised = True
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(self._thread), ctypes.py_object(DeadlineError)
-                )
+                self._raise_in_thread()
+
+    def _raise_in_thread(self) -> None:
+        """Make CPython raise `DeadlineError` in the thread inside the context.
+
+        CPython before 3.13 keeps its mark of a pending exception until one arrives, also if it is withdrawn. With the
+        mark every thread is slower, and a call under `sys.setprofile` never returns.
+        """
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread), ctypes.py_object(DeadlineError))
 
 
 class DeadlineClock:

@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from node.engine.text.tokenizer_trial import TokenizerTrials
 from node.engine_process.quarantine import Quarantine
 from tests.support.engine import vocabulary
 from tests.support.engine.text_engine import Driver
+from tests.support.processes import ROOT
 from tests.unit.node.engine.text.test_tokenizer import ask
 from wire.frames import Generate, GenerationParams, Message, ModelBan, RestoreModels
 from wire.refusals import RefusalCode
@@ -154,6 +157,21 @@ def test_a_deadline_raises_inside_its_context_or_not_at_all():
     late.expire()  # like its timer when it could no longer be cancelled
     assert sum(range(1000)) == 499_500, "nothing is raised"
     assert threading.active_count() < 50
+
+
+def test_an_expired_deadline_leaves_no_mark_of_an_exception_in_the_interpreter():
+    script = (
+        "import sys\n"
+        "from node.engine.text.time_limit import Deadline, DeadlineError\n"
+        "try:\n"
+        "    with Deadline(0.05, 'too long'):\n"
+        "        while True: pass\n"
+        "except DeadlineError: pass\n"
+        "sys.setprofile(lambda *_: None)\n"
+        "(lambda: None)()\n"  # with the mark this call never returns
+        "sys.setprofile(None)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
 
 
 def test_a_deadline_earlier_than_one_in_force_raises_in_time_and_starts_no_thread():
