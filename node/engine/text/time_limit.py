@@ -14,7 +14,7 @@ class Deadline:
     """Context that raises `DeadlineError` with this message in its thread after `seconds`.
 
     Python code is interrupted between two instructions, but a native call is not. No exception is raised outside the
-    context: one that is pending at the end is withdrawn.
+    context: one that is pending at the end is caught there.
     """
 
     def __init__(self, seconds: float, message: str) -> None:
