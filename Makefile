@@ -22,7 +22,7 @@ demo: $(READY)
 test: $(READY)
 	$(MAKE) -j 3 lint types rewritten
 	$(SUITE) -n 3 --dist worksteal --durations 25 --durations-min 5 tests
-	$(FAST) $(BIN)/python -m tests.neuter --changed
+	$(FAST) $(BIN)/python -m tests.neuter --changed --seconds 120
 
 # The suite as a scheduler may start it, with all drawn cases: no terminal, SIGINT ignored, both cores busy.
 nightly: $(READY) lint types

@@ -9,7 +9,6 @@ import os
 import random
 import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from tests.neuter.changes import VERIFIED, git, select_changed
 from tests.neuter.guards import ROOT, Guard, load
 from tests.neuter.pool import Copy, Outcome, tracked
 from tests.neuter.syntax import NotApplicable
@@ -33,10 +33,6 @@ SLACK_SECONDS = 5
 """Seconds added to the limit of a run with a change."""
 SLOWDOWN = 3
 """Factor in that limit on the unchanged time of a guard's tests, including their start. It bounds changes that hang."""
-BUDGET_SECONDS = 120
-"""Budget for the guards of changed files in `make test`."""
-VERIFIED = ROOT / "tests/neuter/verified"
-"""Commit and date of the last complete run in which all guards were right. That run writes the file."""
 REPORT = ROOT / ".neuter/report.md"
 SLOWEST = 10
 
@@ -148,23 +144,6 @@ def _is_part(one: str, test: str) -> bool:
     return one == test or one.startswith((f"{test}::", f"{test}["))
 
 
-def git(*arguments: str) -> str | None:
-    """Return git's output, or None where it fails."""
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def changed(guards: list[Guard]) -> list[Guard]:
-    """Return the guards whose file or test files changed since the verified commit; all where it is unknown here."""
-    commit = VERIFIED.read_text().split()[0] if VERIFIED.is_file() else ""
-    listing = git("diff", "--name-only", commit) if commit else None
-    if listing is None:
-        return guards
-    untracked = git("ls-files", "--others", "--exclude-standard") or ""
-    files = {*listing.splitlines(), *untracked.splitlines()}
-    return [guard for guard in guards if files & {guard.path(), *guard.test_files()}]
-
-
 def in_order(guards: list[Guard]) -> list[Guard]:
     """Sort by test file. Files that start processes come first, because they take longest."""
     return sorted(guards, key=lambda guard: (guard.tests[0].startswith("tests/unit"), guard.tests[0]))
@@ -185,7 +164,7 @@ def report(run: Run, seconds: float, what: str) -> str:
         f"{len(results) - len(wrong)} of {len(results)} guards: the tests fail without the property.",
     ]
     if run.left_out:
-        lines.append(f"{run.left_out} guards were left out: the budget of {BUDGET_SECONDS} s was spent.")
+        lines.append(f"{run.left_out} guards were left out: the time was spent.")
     if limited:
         lines.append(f"Ended by their limit: {', '.join(limited)}.")
     if wrong:
@@ -203,7 +182,7 @@ def selected(arguments: argparse.Namespace) -> list[Guard]:
     if arguments.names:
         guards = [guard for guard in guards if guard.name in arguments.names]
     if arguments.changed:
-        guards = changed(guards)
+        guards = select_changed(guards)
         random.Random(f"{datetime.now(UTC):%Y%m%d}").shuffle(guards)
         return guards
     guards = in_order(guards)
@@ -219,18 +198,19 @@ def main() -> int:
     parser = argparse.ArgumentParser("python -m tests.neuter", description="Break guarded properties; tests must fail.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="only the guards with these names")
     parser.add_argument(
-        "--changed", action="store_true", help=f"only guards of changed files, as many as fit {BUDGET_SECONDS} s"
+        "--changed", action="store_true", help="only guards that are new or have other code than at the verified commit"
     )
+    parser.add_argument("--seconds", type=float, metavar="N", help="begin no guard after N seconds")
     parser.add_argument("--shard", metavar="K/N", help="only the K-th of N parts")
     arguments = parser.parse_args()
     guards = selected(arguments)
     if not guards:
-        print("no guard is concerned")
+        print("no guard is selected")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     began = time.monotonic()
     commit, is_clean = git("rev-parse", "HEAD"), not git("status", "--porcelain")
-    run = Run(guards, BUDGET_SECONDS if arguments.changed else None)
+    run = Run(guards, arguments.seconds)
     files = tracked()
     with tempfile.TemporaryDirectory(prefix="neuter-") as folder, ThreadPoolExecutor(WORKERS) as pool:
         copies = [Copy(Path(folder) / str(number), files) for number in range(min(WORKERS, len(guards)))]
@@ -240,8 +220,8 @@ def main() -> int:
         finally:
             for copy in copies:
                 copy.close()
-    complete = not (arguments.names or arguments.changed or arguments.shard)
-    what = "all guards" if complete else "guards of changed files" if arguments.changed else "some guards"
+    some = arguments.names or arguments.shard
+    what = "some guards" if some else "guards of changed code" if arguments.changed else "all guards"
     what += "" if is_clean else ", with changes"
     text = report(run, time.monotonic() - began, f"commit {(commit or 'unknown')[:8]}, {what}")
     print(text, end="")
@@ -249,7 +229,7 @@ def main() -> int:
     REPORT.write_text(text)
     if any(result.wrong for result in run.results):
         return 1
-    if complete and is_clean:
+    if not some and not run.left_out and is_clean:
         VERIFIED.write_text(f"{commit} {datetime.now(UTC):%Y-%m-%d}\n")
     return 0
 
