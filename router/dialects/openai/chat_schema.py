@@ -127,7 +127,7 @@ class CalledFunction(StrictPart):
 class MessageToolCall(StrictPart):
     """Function call that the assistant made in an earlier turn.
 
-    Client libraries leave `index` and `parsed_arguments` in messages assembled from a stream.
+    Client libraries leave `index` and `parsed_arguments` in messages assembled from a stream. They have no effect.
     """
 
     id: Named
@@ -159,7 +159,10 @@ MessageCall = Annotated[
 
 
 class ChatMessage(StrictPart):
-    """Message of the conversation."""
+    """Message of the conversation. `annotations` and `parsed` have no effect.
+
+    `refusal` is appended to `content`. `reasoning` counts only without `reasoning_content`.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
