@@ -228,7 +228,10 @@ class ReservationLedger:
                 self._settle(account, request, reservation)
 
     def release_weights(self, request: int) -> None:
-        """Release the weights in a request's reservation, because the node's report counts them now."""
+        """Release the weights in a request's reservation, because the node's report counts them now.
+
+        Ignore requests without a reservation, and settled reservations.
+        """
         reservation = self._reservations.get(request)
         if reservation is None or reservation.settled:
             return
@@ -243,8 +246,9 @@ class ReservationLedger:
         return True
 
     def remove_node(self, node: NodeId) -> None:
-        """Remove the holds and the model swap of a node that is no longer a member. Its account is removed when it has
-        no open requests.
+        """Remove the holds and the model swap of a node that is no longer a member, and its account.
+
+        The account stays while requests are on the node, because their release needs it.
         """
         if not self.count_in_flight(node):
             self._accounts.pop(node, None)
