@@ -30,7 +30,10 @@ class Placed(Event, frozen=True, gc=False):
 
 
 class Moved(Placed, frozen=True, gc=False):
-    """Event: placement has chosen a better node for a request that another node has."""
+    """Event: placement has chosen another node for a request that is on a node.
+
+    The old node loses the request when the new one has got its frame.
+    """
 
     is_loss: bool = True
     """Whether the move counts as a loss, because the old node drains or is silent."""
