@@ -367,7 +367,7 @@ class EngineState(WireStruct, frozen=True, array_like=True, gc=False):
     cause: Text = ""
     """Reason of the state."""
     restarts: Natural = 0
-    """Number of times that the process died."""
+    """Number of times that the process died. Replacements of a healthy process count in `recycles`."""
     running: Natural = 0
     """Number of running requests."""
     waiting: Natural = 0
