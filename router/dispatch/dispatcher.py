@@ -154,10 +154,7 @@ class Dispatcher:
         return self.placer.view
 
     def set_view(self, view: ClusterView) -> None:
-        """Apply a new view: settle reservations, drop evicted prefixes, readmit recovered nodes.
-
-        Retries of queued requests and migrations off draining nodes are scheduled for the next turn of the event loop.
-        """
+        """Apply a new view: settle reservations, drop evicted prefixes, readmit nodes, schedule retries and moves."""
         parts, old = self._parts, {node.id: node for node in self.view.nodes}
         self.placer.set_view(view)
         changed = [node for node in view.nodes if old.get(node.id) is not node]
@@ -218,10 +215,7 @@ class Dispatcher:
             request.answer.flush()
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Handle the end of a node's link for `reason`: resume its requests elsewhere, or end them.
-
-        The commands to the node end with a failure.
-        """
+        """Handle the end of a node's link for `reason`: resume or end its requests, and fail its commands."""
         self.commands.handle_lost_node(node, reason)
         self.placer.remove_node(node)
         self._parts.migration.remove_node(node)
@@ -252,11 +246,8 @@ class Dispatcher:
     # client requests
 
     def submit(self, spec: RequestSpec) -> ActiveRequest:
-        """Accept a request: place it now, queue it, or end it with the refusal. The caller must `close` the returned
-        request.
-
-        While the coordinator stops, the request ends with a failure and is not charged.
-        """
+        """Accept a request: place it now, queue it, or end it with the refusal; while stopping, with a failure and no
+        charge. The caller must `close` the returned request."""
         self._count += 1
         request, refused = self.intake.accept(spec, self._count, charges_quota=not self._closing)
         if self._closing:

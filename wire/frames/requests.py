@@ -286,6 +286,7 @@ class Delta(WireStruct, frozen=True, array_like=True, gc=False):
     """Pairs of channel (`Channel`) and text. A piece of TOOL_CALL is a complete call as JSON object: `index`, `id`,
     `name`, `arguments` (JSON text)."""
     logprobs: Annotated[tuple[Logprob, ...], Meta(max_length=MAX_DELTAS)] = ()
+    """Log probabilities of tokens, if the request asks for them; empty otherwise."""
 
 
 class Deltas(Frame, frozen=True, array_like=True, gc=False):

@@ -117,7 +117,10 @@ Content = Annotated[
 
 
 class CalledFunction(StrictPart):
-    """Function in a tool call of the assistant. `arguments` is JSON text, as far as the model produced valid JSON."""
+    """Function in a tool call of the assistant. `arguments` is JSON text, as far as the model produced valid JSON.
+
+    `parsed_arguments` has no effect.
+    """
 
     name: Named
     arguments: str
