@@ -5,9 +5,10 @@ Every key, with or without limits, has bounds on its open requests, prompt token
 memory.
 
 Theory. Requests and tokens per minute are buckets that fill evenly: one minute's worth may come at once after a quiet
-minute. A request is charged an estimate on arrival: its prompt and the longest answer it may get. At its end the
-difference to the tokens used is refunded or charged. A key can therefore not exceed its rate by sending requests before
-the first answers. A request larger than a whole minute's tokens is admitted when the bucket is full, and leaves a debt.
+minute. A request is charged an estimate on arrival: its prompt and its limit of answer tokens, or
+`DEFAULT_ANSWER_TOKENS` without a limit. At its end the difference to the tokens used is refunded or charged. A key can
+therefore not exceed its rate by sending requests before the first answers. A request larger than a whole minute's
+tokens is admitted when the bucket is full, and leaves a debt.
 """
 
 import fnmatch

@@ -105,7 +105,7 @@ class ActiveRequest:
         self.streaming = False
         """Whether the current attempt has its first token, as in `life`: read for every token."""
         self.version = UNKNOWN_VERSION
-        """Fingerprint of the model that generates the answer."""
+        """Version of the model that generates the answer, or is to generate it; unknown before the first attempt."""
         self.prompt_counts: tuple[int, int] = (0, 0)
         """Prompt tokens and the cached tokens among them, for usage."""
         self.entry: QueuedRequest[ActiveRequest] | None = None
@@ -199,7 +199,7 @@ class ActiveRequest:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the model that began the answer; empty before."""
+        """Fingerprint of the model in `version`; empty before the first attempt."""
         return self.version.fingerprint
 
     @property

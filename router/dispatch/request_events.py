@@ -48,7 +48,11 @@ class Undelivered(OfAttempt, frozen=True, gc=False):
 
 
 class NoRoom(Event, frozen=True, gc=False):
-    """Event: no node can take the request now. `result` is the decision."""
+    """Event: the request must wait in the queue, for room on a node or for fairness. `result` is the decision.
+
+    If `result` is a `Placement`, a node has room, but the request waits for fairness, or after `MAX_NODES_IN_A_ROW`
+    nodes.
+    """
 
     result: Placement | NoPlacement
 

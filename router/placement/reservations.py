@@ -20,7 +20,8 @@ running load, that report counts the weights and the reservation does not.
 
 A hold reserves room for a request that still waits in the queue, because smaller requests behind it would take all of
 it. A node has at most one hold, because two waiting requests would keep each other out of an empty node. A key has at
-most one hold, because a key with many waiting requests would keep all other keys out of all nodes.
+most one hold, because a key with many waiting requests would keep all other keys out of all nodes. Requests that have
+lost a node, and those for which a node swaps models, have a hold in addition.
 """
 
 from dataclasses import dataclass, field

@@ -147,7 +147,7 @@ class CalledCustom(StrictPart):
 
 
 class MessageCustomCall(StrictPart):
-    """Call of a custom tool that the assistant made in an earlier turn."""
+    """Call of a custom tool that the assistant made in an earlier turn. `index` has no effect."""
 
     id: Named
     type: Literal["custom"]

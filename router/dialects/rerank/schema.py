@@ -36,7 +36,7 @@ COHERE_INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 class DocumentPart(StrictPart):
-    """Document as an object."""
+    """Document as an object with its text."""
 
     text: Text
 
