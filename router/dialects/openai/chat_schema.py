@@ -232,6 +232,7 @@ class ChatBody(FormattedBody):
     """Request body of `/v1/chat/completions`.
 
     An unsupported field is refused with `unsupported_parameter`; the answer names ignored fields.
+    `INSTEAD` has the effects of the fields for reasoning, and of `usage` and `max_completion_tokens`.
     """
 
     model: Named
