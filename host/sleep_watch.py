@@ -102,7 +102,10 @@ class SleepWatch:
         self._handle: asyncio.TimerHandle | asyncio.Handle | None = None
 
     def start(self) -> None:
-        """Start listening for announcements and checking the clocks. Call on a running event loop."""
+        """Start listening for announcements and checking the clocks. Call on a running event loop.
+
+        The first check, with `on_look`, is made before this method returns.
+        """
         loop = asyncio.get_running_loop()
 
         def call_on_loop(call: Callable[..., None], *arguments: object) -> None:

@@ -75,13 +75,16 @@ class Problem:
 
     status: int
     code: str
+    """Code of a refusal or a failure, or another machine-readable reason."""
     message: str
     param: str | None = None
+    """Parameter of the request that is at fault; None without one."""
     memory: MemoryNumbers | None = None
+    """Numbers of a memory refusal in bytes; None for any other problem."""
     retry_after: float | None = None
-    """Retry-After in seconds."""
+    """Retry-After in seconds; None without the header."""
     allow: str = ""
-    """Allowed methods of a 405."""
+    """Allowed methods of a 405; empty for any other status."""
 
     @property
     def type(self) -> str:

@@ -40,7 +40,7 @@ class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
 
 def get_upstream_label(name: str, settings: UpstreamSettings) -> str:
-    """Return the name of an upstream's model in answers, usage and metrics."""
+    """Return the name of an upstream's model in answers, usage and metrics: `upstream:NAME/MODEL`."""
     return f"{UPSTREAM_PREFIX}{name}/{settings.model}"
 
 

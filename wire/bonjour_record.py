@@ -29,7 +29,7 @@ announced.
 def sanitize_text(text: str, longest: int = 64) -> str:
     """Return untrusted text as at most `longest` ASCII characters that are safe in terminals, labels and pages.
 
-    Any other character becomes `?`.
+    Any other character becomes `?`. Spaces at both ends are removed.
     """
     return _NOT_PLAIN.sub("?", text[:longest]).strip()
 

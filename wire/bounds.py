@@ -2,7 +2,7 @@
 
 The decoder (`wire.codec.decode`) refuses a frame with a value outside its bounds before any value is used. Sums of
 sizes therefore fit 64 bits, the database can store every number, and lists have a known maximum length. Honest peers
-stay far below the bounds; `router.placement.cluster_view` checks plausibility.
+stay far below the bounds; `router.placement.sanitize_report` checks plausibility.
 """
 
 from typing import Annotated

@@ -57,7 +57,8 @@ class NodeMeasures(WireStruct, frozen=True, array_like=True, gc=False):
 class Histogram:
     """Histogram that counts values in buckets. Not thread-safe.
 
-    `bounds` are the inclusive upper bounds of the buckets, ascending.
+    `bounds` are the inclusive upper bounds of the buckets, ascending. `counts` and `total` are those of
+    `HistogramSnapshot`.
     """
 
     __slots__ = ("bounds", "counts", "total")

@@ -11,7 +11,7 @@ from wire.report import WireStruct
 
 
 class FailureCode(StrEnum):
-    """Machine-readable reason why a request that had begun ended without its complete answer."""
+    """Machine-readable reason why a request or a command that had begun ended without its complete answer."""
 
     ENGINE_CRASHED = "engine_crashed"
     """The engine died in the forward of this request."""
@@ -57,19 +57,19 @@ class RefusalCode(StrEnum):
     UNREADABLE = "memory_unreadable"
     """The memory cannot be read."""
     CONTEXT = "context_length_exceeded"
-    """Prompt and answer exceed the context of the model."""
+    """Prompt and answer exceed the context of the model, or the context limit of the profile."""
     UNSUPPORTED = "unsupported_parameter"
     """The model or the node does not support a part of the request."""
     NO_MODEL = "model_not_found"
     """No node, or not this one, has the model."""
     NOT_READY = "engine_not_ready"
-    """The engine is starting or restarting."""
+    """No node, or not this one, serves requests now: its engine starts, its link is lost, or it is cordoned."""
     DRAINING = "node_draining"
     """The node accepts no new requests."""
     QUEUE_FULL = "queue_full"
-    """The queue is full."""
+    """The queue is full, or too many commands to nodes are open."""
     OVER_SHARE = "over_share"
-    """The key has its share of the queue."""
+    """The key already has its share of the queue, or of the open token counts."""
     DEADLINE = "queue_deadline"
     """The request was queued for too long."""
     INVALID = "invalid_request"
@@ -83,7 +83,7 @@ class RefusalCode(StrEnum):
     RATE_LIMITED = "rate_limited"
     """The key is over a limit."""
     NOT_ALLOWED = "not_allowed"
-    """The key may not use the model."""
+    """The key may not use the model, or no node that it may use has the model."""
 
 
 STATUS: dict[RefusalCode, int] = {

@@ -60,6 +60,7 @@ class Hardware(WireStruct, frozen=True, array_like=True, gc=False):
     memory: Size = 0
     """RAM in bytes, or the limit of the container if that is less; 0 if unreadable."""
     cores: Natural = 0
+    """Number of logical processors; 0 if unknown."""
     system: Text = ""
     """Operating system with version, such as "macOS 26.1"."""
     python: Text = ""
@@ -324,8 +325,7 @@ class CacheState(WireStruct, frozen=True, gc=False):
     evictions: Natural = 0
     """Number of prefixes that are no longer cached, neither in memory nor on the disk."""
     evicted: Annotated[tuple[Blob, ...], Meta(max_length=MAX_ITEMS)] = ()
-    """Prompt hashes (`Admitted.prompt_hash`) of the newest evictions, oldest first. The last one belongs to the
-    newest of all `evictions`."""
+    """Prompt hashes (`Admitted.prompt_hash`) of the newest of all `evictions`, oldest first."""
     disk_bytes: Size = 0
     """Bytes of all files of the disk cache."""
     disk_files: Natural = 0
@@ -367,7 +367,7 @@ class EngineState(WireStruct, frozen=True, array_like=True, gc=False):
     cause: Text = ""
     """Reason of the state."""
     restarts: Natural = 0
-    """Number of times that the process died."""
+    """Number of times that the process died. Replacements of a healthy process count in `recycles`."""
     running: Natural = 0
     """Number of running requests."""
     waiting: Natural = 0

@@ -21,8 +21,11 @@ class StateMachine(StrEnum):
 
     REQUEST = "request"
     MEMBERSHIP = "membership"
+    """Membership of a node, with its link."""
     PULL = "pull"
+    """Download of a model to nodes."""
     WISH = "wish"
+    """Wanted replicas of a model (`cluster model want`)."""
     VIDEO_JOB = "video_job"
 
 

@@ -66,7 +66,7 @@ class LeaseRefusalCode(StrEnum):
 
 
 class ReleaseCause(StrEnum):
-    """Cause for which the coordinator releases a lease, in `LeaseRelease.cause`. The node ends the lease with it."""
+    """Cause for which the coordinator releases a lease, in `LeaseRelease.cause`. It becomes the code of the end."""
 
     ACKNOWLEDGED = "acknowledged"
     """The coordinator has processed the end of the lease."""

@@ -21,6 +21,7 @@ _MAX_KEY_BYTES = 256
 _NO_DIGEST = bytes(32)
 """Digest compared with when no key has the id."""
 SESSION_HEADER = b"x-session-id"
+"""Header with which a client names its conversation."""
 MAX_SESSION_BYTES = 200
 """Maximum bytes of a session name."""
 
@@ -33,11 +34,13 @@ class ApiKey:
     name: str
     scopes: frozenset[str]
     digest: bytes
+    """Digest of the key's text (`compute_digest`); empty for the key of clients without a key."""
     created: float
     """Creation time in Unix seconds."""
     expires: float | None = None
     """Expiry in Unix seconds; None: the key never expires."""
     limits: KeyLimits | None = None
+    """Limits of the key; None if it has none of its own."""
 
     def allows(self, scope: str) -> bool:
         """Return whether the key has a scope; `admin` includes every scope."""
@@ -113,7 +116,7 @@ class KeyRing:
         return self._keys.pop(key_id.encode(), None) is not None
 
     def list(self) -> list[ApiKey]:
-        """Return all keys, oldest first."""
+        """Return all keys, oldest first, without the key of clients without a key."""
         return sorted(self._keys.values(), key=lambda key: key.created)
 
     def get_names(self) -> dict[str, str]:

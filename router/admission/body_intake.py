@@ -47,7 +47,7 @@ class BodyIntake:
         return frozenset(self._lanes)
 
     async def take(self, key: str, size: int) -> None:
-        """Reserve `size` bytes for a body of a key, and wait until the limit allows them.
+        """Wait until the limit of a key allows a body of `size` bytes, and reserve these bytes.
 
         `release` must follow, unless this call is cancelled.
         """

@@ -3,11 +3,11 @@
 from wire.capacity.fairness import WeightedKey
 
 FAIR_SHARE_FACTOR = 2
-"""Multiple of its share of the work from which a key is greedy.
+"""Multiple of its share of the work above which a key is greedy.
 
 Requests of a greedy key are queued before nodes are full of them, and are refused there while other keys have open
-requests. Of two keys with equal priority neither can reach the factor, because each has a share of one half. A
-low-priority key next to a normal one reaches it from two fifths of the work.
+requests. Of two keys with equal priority neither can exceed the factor, because each has a share of one half. A
+low-priority key next to a normal one exceeds it above two fifths of the work.
 """
 
 _NOTHING = 0, 0
@@ -30,7 +30,10 @@ class LoadShare:
         self._parts += weight - before
 
     def drop(self, owner: WeightedKey, tokens: int) -> None:
-        """Remove an ended request of a key. `tokens` must equal that of its `add`."""
+        """Remove an ended request of a key. `tokens` must equal that of its `add`.
+
+        Raise `KeyError` for a key without open requests.
+        """
         here, weight = self._tokens[owner.name]
         self._total -= tokens
         if here > tokens:
@@ -40,6 +43,9 @@ class LoadShare:
             self._parts -= weight
 
     def exceeds_share(self, name: str) -> bool:
-        """Return whether the open requests of a key exceed `FAIR_SHARE_FACTOR` times its share of all tokens."""
+        """Return whether the open requests of a key exceed `FAIR_SHARE_FACTOR` times its share of all tokens.
+
+        Return False for a key without open requests.
+        """
         here, weight = self._tokens.get(name, _NOTHING)
         return here * self._parts > FAIR_SHARE_FACTOR * self._total * weight

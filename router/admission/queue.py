@@ -46,7 +46,9 @@ class QueuedRequest(Generic[T]):
     """Request in the queue, with its cost and deadline. `AdmissionQueue.offer` creates it."""
 
     item: T
+    """Request of the caller."""
     key: str
+    """Id of the API key."""
     cost: int
     """Work in tokens."""
     arrived: float

@@ -5,9 +5,10 @@ Every key, with or without limits, has bounds on its open requests, prompt token
 memory.
 
 Theory. Requests and tokens per minute are buckets that fill evenly: one minute's worth may come at once after a quiet
-minute. A request is charged an estimate on arrival: its prompt and the longest answer it may get. At its end the
-difference to the tokens used is refunded or charged. A key can therefore not exceed its rate by sending requests before
-the first answers. A request larger than a whole minute's tokens is admitted when the bucket is full, and leaves a debt.
+minute. A request is charged an estimate on arrival: its prompt and its limit of answer tokens, or
+`DEFAULT_ANSWER_TOKENS` without a limit. At its end the difference to the tokens used is refunded or charged. A key can
+therefore not exceed its rate by sending requests before the first answers. A request larger than a whole minute's
+tokens is admitted when the bucket is full, and leaves a debt.
 """
 
 import fnmatch
@@ -28,6 +29,7 @@ MINUTE_SECONDS = 60.0
 DEFAULT_ANSWER_TOKENS = 256
 """Assumed tokens of an answer for which the client sets no limit."""
 BYTES_PER_TOKEN = 4
+"""Assumed bytes of text per prompt token, until a node has counted the prompt."""
 VIDEO_RETRY_SECONDS = 30.0
 """Retry-After in seconds for a key that has reached its limit of open videos."""
 WEIGHTS = {"low": 1, "normal": 4, "high": 16}

@@ -19,6 +19,7 @@ parsing.
 MAX_KEYS = 2048
 """Maximum keys of one object. The validator collects an error for each wrong key, and 2,048 errors take 10 ms."""
 MAX_TOKENS = 10_000_000
+"""Maximum number of tokens in a field of a body, such as `max_tokens`, and maximum token ids of one prompt."""
 MAX_CHOICES = 16
 MAX_IGNORED = 32
 """Maximum ignored fields named in the header of an answer; a body with more unknown fields is refused."""
@@ -49,7 +50,9 @@ MAX_GRAMMAR_BYTES = 128 * 1024
 """Maximum bytes of a schema or a grammar for an answer."""
 MAX_SCHEMA_CHOICES = 1024
 MAX_TOOLS_BYTES = 256 * 1024
+"""Maximum bytes of the tools of a body as JSON, and of the arguments of one Ollama call."""
 MAX_VARIABLES_BYTES = 16 * 1024
+"""Maximum bytes of the variables of a chat template as JSON."""
 MAX_JSON_DEPTH = 64
 """Maximum nesting of objects and lists in JSON for the engine, whose parser must not run out of stack."""
 TEMPLATE_VARIABLES = frozenset(

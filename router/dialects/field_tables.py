@@ -32,3 +32,4 @@ TABLES: Mapping[str, FieldTable[Any]] = MappingProxyType(
         "options of /api/chat and /api/generate": ollama_body.OPTIONS,
     }
 )
+"""Field table of each body by its route, and of the object `options` in Ollama's bodies."""

@@ -90,6 +90,7 @@ REASONS = {
     504: "the node did not answer in time",
     507: "no disk or no node has the room that is needed",
 }
+"""Description of each error status in the OpenAPI document."""
 
 
 NDJSON = "application/x-ndjson"

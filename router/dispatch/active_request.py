@@ -36,6 +36,9 @@ class ActiveRequest:
     charged. `rates` is the state of the key's rates after the charge. `chain` has the hashes of its prompt; None if
     placement does not use them. `cached_shares` maps nodes to the share of the prompt in their prefix cache. `alias`
     has the candidates of the alias that the client named; None without an alias.
+
+    `life` is its state with its attempts, `tried` the nodes that placement excludes, `tokens` the received token ids.
+    `answer` is the side of the reader.
     """
 
     __slots__ = (
@@ -102,7 +105,7 @@ class ActiveRequest:
         self.streaming = False
         """Whether the current attempt has its first token, as in `life`: read for every token."""
         self.version = UNKNOWN_VERSION
-        """Fingerprint of the model that generates the answer."""
+        """Version of the model that generates the answer, or is to generate it; unknown before the first attempt."""
         self.prompt_counts: tuple[int, int] = (0, 0)
         """Prompt tokens and the cached tokens among them, for usage."""
         self.entry: QueuedRequest[ActiveRequest] | None = None
@@ -131,7 +134,7 @@ class ActiveRequest:
 
     @property
     def attempts(self) -> int:
-        """Number of attempts."""
+        """Number of attempts, undelivered ones included."""
         return self.life.attempts
 
     @property
@@ -140,7 +143,10 @@ class ActiveRequest:
         return self.life.attempt
 
     def step(self, event: Event, now: float) -> tuple[Action, ...]:
-        """Apply an event at `now` (monotonic seconds). Return the actions. Raise `IllegalEventError` as `step` does."""
+        """Apply an event at `now` (monotonic seconds). Return the actions.
+
+        Raise `IllegalEventError` and `InvariantError` as `request_state.step` does; the request then stays as it was.
+        """
         life, actions = step(self.life, event, now)
         self.life = life
         self.node = life.node
@@ -193,7 +199,7 @@ class ActiveRequest:
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the model that began the answer; empty before."""
+        """Fingerprint of the model in `version`; empty before the first attempt."""
         return self.version.fingerprint
 
     @property

@@ -33,6 +33,7 @@ class Answer:
 
     def __init__(self) -> None:
         self.outcome: Outcome | None = None
+        """Outcome of the request; None before its end."""
         self.waits_for = ""
         """Reason of a wait, as shown to the client; empty without one. It names no node and no model, which may be
         hidden from the key."""
@@ -105,8 +106,8 @@ class Answer:
 class StreamedAnswer(Answer):
     """Answer that is sent while it is generated.
 
-    `buffered` counts the bytes of the pending deltas, with overheads, since the reader was last `blocked`. It is 0 for
-    a reader that keeps up.
+    `buffered` counts the bytes, with overheads, of pending deltas that arrived while the reader was `blocked`. It is 0
+    for a reader that keeps up.
     """
 
     __slots__ = ("blocked", "keepalive_due", "pending", "takes")
@@ -114,9 +115,11 @@ class StreamedAnswer(Answer):
     def __init__(self) -> None:
         super().__init__()
         self.pending: list[Delta] = []
+        """Deltas that the reader has not taken yet, in order."""
         self.blocked = True
         """Whether the transport to the client is full, or no reader has come yet."""
         self.keepalive_due = False
+        """Whether a keep-alive was requested since the last `take_deltas`."""
         self.takes = 0
         """Number of calls of `take_deltas`."""
 

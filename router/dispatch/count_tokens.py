@@ -26,7 +26,10 @@ _ELSEWHERE = frozenset({RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
 
 
 async def count_prompt_tokens(dispatcher: Dispatcher, request: CountTokens, key: str) -> int | Problem:
-    """Count the tokens of a prompt on a node, within the limits of its key. Return the count, or the problem."""
+    """Count the tokens of a prompt on a node, within the limits of its key. Return the count, or the problem.
+
+    Nodes with the model are asked in turn until one answers, those with the model loaded first.
+    """
     quotas = dispatcher.quotas
     limits = quotas.get_limits(key)
     target = dispatcher.intake.resolve_model_name(request.model, limits)

@@ -28,7 +28,9 @@ each."""
 MAX_KEY_MODELS = 1024
 """Maximum pairs of key and model that are counted; tokens of further pairs are left out."""
 OTHER = "other"
+"""Name of the row of all models without a row of their own."""
 FAILED = "failed"
+"""Outcome of a request that ended with an unknown code of its node."""
 OUTCOMES = frozenset(
     {
         "ok",
@@ -60,8 +62,11 @@ UPSTREAM_OUTCOMES = ("ok", "refused", "limited", "failed", "interrupted", "cance
 
 
 class ModelCounts:
-    """Totals of one model, with histograms in seconds: `ttft` (time to first token), `itl` (gap between tokens), and
-    `e2e` (duration of a request)."""
+    """Totals of one model: ended requests by outcome (`outcomes`) and their tokens.
+
+    The histograms in seconds are `ttft` (time to first token), `itl` (gap between tokens) and `e2e` (duration of a
+    request).
+    """
 
     __slots__ = ("cached_tokens", "completion_tokens", "e2e", "itl", "outcomes", "prompt_tokens", "ttft")
 
@@ -80,7 +85,10 @@ class ModelCounts:
 
 
 class NodeCounts:
-    """Totals of one node: tokens, and times to first token in seconds, counted as its frames arrive."""
+    """Totals of one node: tokens, and times to first token in seconds, counted as its frames arrive.
+
+    `prompt_tokens` are those of the prompts of `first_tokens`. `first_token_seconds` is a sum.
+    """
 
     __slots__ = ("first_token_seconds", "first_tokens", "generated_tokens", "prompt_tokens")
 
@@ -127,6 +135,7 @@ class Counters:
     refusals: dict[str, int] = field(default_factory=dict[str, int])
     """Refusals by nodes, by code; a request may meet several and still be answered."""
     attempts: int = 0
+    """Attempts to send a request to a node, those without a link included."""
     retries: int = 0
     """Attempts after the first attempt of a request."""
     nodes_lost: int = 0
@@ -138,11 +147,15 @@ class Counters:
     swaps: dict[str, int] = field(default_factory=lambda: {"done": 0, "dropped": 0})
     """Model swaps, `done` and `dropped`."""
     illegal_events: IllegalEventCounts = field(default_factory=IllegalEventCounts)
+    """Illegal events by state machine. Any number but 0 is a bug."""
     slow_clients: int = 0
+    """Streams that were ended because their client did not read them."""
     queue_entries: int = 0
     """Number of times that a request was queued."""
     queue_seconds: float = 0.0
+    """Seconds in the queue, of all waits together."""
     prompt_tokens: int = 0
+    """Prompt tokens of complete answers of nodes. This and the next two fields leave out other ends and upstreams."""
     cached_tokens: int = 0
     completion_tokens: int = 0
     first_tokens: int = 0
@@ -154,6 +167,7 @@ class Counters:
     upstreams: dict[str, UpstreamCounts] = field(default_factory=dict[str, UpstreamCounts])
     """Totals of each upstream that took a request."""
     models: dict[str, ModelCounts] = field(default_factory=dict[str, ModelCounts])
+    """Totals of each model by name, and of `OTHER`."""
     placements: dict[NodeId, int] = field(default_factory=dict[NodeId, int])
     """Requests sent to each member."""
     nodes: dict[NodeId, NodeCounts] = field(default_factory=dict[NodeId, NodeCounts])
@@ -161,6 +175,7 @@ class Counters:
     keys: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     """Prompt and generated tokens of ended requests by key id and model; at most `MAX_KEY_MODELS` pairs."""
     queue_wait: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
+    """Waits in the queue, in seconds."""
     placement: Histogram = field(default_factory=lambda: Histogram(PLACEMENT_BOUNDS))
     """Durations of placement decisions, in seconds."""
     _last_steps: dict[tuple[NodeId, str], tuple[int, float]] = field(
@@ -230,7 +245,7 @@ class Counters:
         self.completion_tokens += completion
 
     def count_generated(self, node: NodeId, tokens: int) -> None:
-        """Add the number of tokens that a node has generated in one frame."""
+        """Add tokens that a node has generated for requests that are on it. Called once per frame."""
         self.get_node(node).count_generated(tokens)
 
     def count_node_loss(self) -> None:

@@ -43,7 +43,9 @@ class PlacementDecision(msgspec.Struct, frozen=True, gc=False):
     demand: ResourceDemand
     candidates: tuple[Candidate, ...]
     chosen: NodeId | None = None
+    """Chosen node; None if the request was refused."""
     refused: Refused | None = None
+    """Refusal; None if a node was chosen."""
     nodes: int = 0
     """Number of nodes in the cluster."""
 
@@ -64,10 +66,13 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     seconds: float
     """Duration of the request in seconds."""
     outcome: str
+    """`ok`, or the code of the refusal or failure."""
     message: str
+    """Message of the refusal or failure, without text of the client's request; empty after `ok`."""
     steps: tuple[tuple[float, str, str], ...]
     """Steps as (seconds after arrival, event, node)."""
     prompt_tokens: int | None = None
+    """Prompt tokens; None if no node has counted them."""
     cached_tokens: int = 0
     completion_tokens: int = 0
     timings: Timings | None = None

@@ -154,7 +154,7 @@ class Dispatcher:
         return self.placer.view
 
     def set_view(self, view: ClusterView) -> None:
-        """Apply a new view: settle reservations, readmit recovered nodes, schedule retries and migrations."""
+        """Apply a new view: settle reservations, drop evicted prefixes, readmit nodes, schedule retries and moves."""
         parts, old = self._parts, {node.id: node for node in self.view.nodes}
         self.placer.set_view(view)
         changed = [node for node in view.nodes if old.get(node.id) is not node]
@@ -215,7 +215,7 @@ class Dispatcher:
             request.answer.flush()
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Handle the end of a node's link for `reason`: resume its requests elsewhere, or end them."""
+        """Handle the end of a node's link for `reason`: resume or end its requests, and fail its commands."""
         self.commands.handle_lost_node(node, reason)
         self.placer.remove_node(node)
         self._parts.migration.remove_node(node)
@@ -246,8 +246,8 @@ class Dispatcher:
     # client requests
 
     def submit(self, spec: RequestSpec) -> ActiveRequest:
-        """Accept a request: place it now, queue it, or end it with the refusal. The caller must `close` the returned
-        request."""
+        """Accept a request: place it now, queue it, or end it with the refusal; while stopping, with a failure and no
+        charge. The caller must `close` the returned request."""
         self._count += 1
         request, refused = self.intake.accept(spec, self._count, charges_quota=not self._closing)
         if self._closing:
@@ -321,9 +321,9 @@ class Dispatcher:
             self._timer = asyncio.get_running_loop().call_later(self._interval, self.sweep)
 
     def sweep(self) -> None:
-        """Advance model swaps and deadlines, move waiting requests, and check streams. Runs several times per second.
+        """Advance model swaps and deadlines, move requests off silent nodes and to idle ones, and check streams.
 
-        One sweep checks all open requests, instead of a timer for each.
+        Runs several times per second while requests are open. One sweep checks all of them; they have no own timers.
         """
         self._timer = None
         now, parts = self._clock(), self._parts

@@ -23,7 +23,10 @@ A = TypeVar("A", StreamedAnswer, CollectedAnswer)
 
 
 class MergedRequest:
-    """Several requests, one for each prompt, as one request with a combined answer."""
+    """Several requests, one for each prompt, as one request with a combined answer.
+
+    `spec` is that of the first request, with the number of choices of all requests together.
+    """
 
     def __init__(self, requests: Sequence[ActiveRequest]) -> None:
         first = requests[0]
@@ -136,7 +139,7 @@ class MergedStream(MergedAnswer[StreamedAnswer]):
 
     @property
     def keepalive_due(self) -> bool:
-        """Whether a keep-alive is due."""
+        """Whether a keep-alive is due for any request."""
         return any(answer.keepalive_due for answer in self._answers)
 
     @property

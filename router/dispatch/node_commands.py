@@ -90,7 +90,8 @@ class NodeCommands:
         node's display name.
 
         Without a link, or with too many open commands, the result is a refusal. A lost node, a timeout and the end of
-        this process are failures. After a timeout, or if the caller is cancelled, the node gets a cancel.
+        this process are failures. After a timeout, or if the caller is cancelled, the node gets a cancel,
+        which ends a measurement and not a load.
         """
         number = self._number()
         return await self._run_command(kind(number, model), number, node, name, model)

@@ -45,10 +45,11 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     tools: str = ""
     template: str = ""
     include_usage: bool = False
+    """Whether the last chunk of a stream has the usage."""
     text: str = ""
     ids: tuple[int, ...] = ()
     session: str = ""
-    """Name of the conversation, if its client gave one."""
+    """Name of the conversation; empty if its client gave none."""
     ignored: tuple[str, ...] = ()
     """Fields and tools of the request's body that have no effect."""
     set_penalties: frozenset[str] = frozenset()
@@ -88,7 +89,9 @@ class RequestFailure(msgspec.Struct, frozen=True, gc=False):
 
 
 Outcome = Finished | Refused | RequestFailure
+"""End of a request: a complete answer, a refusal, or a failure."""
 SWAP = "waiting for a model swap"
 PULL = "waiting for the pull of the model"
+"""Reason of a wait in keep-alives, as `SWAP`."""
 CANCELLED = RequestFailure(FailureCode.CANCELLED, "the client cancelled the request")
 SLOW = RequestFailure(FailureCode.SLOW_CLIENT, "the client did not read its stream")

@@ -30,7 +30,10 @@ class Placed(Event, frozen=True, gc=False):
 
 
 class Moved(Placed, frozen=True, gc=False):
-    """Event: placement has chosen a better node for a request that another node has."""
+    """Event: placement has chosen another node for a request that is on a node.
+
+    The old node loses the request when the new one has got its frame.
+    """
 
     is_loss: bool = True
     """Whether the move counts as a loss, because the old node drains or is silent."""
@@ -45,7 +48,11 @@ class Undelivered(OfAttempt, frozen=True, gc=False):
 
 
 class NoRoom(Event, frozen=True, gc=False):
-    """Event: no node can take the request now. `result` is the decision."""
+    """Event: the request must wait in the queue, for room on a node or for fairness. `result` is the decision.
+
+    If `result` is a `Placement`, a node has room, but the request waits for fairness, or after `MAX_NODES_IN_A_ROW`
+    nodes.
+    """
 
     result: Placement | NoPlacement
 

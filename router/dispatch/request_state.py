@@ -121,7 +121,7 @@ class RequestLife(msgspec.Struct, frozen=True, gc=False):
     crashes: int = 0
     """Number of engine crashes that the request has met."""
     lost_by: RequestFailure | None = None
-    """Why the last attempt was lost; None without a loss. A request with a loss waits before all new requests."""
+    """Why the last attempt was lost; None without a loss. The queue never refuses a request with a loss."""
     first_at: float | None = None
     """Time of the first token of any attempt; None before."""
     origin: "RequestLife | None" = None

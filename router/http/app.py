@@ -61,6 +61,7 @@ _ANY = (*_READ, "POST", "PUT", "DELETE")
 FORWARDED = frozenset({CHAT, COMPLETIONS})
 """Routes whose requests an upstream may take."""
 OLLAMA_PATHS = UNSUPPORTED_ROUTES | {"/api/tags", "/api/show", "/api/ps", "/api/version"}
+"""Ollama's routes on which no model answers."""
 
 __all__ = ["App", "RouterApp", "build_openapi_paths", "build_openapi_schemas"]
 
@@ -115,9 +116,13 @@ class RouterApp:
             "/v1/rerank": RerankRoute(strict=strict),
             "/v2/rerank": CohereRerankRoute(strict=strict),
         }
+        """Dialect of each route on which models answer, by its path."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one ASGI scope: answer a request to a route of the router, or pass the scope to the control app."""
+        """Serve one ASGI scope: answer a request to a route of the router, or pass the scope to the control app.
+
+        Answers of the router, except those of the health routes, are counted by status.
+        """
         if scope["type"] != "http":
             await self._control(scope, receive, send)
             return
@@ -315,7 +320,8 @@ class RouterApp:
 def authorize(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope: str) -> ApiKey | Problem:
     """Check method, API key and scope of a request. Return the key, or the problem: 405, 401 or 403.
 
-    A request without a key has the key `KeyRing.anonymous`, if that is set.
+    A request without a key has the key `KeyRing.anonymous`, if that is set. A wrong key is counted in
+    `KeyRing.refused`.
     """
     if exchange.method not in methods:
         return build_wrong_method(exchange.method, ", ".join(methods))

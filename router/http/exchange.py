@@ -32,6 +32,7 @@ class Exchange:
     """One HTTP request and its answer.
 
     `style` selects the dialect of errors. `status` is that of the answer, `CLIENT_CLOSED` before an answer begins.
+    `request_id` is the client's `x-request-id` if that is valid, else a new id.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, style: DialectStyle = OPENAI) -> None:
@@ -136,7 +137,10 @@ async def _receive_until(receive: Receive, body: bytearray, limit: int, pause: i
 
 
 class DisconnectWatch:
-    """Watcher that calls `on_disconnect` when the client leaves. It starts at its creation and must be closed."""
+    """Watcher that calls `on_disconnect` when the client leaves or the reception fails.
+
+    The watch begins at its creation. The caller must `close` it.
+    """
 
     __slots__ = ("_on_disconnect", "_receive", "_stepper")
 

@@ -28,6 +28,7 @@ class EventSink(Protocol):
     """Output of a `StreamPump`: accepts events, as `EventStream` does."""
 
     busy: bool
+    """Whether a push waits for the transport."""
 
     def call_when_ready(self, then: Callable[[], None]) -> None:
         """Register `then`, which is called after each delayed push that is not the last."""
@@ -67,7 +68,7 @@ class EventSource(Protocol):
 
     @property
     def keepalive_due(self) -> bool:
-        """Whether a keep-alive is due."""
+        """Whether a keep-alive is due, because nothing was sent for a while; False after `take_deltas`."""
         ...
 
     @property
@@ -92,6 +93,7 @@ class EventStream:
     """Streamed answer of an exchange, with status 200.
 
     `busy` is True while a push waits for the transport. `done` is a Future that is done when the stream has ended.
+    It has the exception of a transport that failed.
     """
 
     __slots__ = ("_last", "_ready", "_send", "_stepper", "busy", "done")

@@ -21,6 +21,7 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
 
     model: str
     prompt_bytes: int = 0
+    """Bytes of the prompt as text; 0 for a prompt of token ids. See also `other_bytes`."""
     prompt_tokens: int | None = None
     """Exact prompt tokens; None until a node has counted them."""
     max_tokens: int | None = None
@@ -28,6 +29,7 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
     choices: int = 1
     """Number of answers to generate, each with a decode row."""
     features: frozenset[str] = frozenset()
+    """Optional features that the model must have, such as `TOOLS`."""
     labels: frozenset[str] = frozenset()
     """Node labels that the API key requires."""
     node: str = ""
@@ -75,7 +77,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
     node: NodeId
     name: str
+    """Display name of the node."""
     state: str
+    """State of the node, as in `NodeView.state`."""
     why: str = ""
     """Reason why the node is infeasible; empty when it is feasible."""
     code: RefusalCode | None = None
@@ -88,7 +92,9 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     """Bytes subtracted from the node's headroom: reservations that its report does not contain, and a correction after
     a refusal."""
     memory: Memory = Memory()
+    """Memory reading in the node's report."""
     prompt_tokens: int = 0
+    """Prompt tokens on this node, exact or estimated."""
     output_tokens: int = 0
     """Output tokens to reserve for each choice."""
     expected_ttft: float = 0.0
@@ -96,6 +102,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     in_flight: int = 0
     """Number of this router's requests on the node."""
     model: Model | None = None
+    """Requested model on this node; None if the node does not have it or is excluded by name or label."""
     weights: int = 0
     """Part of `need` that a load takes, in bytes."""
     cached_share: float = 0.0
@@ -183,6 +190,7 @@ class AttemptHistory(msgspec.Struct, frozen=True, gc=False):
 
 
 FIRST = AttemptHistory()
+"""History of a request without earlier attempts."""
 
 
 class HeadroomCorrection(msgspec.Struct, frozen=True, gc=False):

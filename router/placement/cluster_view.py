@@ -33,13 +33,15 @@ MAX_NAME_PREFIXES = 3
 class NodeView:
     """State of one member for placement: its membership, and its newest report without impossible values.
 
-    `build_node_view` builds it.
+    `build_node_view` builds it. Fields with the name of a field of `wire.frames.Report` have its meaning.
     """
 
     id: NodeId
     name: str
     state: str
+    """A `NodeState`, or a state that only placement sees (`replace_state`)."""
     cordoned: bool = False
+    """Whether an administrator excludes the node from new requests."""
     reported_at: float = 0.0
     """Time at which the newest report arrived, in monotonic seconds."""
     epoch: int = 0
@@ -47,6 +49,7 @@ class NodeView:
     memory: Memory = field(default_factory=Memory)
     engine: EngineState = field(default_factory=EngineState)
     models: Mapping[str, Model] = field(default_factory=dict[str, Model])
+    """Models in the node's catalogue, by name."""
     acked_seq: int = 0
     """Highest sequence number of a request whose reservation `memory.reserved` counts."""
     draining: bool = False

@@ -139,7 +139,7 @@ class PrefixAffinity:
     ) -> None:
         """Record that a node has prefilled a prompt, of which `cached_tokens` were in its prefix cache.
 
-        Without a `prompt_hash` the node caches nothing, and nothing is recorded.
+        Nothing is recorded without a `prompt_hash`, because the node then caches nothing, and for a chain without text.
         """
         if not prompt_hash or not chain.size:
             return

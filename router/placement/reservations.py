@@ -20,7 +20,8 @@ running load, that report counts the weights and the reservation does not.
 
 A hold reserves room for a request that still waits in the queue, because smaller requests behind it would take all of
 it. A node has at most one hold, because two waiting requests would keep each other out of an empty node. A key has at
-most one hold, because a key with many waiting requests would keep all other keys out of all nodes.
+most one hold, because a key with many waiting requests would keep all other keys out of all nodes. Requests that have
+lost a node, and those for which a node swaps models, have a hold in addition.
 """
 
 from dataclasses import dataclass, field
@@ -228,7 +229,10 @@ class ReservationLedger:
                 self._settle(account, request, reservation)
 
     def release_weights(self, request: int) -> None:
-        """Release the weights in a request's reservation, because the node's report counts them now."""
+        """Release the weights in a request's reservation, because the node's report counts them now.
+
+        Ignore requests without a reservation, and settled reservations.
+        """
         reservation = self._reservations.get(request)
         if reservation is None or reservation.settled:
             return
@@ -243,8 +247,9 @@ class ReservationLedger:
         return True
 
     def remove_node(self, node: NodeId) -> None:
-        """Remove the holds and the model swap of a node that is no longer a member. Its account is removed when it has
-        no open requests.
+        """Remove the holds and the model swap of a node that is no longer a member, and its account.
+
+        The account stays while requests are on the node, because their release needs it.
         """
         if not self.count_in_flight(node):
             self._accounts.pop(node, None)

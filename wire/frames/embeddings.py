@@ -46,7 +46,7 @@ class Embed(Frame, frozen=True, array_like=True, gc=False):
     max_tokens: Tokens = 0
     """Tokens of each document at which it is cut; 0: no cut."""
     cache_scope: Word = ""
-    """Scope of cached beginnings, as in Generate."""
+    """Scope of cached prefixes, as in Generate."""
 
     @property
     def count(self) -> int:

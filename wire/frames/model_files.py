@@ -88,7 +88,7 @@ class ServeModel(Frame, frozen=True, array_like=True, gc=False):
 class VerifyModel(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → node: read all files of a model and compute their digests again.
 
-    The end has the result in `content`.
+    The end has the result in `ModelOrderEnded.content`.
     """
 
     order: Number
@@ -177,7 +177,7 @@ class ModelOrderEnded(Frame, frozen=True, array_like=True, gc=False):
     message: ErrorText = ""
     """Reason with the next step; empty after `completed`."""
     content: Word = ""
-    """Content hash of the model, if it was verified (`wire.identity`)."""
+    """Content hash of the model (`ModelVersion.content`), if it was verified; else empty."""
     fetched: Size = 0
     """Bytes received over the network."""
     freed: Size = 0

@@ -47,6 +47,7 @@ class Channel(IntEnum):
     CONTENT = 0
     REASONING = 1
     TOOL_CALL = 2
+    """A whole tool call as JSON, see `Delta.pieces`."""
 
 
 class ToolCall(WireStruct, frozen=True, array_like=True, gc=False):
@@ -65,6 +66,7 @@ class Message(WireStruct, frozen=True, array_like=True, gc=False):
     """`system`, `user`, `assistant` or `tool`, or another role that the chat template knows."""
     content: Long = ""
     name: Word = ""
+    """Name of the participant, or of the tool of a `tool` message; empty without one."""
     tool_calls: Annotated[tuple[ToolCall, ...], Meta(max_length=MAX_MESSAGES)] = ()
     tool_call_id: Word = ""
     """Id of the call that a message of the role `tool` answers."""
@@ -78,11 +80,15 @@ class GrammarKind(StrEnum):
     NONE = ""
     """Any text; the constraint is on tool calls only."""
     JSON_SCHEMA = "json_schema"
+    """JSON that follows a schema."""
     JSON_OBJECT = "json_object"
     """Any JSON object."""
     REGEX = "regex"
+    """Text that a regular expression matches as a whole."""
     CHOICE = "choice"
+    """One of several texts."""
     LARK = "lark"
+    """Text of a grammar in Lark's notation, or of a short one in GBNF."""
 
 
 class CallConstraint(StrEnum):
@@ -118,6 +124,7 @@ class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
     """Sampling parameters and limits of a request. None selects the default of the model."""
 
     max_tokens: Tokens | None = None
+    """Maximum generated tokens of each choice; None for the limit of the node, at most the context."""
     temperature: Real | None = None
     top_p: Real | None = None
     seed: Signed | None = None
@@ -279,6 +286,7 @@ class Delta(WireStruct, frozen=True, array_like=True, gc=False):
     """Pairs of channel (`Channel`) and text. A piece of TOOL_CALL is a complete call as JSON object: `index`, `id`,
     `name`, `arguments` (JSON text)."""
     logprobs: Annotated[tuple[Logprob, ...], Meta(max_length=MAX_DELTAS)] = ()
+    """Log probabilities of tokens, if the request asks for them; empty otherwise."""
 
 
 class Deltas(Frame, frozen=True, array_like=True, gc=False):
@@ -310,7 +318,7 @@ class Finished(Frame, frozen=True, array_like=True, gc=False):
 
     request: Number
     reasons: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)]
-    """Finish reason of each choice: `stop`, `length` or `tool_calls`."""
+    """Finish reason of each choice: `stop`, `length` or `tool_calls`; no items for embeddings, scores and commands."""
     prompt_tokens: Tokens
     completion_tokens: Tokens
     """Generated tokens of all choices."""

@@ -79,6 +79,7 @@ class Welcome(Frame, frozen=True, array_like=True, gc=False):
     epoch: Number
     """Grows with every start of the coordinator."""
     cluster: Word
+    """Id of the cluster."""
     cluster_name: Word
     time: Seconds
     """Unix time of the coordinator in seconds."""

@@ -98,6 +98,7 @@ class LeaseEnded(Frame, frozen=True, array_like=True, gc=False):
     code: Word
     """A `wire.video.LeaseEndCode`, or the `wire.video.ReleaseCause` of an ordered end."""
     message: ErrorText = ""
+    """Text for a person about the end; may be empty."""
     artifacts: Annotated[tuple[Artifact, ...], Meta(max_length=MAX_ITEMS)] = ()
     peak: Size = 0
     """Highest footprint of the worker in bytes."""

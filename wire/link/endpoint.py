@@ -271,7 +271,10 @@ class LinkEndpoint:
         raise NotImplementedError
 
     def on_lost(self, reason: str) -> None:
-        """Handle the end of the connection; called once. `reason` is a text for the log."""
+        """Handle the end of the connection; called once. `reason` is a text for the log.
+
+        It is the reason of this end if it closed the connection, else that of the transport.
+        """
         raise NotImplementedError
 
     def connection_made(self, transport: Transport) -> None:

@@ -51,7 +51,10 @@ class MessagesRoute:
 
 
 class CountRequest(NamedTuple):
-    """Parsed body of `/v1/messages/count_tokens`: the frame for a node, and the ignored fields."""
+    """Parsed body of `/v1/messages/count_tokens`: the frame for a node, and the ignored fields and tools.
+
+    The frame has the number 0, which the sender replaces.
+    """
 
     tokens: CountTokens
     ignored: tuple[str, ...]

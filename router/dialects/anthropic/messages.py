@@ -25,6 +25,7 @@ from router.errors import Problem, build_invalid
 from wire.frames import Message, ToolCall
 
 MAX_INPUT_CHARS = 1024 * 1024
+"""Maximum size of the `input` of one tool call, in bytes of its JSON."""
 _JOINT = {"system": "\n\n", "user": "\n", "assistant": ""}
 
 

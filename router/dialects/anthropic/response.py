@@ -36,7 +36,7 @@ Block = dict[str, object]
 
 
 def encode_error(problem: Problem, request_id: str) -> bytes:
-    """Encode an error in Anthropic's shape. Macpool's additional fields are next to its message."""
+    """Encode an error in Anthropic's shape. Macpool adds the fields `code`, `param` and, if known, `memory`."""
     kind = _TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
     error: dict[str, object] = {"type": kind, "message": problem.message, "code": problem.code, "param": problem.param}
     if problem.memory is not None:
@@ -74,7 +74,7 @@ class MessageChunks:
         return encode_event("message_start", message=_build_message(self._spec, [], None, None, usage))
 
     def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Encode deltas as events of content blocks; may be empty."""
+        """Encode the deltas of the first choice as events of content blocks; empty if no block needs them."""
         events = b""
         for channel, text, call in self._pieces.split(deltas):
             if call is not None:
@@ -88,7 +88,7 @@ class MessageChunks:
         return events
 
     def encode_end(self, finished: Finished) -> bytes:
-        """Encode the end of a complete stream: stop reason, usage, and the end of the message."""
+        """Close the open block, and encode the end of a complete stream: stop reason, usage, end of the message."""
         reason, stop = get_stop_reason(finished, self._pieces.calls)
         usage = _build_usage(
             finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens, finished.reasoning_tokens

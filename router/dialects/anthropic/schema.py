@@ -1,4 +1,7 @@
-"""Schema of the bodies of `/v1/messages` and `/v1/messages/count_tokens`: Anthropic's shape."""
+"""Schema of the bodies of `/v1/messages` and `/v1/messages/count_tokens`: Anthropic's shape.
+
+Fields of the type `Any` are accepted and have no effect.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -164,7 +167,10 @@ AnyTool = Annotated[
 
 
 class ToolChoice(StrictPart):
-    """Choice of the tools that the model may or must call."""
+    """Choice of the tools that the model may or must call. `name` is required with the type `tool` only.
+
+    With `disable_parallel_tool_use` the answer ends after its first call.
+    """
 
     type: Literal["auto", "any", "tool", "none"]
     name: Named | None = None
@@ -172,7 +178,11 @@ class ToolChoice(StrictPart):
 
 
 class ThinkingOptions(StrictPart):
-    """Reasoning options. Only `type` and `display` have an effect."""
+    """Reasoning options. `budget_tokens` has no effect.
+
+    The types `enabled` and `disabled` set the template's `enable_thinking`; the other types leave it to the template.
+    With `display: omitted` the answer has no reasoning.
+    """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None

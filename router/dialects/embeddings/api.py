@@ -33,6 +33,7 @@ class ParsedEmbedding(msgspec.Struct, frozen=True, gc=False):
     model: str
     embed: EmbeddingInput
     ignored: tuple[str, ...] = ()
+    """Names of the fields of the body that have no effect."""
     as_base64: bool = False
     """Whether the answer has the base64 of the bytes of each vector."""
 

@@ -32,7 +32,10 @@ def encode_embeddings(spec: RequestSpec, answer: CompleteAnswer, finished: Finis
 
 
 def encode_ollama_embed(spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-    """Encode the answer of `/api/embed`. Durations are in nanoseconds."""
+    """Encode the answer of `/api/embed`.
+
+    `total_duration` is the queued and the prefill time on the node in nanoseconds; `load_duration` is always 0.
+    """
     timings = finished.timings
     return b'{"model":%b,"embeddings":[%b],"total_duration":%d,"load_duration":0,"prompt_eval_count":%d}' % (
         _encode(spec.demand.model),

@@ -86,7 +86,10 @@ class OllamaChatRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
-        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
+        """Parse a body, or return the problem; see `router.dialects.shared.interface.Dialect`.
+
+        A body without messages loads the model. The problem is a 501 for such a body with `keep_alive: 0`, else a 400.
+        """
         parsed = CHAT.read(body, strict=self._strict)
         if isinstance(parsed, Problem):
             return parsed
@@ -110,7 +113,10 @@ class OllamaGenerateRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
-        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
+        """Parse a body, or return the problem; see `router.dialects.shared.interface.Dialect`.
+
+        A body without a prompt loads the model. The problem is a 501 for such a body with `keep_alive: 0`, else a 400.
+        """
         parsed = GENERATE.read(body, strict=self._strict)
         if isinstance(parsed, Problem):
             return parsed

@@ -34,7 +34,7 @@ def encode_version() -> bytes:
 def list_models(models: VisibleModels, created: int) -> bytes:
     """Return every model that a member can serve, and every alias of one, as JSON in Ollama's shape.
 
-    `created` is in Unix seconds.
+    `created`, in Unix seconds, is the modification time of every model.
     """
     served = models.view.get_served_models()
     visible = [served[name] for name in sorted(served)]
@@ -57,7 +57,9 @@ def list_loaded_models(view: ClusterView) -> bytes:
 
 
 def show_model(models: VisibleModels, body: bytes, created: int) -> bytes | Problem:
-    """Return the model that a body names, as JSON in Ollama's shape. `created` is in Unix seconds.
+    """Return the model that a body names, as JSON in Ollama's shape.
+
+    `created`, in Unix seconds, is the modification time of the model.
 
     Return a 400 problem for an invalid body, and a 404 problem for a model that no member can serve.
     """

@@ -17,7 +17,7 @@ Line = dict[str, object]
 
 
 def encode_error(problem: Problem, request_id: str) -> bytes:
-    """Encode an error in Ollama's shape: a text, with additional fields next to it."""
+    """Encode an error in Ollama's shape, a text. Macpool adds `code`, `param`, `request_id` and, if known, `memory`."""
     error: Line = {"error": problem.message, "code": problem.code, "param": problem.param, "request_id": request_id}
     if problem.memory is not None:
         error["memory"] = msgspec.structs.asdict(problem.memory)
@@ -33,8 +33,10 @@ def format_time(seconds: int) -> str:
 
 
 class AnswerShape:
-    """Format of answers of `/api/chat` and `/api/generate`. With `chat`, text is in `message`, otherwise in
-    `response`."""
+    """Format of the answer to one request (`spec`) of `/api/chat` or `/api/generate`.
+
+    With `chat`, text is in `message`, otherwise in `response`.
+    """
 
     def __init__(self, spec: RequestSpec, chat: bool) -> None:
         self.spec = spec
@@ -58,7 +60,7 @@ class AnswerShape:
         return {**self._about, **({"message": message} if self._chat else message), "done": False, **(end or {})}
 
     def build_end_fields(self, finished: Finished) -> Line:
-        """Return the fields that only the last line has: stop reason, token counts, and durations in nanoseconds.
+        """Return the fields of a whole answer or of the last line: stop reason, token counts, times in nanoseconds.
 
         `load_duration` is the time for which the request was queued on the node. `cached_tokens`, which Ollama does not
         have, is the number of prompt tokens from the prefix cache.
@@ -95,7 +97,7 @@ class OllamaChunks:
         return b""
 
     def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Encode deltas as one line per text or call; may be empty."""
+        """Encode the deltas of the first choice as one line per text or call; empty without any."""
         lines = b""
         for channel, text, call in self._pieces.split(deltas):
             if call is not None:

@@ -138,7 +138,7 @@ class OllamaOptions(StrictPart):
 
 
 class OllamaCalledFunction(StrictPart):
-    """Function in a tool call of the assistant, with its arguments as an object."""
+    """Function in a tool call of the assistant, with its arguments as an object. `index` has no effect."""
 
     name: Named
     arguments: dict[str, Any]
@@ -154,7 +154,7 @@ class OllamaCall(StrictPart):
 
 
 class OllamaMessage(StrictPart):
-    """Message of the conversation."""
+    """Message of the conversation. `images` must be empty; `name` counts only without `tool_name`."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -220,7 +220,7 @@ class OllamaGenerateBody(OllamaBody):
 
 
 class OllamaShowBody(StrictPart):
-    """Request body of `/api/show`. Older clients send `name` instead of `model`."""
+    """Request body of `/api/show`. Older clients send `name` instead of `model`; `verbose` has no effect."""
 
     model: Named | None = None
     name: Named | None = None

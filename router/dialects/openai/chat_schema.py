@@ -117,7 +117,10 @@ Content = Annotated[
 
 
 class CalledFunction(StrictPart):
-    """Function in a tool call of the assistant. `arguments` is JSON text, as far as the model produced valid JSON."""
+    """Function in a tool call of the assistant. `arguments` is JSON text, as far as the model produced valid JSON.
+
+    `parsed_arguments` has no effect.
+    """
 
     name: Named
     arguments: str
@@ -127,7 +130,7 @@ class CalledFunction(StrictPart):
 class MessageToolCall(StrictPart):
     """Function call that the assistant made in an earlier turn.
 
-    Client libraries leave `index` and `parsed_arguments` in messages assembled from a stream.
+    Client libraries leave `index` and `parsed_arguments` in messages assembled from a stream. They have no effect.
     """
 
     id: Named
@@ -144,7 +147,7 @@ class CalledCustom(StrictPart):
 
 
 class MessageCustomCall(StrictPart):
-    """Call of a custom tool that the assistant made in an earlier turn."""
+    """Call of a custom tool that the assistant made in an earlier turn. `index` has no effect."""
 
     id: Named
     type: Literal["custom"]
@@ -159,7 +162,10 @@ MessageCall = Annotated[
 
 
 class ChatMessage(StrictPart):
-    """Message of the conversation."""
+    """Message of the conversation. `annotations` and `parsed` have no effect.
+
+    `refusal` is appended to `content`. `reasoning` counts only without `reasoning_content`.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -226,6 +232,7 @@ class ChatBody(FormattedBody):
     """Request body of `/v1/chat/completions`.
 
     An unsupported field is refused with `unsupported_parameter`; the answer names ignored fields.
+    `INSTEAD` has the effects of the fields for reasoning, and of `usage` and `max_completion_tokens`.
     """
 
     model: Named

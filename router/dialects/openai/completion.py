@@ -38,10 +38,11 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
     echo: bool
     session: str = ""
     ignored: tuple[str, ...] = ()
+    """Names of the fields of the body that have no effect."""
     set_penalties: frozenset[str] = frozenset()
-    """Penalties that the body sets."""
+    """Names of the penalties that the body sets, also to their defaults."""
     default_limit: bool = False
-    """Whether the body has no `max_tokens`."""
+    """Whether the body has no `max_tokens`, so that `params` has `DEFAULT_ANSWER_TOKENS`."""
 
     def to_specs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
         """Return one request for each prompt; see `router.dialects.shared.interface.ParsedRequest`."""

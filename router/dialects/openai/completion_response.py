@@ -38,7 +38,7 @@ class CompletionChunks:
         return "".join(events).encode()
 
     def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Encode deltas as chunks; may be empty."""
+        """Encode deltas as chunks; empty if they hold nothing for a client."""
         return "".join(self._encode_delta(delta) for delta in deltas).encode()
 
     def _encode_delta(self, delta: Delta) -> str:

@@ -41,7 +41,8 @@ _BY_FEATURE = {
 def list_models(models: VisibleModels, created: int) -> bytes:
     """Return every model that a member can serve, then every alias, each sorted by name, as JSON in OpenAI's shape.
 
-    `created` is in Unix seconds.
+    An alias is listed even if no node can serve its candidates. `created`, in Unix seconds, is the creation time of
+    every entry.
     """
     served, loaded = models.view.get_served_models(), models.view.get_loaded_models()
     rows = [_build_model(served[name], created, loaded=name in loaded) for name in sorted(served)]
@@ -50,8 +51,10 @@ def list_models(models: VisibleModels, created: int) -> bytes:
 
 
 def get_model(models: VisibleModels, name: str, created: int) -> bytes | Problem:
-    """Return a model or an alias as JSON in OpenAI's shape, or a 404 problem with the reason. `created` is in Unix
-    seconds."""
+    """Return a model or an alias as JSON in OpenAI's shape, or a 404 problem with the reason.
+
+    `created`, in Unix seconds, is the creation time in the answer.
+    """
     alias, view = models.find_alias(name), models.view
     if alias is not None:
         return msgspec.json.encode(_build_alias(models, alias, created))
@@ -113,7 +116,7 @@ def list_anthropic_models(models: VisibleModels, created: int) -> bytes:
     """Return every model that a member can serve, and every alias of one, as JSON in Anthropic's shape, all on one
     page.
 
-    `created` is in Unix seconds.
+    `created`, in Unix seconds, is the creation time of every entry.
     """
     served = models.view.get_served_models()
     rows = [_build_anthropic_model(served[name], created) for name in sorted(served)]
@@ -125,8 +128,11 @@ def list_anthropic_models(models: VisibleModels, created: int) -> bytes:
 
 
 def get_anthropic_model(models: VisibleModels, name: str, created: int) -> bytes | Problem:
-    """Return a model or an alias as JSON in Anthropic's shape, or a 404 problem with the reason. `created` is in Unix
-    seconds."""
+    """Return a model or an alias as JSON in Anthropic's shape, or a 404 problem with the reason.
+
+    An alias whose candidates no node can serve is returned in OpenAI's shape. `created`, in Unix seconds, is the
+    creation time in the answer.
+    """
     model = models.find_model(name)
     return msgspec.json.encode(_build_anthropic_model(model, created)) if model else get_model(models, name, created)
 

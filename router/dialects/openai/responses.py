@@ -43,6 +43,7 @@ class ResponsesRequest(ConversationRequest, frozen=True):
     """Parsed body of `/v1/responses`, with the store for its answer."""
 
     outline: ResponseMeta | None = None
+    """Fields of the request that the answer repeats; `ResponsesRoute.parse` always sets them."""
     conversation: tuple[Message, ...] = ()
     """Conversation up to the answer, without the instructions."""
     store: ResponseStore | None = None

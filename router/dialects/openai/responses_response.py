@@ -165,7 +165,7 @@ class ResponseChunks:
         )
 
     def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Encode deltas as events of output items; may be empty."""
+        """Encode the deltas of the first choice as events of output items; empty if they hold nothing for a client."""
         events = b""
         for channel, text, call in self._pieces.split(deltas):
             if call is not None:
@@ -180,7 +180,7 @@ class ResponseChunks:
         return events
 
     def encode_end(self, finished: Finished) -> bytes:
-        """Encode the end of a complete stream. The last event repeats the whole answer."""
+        """Encode the end of a complete stream, and call `on_complete`. The last event repeats the whole answer."""
         events = self._close("incomplete" if is_cut_short(finished) else "completed")
         body = self._outline.build_finished_body(self._spec, self._output, finished)
         reasoning, content = ("".join(self._texts[channel]) for channel in (Channel.REASONING, Channel.CONTENT))
@@ -189,7 +189,7 @@ class ResponseChunks:
         return events + self._encode_event(f"response.{body['status']}", response=body)
 
     def encode_failure(self, problem: Problem) -> bytes:
-        """Encode the event that ends a failed stream, with the reason."""
+        """Close the open item, and encode the event that ends a failed stream, with the reason and the items so far."""
         code = "rate_limit_exceeded" if problem.status == HTTPStatus.TOO_MANY_REQUESTS else "server_error"
         error = {"code": code, "message": problem.message, "type": problem.code}
         body = self._outline.build_body(self._spec, "failed", self._output, error=error)

@@ -1,4 +1,7 @@
-"""Schema of the body of `/v1/responses`: OpenAI's newer shape, a list of items instead of messages."""
+"""Schema of the body of `/v1/responses`: OpenAI's newer shape, a list of items instead of messages.
+
+Fields of the type `Any` are accepted and have no effect.
+"""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -112,7 +115,7 @@ Content = Annotated[
 
 
 class ReturnedItem(StrictPart):
-    """Base of input items that may come from an earlier answer."""
+    """Base of input items that may come from an earlier answer. `id` and `status` have no effect."""
 
     id: Name | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -313,7 +316,7 @@ class TextConfig(StrictPart):
 
 
 class ResponseStreamOptions(StrictPart):
-    """Field `stream_options`: optional content of a stream."""
+    """Field `stream_options`. The only accepted option, `include_obfuscation: false`, has no effect."""
 
     include_obfuscation: Literal[False] | None = None
 

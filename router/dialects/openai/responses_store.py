@@ -1,4 +1,4 @@
-"""Stored answers of `/v1/responses`: in memory, per API key, bounded by newer answers.
+"""Stored answers of `/v1/responses`: in memory, per API key, until newer answers need the space.
 
 The store is bounded by count and by bytes, for each key and for all keys together. A key over its own limits loses its
 oldest answers; over the limits of all, the oldest answers of any key are removed. Nothing survives the process. A
@@ -96,7 +96,7 @@ class ResponseStore:
     def put(self, key: str, name: str, response: StoredResponse) -> None:
         """Store an answer (`response`) of a key under its id (`name`), and delete the oldest answers above the limits.
 
-        An answer that is larger than a limit is not stored.
+        An earlier answer with that id is deleted first. An answer that is larger than a limit is not stored.
         """
         self.drop(key, name)
         if response.nbytes > min(self._key_bytes, self._most_bytes):

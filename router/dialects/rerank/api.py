@@ -27,10 +27,11 @@ class ParsedRerank(msgspec.Struct, frozen=True, gc=False):
     model: str
     documents: EmbeddingInput
     ignored: tuple[str, ...] = ()
+    """Names of the fields of the body that have no effect."""
     top_n: int | None = None
     """Number of results; None for all documents."""
     with_documents: bool = False
-    """Whether a result has the text of its document."""
+    """Whether a result of `/v1/rerank` has the text of its document; those of `/v2/rerank` never have it."""
 
     def to_specs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
         """Return the request for the dispatcher; see `router.dialects.shared.interface.ParsedRequest`."""

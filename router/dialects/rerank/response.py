@@ -15,7 +15,7 @@ DOCUMENTS_PER_UNIT = 100
 
 
 def encode_cohere_error(problem: Problem, request_id: str) -> bytes:
-    """Encode an error in Cohere's shape: a message, with additional fields next to it."""
+    """Encode an error in Cohere's shape: id and message. Macpool adds `code`, `param` and, if known, `memory`."""
     error: dict[str, object] = {"id": request_id, "message": problem.message}
     error |= {"code": problem.code, "param": problem.param}
     if problem.memory is not None:

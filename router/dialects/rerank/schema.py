@@ -36,7 +36,7 @@ COHERE_INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 class DocumentPart(StrictPart):
-    """Document as an object."""
+    """Document as an object with its text."""
 
     text: Text
 
@@ -49,7 +49,7 @@ MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
 
 class RerankFields(StrictPart):
-    """Fields of both routes."""
+    """Fields that the bodies of `/v1/rerank` and `/v2/rerank` have in common."""
 
     model: Named
     query: Annotated[str, Field(min_length=1, max_length=MAX_QUERY_CHARS)]

@@ -127,7 +127,10 @@ def build_type_discriminator(*kinds: str) -> Discriminator:
 
 
 def build_tool_discriminator(*kinds: str) -> Discriminator:
-    """Return a discriminator like `build_type_discriminator`. It tags a part of an unknown type as `foreign_part`."""
+    """Return a discriminator like `build_type_discriminator`. It tags a part of an unknown type as `foreign_part`.
+
+    A part without a type is validated as the first kind.
+    """
     marks = {kind: f"{kind}_part" for kind in kinds}
 
     def get_tag(part: object) -> str:
@@ -150,7 +153,10 @@ validator, the event loop can run between two items.
 
 
 def get_input_tag(value: object) -> str:
-    """Return the tag of an input: a text, texts, token ids, or several of these."""
+    """Return the tag of an input: `text_part`, `texts_part`, `ids_part` (token ids) or `many_part` (lists of them).
+
+    The first item of a list decides. An empty list is tagged `texts_part`.
+    """
     if not isinstance(value, list):
         return "text_part"
     first = cast("list[object]", value)[0] if value else ""
@@ -203,7 +209,10 @@ class SamplingFields(StrictPart):
 
     @property
     def session(self) -> str:
-        """Name of the conversation, if its client gave one; else empty."""
+        """Name of the conversation: the first of `prompt_cache_key`, `session_id`, `chat_id` and `user` that is set.
+
+        Empty if none is set.
+        """
         return self.prompt_cache_key or self.session_id or self.chat_id or self.user or ""
 
 
@@ -217,8 +226,9 @@ def build_params(
 ) -> GenerationParams:
     """Return the generation parameters of a body.
 
-    `logprobs` is the number of alternatives per token; None for no log probabilities. With `one_call`, the answer ends
-    after its first tool call.
+    `max_tokens` is None if the body sets no limit. `logprobs` is the number of alternatives per token; None for no log
+    probabilities. With `one_call`, the answer ends after its first tool call. `repetition_penalty` overrides
+    `repeat_penalty`, and a `top_k` of -1 becomes 0.
     """
     top_k = body.top_k
     return GenerationParams(

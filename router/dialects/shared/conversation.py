@@ -8,7 +8,10 @@ from wire.frames import GenerationParams, Message
 
 
 class ConversationRequest(msgspec.Struct, frozen=True, gc=False):
-    """Parsed body of a conversation, the base of each `ParsedRequest` with a single request for the dispatcher."""
+    """Parsed body of a conversation, the base of the `ParsedRequest` of each conversation dialect.
+
+    It becomes a single request for the dispatcher.
+    """
 
     demand: ResourceDemand
     messages: tuple[Message, ...]
@@ -19,7 +22,7 @@ class ConversationRequest(msgspec.Struct, frozen=True, gc=False):
     tools: str = ""
     """Tools as in `wire.frames.Generate`."""
     set_penalties: frozenset[str] = frozenset()
-    """Penalties that the body sets."""
+    """Names of the penalties that the body sets, also to their defaults."""
     template: str = ""
     """Template variables as in `wire.frames.Generate`."""
     session: str = ""

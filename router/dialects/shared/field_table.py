@@ -47,7 +47,10 @@ class ParsedBody(NamedTuple, Generic[B]):
     fields: Body
     """Decoded body with only its honoured and its unknown fields."""
     ignored: tuple[str, ...]
-    """Names of the fields without an effect: unknown fields, and fields of the table's `ignored` with a true value."""
+    """Names of the fields without an effect: unknown fields, and fields of the table's `ignored`.
+
+    A field of the latter is left out if its value is null, false, 0 or empty.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,9 @@ class FieldTable(Generic[B]):
     def read(self, raw: bytes, *, strict: bool = False) -> ParsedBody[B] | Problem:
         """Parse a body (UTF-8 JSON), or return a 400 problem with the reason.
 
-        With `strict`, every unknown field is refused. Without it, unknown fields are ignored, except typing errors,
-        more than `MAX_IGNORED` names, and fields of the prompt or of the answer's format.
+        With `strict`, every unknown field is refused. Without it, unknown fields are ignored, with exceptions.
+        Refused are typing errors, overlong names and more than `MAX_IGNORED` names. Refused are also fields of the
+        prompt, of the answer's format and of unsupported features such as audio.
         """
         raw_fields = read_object(raw, self.max_values)
         return raw_fields if isinstance(raw_fields, Problem) else self.parse(raw_fields, strict=strict)

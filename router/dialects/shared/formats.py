@@ -232,7 +232,8 @@ def select_single_grammar(
 ) -> GrammarSpec | Problem | None:
     """Return the only given grammar, with the pattern of its whitespace; None if there is none.
 
-    Return a 400 problem for several grammars, for a grammar that is too long, and for whitespace without a JSON format.
+    `whitespace` is that pattern. Return the problem of the only grammar if it has one. Return a 400 problem for several
+    grammars, a grammar or pattern that is too long, and a pattern without a JSON format.
     """
     if len(specs) > 1:
         names = sorted(specs)

@@ -17,6 +17,7 @@ from router.placement.candidate import ResourceDemand
 from wire.frames import Delta, Finished
 
 EVENTS = b"text/event-stream; charset=utf-8"
+"""Content type of server-sent events."""
 
 
 def encode_comment(why: str) -> bytes:
@@ -72,7 +73,7 @@ class Chunks(Protocol):
         ...
 
     def encode_deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Encode deltas; may be empty."""
+        """Encode deltas; empty if they hold nothing for a client."""
         ...
 
     def encode_end(self, finished: Finished) -> bytes:

@@ -33,8 +33,10 @@ class _Error(msgspec.Struct, frozen=True, gc=False):
 
 
 def build_unsupported(param: str, instead_of: Mapping[str, str] = _NOTHING, why: str = "") -> Problem:
-    """Build the 400 problem for a field that no model here supports, with the alternative from `instead_of`, if there
-    is one."""
+    """Build the 400 problem for a field that no model here supports, with the alternative from `instead_of`, if any.
+
+    `why` replaces the default sentence before the alternative.
+    """
     text = why or f"{param} is not supported by this server, with any model"
     instead = instead_of.get(param.rpartition(".")[2], "")
     return build_invalid(f"{text}: {instead}" if instead else text, param, RefusalCode.UNSUPPORTED.value)

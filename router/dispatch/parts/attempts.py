@@ -89,7 +89,10 @@ class Attempts:
         request.add_step(now, "resumed" if resumed else "sent", chosen.name)
 
     def send(self, request: ActiveRequest, action: StartAttempt) -> bool:
-        """Send the request of an attempt to its node. Return False without a link, as the next view will show."""
+        """Send the request of an attempt to its node. Return False without a link, as the next view will show.
+
+        For embeddings and scores, discard the vectors of an earlier attempt: nothing of them is resumed.
+        """
         spec, placed = request.spec, action.placed
         if spec.embed is not None:
             request.answer.discard()
@@ -121,7 +124,7 @@ class Attempts:
         return self._send(placed.chosen.node, frame)
 
     def record_undelivered(self, request: ActiveRequest, node: NodeId, name: str) -> None:
-        """Exclude a node without a link until its next report."""
+        """Exclude a node without a link until its next report, and record the step."""
         request.tried.mark_refused(node, self._placer.get_report_time(node))
         request.add_step(self._clock(), "no link", name)
 

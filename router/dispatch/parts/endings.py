@@ -54,7 +54,7 @@ class Endings:
         request.answer.end(action.outcome)
 
     def announce_upstream(self, request: ActiveRequest, action: HandOver) -> None:
-        """Ask the reader to pass the request on to an upstream."""
+        """Ask the reader to pass the request on to an upstream, and record the step."""
         request.add_step(self._clock(), f"handed over to {request.demand.model}")
         request.answer.set_upstream(action.upstream)
 

@@ -148,7 +148,7 @@ class Intake:
     def compute_hash_chain(self, spec: RequestSpec) -> PrefixHashChain | None:
         """Return the prefix hashes of a request; None where no choice of a node depends on them.
 
-        These are embeddings, a cluster of fewer than two nodes, and a short prompt without a session.
+        Return None for embeddings and scores, with fewer than two nodes, and for a short prompt without a session.
         """
         if spec.demand.prompt_bytes < MIN_AFFINITY_BYTES and not spec.session:
             return None

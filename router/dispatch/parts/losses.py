@@ -1,8 +1,8 @@
 """Losses: a node is lost, an engine died, or a node has no memory left. The request resumes elsewhere, or ends.
 
 Requests resume from the received token ids, by the rules of `router.placement.recovery`. The text that the client has
-received stays valid. A request without room waits in the queue before all new requests. It ends with the reason if the
-deadline passes. It ends at once where no other node has that model.
+received stays valid. A request without room waits in the queue, which never refuses it, and memory is held for it at
+once. It ends with the reason if the deadline passes. It ends at once where no other node has that model.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,8 @@ class Losses:
         """Resume elsewhere, or end, a request for which its node sent `Failed`.
 
         A code of no loss ends the request (`classify_loss`). A fault of the engine counts for the node's circuit
-        breaker. The node is excluded until its next report, or for good if it stops.
+        breaker. The node is excluded until its next report, or until it is ready again if it stops. After
+        `FailureCode.LINK_LOST` it is not excluded, because it has another link.
         """
         if is_fault(frame.code):
             self._breakers.record_fault(node, frame.request, self._clock(), frame.message)

@@ -33,6 +33,7 @@ FAILING = "failing"
 
 
 PullFinder = Callable[[str], Refused | None]
+"""Function that returns the refusal for a model that is being pulled, by name; None for any other model."""
 
 
 def _find_no_pull(model: str) -> Refused | None:
@@ -93,7 +94,7 @@ class Placer:
         self._corrections[action.node] = HeadroomCorrection(self.get_report_time(action.node), action.headroom)
 
     def remove_node(self, node: NodeId) -> None:
-        """Remove the correction of a node."""
+        """Remove the headroom correction of a node that is lost or no longer a member."""
         self._corrections.pop(node, None)
 
     # pulls
@@ -109,11 +110,14 @@ class Placer:
     # requests
 
     def record_request(self, model: str) -> None:
-        """Record a new request for a model."""
+        """Record a new request for a model in the recent demand, which decides where idle models are unloaded."""
         self._demand.record_request(model, self._clock())
 
     def judge(self, request: ActiveRequest, view: ClusterView, demand: ResourceDemand) -> Placement | NoPlacement:
-        """Compute the placement of a request with this demand on the nodes of `view`."""
+        """Compute the placement of a request with this demand on the nodes of `view`, and observe the duration.
+
+        Nothing is recorded for later explanation.
+        """
         now = self._clock()
         marked = self.mark_failing_nodes(view, now) if self._breakers.by_node else view
         trials = self._restrict_to_one_model(

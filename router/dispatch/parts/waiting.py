@@ -113,7 +113,11 @@ class QueuedRequests:
     # retries
 
     def retry_requests(self, nodes: Iterable[NodeId]) -> None:
-        """Try the queued requests on these nodes, which have changed."""
+        """Try each queued request once in fair order, because these nodes have changed.
+
+        Requests that fit on one of them are sent. Memory is held for those that must not wait longer. A request ends if
+        its model can no longer be loaded.
+        """
         chosen = frozenset(nodes)
         changed = ClusterView(tuple(node for node in self._placer.view.nodes if node.id in chosen))
         self._queue.place_waiting(self._clock(), lambda request, keep: self._try_request(request, keep, changed))

@@ -43,7 +43,7 @@ class UpstreamError(Exception):
 
 
 class KeyFileError(Exception):
-    """Error for a key file that cannot be used. The text says why."""
+    """Error for a file of a key or of an authority that cannot be used. The text names the file and the fault."""
 
 
 def read_key_file(file: Path) -> str:
@@ -91,8 +91,9 @@ def create_tls_context(authority: str | None) -> ssl.SSLContext:
 
 
 class UpstreamClient:
-    """Client of the upstream `name`. `key` is its API key; empty without one. Raise `OSError` for a file of the
-    authority that cannot be used.
+    """HTTP client of the upstream `name`. `key` is the API key for that server; empty without one.
+
+    Raise `OSError` if `settings.ca_file` cannot be used.
     """
 
     def __init__(self, name: str, settings: UpstreamSettings, key: str = "") -> None:
@@ -121,7 +122,7 @@ class UpstreamClient:
         """POST a body to a path below the base URL, and yield the bytes of the answer with status 200.
 
         `stream` selects the type of the answer: events or one JSON object. Raise `UpstreamError` for any other status
-        or type, and for every failure of the connection.
+        or type, for a compressed answer, and for every failure of the connection.
         """
         settings = self.settings
         idle = settings.idle_seconds if stream else settings.total_seconds

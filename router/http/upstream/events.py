@@ -32,7 +32,7 @@ class EventReader:
     def feed(self, received: bytes) -> list[bytes]:
         """Return the data of the events that `received` completes. The data of a comment is empty.
 
-        Raise `UpstreamStreamError` for an event of more than `MAX_EVENT_BYTES`.
+        Raise `UpstreamStreamError` for an event or a line of more than `MAX_EVENT_BYTES`.
         """
         *lines, self._rest = (self._rest + received).split(b"\n")
         events: list[bytes] = []
