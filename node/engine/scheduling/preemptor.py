@@ -170,7 +170,7 @@ class Preemptor:
     # return
 
     def compute_required_bytes(self, key: str | None) -> int:
-        """Return the bytes of the oldest preempted request that returns before a new request of `key`; 0 without one.
+        """Return the bytes that the oldest preempted request before a new request of `key` needs; 0 without one.
 
         A request that was preempted for another key precedes only requests of its own key. With `key` None, all
         preempted requests count.

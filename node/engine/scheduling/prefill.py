@@ -150,8 +150,8 @@ class Prefill:
 
     @property
     def answered(self) -> bool:
-        """Whether the answer was started, here or on another node. Such a prefill precedes new requests, unless
-        it was preempted for another key."""
+        """Whether the answer was started, here or on another node, and the request was not preempted for another key.
+        Such a prefill precedes new requests."""
         sequence = self.sequence
         return bool(sequence.joined or sequence.request.resume) and not sequence.yielded
 
