@@ -39,6 +39,7 @@ class LayerCache(Protocol):
 
 
 Layers = list[LayerCache]
+"""Caches of all layers of a model, in their order."""
 
 
 class TextModel(Protocol):

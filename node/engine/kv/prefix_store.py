@@ -1,4 +1,4 @@
-"""Prefix cache: token sequences of ended rows with their caches, per model, evicted least recently used first. Pure.
+"""Prefix cache: token sequences with their caches, per model and scope, evicted least recently used first. Pure.
 
     stored:    ids of prompt and answer  →  the row's cache, of exactly these ids
     looked up: a prompt  →  its longest prefix that some stored sequence shares
@@ -151,7 +151,7 @@ class PrefixStore(Protocol[V]):
         ...
 
     def store(self, entry: CachedPrefix[V]) -> None:
-        """Store a sequence."""
+        """Store a sequence, in place of one of its scope with the same ids."""
         ...
 
     def evict(self, size: int) -> int:
@@ -270,7 +270,8 @@ class PrefixCache(Generic[V]):
             self.evict_entry(entry)
 
     def remove_redundant(self, entries: Iterable[CachedPrefix[V]]) -> None:
-        """Remove redundant entries. They do not count as evictions, because no prompt loses a prefix."""
+        """Remove entries that are redundant, or whose request has failed. They do not count as evictions. Entries that
+        are not stored any more are ignored."""
         for entry in entries:
             if entry.is_stored:
                 self.pop(entry)

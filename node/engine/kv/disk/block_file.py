@@ -51,6 +51,7 @@ class BlockArray(NamedTuple):
     kind: str
     """Type, a key of `ITEM_TYPES`."""
     data: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
+    """Its numbers; those of bfloat16 as integers of two bytes."""
 
     @property
     def nbytes(self) -> int:

@@ -36,7 +36,9 @@ class CacheShape(NamedTuple):
     """Parts of the caches of a model."""
 
     fingerprint: str
+    """Fingerprint of the model."""
     parts: frozenset[BlockPart]
+    """Parts of each cache (`list_parts`); empty if the disk cache cannot store them."""
     window: int
     """Tokens of the longest sliding window; 0 without one."""
 
