@@ -64,7 +64,9 @@ class MemoryGate:
     """Memory gate of an engine: checks bytes against the limits in force, and counts the checks.
 
     `residual()` returns the bytes of measured profiles that no estimate covers; None if a loaded model has no profile.
-    An automatic margin follows from the residual.
+    An automatic margin follows from the residual. `checks` and `refusals` count by site, `reasons` counts refusals by
+    code. `predicted` has the memory after each checked work, as a share of the ceiling; `transient` the peak bytes
+    of each forward above its start.
     """
 
     def __init__(self, residual: Callable[[], int | None] = lambda: None) -> None:
