@@ -127,7 +127,8 @@ class ModelManager:
 
     @property
     def next_leak_check_at(self) -> float | None:
-        """Monotonic time of the next check for leaked memory; None while a model is loaded or loading."""
+        """Monotonic time of the next check for leaked memory; None if none is due, or while a model is loaded or
+        loading."""
         return None if self._table.loaded or self.busy else self._unloader.leak_check.next_check_at
 
     @property
