@@ -142,7 +142,8 @@ async def end_ray(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]
 
 
 def create_short_folder(files: Path) -> Path:
-    """Create and return Ray's own folder, below /tmp because the paths of its sockets must fit into 103 bytes.
+    """Create and return Ray's own folder, below /tmp because the paths of its sockets must fit into 103 bytes. On
+    Linux it is below the temporary folder of this process.
 
     The name of the folder derives from `files`. Raise `OSError` if the folder belongs to another user.
     """

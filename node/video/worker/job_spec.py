@@ -30,7 +30,9 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     fps: Annotated[int, Meta(ge=1, le=240)] | None = None
     steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
     guidance: Guidance | None = None
+    """Scale of classifier-free guidance."""
     guidance_2: Guidance | None = None
+    """The same for the second expert of a package that has two."""
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
     timeout: Seconds | None = None
     """Maximum seconds for the whole job; None for the node's setting."""
