@@ -126,6 +126,7 @@ class Preemptor:
         """Preempt requests of keys that hold more rows, for `first`, the next prompt, if fewer than its rows are free.
 
         `free_rows` is the number of free rows. No request is preempted if fair shares do not allow enough preemptions.
+        The tokens of preempted rows are stored in the prefix cache for their return.
         """
         holding = [(sequence, self._count_held_rows(sequence)) for sequence in self._requests.list_running()]
         for sequence in choose_for_key(first.owner, first.width, first.width - free_rows, holding):

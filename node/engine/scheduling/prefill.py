@@ -45,7 +45,7 @@ class PrefixState:
     snapshots: list[CachedPrefix[Layers]] = field(default_factory=list[CachedPrefix[Layers]])
     """Snapshots that were taken because the prompt is long, oldest first."""
     history: WindowHistory | None = None
-    """History of the sliding windows so far; None without windows, or if memory was short."""
+    """History of the sliding windows so far; None without windows, before the start, and once the prompt is stored."""
 
     plan: ReadPlan | None = None
     """Files of the disk cache from which the prompt starts; None without any, or once they were read."""
@@ -96,7 +96,7 @@ class PrefixState:
         self.restored = parts
 
     def set_history(self, history: WindowHistory | None) -> None:
-        """Set the history of the sliding windows so far, or None if the prompt is stored or memory is short."""
+        """Set the history of the sliding windows so far, or None once the prompt is stored or the prefill has ended."""
         self.history = history
 
 

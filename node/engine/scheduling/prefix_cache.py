@@ -207,7 +207,8 @@ class PrefixCacheManager:
 
     def record_chunk(self, prefill: Prefill, count: int) -> None:
         """Record the last `count` tokens of a prefill in the history of its windows, or release that history if memory
-        is short. Take a snapshot if one is wanted here and the history does not replace it."""
+        is short. Take a snapshot if one is wanted here and the history does not replace it, or if one of a long prompt
+        is due (`is_long_snapshot_due`)."""
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None:
             return

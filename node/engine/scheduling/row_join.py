@@ -49,7 +49,7 @@ class RowJoin:
         without room, which join later; None if all rows have joined.
 
         Each join passes the gate, because it copies a batch layer by layer. `logits` (1, vocabulary) are those of the
-        last token of the prompt. Exceptions of the join propagate after the other rows of the batch were rebuilt, also
+        last token of the prompt. Exceptions of the join propagate after the other rows of the batch were rebuilt. Raise
         `Halted` if the engine was halted.
         """
         tokens = list[NextToken[Row]]()
@@ -105,7 +105,8 @@ class RowJoin:
 
     def join_packed(self, members: list[Prefill], cache: Layers) -> bool:
         """Join the rows of packed prompts, of which `cache` holds all but the last token; return False if the gate
-        refuses. Exceptions of the join propagate, also `Halted` if the engine was halted."""
+        refuses. Exceptions of the join propagate, also `Halted` if the engine was halted. If the batch broke, its
+        other rows are rebuilt before."""
         loaded_model = members[0].loaded_model
         ledger, estimator = loaded_model.ledger, loaded_model.estimator
         longest = max(members, key=lambda prefill: prefill.stored_tokens).rows[0].commitment

@@ -240,8 +240,8 @@ class Scheduler:
         """Prefill one chunk of one prompt, or several short prompts at once. Join the rows after the last chunk. Before
         that, return a preempted request, and preempt requests of keys that hold more than their share of rows.
 
-        Do nothing if no prompt may continue at the monotonic time `now`, at which the turn began. Raise `Halted` if the
-        engine was halted.
+        Prefill nothing if no prompt may continue at the monotonic time `now`, at which the turn began. Raise `Halted`
+        if the engine was halted.
         """
         self.preemptor.return_next(now, self._queue.count_unclaimed_rows())
         self._share_rows()
