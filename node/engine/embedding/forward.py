@@ -85,7 +85,8 @@ class EmbeddingForward(ABC):
         return not self._parts
 
     def take_arrays(self, *, rest: bool) -> Sequence[Any]:
-        """Return the arrays of the next part, or with `rest` those of all parts that are left, and remove them."""
+        """Return the arrays to evaluate for the next part, or with `rest` for all parts that are left. Remove these
+        parts."""
         if rest:
             del self._parts[1:]  # its arrays depend on those of all other parts
         return self._parts.pop()

@@ -46,8 +46,8 @@ class PromptPairs:
         """Return the tokens of the prompt for a document. The document is cut to `max_tokens` of the request, and with
         `truncate` to the room that is left.
 
-        Raise `TooLong` for a query without room for any document; without `truncate`, also for a document that is
-        clearly longer than the model allows.
+        Without `truncate`, a prompt may have more than `most` tokens; raise `TooLong` if it has clearly more. Raise
+        `TooLong` as well for a query without room for any document.
         """
         truncate, room = self._request.truncate, self._most - len(self._tail)
         if self._head_tokens >= room:

@@ -115,8 +115,8 @@ class PrefixMemory:
         return self.nbytes + size <= self._limit(memory.cap) and _fits(memory, size)
 
     def make_room(self, size: int, transient: int = 0) -> bool:
-        """Evict older entries until `size` bytes fit into the limit of the cache and the memory; return whether they
-        fit. `transient` is bytes that are needed for a moment in addition.
+        """Evict older entries until `size` bytes fit into the limit of the cache, and as `evict_until_fits` until they
+        fit into memory. Return whether they fit. `transient` is bytes that are needed for a moment in addition.
 
         Evict nothing if all cached bytes would not suffice. They may also prove too few after some were evicted.
         """

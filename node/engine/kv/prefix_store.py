@@ -191,7 +191,7 @@ class PrefixCache(Generic[V]):
 
     def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> PrefixHit[V]:
         """Return the longest stored prefix of a prompt, as in `PrefixStore.find`. The entry becomes the most recently
-        used."""
+        used. At least one token of the prompt is left out; shorter prefixes than `MIN_PREFIX_TOKENS` are not used."""
         trie = self._tries.get((model, scope))
         if trie is None:
             return PrefixHit()
@@ -300,7 +300,7 @@ class PrefixCache(Generic[V]):
 
     def get_state(self) -> CacheState:
         """Return the bytes, the entries and the counts since the start, with the prompt hashes of the last
-        evictions."""
+        `MAX_EVICTIONS_REPORTED` evictions."""
         return CacheState(
             self._nbytes,
             len(self._order),

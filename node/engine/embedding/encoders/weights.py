@@ -85,7 +85,8 @@ def list_layer_names(name: str, *, bias: bool | None = True) -> list[str]:
 
 
 def read_arrays(folder: Path) -> dict[str, mx.array]:
-    """Return all weights in a folder, lazily, by their current names. Exceptions of faulty files propagate."""
+    """Return the weights of all `model*.safetensors` in a folder, lazily, by name; older names of normalizations are
+    replaced. Exceptions of faulty files propagate."""
     arrays: dict[str, mx.array] = {}
     for file in sorted(folder.glob("model*.safetensors")):
         arrays |= cast("dict[str, mx.array]", mx.load(str(file)))

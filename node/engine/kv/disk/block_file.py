@@ -31,7 +31,7 @@ ITEM_TYPES = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
 
 
 class InvalidBlockError(ValueError):
-    """A file is no valid block of this place."""
+    """Raised for a file that is not the unchanged block of a chain, part and number of tokens."""
 
 
 class BlockPart(StrEnum):

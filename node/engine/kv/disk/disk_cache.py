@@ -163,7 +163,7 @@ class DiskCache:
 
     def clear(self, model: str) -> None:
         """Delete the files of a model by its fingerprint, or of all models if that is empty. Drop all entries and parts
-        that wait to be written, also those of other models.
+        that wait to be written, also those of other models. Without `model`, the folder gets a new identity.
 
         Raise `OSError` if files cannot be deleted, `BlockingIOError` if another process writes to the folder.
         """
@@ -221,8 +221,8 @@ class DiskCache:
         return DiskRestore(self._folder, plan, cache)
 
     def end_restore(self, restore: DiskRestore) -> None:
-        """Count a restoration that has ended as a hit, and mark its files as used. If a file was invalid or stalled,
-        count a fault instead, and remove that file."""
+        """Count a restoration that has ended as a hit, measure the speed of reading, and mark the files as used. If a
+        file was invalid or stalled, only count a fault and remove that file."""
         if restore.invalid is not None:
             self.faults += 1
             self.remove_parts([restore.invalid])
