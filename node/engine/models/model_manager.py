@@ -295,7 +295,8 @@ class ModelManager:
         """Abort the load in progress and release its pieces. With a `name`, abort only the load of this model, in
         progress or queued.
 
-        `refused` is the refusal for its requests. Return whether there was such a load.
+        `refused` is the refusal for its requests and orders, which `take_ended` returns. Return whether there was such
+        a load.
         """
         load = self._table.load
         if load is None or name not in ("", load.name):
