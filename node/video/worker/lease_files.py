@@ -124,7 +124,8 @@ class FileTail:
         self._rest = b""
 
     def read_lines(self) -> list[bytes]:
-        """Return the complete lines since the last call, without lines over `MAX_LINE_BYTES`.
+        """Return the complete lines since the last call, without lines over `MAX_LINE_BYTES`. The end of such a line
+        may be returned as a line.
 
         A call reads at most `16 * MAX_LINE_BYTES` bytes. Return an empty list if the file cannot be read.
         """

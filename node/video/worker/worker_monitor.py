@@ -172,7 +172,8 @@ class WorkerMonitor:
         self._gone_at = 0.0
 
     def open(self, grant: LeaseGrant) -> None:
-        """Create the folder of the lease in place of an existing one. The worker may start after that.
+        """Create the folder of the lease in place of an existing one, and lock it as guarded. The worker may start
+        after that.
 
         Raise `OSError` if that fails.
         """

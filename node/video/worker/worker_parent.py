@@ -179,7 +179,7 @@ def _copy_lines(source: IO[bytes], target: IO[bytes]) -> None:
 
 
 def main() -> int:
-    """Run the worker of the lease that the command line names. Return its exit code; 1 without a grant."""
+    """Run the worker of the lease that the command line names. Return its exit code; 1 if `LeaseFenced` was raised."""
     folder, lease, generation = sys.argv[1:]
     try:
         return WorkerParent(Path(folder), lease, int(generation)).run()
