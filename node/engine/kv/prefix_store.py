@@ -91,7 +91,7 @@ class CachedPrefix(Generic[V]):
     cuts: Cuts | None = None
     """Lengths to which the cache can be cut, besides its own; None: the mode of the model's caches decides."""
     copy: DiskCopy | None = None
-    """Its copy on the disk, if it was written."""
+    """Its copy on the disk; None if the disk cache has not written it."""
 
     @property
     def length(self) -> int:
@@ -146,7 +146,7 @@ class PrefixStore(Protocol[V]):
     def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> PrefixHit[V]:
         """Return the longest stored prefix of a prompt in a scope. `key` has the packed ids of the prompt.
 
-        `cut`: the model's caches can be cut to any prefix.
+        `cut`: the model's caches can be cut. Without, only a sequence that is wholly a prefix of the prompt is usable.
         """
         ...
 

@@ -39,7 +39,7 @@ class GateSite(StrEnum):
     LOAD = "load"
     """Load of a model, or of its next piece."""
     EMBED = "embed"
-    """Forward over texts for embeddings."""
+    """Forward over texts for embeddings or scores."""
     PROBE = "probe"
     """Forward of a profile measurement, or the longest row that follows from it."""
 
@@ -51,13 +51,13 @@ class MlxCounters:
     active: int
     """MLX's active memory now."""
     recent: int
-    """Recent peak."""
+    """Recent peak of the memory (`RecentPeak`)."""
     reserved: int
     """Bytes committed and not yet written."""
     cache: int = 0
     """MLX's free buffers."""
     peak: int = 0
-    """MLX's peak memory."""
+    """MLX's peak memory since the last reset (`MlxPeakTracker.mark`)."""
 
 
 class MemoryGate:

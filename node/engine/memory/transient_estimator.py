@@ -54,6 +54,7 @@ MIN_FORWARDS_COVERED = 3
 CHUNKS, JOINS, STEPS = "chunks", "joins", "steps"
 """Kinds of forwards that a profile covers, each up to a size: tokens of a chunk, rows of a join or of a decode step."""
 Shape = tuple[int, int, bool]
+"""Tokens and past, or rows and longest row, and whether the caches grew (`ForwardSamples`)."""
 Sample = tuple[Shape, float]
 """Shape of a forward (`ForwardSamples`), and the bytes that it took."""
 

@@ -37,7 +37,8 @@ class PrefixState:
     hit: PrefixHit[Layers] = NO_PREFIX
     """Result of the last lookup."""
     removed_tokens: int = 0
-    """Tokens of the entry that this prefill removed from the prefix cache for its own use."""
+    """Tokens of the entry that this prefill removed from the prefix cache for its own use; 0 without one, and once the
+    prompt is stored."""
     stops: list[int] = field(default_factory=list[int])
     """Positions in the prompt, in tokens, at which a snapshot is wanted."""
     snapshot_at: int = 0
@@ -50,7 +51,7 @@ class PrefixState:
     plan: ReadPlan | None = None
     """Files of the disk cache from which the prompt starts; None without any, or once they were read."""
     restoring: DiskRestore | None = None
-    """Restoration of these files in progress."""
+    """Restoration of these files in progress; None without one."""
     restored: tuple[PlannedPart, ...] = ()
     """Files from which the prompt was restored."""
 

@@ -76,7 +76,7 @@ class DiskCache:
         if not self._open_writer():
             log.warning("disk cache in use", folder=str(folder), effect="this engine only reads it")
         self.store_id = _read_identity(self._folder / IDENTITY)
-        """Identity of the folder, made with it."""
+        """Random identity of the folder; a new one once the files of all models are deleted."""
         self._index.scan(self._folder, clean=self.writer is not None)
         log.info("disk cache", folder=str(folder), files=len(self._index), size=show_size(self._index.nbytes))
 
@@ -128,7 +128,8 @@ class DiskCache:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes in memory that wait for the writer, and those of the copies that were launched."""
+        """Bytes in memory of the parts that wait or are being written, and of the copies that were launched for the
+        writer."""
         return self.queue.nbytes + (0 if self.writer is None else self.writer.nbytes)
 
     def clear_queue(self) -> int:
