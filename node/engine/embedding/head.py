@@ -42,7 +42,7 @@ class EmbeddingHead:
     layout: EmbeddingLayout
     """Steps as its files define them."""
     run_layers: HiddenStates | Encoder
-    """Runs its layers: those of a decoder, or an encoder."""
+    """Layers of a decoder without its output layer, or an encoder."""
     dense: tuple[dict[str, mx.array], ...]
     """Weights of its Dense layers."""
     dimensions: int

@@ -47,7 +47,7 @@ class EmbeddingRequest:
     """Admitted request for embeddings or scores. Times are monotonic seconds."""
 
     prepared: PreparedEmbedding
-    """Its tokens."""
+    """The tokenized request."""
     loaded_model: LoadedModel
     """Its model."""
     hold: ModelHold

@@ -36,7 +36,7 @@ class EncoderWeights:
                 raise EncoderWeightsError(f"its checkpoint has no weight {name}")
             found |= {} if array is None else {bare: array}
         self.arrays = found
-        """Weights by name."""
+        """Weights that the encoder uses, by name without a prefix of `PREFIXES`."""
 
     def check_rows(self, name: str, rows: int) -> None:
         """Raise `EncoderWeightsError` if an embedding has fewer than `rows` rows: MLX does not check indices."""
