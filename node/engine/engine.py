@@ -112,9 +112,9 @@ class EngineParts:
     admission: RequestAdmission
     """Admission of requests."""
     commands: ModelCommands
-    """Orders about models."""
+    """Executor of orders about models."""
     sweeps: SweepQueue
-    """Sweeps on order."""
+    """Queue of ordered sweeps."""
     embedding_preparer: EmbeddingPreparer
     """Preparer of requests for embeddings."""
     embedding_table: EmbeddingTable

@@ -82,7 +82,7 @@ class ModelUsage:
     def __init__(self) -> None:
         self._holds: set[ModelHold] = set()
         self.used_at = 0.0
-        """Monotonic time of the last use."""
+        """Monotonic time of the last use; 0.0 before the first."""
 
     @property
     def users(self) -> int:
