@@ -142,7 +142,7 @@ class ModelCommands:
     # loads
 
     def may_load(self) -> bool:
-        """Return whether `step_load` has work that it may do now."""
+        """Return whether `step_load` may be called: a load is in progress or queued, and the gate has its limits."""
         return self._manager.busy and self._forwards.gate.refuse_unless_ready() is None
 
     def step_load(self, now: float) -> None:
