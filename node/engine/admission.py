@@ -18,7 +18,7 @@ class RequestLimits(NamedTuple):
     """Limits of a request on this node, from the settings."""
 
     tokens: int
-    """Tokens of an answer without `max_tokens`."""
+    """Maximum tokens of an answer without `max_tokens`."""
     context: int
     """Most tokens of a row; 0: the context of the model."""
     batch: int

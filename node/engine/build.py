@@ -65,7 +65,7 @@ log = structlog.get_logger("engine.text")
 def build(settings: NodeSettings, recorder: CallRecording) -> TextEngine:
     """Return the text engine for these settings, after a scan of the model folders. The environment variable
     `MACPOOL_PROFILES` names the folder of measurements, `MACPOOL_DIGESTS` the file of digests, `MACPOOL_DISK_CACHE` the
-    folder of the disk cache."""
+    folder of the disk cache. Raise `ValueError` if the size of the disk cache cannot be parsed."""
     digests = os.environ.get(DIGESTS)
     store = None if digests is None else DigestStore(Path(digests))
     catalogue = ModelCatalogue(
@@ -93,7 +93,8 @@ def compose(
 
     `profiles` is the folder of measurements; None: they are not stored. `disk_folder` is the folder of the disk cache;
     None: there is none. `metal()` opens the Metal device.
-    `create_gate(residual)` returns the memory gate. `trials` are the trials of tokenizers.
+    `create_gate(residual)` returns the memory gate. `trials` are the trials of tokenizers; None: those of `profiles`.
+    Raise `ValueError` if the size of the disk cache cannot be parsed.
     """
     mlx = settings.engine.mlx
     scheduler_limits = SchedulerLimits(mlx.max_batch_size, mlx.prefill_step_size, mlx.min_prefill_step)

@@ -1,7 +1,7 @@
 """Text engine, the engine kind `mlx`: the shell that passes frames to its parts and drives their steps.
 
 - Requests: `request_admission`, by the rules of `admission`; the `scheduler` runs their rows. `embeddings` runs those
-  that need vectors only.
+  that need vectors or scores.
 - Models: `model_commands` carries out orders; the `model_manager` loads them, the `unloader` removes them.
 - Reports: `model_describer`, by `model_report`.
 
@@ -112,9 +112,9 @@ class EngineParts:
     admission: RequestAdmission
     """Admission of requests."""
     commands: ModelCommands
-    """Orders about models."""
+    """Executor of orders about models."""
     sweeps: SweepQueue
-    """Sweeps on order."""
+    """Queue of ordered sweeps."""
     embedding_preparer: EmbeddingPreparer
     """Preparer of requests for embeddings."""
     embedding_table: EmbeddingTable
@@ -138,7 +138,8 @@ class TextEngine:
     # for the threads
 
     def prepare(self, frame: Frame) -> Work | None:
-        """Convert a frame into work, on the I/O thread. Tokenize or count a short prompt at once.
+        """Convert a frame into work, on the I/O thread. Tokenize or count a short prompt at once; a long prompt, or one
+        that needs a lock, becomes an `UntokenizedPrompt`.
 
         For `RescanModels`, scan the model folders; for a load or a profile, look for the ordered model's files.
         For a `Ping`, search for new models if that is due; return None if the models have not changed.
@@ -307,7 +308,8 @@ class TextEngine:
         self.parts.forwards.halt()
 
     def close(self) -> None:
-        """Wait for work on the device. Then release rows, cached prefixes, models and free buffers."""
+        """Wait for work on the device. Then release all requests, the models with their cached prefixes, and the disk
+        cache, also if the wait raises."""
         try:
             self.parts.scheduler.synchronize()
         finally:

@@ -105,7 +105,7 @@ class ModelCommands:
 
     def unload(self, order: UnloadModel) -> list[Frame]:
         """Unload a model on order, or abort its load, and return the answer. A model in use is not unloaded. After an
-        aborted load, return those of the requests and orders that waited for it as well.
+        aborted load, return the answers of the requests and orders that waited for it as well.
         """
         cancelled = Refused(
             RefusalCode.NOT_READY, f"the load of {order.model} was cancelled by `cluster model unload`", None, 1.0
@@ -142,7 +142,7 @@ class ModelCommands:
     # loads
 
     def may_load(self) -> bool:
-        """Return whether `step_load` has work that it may do now."""
+        """Return whether `step_load` may be called: a load is in progress or queued, and the gate has its limits."""
         return self._manager.busy and self._forwards.gate.refuse_unless_ready() is None
 
     def step_load(self, now: float) -> None:

@@ -34,7 +34,7 @@ class DescriberRules(NamedTuple):
     """Tokens of the smallest chunk."""
 
     def collect_facts(self, descriptor: ModelDescriptor) -> ModelFacts:
-        """Return the facts about a model."""
+        """Return the facts about a model that follow from the settings and from its tokenizer."""
         return ModelFacts(
             self.limits.get_max_row_tokens(descriptor),
             self.features(descriptor),

@@ -142,7 +142,7 @@ def add_measurements(model: Model, loaded_model: "LoadedModel", memory: Memory, 
 
 
 def compute_longest_row(model: Model, loaded_model: "LoadedModel", memory: Memory, floor: int) -> int:
-    """Return the longest row that the measured costs of a model allow, in tokens. `model` is its report; it may not be
-    loaded yet. `floor` is the smallest chunk of the engine, in tokens."""
+    """Return the longest row that the measured costs of a model allow under this memory, in tokens. `model` is the
+    model's report, also if the load has not ended. `floor` is the smallest chunk of the engine, in tokens."""
     alone = replace(model, groups=(), loaded=True, weights=loaded_model.weights)
     return compute_max_context(memory, replace(alone, **compute_transients(loaded_model.estimator.transient, floor)))

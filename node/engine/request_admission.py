@@ -57,7 +57,8 @@ than needed would be preempted."""
 
 
 class RequestAdmission:
-    """Admission of requests in the engine. `acked` is the newest sequence number (`Generate.seq`) with a decision.
+    """Admission of requests in the engine. `acked` is the newest sequence number (`Generate.seq`) that `admit_or_queue`
+    has decided.
 
     `embeddings` are the live requests for embeddings, `beginnings` their stored beginnings. `floor`: tokens of the
     smallest chunk. `now` is in monotonic seconds in all methods.

@@ -1,1 +1,1 @@
-"""Video on a node: its packages, its environment, its worker and its watchdog."""
+"""Video on a node: packages, environment, leases of memory, Ray, and the worker with its watchdog."""

@@ -31,6 +31,7 @@ class VideoCheck:
 
 
 NOTHING = VideoCheck({}, "this node is still searching for video packages")
+"""Result before the first check."""
 
 
 class VideoCapability:
@@ -48,6 +49,7 @@ class VideoCapability:
     ) -> None:
         self._settings = settings
         self.environments = get_environments_folder(settings, state)
+        """Folder of the video workers' environments."""
         self._hub = get_hub_folder(environ) if settings.models.use_huggingface_cache else None
         self._result = NOTHING
         self._task: asyncio.Task[None] | None = None

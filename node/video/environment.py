@@ -1,9 +1,9 @@
 """Environment of the video worker: built once, locked by hash, and never changed.
 
-A folder holds an interpreter and exactly the packages that a lock file names, each with its hash. The folder's name is
-the sha256 of its locks: a new lock makes a new environment next to the old one. The environment is built in a temporary
-folder, probed by importing the engine in isolation, and only then renamed. A folder with the final name is therefore
-complete.
+A folder holds an interpreter and exactly the packages that a lock file names, each with its hash. The folder's name has
+the version of Python and the sha256 of its locks. A new lock makes a new environment next to the old one. The
+environment is built in a temporary folder, probed by importing the engine in isolation, and only then renamed. A folder
+with the final name is therefore complete.
 
     macOS on Apple silicon    the product
     Linux on x86-64           tests and development: the engine's text encoder runs on a build of torch for the CPU,

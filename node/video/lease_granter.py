@@ -64,7 +64,7 @@ class LeaseGranter:
         self._lessor.return_memory()
 
     def restore(self) -> None:
-        """Restore the ceiling, and delete the stored lease that holds memory, if any."""
+        """Restore the ceiling, and remove the lease that has not ended from the ledger, if any. Its files stay."""
         self.return_memory()
         record = self._store.ledger.holding
         if record is not None:

@@ -43,6 +43,7 @@ class LeaseLife:
     lease: str = ""
     """Id of the lease; empty while idle."""
     generation: int = 0
+    """Generation of the lease (`LeaseRequest.generation`); 0 while idle."""
     order: str = ""
     """Cause of an ordered end; empty without an order."""
     actor_failure: str = ""
@@ -92,7 +93,7 @@ class LeaseLife:
 
 @dataclass(frozen=True, slots=True)
 class LeaseWanted:
-    """Event: the coordinator requests a new lease. `holding` is the stored lease that has not ended."""
+    """Event: the coordinator requests a new lease. `holding` is the stored lease that has not ended, if any."""
 
     request: LeaseRequest
     holding: LeaseRecord | None = None
@@ -115,7 +116,7 @@ class WorkerStarted:
 
 @dataclass(frozen=True, slots=True)
 class ActorFailed:
-    """Event: Ray could not start the actor of a lease."""
+    """Event: Ray could not start the actor of a lease, for this reason. A lease with a worker continues."""
 
     lease: str
     reason: str
@@ -152,7 +153,8 @@ class PauseChanged:
 
 @dataclass(frozen=True, slots=True)
 class OwnerReclaimed:
-    """Event: the owner of the Mac takes the memory of the lease. `holding`: the ceiling is lowered for a lease."""
+    """Event: the owner of the Mac takes the memory of the lease, for this reason. `holding`: the ceiling is lowered for
+    a lease; without one, the event changes nothing."""
 
     reason: str
     holding: bool
@@ -203,6 +205,7 @@ class CheckLease:
 
 Action = BeginGrant | RefuseLease | CheckLease
 Step = tuple[LeaseLife, tuple[Action, ...]]
+"""State after an event, and the actions to perform in order."""
 
 _I, _G, _H, _E = LeaseStage
 _SAME = {stage: frozenset({stage}) for stage in LeaseStage}

@@ -125,7 +125,8 @@ class LeaseManager:
     def handle_request(self, request: LeaseRequest) -> None:
         """Grant or refuse a lease. Send the answer to the coordinator, at once or within seconds.
 
-        A repeated request gets the earlier answer again, and none while the lease is still being granted.
+        A repeated request gets the earlier answer again. While its lease is still being granted, it is refused until
+        the lease is stored, and then gets no answer.
         """
         record = self._store.ledger.find(request.lease, request.generation)
         if record is None:
@@ -156,7 +157,8 @@ class LeaseManager:
             self._callbacks.send(LeaseEnded(order.lease, order.generation, LeaseEndCode.WORKER_LOST, text))
 
     def pause(self, why: str) -> None:
-        """Refuse new leases because of `why`; an empty text ends the pause. A held lease continues."""
+        """Refuse new leases because of `why`, also the one that is being granted; an empty text ends the pause. A held
+        lease continues."""
         self._apply(lease_life.PauseChanged(why))
 
     def end(self, why: str) -> None:

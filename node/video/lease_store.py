@@ -18,6 +18,7 @@ MIN_FREE_DISK_BYTES = 64 * 1024
 MAX_ENDED_LEASES = 32
 """Maximum number of ended leases without acknowledgement. Above that, the oldest are removed with their files."""
 PREFIX = "artifact:"
+"""Beginning of the name of an artifact (`LeaseStore.find_artifact`)."""
 
 log = structlog.get_logger("node.video.lease_manager")
 
@@ -81,7 +82,7 @@ class LeaseStore:
         self._save()
 
     def delete(self, record: LeaseRecord) -> None:
-        """Remove a lease from the ledger, with its files."""
+        """Remove a lease from the ledger, and delete its folder. Files that cannot be deleted stay until `load`."""
         self.drop(record)
         shutil.rmtree(self.get_folder(record), ignore_errors=True)
 
@@ -105,7 +106,7 @@ class LeaseStore:
         return self.get_folder(record) / OUT / file if record is not None and known else None
 
     def is_full(self) -> bool:
-        """Return whether the disk has no room even for the text of an error."""
+        """Return whether the disk has no room even for the text of an error; False if its room cannot be read."""
         with suppress(OSError):
             return shutil.disk_usage(self._folder).free < MIN_FREE_DISK_BYTES
         return False

@@ -92,7 +92,8 @@ class WorkerGroup(Struct, frozen=True, kw_only=True):
 class LeaseRecord(Struct, frozen=True, kw_only=True):
     """Lease as stored on the disk, from before the ceiling is lowered until its end is acknowledged.
 
-    `size` is in bytes. `worker` is None before the worker starts. `ended` is None while the lease is held.
+    `lease`, `generation` and `job` are those of the `LeaseRequest`, `model` is the name of the video package. `size` is
+    in bytes. `worker` is None before the worker starts. `ended` is None while the lease is held.
     """
 
     lease: str
@@ -124,7 +125,7 @@ class LeaseLedger(Struct, frozen=True, kw_only=True):
         return next((lease for lease in self.leases if lease.ended is None), None)
 
     def put(self, record: LeaseRecord) -> "LeaseLedger":
-        """Return a ledger with this lease in place of its earlier state."""
+        """Return a ledger with this lease in place of its earlier state, and with the newest generation of its job."""
         others = tuple(
             lease for lease in self.leases if (lease.lease, lease.generation) != (record.lease, record.generation)
         )
@@ -186,7 +187,7 @@ def _is_known(request: LeaseRequest, ledger: LeaseLedger) -> bool:
 def check_ready(request: LeaseRequest, memory: Memory, unready: str) -> LeaseRefused | None:
     """Return the refusal of a request for reasons other than memory in use; None if the request passes.
 
-    The reasons are: guard off, video not ready because of `unready`, and a size that is invalid or exceeds the cap.
+    The reasons are: guard off, video not ready because of `unready`, and a size that is invalid or can never fit.
     """
     if not memory.guard:
         return refuse(

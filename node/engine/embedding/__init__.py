@@ -1,1 +1,1 @@
-"""Embeddings in the engine: forwards of decoders without decode, and the steps from hidden states to vectors."""
+"""Embeddings and scores in the engine: forwards of decoders and encoders, and the steps from states to vectors."""

@@ -49,7 +49,10 @@ def _get_bare_classes(config: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def rename_weights(weights: Weights, *, without_output: bool) -> Weights:
-    """Return weights by the names of the complete model, `without_output`: without those of the output layer."""
+    """Return weights by the names of the complete model: names of layers alone get the prefix `model.`.
+
+    With `without_output`, leave out those of the output layer.
+    """
     kept = {name: array for name, array in weights.items() if not (without_output and name.startswith(_OUTPUT))}
     if any(name.startswith((_PREFIX, _OUTPUT)) for name in kept):
         return kept

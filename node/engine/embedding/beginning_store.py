@@ -39,8 +39,8 @@ class BeginningStore:
         return self._find(prepared.request.model, prepared.inputs[0], prepared.cache_scope).length
 
     def restore(self, request: EmbeddingRequest) -> None:
-        """Copy the cached part of the beginning of a request into the request. Do nothing if none is cached or the copy
-        has no room."""
+        """Copy the cached part of the beginning of a request into the request, and count a hit. Do nothing if none is
+        cached or the copy has no room."""
         prepared, beginning = request.prepared, request.beginning
         hit = self._find(request.loaded_model.name, (*beginning, _NEXT_TOKEN), prepared.cache_scope)
         if hit.entry is None or hit.entry.value is None:

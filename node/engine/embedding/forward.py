@@ -19,7 +19,7 @@ from wire.frames import Frame, split_vectors
 
 
 class WaitingText(NamedTuple):
-    """Text of a request that has no vector."""
+    """Text that has no vector yet, of one request."""
 
     request: EmbeddingRequest
     place: int
@@ -45,8 +45,7 @@ class WaitingText(NamedTuple):
 class EmbeddingForward(ABC):
     """Forward of the texts of some requests for one model.
 
-    `tokens` run in it, without padding. It needs `need` bytes in all. `parts` are the lazy arrays to evaluate, part
-    after part.
+    `need`: bytes of the whole forward. `parts` are the lazy arrays to evaluate, part after part.
     """
 
     def __init__(
@@ -55,6 +54,7 @@ class EmbeddingForward(ABC):
         self.requests = list(requests)
         """Requests that have not ended since the forward began."""
         self.tokens = tokens
+        """Tokens that run in the forward, without padding."""
         self.number = requests[0].number if len(requests) == 1 else 0
         """Number of its request; 0 if there are several."""
         self.seconds = 0.0
@@ -85,7 +85,8 @@ class EmbeddingForward(ABC):
         return not self._parts
 
     def take_arrays(self, *, rest: bool) -> Sequence[Any]:
-        """Return the arrays of the next part, or with `rest` those of all parts that are left, and remove them."""
+        """Return the arrays to evaluate for the next part, or with `rest` for all parts that are left. Remove these
+        parts."""
         if rest:
             del self._parts[1:]  # its arrays depend on those of all other parts
         return self._parts.pop()

@@ -32,7 +32,7 @@ _SINGLE = frozenset({Pooling.CLS, Pooling.LAST})
 
 
 class EmbeddingHeadError(ValueError):
-    """Model that computes no vectors: its layers or its Dense weights do not fit together."""
+    """Model that computes no vectors: its layers or Dense weights do not fit together, or its vectors are too long."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,11 +42,11 @@ class EmbeddingHead:
     layout: EmbeddingLayout
     """Steps as its files define them."""
     run_layers: HiddenStates | Encoder
-    """Runs its layers: those of a decoder, or an encoder."""
+    """Layers of a decoder without its output layer, or an encoder."""
     dense: tuple[dict[str, mx.array], ...]
     """Weights of its Dense layers."""
     dimensions: int
-    """Numbers of a vector."""
+    """Numbers of a vector; 1 if the model computes scores."""
     token_bytes: int = 0
     """Bytes of a token's state in single precision while it is pooled; 0 if no pooling reads all states."""
     score: Scorer | None = None
@@ -123,8 +123,8 @@ class EmbeddingHead:
 def load_head(folder: Path, layout: EmbeddingLayout, model: TextModel | Encoder) -> EmbeddingHead:
     """Return the lazy head of a model.
 
-    Raise `EmbeddingHeadError` if its parts do not fit together, `ValueError` if a token of its scores is not in the
-    vocabulary. Exceptions of faulty files propagate.
+    Raise `EmbeddingHeadError` if its parts do not fit together or its vectors are too long. Raise `ValueError` if a
+    token of its scores is not in the vocabulary. Exceptions of faulty files propagate.
     """
     if isinstance(model, Encoder):
         layers, hidden = model, model.shape.hidden

@@ -43,10 +43,11 @@ class PromptPairs:
         self._tail = tokenizer.encode(tail, plain=False)
 
     def tokenize(self, document: str) -> TokenizedPair:
-        """Return the tokens of the prompt for a document, which is cut as the request demands.
+        """Return the tokens of the prompt for a document. The document is cut to `max_tokens` of the request, and with
+        `truncate` to the room that is left.
 
-        Raise `TooLong` for a document that is clearly longer than the model allows, or a query without room for any
-        document.
+        Without `truncate`, a prompt may have more than `most` tokens; raise `TooLong` if it has clearly more. Raise
+        `TooLong` as well for a query without room for any document.
         """
         truncate, room = self._request.truncate, self._most - len(self._tail)
         if self._head_tokens >= room:
@@ -73,7 +74,8 @@ class EncoderPairs:
         self._most = most
 
     def tokenize(self, document: str) -> TokenizedPair:
-        """Return the tokens of the pair with a document, which is cut as the request demands.
+        """Return the tokens of the pair with a document. The document is cut to `max_tokens` of the request, and with
+        `truncate` to the room that is left.
 
         Without `truncate`, a pair may have more than `most` tokens. Raise `TooLong` for a query without room for any
         document.

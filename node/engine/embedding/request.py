@@ -30,7 +30,7 @@ class PartialText:
     pooled: PooledTexts
     """Pooled states of the tokens so far."""
     stored_tokens: int = 0
-    """Number of tokens so far."""
+    """Number of tokens in the cache, those of the shared beginning included."""
 
     @property
     def left(self) -> int:
@@ -44,10 +44,10 @@ class PartialText:
 
 @dataclass(slots=True, eq=False)
 class EmbeddingRequest:
-    """Admitted request for embeddings. Times are monotonic seconds."""
+    """Admitted request for embeddings or scores. Times are monotonic seconds."""
 
     prepared: PreparedEmbedding
-    """Its tokens."""
+    """The tokenized request."""
     loaded_model: LoadedModel
     """Its model."""
     hold: ModelHold
@@ -55,9 +55,9 @@ class EmbeddingRequest:
     arrived: float
     """Time of arrival."""
     floor: int
-    """Tokens up to which a text never needs a cache."""
+    """Tokens of the smallest chunk: without a shared beginning, a text of at most as many tokens needs no cache."""
     cached: int = 0
-    """Tokens with which its first text begins in the prefix cache, at its admission."""
+    """Number of first tokens of its first text that the prefix cache had at its admission."""
     begun: float = 0.0
     """Start of its first forward; 0.0 before."""
     retry_at: float = 0.0
@@ -65,7 +65,7 @@ class EmbeddingRequest:
     alone: bool = False
     """Whether its texts share no forward with those of other requests, because such a forward failed."""
     partial: PartialText | None = None
-    """Text in progress over a cache."""
+    """Text or shared beginning in progress over a cache; None without one."""
     waiting: list[int] = field(default_factory=list[int])
     """Places of texts that have not begun, the longest first."""
     beginning: tuple[int, ...] = ()
@@ -125,7 +125,7 @@ class EmbeddingRequest:
         return len(self.prepared.inputs[place]) - len(self.beginning)
 
     def compute_reserved_bytes(self) -> int:
-        """Return the bytes that it still needs: its vectors, and the caches of its longest text and shared beginning.
+        """Return the bytes that the request still needs: its vectors, and the caches of its longest text and beginning.
 
         The bytes of caches that exist already are subtracted.
         """
@@ -147,7 +147,7 @@ class EmbeddingRequest:
         return min(most, sum_nbytes(self.partial.cache))
 
     def mark_begun(self, now: float) -> None:
-        """Record the start of a forward at the monotonic time `now`; the first one counts."""
+        """Record the start of a forward at the monotonic time `now`: the first one sets `begun`. End the delay."""
         self.begun = self.begun or now
         self.retry_at = 0.0
 
@@ -178,7 +178,8 @@ class EmbeddingRequest:
         return PartialText(place, self.prepared.inputs[place], cache, pooled, start)
 
     def begin_partial(self, text: PartialText) -> None:
-        """Make a text the one in progress, and remove it from the waiting ones."""
+        """Make a text of `create_next` the one in progress, and remove it from the waiting ones. Do nothing if it is in
+        progress already."""
         if self.partial is None and text.place != BEGINNING:
             self.waiting.remove(text.place)
         self.partial = text
@@ -198,7 +199,7 @@ class EmbeddingRequest:
             self.partial = PartialText(BEGINNING, self.beginning, layers, pooled, tokens)
 
     def end_beginning(self) -> None:
-        """Keep the cache of the shared beginning, which is complete."""
+        """End the shared beginning in progress, which is complete, and keep its cache for the texts."""
         assert self.partial is not None  # noqa: S101 it is in progress
         self.beginning_cache, self.partial = self.partial.cache, None
 
@@ -214,7 +215,8 @@ class EmbeddingRequest:
         self.beginning_cache.clear()
 
     def build_finished(self, now: float) -> Finished:
-        """Return the end of the request at the monotonic time `now`."""
+        """Return the `Finished` frame of the request at the monotonic time `now`. It has the tokens of the texts, the
+        restored tokens, and the seconds before and since the first forward."""
         timings = Timings(self.begun - self.arrived, now - self.begun)
         return Finished(self.number, (), self.prepared.tokens, 0, self.restored_tokens, timings=timings)
 

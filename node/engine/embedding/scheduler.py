@@ -74,7 +74,8 @@ class EmbeddingScheduler:
     # state
 
     def next_step_at(self, now: float) -> float | None:
-        """Return the monotonic time of the next turn: `now` if there is work or output; None without a request."""
+        """Return the monotonic time of the next turn: `now` if there is work or output, later while all requests wait.
+        Return None without a request."""
         if self._output:
             return now
         times = (max(now, request.retry_at) for request in self._list_next())
@@ -121,6 +122,7 @@ class EmbeddingScheduler:
         """Run one part of a forward at the monotonic time `now`. Do nothing if no request may continue. Raise `Halted`
         if the engine was halted.
 
+        A request without room waits, or is refused. The request of a forward that raises fails; several run alone.
         Refuse the newest request if memory is above the cap after the part.
         """
         choices = [request for request in self._list_next() if request.retry_at <= now]

@@ -12,7 +12,7 @@ Scorer = Callable[[mx.array], mx.array]
 
 
 def create_answer_scorer(model: object, answers: AnswerTokens) -> Scorer:
-    """Return the scorer of a decoder of mlx-lm: the logit of its true token minus that of its false token.
+    """Return the scorer of a decoder of mlx-lm: the logit of its true token, minus that of its false token if any.
 
     Only two rows of the output layer are used. Raise `ValueError` for a token that the model does not have.
     """

@@ -1,1 +1,1 @@
-"""KV caches, their commitments and the prefix store."""
+"""KV caches, their commitments, the prefix store and the disk cache."""

@@ -39,6 +39,7 @@ class LayerCache(Protocol):
 
 
 Layers = list[LayerCache]
+"""Caches of all layers of a model, in their order."""
 
 
 class TextModel(Protocol):
@@ -168,8 +169,8 @@ def is_plain(layers: Iterable[LayerCache]) -> bool:
 
 
 def view_row(layers: Iterable[LayerCache], place: int, end: int, start: int = 0) -> Layers:
-    """Return a view of the tokens from `start` to `end` of row `place`. The caches of many rows hold keys and values of
-    all tokens."""
+    """Return a view of the positions from `start` to `end` of row `place`, padding counted. `layers` are caches of
+    several rows that hold keys and values of all tokens."""
     return [_view_layer(layer, place, start, end) for layer in layers]
 
 

@@ -18,6 +18,7 @@ from wire.report import Memory
 from wire.units import parse_size
 
 AUTO, OFF = "auto", "off"
+"""Words of the setting `engine.mlx.prefix_cache_size`."""
 AUTO_SHARE = 0.15
 """Limit of the prefix cache with `auto`, as a share of the cap minus the weights."""
 RECLAIMABLE_SHARE = 7 / 8
@@ -51,6 +52,7 @@ class PrefixMemory:
         disk: DiskCache | None = None,
     ) -> None:
         self.histories = WindowHistories()
+        """Histories of the prefills in progress."""
         self._store = store
         self._memory = memory
         self._limit = limit
@@ -73,7 +75,8 @@ class PrefixMemory:
         return self._limit(self._memory().cap)
 
     def evict_until_fits(self, need: int) -> bool:
-        """Evict the least recently used entries until `need` bytes fit or none is left; return whether they fit."""
+        """Release histories, then the least recently used entries, then queued parts, until `need` bytes fit or nothing
+        is left. Return whether they fit."""
         memory, released = self._memory(), True
         while self.nbytes and released and exceeds_headroom(memory, need):
             released = self._release(max(1, need - (memory.headroom or 0)))
@@ -81,7 +84,8 @@ class PrefixMemory:
         return _fits(memory, need)
 
     def evict_until(self, enough: Callable[[], bool]) -> None:
-        """Evict the least recently used entries until `enough()` or none is left."""
+        """Release histories, then the least recently used entries, then queued parts, until `enough()` or nothing is
+        left."""
         released = True
         while self.nbytes and released and not enough():
             released = self._release(1)
@@ -111,8 +115,11 @@ class PrefixMemory:
         return self.nbytes + size <= self._limit(memory.cap) and _fits(memory, size)
 
     def make_room(self, size: int, transient: int = 0) -> bool:
-        """Evict older entries until `size` bytes fit into the limit of the cache and the memory; return whether they
-        fit. `transient` is bytes that are needed for a moment in addition. Evict nothing if all would not suffice."""
+        """Evict older entries until `size` bytes fit into the limit of the cache, and as `evict_until_fits` until they
+        fit into memory. Return whether they fit. `transient` is bytes that are needed for a moment in addition.
+
+        Evict nothing if all cached bytes would not suffice. They may also prove too few after some were evicted.
+        """
         memory = self._memory()
         limit = self._limit(memory.cap)
         if size > limit or not _fits(memory, size + transient - self.nbytes):

@@ -1,4 +1,4 @@
-"""Prefix cache: token sequences of ended rows with their caches, per model, evicted least recently used first. Pure.
+"""Prefix cache: token sequences with their caches, per model and scope, evicted least recently used first. Pure.
 
     stored:    ids of prompt and answer  →  the row's cache, of exactly these ids
     looked up: a prompt  →  its longest prefix that some stored sequence shares
@@ -91,7 +91,7 @@ class CachedPrefix(Generic[V]):
     cuts: Cuts | None = None
     """Lengths to which the cache can be cut, besides its own; None: the mode of the model's caches decides."""
     copy: DiskCopy | None = None
-    """Its copy on the disk, if it was written."""
+    """Its copy on the disk; None if the disk cache has not written it."""
 
     @property
     def length(self) -> int:
@@ -146,12 +146,12 @@ class PrefixStore(Protocol[V]):
     def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> PrefixHit[V]:
         """Return the longest stored prefix of a prompt in a scope. `key` has the packed ids of the prompt.
 
-        `cut`: the model's caches can be cut to any prefix.
+        `cut`: the model's caches can be cut. Without, only a sequence that is wholly a prefix of the prompt is usable.
         """
         ...
 
     def store(self, entry: CachedPrefix[V]) -> None:
-        """Store a sequence."""
+        """Store a sequence, in place of one of its scope with the same ids."""
         ...
 
     def evict(self, size: int) -> int:
@@ -191,7 +191,7 @@ class PrefixCache(Generic[V]):
 
     def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> PrefixHit[V]:
         """Return the longest stored prefix of a prompt, as in `PrefixStore.find`. The entry becomes the most recently
-        used."""
+        used. At least one token of the prompt is left out; shorter prefixes than `MIN_PREFIX_TOKENS` are not used."""
         trie = self._tries.get((model, scope))
         if trie is None:
             return PrefixHit()
@@ -270,7 +270,8 @@ class PrefixCache(Generic[V]):
             self.evict_entry(entry)
 
     def remove_redundant(self, entries: Iterable[CachedPrefix[V]]) -> None:
-        """Remove redundant entries. They do not count as evictions, because no prompt loses a prefix."""
+        """Remove entries that are redundant, or whose request has failed. They do not count as evictions. Entries that
+        are not stored any more are ignored."""
         for entry in entries:
             if entry.is_stored:
                 self.pop(entry)
@@ -299,7 +300,7 @@ class PrefixCache(Generic[V]):
 
     def get_state(self) -> CacheState:
         """Return the bytes, the entries and the counts since the start, with the prompt hashes of the last
-        evictions."""
+        `MAX_EVICTIONS_REPORTED` evictions."""
         return CacheState(
             self._nbytes,
             len(self._order),

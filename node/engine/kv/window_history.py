@@ -25,7 +25,7 @@ from node.engine.kv.prefix_store import Cuts
 class WindowPiece(NamedTuple):
     """Keys and values of some tokens of a window, shape (1, heads, tokens, features).
 
-    The arrays are evaluated and hold no other tokens.
+    A recorded piece has evaluated arrays that hold no other tokens; those of `view_part` are views.
     """
 
     start: int

@@ -50,7 +50,8 @@ class EngineMemory:
         self._base = self.sensor.read_footprint().phys or 0
 
     def read_memory(self, gate: MemoryGate, reserved: int, now: float) -> Memory:
-        """Read the footprint now and return the `Memory` that the gate judges and the report carries.
+        """Read the footprint now, and return the `Memory` that the gate judges and the report carries. The reading
+        counts in the recent peak.
 
         `reserved` is the committed but unwritten memory in bytes, `now` the monotonic time.
         """

@@ -39,7 +39,7 @@ class GateSite(StrEnum):
     LOAD = "load"
     """Load of a model, or of its next piece."""
     EMBED = "embed"
-    """Forward over texts for embeddings."""
+    """Forward over texts for embeddings or scores."""
     PROBE = "probe"
     """Forward of a profile measurement, or the longest row that follows from it."""
 
@@ -51,20 +51,22 @@ class MlxCounters:
     active: int
     """MLX's active memory now."""
     recent: int
-    """Recent peak."""
+    """Recent peak of the memory (`RecentPeak`)."""
     reserved: int
     """Bytes committed and not yet written."""
     cache: int = 0
     """MLX's free buffers."""
     peak: int = 0
-    """MLX's peak memory."""
+    """MLX's peak memory since the last reset (`MlxPeakTracker.mark`)."""
 
 
 class MemoryGate:
     """Memory gate of an engine: checks bytes against the limits in force, and counts the checks.
 
     `residual()` returns the bytes of measured profiles that no estimate covers; None if a loaded model has no profile.
-    An automatic margin follows from the residual.
+    An automatic margin follows from the residual. `checks` and `refusals` count by site, `reasons` counts refusals by
+    code. `predicted` has the memory after each checked work, as a share of the ceiling; `transient` the peak bytes
+    of each forward above its start.
     """
 
     def __init__(self, residual: Callable[[], int | None] = lambda: None) -> None:

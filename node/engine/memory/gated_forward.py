@@ -1,7 +1,7 @@
 """Gate and publication of every forward: check a fresh reading, then announce the native call before it begins.
 
-Forwards are checked by the gate only in `GatedForwards`; `run_native` is the only access to MLX. Checks, forwards and
-steps are counted. A test can therefore verify from outside that no forward ran.
+Forwards of requests are checked by the gate in `GatedForwards` alone, and run in `run_native`. A probe checks its own
+(`memory_probe`). Checks, forwards and steps are counted: a test can verify from outside that no forward ran.
 
 The first call for a model after its load or after a pause may take longer by the time of reading the weights again. The
 reason: macOS unwires Metal memory that is not used, and may have paged it out.
@@ -44,6 +44,9 @@ class GatedForwards:
     `free_memory(site, bytes)` frees memory and returns whether that was enough. `give_up_load(why)` aborts a load in
     progress and returns whether there was one. `weights(model)` returns the bytes of the model's weights in memory.
     `clock()` returns seconds and also runs while the machine sleeps; None: the clock of this system.
+
+    `call` is the published call; None without one. `failures`, `sheds`, `shrinks` and `preemptions` are the counts of
+    the `count_…` methods. `overs` counts readings above the cap after a forward (`check_cap`).
     """
 
     def __init__(
@@ -205,7 +208,7 @@ class GatedForwards:
         self.halted = True
 
     def count_shed(self) -> None:
-        """Count a request that was ended on order, because the engine was over its cap."""
+        """Count a request that was ended because the engine was over its cap or was ordered to free memory."""
         self.sheds += 1
 
     def count_shrink(self) -> None:
@@ -221,7 +224,7 @@ class GatedForwards:
         self._returned_tokens += tokens
 
     def count_recomputed(self, tokens: int) -> None:
-        """Count the tokens of such a row that a forward computes again."""
+        """Count the tokens of returning rows (`count_returned`) that a forward computes again."""
         self._recomputed_tokens += tokens
 
     def count_failure(self, *, by_engine: bool) -> None:

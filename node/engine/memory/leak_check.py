@@ -38,7 +38,8 @@ class LeakCheck:
         self.next_check_at = now + SETTLE_SECONDS
 
     def on_load(self) -> None:
-        """Cancel the comparison because a model is loaded: new weights and leaked memory look alike."""
+        """Cancel the comparison and clear `unreturned`, because a model is loaded: new weights and leaked memory look
+        alike."""
         self.next_check_at, self.unreturned = None, 0
 
     def check(self, phys: int | None, base: int) -> int:

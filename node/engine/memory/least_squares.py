@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 FIT_ROUNDS, ABOVE_FIT_WEIGHT = 5, 20.0
-"""Rounds of a fit, and the weight in the next round of a sample above the fit."""
+"""Rounds of a fit, and factor on the weight of a sample above the fit in the next round."""
 TOLERANCE = 1e-9
 """Smallest gradient, as a share of the length of the goal, with which a further term is tried. Also the smallest
 singular value, as a share of the largest, with which columns count as independent."""
 MAX_STEPS_PER_TERM = 10
-"""Bound of the number of steps: because of rounding, a term might enter and leave without end."""
+"""Maximum steps per term: because of rounding, a term might enter and leave without end."""
 
 Floats = NDArray[np.float64]
 

@@ -47,13 +47,16 @@ MIN_FIT_SAMPLES = 4
 PRIOR_WEIGHT = 0.3
 """Weight of the attention formula in a fit; a sample weighs 1. The formula helps where samples cover too little."""
 MAX_TERMS = 4
+"""Maximum number of lines from samples that a fit of prefills tries for `least`."""
 MIN_FORWARDS_COVERED = 3
 """Forwards of at least a size after which a profile covers that size."""
 
 CHUNKS, JOINS, STEPS = "chunks", "joins", "steps"
 """Kinds of forwards that a profile covers, each up to a size: tokens of a chunk, rows of a join or of a decode step."""
 Shape = tuple[int, int, bool]
+"""Tokens and past, or rows and longest row, and whether the caches grew (`ForwardSamples`)."""
 Sample = tuple[Shape, float]
+"""Shape of a forward (`ForwardSamples`), and the bytes that it took."""
 
 
 class ForwardSamples:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 SHRINK, ATTEMPTS = 0.95, 4
+"""Factor from the tokens of an attempt to those of the next, and maximum number of attempts."""
 KNOBS = (
     "lower engine.mlx.prefill_step_size, engine.mlx.min_prefill_step, engine.mlx.max_batch_size or "
     "engine.mlx.max_context, raise memory.cap, set a smaller memory.margin, or take a variant of the model with a "

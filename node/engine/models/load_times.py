@@ -18,7 +18,7 @@ from wire.units import MIB
 ASSUMED_WARMUP_SECONDS = 2.0
 """Seconds assumed for the first warm-up: kernels take 0.4 to 1.6 s each with g++."""
 FILE = "load-times.json"
-"""Name of the file."""
+"""Name of the file with the measured parts of loads."""
 MIN_BYTES = 256 * MIB
 """Minimum bytes of weights from which the speed of the disk is measured."""
 MAX_MODELS = 256
@@ -42,7 +42,8 @@ class MeasuredLoad(msgspec.Struct):
     """Seconds of a load without the profile, by fingerprint, the newest last."""
 
     def record(self, fingerprint: str, weights: int, read: float, warm: float, probe: float) -> None:
-        """Record the parts of a load of `weights` bytes: `read`, `warm` and `probe`, in seconds."""
+        """Record the parts of a load of `weights` bytes: `read`, `warm` and `probe`, in seconds. Loads of less than
+        `MIN_BYTES` do not change `speed`; a `probe` of 0 was not measured."""
         if weights >= MIN_BYTES:
             self.speed = update_mean(self.speed, weights / max(read, 1e-3))
         self.warm = update_mean(self.warm, warm)

@@ -131,8 +131,8 @@ class MemoryProbe:
     _ends: float = 0.0
 
     def run(self) -> Iterator[None]:
-        """Measure until time or room ends, one forward per step; then fit the estimator to all samples. Release the
-        memory at any end."""
+        """Measure until time or room ends, and yield after each forward or batch of decode steps. At any end, fit the
+        estimator to all samples and release the memory."""
         self._ends = time.monotonic() + self.seconds
         try:
             yield from self._measure_all()

@@ -20,7 +20,7 @@ class ModelDescriptor:
     fingerprint: str = ""
     """Hash of the headers and samples of its files."""
     weights: int = 0
-    """Bytes of its tensors once loaded."""
+    """Bytes of its tensors once loaded, estimated from its files."""
     context: int = 0
     """Maximum tokens of a row, prompt and answer together."""
     kv: KvParameters = field(default_factory=lambda: KvParameters(0))

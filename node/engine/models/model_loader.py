@@ -15,7 +15,7 @@ from node.models.catalogue import ModelCatalogue
 
 
 class ModelLoader:
-    """Loader of models, which also measures their profiles."""
+    """Loader of one model at a time, with its profile. `ModelManager` decides which model and when."""
 
     def __init__(
         self,

@@ -127,7 +127,8 @@ class ModelManager:
 
     @property
     def next_leak_check_at(self) -> float | None:
-        """Monotonic time of the next check for leaked memory; None while a model is loaded or loading."""
+        """Monotonic time of the next check for leaked memory; None if none is due, or while a model is loaded or
+        loading."""
         return None if self._table.loaded or self.busy else self._unloader.leak_check.next_check_at
 
     @property
@@ -294,7 +295,8 @@ class ModelManager:
         """Abort the load in progress and release its pieces. With a `name`, abort only the load of this model, in
         progress or queued.
 
-        `refused` is the refusal for its requests. Return whether there was such a load.
+        `refused` is the refusal for its requests and orders, which `take_ended` returns. Return whether there was such
+        a load.
         """
         load = self._table.load
         if load is None or name not in ("", load.name):

@@ -35,7 +35,7 @@ class ModelStats:
     """Memory profile, stored or measured; None: none yet."""
 
     def estimate_prefill_seconds(self, tokens: int) -> float:
-        """Return the seconds that a prefill forward of `tokens` tokens may take."""
+        """Return the seconds that a prefill forward of `tokens` tokens may take, at the mean speed of earlier ones."""
         return tokens / (self.prefill_speed.late or FIRST_PREFILL_TOKENS_PER_SECOND)
 
     def record_prefill(self, tokens: int, seconds: float, back: float) -> None:
@@ -82,7 +82,7 @@ class ModelUsage:
     def __init__(self) -> None:
         self._holds: set[ModelHold] = set()
         self.used_at = 0.0
-        """Monotonic time of the last use."""
+        """Monotonic time of the last use; 0.0 before the first."""
 
     @property
     def users(self) -> int:

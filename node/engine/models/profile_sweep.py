@@ -30,6 +30,7 @@ from wire.report import Model
 EXPECTED_STEP_SECONDS = 10.0
 """Seconds that a step may take: its largest forward, or compiling kernels."""
 GIVEN_UP = "measuring {} was stopped, because requests need the memory: repeat it when the node is idle"
+"""Message of the refusal of an order whose sweep was stopped, with the name of the model."""
 
 log = structlog.get_logger("engine.sweeps")
 
@@ -83,7 +84,7 @@ class RunningSweep:
 
     @contextmanager
     def mark_stepping(self) -> Generator[None]:
-        """Keep the sweep in progress while one of its forwards runs."""
+        """Keep the sweep in progress while one of its forwards runs: `release` does nothing in the context."""
         self._stepping = True
         try:
             yield

@@ -36,7 +36,8 @@ log = structlog.get_logger("engine.profile")
 
 
 def tokenize_sample_text(folder: Path, vocabulary: int, count: int) -> list[int]:
-    """Return `count` tokens of real text, this program's own source, for the model in `folder`.
+    """Return `count` tokens of real text, this program's own source, for the model in `folder`. The tokens are repeated
+    if there are fewer.
 
     If `tokenizer.json` cannot be used, return varied ids below `vocabulary`. Experts are chosen by content: a ramp of
     numbers would activate few of them.

@@ -38,8 +38,8 @@ class RequestShape:
 
 
 def compute_shape(request: Generate, prompt: int, default_limit: int, context: int) -> RequestShape:
-    """Return the size of a request with `prompt` prompt tokens. `default_limit` is the length of an answer without
-    max_tokens, `context` that of the model, both in tokens. The request may have a lower limit of its own.
+    """Return the size of a request with `prompt` prompt tokens. `default_limit` is the maximum of an answer without
+    max_tokens, `context` the context of the model, both in tokens. `request.context_limit` may lower the context.
 
     A resumed request counts as a new one. If its answer is longer than this node allows, another limit was in force; it
     then ends with its next token.

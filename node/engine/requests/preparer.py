@@ -76,7 +76,7 @@ class RequestPreparer:
 
     def compute_need_bytes(self, frame: Generate | CountTokens | Embed) -> int:
         """Return the transient bytes of tokenizing this prompt, with those of loading and trying its tokenizer. Return
-        0 if the gate need not check them."""
+        0 if the gate need not check them, or if the model cannot be served."""
         found = self._catalogue.find_fresh(frame.model)
         if found is None or found.cause:
             return 0
@@ -100,7 +100,7 @@ class RequestPreparer:
         """Return the features of a model that its report names (`wire.report.Model.features`).
 
         Before the first request has loaded the tokenizer, return all features, because an unknown feature is no reason
-        for a refusal. The only feature of an embedding model is its kind.
+        for a refusal. The only feature of a model for embeddings or scores is its kind.
         """
         if descriptor.kind is not ModelKind.CHAT:
             return (descriptor.kind.value,)

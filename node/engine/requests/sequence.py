@@ -36,13 +36,13 @@ class Row:
     ids: list[int] = field(default_factory=list[int])
     """Generated tokens."""
     reason: str = ""
-    """Reason of its end, such as `stop` or `length`; empty while the answer is running."""
+    """Reason of its end: that of `Finished`, such as `stop`, or `released` (`release`); empty while the row runs."""
     state: RowState = RowState.WAITING
     """State of the row."""
     rebuilt: int = 0
     """Number of rebuilds after a broken batch."""
     pieces: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
-    """Text not sent yet, as (channel, text)."""
+    """Text not sent yet, as (channel, text); the channels are those of `wire.frames.Channel`."""
     new: list[int] = field(default_factory=list[int])
     """Tokens not sent yet."""
     logprobs: list[Logprob] = field(default_factory=list[Logprob])
@@ -69,7 +69,8 @@ class Row:
         return self.rebuilt
 
     def add_id(self, token: int) -> None:
-        """Add a generated token to the ids and the unsent tokens. `add_token_text` adds its text."""
+        """Add a generated token to the ids, the unsent tokens and the stored tokens of the commitment.
+        `add_token_text` adds its text."""
         self.commitment.record_token()
         self.ids.append(token)
         self.new.append(token)
@@ -112,7 +113,7 @@ class Row:
         return [*self.sequence.prompt, *self.ids]
 
     def drain_deltas(self) -> list[Delta]:
-        """Return the unsent tokens, text and log probabilities as deltas, and mark them as sent.
+        """Return the unsent tokens, text and log probabilities as deltas, at least one, and mark them as sent.
 
         A delta has at most `MAX_DELTAS` pieces; adjacent pieces of a channel are joined. Text that was held back until
         it was long (a tool call without an end) is cut into deltas of its own.
@@ -179,8 +180,8 @@ class Sequence:
     prompt_hash: bytes = b""
     """Hash of the prompt (`prefix_store.hash_prompt`); empty if the prefix cache does not store the prompt."""
     yielded: bool = False
-    """Whether the request was preempted for a key that held less memory; such a request returns in turn with all other
-    requests."""
+    """Whether the request was preempted for a key that held fewer rows or less memory; such a request returns in turn
+    with all other requests."""
 
     @property
     def number(self) -> int:
@@ -214,12 +215,13 @@ class Sequence:
         return min(self.cached, self.shape.prompt)
 
     def mark_begun(self, now: float) -> None:
-        """Record the start of the first prefill at the monotonic time `now`."""
+        """Record the start of the first prefill at the monotonic time `now`; later calls change nothing."""
         if not self.begun:
             self.begun = now
 
     def mark_joined(self, now: float) -> None:
-        """Record a join at the monotonic time `now`; the first one ends the prefill of the request."""
+        """Record the first join at the monotonic time `now`, at which the request's decode begins; later calls change
+        nothing."""
         if not self.joined:
             self.joined = self.last_token_at = now
 
@@ -238,7 +240,7 @@ class Sequence:
             self.cached = tokens
 
     def mark_yielded(self) -> None:
-        """Record that the request is preempted for a key that holds less memory."""
+        """Record that the request is preempted for a key that holds fewer rows or less memory."""
         self.yielded = True
 
     @property

@@ -59,7 +59,7 @@ class TokenizeResult:
     request: int
     """Number of the request."""
     work: PreparedRequest | PreparedEmbedding | Finished | Refusal
-    """Tokenized request, or the answer to an order to count tokens."""
+    """Tokenized or refused request, or the answer to an order to count tokens."""
 
 
 def count_text_bytes(frame: Generate | CountTokens | Embed) -> int:

@@ -25,7 +25,10 @@ class WaitingForModel:
 
 
 class WaitingRequests:
-    """Requests that wait for their model, and prompts in tokenization. Their memory counts as reserved."""
+    """Requests that wait for their model, and prompts in tokenization. Their memory counts as reserved.
+
+    `len` counts both; `in` finds only requests that wait for their model.
+    """
 
     def __init__(self) -> None:
         self._for_model: dict[int, WaitingForModel] = {}
@@ -42,7 +45,7 @@ class WaitingRequests:
         return sum(waiting.prepared.tokens for waiting in self._for_model.values())
 
     def compute_reserved_bytes(self) -> int:
-        """Return the bytes that are reserved for all waiting requests and tokenizations."""
+        """Return the bytes that are reserved for all requests that wait for their model, and for all tokenizations."""
         rows = sum(waiting.reserved_bytes for waiting in self._for_model.values())
         return rows + sum(need for need, _ in self._in_tokenization.values())
 

@@ -82,7 +82,8 @@ class BatchRecovery:
             self.fail_request(sequence, FailureCode.ENGINE_ERROR, f"the engine has an error: {error}")
 
     def store_rows(self, loaded_model: LoadedModel, rows: Iterable[Row]) -> None:
-        """Store the tokens of rows in the prefix cache, before they leave their batches.
+        """Store the caches of rows (`PrefixCacheManager.store_row`), before they leave their batches. Skip rows that do
+        not decode.
 
         If a store raises, the row's batch is rebuilt, which can fail requests of that batch.
         """
@@ -133,7 +134,8 @@ class BatchRecovery:
         self.queue_prefill(loaded_model, row.sequence, [row], row.list_token_ids(), first=True)
 
     def drop_rows(self, loaded_model: LoadedModel, rows: list[Row]) -> None:
-        """Remove rows from their batches and from the ledger. If the removal raises, that batch is rebuilt."""
+        """Remove rows from their batches and from the ledger. If the removal raises, the other rows of that batch are
+        rebuilt."""
         self._batches.invalidate_step()
         for number in {loaded_model.ledger.get_batch_number(row.commitment) for row in rows}:
             batch = self._batches.get(loaded_model, number)
@@ -152,8 +154,8 @@ class BatchRecovery:
             self._batches.pop(loaded_model, number)
 
     def end_rows(self, loaded_model: LoadedModel, rows: Iterable[Row], now: float) -> None:
-        """Store the rows that have ended in the prefix cache, then remove them. Output `Finished` for each request
-        whose last row ended. `now` is the monotonic time."""
+        """Store those of `rows` that have ended in the prefix cache, then remove them. Output `Finished` for each
+        request whose last row ended. `now` is the monotonic time."""
         ended = [row for row in rows if row.reason and row.sequence in self._requests]
         if not ended:
             return
@@ -167,7 +169,7 @@ class BatchRecovery:
                 self._output.add_end(build_finished(sequence, now))
 
     def release_request(self, sequence: Sequence) -> None:
-        """Remove a request in any state and release all its memory."""
+        """Remove a live request in any state and release all its memory, without a frame for its end."""
         loaded_model = self.get_model(sequence)
         writing = list(sequence.iterate_active_rows())
         self._requests.clear_prefills(sequence)
@@ -196,7 +198,8 @@ class BatchRecovery:
             self._output.add_end(Refusal(sequence.number, refused, sequence.shape.prompt))
 
     def fail_request(self, sequence: Sequence, code: str, message: str) -> None:
-        """End a request with a `Failed` frame, unless it has ended: one fault may reach a request twice."""
+        """End a request with a `Failed` frame, and count the failure. Do nothing if it has ended: one fault may reach a
+        request twice."""
         if sequence not in self._requests:
             return
         self.release_request(sequence)
@@ -205,5 +208,5 @@ class BatchRecovery:
 
 
 def format_error(error: Exception) -> str:
-    """Render an exception as one line of bounded length."""
+    """Render an exception as one line: its type, and at most 200 characters of its message."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"

@@ -39,7 +39,7 @@ class BatchTable:
                     yield loaded_model, number, batch
 
     def get_batches(self, loaded_model: LoadedModel) -> Mapping[int, DecodeBatch[Row]]:
-        """Return the batches of a model by number."""
+        """Return the batches of a model by number; an empty mapping if it has none."""
         return self._batches.get(loaded_model.name, NO_BATCHES)
 
     def get(self, loaded_model: LoadedModel, number: int) -> DecodeBatch[Row] | None:
@@ -59,13 +59,13 @@ class BatchTable:
         return batch
 
     def view_row(self, model: str, row: Row) -> Layers | None:
-        """Return a view of the cache of a row of the model with this name (`DecodeBatch.view`); None if it does not
-        decode."""
+        """Return a view of the cache of a row of the model with this name (`DecodeBatch.view`). Return None if the row
+        does not decode, or if its layers cannot be viewed."""
         views = (batch.view(row) for batch in self._batches.get(model, NO_BATCHES).values())
         return next((view for view in views if view is not None), None)
 
     def count_rows(self) -> int:
-        """Return the number of decoding rows."""
+        """Return the number of decoding rows of all models."""
         return sum(len(batch) for batches in self._batches.values() for batch in batches.values())
 
     def count_rows_by_key(self) -> Counter[str]:
@@ -73,7 +73,7 @@ class BatchTable:
         return Counter(row.sequence.request.owner.name for _, _, batch in self for row in batch.list_rows())
 
     def sum_step_seconds(self) -> float:
-        """Return the seconds of a step of all batches; 0 while no row decodes."""
+        """Return the expected seconds of one step of each batch, one after the other; 0 while no row decodes."""
         return sum(
             loaded_model.stats.step_seconds * len(self.get_batches(loaded_model))
             for loaded_model in self._loaded_models().values()
@@ -95,7 +95,7 @@ class BatchTable:
         self._sample = 0
 
     def is_measurable(self, marks: int) -> bool:
-        """Return whether the memory of the last step can be measured: `marks` is unchanged, and no other call has
-        allocated or freed memory since. Steps whose caches grew are left out, because their copies follow from the
-        batch size."""
+        """Return whether the memory of the last step can be measured: `marks` is still the mark of that step, and no
+        other call has allocated or freed memory since. Steps whose caches grew are left out, because their copies
+        follow from the batch size."""
         return self._sample == marks and not self._grew

@@ -36,9 +36,10 @@ K = TypeVar("K")
 class RowSampler:
     """Wrapper of a row's sampler and logits processors, whose exceptions reach no other row.
 
-    `error` is the first exception. After it, the row's tokens are chosen greedily and its processors do nothing, until
-    the caller ends the row (`DecodeBatch.list_errors`). The `masker` runs after all other processors and receives each
-    token before the next step; None: no masker.
+    `sampler` and `processors` are the wrapped ones; `choose_greedily` is not wrapped. `error` is the first exception.
+    After it, the row's tokens are chosen greedily and its processors do nothing, until the caller ends the row
+    (`DecodeBatch.list_errors`). The `masker` runs after all other processors and receives each token before the next
+    step; None: no masker.
     """
 
     def __init__(self, sampler: Sampler, processors: Sequence[Processor], masker: LogitsMask | None = None) -> None:
@@ -88,7 +89,7 @@ class NextToken(Generic[K]):
     token: int
     """Token id."""
     logprobs: mx.array
-    """Log probabilities that the token was sampled from, shape (vocabulary,)."""
+    """Log probabilities of all tokens after the processors, before temperature and cuts, shape (vocabulary,)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,7 +209,8 @@ class DecodeBatch(Generic[K]):
         return called
 
     def step(self) -> list[NextToken[K]]:
-        """Return every row's next token, without repeating first tokens, and launch the following step.
+        """Return every row's next token, without repeating first tokens, and launch the following step. Without rows,
+        return an empty list.
 
         First tokens of rows that were prefilled together are awaited and returned at once. Exceptions propagate; the
         whole batch must then be discarded.

@@ -47,7 +47,8 @@ class DecodeLoop:
         """Whether the last measured step was far above its estimate."""
 
     def step(self) -> None:
-        """Decode one token for every row of every batch. Raise `Halted` if the engine was halted.
+        """Decode one token for every row of every batch, output its text, and end rows. Raise `Halted` if the engine
+        was halted.
 
         Rows that have used their commitment grow first, which may preempt or end a request. A batch whose step raises
         is rebuilt. After each batch, a request loses its memory if the engine is over its cap.
@@ -77,8 +78,11 @@ class DecodeLoop:
         self._preemptor.release_over_cap()
 
     def wait(self) -> None:
-        """Wait for launched steps, and rebuild a batch whose step raises. MLX runs calls one after the other: the wait
-        costs no time, and it separates the times of step and chunk."""
+        """Wait for launched steps, and rebuild a batch whose step raises. Record the duration of each step, and the
+        memory of the step of a lone batch.
+
+        MLX runs calls one after the other: the wait costs no time, and it separates the times of step and chunk.
+        """
         alone = len(self._batches) == 1
         for loaded_model, number, batch in self._batches:
             begun = time.monotonic()
@@ -109,7 +113,10 @@ class DecodeLoop:
     # tokens
 
     def add_tokens(self, loaded_model: LoadedModel, tokens: list[NextToken[Row]], now: float) -> None:
-        """Add tokens, known since the monotonic time `now`, to their rows' texts; remove rows that failed or ended."""
+        """Add tokens, known since the monotonic time `now`, to their rows' texts. Output deltas, and end rows.
+
+        Fail the request of a row whose sampling, grammar or text raised.
+        """
         for batch in list(self._batches.get_batches(loaded_model).values()):
             for row, error in batch.list_errors():
                 self._recovery.fail_request(row.sequence, *_describe_failure(error))

@@ -31,6 +31,7 @@ from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.scheduling.rules.chunk_policy import MAX_CACHED_SHARE, select_batch
 
 PAD_TOKEN = 0
+"""Token id of padding, to which no other token attends."""
 
 
 class PackedPrefill:

@@ -126,6 +126,7 @@ class Preemptor:
         """Preempt requests of keys that hold more rows, for `first`, the next prompt, if fewer than its rows are free.
 
         `free_rows` is the number of free rows. No request is preempted if fair shares do not allow enough preemptions.
+        The tokens of preempted rows are stored in the prefix cache for their return.
         """
         holding = [(sequence, self._count_held_rows(sequence)) for sequence in self._requests.list_running()]
         for sequence in choose_for_key(first.owner, first.width, first.width - free_rows, holding):
@@ -170,7 +171,7 @@ class Preemptor:
     # return
 
     def compute_required_bytes(self, key: str | None) -> int:
-        """Return the bytes of the oldest preempted request that returns before a new request of `key`; 0 without one.
+        """Return the bytes that the oldest preempted request before a new request of `key` needs; 0 without one.
 
         A request that was preempted for another key precedes only requests of its own key. With `key` None, all
         preempted requests count.

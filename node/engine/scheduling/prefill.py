@@ -37,7 +37,8 @@ class PrefixState:
     hit: PrefixHit[Layers] = NO_PREFIX
     """Result of the last lookup."""
     removed_tokens: int = 0
-    """Tokens of the entry that this prefill removed from the prefix cache for its own use."""
+    """Tokens of the entry that this prefill removed from the prefix cache for its own use; 0 without one, and once the
+    prompt is stored."""
     stops: list[int] = field(default_factory=list[int])
     """Positions in the prompt, in tokens, at which a snapshot is wanted."""
     snapshot_at: int = 0
@@ -45,12 +46,12 @@ class PrefixState:
     snapshots: list[CachedPrefix[Layers]] = field(default_factory=list[CachedPrefix[Layers]])
     """Snapshots that were taken because the prompt is long, oldest first."""
     history: WindowHistory | None = None
-    """History of the sliding windows so far; None without windows, or if memory was short."""
+    """History of the sliding windows so far; None without windows, before the start, and once the prompt is stored."""
 
     plan: ReadPlan | None = None
     """Files of the disk cache from which the prompt starts; None without any, or once they were read."""
     restoring: DiskRestore | None = None
-    """Restoration of these files in progress."""
+    """Restoration of these files in progress; None without one."""
     restored: tuple[PlannedPart, ...] = ()
     """Files from which the prompt was restored."""
 
@@ -96,7 +97,7 @@ class PrefixState:
         self.restored = parts
 
     def set_history(self, history: WindowHistory | None) -> None:
-        """Set the history of the sliding windows so far, or None if the prompt is stored or memory is short."""
+        """Set the history of the sliding windows so far, or None once the prompt is stored or the prefill has ended."""
         self.history = history
 
 
@@ -150,8 +151,8 @@ class Prefill:
 
     @property
     def answered(self) -> bool:
-        """Whether the answer was started, here or on another node. Such a prefill precedes new requests, unless
-        it was preempted for another key."""
+        """Whether the answer was started, here or on another node, and the request was not preempted for another key.
+        Such a prefill precedes new requests."""
         sequence = self.sequence
         return bool(sequence.joined or sequence.request.resume) and not sequence.yielded
 

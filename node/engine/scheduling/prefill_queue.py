@@ -73,7 +73,7 @@ class PrefillQueue:
     def schedule_next(self, now: float) -> list[Prefill]:
         """Return the prompts to prefill at `now` (monotonic time), in one forward if there are several.
 
-        Return an empty list if none may continue.
+        Return an empty list if none may continue, or if all wait for packing.
         """
         choices = self.list_choices(now)
         if not choices or now < self.compute_wait_end(choices):
@@ -96,8 +96,8 @@ class PrefillQueue:
         self._fairness.count_prefilled(prefill.owner, max(0, tokens))
 
     def compute_chunk_tokens(self, prefill: Prefill) -> int:
-        """Return the tokens of the next chunk, sized by time. The last chunk returns logits: it has at most `tail`
-        tokens, or is split so that its last token is a chunk of its own."""
+        """Return the tokens of the next chunk, sized by time. The last chunk returns logits. If more tokens than
+        `LoadedModel.tail` are left for it, its last token is left for a chunk of its own."""
         count = min(self.compute_affordable_tokens(prefill), prefill.left)
         return count - 1 if count == prefill.left > prefill.loaded_model.tail else count
 

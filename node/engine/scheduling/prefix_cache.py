@@ -62,7 +62,7 @@ from wire.report import CacheState
 
 
 class TrimModes:
-    """How the caches of models can be cut."""
+    """Trim modes of the loaded models, each found once, from an empty cache of the model."""
 
     def __init__(self) -> None:
         self._modes: dict[str, CacheTrimMode] = {}
@@ -96,7 +96,7 @@ class PrefixCacheManager:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all entries and of the histories of prefills in progress."""
+        """Bytes of all entries, of the histories of prefills in progress, and of the parts that wait to be written."""
         return self.memory.nbytes
 
     @property
@@ -105,8 +105,9 @@ class PrefixCacheManager:
         return self._store.entries
 
     def get_state(self, fingerprints: Mapping[str, str]) -> CacheState:
-        """Return the bytes, the entries and the counts since the start, with the prompt hashes of the last
-        evictions. `fingerprints` are those of the node's models by name."""
+        """Return the bytes, the entries and the counts since the start, with the prompt hashes of the last evictions.
+        Count prompts that have left both memory and disk as evicted. `fingerprints` are those of the node's models by
+        name."""
         for prompt_hash in self.disk.take_lost():
             self._store.count_eviction(prompt_hash)
         return self.disk.describe(self._store.get_state(), self._store.describe_models(), fingerprints)
@@ -121,11 +122,11 @@ class PrefixCacheManager:
         self.disk.clear(fingerprint)
 
     def evict_until(self, enough: Callable[[], bool]) -> None:
-        """Evict the least recently used entries until `enough()` or none is left."""
+        """Release cached bytes in the order of `PrefixMemory.evict_until`, until `enough()` or none is left."""
         self.memory.evict_until(enough)
 
     def evict_model(self, model: str) -> None:
-        """Evict all entries of a model that is unloaded."""
+        """Evict all entries of a model that is unloaded, and forget how its caches can be cut."""
         self._store.evict_model(model)
         self._trim_modes.remove(model)
 
@@ -136,11 +137,9 @@ class PrefixCacheManager:
     # prompts
 
     def begin_lookup(self, prefill: Prefill) -> None:
-        """Find the cached prefix of a prefill, for a new request or for a preempted or rebuilt row. Set its `past`,
-        or leave that None if the prefix cache is not used.
-
-        Set `sequence.cached` to the number of cached tokens, except for rows that return after their first join.
-        """
+        """Find the cached prefix of a prefill, for a new request or for a preempted or rebuilt row. Set its `past`; if
+        the prefix cache is not used, leave that None and return. Set the request's prompt hash, and `sequence.cached`
+        to the number of cached tokens, except for rows that return after their first join."""
         if self.memory.compute_limit() <= 0 or self._trim_modes.find(prefill.loaded_model) is CacheTrimMode.NEVER:
             return
         key, sequence = pack(prefill.ids), prefill.sequence
@@ -152,11 +151,11 @@ class PrefixCacheManager:
         sequence.set_cached(prefill.stored_tokens)
 
     def find_prefix(self, prefill: Prefill) -> None:
-        """Find the longest cached prefix of a prefill, and store it in `past`. Set `stored_tokens` to its number of
-        tokens, and `past.stops` to the positions of wanted snapshots.
+        """Find the longest cached prefix of a prefill, in memory or on the disk, and store it in `past`. Set
+        `stored_tokens` to its number of tokens, and `past.stops` to the positions of wanted snapshots.
 
-        Do nothing if the prefill has a cache already, or does not use the prefix cache. Repeat this before the first
-        chunk, because entries may have been evicted or stored since.
+        Do nothing if the prefill has a cache already, is being restored from the disk, or does not use the prefix
+        cache. Repeat this before the first chunk, because entries may have been evicted or stored since.
         """
         past, loaded_model = prefill.past, prefill.loaded_model
         if past is None or prefill.cache is not None or past.restoring is not None:
@@ -178,9 +177,10 @@ class PrefixCacheManager:
         return replace(common, shared=own.shared) if common.length > own.length else own
 
     def restore(self, prefill: Prefill) -> bool:
-        """Set the cache with which a prefill starts: the cached prefix, or an empty cache.
+        """Set the cache with which a prefill starts: the cached prefix, which counts as a hit, or an empty cache.
 
-        Return False if the entry was evicted since the lookup: the gate must then check the whole prompt.
+        An entry that is used wholly is removed, not copied, unless it is a snapshot. Return False if the entry was
+        evicted since the lookup: the gate must then check the whole prompt.
         """
         past = prefill.past
         hit = NO_PREFIX if past is None else past.hit
@@ -207,7 +207,8 @@ class PrefixCacheManager:
 
     def record_chunk(self, prefill: Prefill, count: int) -> None:
         """Record the last `count` tokens of a prefill in the history of its windows, or release that history if memory
-        is short. Take a snapshot if one is wanted here and the history does not replace it."""
+        is short. Take a snapshot if one is wanted here and the history does not replace it, or if one of a long prompt
+        is due (`is_long_snapshot_due`)."""
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None:
             return
@@ -268,11 +269,12 @@ class PrefixCacheManager:
             self._store_entry(prefill.loaded_model, key, materialize(opening), b"", SHARED_SCOPE, snapshot=True)
 
     def store_prompt(self, prefill: Prefill, transient: int, view: RowView) -> None:
-        """Store the state of a whole prompt while its rows decode, because the next prompt may start with it.
+        """Store the state of a whole prompt while its rows decode, because the next prompt may start with it. Where no
+        layer has a window, store a system prompt that all keys share as well.
 
-        This applies only to caches that can be cut, if the state is not cached and memory suffices. The join copies the
-        cache without this as well; `transient` is the bytes of that copy. The disk cache can also write a decoding row
-        of the prompt by its `view`.
+        This applies only to caches that can be cut, if the state is not cached. Without room in memory, only the disk
+        cache writes it, by the `view` of a decoding row of the prompt. `transient` is the bytes of the copy that the
+        join makes without this as well.
         """
         past, cache = prefill.past, prefill.cache
         mode = self._trim_modes.find(prefill.loaded_model)
@@ -291,7 +293,8 @@ class PrefixCacheManager:
         self._store_or_offer(prefill, past.key, layers, transient, view)
 
     def store_packed(self, prefill: Prefill, row: Layers, transient: int, view: RowView) -> None:
-        """Store a copy of the state of a packed prompt, unless it is cached or memory does not suffice.
+        """Store a copy of the state of a packed prompt, and its system prompt that all keys share, unless cached.
+        Without room in memory, only the disk cache writes the state.
 
         `row` is a view of the packed cache with all tokens of the prompt but the last. `transient` is the bytes that
         the join of the packed prompts needs for a moment. `view` is as in `store_prompt`.
@@ -316,10 +319,8 @@ class PrefixCacheManager:
             self.disk.offer_row(model, key, past.prompt_hash, past.scope, sum_nbytes(layers), view)
 
     def put_back(self, prefill: Prefill) -> None:
-        """Store again the prefix that a prefill took out of the cache, because its request was cancelled.
-
-        Do nothing if the prefill took none or has stored its prompt, if the cache cannot be cut, or without memory.
-        """
+        """Store again the prefix that a prefill took out of the cache, because its request was cancelled. Do nothing if
+        none was taken or its prompt is stored, if the cache cannot be cut, or without memory."""
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or not past.removed_tokens:
             return
@@ -336,10 +337,9 @@ class PrefixCacheManager:
     # answers
 
     def store_row(self, loaded_model: LoadedModel, row: Row, batch: DecodeBatch[Row]) -> None:
-        """Store the cache of a request's first choice at its end, before the row is dropped from its batch.
-
-        Do nothing if the sequence is cached already or memory does not suffice. Exceptions of the batch propagate.
-        """
+        """Store the cache of a request's first choice at its end, before the row is dropped from its batch. Do nothing
+        if the prefix cache is not used, if the sequence is too short or cached already, or without memory. Exceptions
+        of the batch propagate."""
         sequence = row.sequence
         if row.choice or not sequence.prompt_hash:
             return

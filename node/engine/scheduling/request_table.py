@@ -20,7 +20,7 @@ class RequestTable:
         self._ended_on: dict[str, LoadedModel] = {}
         self._crowded = False
         self.crowded_at = -math.inf
-        """Monotonic time at which several requests were last live."""
+        """Monotonic time at which several requests were last live; minus infinity if they never were."""
 
     @property
     def live(self) -> Mapping[int, Sequence]:
@@ -29,7 +29,7 @@ class RequestTable:
 
     @property
     def prefills(self) -> list[Prefill]:
-        """Prefills that have not joined their batch, in the order of the queue. The caller does not change the list."""
+        """Prefills of which rows have not joined, in the order of the queue. The caller does not change the list."""
         return self._prefills
 
     @property
@@ -53,7 +53,8 @@ class RequestTable:
         self._holds[sequence.number] = loaded_model.usage.hold()
 
     def remove(self, loaded_model: LoadedModel, sequence: Sequence) -> None:
-        """Remove a request that has ended, and release its hold. `record_ends` records the time of its end."""
+        """Remove a request that has ended, and release its hold; its prefills stay. `record_ends` records the time of
+        its end."""
         del self._live[sequence.number]
         self._holds.pop(sequence.number).release()
         self._ended_on[loaded_model.name] = loaded_model
@@ -81,8 +82,8 @@ class RequestTable:
         self._prefills.remove(prefill)
 
     def clear_prefills(self, sequence: Sequence) -> None:
-        """Remove a request's prefills and release their arrays. Memory released after MLX freed its buffers would stay
-        in the buffers."""
+        """Remove a request's prefills and release their arrays. Call this before `release_free_memory`, because arrays
+        released later would stay in MLX's free buffers."""
         for prefill in [prefill for prefill in self._prefills if prefill.sequence is sequence]:
             prefill.clear()
             self._prefills.remove(prefill)

@@ -22,7 +22,7 @@ from node.engine.scheduling.rules.row_state import RowEvent
 from wire.refusals import Refused
 
 FIRST_JOIN_SECONDS = 10.0
-"""Seconds that a first join may take, because kernels are compiled."""
+"""Seconds that a join is expected to take at most, because the first one compiles kernels."""
 
 
 class RowJoin:
@@ -45,11 +45,12 @@ class RowJoin:
         self._prefixes = prefixes
 
     def join_prefill(self, prefill: Prefill, logits: mx.array) -> Refused | None:
-        """Join the rows of a prompt to their decode batches. Return the refusal of a row without room, which joins
-        later; None if all rows have joined.
+        """Join the rows of a prompt to their decode batches, and output their first tokens. Return the refusal of rows
+        without room, which join later; None if all rows have joined.
 
         Each join passes the gate, because it copies a batch layer by layer. `logits` (1, vocabulary) are those of the
-        last token of the prompt. Exceptions of the join propagate, also `Halted` if the engine was halted.
+        last token of the prompt. Exceptions of the join propagate after the other rows of the batch were rebuilt. Raise
+        `Halted` if the engine was halted.
         """
         tokens = list[NextToken[Row]]()
         refused = self._join_batches(prefill, logits, tokens)
@@ -104,7 +105,8 @@ class RowJoin:
 
     def join_packed(self, members: list[Prefill], cache: Layers) -> bool:
         """Join the rows of packed prompts, of which `cache` holds all but the last token; return False if the gate
-        refuses. Exceptions of the join propagate, also `Halted` if the engine was halted."""
+        refuses. Exceptions of the join propagate, also `Halted` if the engine was halted. If the batch broke, its
+        other rows are rebuilt before."""
         loaded_model = members[0].loaded_model
         ledger, estimator = loaded_model.ledger, loaded_model.estimator
         longest = max(members, key=lambda prefill: prefill.stored_tokens).rows[0].commitment

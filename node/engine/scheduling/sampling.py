@@ -20,7 +20,9 @@ import mlx.core as mx
 from wire.frames import GenerationParams
 
 Sampler = Callable[[mx.array], mx.array]
+"""Chooses a token from log probabilities."""
 Processor = Callable[[mx.array, mx.array], mx.array]
+"""Returns changed logits, from the tokens so far (prompt and answer) and the logits of the next one."""
 
 _MASK = 2**64 - 1
 
@@ -61,7 +63,7 @@ class SamplingDefaults:
 
 def parse_defaults(config: Mapping[str, object]) -> SamplingDefaults:
     """Return the sampling defaults of a parsed `generation_config.json`. Values that are no number in range are
-    ignored. `do_sample` false means a temperature of 0."""
+    ignored. `do_sample` false means a temperature of 0; all other values are then ignored."""
     if config.get("do_sample") is False:
         return SamplingDefaults(temperature=0.0)
     return SamplingDefaults(

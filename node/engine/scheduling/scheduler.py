@@ -32,7 +32,7 @@ Parts
 - `decode_loop`: steps of all batches.
 - `preemption`, `preemptor`: the choice of requests that lose memory or rows; their preemption and return.
 - `batch_recovery`: rebuilds after faults, and all ends of requests.
-- `request_table`, `batch_table`, `step_output`: the state that the parts share, each with one writer of its own.
+- `request_table`, `batch_table`, `step_output`: the state that the parts share. Only its own methods change it.
 """
 
 from collections.abc import Callable, Mapping
@@ -119,7 +119,7 @@ class Scheduler:
 
     @property
     def prefills(self) -> tuple[Prefill, ...]:
-        """Prefills that have not joined their batch."""
+        """Prefills of which rows have not joined their batch, in the order of the queue."""
         return tuple(self._requests.prefills)
 
     @property
@@ -147,7 +147,7 @@ class Scheduler:
         return self._batches.sum_step_seconds()
 
     def can_prefill(self, now: float) -> bool:
-        """Return whether a prompt may be prefilled, or a preempted request may return, at the monotonic time `now`."""
+        """Return whether a prompt may be prefilled at the monotonic time `now`, or a preempted request waits."""
         return bool(self._requests.preempted or self._queue.list_choices(now))
 
     def compute_required_bytes(self, key: str | None = None) -> int:
@@ -231,16 +231,17 @@ class Scheduler:
     # steps
 
     def decode(self, now: float) -> None:
-        """Decode one token for every row of every batch. Raise `Halted` if the engine was halted. `now` is the
-        monotonic time at which the turn began."""
+        """Decode one token for every row of every batch, and end rows. `drain_output` returns the frames. Raise
+        `Halted` if the engine was halted. `now` is the monotonic time at which the turn began."""
         self._decode.step()
         self._requests.record_ends(now)
 
     def prefill(self, now: float) -> None:
-        """Prefill one chunk of one prompt, or several short prompts at once. Join the rows after the last chunk.
+        """Prefill one chunk of one prompt, or several short prompts at once. Join the rows after the last chunk. Before
+        that, return a preempted request, and preempt requests of keys that hold more than their share of rows.
 
-        Do nothing if no prompt may continue at the monotonic time `now`, at which the turn began. Raise `Halted` if the
-        engine was halted.
+        Prefill nothing if no prompt may continue at the monotonic time `now`, at which the turn began. Raise `Halted`
+        if the engine was halted.
         """
         self.preemptor.return_next(now, self._queue.count_unclaimed_rows())
         self._share_rows()

@@ -9,7 +9,7 @@ from wire.frames import Delta, Finished, Frame, Timings, split_deltas
 
 @dataclass(slots=True)
 class StepOutput:
-    """Output of one iteration: deltas of all batches in the frames of `split_deltas`, then the ends of requests."""
+    """Output since the last `drain`: `deltas` of the rows of all batches, and `ends`, the last frames of requests."""
 
     deltas: list[Delta] = field(default_factory=list[Delta])
     ends: list[Frame] = field(default_factory=list[Frame])
@@ -23,15 +23,16 @@ class StepOutput:
         self.ends.append(end)
 
     def drain(self) -> list[Frame]:
-        """Return the frames in the order in which they must be sent, and forget them."""
+        """Return the frames in the order in which they must be sent, and clear the output. First are the deltas, in the
+        frames of `split_deltas`, then the ends."""
         frames = [*split_deltas(self.deltas), *self.ends]
         self.deltas, self.ends = [], []
         return frames
 
 
 def build_finished(sequence: Sequence, now: float) -> Finished:
-    """Return the `Finished` frame of a request that ends at the monotonic time `now`: reasons, token counts and
-    durations."""
+    """Return the `Finished` frame of a request that ends at the monotonic time `now`: reasons, token counts, and the
+    seconds of waiting, prefill and decode."""
     timings = Timings(sequence.begun - sequence.arrived, sequence.joined - sequence.begun, now - sequence.joined)
     stops = tuple(row.pipeline.stop for row in sequence.rows)
     return Finished(

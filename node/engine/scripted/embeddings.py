@@ -23,7 +23,8 @@ _RANGE = 2**31
 
 class ScriptedEmbeddings:
     """Requests for embeddings and scores of the scripted engine, whose model is of the kind `kind` and computes
-    `dimensions` numbers. The model reads at most `max_tokens` tokens of a text. `now` is in monotonic seconds."""
+    `dimensions` numbers. The model reads at most `max_tokens` tokens of a text. `now` is in monotonic seconds.
+    `forwards` counts the requests that were computed, each in one forward."""
 
     def __init__(self, memory: ScriptedMemory, model: str, kind: ModelKind, dimensions: int, max_tokens: int) -> None:
         self._memory = memory
@@ -75,7 +76,8 @@ class ScriptedEmbeddings:
         return self._waiting.pop(number, None) is not None
 
     def step(self, now: float) -> list[Frame]:
-        """Run the forwards of all waiting requests through the gate. Return the frames to send."""
+        """Run the forwards of all waiting requests through the gate, and end these requests. Return the frames to send:
+        the vectors and `Finished`, or `Refusal`, for each request."""
         frames: list[Frame] = []
         for number, (request, tokens, arrived) in list(self._waiting.items()):
             del self._waiting[number]

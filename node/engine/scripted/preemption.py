@@ -82,7 +82,8 @@ class ScriptedPreemptor:
         return len(self._table) > waiting or self._memory.compute_peak_expiry(now) is not None
 
     def preempt(self, sequence: ScriptedSequence, *, for_key: bool) -> None:
-        """Preempt a request: release its memory. Its tokens are prefilled again when memory is available."""
+        """Preempt a request: release its memory. Its tokens are prefilled again when memory is available. `for_key`:
+        for another API key."""
         self._release(sequence)
         self._table.preempt(sequence)
         sequence.preempt(for_key=for_key)
@@ -129,7 +130,7 @@ class ScriptedPreemptor:
     # return
 
     def compute_required_bytes(self, key: str | None) -> int:
-        """Return the bytes of the oldest preempted request that returns before a new request of `key`; 0 without one.
+        """Return the bytes that the oldest preempted request before a new request of `key` needs; 0 without one.
 
         With `key` None, all preempted requests count.
         """
@@ -140,7 +141,7 @@ class ScriptedPreemptor:
         """Return the oldest preempted request to the queue if the gate passes it.
 
         At most one request is checked every `GATE_RETRY_SECONDS`. A request that was preempted for another key returns
-        only while rows are free. A request without room ends if no memory may become free.
+        only while all of its rows are free. A request without room ends if no memory may become free.
         """
         if not self._table.preempted or now < self.return_at:
             return

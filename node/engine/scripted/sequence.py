@@ -34,7 +34,7 @@ class ScriptedRow:
 
     @property
     def stop(self) -> str:
-        """Stop string that ended the answer; empty if none did."""
+        """Always empty: no stop string ends such an answer."""
         return ""
 
     def count_steps_left(self, last: int) -> int:
@@ -200,8 +200,8 @@ class ScriptedSequence:
 
     @property
     def answered(self) -> bool:
-        """Whether part of its answer was already generated. Such a prefill precedes new requests, unless it was
-        preempted for another key."""
+        """Whether part of its answer was already generated, and it was not preempted for another key. Such a prefill
+        precedes new requests."""
         return any(row.produced for row in self.rows) and not self.yielded
 
     @property
@@ -235,7 +235,7 @@ class ScriptedSequence:
 
     @property
     def last(self) -> int:
-        """Number of the last token of an answer."""
+        """Maximum tokens of an answer: those of the script, or fewer by the limit."""
         return min(self.ends, self.shape.limit)
 
     def list_active_rows(self) -> Sequence[ScriptedRow]:
@@ -258,7 +258,7 @@ class ScriptedSequence:
         self.retry_at = until
 
     def begin(self, now: float) -> None:
-        """Record the start of its decode."""
+        """Record that it decodes from the monotonic time `now` on, and end its delay. `begun` keeps the first time."""
         self.begun, self.last_token_at, self.retry_at = self.begun or now, now, 0.0
 
     def preempt(self, *, for_key: bool) -> None:

@@ -19,7 +19,7 @@ class ScriptedTable:
         self._preempted: list[ScriptedSequence] = []
         self._rows = self._wanted = 0
         self.crowded_at = float("-inf")
-        """Time at which several requests were last live."""
+        """Monotonic time at which several requests were last live; minus infinity if they never were."""
 
     @property
     def queue(self) -> Sequence[ScriptedSequence]:

@@ -180,7 +180,8 @@ async def _serve_socket(descriptor: int) -> None:
 
 
 def main() -> None:
-    """Serve the agent on the socket whose descriptor is the argument of the command line."""
+    """Serve the agent on the socket whose descriptor is the argument of the command line. End the process with the
+    exit code `CLOSED` or `FAILED`."""
     asyncio.run(_serve_socket(int(sys.argv[1])))
 
 

@@ -48,8 +48,11 @@ from node.video.ray.ray_process import HEALTHY_AFTER_SECONDS, HOST, RESTART_DELA
 from wire.units import GIB
 
 START_TIMEOUT_SECONDS = 120.0
+"""Seconds that Ray has to start."""
 PORTS = 60
+"""Number of ports from `worker.ray_ports` on that belong to Ray."""
 RESOURCE = "video_lease_gib"
+"""Name of Ray's resource for leases, in GiB, as in `driver`."""
 ROOT = str(Path(__file__).parents[3])
 """Folder from which Ray's workers import the actor."""
 CURRENT = "ray_current_cluster"
@@ -68,10 +71,8 @@ def describe_missing() -> str:
 
 
 def build_command(ports: int, folder: Path, gib: int) -> list[str]:
-    """Return the command line of Ray: an interpreter of ours that becomes `ray start --head`.
-
-    `ports` is the first of `PORTS` ports. `gib` is the amount of Ray's resource for leases, in GiB.
-    """
+    """Return the command line of Ray: an interpreter of ours that becomes `ray start --head`. `ports` is the first of
+    `PORTS` ports. `gib` is the amount of Ray's resource for leases, in GiB."""
     numbers = {
         "node-manager-port": ports,
         "object-manager-port": ports + 1,
@@ -96,10 +97,8 @@ def build_command(ports: int, folder: Path, gib: int) -> list[str]:
 
 
 def build_environment(inherited: Mapping[str, str], files: Path, node: str) -> dict[str, str]:
-    """Return the environment variables of this Mac's Ray.
-
-    The folder `files` has the token. `node` becomes the id of Ray's only node.
-    """
+    """Return the environment variables of this Mac's Ray. The folder `files` has the token. `node` becomes the id of
+    Ray's only node."""
     variables = ray_process.build_environment(inherited, files)
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, inherited.get("PYTHONPATH")]))
     variables["RAY_OVERRIDE_NODE_ID_FOR_TESTING"] = node
@@ -185,7 +184,7 @@ class LocalRay:
         self._driver.kill_actor(lease)
 
     async def stop(self) -> None:
-        """End Ray and its driver."""
+        """End Ray and its driver, and allow no further start of Ray until `set_allowed`."""
         self._allowed = False
         if self._task is not None:
             self._task.cancel()
@@ -376,7 +375,8 @@ class DriverProcess:
             await _end_driver(process)
 
     def handle_message(self, message: FromDriver, writer: asyncio.StreamWriter) -> None:
-        """Handle a message of the driver. Send to this driver over `writer`, once it is connected to Ray."""
+        """Handle a message of the driver. Send the pending requests over `writer` once the driver is connected to Ray,
+        and report an actor that could not be started."""
         match message:
             case DriverConnected():
                 log.info("driver connected")

@@ -30,7 +30,9 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     fps: Annotated[int, Meta(ge=1, le=240)] | None = None
     steps: Annotated[int, Meta(ge=1, le=1000)] | None = None
     guidance: Guidance | None = None
+    """Scale of classifier-free guidance."""
     guidance_2: Guidance | None = None
+    """The same for the second expert of a package that has two."""
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
     timeout: Seconds | None = None
     """Maximum seconds for the whole job; None for the node's setting."""
@@ -40,7 +42,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def to_worker_input(self, package: VideoPackage) -> dict[str, object]:
         """Return the job as the worker's input, without `timeout` and `stall`.
 
-        Fields that are not set get the defaults of `package`.
+        `frames`, `fps` and `steps` that are not set get the defaults of `package`. All other such fields are left out.
         """
         fields = cast("dict[str, object]", msgspec.to_builtins(self))
         known = {

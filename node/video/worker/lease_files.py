@@ -22,6 +22,7 @@ from msgspec import Struct
 GRANT, CLAIM, GO, EVENTS = "lease.json", "claim.json", "go", "events.jsonl"
 GUARD, ATTENDED = "guard", "attended"
 OUT, SCRATCH, LOG = "out", "scratch", "worker.log"
+"""Folders of the worker's artifacts and of its temporary files, and the file with its stderr."""
 T = TypeVar("T", bound=Struct)
 MAX_LINE_BYTES = 64 * 1024
 """Maximum bytes of one event. A longer line is discarded."""
@@ -31,7 +32,9 @@ class LeaseGrant(Struct, frozen=True, kw_only=True):
     """Granted lease, as the agent writes it to `lease.json` for the worker's parent process."""
 
     lease: str
+    """Id of the lease."""
     generation: int
+    """Generation of the lease (`LeaseRequest.generation`)."""
     size: int
     """Bytes of the lease."""
     python: str
@@ -121,7 +124,8 @@ class FileTail:
         self._rest = b""
 
     def read_lines(self) -> list[bytes]:
-        """Return the complete lines since the last call, without lines over `MAX_LINE_BYTES`.
+        """Return the complete lines since the last call, without lines over `MAX_LINE_BYTES`. The end of such a line
+        may be returned as a line.
 
         A call reads at most `16 * MAX_LINE_BYTES` bytes. Return an empty list if the file cannot be read.
         """

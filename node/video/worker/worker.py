@@ -266,6 +266,7 @@ def save_clip(video: Any, job: dict[str, Any], mx: Any) -> dict[str, Any]:
     """Write clip and thumbnail to the folder `out` of the job. Return the properties of the clip by name.
 
     Sizes are measured, because the engine rounds sizes without an error. Raise `ValueError` if the clip has no frames.
+    Errors of the engine propagate.
     """
     out = Path(job["out"])
     part = out / "part.mp4"

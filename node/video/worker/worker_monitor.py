@@ -83,9 +83,11 @@ class WorkerJob:
     """State of a video job, by the events of its worker."""
 
     phase: LeasePhase = LeasePhase.GRANTED
+    """Phase of the lease by the last event."""
     step: int = 0
     """Current denoising step of `steps`."""
     steps: int = 0
+    """Number of denoising steps; 0 before the first progress."""
     mark: tuple[object, ...] = ()
     """Value that changes with each sign of progress."""
     end: EndWorker | None = None
@@ -147,8 +149,9 @@ class WorkerMonitor:
     """Monitor of one granted lease, from the creation of its folder to the end of its worker.
 
     `folder` is the folder of the lease. `start_timeout` is the maximum number of seconds until the worker starts.
-    `grace` is the time in seconds between SIGTERM and SIGKILL. The attribute `footprint` is the bytes of the worker's
-    processes at the last check.
+    `grace` is the time in seconds between SIGTERM and SIGKILL. `record` is the stored lease, `job` the state of its
+    job. `worker` and `state`, that of the watchdog, are None before the worker starts. `footprint` is the bytes of the
+    worker's processes at the last check; 0 if they cannot be read.
     """
 
     def __init__(
@@ -169,7 +172,8 @@ class WorkerMonitor:
         self._gone_at = 0.0
 
     def open(self, grant: LeaseGrant) -> None:
-        """Create the folder of the lease in place of an existing one. The worker may start after that.
+        """Create the folder of the lease in place of an existing one, and lock it as guarded. The worker may start
+        after that.
 
         Raise `OSError` if that fails.
         """
@@ -264,7 +268,8 @@ def find_living_processes(worker: WorkerGroup) -> tuple[int, ...]:
 
 
 async def kill_worker_group(worker: WorkerGroup, grace: float) -> None:
-    """Send SIGTERM to a worker's group, SIGKILL after `grace` seconds, and return when all processes have ended."""
+    """Send SIGTERM to a worker's group, SIGKILL after `grace` seconds (0: at once), and return when all processes have
+    ended."""
     deadline, number = time.monotonic() + grace, signal.SIGTERM if grace else signal.SIGKILL
     while find_living_processes(worker):
         if time.monotonic() >= deadline:

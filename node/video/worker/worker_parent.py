@@ -63,8 +63,8 @@ class WorkerParent:
     def run(self) -> int:
         """Run the worker from claim to end, and return its exit code; negative for a signal.
 
-        Raise `LeaseFenced` if the lease is not granted or already has a parent process. Raise `OSError` if the worker
-        cannot be started.
+        Raise `LeaseFenced` if the lease is not granted, already has a parent process or was claimed before. Raise
+        `OSError` if the worker cannot be started, or a file of the lease's folder cannot be used.
         """
         grant = self._read_own_grant()
         self._lock = lock_file(self._folder / ATTENDED)
@@ -179,7 +179,7 @@ def _copy_lines(source: IO[bytes], target: IO[bytes]) -> None:
 
 
 def main() -> int:
-    """Run the worker of the lease that the command line names. Return its exit code; 1 without a grant."""
+    """Run the worker of the lease that the command line names. Return its exit code; 1 if `LeaseFenced` was raised."""
     folder, lease, generation = sys.argv[1:]
     try:
         return WorkerParent(Path(folder), lease, int(generation)).run()

@@ -36,7 +36,7 @@ class EncoderWeights:
                 raise EncoderWeightsError(f"its checkpoint has no weight {name}")
             found |= {} if array is None else {bare: array}
         self.arrays = found
-        """Weights by name."""
+        """Weights that the encoder uses, by name without a prefix of `PREFIXES`."""
 
     def check_rows(self, name: str, rows: int) -> None:
         """Raise `EncoderWeightsError` if an embedding has fewer than `rows` rows: MLX does not check indices."""
@@ -85,7 +85,8 @@ def list_layer_names(name: str, *, bias: bool | None = True) -> list[str]:
 
 
 def read_arrays(folder: Path) -> dict[str, mx.array]:
-    """Return all weights in a folder, lazily, by their current names. Exceptions of faulty files propagate."""
+    """Return the weights of all `model*.safetensors` in a folder, lazily, by name; older names of normalizations are
+    replaced. Exceptions of faulty files propagate."""
     arrays: dict[str, mx.array] = {}
     for file in sorted(folder.glob("model*.safetensors")):
         arrays |= cast("dict[str, mx.array]", mx.load(str(file)))

@@ -31,7 +31,7 @@ ITEM_TYPES = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
 
 
 class InvalidBlockError(ValueError):
-    """A file is no valid block of this place."""
+    """Raised for a file that is not the unchanged block of a chain, part and number of tokens."""
 
 
 class BlockPart(StrEnum):
@@ -51,6 +51,7 @@ class BlockArray(NamedTuple):
     kind: str
     """Type, a key of `ITEM_TYPES`."""
     data: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
+    """Its numbers; those of bfloat16 as integers of two bytes."""
 
     @property
     def nbytes(self) -> int:

@@ -145,5 +145,6 @@ class DiskRestore:
         return self.layers is not None
 
     def close(self) -> None:
-        """End the restoration before its end, because its request has ended."""
+        """End the reading, and release the parts that were read ahead, because the restoration has ended or is not
+        needed."""
         self._reader.close()

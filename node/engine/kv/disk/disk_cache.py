@@ -42,14 +42,20 @@ from wire.units import GIB, show_size
 FIRST_READ_SPEED = 1.0 * GIB
 """Bytes per second that a disk is expected to read before a measurement."""
 SPEED_WEIGHT = 0.2
+"""Weight of the newest measurement in the mean speed of reading."""
 LOCK, IDENTITY = "lock", "identity"
+"""Names of the files with the lock and the identity of the folder."""
 
 log = structlog.get_logger("engine.disk_cache")
 
 
 class DiskCache:
     """Disk cache in `folder` (see the module's docstring). `size` is the setting `disk_cache_size`. Raise `OSError` if
-    the folder cannot be created or read."""
+    the folder cannot be created or read.
+
+    `min_seconds`: least seconds that reading an entry must save. `hits` counts complete restorations, `hit_tokens` and
+    `read_bytes` their tokens and bytes, `faults` those that an invalid or stalled file ended.
+    """
 
     def __init__(self, folder: Path, size: str | int, min_seconds: float) -> None:
         self.min_seconds = min_seconds
@@ -70,7 +76,7 @@ class DiskCache:
         if not self._open_writer():
             log.warning("disk cache in use", folder=str(folder), effect="this engine only reads it")
         self.store_id = _read_identity(self._folder / IDENTITY)
-        """Identity of the folder, made with it."""
+        """Random identity of the folder; a new one once the files of all models are deleted."""
         self._index.scan(self._folder, clean=self.writer is not None)
         log.info("disk cache", folder=str(folder), files=len(self._index), size=show_size(self._index.nbytes))
 
@@ -122,7 +128,8 @@ class DiskCache:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes in memory that wait for the writer, and those of the copies that were launched."""
+        """Bytes in memory of the parts that wait or are being written, and of the copies that were launched for the
+        writer."""
         return self.queue.nbytes + (0 if self.writer is None else self.writer.nbytes)
 
     def clear_queue(self) -> int:
@@ -156,8 +163,10 @@ class DiskCache:
         return self._index.list_models()
 
     def clear(self, model: str) -> None:
-        """Delete the files of a model by its fingerprint, or of all models if that is empty; drop all that waits to be
-        written. Raise `OSError` if files cannot be deleted, `BlockingIOError` if another process writes to the folder.
+        """Delete the files of a model by its fingerprint, or of all models if that is empty. Drop all entries and parts
+        that wait to be written, also those of other models. Without `model`, the folder gets a new identity.
+
+        Raise `OSError` if files cannot be deleted, `BlockingIOError` if another process writes to the folder.
         """
         if not self._open_writer() or self.writer is None:
             raise BlockingIOError(f"another process writes to {self._folder}")
@@ -213,8 +222,8 @@ class DiskCache:
         return DiskRestore(self._folder, plan, cache)
 
     def end_restore(self, restore: DiskRestore) -> None:
-        """Count a restoration that has ended as a hit, and mark its files as used. If a file was invalid, count a fault
-        instead, and remove that file."""
+        """Count a restoration that has ended as a hit, measure the speed of reading, and mark the files as used. If a
+        file was invalid or stalled, only count a fault and remove that file."""
         if restore.invalid is not None:
             self.faults += 1
             self.remove_parts([restore.invalid])
@@ -256,21 +265,23 @@ class DiskCache:
         self, entry: CachedPrefix[Layers], shape: CacheShape, prefill_seconds: float, view: RowView | None = None
     ) -> None:
         """Queue an entry to be written, if its prefill of `prefill_seconds` takes at least `min_seconds` longer than
-        its reading. Ignore the entry if another process writes to the folder. `view`: `PendingEntry.view`."""
+        its reading. Ignore the entry if another process writes to the folder, or if the caches of its model cannot be
+        stored. `view`: `PendingEntry.view`."""
         saved = prefill_seconds - self.estimate_read_seconds(entry.nbytes)
         if not shape.parts or saved < self.min_seconds or not self._open_writer():
             return
         self.queue.add(entry, shape, view)
 
     def write_next(self, now: float, *, busy: bool, room: int, urgent: bool = False) -> None:
-        """Write the next parts that are due at the monotonic time `now`, as in `WriteQueue.write_next`."""
+        """Write the next parts that are due at the monotonic time `now`, as in `WriteQueue.write_next`. Do nothing if
+        another process writes to the folder."""
         if self.writer is not None:
             self.queue.write_next(self.writer, now, busy=busy, room=room, urgent=urgent)
 
 
 def clear_folder(folder: Path, model: str) -> None:
-    """Delete the files of a model, or of all, in a folder that no disk cache of this process uses. Arguments and errors
-    are those of `DiskCache.clear`."""
+    """Delete the files of a model, or of all, in a folder that no disk cache of this process uses. Do nothing if the
+    folder does not exist. Arguments and errors are those of `DiskCache.clear`."""
     if not folder.exists():
         return
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)

@@ -21,6 +21,7 @@ from node.engine.kv.prefix_store import BLOCK_TOKENS
 from node.engine.kv.window_history import StoredWindow, WindowPiece
 
 TYPES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
+"""Types of arrays that files can hold, with their names there (`ITEM_TYPES`)."""
 
 
 def list_parts(layers: Layers) -> frozenset[BlockPart]:
@@ -42,7 +43,9 @@ class LaunchedCut(NamedTuple):
     """Copies of the arrays of one part, which MLX computes after the steps that were launched before."""
 
     kinds: tuple[str, ...]
+    """Type of each array, as in `BlockArray.kind`."""
     arrays: tuple[mx.array, ...]
+    """Copies; those of bfloat16 are integers of two bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -97,8 +100,8 @@ class LayerBuilder:
         self._pieces: dict[int, list[WindowPiece]] = {}
 
     def add_part(self, part: BlockPart, start: int, tokens: int, arrays: Sequence[BlockArray]) -> None:
-        """Add the arrays of a part, whose first token has the position `start`. Raise `InvalidBlockError` if they do
-        not fit the layers.
+        """Add the arrays of a part of `tokens` tokens, whose first token has the position `start`. Raise
+        `InvalidBlockError` if they do not fit the layers.
         """
         given = iter([_convert_back(array) for array in arrays])
         try:

@@ -36,7 +36,9 @@ class CacheShape(NamedTuple):
     """Parts of the caches of a model."""
 
     fingerprint: str
+    """Fingerprint of the model."""
     parts: frozenset[BlockPart]
+    """Parts of each cache (`list_parts`); empty if the disk cache cannot store them."""
     window: int
     """Tokens of the longest sliding window; 0 without one."""
 
@@ -46,7 +48,7 @@ class PendingEntry(NamedTuple):
 
     entry: CachedPrefix[Layers]
     parts: Iterator[tuple[BlockName, int, int]]
-    """Names of its parts, with the positions of their first and last tokens."""
+    """Names of its parts, with the positions of their first token and after their last (`list_entry_parts`)."""
     key_file: str
     """File without which the entry is of no use: the state, or the first block."""
     shape: CacheShape
@@ -64,7 +66,8 @@ class PendingEntry(NamedTuple):
 
 
 def list_entry_parts(entry: CachedPrefix[Layers], shape: CacheShape) -> Iterator[tuple[BlockName, int, int]]:
-    """Yield the names of all parts of an entry with the positions of their tokens, in the order of the blocks."""
+    """Yield the names of all parts of an entry, in the order of the blocks. Each has the positions of its first token
+    and after its last."""
     chain = compute_chain(compute_root(shape.fingerprint, VERSIONS, entry.scope), entry.key)
     for block, link in enumerate(chain[1:]):
         for part in (BlockPart.TOKENS, BlockPart.WINDOW):

@@ -35,8 +35,8 @@ MAX_PARTS_PER_TURN = 4
 
 
 class DiskTier:
-    """Disk tier of the prefix cache (see the module's docstring). `cache` None: there is none. `folder` may have files
-    of an earlier process then; None if the engine knows no folder."""
+    """Disk tier of the prefix cache (see the module's docstring). `cache` is None if the disk cache is off. `folder`
+    may then hold files of an earlier process, which `clear` deletes; None if the engine knows no folder."""
 
     def __init__(self, cache: DiskCache | None, memory: PrefixMemory, folder: Path | None = None) -> None:
         self.cache = cache
@@ -47,9 +47,10 @@ class DiskTier:
     # prompts
 
     def find(self, prefill: Prefill, past: PrefixState, cached: int) -> int:
-        """Return the tokens that the disk provides, if more than the `cached` ones in memory; else 0. Set the plan.
+        """Return the tokens that the disk provides, if more than the `cached` ones in memory; else 0. Set `past.plan`,
+        to None with 0.
 
-        Reading them must take less time than their prefill, unless `min_seconds` is 0.
+        Reading them must take less time than their prefill, unless `DiskCache.min_seconds` is 0.
         """
         past.set_plan(None)
         if self.cache is None:
@@ -69,12 +70,12 @@ class DiskTier:
 
     def estimate_part_bytes(self, past: PrefixState) -> int:
         """Return the bytes that the next part of a planned restoration may take for a moment: the file, and its
-        arrays."""
+        arrays. Return 0 without a plan."""
         plan = past.plan
         return 0 if plan is None else 3 * plan.nbytes // len(plan.parts)
 
     def restore_part(self, prefill: Prefill, past: PrefixState) -> None:
-        """Read one part of a planned restoration, if it is there within `READ_TIMEOUT_SECONDS`.
+        """Add the next part of a planned restoration to the cache, if it is read within `READ_TIMEOUT_SECONDS`.
 
         After the last part, start the prefill with the restored tokens. If the restoration failed, clear the lookup:
         the prompt must be looked up again.
@@ -113,8 +114,8 @@ class DiskTier:
     # entries
 
     def offer(self, loaded_model: LoadedModel, entry: CachedPrefix[Layers], view: RowView | None = None) -> None:
-        """Queue an entry to be written, if that is worth it. `view()` returns a cache with its tokens, which is used
-        once the entry has left memory."""
+        """Queue an entry to be written, unless reading it would save too little time (`DiskCache.offer`). `view()`
+        returns a cache with its tokens, which is used once the entry has left memory."""
         if self.cache is not None:
             seconds = loaded_model.stats.estimate_prefill_seconds(entry.length)
             self.cache.offer(entry, self._get_shape(loaded_model), seconds, view)
@@ -137,7 +138,10 @@ class DiskTier:
         return None if self.cache is None else self.cache.queue.get_next_write()
 
     def write_next(self, now: float, *, busy: bool) -> None:
-        """Pass the next part to the writer, if that is due at the monotonic time `now`. `busy`: requests run."""
+        """Cut out the next part for the writer, if that is due at the monotonic time `now`. `busy`: requests run.
+
+        If memory has no room for another such entry, cut out up to `MAX_PARTS_PER_TURN` parts.
+        """
         due = self.find_next_write()
         if self.cache is not None and due is not None and due <= now:
             part = self.cache.queue.get_next_bytes()
@@ -150,7 +154,8 @@ class DiskTier:
 
     def describe(self, state: CacheState, models: dict[str, ModelCache], fingerprints: Mapping[str, str]) -> CacheState:
         """Return the state of the prefix cache with the fields of the disk cache. `models` are the models in memory by
-        name, to which those on the disk are added. `fingerprints` are those of all models of the node by name."""
+        name, to which those on the disk are added; at most `MAX_ITEMS` are reported. `fingerprints` are those of all
+        models of the node by name."""
         if self.cache is not None:
             state = self.cache.describe(state)
             names = {fingerprint: name for name, fingerprint in sorted(fingerprints.items(), reverse=True)}

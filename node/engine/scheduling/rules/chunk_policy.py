@@ -69,12 +69,13 @@ class PrefillSpeed:
 
     def learn(self, newest: float) -> None:
         """Record the measurement `newest`, in tokens per second. Implausible values (a clock jumped, or tokens were
-        counted twice) are limited, because the best value is never lowered."""
+        counted twice) count as `OUTLIER_FACTOR` times the mean, because the best value is never lowered."""
         self.late = update_mean(self.late, min(newest, OUTLIER_FACTOR * self.late) if self.late else newest)
         self.best = max(self.best, self.late)
 
     def predict_speed(self, rest: float) -> float:
-        """Return the expected tokens per second after `rest` seconds without a measurement."""
+        """Return the expected tokens per second after `rest` seconds without a measurement: the running mean, and from
+        `RECOVERY_SECONDS` on the best value. Return 0 before the first measurement."""
         return self.best if rest >= RECOVERY_SECONDS else self.late
 
 
@@ -101,7 +102,10 @@ class ChunkPace:
         return max(MIN_CHUNK_TOKENS, min(most, int(2 * spare / max(first + root, 1e-9))))
 
     def learn(self, tokens: int, back: float, seconds: float) -> None:
-        """Record a chunk of `tokens` that took `seconds`. Each token attended to `back` earlier tokens on average."""
+        """Record a chunk of `tokens` that took `seconds`: update `far` after a long past, else `each`. `fixed` stays.
+
+        Each token attended to `back` earlier tokens on average.
+        """
         rest = max(seconds - self.fixed, seconds / 4) / tokens
         if back < NEAR_PAST_TOKENS:
             self.each = update_mean(self.each, max(rest - self.far * back, rest / 4))
@@ -133,7 +137,7 @@ def compute_budget(step: float, total: float) -> float:
 
 
 def compute_affordable_tokens(pace: ChunkPace, left: int, past: int, step: float, most: int) -> int:
-    """Return the tokens that fit into the time of the next chunk of a prompt, at most `most`.
+    """Return the tokens that fit into the time of the next chunk of a prompt, from `MIN_CHUNK_TOKENS` to `most`.
 
     `left` tokens of the prompt are not prefilled yet, `past` are. `step` is the duration of a decode step in seconds
     (0: no row decodes).

@@ -34,7 +34,7 @@ class QueuedPrompt(Protocol):
 
     @property
     def answered(self) -> bool:
-        """Whether part of the answer was already generated."""
+        """Whether the prompt precedes new requests, because part of its answer was already generated."""
         ...
 
 
