@@ -59,7 +59,6 @@ from wire.capacity.arithmetic import (
     Fits,
     compute_headroom,
     compute_occupied,
-    estimate_request_need,
     estimate_tokenize_bytes,
     judge,
 )
@@ -117,23 +116,22 @@ def evaluate_node(
     if request.labels and not request.labels <= node.labels:
         missing_labels = ", ".join(sorted(request.labels - node.labels))
         return _build_excluded(node, f"has no label {missing_labels}", RefusalCode.NOT_ALLOWED)
-    model = node.models.get(request.model)
-    if model is None:
+    served = node.get_served_model(request.model)
+    if served is None:
         return _build_excluded(node, f"does not serve {request.model}", RefusalCode.NO_MODEL)
+    model, weights, choices = served.model, served.weights, request.choices
     tokens = request.estimate_prompt_tokens(model)
     output = request.estimate_output_tokens(model, tokens)
-    need = estimate_request_need(model, tokens, output, request.choices)
+    need = served.needs.estimate(tokens, output, choices) + weights
     text_bytes = request.prompt_bytes + request.other_bytes
     if text_bytes > MAX_UNCHECKED_TEXT_BYTES:
-        need = max(need, estimate_tokenize_bytes(text_bytes, context=model.context))
-    weights = 0 if model.loaded else model.weights
-    if weights and node.is_loading(model):
-        need, weights = need - weights, 0
+        counted = 0 if model.loaded else model.weights - weights  # in the report already
+        need = max(need + counted, estimate_tokenize_bytes(text_bytes, context=model.context)) - counted
     account = ledger.get_account(node.id)
     withheld = account.need + (ledger.sum_holds(node.id, trials.waiting) if ledger.holds else 0)
     if corrections and node.id in corrections:
         withheld += _compute_overstated_bytes(node, ledger, corrections[node.id])
-    why, code = find_infeasible_reason(node, model, request, now, trials)
+    why, code = find_infeasible_reason(node, served, request, now, trials)
     memory, headroom = node.memory, node.headroom  # as in `judge`: the reading is constant until the next report
     if headroom is not None and memory.guard and need <= headroom - withheld:
         headroom -= withheld
@@ -155,8 +153,9 @@ def evaluate_node(
     prefill_tokens = (round(tokens * (1.0 - cached_share)) if cached_share else tokens) + request.known_tokens
     if request.other_bytes:
         prefill_tokens += round(request.other_bytes / model.bytes_per_token)
-    ttft, answer, delay = estimate_times(node, model, account, prefill_tokens, output, request.choices)
-    tokens_ahead = node.engine.queued_tokens + account.tokens
+    engine = node.engine
+    tokens_ahead = engine.queued_tokens + account.tokens
+    ttft, answer, delay = estimate_times(served, engine, account, tokens_ahead, prefill_tokens, output, choices)
     return Candidate(  # by position: with names it takes ten times as long
         node.id,
         node.name,
