@@ -44,7 +44,7 @@ def estimate_times(
         ttft += served.load_seconds
     answer = output_tokens / model.decode_speed * (1.0 + ROW_COST * taken_rows)
     max_rows = engine.rows
-    if taken_rows + choices > max_rows > 0:
+    if max_rows and taken_rows + choices > max_rows:
         ttft += (taken_rows + choices - max_rows) * answer / max_rows
     return ttft, answer, delay
 

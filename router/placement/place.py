@@ -64,6 +64,7 @@ from wire.capacity.arithmetic import (
 )
 from wire.identity import NodeId
 from wire.refusals import RefusalCode
+from wire.report import Model
 
 
 def place(
@@ -143,12 +144,8 @@ def evaluate_node(
             headroom = verdict.numbers.headroom if verdict.numbers is not None else None
             if not why:
                 why, code = verdict.message, verdict.code
-    turn = ledger.turns.get(node.id) if ledger.turns and not why else None
-    if turn is not None and not request.known_tokens and turn.is_barred(model.name, model.loaded):
-        why, code = (
-            f"makes room for {turn.model}: it takes no new requests for {model.name} until {turn.model} is loaded",
-            RefusalCode.NO_ROOM,
-        )
+    if ledger.turns and not why and not request.known_tokens:
+        why, code = _find_barring_turn(node, model, ledger)
     cached_share = cached_shares.get(node.id, 0.0) if cached_shares and model.loaded else 0.0
     prefill_tokens = (round(tokens * (1.0 - cached_share)) if cached_share else tokens) + request.known_tokens
     if request.other_bytes:
@@ -178,6 +175,16 @@ def evaluate_node(
         answer,
         delay,
     )
+
+
+def _find_barring_turn(node: NodeView, model: Model, ledger: ReservationLedger) -> tuple[str, RefusalCode | None]:
+    """Return the reason and code of a model swap that bars new requests for a model on a node; empty and None without
+    one."""
+    turn = ledger.turns.get(node.id)
+    if turn is None or not turn.is_barred(model.name, model.loaded):
+        return "", None
+    why = f"makes room for {turn.model}: it takes no new requests for {model.name} until {turn.model} is loaded"
+    return why, RefusalCode.NO_ROOM
 
 
 def _build_excluded(node: NodeView, why: str, code: RefusalCode) -> Candidate:
