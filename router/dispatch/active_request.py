@@ -208,7 +208,7 @@ class ActiveRequest:
         the delta.
         """
         try:  # without a call of `tokens`: this runs for every token
-            self.tokens.ids[delta.choice].extend(delta.ids)
+            self.tokens.ids[delta.choice] += delta.ids
         except IndexError:
             if self.spec.stream or delta.choice < self.spec.params.n:
                 self.tokens.discard_ids(delta)

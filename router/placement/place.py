@@ -2,7 +2,7 @@
 node.
 
 Theory. `need` is the memory that the request adds on a node. It is a sum
-(`wire.capacity.arithmetic.estimate_request_need`). It contains the KV of the prompt and of the expected output for
+(`wire.capacity.model_needs.ModelNeeds`). It contains the KV of the prompt and of the expected output for
 every choice. It also contains the transient of a chunk, and the weights of a model that is not loaded. A node is
 feasible only if all of this holds.
 

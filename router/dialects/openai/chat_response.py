@@ -26,6 +26,7 @@ DONE = b"data: [DONE]\n\n"
 _FIELDS = {Channel.CONTENT: "content", Channel.REASONING: "reasoning_content"}
 _CONTENT, _REASONING = Channel.CONTENT, Channel.REASONING
 """Constants of this module, because Python 3.11 takes 0.1 us for a member of an enumeration."""
+_SHIFT = 8
 _encode = msgspec.json.Encoder().encode
 
 
@@ -49,7 +50,7 @@ class ChatChunks:
         )
         self._tail = ',"usage":null}\n\n' if spec.include_usage else "}\n\n"
         self._prefixes = {
-            (choice, int(channel)): f'{self._head}"choices":[{{"index":{choice},"delta":{{"{field}":'
+            choice << _SHIFT | channel: f'{self._head}"choices":[{{"index":{choice},"delta":{{"{field}":'
             for choice in range(choices)
             for channel, field in _FIELDS.items()
         }
@@ -74,7 +75,7 @@ class ChatChunks:
                 events += self._encode_with_logprobs(delta)
                 continue
             for channel, text in delta.pieces:
-                prefix = prefixes.get((delta.choice, channel))
+                prefix = prefixes.get(delta.choice << _SHIFT | channel)
                 if prefix is None:
                     events += self._encode_call(delta.choice, channel, text)
                 elif text:
