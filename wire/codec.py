@@ -143,11 +143,11 @@ class Splitter:
         if buffer:
             buffer += data
             data = buffer
-        start, size, head = 0, len(data), _HEADER.size
+        start, size, head, longest = 0, len(data), _HEADER.size, self._longest
         while size - start >= head:
             length, tag = _HEADER.unpack_from(data, start)
-            if not 1 <= length <= self._longest:
-                raise WireError(f"frame length {length} is not within 1..{self._longest}")
+            if length > longest or not length:
+                raise WireError(f"frame length {length} is not within 1..{longest}")
             end = start + 4 + length
             if end > size:
                 break

@@ -39,6 +39,7 @@ from wire.frames import Finished
 from wire.identity import is_valid_request_id
 
 REQUEST_START = b"POST /v1/chat/completions HTTP/1.1\r\n"
+_HEAD_START_BYTES = len(REQUEST_START) - 2  # the empty line may begin with the line break of the first line
 MAX_CACHED_HEADS = 512
 """Most cached heads. A client repeats the same head with every request."""
 MAX_HEAD_BYTES = 8192
@@ -144,8 +145,7 @@ class FastPath:
         names = self.dispatcher.names
         if names.has_upstreams and names.may_mean_upstream(parsed.demand.model, self.dispatcher.view):
             return None
-        request_id = head.request_id or f"{self._prefix}{next(self._count):08x}"
-        job = parsed.to_spec(key.id, request_id, int(time.time()))
+        job = parsed.to_spec(key.id, head.request_id or f"{self._prefix}{next(self._count):08x}", int(time.time()))
         return replace(job, session=head.session) if head.session else job
 
 
@@ -175,17 +175,17 @@ class FastPathProtocol(DeadlineProtocol):
             super()._feed_parser(data)
 
     def _try_fast_path(self, data: bytes) -> bool:
-        end = data.find(b"\r\n\r\n", len(REQUEST_START) - 2, MAX_HEAD_BYTES)
-        if end < 0:
+        begin = data.find(b"\r\n\r\n", _HEAD_START_BYTES, MAX_HEAD_BYTES)
+        if begin < 0:
             return False
-        head = self.fast_path.parse_head(data[:end])
-        begin = end + 4
-        if head.length is None or len(data) < begin + head.length or head.length > self.fast_path.max_body_bytes:
+        head = self.fast_path.parse_head(data[:begin])
+        if head.length is None or head.length > self.fast_path.max_body_bytes:
             return False
-        job = self.fast_path.parse_request(head, data[begin : begin + head.length])
+        end = begin + 4 + head.length
+        job = None if len(data) < end else self.fast_path.parse_request(head, data[begin + 4 : end])
         if job is None:
             return False
-        self._pipelined = data[begin + head.length :]
+        self._pipelined = data[end:]
         self._start_request(job)
         return True
 

@@ -224,16 +224,19 @@ class RateLimits:
         self, meter: _KeyMeter, limits: KeyLimits, prompt_tokens: int, prompt_bytes: int
     ) -> str:
         """Describe the bound that a request would exceed with its key's open requests; empty if it fits."""
-        most, settings = limits.concurrency or self._settings.max_requests_per_key, self._settings
-        if meter.running >= most:
+        running, settings = meter.running, self._settings
+        most = limits.concurrency or settings.max_requests_per_key
+        if running >= most:
             return f"the limit of this API key is {most} open requests, and all are in use"
+        if not running:
+            return ""
         tokens, size = meter.prompt_tokens + prompt_tokens, meter.prompt_bytes + prompt_bytes
-        if meter.running and tokens > settings.max_prompt_tokens_per_key:
+        if tokens > settings.max_prompt_tokens_per_key:
             return (
                 f"the limit of this API key is {settings.max_prompt_tokens_per_key} prompt tokens in open requests; "
                 f"with this request it would have {tokens}"
             )
-        if meter.running and size > settings.max_body_bytes_per_key:
+        if size > settings.max_body_bytes_per_key:
             most_size = show_size(settings.max_body_bytes_per_key)
             has = show_size(size)
             return f"the limit of this API key is {most_size} of open prompts; with this one it would have {has}"

@@ -31,10 +31,6 @@ QUOTING = {
 """Stored text for refusals whose message may quote the request: the message goes to the client and is not stored."""
 
 
-TokenCounts = tuple[int, int, int]
-"""Prompt tokens, the cached tokens among them, and the generated tokens."""
-
-
 class Accounting:
     """Recorder of ended requests for usage, limits, counters and history. It refunds the unused part of a key's
     charge."""
@@ -51,19 +47,45 @@ class Accounting:
 
         `model` is its model, or empty if no member has a model of that name.
         """
-        seconds, spec = now - request.arrived, request.spec
-        name = "ok" if isinstance(outcome, Finished) else _name_outcome(outcome)
-        prompt, cached, generated = tokens = _get_token_counts(request, outcome)
-        if request.charged is not None:
-            self._usage.get_totals(spec.key, model).count(
-                prompt, cached, generated, failed=not isinstance(outcome, Finished)
+        seconds, spec, counters, charged = now - request.arrived, request.spec, self._counters, request.charged
+        sent = request.tokens.total  # a request used at least the tokens that were sent
+        if isinstance(outcome, Finished):
+            name, message, timings, failed = "ok", "", outcome.timings, False
+            prompt, cached, generated = outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens
+            stored_prompt: int | None = prompt
+        else:
+            name, message, timings, failed = _name_outcome(outcome), _choose_stored_message(outcome), None, True
+            (prompt, cached), generated = request.prompt_counts, sent
+            stored_prompt = request.demand.prompt_tokens
+        counts = counters.count_end(name, model, seconds)
+        if charged is not None:
+            key, tokens = spec.key, prompt + generated
+            self._usage.get_totals(key, model).count(prompt, cached, generated, failed=failed)
+            counts.add_tokens(prompt, cached, generated)
+            counters.add_key_tokens(key, model, tokens)
+            quotas.record_end(key, spec.demand, charged, max(tokens, sent), now)
+        alias = request.alias
+        self._history.records.append(
+            RequestRecord(  # by position: with names it takes ten times as long
+                spec.request_id,
+                spec.key,
+                spec.demand.model,
+                spec.stream,
+                request.arrived,
+                seconds,
+                name,
+                message,
+                tuple(request.steps),
+                stored_prompt,
+                cached,
+                generated,
+                timings,
+                spec.ignored,
+                "" if alias is None else alias.name,
+                spec.profile,
+                () if alias is None else alias.list_passed_over(),
             )
-            self._counters.get_model(model).add_tokens(prompt, cached, generated)
-            self._counters.add_key_tokens(spec.key, model, prompt + generated)
-            used = max(prompt + generated, request.tokens.total)  # at least the tokens that were sent
-            quotas.record_end(spec.key, spec.demand, request.charged, used, now)
-        self._counters.count_end(name, model, seconds)
-        self._history.records.append(_build_record(request, outcome, name, tokens, seconds))
+        )
 
 
 def compute_max_prompt_tokens(request: ActiveRequest) -> int:
@@ -112,42 +134,6 @@ def bound_usage(request: ActiveRequest, frame: Finished) -> Finished:
         completion_tokens=completion,
         cached_tokens=cached,
         reasoning_tokens=reasoning_tokens,
-    )
-
-
-def _get_token_counts(request: ActiveRequest, outcome: Outcome) -> TokenCounts:
-    if type(outcome) is Finished:
-        return outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens
-    return (*request.prompt_counts, request.tokens.total)
-
-
-def _build_record(
-    request: ActiveRequest, outcome: Outcome, name: str, tokens: TokenCounts, seconds: float
-) -> RequestRecord:
-    spec, alias = request.spec, request.alias
-    prompt, cached, completion = tokens
-    if isinstance(outcome, Finished):
-        message, timings = "", outcome.timings
-    else:
-        message, timings, prompt = _choose_stored_message(outcome), None, request.demand.prompt_tokens
-    return RequestRecord(  # by position: with names it takes ten times as long
-        spec.request_id,
-        spec.key,
-        spec.demand.model,
-        spec.stream,
-        request.arrived,
-        seconds,
-        name,
-        message,
-        tuple(request.steps),
-        prompt,
-        cached,
-        completion,
-        timings,
-        spec.ignored,
-        "" if alias is None else alias.name,
-        spec.profile,
-        () if alias is None else alias.list_passed_over(),
     )
 
 

@@ -79,9 +79,12 @@ class ModelCounts:
 
     def add_tokens(self, prompt: int, cached: int, generated: int) -> None:
         """Add the prompt, cached and generated tokens of a request. A negative number counts as 0."""
-        self.prompt_tokens += max(0, prompt)
-        self.cached_tokens += max(0, cached)
-        self.completion_tokens += max(0, generated)
+        if prompt > 0:
+            self.prompt_tokens += prompt
+        if cached > 0:
+            self.cached_tokens += cached
+        if generated > 0:
+            self.completion_tokens += generated
 
 
 class NodeCounts:
@@ -220,8 +223,11 @@ class Counters:
         """Remove the totals of API keys that are not in `known`."""
         self.keys = {pair: tokens for pair, tokens in self.keys.items() if pair[0] in known}
 
-    def count_end(self, outcome: str, model: str, seconds: float) -> None:
-        """Count an ended request, its outcome, and its duration in seconds. An unknown outcome counts as `FAILED`."""
+    def count_end(self, outcome: str, model: str, seconds: float) -> ModelCounts:
+        """Count an ended request, its outcome, and its duration in seconds. Return the totals of its model.
+
+        An unknown outcome counts as `FAILED`.
+        """
         outcome = outcome if outcome in OUTCOMES else FAILED
         self.requests[outcome] = self.requests.get(outcome, 0) + 1
         self.durations += 1
@@ -229,13 +235,16 @@ class Counters:
         counts = self.get_model(model)
         counts.outcomes[outcome] = counts.outcomes.get(outcome, 0) + 1
         counts.e2e.observe(seconds)
+        return counts
 
     def count_attempt(self, node: NodeId, *, first: bool, resumed: bool) -> None:
         """Count an attempt: a request that is sent to a node. `first`: it is the first attempt of its request.
         `resumed`: the received tokens are sent with it."""
         self.attempts += 1
-        self.retries += not first
-        self.resumes += resumed
+        if not first:
+            self.retries += 1
+        if resumed:
+            self.resumes += 1
         self.placements[node] = self.placements.get(node, 0) + 1
 
     def count_finished(self, prompt: int, cached: int, completion: int) -> None:

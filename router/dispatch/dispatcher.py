@@ -102,7 +102,7 @@ class Dispatcher:
         self._attempts, self._crowds, self._live = parts.attempts, parts.crowds, parts.attempts.live
         self.receivers: Mapping[type[Frame], Callable[[NodeId, Any], None]] = {
             Deltas: self._receive_deltas,
-            **dict.fromkeys(parts.frames.handlers, parts.frames.receive),
+            **parts.frames.receivers,
         }
         """Function for each type of frame from a node."""
         self._open: dict[int, ActiveRequest] = {}

@@ -163,14 +163,14 @@ class StreamPump:
     The constructor attaches the pump to its source and its stream, and sends the pending deltas.
     """
 
-    __slots__ = ("_blocked", "_chunks", "_opening", "_opening_sent", "_source", "_stream")
+    __slots__ = ("_beginning", "_blocked", "_chunks", "_opening", "_source", "_stream")
 
     def __init__(self, source: EventSource, chunks: Chunks, stream: EventSink) -> None:
         self._source = source
         self._chunks = chunks
         self._stream = stream
-        self._opening_sent = False
-        self._opening = b""
+        self._beginning = True
+        self._opening: bytes | None = None
         self._blocked = False
         stream.call_when_ready(self.pump)
         source.attach(self.pump)
@@ -182,35 +182,40 @@ class StreamPump:
 
         Do nothing while a push waits for the transport, but abandon the stream of a client that does not read.
         """
-        if not self._stream.busy:
-            self._send()
-            while self._source.pending and not self._stream.busy:
-                self._send()
-        elif self._source.outcome is SLOW:
-            self._stream.abandon()
-
-    def _send(self) -> None:
         source, stream = self._source, self._stream
-        keepalive_due = source.keepalive_due
-        taken = source.take_deltas()
-        if not self._opening_sent and (taken or source.outcome is not None):
-            self._opening_sent = True
-            self._opening = self._chunks.encode_opening()
-        events = self._chunks.encode_deltas(taken)
-        if source.outcome is not None and not source.pending:
-            stream.push(self._opening + events + self._encode_end(source.outcome), last=True)
-            source.detach()
+        if stream.busy:
+            if source.outcome is SLOW:
+                stream.abandon()
             return
-        if events and self._opening:
-            events = self._opening + events
-            self._opening = b""
-        if not events and keepalive_due:
-            events = self._chunks.encode_keepalive(source.waits_for)
-        if events:
-            blocked = not stream.push(events)
-            if blocked or self._blocked:
-                self._blocked = blocked
-                source.set_blocked(blocked)
+        while True:
+            keepalive_due = source.keepalive_due
+            taken = source.take_deltas()
+            events = self._encode_beginning(taken) if self._beginning else self._chunks.encode_deltas(taken)
+            outcome = source.outcome
+            if outcome is not None and not source.pending:
+                stream.push(events + self._encode_end(outcome), last=True)
+                source.detach()
+                return
+            if not events and keepalive_due:
+                events = self._chunks.encode_keepalive(source.waits_for)
+            if events:
+                blocked = not stream.push(events)
+                if blocked or self._blocked:
+                    self._blocked = blocked
+                    source.set_blocked(blocked)
+            if not source.pending or stream.busy:
+                return
+
+    def _encode_beginning(self, taken: list[Delta]) -> bytes:
+        """Return the events of deltas, with the opening of the stream before the first event and before the end."""
+        source = self._source
+        if self._opening is None and (taken or source.outcome is not None):
+            self._opening = self._chunks.encode_opening()  # first, because some dialects number their events
+        events = self._chunks.encode_deltas(taken)
+        if not events and (source.outcome is None or source.pending):
+            return b""
+        self._beginning = False
+        return (self._opening or b"") + events
 
     def _encode_end(self, outcome: Outcome) -> bytes:
         if isinstance(outcome, Finished):

@@ -63,13 +63,12 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
         That is the model's usual output, or `max_tokens` if that is less, and at most the context left after
         `prompt_tokens`. A resumed answer has at least `KV_GROWTH_TOKENS` more than its known tokens.
         """
-        usual = model.expected_output
+        usual, most, context = model.expected_output, self.max_tokens, model.context
         if self.known_tokens:
             usual = max(usual, self.known_tokens + KV_GROWTH_TOKENS)
-        if self.max_tokens is not None and self.max_tokens < usual:
-            usual = self.max_tokens
-        context_left = model.context - prompt_tokens
-        return usual if usual <= context_left or not model.context else max(1, context_left)
+        if most is not None and most < usual:
+            usual = most
+        return usual if usual <= context - prompt_tokens or not context else max(1, context - prompt_tokens)
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):

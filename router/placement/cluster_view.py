@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from router.placement.weights import MIN_LOAD_LEFT_SHARE, UNKNOWN_LOAD_LEFT_SHARE
 from wire.capacity.arithmetic import compute_headroom, compute_occupied
+from wire.capacity.model_needs import ModelNeeds
 from wire.enforcement import Enforcement
 from wire.identity import NodeId
 from wire.machine import Disk, SystemMemory
+from wire.models.kind import get_kind
 from wire.models.version import UNKNOWN_VERSION, ModelVersion
 from wire.node_state import NodeState
 from wire.report import (
@@ -27,6 +30,28 @@ MAX_REPORT_AGE_SECONDS = 3.0
 """Maximum age of a report for placement: three idle heartbeats, after which a node is suspect."""
 MAX_NAME_PREFIXES = 3
 """Maximum provider parts removed from a model's name: `openrouter/qwen/MODEL` has two."""
+
+
+class ServedModel:
+    """Model of a node, with the values of a placement that depend on the node's report only."""
+
+    __slots__ = ("kind", "load_seconds", "model", "needs", "weights")
+
+    def __init__(self, model: Model, *, is_loading: bool) -> None:
+        self.model = model
+        self.kind = get_kind(model.features)
+        self.needs = ModelNeeds(model)
+        self.weights = 0 if model.loaded or is_loading else model.weights
+        """Bytes of the weights that a request makes the node load; 0 if the report counts them already."""
+        self.load_seconds = _estimate_load_seconds(model)
+        """Expected seconds until the model is loaded; 0 for a loaded model."""
+
+
+def _estimate_load_seconds(model: Model) -> float:
+    if model.loaded:
+        return 0.0
+    loaded_share = model.progress or UNKNOWN_LOAD_LEFT_SHARE
+    return model.load_seconds * (max(MIN_LOAD_LEFT_SHARE, 1.0 - loaded_share) if model.loading else 1.0)
 
 
 @dataclass(frozen=True)
@@ -65,6 +90,20 @@ class NodeView:
     disk: Disk = field(default_factory=Disk)
     frames: frozenset[int] = frozenset()
     """Tags of the frames that the node knows, by its Hello; empty for a node of version 0.1.0."""
+    _served: dict[str, ServedModel] = field(
+        default_factory=dict[str, ServedModel], init=False, repr=False, compare=False
+    )
+
+    def get_served_model(self, name: str) -> ServedModel | None:
+        """Return a model with its values for placement, computed at the first call; None if the node has no model of
+        this name."""
+        served = self._served.get(name)
+        if served is None:
+            model = self.models.get(name)
+            if model is None:
+                return None
+            served = self._served[name] = ServedModel(model, is_loading=self.is_loading(model))
+        return served
 
     @cached_property
     def headroom(self) -> int | None:

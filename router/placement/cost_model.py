@@ -10,37 +10,41 @@ requests have to end first, and they end one at a time.
 A model that is not loaded costs its load time.
 """
 
-from router.placement.cluster_view import NodeView
+from router.placement.cluster_view import ServedModel
 from router.placement.reservations import NodeReservations
-from router.placement.weights import (
-    MIN_LOAD_LEFT_SHARE,
-    PREFILL_SLOWDOWN_WHILE_DECODING,
-    ROW_WEIGHT,
-    TTFT_STEP_SECONDS,
-    UNKNOWN_LOAD_LEFT_SHARE,
-)
-from wire.report import ROW_COST, Model
+from router.placement.weights import PREFILL_SLOWDOWN_WHILE_DECODING, ROW_WEIGHT, TTFT_STEP_SECONDS
+from wire.report import ROW_COST, EngineState
+
+_NOISE_SECONDS = TTFT_STEP_SECONDS / 2
+"""Prefill time in front of a request that is below the noise of the measured speed."""
 
 
 def estimate_times(
-    node: NodeView, model: Model, account: NodeReservations, prefill_tokens: int, output_tokens: int, choices: int
+    served: ServedModel,
+    engine: EngineState,
+    account: NodeReservations,
+    tokens_ahead: int,
+    prefill_tokens: int,
+    output_tokens: int,
+    choices: int,
 ) -> tuple[float, float, float]:
     """Return three times in seconds of a request on a node: to the first token, from there to the last, and delay.
 
     The delay is the time by which the request delays the other requests of the node. `output_tokens` is the number of
-    answer tokens for each of `choices`. `account` has the requests of this router on the node.
+    answer tokens for each of `choices`. `engine` is the node's engine, and `account` has the requests of this router on
+    the node. `tokens_ahead` is the number of queued tokens in front of the request.
     """
-    speed, engine = model.prefill_speed, node.engine
-    ttft, delay = estimate_prefill_wait(account, engine.queued_tokens + account.tokens, prefill_tokens, speed)
-    if engine.running:
+    model, running, taken_rows = served.model, engine.running, account.rows
+    speed = model.prefill_speed
+    ttft, delay = estimate_prefill_wait(account, tokens_ahead, prefill_tokens, speed)
+    if running:
         ttft *= PREFILL_SLOWDOWN_WHILE_DECODING
-        delay += ROW_WEIGHT * engine.running * prefill_tokens / speed
+        delay += ROW_WEIGHT * running * prefill_tokens / speed
     if not model.loaded:
-        loaded_share = model.progress or UNKNOWN_LOAD_LEFT_SHARE
-        ttft += model.load_seconds * (max(MIN_LOAD_LEFT_SHARE, 1.0 - loaded_share) if model.loading else 1.0)
-    taken_rows, max_rows = account.rows, engine.rows
+        ttft += served.load_seconds
     answer = output_tokens / model.decode_speed * (1.0 + ROW_COST * taken_rows)
-    if taken_rows + choices > max_rows > 0:
+    max_rows = engine.rows
+    if max_rows and taken_rows + choices > max_rows:
         ttft += (taken_rows + choices - max_rows) * answer / max_rows
     return ttft, answer, delay
 
@@ -56,7 +60,7 @@ def estimate_prefill_wait(
     as long ones. `speed` is in prompt tokens per second.
     """
     mine, others, known = prefill_tokens / speed, tokens_ahead / speed, account.pending_tokens
-    if not known or others < TTFT_STEP_SECONDS / 2:  # below the noise of the measured speed
+    if not known or others < _NOISE_SECONDS:
         return mine + others, 0.0
     left = min(1.0, tokens_ahead / known)
     shorter, longer, behind = mine, max(0, tokens_ahead - known) / speed, 0

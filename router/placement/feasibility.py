@@ -1,8 +1,7 @@
 """Feasibility of a node for a request, regardless of memory."""
 
 from router.placement.candidate import FIRST, AttemptHistory, ResourceDemand
-from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, NodeView
-from wire.models.kind import get_kind
+from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, NodeView, ServedModel
 from wire.models.version import ModelVersion
 from wire.node_state import NodeState
 from wire.refusals import RefusalCode
@@ -14,7 +13,7 @@ _READY, _PAUSED = NodeState.READY, NodeState.PAUSED
 
 
 def find_infeasible_reason(
-    node: NodeView, model: Model, request: ResourceDemand, now: float, trials: AttemptHistory
+    node: NodeView, served: ServedModel, request: ResourceDemand, now: float, trials: AttemptHistory
 ) -> tuple[str, RefusalCode | None]:
     """Return the reason and code why a node is infeasible regardless of memory. The reason is empty and the code None
     if it is feasible.
@@ -23,11 +22,11 @@ def find_infeasible_reason(
     """
     if not node.takes_requests or now - node.reported_at > MAX_REPORT_AGE_SECONDS:
         return find_unavailable_reason(node, now)
+    model = served.model
     if model.cause:
         return f"cannot load {model.name}: {model.cause}", RefusalCode.LOAD_FAILED
-    kind = get_kind(model.features)
-    if kind is not request.kind:
-        return f"its {model.name} is for {kind} requests", RefusalCode.UNSUPPORTED
+    if served.kind is not request.kind:
+        return f"its {model.name} is for {served.kind} requests", RefusalCode.UNSUPPORTED
     if request.features and not request.features.issubset(model.features):
         return f"its {model.name} has no {', '.join(sorted(request.features.difference(model.features)))}", (
             RefusalCode.UNSUPPORTED

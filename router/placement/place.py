@@ -2,7 +2,7 @@
 node.
 
 Theory. `need` is the memory that the request adds on a node. It is a sum
-(`wire.capacity.arithmetic.estimate_request_need`). It contains the KV of the prompt and of the expected output for
+(`wire.capacity.model_needs.ModelNeeds`). It contains the KV of the prompt and of the expected output for
 every choice. It also contains the transient of a chunk, and the weights of a model that is not loaded. A node is
 feasible only if all of this holds.
 
@@ -59,12 +59,12 @@ from wire.capacity.arithmetic import (
     Fits,
     compute_headroom,
     compute_occupied,
-    estimate_request_need,
     estimate_tokenize_bytes,
     judge,
 )
 from wire.identity import NodeId
 from wire.refusals import RefusalCode
+from wire.report import Model
 
 
 def place(
@@ -117,23 +117,22 @@ def evaluate_node(
     if request.labels and not request.labels <= node.labels:
         missing_labels = ", ".join(sorted(request.labels - node.labels))
         return _build_excluded(node, f"has no label {missing_labels}", RefusalCode.NOT_ALLOWED)
-    model = node.models.get(request.model)
-    if model is None:
+    served = node.get_served_model(request.model)
+    if served is None:
         return _build_excluded(node, f"does not serve {request.model}", RefusalCode.NO_MODEL)
+    model, weights, choices = served.model, served.weights, request.choices
     tokens = request.estimate_prompt_tokens(model)
     output = request.estimate_output_tokens(model, tokens)
-    need = estimate_request_need(model, tokens, output, request.choices)
+    need = served.needs.estimate(tokens, output, choices) + weights
     text_bytes = request.prompt_bytes + request.other_bytes
     if text_bytes > MAX_UNCHECKED_TEXT_BYTES:
-        need = max(need, estimate_tokenize_bytes(text_bytes, context=model.context))
-    weights = 0 if model.loaded else model.weights
-    if weights and node.is_loading(model):
-        need, weights = need - weights, 0
+        counted = 0 if model.loaded else model.weights - weights  # in the report already
+        need = max(need + counted, estimate_tokenize_bytes(text_bytes, context=model.context)) - counted
     account = ledger.get_account(node.id)
     withheld = account.need + (ledger.sum_holds(node.id, trials.waiting) if ledger.holds else 0)
     if corrections and node.id in corrections:
         withheld += _compute_overstated_bytes(node, ledger, corrections[node.id])
-    why, code = find_infeasible_reason(node, model, request, now, trials)
+    why, code = find_infeasible_reason(node, served, request, now, trials)
     memory, headroom = node.memory, node.headroom  # as in `judge`: the reading is constant until the next report
     if headroom is not None and memory.guard and need <= headroom - withheld:
         headroom -= withheld
@@ -145,18 +144,15 @@ def evaluate_node(
             headroom = verdict.numbers.headroom if verdict.numbers is not None else None
             if not why:
                 why, code = verdict.message, verdict.code
-    turn = ledger.turns.get(node.id) if ledger.turns and not why else None
-    if turn is not None and not request.known_tokens and turn.is_barred(model.name, model.loaded):
-        why, code = (
-            f"makes room for {turn.model}: it takes no new requests for {model.name} until {turn.model} is loaded",
-            RefusalCode.NO_ROOM,
-        )
+    if ledger.turns and not why and not request.known_tokens:
+        why, code = _find_barring_turn(node, model, ledger)
     cached_share = cached_shares.get(node.id, 0.0) if cached_shares and model.loaded else 0.0
     prefill_tokens = (round(tokens * (1.0 - cached_share)) if cached_share else tokens) + request.known_tokens
     if request.other_bytes:
         prefill_tokens += round(request.other_bytes / model.bytes_per_token)
-    ttft, answer, delay = estimate_times(node, model, account, prefill_tokens, output, request.choices)
-    tokens_ahead = node.engine.queued_tokens + account.tokens
+    engine = node.engine
+    tokens_ahead = engine.queued_tokens + account.tokens
+    ttft, answer, delay = estimate_times(served, engine, account, tokens_ahead, prefill_tokens, output, choices)
     return Candidate(  # by position: with names it takes ten times as long
         node.id,
         node.name,
@@ -179,6 +175,16 @@ def evaluate_node(
         answer,
         delay,
     )
+
+
+def _find_barring_turn(node: NodeView, model: Model, ledger: ReservationLedger) -> tuple[str, RefusalCode | None]:
+    """Return the reason and code of a model swap that bars new requests for a model on a node; empty and None without
+    one."""
+    turn = ledger.turns.get(node.id)
+    if turn is None or not turn.is_barred(model.name, model.loaded):
+        return "", None
+    why = f"makes room for {turn.model}: it takes no new requests for {model.name} until {turn.model} is loaded"
+    return why, RefusalCode.NO_ROOM
 
 
 def _build_excluded(node: NodeView, why: str, code: RefusalCode) -> Candidate:

@@ -1,7 +1,7 @@
 """Placement policies: orders of the feasible nodes. No policy can override the filter of `place`."""
 
-import math
 from collections.abc import Mapping
+from math import floor, log2
 from types import MappingProxyType
 from typing import Protocol
 
@@ -33,15 +33,15 @@ class Balanced:
 
         Further criteria are requests in flight relative to speed, cached share of the prompt, and share of headroom.
         """
-        headroom, need, memory = candidate.headroom or 0, candidate.need, candidate.memory
-        marks = HEADROOM_SATURATION
-        if candidate.cached_share < PREFIX_HIT_SHARE and headroom < HEADROOM_SATURATION * need and not candidate.idle:
+        headroom, need, memory, model = candidate.headroom or 0, candidate.need, candidate.memory, candidate.model
+        marks, cached_share = HEADROOM_SATURATION, candidate.cached_share
+        if headroom < marks * need and cached_share < PREFIX_HIT_SHARE and not candidate.idle:
             marks = headroom // need
         fraction = headroom / max(1, memory.ceiling - memory.margin)
         time = candidate.expected_ttft + candidate.delay + ANSWER_WEIGHT * candidate.expected_answer
-        speed = candidate.model.decode_speed if candidate.model else 1.0
-        busy = math.floor(BUSY_STEPS * math.log2((candidate.in_flight + 1) / speed))
-        return (-marks, time // TTFT_STEP_SECONDS, busy, -candidate.cached_share, -fraction)
+        speed = 1.0 if model is None else model.decode_speed
+        busy = floor(BUSY_STEPS * log2((candidate.in_flight + 1) / speed))
+        return (-marks, time // TTFT_STEP_SECONDS, busy, -cached_share, -fraction)
 
 
 class MostHeadroom:

@@ -38,7 +38,7 @@ _TAG_OF = {kind: tag for tag, kind in TAGS.items()}
 _LOGGED = frozenset(_TAG_OF[kind] for kind in (Goodbye, LeaseGranted, LeaseRefused, LeaseEnded, ModelOrderEnded))
 _REPORT, _RENEW, _PROGRESS = _TAG_OF[Report], _TAG_OF[RenewCertificate], _TAG_OF[ModelOrderProgress]
 
-_BUDGETED = _LOGGED | {_REPORT, _RENEW, _PROGRESS}
+BUDGETED = _LOGGED | {_REPORT, _RENEW, _PROGRESS}
 """Tags of the frames that have a budget in addition to that of all frames."""
 
 
@@ -74,10 +74,11 @@ class LinkBudget:
 class NodeBudgets:
     """Token buckets of one node, which last longer than its links."""
 
-    __slots__ = ("_frames", "_links", "_logged", "_progress", "_queries", "_renewals", "_report_bytes", "_reports")
+    __slots__ = ("_links", "_logged", "_progress", "_queries", "_renewals", "_report_bytes", "_reports", "frames")
 
     def __init__(self) -> None:
-        self._frames = LinkBudget("frames", FRAMES_PER_SECOND, FRAMES_BURST)
+        self.frames = LinkBudget("frames", FRAMES_PER_SECOND, FRAMES_BURST)
+        """Budget of all frames. It alone is charged for a frame whose tag is not in `BUDGETED`."""
         self._reports = LinkBudget("reports", REPORTS_PER_SECOND, REPORTS_BURST)
         self._report_bytes = LinkBudget("bytes of reports", REPORT_BYTES_PER_SECOND, REPORT_BYTES_BURST)
         self._logged = LinkBudget("leases, goodbyes and ends of orders", LOGGED_PER_SECOND, LOGGED_BURST)
@@ -105,8 +106,8 @@ class NodeBudgets:
 
         `tag` is the tag of the frame's type, `size_bytes` the size of its body. `now` is in monotonic seconds.
         """
-        why = self._frames.charge(now)
-        if why or tag not in _BUDGETED:
+        why = self.frames.charge(now)
+        if why or tag not in BUDGETED:
             return why
         if tag == _REPORT:
             return self._reports.charge(now) or self._report_bytes.charge(now, size_bytes)

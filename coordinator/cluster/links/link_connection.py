@@ -16,7 +16,7 @@ from typing import Protocol, cast
 
 import structlog
 
-from coordinator.cluster.links.link_budgets import BUDGET_RETRY_SECONDS, NodeBudgets
+from coordinator.cluster.links.link_budgets import BUDGET_RETRY_SECONDS, BUDGETED, NodeBudgets
 from coordinator.joining.enrollment import EnrollmentConnection
 from wire.certificate import read_certificate
 from wire.codec import MAX_JOINED_FROM_NODE_BYTES, WireError, decode
@@ -244,19 +244,25 @@ class Connection(LinkEndpoint):
         """
         if self._refused:
             return
-        if self.node is not None and self.budgets is not None:
-            why = self.budgets.charge_frame(tag, len(body), self._loop.time())
-            if why:
-                self._end_flood(why)
-                return
-            frame = decode(tag, body)
-            if type(frame) not in FROM_NODES:
-                raise WireError(f"{type(frame).__name__}, which no node sends here")
-            if type(frame) is FetchChunk:
-                self._owner.deliver_chunk(self.node, frame)
-            else:
-                self._deliver(self.node, self.number, frame)
+        node, budgets = self.node, self.budgets
+        if node is None or budgets is None:
+            self._process_first_frame(tag, body)
             return
+        now = self._loop.time()
+        why = budgets.charge_frame(tag, len(body), now) if tag in BUDGETED else budgets.frames.charge(now)
+        if why:
+            self._end_flood(why)
+            return
+        frame = decode(tag, body)
+        kind = type(frame)
+        if kind not in FROM_NODES:
+            raise WireError(f"{kind.__name__}, which no node sends here")
+        if isinstance(frame, FetchChunk):
+            self._owner.deliver_chunk(node, frame)
+        else:
+            self._deliver(node, self.number, frame)
+
+    def _process_first_frame(self, tag: int, body: bytes) -> None:
         first = decode(tag, body)
         if isinstance(first, MemberQuery) and self.peer is not None and self.peer.node is not None:
             self._owner.answer_query(self, self.peer, first)

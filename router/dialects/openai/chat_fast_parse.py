@@ -100,6 +100,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 _ROLES = frozenset(PLAIN_ROLES)
 _decoder = msgspec.json.Decoder(_Body)
+_BODY_FIELDS = len(_Body.__struct_fields__)
 
 
 def _count_keys(text: bytes) -> int:
@@ -139,10 +140,20 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None], build: Build[R
     penalties = parsed.presence_penalty, parsed.frequency_penalty, parsed.repetition_penalty
     presence, frequency, repetition = penalties
     values = astuple(parsed)
-    keys = len(values) - values.count(None) - values.count(UNSET) + (options is not None)  # with that of the options
+    keys = _BODY_FIELDS - values.count(None) - values.count(UNSET) + (options is not None)  # with that of the options
     messages: list[Message] = []
     for raw_message in parsed.messages:
-        message = _convert_message(raw_message)
+        role, content = raw_message.role, raw_message.content
+        if (
+            raw_message.tool_calls is UNSET
+            and raw_message.tool_call_id is UNSET
+            and role in _ROLES
+            and isinstance(content, str)
+        ):
+            messages.append(Message(role, content))
+            keys += 2
+            continue
+        message = _convert_tool_message(raw_message)
         if message is None:
             return None
         messages.append(message)
@@ -176,18 +187,14 @@ def _list_given_penalties(penalties: tuple[float | None, ...]) -> frozenset[str]
     return frozenset(name for name, value in zip(PENALTIES, penalties, strict=True) if value is not None)
 
 
-def _convert_message(message: _Message) -> Message | None:
-    """Return a message that has only the fields of its role, None for any other."""
+def _convert_tool_message(message: _Message) -> Message | None:
+    """Return a message with calls or the result of a call that has only the fields of its role, None for any other."""
     role, content = message.role, message.content
     if role == "tool":
         if message.tool_call_id is UNSET or message.tool_calls is not UNSET or not isinstance(content, str):
             return None
         return Message("tool", content, tool_call_id=message.tool_call_id)
-    if role not in _ROLES or message.tool_call_id is not UNSET:
-        return None
-    if message.tool_calls is UNSET:
-        return Message(role, content) if isinstance(content, str) else None
-    if role != "assistant":
+    if role != "assistant" or message.tool_call_id is not UNSET or message.tool_calls is UNSET:
         return None
     calls = tuple([ToolCall(call.id, call.function.name, call.function.arguments) for call in message.tool_calls])
     return Message("assistant", content or "", tool_calls=calls)

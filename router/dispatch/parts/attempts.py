@@ -65,27 +65,29 @@ class Attempts:
         Count the attempt, record it in the node's circuit breaker, and set the model's version for an answer that
         begins.
         """
-        placed, chosen = action.placed, action.placed.chosen
+        placed = action.placed
+        attempt, chosen, need = placed.attempt, placed.chosen, placed.need
+        node, model, prefill_tokens = chosen.node, chosen.model, chosen.prefill_tokens
         resumed = not action.first and request.tokens.longest > 0
-        self._counters.count_attempt(chosen.node, first=action.first, resumed=resumed)
-        if not resumed and chosen.model is not None:
-            request.set_version(chosen.model.version)
+        self._counters.count_attempt(node, first=action.first, resumed=resumed)
+        if not resumed and model is not None:
+            request.set_version(model.version)
         self._ledger.reserve(
-            chosen.node,
-            placed.attempt,
+            node,
+            attempt,
             placed.seq,
-            placed.need,
-            chosen.prefill_tokens,
-            min(placed.need, chosen.weights),
-            chosen.prefill_tokens / chosen.model.prefill_speed if chosen.model else 0.0,
+            need,
+            prefill_tokens,
+            min(need, chosen.weights) if chosen.weights else 0,
+            0.0 if model is None else prefill_tokens / model.prefill_speed,
             request.spec.demand.choices,
         )
         if resumed:
-            self._ledger.mark_prefilled(placed.attempt)
-        self.live[placed.attempt] = request
+            self._ledger.mark_prefilled(attempt)
+        self.live[attempt] = request
         now = self._clock()
         if self._breakers.by_node:
-            self._breakers.record_attempt(chosen.node, placed.attempt, now)
+            self._breakers.record_attempt(node, attempt, now)
         request.add_step(now, "resumed" if resumed else "sent", chosen.name)
 
     def send(self, request: ActiveRequest, action: StartAttempt) -> bool:
@@ -152,11 +154,12 @@ class Attempts:
         """
         frame = action.frame
         self._ledger.mark_admitted(frame.request)
-        prompt = min(frame.prompt_tokens, compute_max_prompt_tokens(request))
-        cached = min(frame.cached_tokens, prompt)
-        request.record_prefill(prompt, cached)
+        prompt, cached = frame.prompt_tokens, frame.cached_tokens
+        if prompt > request.spec.demand.prompt_bytes:  # else below the maximum: each byte may be a token
+            prompt = min(prompt, compute_max_prompt_tokens(request))
+        request.record_prefill(prompt, cached if cached < prompt else prompt)
         if request.chain is not None:
-            self._affinity.record_prefill(request.chain, action.node, frame.prompt_hash, prompt, cached)
+            self._affinity.record_prefill(request.chain, action.node, frame.prompt_hash, *request.prompt_counts)
 
     def record_prefill_end(self, request: ActiveRequest, action: PrefillDone) -> None:
         """Record that the prompt of an attempt is prefilled. For the first tokens of a request, record also the time to

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from router.admission.cache_scope import CacheScopes
 from router.admission.model_names import ModelNames, ModelTarget
-from router.admission.rate_limits import KeyLimits, RateLimits
+from router.admission.rate_limits import NO_LIMITS, KeyLimits, RateLimits
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.aliases.candidates import AliasCandidates
 from router.dispatch.parts.placer import Placer
@@ -86,7 +86,11 @@ class Intake:
             demand=demand,
             params=self._add_seed(spec),
             charged=charged,
-            rates=self._quotas.list_rates(spec.key, now) if charges_quota and limits.has_rate else (),
+            rates=(
+                self._quotas.list_rates(spec.key, now)
+                if charges_quota and limits is not NO_LIMITS and limits.has_rate
+                else ()
+            ),
             chain=chain,
             cached_shares=NOWHERE if chain is None else self.estimate_shares(chain),
             alias=None if target is None else self._build_candidates(target, spec, limits),

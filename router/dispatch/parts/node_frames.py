@@ -4,6 +4,7 @@ After a refusal the request is placed again (`Assignment.assign`), or ends if no
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from router.dispatch.accounting import bound_usage, compute_max_prompt_tokens
@@ -31,6 +32,8 @@ Another node may have more memory, a longer context, the model, or a copy of it 
 """
 RequestFrame = Finished | Admitted | Refusal | Failed | Vectors
 """Frames of a node about one request."""
+Handler = Callable[[ActiveRequest, NodeId, Any], None]
+"""Handler of a type of `RequestFrame`, for a request that is on the node."""
 
 
 class NodeFrames:
@@ -63,20 +66,20 @@ class NodeFrames:
         self._losses = losses
         self._breakers = breakers
         self._counters = counters
-        self.handlers: Mapping[type[Frame], Callable[[ActiveRequest, NodeId, Any], None]] = {
-            Admitted: self._handle_admitted,
-            Vectors: self._handle_vectors,
-            Finished: self._handle_finished,
-            Refusal: self._handle_refusal,
-            Failed: losses.handle_failure,
+        self.receivers: Mapping[type[Frame], Callable[[NodeId, Any], None]] = {
+            Admitted: partial(self._receive, self._handle_admitted),
+            Vectors: partial(self._receive, self._handle_vectors),
+            Finished: partial(self._receive, self._handle_finished),
+            Refusal: partial(self._receive, self._handle_refusal),
+            Failed: partial(self._receive, losses.handle_failure),
         }
-        """Handler of each type of `RequestFrame`, for a request that is on the node."""
+        """Function for each type of `RequestFrame`, which applies a frame from a node."""
 
-    def receive(self, node: NodeId, frame: RequestFrame) -> None:
-        """Apply a frame from a node about a request or command; a frame about neither is ignored."""
+    def _receive(self, handle: Handler, node: NodeId, frame: RequestFrame) -> None:
+        """Apply a frame about a request on the node with `handle`, or a frame about a command; ignore any other."""
         request = self._live.get(frame.request)
         if request is not None and request.node == node:
-            self.handlers[type(frame)](request, node, frame)
+            handle(request, node, frame)
         elif not isinstance(frame, Vectors):
             self._commands.receive(node, frame)
 

@@ -95,6 +95,23 @@ def why(result: Placement | NoPlacement, name: str) -> str:
     return next(candidate.why for candidate in result.candidates if candidate.name == name)
 
 
+def test_a_change_of_a_model_takes_effect_at_the_next_decision():
+    """A view computes values of its models once. A copy with other models, as a new report makes it, has its own."""
+    loaded, batch = a_model(), BatchGroup(rows=2, longest=3000, tokens=6000)
+    view = node("a", None, loaded)
+    (first,), _ = get_candidates_and_node(decide(view))
+    for model in (
+        msgspec.structs.replace(loaded, loaded=False, load_seconds=9.0),
+        msgspec.structs.replace(loaded, groups=(batch,)),
+        msgspec.structs.replace(loaded, features=("embed",)),
+    ):
+        (changed,), _ = get_candidates_and_node(decide(replace(view, models={"tiny": model})))
+        (fresh,), _ = get_candidates_and_node(decide(node("a", None, model)))
+        assert changed == fresh != first
+        assert changed.need == estimate_request_need(model, changed.prompt_tokens, changed.output_tokens)
+    assert get_candidates_and_node(decide(view))[0] == (first,)
+
+
 # Cached prompts
 
 LONG = ResourceDemand("tiny", 0, 4_000)
