@@ -124,7 +124,7 @@ def test_a_model_is_pulled_loaded_unloaded_and_deleted(page: Page, lab: Lab):
         card.get_by_role("button", name=f"Delete {REPO} on {name}").click()
         expect(page.get_by_text(re.compile(rf"{REPO} on {name} is deleted, 2\.\d MiB freed"))).to_be_visible()
     expect(card).to_have_count(0)
-    assert asked == [f"Delete {REPO} on {name}? Its files of 2.5 MiB are removed from the disk." for name in NODES]
+    assert asked == [f"Delete {REPO} on {name}? Its files of 1.4 MiB are removed from the disk." for name in NODES]
     assert REPO not in {model["name"] for model in lab.pool.get("/api/v1/models")["models"]}
 
 

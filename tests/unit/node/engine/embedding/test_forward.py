@@ -18,7 +18,7 @@ from tests.support.engine.encoders import make_encoder
 from tests.support.engine.text_engine import Driver
 from wire.frames import Failed, Finished, GenerationParams, Refusal, Vectors
 
-LAYERS = 4
+LAYERS = 2
 TEXTS = ("a text of some words " * 3, "hello", "what is the capital of France?", "x y z")
 ENDLESS = GenerationParams(max_tokens=4000, logit_bias=((2, -100.0),))
 
@@ -60,7 +60,7 @@ def parts_until(driver: Driver, number: int) -> tuple[int, int]:
     return driver.gate.checks[GateSite.EMBED] - checks, driver.engine.report(0.0).counts.steps - steps
 
 
-@pytest.mark.parametrize("parts", [1, 3, LAYERS])
+@pytest.mark.parametrize("parts", [1, LAYERS, ENCODER_LAYERS])
 @pytest.mark.parametrize("model", ["vectors", "encoder"])
 def test_evaluation_in_parts_changes_no_vector(driver: Driver, model: str, parts: int):
     head = driver.resident(model).head

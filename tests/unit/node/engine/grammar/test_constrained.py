@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from node.engine.grammar.logits_mask import LogitsMask
 from node.engine.grammar.matcher import GrammarFailed, GrammarMatcher
@@ -92,7 +93,9 @@ def test_other_kinds_of_grammar(driver: Driver):
 
 
 def test_blanks_of_an_answer_are_those_of_its_grammar(driver: Driver):
-    said = content(driver, "Give me a user as JSON.", bound(GrammarSpec("json_schema", SCHEMA.value, "_")))
+    blank = Tokenizer.from_file(str(models.path("llama") / "tokenizer.json")).token_to_id("_")
+    grammar = GrammarSpec("json_schema", SCHEMA.value, "_")
+    said = content(driver, "Give me a user as JSON.", bound(grammar, logit_bias=((blank, 100.0),)))
     assert "_" in said
     assert violations(json.loads(said.replace("_", "")), USER) == []
 

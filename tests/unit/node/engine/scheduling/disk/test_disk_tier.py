@@ -261,7 +261,7 @@ def test_only_what_saves_time_is_written(folder: Path):
 
 def test_queued_parts_go_before_a_request_is_refused(folder: Path):
     driver = open_driver(models.path("llama"), folder)
-    answer(driver, words(COUNT))
+    answer(driver, words(2 * COUNT))
     memory: Memory = driver.engine.report(0.0).memory
     assert memory.reusable > 0
     driver.engine.parts.prefix_cache.evict_until(lambda: False)
