@@ -44,6 +44,10 @@ def build_refusal(
     all_known = [node for node in view.nodes if request.model in node.models]
     if not all_known:
         return NoPlacement(_refuse_unknown_model(view, request), candidates)
+    if request.node:
+        all_known = [node for node in all_known if node.id == request.node]
+        if not all_known:
+            return NoPlacement(_refuse_named_node(view, request), candidates)
     known = [node for node in all_known if request.labels <= node.labels]
     if not known:
         text = f"no node with the labels that this API key is bound to ({', '.join(sorted(request.labels))}) serves"
@@ -114,6 +118,11 @@ def _refuse_unknown_model(view: ClusterView, request: ResourceDemand) -> Refused
         RefusalCode.NO_MODEL,
         f"no node serves the model {request.model[:256]!r}; the nearest names are {', '.join(near)}",
     )
+
+
+def _refuse_named_node(view: ClusterView, request: ResourceDemand) -> Refused:
+    name = next((node.name for node in view.nodes if node.id == request.node), request.node)
+    return Refused(RefusalCode.NO_MODEL, f"{name} does not serve {request.model!r}: `cluster models` lists its models")
 
 
 def _refuse_permanently(

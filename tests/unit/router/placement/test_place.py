@@ -352,6 +352,15 @@ def test_a_request_can_name_its_only_node():
     assert [one.why for one in result.candidates if not one.feasible] == ["is not the node that the request names"]
 
 
+@pytest.mark.parametrize("prompt", [None, 10**9], ids=["estimated", "counted"])
+def test_a_named_node_without_the_model_is_refused_by_name(prompt: int | None):
+    nodes = node("a", None, a_model("tiny")), node("b", None, a_model("other"))
+    answer = refused(decide(*nodes, ask=ResourceDemand("tiny", prompt_tokens=prompt, node="b")))
+    assert answer.code is RefusalCode.NO_MODEL
+    assert "b does not serve 'tiny'" in answer.message
+    assert "`cluster models`" in answer.message
+
+
 def test_a_key_with_labels_gets_a_404_for_a_model_that_is_nowhere():
     bound = ResourceDemand("other", labels=frozenset({"lab"}))
     assert refused(decide(node("a"), ask=bound)).code is RefusalCode.NO_MODEL
