@@ -29,7 +29,7 @@ from wire.frames import CountTokens, Embed, Finished, Generate, GenerationParams
 from wire.models.kind import ModelKind, explain_other_kind
 from wire.refusals import RefusalCode, Refused
 
-FEATURES = ("grammar", "logprobs", "sampling", "tools")
+FEATURES = ("grammar", "logprobs", "reasoning", "sampling", "tools")
 """Features of the engine beyond plain requests."""
 log = structlog.get_logger("engine.door")
 
@@ -99,13 +99,14 @@ class RequestPreparer:
     def list_features(self, descriptor: ModelDescriptor) -> tuple[str, ...]:
         """Return the features of a model that its report names (`wire.report.Model.features`).
 
-        Before the first request has loaded the tokenizer, return all features, because an unknown feature is no reason
-        for a refusal. The only feature of a model for embeddings or scores is its kind.
+        The files of the model decide on `reasoning`. Before the first request has loaded the tokenizer, return all
+        other features, because an unknown feature is no reason for a refusal. The only feature of a model for
+        embeddings or scores is its kind.
         """
         if descriptor.kind is not ModelKind.CHAT:
             return (descriptor.kind.value,)
         tokenizer = self._tokenizers.get(_get_key(descriptor))
-        missing: set[str] = set()
+        missing: set[str] = set() if descriptor.reasoning else {"reasoning"}
         if tokenizer is not None:
             missing |= {"tools"}.difference(tokenizer.features)
             missing |= set() if tokenizer.constrainable else {"grammar"}
