@@ -236,8 +236,9 @@ class RequestPreparer:
             raise UnsupportedSchema(f"the grammar could not be parsed: {type(error).__name__}") from error
 
     def load_tokenizer(self, descriptor: ModelDescriptor) -> Tokenizer:
-        """Return the tokenizer of a model, tried and loaded at the first call. Raise `TokenizerError` if the trial or
-        the load fails, `OSError` if the process of the trial cannot be started."""
+        """Return the tokenizer of a model, tried and loaded at the first call. A load drops the tokenizers of models
+        that have left the catalogue. Raise `TokenizerError` if the trial or the load fails, `OSError` if the process of
+        the trial cannot be started."""
         tokenizer = self._tokenizers.get(_get_key(descriptor))
         if tokenizer is not None:
             return tokenizer
@@ -248,8 +249,21 @@ class RequestPreparer:
                     self._trials.run(
                         Path(descriptor.folder), descriptor.fingerprint, _measure_files(Path(descriptor.folder))
                     )
+                self._drop_departed()
                 tokenizer = self._tokenizers[_get_key(descriptor)] = load(Path(descriptor.folder))
         return tokenizer
+
+    def _drop_departed(self) -> None:
+        """Drop the tokenizers of models that have left the catalogue, with their compiled grammars.
+
+        Requests in progress keep theirs. Memory is therefore bounded by the models of the catalogue.
+        """
+        keys = set(map(_get_key, self._catalogue.get_models().values()))
+        kept = {key: tokenizer for key, tokenizer in self._tokenizers.items() if key in keys}
+        if len(kept) < len(self._tokenizers):
+            self._tokenizers = kept
+            with self._compiling:
+                self._grammars.retain(kept.values())
 
 
 def _skip_recording(model: str, request: int = 0) -> AbstractContextManager[None]:
