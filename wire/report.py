@@ -182,7 +182,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=True, dict=True):  # fo
     bytes_per_token: Real = 4.0
     """Measured bytes of request text per prompt token."""
     features: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)] = ()
-    """Features of requests beyond plain sampling that the model supports."""
+    """Features beyond plain sampling that the model supports, such as `tools` and `reasoning`."""
     groups: Annotated[tuple[BatchGroup, ...], Meta(max_length=MAX_GROUPS)] = ()
     """Current decode batches of the model."""
     expected_output: Natural = 256

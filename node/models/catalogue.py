@@ -49,6 +49,7 @@ from node.models.memory_prediction import (
     predict_transient,
 )
 from node.models.rerank_files import is_reranker, read_rerank_layout
+from node.models.template_files import has_reasoning
 from node.models.weight_files import Config, parse_json_object, read_tensor_sizes, read_weight_headers
 from node.settings import ModelSettings
 from wire.identity import is_valid_model
@@ -274,6 +275,7 @@ def describe_folder(name: str, folder: Path, kind: str = "") -> ModelDescriptor 
         stored=weights.size + dense,
         kind=model_kind,
         layout=layout,
+        reasoning=model_kind is ModelKind.CHAT and has_reasoning(folder),
     )
 
 

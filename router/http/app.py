@@ -333,8 +333,8 @@ def authorize(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope
 
 
 async def serve_not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer every path with 404, and complete the lifespan without work. A router without a control app uses this
-    app."""
+    """Answer every path with 404, refuse websockets, and complete the lifespan without work. A router without a control
+    app uses this app."""
     if scope["type"] == "lifespan":
         with contextlib.suppress(KeyError):
             while True:
@@ -342,5 +342,9 @@ async def serve_not_found(scope: Scope, receive: Receive, send: Send) -> None:
                 await send({"type": event["type"] + ".complete"})
                 if event["type"] == "lifespan.shutdown":
                     return
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.close"})  # before an accept the server answers with 403
+        return
     exchange = Exchange(scope, receive, send)
     await exchange.refuse(build_not_found(exchange.path))

@@ -11,7 +11,7 @@ that its compilation ends. Refused grammars are cached as well.
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -93,6 +93,13 @@ class GrammarCompiler:
     def has_tables_for(self, tokenizer: Tokenizer) -> bool:
         """Return whether the grammar tables of this tokenizer are built."""
         return id(tokenizer) in self._guides
+
+    def retain(self, tokenizers: Iterable[Tokenizer]) -> None:
+        """Drop the tables and the compiled grammars of all other tokenizers. Do not call it during `compile`."""
+        wanted = set(map(id, tokenizers))
+        self._guides = {owner: guide for owner, guide in self._guides.items() if owner in wanted}
+        guides = set(map(id, self._guides.values()))
+        self._cached = OrderedDict(entry for entry in self._cached.items() if entry[0][0] in guides)
 
     def _get_guide(self, tokenizer: Tokenizer) -> "GrammarGuide":
         guide = self._guides.get(id(tokenizer))

@@ -41,6 +41,8 @@ class ModelDescriptor:
     """Kind of its requests."""
     layout: EmbeddingLayout | None = None
     """How it computes vectors or scores; None if it is a chat model."""
+    reasoning: bool = False
+    """Whether its chat template has reasoning."""
 
     @property
     def version(self) -> ModelVersion:

@@ -29,7 +29,7 @@ from wire.frames import CountTokens, Embed, Finished, Generate, GenerationParams
 from wire.models.kind import ModelKind, explain_other_kind
 from wire.refusals import RefusalCode, Refused
 
-FEATURES = ("grammar", "logprobs", "sampling", "tools")
+FEATURES = ("grammar", "logprobs", "reasoning", "sampling", "tools")
 """Features of the engine beyond plain requests."""
 log = structlog.get_logger("engine.door")
 
@@ -99,13 +99,14 @@ class RequestPreparer:
     def list_features(self, descriptor: ModelDescriptor) -> tuple[str, ...]:
         """Return the features of a model that its report names (`wire.report.Model.features`).
 
-        Before the first request has loaded the tokenizer, return all features, because an unknown feature is no reason
-        for a refusal. The only feature of a model for embeddings or scores is its kind.
+        The files of the model decide on `reasoning`. Before the first request has loaded the tokenizer, return all
+        other features, because an unknown feature is no reason for a refusal. The only feature of a model for
+        embeddings or scores is its kind.
         """
         if descriptor.kind is not ModelKind.CHAT:
             return (descriptor.kind.value,)
         tokenizer = self._tokenizers.get(_get_key(descriptor))
-        missing: set[str] = set()
+        missing: set[str] = set() if descriptor.reasoning else {"reasoning"}
         if tokenizer is not None:
             missing |= {"tools"}.difference(tokenizer.features)
             missing |= set() if tokenizer.constrainable else {"grammar"}
@@ -235,8 +236,9 @@ class RequestPreparer:
             raise UnsupportedSchema(f"the grammar could not be parsed: {type(error).__name__}") from error
 
     def load_tokenizer(self, descriptor: ModelDescriptor) -> Tokenizer:
-        """Return the tokenizer of a model, tried and loaded at the first call. Raise `TokenizerError` if the trial or
-        the load fails, `OSError` if the process of the trial cannot be started."""
+        """Return the tokenizer of a model, tried and loaded at the first call. A load drops the tokenizers of models
+        that have left the catalogue. Raise `TokenizerError` if the trial or the load fails, `OSError` if the process of
+        the trial cannot be started."""
         tokenizer = self._tokenizers.get(_get_key(descriptor))
         if tokenizer is not None:
             return tokenizer
@@ -247,8 +249,21 @@ class RequestPreparer:
                     self._trials.run(
                         Path(descriptor.folder), descriptor.fingerprint, _measure_files(Path(descriptor.folder))
                     )
+                self._drop_departed()
                 tokenizer = self._tokenizers[_get_key(descriptor)] = load(Path(descriptor.folder))
         return tokenizer
+
+    def _drop_departed(self) -> None:
+        """Drop the tokenizers of models that have left the catalogue, with their compiled grammars.
+
+        Requests in progress keep theirs. Memory is therefore bounded by the models of the catalogue.
+        """
+        keys = set(map(_get_key, self._catalogue.get_models().values()))
+        kept = {key: tokenizer for key, tokenizer in self._tokenizers.items() if key in keys}
+        if len(kept) < len(self._tokenizers):
+            self._tokenizers = kept
+            with self._compiling:
+                self._grammars.retain(kept.values())
 
 
 def _skip_recording(model: str, request: int = 0) -> AbstractContextManager[None]:

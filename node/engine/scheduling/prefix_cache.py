@@ -116,8 +116,8 @@ class PrefixCacheManager:
         """Delete the entries of a model in memory and on the disk, or of all models if its fingerprint is empty. Raise
         `OSError` if files cannot be deleted."""
         for entry in self._store.entries:
-            entry.set_copy(None)
             if not fingerprint or entry.model == model:
+                entry.set_copy(None)  # its files are deleted next
                 self._store.evict_entry(entry)
         self.disk.clear(fingerprint)
 

@@ -63,15 +63,16 @@ class SamplingDefaults:
 
 def parse_defaults(config: Mapping[str, object]) -> SamplingDefaults:
     """Return the sampling defaults of a parsed `generation_config.json`. Values that are no number in range are
-    ignored. `do_sample` false means a temperature of 0; all other values are then ignored."""
+    ignored. With `do_sample` false the temperature is 0, and apart from that only the repetition penalty applies."""
+    repetition = _get_number(config, "repetition_penalty", 1.0, 0, 10) or 1.0
     if config.get("do_sample") is False:
-        return SamplingDefaults(temperature=0.0)
+        return SamplingDefaults(temperature=0.0, repetition=repetition)
     return SamplingDefaults(
         _get_number(config, "temperature", 1.0, 0, 10),
         _get_number(config, "top_p", 1.0, 0, 1) or 1.0,
         int(_get_number(config, "top_k", 0, 0, 2**20)),
         _get_number(config, "min_p", 0.0, 0, 1),
-        _get_number(config, "repetition_penalty", 1.0, 0, 10) or 1.0,
+        repetition,
     )
 
 

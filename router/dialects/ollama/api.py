@@ -221,7 +221,7 @@ def _parse_options(
     drawn = parsed.body
     if drawn.num_predict == 0:
         return build_invalid(
-            "options.num_predict must be at least 1, or -1 for the longest answer that fits", "options.num_predict"
+            "options.num_predict must be at least 1, or -1 for the limit of the node", "options.num_predict"
         )
     most = drawn.num_predict
     params = GenerationParams(

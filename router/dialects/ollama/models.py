@@ -94,7 +94,8 @@ def _list_capabilities(model: Model) -> list[str]:
     kind = get_kind(model.features)
     if kind is not ModelKind.CHAT:
         return ["embedding" if kind is ModelKind.EMBED else kind.value]
-    return ["completion", *(["tools"] if "tools" in model.features else [])]
+    names = {"tools": "tools", "reasoning": "thinking"}
+    return ["completion", *(name for feature, name in names.items() if feature in model.features)]
 
 
 def _build_row(model: Model, **more: object) -> Row:

@@ -116,7 +116,7 @@ OPTIONS_INSTEAD: Mapping[str, str] = MappingProxyType(
         "tfs_z": "use top_p or min_p",
         "typical_p": "use top_p or min_p",
         "draft_num_predict": "set by the engine",
-        "num_predict": "-1 and -2: up to the model's context",
+        "num_predict": "-1 and -2: as without it, up to engine.mlx.max_tokens of the node",
         "repeat_penalty": "1 turns it off",
     }
 )

@@ -130,11 +130,15 @@ def list_anthropic_models(models: VisibleModels, created: int) -> bytes:
 def get_anthropic_model(models: VisibleModels, name: str, created: int) -> bytes | Problem:
     """Return a model or an alias as JSON in Anthropic's shape, or a 404 problem with the reason.
 
-    An alias whose candidates no node can serve is returned in OpenAI's shape. `created`, in Unix seconds, is the
-    creation time in the answer.
+    An alias whose candidates no node can serve is a 404, because the list leaves the alias out. `created`, in Unix
+    seconds, is the creation time in the answer.
     """
-    model = models.find_model(name)
-    return msgspec.json.encode(_build_anthropic_model(model, created)) if model else get_model(models, name, created)
+    model, alias = models.find_model(name), models.find_alias(name)
+    if model is not None:
+        return msgspec.json.encode(_build_anthropic_model(model, created))
+    if alias is not None:
+        return Problem(404, RefusalCode.NO_MODEL, f"no node serves a candidate of the alias {alias!r}", "model")
+    return get_model(models, name, created)
 
 
 def _build_anthropic_model(model: Model, created: int) -> dict[str, object]:

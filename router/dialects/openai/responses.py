@@ -101,12 +101,12 @@ class ResponsesRoute:
     def _build_request(
         self, body: ResponsesBody, fields: Body, ignored: tuple[str, ...], key: str
     ) -> ResponsesRequest | Problem:
-        conversation = self._build_conversation(body, key)
-        if isinstance(conversation, Problem):
-            return conversation
         tools = _collect_tools(body, strict=self._strict)
         if isinstance(tools, Problem):
             return tools
+        conversation = self._build_conversation(body, key, tools)
+        if isinstance(conversation, Problem):
+            return conversation
         effort = body.reasoning.effort if body.reasoning is not None else None
         template = encode_variables(None, **get_reasoning_variables(effort))
         if isinstance(template, Problem):
@@ -139,9 +139,9 @@ class ResponsesRoute:
             key,
         )
 
-    def _build_conversation(self, body: ResponsesBody, key: str) -> tuple[Message, ...] | Problem:
+    def _build_conversation(self, body: ResponsesBody, key: str, tools: ToolSet) -> tuple[Message, ...] | Problem:
         """Return the conversation: the stored messages, then the new ones."""
-        messages = convert_items(body.input)
+        messages = convert_items(body.input, tools.origins)
         before = body.previous_response_id
         if isinstance(messages, Problem) or before is None:
             return messages if isinstance(messages, Problem) else tuple(messages)

@@ -1,7 +1,7 @@
 """Conversion of `/v1/responses` items to messages: consecutive reasoning, text and calls of the model become one
 message."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 from msgspec.structs import replace
@@ -17,13 +17,16 @@ from router.dialects.openai.responses_schema import (
     OutputItem,
     OutputRefusal,
 )
-from router.dialects.shared.tools import encode_input
+from router.dialects.shared.tools import ClientTool, encode_input
 from router.errors import Problem, build_invalid
 from wire.frames import Message, ToolCall
 
 
-def convert_items(items: str | Iterable[Item]) -> list[Message] | Problem:
+def convert_items(items: str | Iterable[Item], origins: Mapping[str, ClientTool]) -> list[Message] | Problem:
     """Convert the items of a body to messages. A text is one user message.
+
+    `origins` maps the names of functions to the tools of the client (`ToolSet.origins`). A call of such a tool gets the
+    name under which the model is offered the tool.
 
     Return a 400 problem for more than `MAX_CALLS` consecutive tool calls.
     """
@@ -32,8 +35,9 @@ def convert_items(items: str | Iterable[Item]) -> list[Message] | Problem:
     messages: list[Message] = []
     turn: list[Message] = []
     calls = 0
+    offered = {(tool.namespace, tool.name): name for name, tool in origins.items()}
     for at, item in enumerate(items):
-        message = _convert_item(item)
+        message = _convert_item(item, offered)
         if not _is_same_turn(turn, message, calls):
             messages += _merge_turn(turn)
             turn, calls = [], 0
@@ -69,13 +73,14 @@ def _merge_turn(turn: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _convert_item(item: Item) -> Message:
+def _convert_item(item: Item, offered: Mapping[tuple[str, str], str]) -> Message:
+    """Convert an item. `offered` maps the namespace and the name of a tool to the name of its function."""
     if isinstance(item, MessageItem):
         return Message(item.role, _join_text(item.content))
-    if isinstance(item, CallItem):
-        return Message("assistant", tool_calls=(ToolCall(item.call_id, item.name, item.arguments),))
-    if isinstance(item, CustomCallItem):
-        return Message("assistant", tool_calls=(ToolCall(item.call_id, item.name, encode_input(item.input)),))
+    if isinstance(item, CallItem | CustomCallItem):
+        arguments = item.arguments if isinstance(item, CallItem) else encode_input(item.input)
+        name = offered.get((str(item.namespace or ""), item.name), item.name)
+        return Message("assistant", tool_calls=(ToolCall(item.call_id, name, arguments),))
     if isinstance(item, OutputItem | CustomOutputItem):
         return Message("tool", _join_text(item.output), tool_call_id=item.call_id)
     thoughts = item.content or item.summary or ()

@@ -209,7 +209,10 @@ class QueuedRequests:
                 self._endings.deny(request, replace(refused, message=refused.message + waited))
                 continue
             chosen = result.chosen
-            ends = self._crowds.must_end(request, chosen)
-            if ends or not self._assignment.start_attempt(request, chosen, chosen.need):
+            text = ""
+            if self._crowds.must_end(request, chosen):
                 text = f"other API keys use {chosen.name} up to its limit: retry{waited}"
+            elif not self._assignment.start_attempt(request, chosen, chosen.need):
+                text = f"the link to {chosen.name} ended: retry{waited}"
+            if text:
                 self._endings.deny(request, Refused(RefusalCode.DEADLINE, text, None, 1.0))

@@ -129,6 +129,17 @@ async def test_lists_of_models_have_the_aliases_with_their_candidates():
         assert [one["id"] for one in listed.json()["data"]] == ["big-30b", "small-8b", "coder"]
 
 
+async def test_anthropics_library_gets_an_alias_only_if_a_node_serves_a_candidate():
+    async with served() as cluster:
+        direct = httpx2.AsyncClient(trust_env=False)
+        client = anthropic.AsyncAnthropic(base_url=cluster.base_url, api_key=cluster.key, http_client=direct)
+        async with client:
+            found = await client.models.retrieve("CODER")
+            assert (found.id, found.type) == ("coder", "model")
+            with pytest.raises(anthropic.NotFoundError, match="no node serves a candidate of the alias 'gone'"):
+                await client.models.retrieve("gone")
+
+
 async def test_a_key_for_the_alias_alone_uses_its_candidates_and_sees_the_alias():
     async with served() as cluster, library(cluster) as client:
         cluster.limits = lambda _: KeyLimits(models=("coder",))

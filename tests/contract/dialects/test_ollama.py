@@ -8,6 +8,7 @@ import httpx
 import ollama
 import pytest
 
+from router.dialects.ollama.schema import OPTIONS_INSTEAD
 from tests.contract.dialects.test_anthropic import generated, play, spoken
 from tests.contract.dialects.test_chat import plain, served
 from tests.support.cluster.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, a_model
@@ -211,6 +212,17 @@ async def test_unsupported_field_is_refused_by_name(cluster: LoopbackCluster, pa
         answer = await client.post(path, json=(ASK if path == "/api/chat" else PROMPT) | fields)
     found = answer.json()
     assert (answer.status_code, found["code"], found["param"]) == (400, "unsupported_parameter", param)
+
+
+@pytest.mark.parametrize("tokens", [-1, -2])
+async def test_no_limit_is_that_of_the_node(cluster: LoopbackCluster, tokens: int):
+    """The node then applies `engine.mlx.max_tokens`, which the description must name."""
+    async with plain(cluster) as client:
+        await client.post("/api/chat", json=ASK | {"options": {"num_predict": tokens}})
+        refused = await client.post("/api/chat", json=ASK | {"options": {"num_predict": 0}})
+    assert generated(cluster).params.max_tokens is None
+    assert "or -1 for the limit of the node" in refused.json()["error"]
+    assert "engine.mlx.max_tokens" in OPTIONS_INSTEAD["num_predict"]
 
 
 @pytest.mark.parametrize(

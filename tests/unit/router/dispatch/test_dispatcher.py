@@ -462,6 +462,22 @@ async def test_crowding_key_starts_at_its_deadline_with_half_of_the_memory_free(
     assert {ticket.node for ticket in (*others, *greedy)} == {A}
 
 
+async def test_request_whose_node_has_no_link_at_its_deadline_is_told_so(one: Cluster):
+    one.memory[A] = a_memory(20 * GIB)
+    one.report()
+    others = [one.submit(prompt_tokens=100, key=key) for key in ("ada", "bob")]
+    greedy = [one.submit(prompt_tokens=1500, key="greedy") for _ in range(7)]
+    one.now += 31
+    one.report()
+    one.cut = {A}
+    one.dispatcher.sweep()
+    assert all(ticket.outcome is None for ticket in others)
+    outcome = greedy[-1].outcome
+    assert isinstance(outcome, Refused)
+    assert outcome.code is RefusalCode.DEADLINE
+    assert outcome.message == "the link to node-a ended: retry (waited 31 s in the queue)"
+
+
 async def test_crowding_key_is_refused_when_its_queue_share_is_full(one: Cluster):
     for key in ("ada", "bob"):
         one.submit(prompt_tokens=100, key=key)

@@ -218,6 +218,18 @@ def test_a_grammar_is_vetted_before_it_is_compiled(tokenizer: Tokenizer):
     assert made.cached_count == 0
 
 
+def test_grammars_of_a_dropped_tokenizer_go_with_it(tokenizer: Tokenizer, asked: Asked):
+    """The id of a dropped object may be that of a new one, whose tokens are other ones."""
+    made, other = GrammarCompiler(asked), load(models.path("qwen3"))
+    for owner in (tokenizer, other):
+        made.compile(owner, GrammarSpec("regex", "[0-9]"), "", PROMPT, one_call=False)
+    assert made.cached_count == 2
+    made.retain([other])
+    assert (made.cached_count, made.has_tables_for(tokenizer), made.has_tables_for(other)) == (1, False, True)
+    made.compile(other, GrammarSpec("regex", "[0-9]"), "", PROMPT, one_call=False)
+    assert made.cached_count == 1, "the grammar of the other tokenizer is still cached"
+
+
 def test_a_process_that_dies_of_a_grammar_is_replaced():
     asked = SandboxClient()
     fine = '{"grammars":[{"name":"a","lark_grammar":"start: \\"a\\""}]}'

@@ -321,6 +321,8 @@ def test_a_loaded_tokenizer_reports_unsupported_features(tmp_path: Path):
     assert isinstance(refused, Refusal)
     assert refused.refused.code is RefusalCode.UNSUPPORTED
     assert offered() == ("grammar", "logprobs", "sampling")
+    reasoning = Driver(models.path("llama")).engine.report(time.monotonic()).models
+    assert "reasoning" in reasoning[0].features, "its template has thoughts, which is known before the first request"
 
 
 def test_strict_tools_leave_words_free(driver: Driver):

@@ -130,3 +130,8 @@ def test_the_request_wins_over_the_models_defaults():
 def test_a_strange_generation_config_is_read_as_far_as_it_makes_sense():
     assert parse_defaults({"temperature": "hot", "top_p": 7, "top_k": -1, "min_p": True}) == SamplingDefaults()
     assert parse_defaults({"do_sample": False, "temperature": 0.6}) == SamplingDefaults(temperature=0.0)
+
+
+def test_a_model_that_decodes_greedily_keeps_its_repetition_penalty():
+    config = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.2}
+    assert parse_defaults(config) == SamplingDefaults(temperature=0.0, repetition=1.2)

@@ -13,7 +13,7 @@ from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.requests import list_visible
 from wire.frames import Report
 from wire.identity import NodeId
-from wire.report import EngineState
+from wire.report import EngineState, Model
 from wire.units import GIB
 
 LOADED = a_model("loaded", features=("tools", "logprobs", "sampling", "grammar"))
@@ -21,9 +21,9 @@ ON_DISK = a_model("on-disk", loaded=False, weights=3 * GIB, context=8192, featur
 BROKEN = a_model("broken", loaded=False, cause="no weights")
 
 
-def view() -> ClusterView:
-    """Return a view of two nodes, of which the second has no model loaded."""
-    held = (("a", (LOADED, ON_DISK)), ("b", (ON_DISK, BROKEN)))
+def view(*more: Model) -> ClusterView:
+    """Return a view of two nodes, of which the second has no model loaded. The first one also has `more`."""
+    held = (("a", (LOADED, ON_DISK, *more)), ("b", (ON_DISK, BROKEN)))
     return ClusterView(
         tuple(
             build_node_view(
@@ -149,6 +149,10 @@ def test_ollama_show_lists_capabilities():
             "general.basename": "loaded",
             "mlx.context_length": 4096,
         }
+    deep = a_model("deep", features=("reasoning", "tools"))
+    shown = ollama_models.show_model(list_visible(view(deep)), b'{"model": "deep"}', CREATED)
+    assert isinstance(shown, bytes)
+    assert json.loads(shown)["capabilities"] == ["completion", "tools", "thinking"]
     shown = ollama_models.show_model(list_visible(view()), b'{"model": "on-disk"}', CREATED)
     assert isinstance(shown, bytes)
     assert json.loads(shown)["capabilities"] == ["completion"]

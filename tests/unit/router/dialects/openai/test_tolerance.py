@@ -272,3 +272,20 @@ def test_tools_of_a_namespace_are_offered_and_their_calls_name_it():
     refused = parse("responses", tools=[crowd, crowd | {"name": "other"}])
     assert isinstance(refused, Problem)
     assert "200 tools in the request, the limit is 128: leave some out" in refused.message
+
+
+def test_a_returned_call_has_the_name_under_which_its_tool_is_offered():
+    agents = {"type": "namespace", "name": "agents", "tools": [FLAT, {"type": "custom", **PATCH}]}
+    called = {"type": "function_call", "call_id": "1", "name": "look", "arguments": "{}"}
+    patched = {"type": "custom_tool_call", "call_id": "2", "name": "apply_patch", "input": "a"}
+    calls = [
+        called,
+        called | {"namespace": "agents"},
+        called | {"namespace": "gone"},
+        called | {"namespace": {"no": "text"}},
+        patched | {"namespace": "agents"},
+        patched,
+    ]
+    found = good("responses", tools=[FLAT, {"type": "custom", **PATCH}, agents], input=calls)
+    names = [call.name for message in found.messages for call in message.tool_calls]
+    assert names == ["look", "agents__look", "look", "look", "agents__apply_patch", "apply_patch"]

@@ -310,6 +310,9 @@ def test_the_cache_of_one_model_is_cleared_in_memory_and_on_the_disk(folder: Pat
     end = driver.end(driver.ask(words(FEW), BRIEF, model="llama"))
     assert isinstance(end, Finished)
     assert end.cached_tokens == 0
+    evicted = driver.engine.report(0.0).cache.evictions
+    driver.engine.parts.prefix_cache.evict_model("qwen3")
+    assert driver.engine.report(0.0).cache.evictions == evicted, "the disk still has the prompt of the other model"
     store = driver.engine.report(0.0).cache.store
     assert isinstance(clear(driver), Finished)
     assert driver.engine.report(0.0).cache.models == ()
