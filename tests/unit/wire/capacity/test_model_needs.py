@@ -1,3 +1,6 @@
+from random import Random
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,3 +60,33 @@ def test_a_row_joins_from_the_length_at_which_its_padding_is_small_enough():
     needs = ModelNeeds(model)
     assert needs.estimate(0, 499, 1) == 10 * 499, "a batch of its own: 1,001 of 4,000 tokens would be padding"
     assert needs.estimate(0, 500, 1) == 10 * 1000, "a row of the batch"
+
+
+def test_each_part_of_the_need_is_that_of_the_gate():
+    """One coefficient at a time decides the need. In drawn models the largest of many parts hides the others."""
+    draw = Random(0)
+    coefficients = ("fixed", "token", "pair", "seen", "least", "logits", "step_fixed", "step_row", "step_seen")
+    groups = (
+        (),
+        (BatchGroup(3, 1000, 2500),),
+        (BatchGroup(2, 600, 1200), BatchGroup(3, 1000, 2500)),
+        (BatchGroup(3, 1000, 2500), BatchGroup(2, 600, 1200)),
+    )
+    for _ in range(6000):
+        forward: dict[str, Any] = {draw.choice(coefficients): 1000.0}
+        forward |= {"window": draw.choice((0, 512)), "floor": draw.choice((0, 1, 64, 512))}
+        model = Model(
+            "m",
+            loaded=True,
+            kv_per_token=draw.choice((0, 10)),
+            kv_waste=draw.choice((0, 5, 4000)),
+            transient=draw.choice((0, 0, 9 * MIB)),
+            groups=draw.choice(groups),
+            forward=TransientModel(**forward),
+            covered_rows=draw.choice((0, 1, 2, 3, 4, 5)),
+            uncovered=draw.choice((0, 7 * MIB)),
+        )
+        prompt, output = draw.choice((0, 10, 63, 300, 1500)), draw.choice((0, 1, 499, 500, 700, 1000, 1001))
+        choices = draw.choice((1, 2, 5))
+        expected = estimate_request_need(model, prompt, output, choices)
+        assert ModelNeeds(model).estimate(prompt, output, choices) == expected, (model, prompt, output, choices)
