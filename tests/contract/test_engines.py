@@ -19,6 +19,7 @@ from node.engine.scripted.engine import ScriptedEngine
 from node.settings import ScriptedSettings
 from simulation.mac.hardware import CHIPS, ChipCosts
 from tests import models
+from tests.effort import thin_cases
 from tests.support.engine.text_engine import ROOMY, Driver, ScriptedGate
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Generate, GenerationParams, Refusal
@@ -261,7 +262,7 @@ PATTERNS = [
 ]
 
 
-@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("pattern", thin_cases(PATTERNS, 2), ids=lambda one: one.__name__)
 def test_both_engines_serve_the_same_arrivals_in_the_same_order(pattern: Callable[[Play], None]):
     """The text engine sizes its chunks by its measured pace. A forward that the machine interrupts lowers the pace, and
     can change the order. The orders must therefore be equal in one of three plays."""

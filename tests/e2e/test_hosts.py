@@ -355,7 +355,7 @@ async def _watch_records() -> list[tuple[str, ServiceStateChange]]:
 def test_a_video_continues_while_the_coordinator_moves_to_another_host(lab: Lab, tmp_path: Path) -> None:
     """CI has these tests, and the move of a pool without a video:
 
-    - `tests/e2e/video/test_chain.py::test_memory_is_released_for_any_killed_process_at_any_time`
+    - `tests/contract/test_video_controller.py::test_this_process_begins_again_and_finds_its_jobs`
     - `tests/unit/coordinator/video/state/test_job_table.py::test_this_process_began_again`
     """
     gate = standin(tmp_path)

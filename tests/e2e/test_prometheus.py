@@ -41,7 +41,13 @@ def test_nodes_are_found_scraped_and_missed(made: Pool, tmp_path: Path):
         assert key not in found.log.read_text()
 
 
+@pytest.mark.nightly
 def test_without_the_token_nothing_is_scraped(made: Pool, tmp_path: Path):
+    """CI has these tests:
+
+    - `tests/contract/test_scrape.py::test_a_scrape_needs_the_scrape_token`
+    - `tests/e2e/test_prometheus.py::test_nodes_are_found_scraped_and_missed`
+    """
     made.join("one")
     wrong = made.create_key("chats", "infer")
     text = render_configuration(made.base, str(token_file(tmp_path, wrong)), rules="none.yml", interval_seconds=1)
@@ -53,7 +59,14 @@ def test_without_the_token_nothing_is_scraped(made: Pool, tmp_path: Path):
         ]
 
 
+@pytest.mark.nightly
 def test_the_folder_of_metrics_config_works_over_https_where_it_is_mounted(tmp_path: Path):
+    """CI has these tests:
+
+    - `tests/e2e/commands/test_watching.py::test_what_prometheus_needs_is_written_for_its_owner_alone`
+    - `tests/unit/coordinator/metrics/test_prometheus.py`
+    - `tests/e2e/test_prometheus.py::test_nodes_are_found_scraped_and_missed`
+    """
     needs("prometheus")
     with pool(tmp_path) as made:
         made.up("http.tls=on")

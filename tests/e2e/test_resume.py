@@ -222,7 +222,7 @@ def test_twelve_streams_are_complete_after_their_mac_is_killed(pair: Pool, undis
 def test_twelve_streams_are_complete_after_their_engine_is_killed(pair: Pool, undisturbed: list[Heard]) -> None:
     """CI has this test of an engine that is killed under a stream:
 
-    - `tests/e2e/engine/test_faults.py::test_killed_in_decode`
+    - `tests/e2e/test_pool.py::test_an_engine_and_then_the_coordinator_is_killed_and_the_node_comes_back`
     """
     again = rewriting(pair, STREAMS)
     after = told(pair, lambda name: engine_of(pair, name).kill())

@@ -14,6 +14,7 @@ from contextlib import suppress
 import pytest
 
 from router.admission.rate_limits import KeyLimits
+from tests.effort import thin_cases
 from tests.support.cluster import whole_pool
 from tests.support.cluster.loopback_cluster import PEPPER, LoopbackCluster, LoopbackNode
 from tests.support.cluster.whole_pool import Served, answers, status
@@ -71,8 +72,7 @@ def all_gone(served: Served, key: str) -> None:
     assert served.call(lambda: len(served.cluster.dispatcher.queue)) == 0
 
 
-@pytest.mark.parametrize("end", ENDS)
-@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(("path", "end"), thin_cases([(path, end) for path in ROUTES for end in ENDS], 4))
 def test_nothing_runs_on_after_a_hundred_requests(served: Served, path: str, end: str):
     """At most two requests run at once, and none after all have ended, for any kind of end."""
     name, key = limited(served, concurrency=2)

@@ -126,7 +126,10 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("kind", ["bert", "xlm-roberta", "modernbert", "cross-encoder", "embedder", "reranker"])
+KINDS = ("bert", "reranker", "xlm-roberta", "modernbert", "cross-encoder", "embedder")
+
+
+@pytest.mark.parametrize("kind", thin_cases(KINDS, 4, kept=2))
 def test_models_for_embeddings_and_rerank_can_be_pulled(hub: Hub, tmp_path: Path, kind: str):
     folder = tmp_path / "model"
     if kind == "embedder":

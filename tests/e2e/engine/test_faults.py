@@ -152,8 +152,17 @@ def kill_in_prefill(ward: Ward) -> tuple[list[BaseException], list[tuple[str, in
     return errors, answers, restarts, models
 
 
+@pytest.mark.nightly
 def test_killed_in_prefill(ward: Ward) -> None:
-    """The request in the crashed prefill fails for good. Requests that waited behind it are answered elsewhere."""
+    """The request in the crashed prefill fails for good. Requests that waited behind it are answered elsewhere.
+
+    CI has these tests:
+
+    - `tests/unit/node/engine_process/test_supervisor.py::test_only_the_request_in_the_forward_is_blamed`
+    - `tests/unit/node/engine/memory/test_gated_forward.py`
+    - `tests/unit/router/placement/test_recovery.py::test_crash_ends_the_request_in_the_forward`
+    - `tests/contract/dialects/test_chat.py::test_an_engine_that_crashes_before_the_first_byte_is_a_500`
+    """
     errors, answers, restarts, models = kill_in_prefill(ward)
     for _ in range(2):
         if not errors:  # the kill hit the gap between two chunks, where no call runs
@@ -166,8 +175,16 @@ def test_killed_in_prefill(ward: Ward) -> None:
     ward.unload("read")
 
 
+@pytest.mark.nightly
 def test_killed_in_decode(ward: Ward) -> None:
-    """Requests in the decode continue on another node; a stream that has begun continues without an error."""
+    """Requests in the decode continue on another node; a stream that has begun continues without an error.
+
+    CI has these tests, the first one with the real engine:
+
+    - `tests/e2e/test_resume.py::test_twelve_streams_are_complete_after_their_mac_is_killed`
+    - `tests/e2e/test_pool.py::test_an_engine_and_then_the_coordinator_is_killed_and_the_node_comes_back`
+    - `tests/unit/node/engine_process/test_supervisor.py::test_only_the_request_in_the_forward_is_blamed`
+    """
     with side_by_side(2) as start:
         with cordoned(ward.pool, "other"):
             ward.load("written")
@@ -190,7 +207,7 @@ def test_killed_in_decode(ward: Ward) -> None:
 def test_killed_in_load(ward: Ward) -> None:
     """The request that loads the model fails. A second request for the same model is answered elsewhere.
 
-    CI has the other two calls of an engine above, and these tests:
+    CI has this test of all calls of an engine:
 
     - `tests/unit/node/engine_process/test_supervisor.py::test_only_the_request_in_the_forward_is_blamed`
     """

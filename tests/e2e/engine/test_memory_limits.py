@@ -84,7 +84,7 @@ def test_the_limit_that_the_device_reports_becomes_the_cap_and_a_later_start_beg
 def test_a_margin_as_large_as_the_cap_is_reported_everywhere_with_sizes(cluster_pool: Pool) -> None:
     cluster_pool.up()
     cluster_pool.join("tight", "memory.cap=8GiB", "memory.margin=9GiB")
-    until(lambda: cluster_pool.cli("status")["dangers"], what="a warning")
+    until(lambda: cluster_pool.get("/api/v1/status")["dangers"], what="a warning")
     status = cluster_pool.cli("status")
     assert any("memory.margin is as large as the cap of 8.0 GiB" in danger for danger in status["dangers"])
     assert any("raise memory.cap or lower memory.margin" in warning for warning in status["warnings"])

@@ -44,7 +44,16 @@ def both_at_work(pool: Pool, threads: ThreadPoolExecutor, tokens: int) -> list[F
     return asked
 
 
+@pytest.mark.nightly
 def test_a_node_is_paused_under_load_and_no_client_notices(cluster_pool: Pool, threads: ThreadPoolExecutor) -> None:
+    """CI has the pause of a walk (test_walks.py), and these tests:
+
+    - `tests/unit/router/placement/test_recovery.py::test_a_node_that_drains_is_emptied_and_no_client_notices`
+    - `tests/unit/coordinator/cluster/test_members.py::test_a_pause_is_sent_to_its_node_and_answered_by_its_report`
+    - `tests/unit/node/sharing/test_controller.py::test_a_pause_outlives_the_node_and_ends_by_itself`
+    - `tests/unit/node/sharing/test_controller.py::test_what_a_person_writes_or_removes_here_is_seen`
+    - `tests/unit/node/test_paused_node.py`
+    """
     pool = cluster_pool
     pool.up()
     for name in ("studio", "mini"):

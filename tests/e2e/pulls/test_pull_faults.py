@@ -68,7 +68,13 @@ def add(pulls: FaultyPulls, repo: str, size: int = 300_000, seed: bytes = b"x") 
     return files
 
 
+@pytest.mark.nightly
 def test_a_gated_repository_is_refused(pulls: FaultyPulls) -> None:
+    """CI has these tests:
+
+    - `tests/contract/hub/test_query.py::test_refusals_are_one_sentence`
+    - `tests/e2e/pulls/test_pull_faults.py::test_a_missing_repository_is_refused`
+    """
     pulls.hub.faults.answers.append(Answer("tests/gated", 403, {"x-error-code": "GatedRepo"}, times=99))
     text = pulls.pull("tests/gated", code=4)
     assert "tests/gated is gated: accept its terms on its page with the account of the token" in text
@@ -80,14 +86,26 @@ def test_a_missing_repository_is_refused(pulls: FaultyPulls) -> None:
     assert "tests/missing does not exist, or the token may not read it: check the name" in text
 
 
+@pytest.mark.nightly
 def test_a_rate_limit_names_its_end(pulls: FaultyPulls) -> None:
+    """CI has these tests:
+
+    - `tests/contract/hub/test_query.py::test_refusals_are_one_sentence`
+    - `tests/contract/hub/test_query.py::test_a_first_rate_limit_is_waited_for`
+    """
     limit = {"retry-after": formatdate(time.time() + 3600, usegmt=True)}
     pulls.hub.faults.answers.append(Answer("tests/limited", 429, limit, times=99))
     text = pulls.pull("tests/limited", code=6)
     assert re.search(r"the hub limits the rate of requests for 3[56]\d\d s: try again after that time", text), text
 
 
+@pytest.mark.nightly
 def test_a_repository_with_code_is_refused(pulls: FaultyPulls) -> None:
+    """CI has these tests:
+
+    - `tests/contract/hub/test_query.py::test_a_model_that_cannot_be_served_is_named_with_its_cause`
+    - `tests/contract/hub/test_query.py::test_supported_architectures_may_name_code_that_is_not_run`
+    """
     config = b'{"model_type": "surprise", "auto_map": {"AutoModelForCausalLM": "modeling.Surprise"}}'
     pulls.hub.add("tests/code", {**TINY, "config.json": config, "modeling.py": b"raise SystemExit"})
     text = pulls.pull("tests/code", code=1)
@@ -96,7 +114,14 @@ def test_a_repository_with_code_is_refused(pulls: FaultyPulls) -> None:
     assert pulls.list_caches("tests/code") == []
 
 
+@pytest.mark.nightly
 def test_a_flipped_bit_at_the_hub_is_never_loaded(pulls: FaultyPulls) -> None:
+    """CI has these tests:
+
+    - `tests/contract/hub/test_downloader.py::test_a_flipped_bit_is_never_published`
+    - `tests/unit/coordinator/models/test_pull_state.py::test_a_fault_of_the_repository_ends_the_pull_everywhere`
+    - `tests/unit/coordinator/cli/commands/test_pulls.py`
+    """
     add(pulls, "tests/flipped")
     pulls.hub.faults.flipped.add(PADDING)
     text = pulls.pull("tests/flipped", code=6)
@@ -110,7 +135,13 @@ def test_a_flipped_bit_at_the_hub_is_never_loaded(pulls: FaultyPulls) -> None:
     assert [list(folder.glob("snapshots/*")) for folder in pulls.list_caches("tests/flipped")] == [[], []]
 
 
+@pytest.mark.nightly
 def test_two_pulls_of_one_repository_are_one(pulls: FaultyPulls) -> None:
+    """CI has these tests:
+
+    - `tests/unit/coordinator/models/test_pull_controller.py::test_the_same_pull_is_not_started_twice`
+    - `tests/contract/hub/test_orders.py::test_a_pull_continues_without_a_link_and_a_repeated_order_attaches`
+    """
     files = add(pulls, "tests/twice")
     assert "tests/twice at" in pulls.pull("tests/twice", "--dry-run")
     queried = pulls.hub.sent_bytes

@@ -10,7 +10,6 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from tests.effort import IS_NIGHTLY, thin_cases
 from tests.support.processes import Pool, Process, get_ray_ports
 from tests.support.video.chain import PHASES, Chain, chain, expected, table
 
@@ -47,18 +46,26 @@ CELLS = {
 """The cases that take no minutes, for each side.
 
 A process that doubles its wait before each start is not killed twice in a row: Ray, its driver, the engine."""
-SIDES = tuple(CELLS) if IS_NIGHTLY else ("coordinator",)
-"""CI runs one side: its first two cases and every sixth of the rest. Ends of a node's processes are in test_ray.py and
-test_node.py, without a coordinator."""
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.nightly
+@pytest.mark.parametrize("side", CELLS)
 def test_memory_is_released_for_any_killed_process_at_any_time(
     cluster_pool: Pool, side: str, capsys: pytest.CaptureFixture[str]
 ):
+    """CI has a job from the library to its file in a whole pool, and these tests:
+
+    - `tests/e2e/video/test_ray.py::test_a_job_under_ray_from_its_actor_to_its_clip_and_every_way_to_be_killed`
+    - `tests/e2e/video/test_node.py::test_the_lease_is_released_for_any_killed_process_at_any_time`
+    - `tests/e2e/video/test_node.py::test_a_killed_agent_takes_the_worker_along_and_its_successor_gives_the_lease_back`
+    - `tests/e2e/video/test_link.py::test_a_coordinator_lends_watches_fetches_and_acknowledges_over_the_link`
+    - `tests/contract/test_video_controller.py::test_this_process_begins_again_and_finds_its_jobs`
+    - `tests/contract/test_video_controller.py::test_returning_node_without_its_job_fails_it`
+    - `tests/abuse/link/test_video_member.py::test_the_coordinator_of_a_pool_that_makes_videos_runs_no_ray`
+    """
     with chain(cluster_pool, PORTS) as one:
         nobody_else_is_let_in(one)
-        outcomes = [one.kill(victim, phase) for victim, phase in thin_cases(CELLS[side], 6, kept=2)]
+        outcomes = [one.kill(victim, phase) for victim, phase in CELLS[side]]
         if side == "coordinator":  # as in an upgrade: leases stay, and the job completes
             outcomes.append(one.kill("coordinator", "loading", signal.SIGTERM))
         assert one.chats()

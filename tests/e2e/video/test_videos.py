@@ -152,7 +152,8 @@ def test_a_job_from_the_library_to_a_file_that_plays(real: Pool, tmp_path: Path)
 def test_two_nodes_make_two_videos_and_one_that_is_killed_fails_its_own(cluster_pool: Pool, tmp_path: Path):
     """CI has these tests:
 
-    - `tests/e2e/video/test_chain.py::test_memory_is_released_for_any_killed_process_at_any_time`
+    - `tests/contract/test_video_controller.py::test_two_nodes_run_the_queue_in_order`
+    - `tests/contract/test_video_controller.py::test_absent_node_loses_its_job_as_configured`
     - `tests/unit/coordinator/video/state/test_lease_placement.py::test_a_node_that_makes_a_video_takes_no_second_one`
     - `tests/unit/coordinator/video/state/test_job_table.py::test_absent_node_ends_its_job_after_the_configured_time`
     """
