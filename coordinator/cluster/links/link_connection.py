@@ -100,7 +100,10 @@ class ConnectionOwner(Protocol):
         ...
 
     def answer_hello(self, connection: "Connection", peer: PeerIdentity, hello: Hello) -> None:
-        """Answer a Hello with Welcome or Denied. After Welcome, the connection is the newest link of its node."""
+        """Answer a Hello with Welcome or Denied. After Welcome, the connection is the newest link of its node.
+
+        Raise `IllegalEventError` if the node has left.
+        """
         ...
 
     def answer_query(self, connection: "Connection", peer: PeerIdentity, query: MemberQuery) -> None:
