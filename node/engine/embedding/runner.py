@@ -31,7 +31,9 @@ class EmbeddingRunner:
 
     def select_fitting(self, texts: Sequence[WaitingText]) -> Sequence[WaitingText]:
         """Return the texts that pass the gate in one forward: all, or the first half, halved as often as necessary.
-        Return an empty sequence if not even the first one passes."""
+
+        Return an empty sequence if not even the first one passes. Each refusal is counted (`count_shrink`).
+        """
         while texts:
             if self._forwards.check_optional(GateSite.EMBED, estimate_batch_bytes(texts)):
                 return texts
