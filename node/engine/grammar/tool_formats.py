@@ -53,7 +53,7 @@ def render_rules(builder: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool,
 
 def render_tools_for_parser(parser: str, tools: Sequence[ToolSpec]) -> str:
     """Return the tools as JSON, with types by which `parser` distinguishes text from JSON. Return an empty text if
-    `parser` uses the original tools. Raise `UnsupportedSchema` as `list_arguments` does."""
+    `parser` uses the original tools. Raise `UnsupportedSchema` as `render_parser_tools` does."""
     return render_parser_tools(tools, nullable=TAGS[parser].nullable) if parser in TAGS else ""
 
 
