@@ -1,4 +1,4 @@
-"""Gate and publication of every forward: check a fresh reading, then announce the native call before it begins.
+"""Gate and record of every forward: check a fresh reading, then record the native call before it begins.
 
 Forwards of requests are checked by the gate in `GatedForwards` alone, and run in `run_native`. A probe checks its own
 (`memory_probe`). Checks, forwards and steps are counted: a test can verify from outside that no forward ran.
@@ -95,8 +95,8 @@ class GatedForwards:
     def check_shrinking(self, site: GateSite, sizes: Iterable[int], estimate: Callable[[int], int]) -> int | Refused:
         """Return the first of `sizes` (largest first) whose estimate passes the gate, or the refusal of the last size.
 
-        `estimate(size)` returns bytes. After a refused size only MLX's free buffers are released. For the last size,
-        all memory that can be freed is freed.
+        `estimate(size)` returns bytes. After a refused size only MLX's free buffers are released, and the size is
+        counted (`count_shrink`). For the last size, all memory that can be freed is freed.
         """
         *larger, last = sizes
         for size in larger:
@@ -163,6 +163,7 @@ class GatedForwards:
 
         Yield the call. Prefills, joins and forwards for embeddings are counted as forwards, decode steps as steps,
         other calls not.
+
         `request` is the number of the request; 0 for several or none. `expected` is the duration in seconds with wired
         weights. `prefill_tokens` is the number of prompt tokens, without padding. Raise `Halted` if no call may begin.
         """
@@ -213,7 +214,7 @@ class GatedForwards:
         self.sheds += 1
 
     def count_shrink(self) -> None:
-        """Count a forward that was made smaller, because the gate refused it."""
+        """Count a size of a forward that the gate refused, after which a smaller one is tried."""
         self.shrinks += 1
 
     def count_preemption(self) -> None:

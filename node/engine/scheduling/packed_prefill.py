@@ -69,7 +69,9 @@ class PackedPrefill:
 
     def select_fitting(self, members: list[Prefill]) -> list[Prefill]:
         """Return the members that pass the gate in one forward: all, or the first half, halved as often as necessary.
-        Return an empty list if no two prompts pass."""
+
+        Return an empty list if no two prompts pass. Each refusal is counted (`GatedForwards.count_shrink`).
+        """
         while len(members) > 1:
             estimate = members[0].loaded_model.estimator.estimate_packed(len(members), _count_longest(members))
             if self._forwards.check_optional(GateSite.PREFILL, estimate):
