@@ -198,8 +198,8 @@ class RateLimits:
         """Admit a new video of a key that has `open_videos` videos, of which `queued` are in the queue.
 
         Charge an admitted video to the rate of requests as one request, and return None. Return the refusal for an
-        exceeded limit or a model that the key may not use. Below 1, a limit of open or queued videos counts as 1. Videos use no tokens and end hours later. They
-        are therefore not counted as open requests, and have no `record_end`.
+        exceeded limit or a model that the key may not use. Videos use no tokens and end hours later. They are therefore
+        not counted as open requests, and have no `record_end`.
         """
         limits = self.get_limits(key)
         if not limits.allows(model):
