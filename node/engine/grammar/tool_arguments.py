@@ -239,8 +239,7 @@ def list_types(schema: Json) -> list[str]:
 def render_parser_tools(tools: Sequence[ToolSpec], *, nullable: bool) -> str:
     """Return the tools as JSON, with types by which a parser distinguishes text (`string`) from JSON (`object`).
 
-    `nullable`: the parser reads the word null as null. Raise `UnsupportedSchema` as `list_arguments` and
-    `Argument.find_text_constraints` do.
+    `nullable` is that of `find_text_constraints`. Raise `UnsupportedSchema` as that method and `list_arguments` do.
     """
     functions = [{"name": tool.name, "parameters": _build_parser_schema(tool, nullable)} for tool in tools]
     return json.dumps([{"type": "function", "function": function} for function in functions])
@@ -323,10 +322,8 @@ class MarkExclusion:
         return f"^{self.body}$"
 
     def exclude_from_schema(self, schema: Json) -> Json:
-        """Return a copy of a JSON schema that allows no value with a mark. Objects with named keys allow only these.
-
-        Raise `UnsupportedSchema` if a fixed value or a named key contains a mark, or for `patternProperties`.
-        """
+        """Return a copy of a JSON schema that allows no value with a mark (see the module's docstring). Raise
+        `UnsupportedSchema` if a fixed value or a named key contains a mark, or for `patternProperties`."""
         made = self._exclude_from_node(schema)
         definitions = cast("Json", made.get("$defs", {}))
         return {**made, "$defs": {**definitions, ANY: self._build_any_schema()}}

@@ -44,8 +44,11 @@ class PackedPrefill:
         self._max_tokens = max_tokens
 
     def select_batch(self, first: Prefill, waiting: Sequence[Prefill], max_tokens: int) -> list[Prefill]:
-        """Return the prompts to prefill in one forward with `first`, which is the first of them. With padding they have
-        at most `max_tokens` tokens. Return only `first` if it cannot be packed."""
+        """Return the prompts to prefill in one forward with `first`, which is the first of them.
+
+        Several prompts have at most `max_tokens` tokens with padding. Return only `first` if it cannot be packed, or if
+        no other prompt fits. The cached prefix of each prompt that may be packed is looked up.
+        """
         if not self._can_pack(first):
             return [first]
         batch, members = _get_batch_number(first), [first]
