@@ -71,7 +71,10 @@ _ROUTES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Error answer in OpenAI's shape. It is sent as a whole answer, or as the last event of a stream."""
+    """Error answer of a request: a whole answer, or the last event of a stream.
+
+    The methods encode the error in OpenAI's shape; other dialects have encoders of their own (`DialectStyle.error`).
+    """
 
     status: int
     code: str

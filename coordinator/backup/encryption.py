@@ -55,7 +55,10 @@ _HEADER_DAMAGED = "it is damaged or truncated within its header: use another cop
 
 
 class EncryptionError(Exception):
-    """The file cannot be decrypted with this passphrase, or is damaged or truncated. The text has the reason."""
+    """The file cannot be decrypted with this passphrase, needs more than 1 GiB for that, or is damaged or truncated.
+
+    The text has the reason.
+    """
 
 
 def is_encrypted(beginning: bytes) -> bool:

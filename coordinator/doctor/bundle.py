@@ -82,7 +82,8 @@ def find_own_events() -> frozenset[str]:
 
 
 def parse_event(line: str) -> dict[str, Any] | None:
-    """Return the allowed fields of one log line in JSON; None if the line is not a JSON object."""
+    """Return the fields of one log line in JSON, with `OMITTED` for texts that are not allowed. Return None if the line
+    is not a JSON object."""
     try:
         record: Any = json.loads(line)
     except ValueError:

@@ -1,4 +1,6 @@
-"""Checks of this machine alone: system, Python, MLX, memory, disk, files, and how macOS treats a service."""
+"""Checks of this machine alone: system, Python, MLX, memory, disk, files, and how macOS treats a service.
+
+Checks of settings that only macOS has do not apply to other systems. A check warns if its values cannot be read."""
 
 import os
 import platform
@@ -147,8 +149,8 @@ def check_memory(here: HostProbe) -> Finding:
 def check_disk(here: HostProbe) -> Finding:
     """Check the free space on the disks of the model folders and the state folder.
 
-    Too little is less than `MIN_MODEL_DISK_BYTES` for models: warn. For the state folder it is less than
-    `MIN_STATE_DISK_BYTES`: fail.
+    Warn below `MIN_MODEL_DISK_BYTES` for models, fail below `MIN_STATE_DISK_BYTES` for the state folder. If the node's
+    inspection did not answer, only the state folder is checked.
     """
     inspection = here.read_inspection()
     folders = [Path(path) for path in (inspection["folders"] if inspection else ())]
@@ -190,7 +192,8 @@ MAX_FILES_SEARCHED = 5000
 
 
 def check_files(here: HostProbe) -> Finding:
-    """Check that secret files of the state folder are private, and belong to this user unless root. Fail otherwise."""
+    """Check that secret files of the state folder, if any, are private, and that they belong to this user. Fail
+    otherwise. Root may run the check for the files of another user."""
     if not here.state.exists():
         return not_here(f"there is no state folder {_shorten_path(here.state)}")
     secrets = list(_find_secret_files(here.state))
@@ -265,7 +268,8 @@ def check_firewall(here: HostProbe) -> Finding:
 
 
 def check_sleep(here: HostProbe) -> Finding:
-    """Check the sleep settings, because a sleeping Mac serves no requests. Warn if it may sleep; a laptop may."""
+    """Check the sleep settings, because a sleeping Mac serves no requests. Warn if it may sleep, does not wake for the
+    network, or does not restart after a power failure. A laptop is ok with any settings."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     settings = macos.parse_power_settings(here.run_tool("/usr/bin/pmset", "-g"))
@@ -287,7 +291,8 @@ def check_sleep(here: HostProbe) -> Finding:
 
 
 def check_power(here: HostProbe) -> Finding:
-    """Check that this machine is on mains power, and that the lid of a laptop is open. Only a Mac gets a warning."""
+    """Check that this machine is on mains power, and that the lid of a laptop is open. Only a Mac gets a warning. The
+    check does not apply to another system that does not report its power source."""
     now = here.get_power()
     if now.plugged is None:
         return (
@@ -323,10 +328,8 @@ def check_filevault(here: HostProbe) -> Finding:
 
 
 def check_panics(here: HostProbe) -> Finding:
-    """Check for reports of kernel panics in the last `MAX_PANIC_AGE_DAYS` days.
-
-    Fail if one names the GPU's memory; warn about any other.
-    """
+    """Check for reports of kernel panics in the last `MAX_PANIC_AGE_DAYS` days. Fail if one names the GPU's memory;
+    warn about any other."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     folder = here.root / "Library" / "Logs" / "DiagnosticReports"

@@ -17,7 +17,8 @@ MULTICAST_TIMEOUT_SECONDS = 1.0
 def check_local_network(here: HostProbe) -> Finding:
     """Check that macOS's local network privacy does not block this process, which would resemble a network fault.
 
-    Fail if it does (`macos.is_blocked`). Warn if no other machine answers. The check does not apply if none is known.
+    Fail if it does (`macos.is_blocked`). Warn if no other machine answers. The check does not apply if none is known,
+    and on other systems.
     """
     if not here.mac:
         return not_here("only macOS blocks programs from the local network")

@@ -69,7 +69,8 @@ def check_settings(here: HostProbe) -> Finding:
 def check_coordinator(here: HostProbe) -> Finding:
     """Check whether the coordinator answers. Fail otherwise, and mark an answer of another peer as `intercepted`.
 
-    Use the endpoint of a known coordinator, or the addresses that the node stored (`assess_dials`).
+    Use the endpoint of a known coordinator, or the addresses that the node stored (`assess_dials`). Warn if the node's
+    inspection did not answer. The check does not apply to a machine without a cluster.
     """
     inspection = here.read_inspection() if here.has_node else None
     dialled: list[dict[str, Any]] = inspection["dialled"] if inspection else []
@@ -138,7 +139,8 @@ def _describe_dial(dial: dict[str, Any]) -> str:
 def check_certificates(here: HostProbe) -> Finding:
     """Check the expiry of this machine's certificates and of the one that the coordinator presented.
 
-    Warn if one expires within `EXPIRES_SOON_SECONDS`. Fail if one has expired.
+    Warn if one expires within `EXPIRES_SOON_SECONDS`. Fail if one has expired. Unreadable certificates are left out;
+    without any other the check does not apply.
     """
     lives = _read_expiries(here)
     if not lives:
@@ -193,7 +195,8 @@ def _read_expiries(here: HostProbe) -> dict[str, float]:
 def check_clock(here: HostProbe) -> Finding:
     """Check this machine's clock against the coordinator's, by its API or by the last difference in the node's log.
 
-    Warn above `SKEW_WARN_SECONDS`, and fail above `SKEW_FAIL_SECONDS`.
+    Warn above `SKEW_WARN_SECONDS`, and fail above `SKEW_FAIL_SECONDS`. The check does not apply without a known
+    difference.
     """
     if here.session.running:
         skew = _measure_clock_difference(here)
@@ -234,7 +237,7 @@ def _read_last_skew(log: Path) -> float | None:
 def check_protocol(here: HostProbe) -> Finding:
     """Check that this machine, the coordinator and all nodes have the same version of macpool. Warn otherwise.
 
-    The check does not apply if the coordinator does not report its version.
+    The check does not apply without a coordinator, or if it does not report its version.
     """
     from importlib.metadata import version
 
@@ -258,7 +261,10 @@ def check_protocol(here: HostProbe) -> Finding:
 
 
 def check_identity(here: HostProbe) -> Finding:
-    """Check that the node's identity was created on this machine. Fail if it was copied or cannot be read."""
+    """Check that the node's identity was created on this machine. Fail if it was copied or cannot be read.
+
+    Warn if the node's inspection did not answer. The check does not apply without a node.
+    """
     if not here.has_node:
         return not_here("this machine has not joined as a node")
     inspection = here.read_inspection()
@@ -313,7 +319,7 @@ def _is_port_taken(port: int) -> bool:
 def check_log_errors(here: HostProbe) -> Finding:
     """Check that the logs of coordinator and node have no errors in the last hour. Warn otherwise.
 
-    Of each log, only the last `MAX_TAIL_BYTES` bytes are read.
+    Of each log, only the last `MAX_TAIL_BYTES` bytes are read. A log that cannot be read counts as one without errors.
     """
     folder = here.state / "logs"
     if not folder.is_dir():

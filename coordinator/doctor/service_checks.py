@@ -14,8 +14,8 @@ REPAIR = "`sudo cluster service install` repairs it"
 def check_service(here: HostProbe, manager: ServiceHost | None = None) -> Finding:
     """Check that an installed service runs, and that its unit has an existing Python. Fail otherwise.
 
-    On macOS, warn unless its ProcessType is Interactive. The check does not apply without a service. `manager` is the
-    service manager; None for that of this machine.
+    Warn if the service cannot be read and, on macOS, if its ProcessType is not Interactive. The check does not apply
+    without a service. `manager` is the service manager; None for that of this machine.
     """
     host = manager or ServiceHost(here.platform, root=here.root)
     try:

@@ -218,9 +218,9 @@ def _read_prompts(folder: Path) -> tuple[Mapping[str, str], str]:
 
 
 def read_max_tokens(folder: Path) -> int:
-    """Return the maximum tokens of an input; 0 if the files name none.
+    """Return the maximum tokens of an input; 0 if the files name none, or no positive integer.
 
-    Raise `EmbeddingFilesError` for a file that is not a JSON object, `OSError` for an unreadable one.
+    Raise as `read_object`.
     """
     value = read_object(folder, LENGTH).get("max_seq_length")
     return cast("int", value) if _is_count(value) else 0

@@ -197,9 +197,9 @@ class RateLimits:
     def admit_video(self, key: str, model: str, open_videos: int, queued: int, now: float) -> Refused | None:
         """Admit a new video of a key that has `open_videos` videos, of which `queued` are in the queue.
 
-        Count an admitted video as one request of the current minute, and return None. Return the refusal for an
-        exceeded limit or a model that the key may not use. Videos use no tokens and end hours later. They
-        are therefore not counted as open requests, and have no `record_end`.
+        Charge an admitted video to the rate of requests as one request, and return None. Return the refusal for an
+        exceeded limit or a model that the key may not use. Videos use no tokens and end hours later. They are therefore
+        not counted as open requests, and have no `record_end`.
         """
         limits = self.get_limits(key)
         if not limits.allows(model):

@@ -155,6 +155,8 @@ _NO_VIDEOS = ("/v1/videos/edits", "/v1/videos/extensions", "/v1/videos/character
 def describe_error(path: str, status: int) -> dict[str, Any]:
     """Return the OpenAPI response of an error: its reason, and its schema in the dialect of the route.
 
+    For a status that may be sent before the route is known, OpenAI's schema is an alternative.
+
     Raise `KeyError` for a status without a text in `REASONS`.
     """
     own = "AnthropicError" if path.startswith("/v1/messages") else "Error"

@@ -274,9 +274,9 @@ class SimulatedNode:
         self._settle(now)
 
     def change_lease(self, size: int) -> bool:
-        """Lease `size` bytes to a video, after eviction of chats and idle models. Return False if they do not fit.
+        """Lease `size` bytes to a video. Return False, without a lease, if they do not fit.
 
-        A negative size ends a lease of that size.
+        Chats are evicted and idle models unloaded if that makes room. A negative size ends a lease of that size.
         """
         now = self._interrupt()
         granted = self._memory.change_lease(size, now)

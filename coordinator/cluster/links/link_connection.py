@@ -100,7 +100,10 @@ class ConnectionOwner(Protocol):
         ...
 
     def answer_hello(self, connection: "Connection", peer: PeerIdentity, hello: Hello) -> None:
-        """Answer a Hello with Welcome or Denied. After Welcome, the connection is the newest link of its node."""
+        """Answer a Hello with Welcome or Denied. After Welcome, the connection is the newest link of its node.
+
+        Raise `IllegalEventError` if the node has left.
+        """
         ...
 
     def answer_query(self, connection: "Connection", peer: PeerIdentity, query: MemberQuery) -> None:
@@ -239,8 +242,9 @@ class Connection(LinkEndpoint):
     def on_frame(self, tag: int, body: bytes) -> None:
         """Process one frame: Hello, MemberQuery or JoinRelay on a new connection, a frame of `FROM_NODES` on a link.
 
-        Raise `WireError` for an invalid or any other frame, and for a Hello if the certificate names no node. Close a
-        link that is over its budget. Ignore frames after the connection was refused or answered.
+        Raise `WireError` for an invalid or any other frame, and for a Hello if the certificate names no node. Raise
+        `IllegalEventError` as `ConnectionOwner.answer_hello`. Close a link that is over its budget. Ignore frames after
+        the connection was refused or answered.
         """
         if self._refused:
             return

@@ -31,7 +31,10 @@ class EmbeddingRunner:
 
     def select_fitting(self, texts: Sequence[WaitingText]) -> Sequence[WaitingText]:
         """Return the texts that pass the gate in one forward: all, or the first half, halved as often as necessary.
-        Return an empty sequence if not even the first one passes."""
+
+        Return an empty sequence if not even the first one passes. Each refusal is counted
+        (`GatedForwards.count_shrink`).
+        """
         while texts:
             if self._forwards.check_optional(GateSite.EMBED, estimate_batch_bytes(texts)):
                 return texts
@@ -40,7 +43,7 @@ class EmbeddingRunner:
         return texts
 
     def begin_texts(self, texts: Sequence[WaitingText], part_seconds: float, now: float) -> EmbeddingForward:
-        """Build the forward over whole texts of one model, which have passed the gate.
+        """Build the forward over whole texts of one model, which have passed the gate. Mark their requests as begun.
 
         Texts with a shared beginning are those of one request. They run after it, over copies of its cache.
         """
@@ -71,7 +74,8 @@ class EmbeddingRunner:
     ) -> EmbeddingForward | Refused:
         """Build the forward over the next chunk of a shared beginning or of a long text, of at most `wanted` tokens.
 
-        Return the refusal if not even the smallest chunk has room. An encoder runs the whole text.
+        Mark the request as begun, and the beginning or text as the one in progress. Return the refusal, without these
+        marks, if not even the smallest chunk has room. An encoder runs the whole text.
         """
         loaded_model, head = _get_model(request)
         if head.runs_whole_texts:

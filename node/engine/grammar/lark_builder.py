@@ -39,8 +39,10 @@ class LarkBuilder:
         return self.call_format.render_literal(text)[0]
 
     def add_schema(self, schema: Json) -> str:
-        """Add a JSON schema. Return the reference to a value of that schema. Raise `UnsupportedSchema` above
-        `MAX_SCHEMAS_CHARS`."""
+        """Add a JSON schema. Return the reference to a value of that schema.
+
+        Raise `UnsupportedSchema` if all added schemas together have more than `MAX_SCHEMAS_CHARS` characters.
+        """
         written = json.dumps(schema)
         if written not in self.schemas:
             self.size += len(written)
@@ -50,8 +52,8 @@ class LarkBuilder:
         return f"@{self.schemas[written]['name']}"
 
     def add_rule(self, body: str, name: str = "part") -> str:
-        """Add a rule or, for a name in capitals, a terminal. Return its unique name. Raise `UnsupportedSchema` above
-        `MAX_RULES`."""
+        """Add a rule or, for a name in capitals, a terminal. Return its name, which begins with `name`; an equal rule
+        has the same name. Raise `UnsupportedSchema` for more than `MAX_RULES` rules in total."""
         key = f"{name}: {body}"
         if key not in self.rules and len(self.rules) >= MAX_RULES:
             raise UnsupportedSchema(f"{PREFIX}its tools have too many or too large parameters")

@@ -132,7 +132,7 @@ def check_schema(schema: object) -> None:
 
 
 def list_arguments(tool: ToolSpec) -> list[Argument]:
-    """Return the named arguments of a tool's parameters.
+    """Return the named arguments of a tool's parameters. A required one without a schema may have any value.
 
     Raise `UnsupportedSchema` if their schema is invalid or too large, or a strict one uses keywords that cannot be
     enforced.
@@ -239,7 +239,7 @@ def list_types(schema: Json) -> list[str]:
 def render_parser_tools(tools: Sequence[ToolSpec], *, nullable: bool) -> str:
     """Return the tools as JSON, with types by which a parser distinguishes text (`string`) from JSON (`object`).
 
-    `nullable`: the parser reads the word null as null. Raise `UnsupportedSchema` as `list_arguments` does.
+    `nullable` is that of `find_text_constraints`. Raise `UnsupportedSchema` as that method and `list_arguments` do.
     """
     functions = [{"name": tool.name, "parameters": _build_parser_schema(tool, nullable)} for tool in tools]
     return json.dumps([{"type": "function", "function": function} for function in functions])
@@ -322,8 +322,8 @@ class MarkExclusion:
         return f"^{self.body}$"
 
     def exclude_from_schema(self, schema: Json) -> Json:
-        """Return a copy of a JSON schema that allows no value with a mark. Raise `UnsupportedSchema` if the schema
-        requires a mark, or uses `patternProperties`."""
+        """Return a copy of a JSON schema that allows no value with a mark (see the module's docstring). Raise
+        `UnsupportedSchema` if a fixed value or a named key contains a mark, or for `patternProperties`."""
         made = self._exclude_from_node(schema)
         definitions = cast("Json", made.get("$defs", {}))
         return {**made, "$defs": {**definitions, ANY: self._build_any_schema()}}

@@ -59,8 +59,8 @@ UNRENDERED_KEYWORDS: Final = frozenset(
 
 
 def render_keyword_call(builder: LarkBuilder, tool: ToolSpec) -> str:
-    """Return the rule of a tool's call in Python's notation. JSON is valid there, because mlx-lm's parser knows true,
-    false and null.
+    """Return Lark's expression for a tool's call in Python's notation. JSON is valid there, because mlx-lm's parser
+    knows true, false and null.
 
     Raise `UnsupportedSchema` for names or schemas that the format cannot represent.
     """
@@ -83,8 +83,11 @@ def _render_literal(builder: LarkBuilder, argument: Argument) -> str:
 
 
 def join_members(builder: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str:
-    """Return the rule of these parts in their order, separated by commas. A part is a rule and whether it is required;
-    a part that is not may be omitted. Raise `UnsupportedSchema` above `MAX_RULES` of the builder."""
+    """Add rules for these parts in their order, separated by commas. Return the name of the first rule.
+
+    A part is an expression and whether it is required; any other part may be omitted. Raise `UnsupportedSchema` for too
+    many rules.
+    """
     first = more = builder.add_rule('""')
     for part, needed in reversed(parts):
         first = builder.add_rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
@@ -93,8 +96,8 @@ def join_members(builder: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str
 
 
 def render_braced_call(builder: LarkBuilder, tool: ToolSpec, quote: str, *, nested: bool) -> str:
-    """Return the rule of a tool's call in Gemma's notation. `quote` is the mark around text. `nested`: the parser reads
-    nested objects and lists.
+    """Return Lark's expression for a tool's call in Gemma's notation. `quote` is the mark around text. `nested`: the
+    parser reads nested objects and lists.
 
     Raise `UnsupportedSchema` for names or schemas that the format cannot represent.
     """
@@ -130,8 +133,8 @@ class GemmaArgumentRules:
         return MarkExclusion((self.quote, self.builder.call_format.markers[1], "\0", *(() if self.nested else ("}",))))
 
     def render_member(self, name: str, schema: Json) -> str:
-        """Return the rule of a key and its value. Raise `UnsupportedSchema` for a name or schema that the format cannot
-        represent."""
+        """Return Lark's expression for a key and its value. Raise `UnsupportedSchema` for a name or schema that the
+        format cannot represent."""
         if not KEY.fullmatch(name):
             raise UnsupportedSchema(
                 f"{PREFIX}the parameter {name[:40]!r} has a name that this model's format cannot represent"
@@ -139,9 +142,11 @@ class GemmaArgumentRules:
         return f"{json.dumps(name + ':')} {self.render_value(schema, schema)}"
 
     def join_members(self, parts: Sequence[tuple[str, bool]]) -> str:
-        """Return the rule of members separated by commas, without blanks: a key must directly follow a bracket or a
-        comma. A member is a rule and whether it is required. Raise `UnsupportedSchema` above `MAX_RULES` of the
-        builder."""
+        """Add rules for members separated by commas, without blanks: a key must directly follow a bracket or a comma.
+        Return the name of the first rule.
+
+        A member is an expression and whether it is required. Raise `UnsupportedSchema` for too many rules.
+        """
         first = more = self.builder.add_rule('""')
         for part, needed in reversed(parts):
             first = self.builder.add_rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
@@ -149,10 +154,11 @@ class GemmaArgumentRules:
         return first
 
     def render_value(self, found: object, document: Json) -> str:
-        """Return the rule of a value with the schema `found`, which is a part of `document`, the schema with the
-        definitions.
+        """Return Lark's expression for a value with the schema `found`, which is a part of `document`, the schema with
+        the definitions.
 
-        Raise `UnsupportedSchema` for a schema that the format cannot represent.
+        Raise `UnsupportedSchema` for a schema that the format cannot represent. For a tool that is not
+        strict, `UNRENDERED_KEYWORDS` are ignored.
         """
         schema: Json = cast("Json", found) if isinstance(found, dict) else {}
         if not isinstance(found, dict) and found is not True:
@@ -262,7 +268,7 @@ class GemmaArgumentRules:
         return f'"{{" {self.join_members(parts)} "}}"'
 
     def _render_mapping(self, values: object, document: Json) -> str:
-        """Return the rule of an object without named keys."""
+        """Return Lark's expression for an object without named keys."""
         if values is False:
             return '"{}"'
         value = (
@@ -272,7 +278,7 @@ class GemmaArgumentRules:
         return f'"{{" ({pair} ("," {pair})*)? "}}"'
 
     def _render_anything(self) -> str:
-        """Return the rule of any value."""
+        """Return the name of the rule for any value."""
         if "anything" not in self.references:
             self.references["anything"] = f"anything_{len(self.builder.rules)}"
             body = self._join_options([self._render_type(kind, {}, {}) for kind in KINDS])

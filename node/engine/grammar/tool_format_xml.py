@@ -84,8 +84,11 @@ KIMI_K3: Final = XmlFormat(
 
 
 def render_tagged_call(builder: LarkBuilder, tags: XmlFormat, tool: ToolSpec) -> str:
-    """Return the rule of a tool's call in this format, without the markers of calls. Raise `UnsupportedSchema` for
-    names or schemas that the format cannot represent."""
+    """Return Lark's expression for a tool's call in this format, without the markers of calls.
+
+    Add the rules that the expression uses to `builder`. Raise `UnsupportedSchema` for names or schemas that the format
+    cannot represent, or if the rules or schemas exceed the limits of the builder.
+    """
     guard = MarkExclusion(tuple(tags.marks))
     parts = [_render_argument(builder, tags, guard, argument) for argument in list_arguments(tool)]
     end = builder.render_literal(tags.close) if tags.close else ""

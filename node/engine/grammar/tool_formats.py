@@ -31,7 +31,7 @@ INSEPARABLE_PARSERS: Final = frozenset({"kimi_k3"})
 
 def render_rules(builder: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one_call: bool) -> str:
     """Return the Lark rules of tool calls: `calls` and, with `free`, `spoken` for calls between words. `one_call`: at
-    most one call.
+    most one call; with `free`, in each place between words.
 
     Raise `UnsupportedSchema` if the model's format cannot enforce the schemas of these tools.
     """
@@ -53,7 +53,7 @@ def render_rules(builder: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool,
 
 def render_tools_for_parser(parser: str, tools: Sequence[ToolSpec]) -> str:
     """Return the tools as JSON, with types by which `parser` distinguishes text from JSON. Return an empty text if
-    `parser` uses the original tools. Raise `UnsupportedSchema` as `list_arguments` does."""
+    `parser` uses the original tools. Raise `UnsupportedSchema` as `render_parser_tools` does."""
     return render_parser_tools(tools, nullable=TAGS[parser].nullable) if parser in TAGS else ""
 
 
@@ -64,7 +64,7 @@ def has_quoted_calls(parser: str) -> bool:
 
 
 def _render_text_with_calls(calling: ToolCallFormat) -> str:
-    """Return the rule of words with calls between them. A marker that is text ends the words at its first
+    """Return the rules of words with calls between them. A marker that is text ends the words at its first
     occurrence."""
     marker, token = calling.render_literal(calling.markers[0])
     opening = f"opening: WORDS {marker}\n" if token else f"opening[lazy]: WORDS {marker}\n"
@@ -76,7 +76,7 @@ def _render_calls(one_call: bool) -> str:
 
 
 def _render_object(builder: LarkBuilder, tools: Sequence[ToolSpec]) -> str:
-    """Return the rule of a call as an object with a name and arguments."""
+    """Return the rules of a call as an object with a name and arguments."""
     chosen = " | ".join(
         f'{tool.quoted_name} BLANK? "," BLANK? {_render_key("arguments")} {builder.add_schema(tool.schema)}'
         for tool in tools

@@ -1,4 +1,4 @@
-"""Gate and publication of every forward: check a fresh reading, then announce the native call before it begins.
+"""Gate and record of every forward: check a fresh reading, then record the native call before it begins.
 
 Forwards of requests are checked by the gate in `GatedForwards` alone, and run in `run_native`. A probe checks its own
 (`memory_probe`). Checks, forwards and steps are counted: a test can verify from outside that no forward ran.
@@ -45,8 +45,9 @@ class GatedForwards:
     progress and returns whether there was one. `weights(model)` returns the bytes of the model's weights in memory.
     `clock()` returns seconds and also runs while the machine sleeps; None: the clock of this system.
 
-    `call` is the published call; None without one. `failures`, `sheds`, `shrinks` and `preemptions` are the counts of
-    the `count_…` methods. `overs` counts readings above the cap after a forward (`check_cap`).
+    `call` is the native call that runs, or the launched one that is awaited; None without one. `failures`, `sheds`,
+    `shrinks` and `preemptions` are the counts of the `count_…` methods. `overs` counts readings above the cap after a
+    forward (`check_cap`).
     """
 
     def __init__(
@@ -94,8 +95,8 @@ class GatedForwards:
     def check_shrinking(self, site: GateSite, sizes: Iterable[int], estimate: Callable[[int], int]) -> int | Refused:
         """Return the first of `sizes` (largest first) whose estimate passes the gate, or the refusal of the last size.
 
-        `estimate(size)` returns bytes. After a refused size only MLX's free buffers are released. For the last size,
-        all memory that can be freed is freed.
+        `estimate(size)` returns bytes. After a refused size only MLX's free buffers are released, and the size is
+        counted (`count_shrink`). For the last size, all memory that can be freed is freed.
         """
         *larger, last = sizes
         for size in larger:
@@ -158,10 +159,11 @@ class GatedForwards:
     def run_native(
         self, kind: NativeCallKind, model: str, request: int, expected: float, *, prefill_tokens: int = 0
     ) -> Generator[NativeCall]:
-        """Run a native call as the context: record it for the case of a crash, publish it, and measure its peak.
+        """Run a native call as the context: record it for the case of a crash, set `call`, and measure its peak.
 
-        Yield the published call. Prefills, joins and forwards for embeddings are counted as forwards, decode steps as
-        steps, other calls not.
+        Yield the call. Prefills, joins and forwards for embeddings are counted as forwards, decode steps as steps,
+        other calls not.
+
         `request` is the number of the request; 0 for several or none. `expected` is the duration in seconds with wired
         weights. `prefill_tokens` is the number of prompt tokens, without padding. Raise `Halted` if no call may begin.
         """
@@ -185,8 +187,8 @@ class GatedForwards:
 
     @contextmanager
     def publish_wait(self, kind: NativeCallKind, model: str, expected: float) -> Generator[NativeCall]:
-        """Publish a call, or the wait for a launched one, while the context is open. Yield the call, which is not
-        counted. `expected` is its duration in seconds with wired weights.
+        """Set `call` to a native call, or to a launched one that is awaited, while the context is open. Yield the call,
+        which is not counted. `expected` is its duration in seconds with wired weights.
         """
         self.call = call = NativeCall(
             kind.name.lower(), time.monotonic(), expected + self._estimate_rewiring_seconds(model)
@@ -212,7 +214,7 @@ class GatedForwards:
         self.sheds += 1
 
     def count_shrink(self) -> None:
-        """Count a forward that was made smaller, because the gate refused it."""
+        """Count a size of a forward that the gate refused, after which a smaller one is tried."""
         self.shrinks += 1
 
     def count_preemption(self) -> None:

@@ -44,8 +44,11 @@ class PackedPrefill:
         self._max_tokens = max_tokens
 
     def select_batch(self, first: Prefill, waiting: Sequence[Prefill], max_tokens: int) -> list[Prefill]:
-        """Return the prompts to prefill in one forward with `first`, which is the first of them. With padding they have
-        at most `max_tokens` tokens. Return only `first` if it cannot be packed."""
+        """Return the prompts to prefill in one forward with `first`, which is the first of them.
+
+        Several prompts have at most `max_tokens` tokens with padding. Return only `first` if it cannot be packed, or if
+        no other prompt fits. The cached prefix of each prompt that may be packed is looked up.
+        """
         if not self._can_pack(first):
             return [first]
         batch, members = _get_batch_number(first), [first]
@@ -69,7 +72,9 @@ class PackedPrefill:
 
     def select_fitting(self, members: list[Prefill]) -> list[Prefill]:
         """Return the members that pass the gate in one forward: all, or the first half, halved as often as necessary.
-        Return an empty list if no two prompts pass."""
+
+        Return an empty list if no two prompts pass. Each refusal is counted (`GatedForwards.count_shrink`).
+        """
         while len(members) > 1:
             estimate = members[0].loaded_model.estimator.estimate_packed(len(members), _count_longest(members))
             if self._forwards.check_optional(GateSite.PREFILL, estimate):

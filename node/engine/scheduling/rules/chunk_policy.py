@@ -158,8 +158,8 @@ def compute_shared_budget(step: float, waiting: int, decoding: int) -> float:
 def select_batch(lengths: Sequence[int], most: int) -> list[int]:
     """Return the indices of the prompts to prefill together with the first, itself included. `lengths` are in tokens.
 
-    Padded to the longest, the chosen prompts have at most `most` tokens. At most `MAX_PADDING_SHARE` of these are
-    padding.
+    Padded to the longest, several chosen prompts have at most `most` tokens. At most `MAX_PADDING_SHARE` of these are
+    padding. The first prompt is always chosen, even if it is longer than `most`.
     """
     chosen, longest, total = [0], lengths[0], lengths[0]
     for place, length in enumerate(lengths[1:], 1):
