@@ -152,17 +152,8 @@ def kill_in_prefill(ward: Ward) -> tuple[list[BaseException], list[tuple[str, in
     return errors, answers, restarts, models
 
 
-@pytest.mark.nightly
 def test_killed_in_prefill(ward: Ward) -> None:
-    """The request in the crashed prefill fails for good. Requests that waited behind it are answered elsewhere.
-
-    CI has these tests:
-
-    - `tests/unit/node/engine_process/test_supervisor.py::test_only_the_request_in_the_forward_is_blamed`
-    - `tests/unit/node/engine/memory/test_gated_forward.py`
-    - `tests/unit/router/placement/test_recovery.py::test_crash_ends_the_request_in_the_forward`
-    - `tests/contract/dialects/test_chat.py::test_an_engine_that_crashes_before_the_first_byte_is_a_500`
-    """
+    """The request in the crashed prefill fails for good. Requests that waited behind it are answered elsewhere."""
     errors, answers, restarts, models = kill_in_prefill(ward)
     for _ in range(2):
         if not errors:  # the kill hit the gap between two chunks, where no call runs
