@@ -63,7 +63,7 @@ def test_a_row_joins_from_the_length_at_which_its_padding_is_small_enough():
 
 
 def test_each_part_of_the_need_is_that_of_the_gate():
-    """One coefficient at a time decides the need. In drawn models one of many parts is the largest and decides alone."""
+    """In drawn models the largest of many parts decides alone. Here each part decides in some models."""
     draw = Random(0)
     coefficients = ("fixed", "token", "pair", "seen", "least", "logits", "step_fixed", "step_row", "step_seen")
     groups = (
