@@ -24,7 +24,6 @@ from coordinator.alerts.rules import (
 from coordinator.metrics.families import MetricKind
 from coordinator.metrics.node import NODE
 from coordinator.metrics.pool import POOL
-from tests.effort import thin_cases
 from tests.support.pictures import WALL, node_picture, pool_picture, view
 from tests.support.prometheus import needs
 from tests.support.scenarios import STEP, STORIES, Series, steady
@@ -93,7 +92,7 @@ def promtool(folder: Path, tests: list[dict[str, Any]]) -> subprocess.CompletedP
     return subprocess.run(["promtool", "test", "rules", "test.yml"], capture_output=True, text=True, cwd=folder)
 
 
-@pytest.mark.parametrize("name", thin_cases(list(STORIES), 2))
+@pytest.mark.parametrize("name", STORIES)
 def test_the_alert_fires_and_rests(name: str, tmp_path: Path, record_property: Callable[[str, object], None]):
     story, rule = STORIES[name], NAMED[name]
     fires = {
