@@ -76,13 +76,13 @@ def test_a_model_is_pulled_loaded_unloaded_and_deleted(page: Page, lab: Lab):
     plan = form.get_by_role("region", name="Plan of the pull")
     for name in NODES:
         expect(plan.get_by_role("row").filter(has_text=name)).to_contain_text("yes")
-    expect(form).to_contain_text(re.compile(r"lab/tiny at [0-9a-f]{8}: 2\.5 MiB in \d files"))
+    expect(form).to_contain_text(re.compile(r"lab/tiny at [0-9a-f]{8}: 1\.4 MiB in \d files"))
     sound(page, "the plan of a pull")
     lab.hub.faults.chunk_seconds = SLOW_CHUNK_SECONDS
     form.get_by_role("button", name="Pull to 2 Macs").click()
     expect(page.get_by_text(f"The pull of {REPO} has started.")).to_be_visible()
     pulled = page.get_by_role("group", name=f"Pull of {REPO}").first
-    expect(pulled.get_by_text(re.compile(r"[KM]iB of 2\.5 MiB from the hub, .*/s"))).to_be_visible()
+    expect(pulled.get_by_text(re.compile(r"[KM]iB of 1\.4 MiB from the hub, .*/s"))).to_be_visible()
     expect(pulled.get_by_role("progressbar").first).to_be_visible()
     sound(page, "a running pull")
     lab.hub.faults.chunk_seconds = 0.0
@@ -122,7 +122,7 @@ def test_a_model_is_pulled_loaded_unloaded_and_deleted(page: Page, lab: Lab):
     page.on("dialog", accept)
     for name in NODES:
         card.get_by_role("button", name=f"Delete {REPO} on {name}").click()
-        expect(page.get_by_text(re.compile(rf"{REPO} on {name} is deleted, 2\.\d MiB freed"))).to_be_visible()
+        expect(page.get_by_text(re.compile(rf"{REPO} on {name} is deleted, 1\.\d MiB freed"))).to_be_visible()
     expect(card).to_have_count(0)
     assert asked == [f"Delete {REPO} on {name}? Its files of 1.4 MiB are removed from the disk." for name in NODES]
     assert REPO not in {model["name"] for model in lab.pool.get("/api/v1/models")["models"]}

@@ -16,6 +16,7 @@ from tests.support.engine.text_engine import Driver
 from wire.frames import Failed, Finished, Generate, GenerationParams, GrammarSpec
 from wire.refusals import FailureCode
 
+EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
 NESTED = "(((a{1,100}){1,100}){1,100})"
 """A grammar that compiles within the limits of its process and fails during generation."""
 
@@ -23,9 +24,9 @@ NESTED = "(((a{1,100}){1,100}){1,100})"
 def test_nested_counts_end_their_own_request_as_the_clients_fault():
     driver = Driver(models.path("llama"), max_batch_size=8, prefill_step_size=256)
     beside = driver.ask("Hello!", GenerationParams(temperature=0.0, max_tokens=60))
-    number = driver.ask(
-        "Hi", GenerationParams(temperature=1.0, seed=1, max_tokens=60, grammar=GrammarSpec("regex", NESTED))
-    )
+    grammar, endless = GrammarSpec("regex", NESTED), ((EOS, -100.0),)
+    params = GenerationParams(temperature=1.0, seed=1, max_tokens=60, grammar=grammar, logit_bias=endless)
+    number = driver.ask("Hi", params)
     end = driver.end(number)
     assert isinstance(end, Failed)
     assert (end.code, "simplify it" in end.message) == (FailureCode.GRAMMAR_FAILED, True), end
