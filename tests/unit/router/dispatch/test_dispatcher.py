@@ -462,7 +462,7 @@ async def test_crowding_key_starts_at_its_deadline_with_half_of_the_memory_free(
     assert {ticket.node for ticket in (*others, *greedy)} == {A}
 
 
-async def test_request_whose_node_has_no_link_at_its_deadline_is_told_so(one: Cluster):
+async def test_refusal_at_the_deadline_names_a_lost_link(one: Cluster):
     one.memory[A] = a_memory(20 * GIB)
     one.report()
     others = [one.submit(prompt_tokens=100, key=key) for key in ("ada", "bob")]
