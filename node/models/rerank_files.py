@@ -10,9 +10,10 @@ prompt are therefore part of Macpool (https://huggingface.co/Qwen/Qwen3-Reranker
 from pathlib import Path
 from typing import cast
 
-from node.models.embedding_files import EmbeddingFilesError, read_file, read_max_tokens, read_object
+from node.models.embedding_files import EmbeddingFilesError, read_max_tokens, read_object
 from node.models.embedding_layout import AnswerTokens, EmbeddingLayout, EncoderShape, Pooling
 from node.models.encoder_files import is_cross_encoder, read_classifier_pooling
+from node.models.template_files import read_template
 from node.models.weight_files import Config
 
 LOGIT_SCORE = "1_LogitScore/config.json"
@@ -79,9 +80,5 @@ def _is_token(value: object) -> bool:
 
 def _has_template(folder: Path) -> bool:
     """Return whether the chat template has roles for a query and a document."""
-    raw = read_file(folder, "chat_template.jinja")
-    if raw is None:
-        text = str(read_object(folder, "tokenizer_config.json").get("chat_template", ""))
-    else:
-        text = raw.decode(errors="replace")
+    text = read_template(folder)
     return all(f'"{role}"' in text or f"'{role}'" in text for role in ("query", "document"))

@@ -1,11 +1,13 @@
 """Reasoning is found in the chat template of a model, wherever its files have the template."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from node.models.catalogue import EMBEDDED, ModelCatalogue
+from node.models.embedding_files import MAX_FILE_BYTES
 from node.models.template_files import has_reasoning
 from node.settings import ModelSettings
 
@@ -32,6 +34,14 @@ def test_a_template_file_replaces_that_of_the_tokenizer_s_config(tmp_path: Path)
 def test_files_without_a_template_have_no_reasoning(tmp_path: Path):
     assert not has_reasoning(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("[")
+    assert not has_reasoning(tmp_path)
+
+
+def test_a_template_file_that_is_too_large_is_not_searched(tmp_path: Path):
+    file = tmp_path / "chat_template.jinja"
+    file.write_text(OPENS)
+    assert has_reasoning(tmp_path)
+    os.truncate(file, MAX_FILE_BYTES + 1)
     assert not has_reasoning(tmp_path)
 
 
