@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bench.__main__ import BUDGETS, GROUPS, main, plan
-from tests.bench.engine.torture import KINDS, Asked, Cost, Seen, arrivals, filled, oracle
+from tests.bench.engine.torture import KINDS, OFFERED_LOAD, Asked, Cost, Seen, arrival_rate, arrivals, filled, oracle
 from tests.support.processes import ROOT
 
 HOUR = 3600
@@ -86,8 +86,15 @@ def test_no_choice_of_requests_within_a_budget_has_more_tokens_than_the_bound(
 
 
 def test_arrivals_are_the_same_in_every_run_and_wait_for_no_answer():
-    assert arrivals(30.0) == arrivals(30.0)
-    times = [one.at for one in arrivals(30.0)]
+    assert arrivals(30.0, 3.0) == arrivals(30.0, 3.0)
+    times = [one.at for one in arrivals(30.0, 3.0)]
     assert times == sorted(times)
     assert times[-1] < 30.0
-    assert [one.at for one in arrivals(60.0)][: len(times)] == times
+    assert [one.at for one in arrivals(60.0, 3.0)][: len(times)] == times
+
+
+def test_a_machine_that_computes_half_as_fast_gets_half_as_many_requests():
+    fast, slow = ({kind: Cost(1, 1.0, seconds) for kind in KINDS[:-1]} for seconds in (0.1, 0.2))
+    assert arrival_rate(slow) == pytest.approx(arrival_rate(fast) / 2)
+    offered = sum(fast[one.kind].computed for one in arrivals(3000.0, arrival_rate(fast)) if one.kind in fast)
+    assert offered == pytest.approx(3000.0 * OFFERED_LOAD, rel=0.05)

@@ -1,7 +1,8 @@
 """Torture test: a real engine near its cap, with more load than memory, and with leases and model loads.
 
 The engine must never exceed its cap, lose no request, and still complete most of the possible work. The cap is a few
-MiB above its footprint at rest.
+MiB above its footprint at rest. The rate of arrivals follows from the measured seconds of computing, so that every
+machine is offered the same load.
 
 The engine is the shipped child under the limiter, poll and enforcer of the shipped agent; only the coordinator is
 missing. A client that is refused for now asks again, as the router's queue does. Memory is read from the kernel's
@@ -53,14 +54,13 @@ from wire.refusals import RefusalCode
 from wire.report import EngineCounters
 from wire.units import MIB
 
-RATE = 3.0
-"""Requests a second."""
+OFFERED_LOAD = 1.0
+"""Seconds of computing that a second of arrivals asks for. The requests larger than any cap come in addition."""
 PATIENCE = 10.0
 """Seconds for which a client asks again, as a request waits in the router's queue."""
 ASK_AGAIN = 0.25
 HUNG = 180.0
-"""Seconds after which a request counts as hung. Requests arrive at a fixed rate: on a machine that computes slower than
-they arrive, the last ones wait for more than a minute."""
+"""Seconds after which a request counts as hung. On a busy machine the last requests wait for more than a minute."""
 SAMPLE = 0.02
 CLEAN = frozenset({"done", *RefusalCode})
 """Allowed ends of a request. Any other end, "hung" or a fault, breaks a guarantee. A request that the enforcer ended
@@ -333,10 +333,14 @@ async def settled(node: Node) -> int:
 # the load
 
 
-async def torture(folder: Path, cap: int, seconds: float, *, guard: bool = True, texts: bool = False) -> Seen:
+async def torture(
+    folder: Path, cap: int, seconds: float, rate: float, *, guard: bool = True, texts: bool = False
+) -> Seen:
     """Ask for more than fits for `seconds`, and return the results.
 
-    With `texts`, ask for embeddings and scores as well.
+    `rate`: requests that arrive a second.
+    `guard`: whether the gate decides; without it, the run ends after `seconds`, with requests that still run.
+    `texts`: ask for embeddings and scores as well.
     """
     seen = Seen()
     memory: dict[str, object] = {"cap": cap, "margin": MARGIN, "guard": "on" if guard else "off"}
@@ -344,7 +348,8 @@ async def torture(folder: Path, cap: int, seconds: float, *, guard: bool = True,
         rest = await settled(node)
         begun = time.monotonic()
         tasks = [
-            asyncio.create_task(_client(node, seen, one, number, begun)) for number, one in enumerate(arrivals(seconds))
+            asyncio.create_task(_client(node, seen, one, number, begun))
+            for number, one in enumerate(arrivals(seconds, rate))
         ]
         side = [
             asyncio.create_task(each)
@@ -355,8 +360,13 @@ async def torture(folder: Path, cap: int, seconds: float, *, guard: bool = True,
                 *((_embed(node, seen),) if texts else ()),
             )
         ]
+        limit = asyncio.timeout(None if guard else seconds)
         try:
-            await asyncio.gather(*tasks)
+            async with limit:
+                await asyncio.gather(*tasks)
+        except TimeoutError:
+            if not limit.expired():
+                raise
         finally:
             for task in side:
                 task.cancel()
@@ -369,10 +379,15 @@ async def torture(folder: Path, cap: int, seconds: float, *, guard: bool = True,
     return seen
 
 
-def arrivals(seconds: float) -> list[Asked]:
-    """Return the requests of a run, the same in each: Poisson arrivals, kinds by their shares."""
+def arrival_rate(costs: Mapping[Kind, Cost]) -> float:
+    """Return the requests a second at which the kinds of `costs`, by their shares, ask for OFFERED_LOAD."""
+    return OFFERED_LOAD / sum(kind.share * cost.computed for kind, cost in costs.items())
+
+
+def arrivals(seconds: float, rate: float) -> list[Asked]:
+    """Return the requests of a run, the same in each: Poisson arrivals at `rate` a second, kinds by their shares."""
     random, at, found = Random(0), 0.0, list[Asked]()
-    while (at := at + random.expovariate(RATE)) < seconds:
+    while (at := at + random.expovariate(rate)) < seconds:
         (kind,) = random.choices(KINDS, [kind.share for kind in KINDS])
         found.append(Asked(kind, at))
     return found
