@@ -6,7 +6,6 @@ closes its `ActiveRequest`, which releases the reservation and notifies the node
 """
 
 import asyncio
-import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -77,7 +76,7 @@ class Forwarder(Protocol):
 class RouterApp:
     """ASGI app of the routes of inference, model lists and health.
 
-    `control` is the ASGI app for every other path, for websockets and for the lifespan. `clock` returns Unix seconds.
+    `control` is the ASGI app for every other path and for websockets. `clock` returns Unix seconds.
     `forwarder` passes requests on to upstreams; None without upstreams.
     """
 
@@ -333,15 +332,7 @@ def authorize(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope
 
 
 async def serve_not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer every path with 404, refuse websockets, and complete the lifespan without work. A router without a control
-    app uses this app."""
-    if scope["type"] == "lifespan":
-        with contextlib.suppress(KeyError):
-            while True:
-                event = await receive()
-                await send({"type": event["type"] + ".complete"})
-                if event["type"] == "lifespan.shutdown":
-                    return
+    """Answer every path with 404, and refuse websockets. A router without a control app uses this app."""
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.close"})  # before an accept the server answers with 403

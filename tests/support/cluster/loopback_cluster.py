@@ -20,8 +20,10 @@ import msgspec
 import uvicorn
 
 from coordinator.http.chat_fast_path import FastPath, create_protocol_class
+from coordinator.http.connection_slots import ConnectionSlots
 from coordinator.http.http_protocol import DeadlineProtocol
 from coordinator.http.origin_check import OriginCheck
+from coordinator.http.server import Server
 from router.admission.api_keys import KeyRing, new_key
 from router.admission.rate_limits import KeyLimits, RateLimits
 from router.dispatch.dispatcher import Dispatcher
@@ -320,17 +322,16 @@ class LoopbackCluster:
         if self.front:
             door = FastPath(self.dispatcher, self.keys, self.settings, OriginCheck(self.app))
             http = create_protocol_class(door)
-        server = uvicorn.Server(
-            uvicorn.Config(
-                self.app,
-                http=http,
-                log_level="warning",
-                access_log=False,
-                lifespan="on",
-                timeout_graceful_shutdown=2,
-                timeout_keep_alive=self.rest,  # pyright: ignore[reportArgumentType]  typed as whole seconds
-            )
+        config = uvicorn.Config(
+            self.app,
+            http=http,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=2,
+            timeout_keep_alive=self.rest,  # pyright: ignore[reportArgumentType]  typed as whole seconds
         )
+        server = Server(config, None, ConnectionSlots())
         running = asyncio.create_task(server.serve(sockets=[listener]))
         reporting = asyncio.create_task(self._report_for_ever())
         while not server.started:  # noqa: ASYNC110  the server has no event to wait for
@@ -340,7 +341,7 @@ class LoopbackCluster:
         finally:
             self.dispatcher.shutdown()
             reporting.cancel()
-            server.should_exit = True
+            server.stop()
             await running
             for client in self.clients.values():
                 await client.close()
