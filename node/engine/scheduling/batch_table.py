@@ -39,7 +39,7 @@ class BatchTable:
                     yield loaded_model, number, batch
 
     def get_batches(self, loaded_model: LoadedModel) -> Mapping[int, DecodeBatch[Row]]:
-        """Return the batches of a model by number; an empty mapping if it has none."""
+        """Return the decode batches of a model by batch number; an empty mapping if no row of the model decodes."""
         return self._batches.get(loaded_model.name, NO_BATCHES)
 
     def get(self, loaded_model: LoadedModel, number: int) -> DecodeBatch[Row] | None:
