@@ -154,7 +154,8 @@ class LinkKeeper:
     def fall_asleep(self, acknowledge: Callable[[], None]) -> None:
         """Send a goodbye before this machine sleeps, close the links, and call `acknowledge` after `GOODBYE_SECONDS`.
 
-        The coordinator resumes the requests of this node on another node, and raises no alarm.
+        `acknowledge` allows the system to sleep. The coordinator resumes the requests of this node on another node, and
+        raises no alarm.
         """
         self._apply(link_state.SleepAnnounced())
         self._links.send(Goodbye(GoodbyeReason.ASLEEP))

@@ -213,7 +213,8 @@ class TransientEstimator:
     def estimate_charged_join(self, grown: int, layers: int, rows: int) -> int:
         """Return the bytes that a join needs: its transient, and the charge of `compute_uncovered_bytes`.
 
-        `grown` (bytes) and `layers` are as in `estimate_join`. `rows` is the number of rows after the join.
+        `grown` is the size of the batch after the join, in bytes. `layers` is the number of its layers, `rows` the
+        number of its rows after the join.
         """
         return self.estimate_join(grown, layers) + self.compute_uncovered_bytes(JOINS, rows)
 
