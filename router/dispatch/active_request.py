@@ -145,7 +145,8 @@ class ActiveRequest:
     def step(self, event: Event, now: float) -> tuple[Action, ...]:
         """Apply an event at `now` (monotonic seconds). Return the actions.
 
-        Raise `IllegalEventError` and `InvariantError` as `request_state.step` does; the request then stays as it was.
+        Raise `IllegalEventError` if the event is illegal in this state, `InvariantError` if only a bug can have caused
+        the new state. After either error the request is unchanged.
         """
         life, actions = step(self.life, event, now)
         self.life = life

@@ -25,7 +25,7 @@ A = TypeVar("A", StreamedAnswer, CollectedAnswer)
 class MergedRequest:
     """Several requests, one for each prompt, as one request with a combined answer.
 
-    `spec` is that of the first request, with the number of choices of all requests together.
+    `spec` is the spec of the first request, but its number of choices is the total of all requests.
     """
 
     def __init__(self, requests: Sequence[ActiveRequest]) -> None:
