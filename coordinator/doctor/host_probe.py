@@ -105,7 +105,7 @@ class HostProbe:
     """Access of all checks to this machine, or in tests to a simulated one."""
 
     session: ApiSession
-    """Access to the coordinator's API, with the state folder."""
+    """Options that select the coordinator: the state folder, and optionally a URL and a key file."""
     platform: str = sys.platform
     """Operating system, as in `sys.platform`."""
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
