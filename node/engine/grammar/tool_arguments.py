@@ -318,7 +318,7 @@ class MarkExclusion:
 
     @property
     def pattern(self) -> str:
-        """The same expression as a `pattern` of a JSON schema."""
+        """Regular expression `body` as the `pattern` of a JSON schema, for the whole text."""
         return f"^{self.body}$"
 
     def exclude_from_schema(self, schema: Json) -> Json:
