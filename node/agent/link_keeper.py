@@ -73,9 +73,9 @@ class ExpelledError(Exception):
 class LinkKeeper:
     """Keeper of the links of this node.
 
-    `version` is that of Macpool. `receive(link, tag, body)` gets each frame of the coordinator, with the tag of its
-    type. `cancel(request)` ends the request with this number, whose link was lost. Raise `OSError` or `ValueError` if
-    the certificate or the CA of the identity cannot be used.
+    `version` is the installed version of Macpool. `receive(link, tag, body)` gets each frame of the coordinator, with
+    the tag of its type. `cancel(request)` ends the request with this number, whose link was lost. Raise `OSError` or
+    `ValueError` if the certificate or the CA of the identity cannot be used.
     """
 
     def __init__(

@@ -176,8 +176,8 @@ class MergedResponse(MergedAnswer[CollectedAnswer]):
         return outcome
 
     def build_answer(self, fingerprint: str = "") -> CompleteAnswer:
-        """Build the whole answer with consecutive choice numbers. `fingerprint` is that of the model that generated
-        it."""
+        """Build the whole answer with consecutive choice numbers. `fingerprint` names the version of the model that
+        generated the answer."""
         answers = [answer.build_answer() for answer in self._answers]
         texts = {
             (at * self._choices + choice, channel): text

@@ -10,15 +10,21 @@ from wire.refusals import FailureCode, Refused
 
 
 class EmbeddingInput(msgspec.Struct, frozen=True, gc=False):
-    """Texts of a request for embeddings or scores. Fields mean the same as in `wire.frames.Embed`."""
+    """Texts of a request for embeddings or scores, with the options of `wire.frames.Embed`."""
 
     texts: tuple[str, ...] = ()
     ids: tuple[tuple[int, ...], ...] = ()
+    """Texts as token ids, in place of `texts`."""
     dimensions: int = 0
+    """Length of each vector; 0: the full length of the model."""
     truncate: bool = False
+    """Whether a text longer than the context is cut instead of refused."""
     prompt: str = ""
+    """Name of the model's prompt that precedes each text; empty for the default of the model."""
     query: str = ""
+    """Query that the texts are scored for; empty for embeddings."""
     max_tokens: int = 0
+    """Number of tokens at which each document is cut; 0: no cut."""
 
     @property
     def count(self) -> int:

@@ -284,8 +284,11 @@ class DiskCache:
 
     def write_next(self, now: float, *, busy: bool, room: int, urgent: bool = False) -> None:
         """Launch the copies of the next parts that are due at the monotonic time `now`, and pass the earlier copies to
-        the writer. Do nothing if another process writes to the folder. Arguments are those of
-        `WriteQueue.write_next`."""
+        the writer. Do nothing if another process writes to the folder.
+
+        `busy`: requests run, and writes are spaced out. `room`: maximum number of parts for which memory suffices.
+        `urgent`: the newest entry may soon be evicted from memory.
+        """
         if self.writer is not None:
             self.queue.write_next(self.writer, now, busy=busy, room=room, urgent=urgent)
 
