@@ -217,7 +217,7 @@ class ApiSession:
     def read_body(self, response: http.client.HTTPResponse, timeout: float) -> Iterator[bytes]:
         """Yield the body of a response as it arrives. Raise `CommandError` if the connection breaks before the end.
 
-        `timeout` is that of the request, in seconds.
+        `timeout` is the timeout of the request in seconds, for errors.
         """
         return iterate_body(response, self.select_coordinator().url, timeout)
 

@@ -85,7 +85,8 @@ class EnrollmentServer:
     def start_enrollment(self, address: str, now: float, wake: Callable[[], object]) -> "EnrollmentConnection | Denied":
         """Begin an enrolment of a peer at `address` (without port). Return `Denied` at its rate limit.
 
-        `now` is in monotonic seconds. `wake` is that of `EnrollmentConnection`.
+        `now` is in monotonic seconds. `wake` is called when `EnrollmentConnection.poll` has frames to send before the
+        deadline.
         """
         wait = self._limit.count_attempt(address, now)
         if wait > 0:

@@ -93,7 +93,7 @@ class MetricsService:
     def list_targets(self, host: str, scheme: str) -> list[dict[str, Any]]:
         """Return the targets of Prometheus service discovery: one per member that has not left.
 
-        All have the coordinator's address. `host` and `scheme` are those of the request. The scrape of a member that
+        All have the coordinator's address: `host` and `scheme`, as the client used them. The scrape of a member that
         does not answer fails.
         """
         return [

@@ -91,7 +91,7 @@ class ConnectionOwner(Protocol):
     def start_enrollment(self, address: str, wake: Callable[[], object]) -> EnrollmentConnection | Denied:
         """Begin an enrolment of a peer without a certificate. Return `Denied` with the reason if that is refused.
 
-        `wake` is that of `EnrollmentConnection`.
+        `wake` is called when `EnrollmentConnection.poll` has frames to send before the deadline.
         """
         ...
 
