@@ -188,7 +188,8 @@ class Counters:
     )
 
     def count_upstream(self, upstream: str, outcome: str, prompt: int, completion: int) -> None:
-        """Count a request that an upstream took, as `UpstreamCounts.count`."""
+        """Count a request that an upstream took, with its `outcome`, one of `UPSTREAM_OUTCOMES`, and its prompt and
+        generated tokens."""
         self.upstreams.setdefault(upstream, UpstreamCounts()).count(outcome, prompt, completion)
 
     def get_model(self, name: str) -> ModelCounts:
