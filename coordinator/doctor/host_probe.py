@@ -123,7 +123,8 @@ class HostProbe:
     read_inspection: Lazy[dict[str, Any] | None] = field(init=False)
     """Report of `node.inspect.report`; None if that process fails or does not end in time."""
     read_device: Lazy[dict[str, Any] | None] = field(init=False)
-    """MLX and its device, from `node.engine.process.device_info`; None as for `read_inspection`."""
+    """MLX and its device, from `node.engine.process.device_info`; None if that process fails or does not end in time.
+    """
     read_version: Lazy["CoordinatorAnswer"] = field(init=False)
     """Answer of the coordinator's `/api/v1/version`."""
     read_nodes: Lazy["CoordinatorAnswer"] = field(init=False)

@@ -351,7 +351,7 @@ def _find_member_on(machine: str, rows: Collection[MemberRow]) -> MemberRow | No
 def sanitize_hardware(hardware: Hardware) -> Hardware:
     """Return a machine's hardware description with safe texts and without negative numbers, which become 0.
 
-    Texts are as from `wire.bonjour_record.sanitize_text`: at most 64 ASCII characters, any other character as `?`.
+    Texts have at most 64 ASCII characters, with `?` for any other character (`wire.bonjour_record.sanitize_text`).
     """
     chip, system, python = sanitize_text(hardware.chip), sanitize_text(hardware.system), sanitize_text(hardware.python)
     return Hardware(chip, max(0, hardware.memory), max(0, hardware.cores), system, python)

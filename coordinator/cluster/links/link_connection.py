@@ -243,8 +243,8 @@ class Connection(LinkEndpoint):
         """Process one frame: Hello, MemberQuery or JoinRelay on a new connection, a frame of `FROM_NODES` on a link.
 
         Raise `WireError` for an invalid or any other frame, and for a Hello if the certificate names no node. Raise
-        `IllegalEventError` as `ConnectionOwner.answer_hello`. Close a link that is over its budget. Ignore frames after
-        the connection was refused or answered.
+        `IllegalEventError` for the Hello of a node that has left. Close a link that is over its budget. Ignore frames
+        after the connection was refused or answered.
         """
         if self._refused:
             return
