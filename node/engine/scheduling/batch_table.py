@@ -43,7 +43,7 @@ class BatchTable:
         return self._batches.get(loaded_model.name, NO_BATCHES)
 
     def get(self, loaded_model: LoadedModel, number: int) -> DecodeBatch[Row] | None:
-        """Return a batch of a model; None if there is none of this number."""
+        """Return the decode batch `number` of a model; None if the model has no such batch."""
         return self.get_batches(loaded_model).get(number)
 
     def put(self, loaded_model: LoadedModel, number: int, batch: DecodeBatch[Row]) -> None:
@@ -51,7 +51,7 @@ class BatchTable:
         self._batches.setdefault(loaded_model.name, {})[number] = batch
 
     def pop(self, loaded_model: LoadedModel, number: int) -> DecodeBatch[Row] | None:
-        """Remove and return a batch of a model; None if there is none of this number."""
+        """Remove and return the decode batch `number` of a model; None if the model has no such batch."""
         batches = self._batches.get(loaded_model.name, {})
         batch = batches.pop(number, None)
         if not batches:
