@@ -85,7 +85,8 @@ class Transition:
         return self.now + self.rules.headroom_seconds if job.room_by is None else job.room_by
 
     def has_headroom_deadline_passed(self, job: VideoJob) -> bool:
-        """Return whether the deadline of a job for a granted lease has passed."""
+        """Return whether the time has passed at which a job fails because no node granted its lease (`room_by`). Return
+        False for a job without this deadline."""
         return job.room_by is not None and job.room_by <= self.now
 
     def handle_loss(self, job: VideoJob, code: str, message: str) -> None:
