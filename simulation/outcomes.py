@@ -78,7 +78,7 @@ class OutcomeTable:
             self._log(f"{self._loop.time():.3f} {line}")
 
     def add(self, turn: ConversationTurn, *, fits: bool) -> None:
-        """Record the arrival of a request. `fits` is as in RequestOutcome."""
+        """Record the arrival of a request. `fits`: the request fits on some node that holds nothing else."""
         self.by_id[turn.id] = RequestOutcome(turn, self._loop.time(), fits)
         self.log_line(
             f"{turn.id} of {turn.key} for {turn.model}: {turn.prompt} prompt tokens, {turn.output} to generate"

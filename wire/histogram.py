@@ -57,8 +57,8 @@ class NodeMeasures(WireStruct, frozen=True, array_like=True, gc=False):
 class Histogram:
     """Histogram that counts values in buckets. Not thread-safe.
 
-    `bounds` are the inclusive upper bounds of the buckets, ascending. `counts` and `total` are those of
-    `HistogramSnapshot`.
+    `bounds` are the inclusive upper bounds of the buckets, ascending. `counts` has one value per bucket, not
+    cumulative, and a last one for the values above all bounds. `total` is the sum of all values.
     """
 
     __slots__ = ("bounds", "counts", "total")

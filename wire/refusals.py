@@ -14,11 +14,13 @@ class FailureCode(StrEnum):
     """Machine-readable reason why a request or a command that had begun ended without its complete answer."""
 
     ENGINE_CRASHED = "engine_crashed"
-    """The engine died in the forward of this request."""
+    """From a node: the engine died in a native call for this request, such as its tokenization or prefill. To a client,
+    or as the end of a command: the engine died in any way."""
     ENGINE_LOST = "engine_lost"
-    """The engine died while it had this request, but not in its forward."""
+    """From a node: the engine died while it had this request, but in a decode step, for another request, or in no
+    call."""
     ENGINE_ERROR = "engine_error"
-    """The engine has an error, and continues with other requests."""
+    """The engine raised an error for this request, and continues with other requests."""
     NODE_STOPPING = "node_stopping"
     """The node stops."""
     LINK_LOST = "link_lost"

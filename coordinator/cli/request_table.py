@@ -11,7 +11,7 @@ from wire.units import show_size
 def print_placement(answer: dict[str, Any]) -> None:
     """Print the candidates of a placement with their memory, and the chosen node if there is one.
 
-    `answer` is that of `/api/v1/place`. The passed-over models of an alias come first.
+    `answer` is the answer of `/api/v1/place`. The passed-over models of an alias come first.
     """
     for row in answer.get("passed_over", ()):
         click.echo(f"passed over {row['model']}: {row['reason']}")
@@ -58,7 +58,7 @@ def print_requests(answer: dict[str, Any]) -> None:
 def print_request(answer: dict[str, Any]) -> None:
     """Print one request with its steps, and the decisions about its placement.
 
-    `answer` is that of `/api/v1/requests/ID`.
+    `answer` is the answer of `/api/v1/requests/ID`.
     """
     for request in answer.get("under_way", ()):
         click.echo(

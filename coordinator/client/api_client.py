@@ -99,7 +99,7 @@ class ApiSession:
             raise CommandError(1, f"{self.state / name} cannot be read: {error}") from None
 
     def select_coordinator(self) -> CoordinatorAddress:
-        """Return the coordinator to use: that of --url, the local one, or that of `cluster login`.
+        """Return the coordinator to use: the one at --url, the one of the state folder, or the one of `cluster login`.
 
         Raise `CommandError` if there is none, or if a key or a file of the state folder cannot be read. Raise
         `click.UsageError` for an invalid --url.
@@ -134,14 +134,18 @@ class ApiSession:
         )
 
     def get_url_and_key(self) -> tuple[str, str]:
-        """Return base URL (without path) and key of the coordinator to use. Raise as `select_coordinator` does."""
+        """Return base URL (without path) and key of the coordinator to use.
+
+        Raise `CommandError` if there is none, or if a file cannot be read; `click.UsageError` for an invalid --url.
+        """
         reached = self.select_coordinator()
         return reached.url, reached.key
 
     def get_authority(self) -> str:
         """Return the known CA (PEM) of the endpoint; empty if the system trusts it, or without TLS.
 
-        Raise as `select_coordinator` does.
+        Raise `CommandError` if there is no coordinator to use, or if a file cannot be read. Raise `click.UsageError`
+        for an invalid --url.
         """
         return self.select_coordinator().authority
 
@@ -213,7 +217,7 @@ class ApiSession:
     def read_body(self, response: http.client.HTTPResponse, timeout: float) -> Iterator[bytes]:
         """Yield the body of a response as it arrives. Raise `CommandError` if the connection breaks before the end.
 
-        `timeout` is that of the request, in seconds.
+        `timeout` is the timeout of the request in seconds, for errors.
         """
         return iterate_body(response, self.select_coordinator().url, timeout)
 

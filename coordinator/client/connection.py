@@ -70,7 +70,8 @@ def send_request(
 
 
 def iterate_body(response: http.client.HTTPResponse, url: str, timeout: float) -> Iterator[bytes]:
-    """Yield the body of a response from `url` as it arrives. `timeout` is that of the request, in seconds.
+    """Yield the body of a response from `url` as it arrives. `timeout` is the timeout of the request in seconds, for
+    errors.
 
     Raise `CommandError` if the connection breaks before the end of the body.
     """

@@ -25,7 +25,7 @@ def replace_control_characters(text: str) -> str:
 
 
 class SanitizedStream:
-    """Text stream whose `write` filters control characters, except colours. Other attributes are those of `stream`."""
+    """Text stream whose `write` filters control characters, except colours. Other attributes are read from `stream`."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -44,7 +44,7 @@ class SanitizedStream:
         return len(text)
 
     def writelines(self, lines: list[str]) -> None:
-        """Write each line like `write`."""
+        """Write each text with `?` for control characters, and for characters that the stream cannot encode."""
         for line in lines:
             self.write(line)
 

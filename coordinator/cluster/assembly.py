@@ -68,8 +68,8 @@ def assemble_pool(
 ) -> NodePool:
     """Construct the parts and connect them. Nothing is started. Call on a running event loop.
 
-    `wall` returns Unix seconds. `on_superseded` is that of `LinkAdmission`. `enrollment_limit` replaces the default
-    limit of enrolments.
+    `wall` returns Unix seconds. `on_superseded` is called once a node has proved that another coordinator has a newer
+    generation. `enrollment_limit` replaces the default limit of enrolments.
     """
     authentication, barrier = MemberAuthentication(store, fence.authority, wall), StoreBarrier(store.flush)
     records, table = NodeRecords(store), links.table

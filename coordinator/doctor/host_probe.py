@@ -105,7 +105,7 @@ class HostProbe:
     """Access of all checks to this machine, or in tests to a simulated one."""
 
     session: ApiSession
-    """Access to the coordinator's API, with the state folder."""
+    """Options that select the coordinator: the state folder, and optionally a URL and a key file."""
     platform: str = sys.platform
     """Operating system, as in `sys.platform`."""
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -123,7 +123,8 @@ class HostProbe:
     read_inspection: Lazy[dict[str, Any] | None] = field(init=False)
     """Report of `node.inspect.report`; None if that process fails or does not end in time."""
     read_device: Lazy[dict[str, Any] | None] = field(init=False)
-    """MLX and its device, from `node.engine.process.device_info`; None as for `read_inspection`."""
+    """MLX and its device, from `node.engine.process.device_info`; None if that process fails or does not end in time.
+    """
     read_version: Lazy["CoordinatorAnswer"] = field(init=False)
     """Answer of the coordinator's `/api/v1/version`."""
     read_nodes: Lazy["CoordinatorAnswer"] = field(init=False)

@@ -85,7 +85,8 @@ class EnrollmentServer:
     def start_enrollment(self, address: str, now: float, wake: Callable[[], object]) -> "EnrollmentConnection | Denied":
         """Begin an enrolment of a peer at `address` (without port). Return `Denied` at its rate limit.
 
-        `now` is in monotonic seconds. `wake` is that of `EnrollmentConnection`.
+        `now` is in monotonic seconds. `wake` is called when `EnrollmentConnection.poll` has frames to send before the
+        deadline.
         """
         wait = self._limit.count_attempt(address, now)
         if wait > 0:
@@ -350,7 +351,7 @@ def _find_member_on(machine: str, rows: Collection[MemberRow]) -> MemberRow | No
 def sanitize_hardware(hardware: Hardware) -> Hardware:
     """Return a machine's hardware description with safe texts and without negative numbers, which become 0.
 
-    Texts are as from `wire.bonjour_record.sanitize_text`: at most 64 ASCII characters, any other character as `?`.
+    Texts have at most 64 ASCII characters, with `?` for any other character (`wire.bonjour_record.sanitize_text`).
     """
     chip, system, python = sanitize_text(hardware.chip), sanitize_text(hardware.system), sanitize_text(hardware.python)
     return Hardware(chip, max(0, hardware.memory), max(0, hardware.cores), system, python)

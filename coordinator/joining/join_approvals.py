@@ -172,7 +172,10 @@ class ApprovalQueue:
         return self._decide(code, ApprovalDecision.APPROVED, now)
 
     def reject(self, code: str, now: float) -> DecidedApproval | WrongCode | ApprovalLock:
-        """Reject the node with this code. A wrong code counts towards the lock. Return as `approve`."""
+        """Reject the node with this code. A wrong code counts towards the lock.
+
+        Return the decision, or that the code is wrong, or that decisions are locked.
+        """
         return self._decide(code, ApprovalDecision.REJECTED, now)
 
     def _decide(self, code: str, decision: ApprovalDecision, now: float) -> DecidedApproval | WrongCode | ApprovalLock:

@@ -115,7 +115,10 @@ class JoinTokens:
         return row is not None
 
     def check(self, token_id: str, mac: bytes, csr: bytes) -> Redemption:
-        """Return the result that `redeem` would have with these arguments, without using the token. Log a refusal."""
+        """Check a join token for the certificate request `csr` (DER), without using it up. Log a refusal.
+
+        Return `ACCEPTED`, or the first reason for a refusal: unknown id, wrong `mac`, revoked, used, or expired.
+        """
         row = self._store.tokens.get(token_id)
         proven = hmac.compare_digest(compute_request_mac(row.key if row else _UNKNOWN_DIGEST, csr), mac)
         if row is None:
@@ -135,7 +138,7 @@ class JoinTokens:
         return token_id in self._replacing
 
     def redeem(self, token_id: str, mac: bytes, csr: bytes) -> Redemption:
-        """Use a token once for the certificate request `csr` (DER), and return whether it was accepted, or why not.
+        """Check a join token like `check`, and use it once if it is accepted. Return the result.
 
         The token is accepted only if `mac` proves the knowledge of its secret. The caller must flush the store before
         it acts on the result. Raise `StoreError` after a failed write.

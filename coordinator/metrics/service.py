@@ -82,7 +82,8 @@ class MetricsService:
         return await asyncio.to_thread(_render, collect_families(POOL, self.take_snapshot()), accept)
 
     async def render_node(self, node: NodeId, accept: str) -> tuple[bytes, str]:
-        """Return a node's metrics as `render_pool` does. Raise `NodeUnreachable` if the node does not answer."""
+        """Return a node's metrics in the format that an Accept header requests, with the content type. Raise
+        `NodeUnreachable` if the node does not answer."""
         measures = await self._fetch_measures(node)
         view = self._nodes.registry.build_view().find_node(node)
         if view is None:
@@ -92,7 +93,7 @@ class MetricsService:
     def list_targets(self, host: str, scheme: str) -> list[dict[str, Any]]:
         """Return the targets of Prometheus service discovery: one per member that has not left.
 
-        All have the coordinator's address. `host` and `scheme` are those of the request. The scrape of a member that
+        All have the coordinator's address: `host` and `scheme`, as the client used them. The scrape of a member that
         does not answer fails.
         """
         return [

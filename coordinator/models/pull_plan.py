@@ -67,7 +67,8 @@ class PullPlan:
 
     @property
     def chosen(self) -> tuple[NodeId, ...]:
-        """Nodes that get the model, first those that have a model of this name and may have the files."""
+        """Ids of the nodes that get the model. Nodes that have a model of this name come first, because they may have
+        files of the wanted revision already."""
         return tuple(node.node for node in sorted(self.nodes, key=lambda node: not node.has_model) if node.is_chosen)
 
     def explain(self) -> str:

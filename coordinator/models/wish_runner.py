@@ -28,7 +28,8 @@ _MEMORY = frozenset({RefusalCode.NO_ROOM, RefusalCode.TOO_LARGE})
 
 
 class WishRunner:
-    """Loop of the wishes. `clock` returns the monotonic seconds of the dispatcher's view."""
+    """Runner of the reconciler's plans for `wishes`, by model. `clock` returns the monotonic seconds of the
+    dispatcher's view."""
 
     def __init__(
         self,

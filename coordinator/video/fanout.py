@@ -1,4 +1,4 @@
-"""Fan-out of the registry's callbacks to the dispatcher, the controllers and the loop of the wishes."""
+"""Fan-out of the registry's callbacks to the dispatcher and to the controllers of videos and pulls."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ class ListenerFanout:
     """Listener of the registry (`RegistryListener`) that forwards to the dispatcher and to two controllers.
 
     The video controller receives frames about leases, the pull controller frames about orders for model files, and the
-    dispatcher all other frames. `on_view` is called after each new view.
+    dispatcher all other frames. `on_view` is called after each new view, for example to wake the wish runner.
     """
 
     def __init__(

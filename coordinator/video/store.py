@@ -77,11 +77,14 @@ class VideoStore:
         self._enqueue_write("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?)", job.id, job.sequence, record)
 
     def delete_job(self, job: str) -> None:
-        """Delete a job. Raise `StoreError` as `put_job`."""
+        """Delete a job. Raise `StoreError` if the database cannot be opened or an earlier change was not written."""
         self._enqueue_write("DELETE FROM jobs WHERE id = ?", job)
 
     def put_profile(self, key: VideoProfileKey, profile: VideoMemoryProfile) -> None:
-        """Add or replace the memory profile of a package. Raise `StoreError` as `put_job`."""
+        """Add or replace the memory profile of a package.
+
+        Raise `StoreError` if the database cannot be opened or an earlier change was not written.
+        """
         record = msgspec.json.encode(profile).decode()
         self._enqueue_write("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?)", *key, record)
 

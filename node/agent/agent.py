@@ -86,9 +86,9 @@ class AgentParts:
 class Agent:
     """Agent of this node.
 
-    `version` is that of Macpool. `on_ready(address)` is called with the coordinator's address (`host:port`), possibly
-    often, when this node is linked and its engine is ready. `link_timeouts` are those of `LinkKeeper`. Raise
-    `OSError` or `ValueError` if the certificate or the CA of the identity cannot be used.
+    `version` is the installed version of Macpool. `on_ready(address)` is called with the coordinator's address
+    (`host:port`), possibly often, when this node is linked and its engine is ready. `link_timeouts` are the timeouts of
+    the links in seconds. Raise `OSError` or `ValueError` if the certificate or the CA of the identity cannot be used.
     """
 
     def __init__(
@@ -131,13 +131,14 @@ class Agent:
     async def stop(self, drain: float, reason: GoodbyeReason = GoodbyeReason.STOPPING) -> None:
         """Report draining, wait at most `drain` seconds for running requests, send a goodbye and close the links.
 
-        Requests that still run then are cancelled. `reason` is that of the Goodbye: `stopping` or `leave`.
+        Requests that still run then are cancelled. `reason` is sent in the Goodbye: `stopping` or `leave`.
         """
         self._parts.reporter.report_draining()
         await self._keeper.stop(drain, reason)
 
     def fall_asleep(self, acknowledge: Callable[[], None]) -> None:
-        """Send a goodbye before this machine sleeps, close the links, and call `acknowledge` after a short delay."""
+        """Send a goodbye before this machine sleeps, close the links, and call `acknowledge` after
+        `link_keeper.GOODBYE_SECONDS`. `acknowledge` allows the system to sleep."""
         self._keeper.fall_asleep(acknowledge)
 
     def wake_up(self, slept: float) -> None:

@@ -158,7 +158,8 @@ async def locate_coordinator(
 
     Return the first address (`host:port`) at which a certificate proves the coordinator; None if there is none. Return
     None as well, with a log line, if the certificate of this node cannot be loaded. Bonjour searches for at most
-    `seconds`. `besides` are addresses to leave out, `interfaces` as for `find_services`.
+    `seconds`. `besides` are addresses to leave out, `interfaces` the addresses of this machine to search from; None for
+    all.
     """
 
     async def is_proven(address: str) -> bool:

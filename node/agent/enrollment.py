@@ -90,11 +90,13 @@ class CoordinatorUnreachable(EnrollError):
 
 
 class PinMismatch(EnrollError):
-    """Error: the coordinator's CA is not that of the token, or changed. Wrong cluster, or an attacker in the middle."""
+    """Error: the coordinator's CA is not the one in the token, or it changed between two connections. The cluster is
+    the wrong one, or an attacker is on the network."""
 
 
 class EnrollDenied(EnrollError):
-    """Error: the coordinator denied the enrollment. The attributes are those of `wire.frames.Denied`."""
+    """Error: the coordinator denied the enrollment. `reason`, `message`, `final` and `retry_after` (seconds) are the
+    fields of its `wire.frames.Denied`."""
 
     def __init__(self, denied: Denied) -> None:
         super().__init__(denied.message)

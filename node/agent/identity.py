@@ -216,7 +216,8 @@ def create_client_context(identity: NodeIdentity) -> ssl.SSLContext:
     """Return the TLS context of the link: TLS 1.3, the certificate of this node, only the cluster's CA.
 
     The context does not check that the remote end is the coordinator: call `proves_coordinator` as well. Raise
-    `OSError` or `ssl.SSLError` if the certificate cannot be loaded. Raise as `create_authority_context` for a wrong CA.
+    `OSError` or `ssl.SSLError` if the certificate of this node cannot be loaded. Raise `ssl.SSLError` or `ValueError`
+    if the stored CA is no certificate.
     """
     context = create_authority_context(identity.ca)
     context.load_cert_chain(identity.folder / "node.pem")

@@ -73,9 +73,9 @@ class ExpelledError(Exception):
 class LinkKeeper:
     """Keeper of the links of this node.
 
-    `version` is that of Macpool. `receive(link, tag, body)` gets each frame of the coordinator, with the tag of its
-    type. `cancel(request)` ends the request with this number, whose link was lost. Raise `OSError` or `ValueError` if
-    the certificate or the CA of the identity cannot be used.
+    `version` is the installed version of Macpool. `receive(link, tag, body)` gets each frame of the coordinator, with
+    the tag of its type. `cancel(request)` ends the request with this number, whose link was lost. Raise `OSError` or
+    `ValueError` if the certificate or the CA of the identity cannot be used.
     """
 
     def __init__(
@@ -154,7 +154,8 @@ class LinkKeeper:
     def fall_asleep(self, acknowledge: Callable[[], None]) -> None:
         """Send a goodbye before this machine sleeps, close the links, and call `acknowledge` after `GOODBYE_SECONDS`.
 
-        The coordinator resumes the requests of this node on another node, and raises no alarm.
+        `acknowledge` allows the system to sleep. The coordinator resumes the requests of this node on another node, and
+        raises no alarm.
         """
         self._apply(link_state.SleepAnnounced())
         self._links.send(Goodbye(GoodbyeReason.ASLEEP))

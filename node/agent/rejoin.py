@@ -30,8 +30,9 @@ class OtherClusterError(Exception):
 def load_known_identity(folder: Path, machine: str, token: JoinToken | None) -> NodeIdentity | None:
     """Return the identity in a folder to use; None if a new one must be created. `machine` is the machine id.
 
-    An unusable identity is discarded with a log line if a token replaces it; otherwise raise its `IdentityError`. Raise
-    `OtherClusterError` if the identity belongs to another cluster than the token.
+    An unusable identity is ignored with a log line if there is a token to join again. Without a token, raise the
+    `IdentityError` that explains why it is unusable. Raise `OtherClusterError` if the identity belongs to another
+    cluster than the token.
     """
     try:
         identity = load_identity(folder, machine)

@@ -25,7 +25,8 @@ class RequestLimits(NamedTuple):
     """Maximum rows that decode at once."""
 
     def get_max_row_tokens(self, descriptor: ModelDescriptor) -> int:
-        """Return the most tokens of a row: the model's context, or fewer by setting."""
+        """Return the maximum tokens of a row: the context of the model, or the context of the settings if that is
+        lower."""
         return min(descriptor.context, self.context or descriptor.context)
 
     def compute_shape(
@@ -56,7 +57,7 @@ class AdmissionCost(NamedTuple):
     rows: int
     """Bytes that the caches of its rows will hold."""
     total: int
-    """`rows`, and the bytes that its forwards need for a moment."""
+    """`rows`, plus the transient bytes of the request's forwards."""
 
 
 def compute_admission_cost(shape: preflight.RequestShape, ledger: CostLedger, model: Model) -> AdmissionCost:
@@ -129,8 +130,8 @@ def refuse_improper(
 
 
 def build_refusal(prepared: PreparedRequest | PreparedEmbedding, refused: Refused) -> Refusal:
-    """Return the refusal of a tokenized request, with the tokens of its prompt. The tokens of many texts are not those
-    of one prompt, and are left out."""
+    """Return the `Refusal` frame of a tokenized request, with the number of its prompt tokens. A request for embeddings
+    has several texts, and no such number."""
     tokens = prepared.tokens if isinstance(prepared, PreparedRequest) else None
     return Refusal(prepared.request.request, refused, tokens)
 

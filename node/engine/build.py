@@ -93,7 +93,8 @@ def compose(
 
     `profiles` is the folder of measurements; None: they are not stored. `disk_folder` is the folder of the disk cache;
     None: there is none. `metal()` opens the Metal device.
-    `create_gate(residual)` returns the memory gate. `trials` are the trials of tokenizers; None: those of `profiles`.
+    `create_gate(residual)` returns the memory gate. `trials` are the trials of tokenizers; None: trials whose results
+    are stored in `profiles`.
     Raise `ValueError` if the size of the disk cache cannot be parsed.
     """
     mlx = settings.engine.mlx

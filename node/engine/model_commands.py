@@ -78,8 +78,8 @@ class ModelCommands:
         return []
 
     def profile(self, order: ProfileModel, now: float) -> list[Frame]:
-        """Measure a model on order, after a load if necessary. Return the refusal if there is one; else the answer
-        follows at the end of the sweep. An encoder is refused.
+        """Queue the sweep that measures the memory of a model, and its load if necessary. Return no frame: the answer
+        follows at the end of the sweep. Return a `Refusal` for an encoder, and for a model that cannot be loaded.
         """
         found = self._catalogue.find(order.model)
         if found is not None and found.layout is not None and found.layout.encoder is not None:
@@ -146,7 +146,7 @@ class ModelCommands:
         return self._manager.busy and self._forwards.gate.refuse_unless_ready() is None
 
     def step_load(self, now: float) -> None:
-        """Start the next load, or load one piece of the current one. Call this only if `may_load()`.
+        """Start the next queued load, or load one piece of the load in progress. Call this only if `may_load()`.
 
         Raise `Halted` if the engine was halted.
         """

@@ -27,7 +27,7 @@ class DescriberRules(NamedTuple):
     features: Callable[[ModelDescriptor], tuple[str, ...]]
     """Returns the features of a model's requests."""
     cause: Callable[[ModelDescriptor, float], str]
-    """Returns why a model cannot be used at a monotonic time; empty if it can."""
+    """Function that returns why a model cannot be used at a monotonic time; empty if it can."""
     pinned: frozenset[str]
     """Names of preloaded models."""
     floor: int

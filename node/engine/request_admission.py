@@ -134,10 +134,11 @@ class RequestAdmission:
     # requests
 
     def admit_or_queue(self, prepared: PreparedRequest | PreparedEmbedding, now: float) -> list[Frame]:
-        """Admit a request, queue it until its model is loaded, or refuse it. Return its answer so far, as `admit`.
+        """Admit a request, queue it until its model is loaded, or refuse it.
 
-        The answer of a queued request is empty. A request that is known, or was cancelled before, is ignored. The
-        request's sequence number counts as decided in `acked` in all cases.
+        Return `Admitted` (and `Finished` if nothing is left to generate) or `Refusal`; no frame for a queued request.
+        Ignore a request that is known or was cancelled before. The request's sequence number counts as decided in
+        `acked` in all cases.
         """
         request = prepared.request
         self.acked = max(self.acked, request.seq)
@@ -175,8 +176,8 @@ class RequestAdmission:
         """Check a request against the memory now, commit its memory, and start it; or refuse it. Return its answer so
         far: `Admitted`, followed by `Finished` if nothing is left to generate, or `Refusal`.
 
-        `arrived` is the arrival of the request in monotonic seconds. The model is in use meanwhile: memory that is
-        freed for this request is not that of its own model.
+        `arrived` is the arrival of the request in monotonic seconds. The model is held meanwhile, so that it is not
+        unloaded to make room for its own request.
         """
         with loaded_model.usage.hold():
             return self._admit(loaded_model, prepared, arrived, now)

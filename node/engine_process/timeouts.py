@@ -63,7 +63,8 @@ class SupervisorTimeouts:
     leave: float = 6.0
     """Time to release the memory and end: 1 s above `node.engine.process.main.EXIT_TIMEOUT_SECONDS`."""
     over: float = 1.0
-    """Each of the two waits for an engine above its cap, including the native call in progress."""
+    """Time from `StopEngine` to SIGTERM, and the same time to SIGKILL, for an engine above its cap. A native call in
+    progress is included."""
     stopping: float = 15.0
     """Time to end the engine while the agent stops. Services give the agent 45 s, of which requests have 20 s."""
     settle: float = 10.0

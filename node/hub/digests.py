@@ -51,16 +51,17 @@ class ContentHasher:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the bytes so far."""
+        """SHA-256 of the bytes that were added, as hex digits."""
         return self._sha256.hexdigest()
 
     @property
     def digest(self) -> str:
-        """Digest of the bytes so far, of the kind that the manifest has."""
+        """Digest of the bytes that were added, as hex digits: the SHA-1 of git if the manifest has no other digest,
+        else the SHA-256."""
         return self.sha256 if self._git is None else self._git.hexdigest()
 
     def is_expected(self) -> bool:
-        """Return whether the bytes so far have the digest of the manifest."""
+        """Return whether the bytes that were added have the digest of the manifest."""
         return self.digest == self._expected
 
 
@@ -73,7 +74,8 @@ class DigestStore:
         self._digests: Mapping[str, FileDigest] = {}
 
     def find(self, path: Path) -> str:
-        """Return the SHA-256 of a file; empty if it is unknown or the file has changed or is missing."""
+        """Return the stored SHA-256 of a file, as hex digits. Return an empty text if none is stored, or if the file
+        has changed since or is missing."""
         self._refresh()
         digest = self._digests.get(os.path.realpath(path))
         if digest is None or _read_state(path) != (digest.size, digest.mtime_ns, digest.inode):
@@ -126,7 +128,8 @@ def compute_content(digests: Mapping[str, str]) -> str:
 
 
 def record_digest(path: Path, sha256: str) -> FileDigest:
-    """Return the entry of a file whose SHA-256 is known, in its state now. Raise `OSError` if it cannot be read."""
+    """Return the entry of a file with its known SHA-256 (hex digits) and its current size, time of change and inode.
+    Raise `OSError` if the file is missing."""
     stat = path.stat()
     return FileDigest(stat.st_size, stat.st_mtime_ns, stat.st_ino, sha256)
 

@@ -305,8 +305,8 @@ def compute_ceiling(cap: MemoryCap, reach: int | None, leases: int = 0) -> Ceili
 
     `reach` is the result of `compute_reach`: the bytes that the engine could use on this machine. `leases` are bytes,
     which are subtracted. The limiting term is the larger reduction, by leases or by other programs; on a tie, the
-    leases. It is that of the cap if nothing reduces the cap. If `reach` is None, the ceiling is 1 byte and the term
-    `UNREADABLE`.
+    leases. If nothing reduces the cap, the term is the one that limits the cap. If `reach` is None, the ceiling is
+    1 byte and the term `UNREADABLE`.
     """
     if reach is None:
         return Ceiling(1, UNREADABLE, "the memory of this machine cannot be read: see the log of the node")

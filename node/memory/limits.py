@@ -164,11 +164,11 @@ class Limiter:
         return build_limits(self.cap, self.margin, self.current_ceiling, guard=self._guard, leases=self._leases)
 
     def poll(self, phys: int | None, send: Callable[[MemoryLimits], object]) -> MemoryLimits:
-        """Return the limits as `compute_limits` does, and pass them to `send` if they have changed since they were last
-        sent.
+        """Read the machine, update `cap`, `margin` and `current_ceiling`, and return the limits. Pass them to `send` if
+        they have changed since they were last sent.
 
         A change of the ceiling alone counts from `CEILING_STEP_BYTES` or `CEILING_STEP_SHARE`. `phys` is the footprint
-        of the engine in bytes, as in `compute_limits`.
+        of the engine in bytes, 0 without an engine, None if unreadable.
         """
         limits, last = self.compute_limits(phys), self._last_limits
         if (

@@ -18,7 +18,7 @@ UNLIMITED = 2**60
 STALLED = (("critical", 60.0), ("warn", 10.0))
 """Levels of the memory pressure, each with its threshold in percent, highest first.
 
-The percent are those of the last 10 s in which a task waited for memory. systemd-oomd kills processes from 60.
+The threshold is the share of the last 10 s in which a task waited for memory. systemd-oomd kills processes from 60.
 """
 
 

@@ -115,7 +115,8 @@ def read_file(folder: Path, name: str) -> bytes | None:
 def read_object(folder: Path, name: str) -> Config:
     """Return the JSON object in a file; empty if there is no file.
 
-    Raise `EmbeddingFilesError` for any other content, and raise as `read_file`.
+    Raise `EmbeddingFilesError` for any other content and for more than `MAX_FILE_BYTES` bytes, `OSError` for an
+    unreadable file.
     """
     raw = read_file(folder, name)
     try:
@@ -220,7 +221,7 @@ def _read_prompts(folder: Path) -> tuple[Mapping[str, str], str]:
 def read_max_tokens(folder: Path) -> int:
     """Return the maximum tokens of an input; 0 if the files name none, or no positive integer.
 
-    Raise as `read_object`.
+    Raise `EmbeddingFilesError` if the file has no JSON object or is too large, `OSError` if it is unreadable.
     """
     value = read_object(folder, LENGTH).get("max_seq_length")
     return cast("int", value) if _is_count(value) else 0

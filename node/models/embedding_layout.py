@@ -56,8 +56,8 @@ class AnswerTokens:
     false: int | None
     """Token of any other document; None: the score is the logit of `true` alone."""
     has_template: bool
-    """Whether the chat template of the model has the roles `query` and `document`. Otherwise the prompt is that of
-    Qwen3-Reranker."""
+    """Whether the chat template of the model has the roles `query` and `document`. Otherwise the prompt of
+    Qwen3-Reranker is used."""
 
 
 class EncoderFamily(StrEnum):

@@ -11,7 +11,8 @@ _THOUGHTS = ("<think>", "<longcat_think>", "<|think:start|>", "<|channel>thought
 def read_template(folder: Path) -> str:
     """Return the text of the chat template in the files of a model; empty if there is none.
 
-    Raise as `embedding_files.read_file` and `embedding_files.read_object`.
+    Raise `EmbeddingFilesError` for a file of more than `MAX_FILE_BYTES` bytes or a config that is no JSON object,
+    `OSError` for an unreadable file.
     """
     own = read_file(folder, "chat_template.jinja")
     if own is not None:

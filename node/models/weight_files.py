@@ -79,7 +79,8 @@ def read_tensor_sizes(file: Path, digest: Digest) -> tuple[int, int, int]:
     """Read the header of a safetensors file, and add the header and samples of the tensors to `digest`.
 
     Return three sizes in bytes: of all tensors, of one number of the widest unquantized type (0: none), and of the
-    tensors in fp8. Errors are those of `read_header`.
+    tensors in fp8. Raise `ValueError` if the header is invalid or the file is incomplete, `OSError` if the file cannot
+    be read.
     """
     raw, end = read_header(file)
     tensors = [cast("Config", tensor) for key, tensor in parse_json_object(raw).items() if key != "__metadata__"]

@@ -63,9 +63,9 @@ class SharingTarget(Protocol):
 class SharingController:
     """Controller that decides whether this Mac accepts work now, and applies the decision to `target`.
 
-    `folder` is that of the node (STATE/node), with the pause file. `read` returns the power supply, battery and idle
-    time. `wall` returns Unix seconds. All methods run on the loop that called `start`. Raise `ValueError` for invalid
-    hours.
+    `folder` is the folder of the node (STATE/node), with the pause file. `read` returns the power supply, battery and
+    idle time. `wall` returns Unix seconds. All methods run on the loop that called `start`. Raise `ValueError` for
+    invalid hours.
     """
 
     def __init__(

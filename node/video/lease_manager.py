@@ -60,7 +60,7 @@ class LeaseCallbacks:
 class LeaseManager:
     """Leases of video jobs on this node: grant, watch and end one lease at a time.
 
-    Call every method on the event loop that called `start`. `folder` is that of the leases.
+    Call every method on the event loop that called `start`. `folder` has one folder per lease.
     """
 
     def __init__(

@@ -124,8 +124,8 @@ class LeaseStore:
 def hash_artifacts(folder: Path, names: object) -> tuple[Artifact, ...]:
     """Return size and hash of the artifacts that a worker reported; empty if the clip is missing or empty.
 
-    `folder` is that of the lease, `names` the list of files in the worker's report. Raise `OSError` if a file cannot be
-    read.
+    `folder` is the folder of the lease, `names` the list of files in the worker's report. Raise `OSError` if a file
+    cannot be read.
     """
     artifacts: list[Artifact] = []
     for name in ("video.mp4", "thumbnail.webp"):

@@ -141,8 +141,8 @@ class KeyRing:
     def check(self, presented: bytes | str, salted_hash: bytes | None = None) -> ApiKey | None:
         """Return the key whose text a client `presented`; None if the text is unknown, wrong or expired.
 
-        `salted_hash` is that of the text (`compute_salted_hash`), if the caller has it. A key that was verified before
-        is recognized by this hash, which costs a tenth of the HMAC.
+        `salted_hash` is the hash of the text (`compute_salted_hash`), if the caller has it. A key that was verified
+        before is recognized by this hash, which costs a tenth of the HMAC.
 
         A result of None is counted in `refused`. If `anonymous` is set, it is returned for every text that is not a
         Macpool key.
@@ -152,8 +152,8 @@ class KeyRing:
         return known
 
     def find(self, presented: bytes | str, salted_hash: bytes | None = None) -> ApiKey | None:
-        """Return the same as `check`, but do not count a wrong text. Use it where another `check` follows for the same
-        request."""
+        """Return the key whose text a client `presented`, without counting a failure in `refused`; None if the text is
+        unknown, wrong or expired. Use this if a `check` follows for the same request."""
         text = presented.encode("utf-8", "replace") if isinstance(presented, str) else presented
         if self.anonymous is not None and not text.startswith(_PREFIX):  # client libraries always send a key
             return self.anonymous

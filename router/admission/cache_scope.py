@@ -45,7 +45,7 @@ class CacheSettings(Section, frozen=True, kw_only=True):
 class CacheScopes:
     """Rule for the cache scope of each request. `prompts` are the texts of the shared system prompts.
 
-    `share` is that of `CacheSettings`.
+    `share`: `key` limits cached prefixes to the key that sent them, `pool` shares them among all keys.
     """
 
     def __init__(self, share: str = "key", prompts: Iterable[str] = ()) -> None:

@@ -71,7 +71,7 @@ class ModelNames:
         return self.has_upstreams and not self.is_plain(name, view)
 
     def get_profile(self, name: str) -> ProfileSettings:
-        """Return a profile by its name in the settings, as in `ModelTarget.profile`. Raise `KeyError` if unknown."""
+        """Return a profile by its exact name in the settings (`ModelTarget.profile`). Raise `KeyError` if unknown."""
         return self._profiles[name]
 
     def find_alias(self, name: str, view: ClusterView) -> str | None:
@@ -93,7 +93,7 @@ class ModelNames:
     def resolve(self, name: str, view: ClusterView, limits: KeyLimits) -> ModelTarget | Refused:
         """Return the target of a name, or the refusal: an unknown profile, or no permission for an alias.
 
-        An unknown name is returned unchanged, as the only candidate. `limits` are those of the client's key.
+        An unknown name is returned unchanged, as the only candidate. `limits` are the limits of the client's key.
         """
         target = self._resolve_base(name, view, limits)
         base, _, profile = name.rpartition(":")

@@ -175,8 +175,8 @@ class RateLimits:
     def admit(self, key: str, demand: ResourceDemand, now: float, limits: KeyLimits | None = None) -> int | Refused:
         """Admit a request and return its charge in tokens, or return the refusal.
 
-        `limits` are those of the key (`get_limits`), if the caller has them. A refusal names the exceeded limit and the
-        wait, or a model that the key may not use. The charge is 0 for a key without a limit of tokens. After an
+        `limits` are the limits of the key (`get_limits`), if the caller has them. A refusal names the exceeded limit
+        and the wait, or a model that the key may not use. The charge is 0 for a key without a limit of tokens. After an
         admission `record_end` must follow.
         """
         limits = limits or self.get_limits(key)

@@ -31,14 +31,14 @@ MAX_STEPS = 64
 class ActiveRequest:
     """Request of a client in the dispatcher.
 
-    `number` orders requests by arrival at `now` (monotonic seconds). `demand` and `params` are those of `spec` unless
+    `number` orders requests by arrival at `now` (monotonic seconds). `demand` and `params` are taken from `spec` unless
     given. `charged` is the charge of its key's quota in tokens; None if the quota refused the request or is not
     charged. `rates` is the state of the key's rates after the charge. `chain` has the hashes of its prompt; None if
     placement does not use them. `cached_shares` maps nodes to the share of the prompt in their prefix cache. `alias`
     has the candidates of the alias that the client named; None without an alias.
 
     `life` is its state with its attempts, `tried` the nodes that placement excludes, `tokens` the received token ids.
-    `answer` is the side of the reader.
+    `answer` passes deltas and the outcome to the reader, which sends them to the client.
     """
 
     __slots__ = (
@@ -145,7 +145,8 @@ class ActiveRequest:
     def step(self, event: Event, now: float) -> tuple[Action, ...]:
         """Apply an event at `now` (monotonic seconds). Return the actions.
 
-        Raise `IllegalEventError` and `InvariantError` as `request_state.step` does; the request then stays as it was.
+        Raise `IllegalEventError` if the event is illegal in this state, `InvariantError` if only a bug can have caused
+        the new state. After either error the request is unchanged.
         """
         life, actions = step(self.life, event, now)
         self.life = life

@@ -216,7 +216,8 @@ class CollectedAnswer(Answer):
         self.buffered = 0
 
     def build_answer(self, fingerprint: str = "") -> CompleteAnswer:
-        """Build the answer from the deltas collected so far. `fingerprint` is that of the model that generated it.
+        """Build the answer from the deltas collected so far. `fingerprint` names the version of the model that
+        generated the answer.
 
         The answer is whole once the outcome is `Finished`.
         """

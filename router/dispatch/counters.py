@@ -19,7 +19,8 @@ ITL_BOUNDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15
 E2E_BOUNDS = (0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 240, 480, 960)
 WAIT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60)
 PLACEMENT_BOUNDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02)
-"""Bounds in seconds of the histogram of placement decisions; the tuples above are those of the other histograms."""
+"""Upper bounds in seconds of the buckets of placement decisions. The tuples above have the bounds of the times to first
+token, between tokens, of whole requests and in the queue."""
 MAX_MODELS = 64
 """Maximum number of models with a row of their own."""
 MAX_PACES = 4096
@@ -90,7 +91,8 @@ class ModelCounts:
 class NodeCounts:
     """Totals of one node: tokens, and times to first token in seconds, counted as its frames arrive.
 
-    `prompt_tokens` are those of the prompts of `first_tokens`. `first_token_seconds` is a sum.
+    `first_tokens` counts requests with a first token. `prompt_tokens` is the sum of the tokens of their prompts,
+    `first_token_seconds` the sum of their times to first token.
     """
 
     __slots__ = ("first_token_seconds", "first_tokens", "generated_tokens", "prompt_tokens")
@@ -186,7 +188,8 @@ class Counters:
     )
 
     def count_upstream(self, upstream: str, outcome: str, prompt: int, completion: int) -> None:
-        """Count a request that an upstream took, as `UpstreamCounts.count`."""
+        """Count a request that an upstream took, with its `outcome`, one of `UPSTREAM_OUTCOMES`, and its prompt and
+        generated tokens."""
         self.upstreams.setdefault(upstream, UpstreamCounts()).count(outcome, prompt, completion)
 
     def get_model(self, name: str) -> ModelCounts:

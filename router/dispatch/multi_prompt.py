@@ -25,7 +25,7 @@ A = TypeVar("A", StreamedAnswer, CollectedAnswer)
 class MergedRequest:
     """Several requests, one for each prompt, as one request with a combined answer.
 
-    `spec` is that of the first request, with the number of choices of all requests together.
+    `spec` is the spec of the first request, but its number of choices is the total of all requests.
     """
 
     def __init__(self, requests: Sequence[ActiveRequest]) -> None:
@@ -176,8 +176,8 @@ class MergedResponse(MergedAnswer[CollectedAnswer]):
         return outcome
 
     def build_answer(self, fingerprint: str = "") -> CompleteAnswer:
-        """Build the whole answer with consecutive choice numbers. `fingerprint` is that of the model that generated
-        it."""
+        """Build the whole answer with consecutive choice numbers. `fingerprint` names the version of the model that
+        generated the answer."""
         answers = [answer.build_answer() for answer in self._answers]
         texts = {
             (at * self._choices + choice, channel): text

@@ -99,8 +99,9 @@ class NodeCommands:
     async def count_tokens(self, node: NodeId, name: str, request: CountTokens) -> CommandResult:
         """Send a prompt to a node for counting and wait for the result. The request number of `request` is replaced.
 
-        Without a link, or with too many open counts of the key or of all keys, the result is a refusal. Failures and
-        cancels are as for `send`.
+        Without a link, or with too many open counts of the key or of all keys, the result is a refusal. A lost node, a
+        timeout and the end of this process are failures. After a timeout, or if the caller is cancelled, the node gets
+        a cancel.
         """
         number, key = self._number(), request.owner.name
         mine = sum(command.kind is CountTokens and command.key == key for command in self._open.values())

@@ -10,15 +10,21 @@ from wire.refusals import FailureCode, Refused
 
 
 class EmbeddingInput(msgspec.Struct, frozen=True, gc=False):
-    """Texts of a request for embeddings or scores. Fields mean the same as in `wire.frames.Embed`."""
+    """Texts of a request for embeddings or scores, with the options of `wire.frames.Embed`."""
 
     texts: tuple[str, ...] = ()
     ids: tuple[tuple[int, ...], ...] = ()
+    """Texts as token ids, in place of `texts`."""
     dimensions: int = 0
+    """Length of each vector; 0: the full length of the model."""
     truncate: bool = False
+    """Whether a text longer than the context is cut instead of refused."""
     prompt: str = ""
+    """Name of the model's prompt that precedes each text; empty for the default of the model."""
     query: str = ""
+    """Query that the texts are scored for; empty for embeddings."""
     max_tokens: int = 0
+    """Number of tokens at which each document is cut; 0: no cut."""
 
     @property
     def count(self) -> int:
@@ -53,7 +59,7 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     ignored: tuple[str, ...] = ()
     """Fields and tools of the request's body that have no effect."""
     set_penalties: frozenset[str] = frozenset()
-    """Penalties that the request sets: `params` does not show one that has its default."""
+    """Names of the penalties that the request sets. `params` does not show a penalty that is set to its default."""
     default_limit: bool = False
     """Whether `params.max_tokens` is the default of the dialect and not set by the request."""
     profile: str = ""
@@ -61,7 +67,7 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     may_leave_pool: bool = False
     """Whether the reader of the answer can pass the request on to an upstream."""
     context_limit: int = 0
-    """Most tokens of prompt and answer together, by the profile; 0: the context of the model."""
+    """Maximum tokens of prompt and answer together, set by the profile; 0: the context of the model."""
     embed: EmbeddingInput | None = None
     """Texts of a request for embeddings or scores; None for any other request."""
 

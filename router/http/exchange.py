@@ -31,7 +31,8 @@ CLIENT_CLOSED = 499
 class Exchange:
     """One HTTP request and its answer.
 
-    `style` selects the dialect of errors. `status` is that of the answer, `CLIENT_CLOSED` before an answer begins.
+    `style` selects the dialect of errors. `status` is the status of the answer; `CLIENT_CLOSED` before an answer
+    begins.
     `request_id` is the client's `x-request-id` if that is valid, else a new id.
     """
 

@@ -25,7 +25,7 @@ _HEADERS: list[Header] = [
 
 
 class EventSink(Protocol):
-    """Output of a `StreamPump`: accepts events, as `EventStream` does."""
+    """Output of a `StreamPump`, which accepts whole server-sent events. `EventStream` is an implementation."""
 
     busy: bool
     """Whether a push waits for the transport."""

@@ -110,7 +110,8 @@ def evaluate_node(
 ) -> Candidate:
     """Compute the placement arithmetic of one node for a request, with the reason if the node is infeasible.
 
-    Arguments are those of `place`.
+    `now` is in monotonic seconds of the clock of `reported_at`. `corrections` limit the headroom of nodes that have
+    just refused. `cached_shares` maps nodes to the share of the prompt in their prefix cache.
     """
     if request.node and request.node != node.id:
         return _build_excluded(node, "is not the node that the request names", RefusalCode.NOT_ALLOWED)

@@ -29,7 +29,7 @@ MEMORY_FAILURES = (RefusalCode.NO_ROOM.value, FailureCode.MEMORY_PRESSURE)
 
 
 class LossKind(Enum):
-    """Cause for which a request left its node."""
+    """Cause of the loss of a request's attempt on a node."""
 
     FORWARD = "its engine crashed in its forward"
     ENGINE = "its engine crashed in another call"

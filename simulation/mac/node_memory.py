@@ -77,7 +77,10 @@ class NodeMemory:
         return self.check_for(estimate, now, None)
 
     def check_for(self, need: int, now: float, keep: SimulatedModel | None) -> Refused | None:
-        """Check for `need` bytes as `check` does, without an unload of the model `keep`. Return None if they fit."""
+        """Return the refusal if `need` bytes in addition to the commitments do not fit, None if they fit.
+
+        Ended chats are evicted and idle models unloaded if that makes room, except the model `keep`.
+        """
         if isinstance(judge(self.read(now), need), Fits):
             return None
         self._free(need, now, keep)

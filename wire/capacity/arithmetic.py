@@ -99,7 +99,7 @@ def compute_current(active: int, phys: int | None, recent: int) -> int | None:
 def compute_headroom(ceiling: int, margin: int, now: int | None, reserved: int) -> int | None:
     """Return ceiling − margin − `now` − reserved in bytes, negative above the limit.
 
-    `now` is the memory in use, as from `compute_current`. None if `now` is None.
+    `now` is the memory in use in bytes (`compute_current`). Return None if it is None, because it cannot be read.
     """
     return None if now is None else ceiling - margin - now - reserved
 
@@ -191,8 +191,8 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
 def judge_load(memory: Memory, estimate: int) -> Fits | Refused:
     """Check whether the `estimate` bytes of a model load (weights, fixed state, transient) fit, without the margin.
 
-    Return `Fits` or a refusal, as `judge` does. The margin covers transients of forwards, and a load runs only a
-    warm-up. Requests to the loaded model are checked with the margin.
+    Return `Fits`, or a refusal: NO_ROOM, or UNREADABLE if the memory cannot be read. The margin covers transients of
+    forwards, and a load runs only a warm-up. Requests to the loaded model are checked with the margin.
     """
     return judge(replace(memory, margin=0), estimate)
 

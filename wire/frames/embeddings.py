@@ -32,9 +32,9 @@ class Embed(Frame, frozen=True, array_like=True, gc=False):
     model: Word
     texts: Annotated[tuple[Long, ...], Meta(max_length=MAX_INPUTS)] = ()
     ids: Annotated[tuple[Ids, ...], Meta(max_length=MAX_INPUTS)] = ()
-    """Texts as token ids of the model, which get no further token."""
+    """Texts as token ids of the model; no special token is added to them."""
     dimensions: Tokens = 0
-    """Numbers of each vector; 0: all that the model computes."""
+    """Length of each vector; 0: the full length of the model."""
     truncate: bool = False
     """Whether a text longer than the context is cut. Without `truncate`, the request is refused."""
     prompt: Word = ""
@@ -59,15 +59,17 @@ class Vectors(Frame, frozen=True, array_like=True, gc=False):
 
     request: Number
     places: Annotated[tuple[Natural, ...], Meta(max_length=MAX_INPUTS)]
-    """Place of each text in the request, from 0."""
+    """Position of each text in the request, from 0."""
     data: Annotated[bytes, Meta(max_length=MAX_VECTORS_BYTES)]
-    """Numbers of all vectors in that order, in single precision, little endian. All vectors have the same length."""
+    """Numbers of all vectors in the order of `places`, in single precision, little endian. All vectors have the same
+    length."""
 
 
 def split_vectors(request: int, places: Sequence[int], data: bytes) -> Iterator[Vectors]:
     """Yield the frames with the vectors of a request, each with at most MAX_VECTORS_BYTES of data.
 
-    `places` and `data` are as in Vectors. There is at least one vector, and none exceeds MAX_VECTORS_BYTES.
+    `places` are the positions of the texts in the request, from 0. `data` has the numbers of their vectors in this
+    order, in single precision, little endian. There is at least one vector, and none exceeds MAX_VECTORS_BYTES.
     """
     size = len(data) // len(places)
     most = MAX_VECTORS_BYTES // size

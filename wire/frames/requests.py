@@ -197,8 +197,8 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
 class CountTokens(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → engine: count the tokens of a prompt.
 
-    Fields mean the same as in Generate. The answer is Finished with `prompt_tokens`, or Refusal. The model need not be
-    loaded; nothing is computed or reserved.
+    The fields have the meaning of their namesakes in Generate. The answer is Finished with `prompt_tokens`, or Refusal.
+    The model need not be loaded; nothing is computed or reserved.
     """
 
     request: Number

@@ -87,7 +87,10 @@ class Outbox:
         self._pumping = False
 
     def send(self, frame: Frame) -> None:
-        """Encode a frame and send it as `send_encoded` does. Raise the exceptions of `encode`."""
+        """Encode a frame, and write it at the next `flush` or queue it as pieces (`send_encoded`).
+
+        Raise UnicodeEncodeError for a text with a lone surrogate, WireError for a frame above MAX_JOINED_BYTES.
+        """
         self.send_encoded(encode(frame))
 
     def send_encoded(self, encoded: bytes) -> None:
@@ -352,12 +355,14 @@ class LinkEndpoint:
             self.outbox.send_encoded(encoded)
 
     def send_with_next(self, encoded: bytes) -> None:
-        """Send a short encoded frame as `Outbox.send_with_next` does; discard it if the connection is not open."""
+        """Send a short encoded frame together with the next frame, after ACCOMPANY_SECONDS at the latest. Discard the
+        frame if the connection is not open."""
         if self.outbox is not None and self.open:
             self.outbox.send_with_next(encoded)
 
     def send_background(self, frames: Iterator[Frame]) -> None:
-        """Send frames of low priority as `Outbox.send_background` does; discard them if the connection is not open."""
+        """Queue frames of low priority, each taken from `frames` only when it is written. Discard them if the
+        connection is not open."""
         if self.outbox is not None and self.open:
             self.outbox.send_background(frames)
 

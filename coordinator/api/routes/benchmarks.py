@@ -46,7 +46,7 @@ class BenchmarkRoutes:
         """Measure the speeds of a model on a node, with requests of low priority. The answer follows at the end.
 
         Raise `ProblemError`: 400 or 404 for a wrong model or node, 409 for a busy node, 507 if the result cannot be
-        stored. Any other status is that of a failed request of the measurement.
+        stored. If a request of the measurement fails, its status is used.
         """
         if not is_valid_model(body.model):
             raise ProblemError(build_invalid("model: this cannot be the name of a model", "model"))

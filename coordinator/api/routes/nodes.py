@@ -207,8 +207,8 @@ class NodeRoutes:
     async def resume(self, node: str) -> dict[str, Any]:
         """End a node's pause; the node's rule `sharing.when` can still keep it paused.
 
-        Return the same as `pause`. Raise `ProblemError`: 404 for an unknown node, 409 for one that has left, 503 if the
-        node does not confirm.
+        Return the node's sharing state, and the number of its requests (`in_flight`). Raise `ProblemError`: 404 for an
+        unknown node, 409 for one that has left, 503 if the node does not confirm.
         """
         return await self._set_pause(node, 0.0)
 

@@ -95,7 +95,7 @@ class PoolRoutes:
         )
 
     def read_load_history(self, points: int) -> dict[str, Any]:
-        """Return the newest `points` points of the load history, one per 10 seconds, as `/api/v1/history` has them."""
+        """Return the newest `points` points of the load history, one per 10 seconds, of the pool and of each node."""
         return self._load.to_row(points)
 
     async def settings(self) -> dict[str, Any]:

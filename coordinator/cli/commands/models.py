@@ -177,8 +177,8 @@ def _format_place(node: dict[str, Any]) -> str:
 def format_model_label(name: str, row: dict[str, Any]) -> str:
     """Format `name` with the state of a model; the name alone if the model is loaded.
 
-    `name` is that of the model or of a node. `row` is the model on a node, as in `/api/v1/models`, with `model` as its
-    state: loaded, loading, known or failed.
+    `name` is the name of the model or of a node. `row` is the row of the model on a node in `/api/v1/models`. Its field
+    `model` is the state: loaded, loading, known or failed.
     """
     reading = f" (loading, {row.get('progress', 0.0):.0%})"
     words = {"loaded": "", "loading": reading, "known": " (not loaded)", "failed": " (cannot load)"}

@@ -91,7 +91,7 @@ class ConnectionOwner(Protocol):
     def start_enrollment(self, address: str, wake: Callable[[], object]) -> EnrollmentConnection | Denied:
         """Begin an enrolment of a peer without a certificate. Return `Denied` with the reason if that is refused.
 
-        `wake` is that of `EnrollmentConnection`.
+        `wake` is called when `EnrollmentConnection.poll` has frames to send before the deadline.
         """
         ...
 
@@ -243,8 +243,8 @@ class Connection(LinkEndpoint):
         """Process one frame: Hello, MemberQuery or JoinRelay on a new connection, a frame of `FROM_NODES` on a link.
 
         Raise `WireError` for an invalid or any other frame, and for a Hello if the certificate names no node. Raise
-        `IllegalEventError` as `ConnectionOwner.answer_hello`. Close a link that is over its budget. Ignore frames after
-        the connection was refused or answered.
+        `IllegalEventError` for the Hello of a node that has left. Close a link that is over its budget. Ignore frames
+        after the connection was refused or answered.
         """
         if self._refused:
             return

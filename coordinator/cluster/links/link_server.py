@@ -155,7 +155,7 @@ class LinkServer:
     def answer_hello(self, connection: Connection, peer: PeerIdentity, hello: Hello) -> None:
         """Answer a Hello with Welcome or Denied. After Welcome, the connection is the newest link of its node.
 
-        Raise `IllegalEventError` as `LinkEvents.on_link_up`.
+        Raise `IllegalEventError` if the node has left the cluster.
         """
         assert peer.node is not None  # noqa: S101  checked by the connection
         budgets = self._budgets.setdefault(peer.node, NodeBudgets())

@@ -75,7 +75,8 @@ class NodeFetches:
     ) -> AsyncGenerator[bytes]:
         """Yield the newest `max_bytes` bytes of a node's `source`, then its additions, polled every `interval_seconds`.
 
-        The iterator does not end. Raise `LookupError` and `TimeoutError` as `fetch_source`.
+        The iterator does not end. Raise `LookupError` if the node is not linked or cannot answer, `TimeoutError` if it
+        stops answering.
         """
         offset = -max_bytes
         while True:

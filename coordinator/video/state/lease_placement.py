@@ -126,7 +126,8 @@ def rate_node(
     now: float,
     report_now: float,
 ) -> LeaseCandidate:
-    """Rate a node for the lease of a job. `now` and `report_now` are as in `choose_node`."""
+    """Rate a node for the lease of a job. `now` is in Unix seconds, `report_now` the same time on the clock of
+    `NodeView.reported_at`."""
     memory, lease = node.memory, table.find_hold(node.id)
     free_bytes = compute_headroom(memory.ceiling, memory.margin, compute_occupied(memory), memory.reserved) or 0
 

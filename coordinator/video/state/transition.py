@@ -85,13 +85,15 @@ class Transition:
         return self.now + self.rules.headroom_seconds if job.room_by is None else job.room_by
 
     def has_headroom_deadline_passed(self, job: VideoJob) -> bool:
-        """Return whether the deadline of a job for a granted lease has passed."""
+        """Return whether the time has passed at which a job fails because no node granted its lease (`room_by`). Return
+        False for a job without this deadline."""
         return job.room_by is not None and job.room_by <= self.now
 
     def handle_loss(self, job: VideoJob, code: str, message: str) -> None:
         """Requeue or fail a job whose node or worker was lost, by `on_node_loss` and the limit of attempts.
 
-        `code` and `message` are the reason. Raise `IllegalTransitionError` as `requeue_job` and `fail_job`.
+        `code` and `message` are the reason. Raise `IllegalTransitionError` if the job is neither leasing nor running,
+        or if it must fail and has ended.
         """
         if self.rules.on_node_loss == "requeue" and job.attempts < self.rules.attempts:
             self.requeue_job(replace(job, attempts=job.attempts + 1), f"again, because {message}")
@@ -101,7 +103,8 @@ class Transition:
     def retry_start(self, job: VideoJob, code: str, message: str) -> None:
         """Requeue a job whose worker never started, or fail it at the limit of attempts. Pause its node for 5 s.
 
-        `code` and `message` are the reason. Raise `IllegalTransitionError` as `requeue_job` and `fail_job`.
+        `code` and `message` are the reason. Raise `IllegalTransitionError` if the job is neither leasing nor running,
+        or if it must fail and has ended.
         """
         self.pause_node(job.node, MIN_PAUSE_SECONDS * 5)
         if job.attempts < self.rules.attempts:

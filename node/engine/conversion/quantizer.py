@@ -128,7 +128,8 @@ def _build_empty(_: object) -> object:
 
 
 def _convert_type(model: Any, config: dict[str, Any]) -> None:
-    """Convert the weights to the type of the config, as `mlx_lm.convert` does."""
+    """Convert the floating-point weights to the `torch_dtype` of the config, except those that the model excludes. Do
+    nothing for an unknown type. `mlx_lm.convert` has the same rule."""
     import mlx.core as mx
     from mlx import utils as mlx_utils
     from mlx_lm.convert import MODEL_CONVERSION_DTYPES

@@ -37,7 +37,7 @@ class WaitingText(NamedTuple):
 
     @property
     def segment(self) -> int:
-        """Place of the first token of the second text of a pair; 0 without one."""
+        """Position of the first token of the second text of a pair; 0 for a text that is no pair."""
         segments = self.request.prepared.segments
         return segments[self.place] if segments else 0
 

@@ -87,8 +87,8 @@ class EmbeddingHead:
         lazily.
 
         Return the states after each of its `parts` but the last, shape (texts, tokens, features), lazily; none if the
-        architecture does not show them. Without a `cache`, the tokens must be those of whole texts. `segments` are
-        those of `Encoder.run`.
+        architecture does not show them. Without a `cache`, `rows` must have whole texts. `segments` has the position of
+        the first token of each second text of a pair, 0 without a second text; empty if no text has one.
         """
         pauses, between = choose_pauses(self.layers, parts), list[mx.array]()
 

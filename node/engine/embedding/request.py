@@ -19,16 +19,16 @@ BEGINNING = -1
 
 @dataclass(slots=True, eq=False)
 class PartialText:
-    """Long text whose tokens run in chunks over a cache."""
+    """Text that is longer than a chunk, or a shared beginning. Its forwards run chunk by chunk over a KV cache."""
 
     place: int
-    """Place of the text in its request; `BEGINNING` for the shared beginning of its texts."""
+    """Position of the text in its request; `BEGINNING` for the shared beginning of the request's texts."""
     ids: Sequence[int]
-    """Its tokens."""
+    """Token ids of the text."""
     cache: list[LayerCache]
-    """Keys and values of the tokens so far."""
+    """Keys and values of the tokens that have run."""
     pooled: PooledTexts
-    """Pooled states of the tokens so far."""
+    """Pooled states of the tokens that have run."""
     stored_tokens: int = 0
     """Number of tokens in the cache, those of the shared beginning included."""
 
@@ -51,13 +51,13 @@ class EmbeddingRequest:
     loaded_model: LoadedModel
     """Its model."""
     hold: ModelHold
-    """Keeps the model in memory."""
+    """Hold that keeps the model in memory until the request ends."""
     arrived: float
     """Time of arrival."""
     floor: int
     """Tokens of the smallest chunk: without a shared beginning, a text of at most as many tokens needs no cache."""
     cached: int = 0
-    """Number of first tokens of its first text that the prefix cache had at its admission."""
+    """Number of tokens at the start of its first text that the prefix cache had at admission."""
     begun: float = 0.0
     """Start of its first forward; 0.0 before."""
     retry_at: float = 0.0
@@ -92,7 +92,7 @@ class EmbeddingRequest:
 
     @property
     def dimensions(self) -> int:
-        """Numbers of each vector."""
+        """Length of each vector; 0 for a model without an embedding head."""
         head = self.loaded_model.head
         return self.prepared.request.dimensions or (0 if head is None else head.dimensions)
 

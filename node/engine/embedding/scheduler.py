@@ -99,8 +99,8 @@ class EmbeddingScheduler:
         return request is not None
 
     def end_newest(self, refused: Refused, now: float) -> bool:
-        """Refuse the newest request, to release its memory, and count it (`GatedForwards.count_shed`). Return whether
-        there was one."""
+        """Refuse the newest request with `refused`, to release its memory, and count it as shed. Return False if there
+        is no request."""
         newest = max(self._table, key=lambda request: request.arrived, default=None)
         if newest is not None:
             self._forwards.count_shed()

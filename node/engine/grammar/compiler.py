@@ -191,7 +191,7 @@ class CompiledGrammar:
         )
 
     def get_start_place(self) -> MarkerPlace:
-        """Return the state of the text at the start of an answer, as `MarkerLayout.get_start_place`."""
+        """Return the state of the text at the start of an answer: reasoning if the prompt began it, else normal."""
         return self.outline.get_start_place()
 
     def create_cutter(self) -> FormatCutter:

@@ -51,7 +51,7 @@ class MarkerLayout:
     call: tuple[str, str] = ("", "")
     """Start and end of a call."""
     calls: CallPlaces = CallPlaces.NONE
-    """Places of calls."""
+    """Places in the answer where calls may occur."""
     quoted: bool = True
     """Whether calls contain JSON's quotes, in which no marker ends a call. The grammars of other formats exclude the
     marker from the values."""

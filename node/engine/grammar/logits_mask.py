@@ -17,8 +17,8 @@ from node.engine.requests.prepared import GrammarCursor, GrammarFactory
 
 
 class LogitsMask:
-    """Last logits processor of a row with a grammar: masks all tokens that may not come next. `known` are the ids of
-    the answer so far."""
+    """Last logits processor of a row with a grammar: masks all tokens that may not come next. `known` are the token ids
+    of the answer that are generated already."""
 
     def __init__(self, grammar: GrammarFactory, known: Iterable[int]) -> None:
         self._grammar = grammar
@@ -52,7 +52,7 @@ class LogitsMask:
 def apply_mask(logits: mx.array, mask: bytes) -> mx.array:
     """Return logits (1, vocabulary) with −inf for every token that a mask excludes or is not long enough to contain.
 
-    `mask` is that of `GrammarMatcher.compute_mask`: one bit per token, lowest first.
+    `mask` has one bit per token, lowest first (`GrammarMatcher.compute_mask`).
     """
     words = mx.array(cast("Any", memoryview(mask).cast("I")))
     bits = mx.flatten((words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1)

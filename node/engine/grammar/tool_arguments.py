@@ -239,7 +239,7 @@ def list_types(schema: Json) -> list[str]:
 def render_parser_tools(tools: Sequence[ToolSpec], *, nullable: bool) -> str:
     """Return the tools as JSON, with types by which a parser distinguishes text (`string`) from JSON (`object`).
 
-    `nullable` is that of `find_text_constraints`. Raise `UnsupportedSchema` as that method and `list_arguments` do.
+    `nullable`: the parser reads the word null as null. Raise `UnsupportedSchema` for a schema that cannot be enforced.
     """
     functions = [{"name": tool.name, "parameters": _build_parser_schema(tool, nullable)} for tool in tools]
     return json.dumps([{"type": "function", "function": function} for function in functions])
@@ -318,7 +318,7 @@ class MarkExclusion:
 
     @property
     def pattern(self) -> str:
-        """The same expression as a `pattern` of a JSON schema."""
+        """Regular expression `body` as the `pattern` of a JSON schema, for the whole text."""
         return f"^{self.body}$"
 
     def exclude_from_schema(self, schema: Json) -> Json:

@@ -53,7 +53,11 @@ def render_rules(builder: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool,
 
 def render_tools_for_parser(parser: str, tools: Sequence[ToolSpec]) -> str:
     """Return the tools as JSON, with types by which `parser` distinguishes text from JSON. Return an empty text if
-    `parser` uses the original tools. Raise `UnsupportedSchema` as `render_parser_tools` does."""
+    `parser` uses the original tools.
+
+    Raise `UnsupportedSchema` for a schema that is invalid or too large, has circular references, or is strict with
+    keywords that cannot be enforced.
+    """
     return render_parser_tools(tools, nullable=TAGS[parser].nullable) if parser in TAGS else ""
 
 

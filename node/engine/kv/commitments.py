@@ -47,7 +47,7 @@ class Commitment:
         self.stored_tokens, self.is_joined, self.capacity_tokens = stored_tokens, True, 0
 
     def record_token(self, tokens: int = 1) -> None:
-        """Record that the row has one more token, or this many."""
+        """Record that the row has generated `tokens` more tokens."""
         self.stored_tokens += tokens
 
     def reset(self) -> None:

@@ -169,8 +169,9 @@ def is_plain(layers: Iterable[LayerCache]) -> bool:
 
 
 def view_row(layers: Iterable[LayerCache], place: int, end: int, start: int = 0) -> Layers:
-    """Return a view of the positions from `start` to `end` of row `place`, padding counted. `layers` are caches of
-    several rows that hold keys and values of all tokens."""
+    """Return a view of one row's cache, for the positions from `start` up to but not including `end`. `place` is the
+    index of the row; positions count padding. `layers` are caches of several rows with keys and values of all
+    tokens."""
     return [_view_layer(layer, place, start, end) for layer in layers]
 
 

@@ -115,10 +115,11 @@ class PrefixMemory:
         return self.nbytes + size <= self._limit(memory.cap) and _fits(memory, size)
 
     def make_room(self, size: int, transient: int = 0) -> bool:
-        """Evict older entries until `size` bytes fit into the limit of the cache, and as `evict_until_fits` until they
-        fit into memory. Return whether they fit. `transient` is bytes that are needed for a moment in addition.
+        """Evict older entries until `size` bytes fit into the limit of the cache and `size + transient` bytes into
+        memory, in the order of `evict_until_fits`. Return whether they fit.
 
-        Evict nothing if all cached bytes would not suffice. They may also prove too few after some were evicted.
+        `transient` is the bytes of a copy that exists only for a moment. Evict nothing if all cached bytes would not
+        suffice. A False result is possible after evictions as well, because an eviction may free less than expected.
         """
         memory = self._memory()
         limit = self._limit(memory.cap)

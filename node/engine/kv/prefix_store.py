@@ -160,8 +160,8 @@ class PrefixStore(Protocol[V]):
 
 
 class PrefixCache(Generic[V]):
-    """Store of token sequences of all models, in RAM. Values are opaque; their bytes are those of `CachedPrefix.nbytes`
-    at `store`."""
+    """Store of token sequences of all models, in RAM. Values are opaque; an entry counts with the bytes that its
+    `nbytes` has at `store`."""
 
     def __init__(self) -> None:
         self._tries: dict[tuple[str, str], RadixTrie[CachedPrefix[V]]] = {}
@@ -190,8 +190,11 @@ class PrefixCache(Generic[V]):
         return frozenset(self._tries)
 
     def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> PrefixHit[V]:
-        """Return the longest stored prefix of a prompt, as in `PrefixStore.find`. The entry becomes the most recently
-        used. At least one token of the prompt is left out; shorter prefixes than `MIN_PREFIX_TOKENS` are not used."""
+        """Return the longest stored prefix of a prompt in a scope, and mark its entry as the most recently used. `key`
+        has the packed ids of the prompt. `cut`: the model's caches can be cut.
+
+        The prefix leaves out at least the last token of the prompt. A prefix below `MIN_PREFIX_TOKENS` is not used.
+        """
         trie = self._tries.get((model, scope))
         if trie is None:
             return PrefixHit()
@@ -214,7 +217,7 @@ class PrefixCache(Generic[V]):
 
     def covers(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> bool:
         """Return whether a stored sequence of the scope already serves every prompt that the sequence `key` (packed
-        ids) would serve. `cut` as in `PrefixStore.find`."""
+        ids) would serve. `cut`: the model's caches can be cut."""
         trie = self._tries.get((model, scope))
         if trie is None:
             return False
@@ -277,7 +280,7 @@ class PrefixCache(Generic[V]):
                 self.pop(entry)
 
     def evict_entry(self, entry: CachedPrefix[V]) -> None:
-        """Remove a live entry. It counts as an eviction unless it is on the disk."""
+        """Remove an entry that is in memory. Its prompt counts as evicted unless it is on the disk."""
         if entry.copy is not None and entry.copy.on_disk:
             entry.copy.leave_memory()
         else:

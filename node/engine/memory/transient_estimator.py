@@ -78,7 +78,7 @@ class ForwardSamples:
         return len(self._samples)
 
     def add(self, shape: Shape, taken: float, estimate: Callable[[Shape], int]) -> None:
-        """Add a forward that took `taken` bytes; `estimate(shape)` returns the bytes expected so far.
+        """Add a forward that took `taken` bytes. `estimate(shape)` returns the bytes that the current fit expects.
 
         Request a new fit if the forward took more than expected, or is the first of its kind and took far less.
         """
@@ -145,7 +145,7 @@ class TransientEstimator:
         """Return the bytes that a prefill of `tokens` after `past` cached tokens needs: its transient and the charge of
         `compute_uncovered_bytes`.
 
-        `last` and `grows` as in `estimate_prefill`.
+        `last`: the forward computes the logits of its tokens. `grows`: the caches have no room and are copied.
         """
         return self.estimate_prefill(tokens, past, last=last, grows=grows) + self.compute_uncovered_bytes(
             CHUNKS, tokens
@@ -213,14 +213,15 @@ class TransientEstimator:
     def estimate_charged_join(self, grown: int, layers: int, rows: int) -> int:
         """Return the bytes that a join needs: its transient, and the charge of `compute_uncovered_bytes`.
 
-        `grown` (bytes) and `layers` are as in `estimate_join`. `rows` is the number of rows after the join.
+        `grown` is the size of the batch after the join, in bytes. `layers` is the number of its layers, `rows` the
+        number of its rows after the join.
         """
         return self.estimate_join(grown, layers) + self.compute_uncovered_bytes(JOINS, rows)
 
     def observe_prefill(self, tokens: int, past: int, taken: int, *, last: bool = False, grew: bool = True) -> None:
         """Record a prefill of `tokens` after `past` cached tokens that took `taken` bytes in addition to its KV.
 
-        `last` and `grew` are as `last` and `grows` in `estimate_prefill`.
+        `last`: the forward computed the logits of its tokens. `grew`: the caches had no room and were copied.
 
         Fit the coefficients again if it took more than the estimate, or if it is the first of its kind and took far
         less. A last chunk of at least `MIN_LOGITS_CHUNK_TOKENS` tokens is no sample: it only raises the cost of logits.
@@ -237,8 +238,8 @@ class TransientEstimator:
             self._fit_chunks()
 
     def observe_packed(self, rows: int, tokens: int, taken: int, past: int = 0) -> None:
-        """Record one forward over `rows` prompts of `tokens` tokens after `past` cached ones, which took `taken` bytes
-        in addition to its KV.
+        """Record one forward over `rows` prompts, each of `tokens` tokens after `past` cached ones. It took `taken`
+        bytes in addition to its KV.
 
         The forward becomes a sample, and the coefficients are fitted again, only if it exceeded its estimate. Below the
         estimate the share of a single row is unknown.

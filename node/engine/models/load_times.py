@@ -64,13 +64,14 @@ class LoadTimes:
 
     @property
     def measured(self) -> MeasuredLoad:
-        """Means of all loads so far, also of earlier processes."""
+        """Mean durations and speeds of all loads up to now, those of earlier processes included."""
         return self._measured
 
     def estimate_seconds(self, fingerprint: str, weights: int, probe: float) -> float:
-        """Return the expected duration of a load in seconds. `weights` is in bytes.
+        """Return the expected duration of a model load in seconds. `weights` is in bytes.
 
-        `probe` is the assumed duration of a first profile until one was measured; 0: the model has a profile.
+        `probe` is the assumed seconds of the first memory profile, used until a profile was timed; 0 if the model has a
+        profile already.
         """
         measured = self._measured
         seconds = measured.models.get(fingerprint)

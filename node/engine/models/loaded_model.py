@@ -97,8 +97,8 @@ class LoadedModel:
 
 
 def run_forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) -> mx.array | None:
-    """Run and evaluate one prefill forward, which writes into `cache`. With `last`, return the logits (1, vocabulary)
-    of the last token; else None."""
+    """Run and evaluate one prefill forward over the token ids `ids`, which writes into `cache`. With `last`, return the
+    logits (1, vocabulary) after the last token; else None."""
     logits = model(mx.array(list(ids))[None], cache=cache)
     last_logits = logits[:, -1, :] if last else None
     evaluate([layer.state for layer in cache], *([] if last_logits is None else [last_logits]))
@@ -108,7 +108,7 @@ def run_forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bo
 def load(
     descriptor: ModelDescriptor, on_weighed: Callable[[int], None] = lambda weights: None
 ) -> Generator[LoadStep | LoadedModel]:
-    """Load a model piece by piece. Yield the cost of each step before that step runs, and finally the model.
+    """Load a model piece by piece. Yield the memory that each step needs before the step runs, and finally the model.
 
     Before the model's first forward, `on_weighed` is called with the bytes of its weights. Exceptions of a faulty
     checkpoint propagate, such as `EmbeddingHeadError` or `ValueError`. Closing the generator releases the loaded

@@ -40,8 +40,8 @@ CheckGate = Callable[[int], bool]
 
 @dataclass(slots=True, eq=False)
 class ForwardPeak:
-    """Meter of the peak memory of a forward: by the high-water mark of the kernel where there is one, else by MLX's
-    peak."""
+    """Meter of the peak memory of a forward, in bytes. It uses the kernel's high-water mark of the footprint, or MLX's
+    peak where the kernel has no such mark."""
 
     peak_tracker: MlxPeakTracker
     """Peak of MLX's active memory."""

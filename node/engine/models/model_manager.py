@@ -127,8 +127,8 @@ class ModelManager:
 
     @property
     def next_leak_check_at(self) -> float | None:
-        """Monotonic time of the next check for leaked memory; None if none is due, or while a model is loaded or
-        loading."""
+        """Monotonic time of the next check for leaked memory. None while a model is loaded or loading, and if nothing
+        was unloaded since the last check."""
         return None if self._table.loaded or self.busy else self._unloader.leak_check.next_check_at
 
     @property
@@ -175,8 +175,8 @@ class ModelManager:
     # loads
 
     def tick(self, now: float) -> None:
-        """Start the next load, or check and load the next piece of the current one. The outcome of a load that ends is
-        in `take_ended`. Call this only while `busy`. `now` is the monotonic time."""
+        """Start the next queued load, or check the gate and load the next piece of the load in progress. `take_ended`
+        returns the outcome of a load that ended. Call this only while `busy`. `now` is the monotonic time."""
         load, pieces = self._table.load, self._pieces
         if load is None or pieces is None:
             self._begin_load(self._queue.popleft(), now)
@@ -293,10 +293,9 @@ class ModelManager:
 
     def abort_load(self, refused: Refused, name: str = "") -> bool:
         """Abort the load in progress and release its pieces. With a `name`, abort only the load of this model, in
-        progress or queued.
+        progress or queued. Return False if there is no load to abort.
 
-        `refused` is the refusal for its requests and orders, which `take_ended` returns. Return whether there was such
-        a load.
+        `refused` is the refusal of the requests and orders that wait for the load; `take_ended` returns it.
         """
         load = self._table.load
         if load is None or name not in ("", load.name):
@@ -321,11 +320,12 @@ class ModelManager:
     # memory
 
     def free_memory(self, need: int, *, over_load: bool = False) -> bool:
-        """Free memory until `need` bytes fit; return whether they fit. If all of it would not suffice, free only MLX's
-        buffers.
+        """Free memory until `need` bytes fit, and return whether they fit. If all reusable memory together would not
+        suffice, free only MLX's buffers.
 
-        The order is that of the unloader; with `over_load` the current load is aborted last. For a model load, which
-        is judged without the margin, the caller subtracts the margin from `need`.
+        The order: MLX's buffers, spare memory, the prefix cache, idle models, and with `over_load` the model load in
+        progress, whose requests are refused. For a model load, which is judged without the margin, the caller subtracts
+        the margin from `need`.
         """
         load = self._table.load if over_load else None
         if not self._unloader.can_free(need, 0 if load is None else load.total):

@@ -63,7 +63,7 @@ class ModelStats:
         self.load_seconds = seconds
 
     def record_profile(self, profile: "MemoryProfile") -> None:
-        """Replace the memory profile by a stored or newly measured one."""
+        """Set the memory profile, stored or newly measured. It replaces an earlier profile."""
         self.profile = profile
 
 
@@ -105,8 +105,8 @@ class ModelUsage:
 
 
 class ModelHold:
-    """Hold of one user on a loaded model, from `ModelUsage.hold`. `release` may be called twice. As a context, the hold
-    is released at its end."""
+    """Hold of one user on a loaded model, which keeps the model in memory (`ModelUsage.hold`). A second `release` does
+    nothing. Used as a context manager, the hold is released at the end of the block."""
 
     __slots__ = ("_holds",)
 

@@ -75,9 +75,9 @@ class ModelUnloader:
     # models
 
     def unload(self, name: str) -> None:
-        """Unload a loaded model: release its weights and evict its cached prefixes. Its users are not checked.
+        """Unload a model: release its weights and evict its cached prefixes. Raise `KeyError` if it is not loaded.
 
-        Raise `KeyError` if it is not loaded.
+        This method does not check whether requests use the model.
         """
         loaded_model = self._table.remove(name)
         self._catalogue.unpin(name)
@@ -104,16 +104,17 @@ class ModelUnloader:
         return sorted(idle, key=lambda name: loaded[name].usage.used_at)
 
     def find_next_idle_unload(self) -> float | None:
-        """Return the monotonic time of the next unload of an idle model; 0.0 if one was replaced on disk. Return None
-        if no model will be unloaded."""
+        """Return the monotonic time of the next unload of an idle model; 0.0, for at once, if an idle model was
+        replaced on disk. Return None if no model will be unloaded."""
         if self._find_replaced():
             return 0.0
         idle = self.list_idle() if self._max_idle_seconds else []
         return self._table.loaded[idle[0]].usage.used_at + self._max_idle_seconds if idle else None
 
     def unload_idle(self, now: float) -> list[ModelDescriptor]:
-        """Unload idle models that were replaced on disk, or unused for `max_idle_seconds` until the monotonic time
-        `now`. Return the new versions of replaced models that are preloaded, which must be loaded."""
+        """Unload idle models that were replaced on disk, or that have been unused for `max_idle_seconds` at the
+        monotonic time `now`. Return the new versions of preloaded models that were replaced: the caller must load
+        them."""
         again = list[ModelDescriptor]()
         for found in self._find_replaced():
             log.info("model replaced on disk", model=found.name)
@@ -141,8 +142,8 @@ class ModelUnloader:
     # memory
 
     def can_free(self, need: int, further: int = 0) -> bool:
-        """Free MLX's free buffers; return whether `need` bytes fit, or would after all other memory was freed.
-        `further` are bytes that the caller could free in addition."""
+        """Free MLX's free buffers. Return whether `need` bytes fit now, or would fit after spare memory, the prefix
+        cache and idle models were freed. `further` is the bytes that the caller could free in addition."""
         clear_buffers()
         return fits(self._memory(), need) or fits(self._memory(), need - self._compute_freeable_bytes() - further)
 
@@ -151,12 +152,13 @@ class ModelUnloader:
         return spare + sum(self._table.loaded[name].weights for name in self.list_idle())
 
     def free_memory(self, need: int) -> bool:
-        """Free memory until `need` bytes fit; return whether they fit. If all of it would not suffice, free only MLX's
-        buffers."""
+        """Free memory until `need` bytes fit, and return whether they fit. If all reusable memory together would not
+        suffice, free only MLX's buffers."""
         return self.can_free(need) and self.free_until_fits(need)
 
     def free_until_fits(self, need: int) -> bool:
-        """Free memory until `need` bytes fit or none is left that a request could reuse; return whether they fit."""
+        """Free spare memory, the prefix cache and idle models, in this order, until `need` bytes fit or nothing
+        reusable is left. Return whether they fit."""
         if self.release_spare(lambda: fits(self._memory(), need)):
             return True
         if self._prefix_cache.memory.evict_until_fits(need):
@@ -182,7 +184,7 @@ class ModelUnloader:
             self._evict(name)
 
     def release_spare(self, enough: Callable[[], bool]) -> bool:
-        """Release spare memory, in order, until `enough()`; return its last result."""
+        """Release spare memory, in the order of `spares`, until `enough()` returns True. Return its last result."""
         for spare in self._spares:
             if spare.nbytes and not enough():
                 spare.release()

@@ -29,6 +29,7 @@ class ModelWiring:
         self._loading_bytes = 0
 
     def on_released(self) -> None:
-        """Reset the recent peak after memory was freed, possibly that of a model, and set the wired limit."""
+        """Reset the recent peak, because memory was freed, and set the wired limit for the models that are still
+        loaded."""
         self._forget_peak()
         self.rewire()

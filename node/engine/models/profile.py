@@ -69,7 +69,8 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     seconds: float
     """Duration of the measurement, in seconds."""
     share: float = 1.0
-    """Share of the longest row from the fit that passed a reading; with `failed`, that of the last attempt."""
+    """Tokens of the row that passed the check against a memory reading, as a share of the longest row, which was tried
+    first, 0 to 1. With `failed`, the share of the last attempt, which did not pass."""
     failed: str = ""
     """Diagnosis if no attempt with the longest row passed a reading, else empty. It is stored so that later loads
     repeat it without another measurement."""

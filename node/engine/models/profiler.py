@@ -55,10 +55,10 @@ def tokenize_sample_text(folder: Path, vocabulary: int, count: int) -> list[int]
 class Profiler:
     """Profiler of loaded models: it takes the stored profile of a model, or measures a new one.
 
-    `check(bytes)` checks the gate. `longest` returns the longest row that a model's costs allow, in tokens. `narrowed`
-    returns the bytes by which the margin is narrowed. `chunk` and `batch` are the limits of the engine, in tokens and
-    rows. `context` is the context in the settings (0: none). With `enabled` False, no profile is used or measured at a
-    load.
+    `check(bytes)` returns whether the gate admits that many bytes. `longest(model)` returns the longest row that the
+    memory costs of a model allow, in tokens. `narrowed()` returns the bytes by which the margin is narrowed. `chunk` is
+    the maximum tokens of a prefill forward, `batch` the maximum decoding rows. `context` is the context length of the
+    settings in tokens (0: none). With `enabled` False, no profile is used or measured at a load.
     """
 
     def __init__(
@@ -94,10 +94,11 @@ class Profiler:
         return 0.0
 
     def probe(self, loaded_model: LoadedModel, *, alone: bool) -> Iterator[None]:
-        """Set the profile of a model: the stored one, or a new one measured in one forward per step.
+        """Set the memory profile of a model: the stored one, or a new one. Each step of the iterator runs one forward
+        of the measurement.
 
-        With `alone`, the longest row is then checked against a reading. A failure is logged and does not end the load.
-        An encoder has no rows and gets no profile.
+        With `alone`, no other model is loaded, and the longest row of a new profile is checked against a memory
+        reading. A failure is logged and does not end the load. An encoder has no rows and gets no profile.
         """
         if not self._enabled or not loaded_model.has_rows:
             return

@@ -78,7 +78,7 @@ class PreparedEmbedding:
     refused: Refused | None = None
     """Refusal of the request; None: it is accepted."""
     segments: tuple[int, ...] = ()
-    """Place of the first token of the second text of each pair, 0 for a text without one; empty for a decoder."""
+    """Position of the first token of the second text of each pair, 0 for a single text; empty for a decoder."""
 
     @property
     def tokens(self) -> int:

@@ -36,7 +36,8 @@ class Row:
     ids: list[int] = field(default_factory=list[int])
     """Generated tokens."""
     reason: str = ""
-    """Reason of its end: that of `Finished`, such as `stop`, or `released` (`release`); empty while the row runs."""
+    """Finish reason, such as `stop`, or `released` if its request has ended before its last token. Empty while the row
+    runs."""
     state: RowState = RowState.WAITING
     """State of the row."""
     rebuilt: int = 0
@@ -55,7 +56,8 @@ class Row:
         self.state = step(self.state, event)
 
     def commit(self, commitment: Commitment) -> None:
-        """Replace the memory commitment of the row: by one of the ledger, or by an empty one without memory."""
+        """Replace the memory commitment of the row: by one of the ledger, or by one of 0 bytes if the row is
+        preempted."""
         self.commitment = commitment
 
     def release(self) -> None:
@@ -64,7 +66,7 @@ class Row:
         self.reason = "released"
 
     def count_rebuild(self) -> int:
-        """Count a rebuild after a broken batch; return the number of rebuilds so far."""
+        """Increment and return the number of rebuilds of this row after a broken batch."""
         self.rebuilt += 1
         return self.rebuilt
 
@@ -174,7 +176,7 @@ class Sequence:
     joined: float = 0.0
     """Time of its first join; 0.0 before."""
     last_token_at: float = 0.0
-    """Time at which output was last sent; at first that of the first join, 0.0 before."""
+    """Time at which output was last sent, or of the first join if none was sent since; 0.0 before that join."""
     cached: int = 0
     """Tokens found in the prefix cache at the start of the request."""
     prompt_hash: bytes = b""

@@ -56,7 +56,7 @@ class WaitingRequests:
         self._for_model[number] = waiting
 
     def remove(self, number: int) -> bool:
-        """Remove a request that waits for its model; return whether there was one of this number."""
+        """Remove the request `number`, if it waits for its model. Return whether it was removed."""
         return self._for_model.pop(number, None) is not None
 
     def take_next(self, model: str) -> WaitingForModel | None:

@@ -154,8 +154,8 @@ class BatchRecovery:
             self._batches.pop(loaded_model, number)
 
     def end_rows(self, loaded_model: LoadedModel, rows: Iterable[Row], now: float) -> None:
-        """Store those of `rows` that have ended in the prefix cache, then remove them. Output `Finished` for each
-        request whose last row ended. `now` is the monotonic time."""
+        """Store the ended rows among `rows` in the prefix cache, then remove them from their batches. Output `Finished`
+        for each request whose last row ended. `now` is the monotonic time."""
         ended = [row for row in rows if row.reason and row.sequence in self._requests]
         if not ended:
             return
@@ -198,8 +198,8 @@ class BatchRecovery:
             self._output.add_end(Refusal(sequence.number, refused, sequence.shape.prompt))
 
     def fail_request(self, sequence: Sequence, code: str, message: str) -> None:
-        """End a request with a `Failed` frame, and count the failure. Do nothing if it has ended: one fault may reach a
-        request twice."""
+        """End a request with a `Failed` frame, and count the failure. Do nothing if the request has ended already,
+        because one fault may be reported for a request twice. `code` is a `FailureCode`."""
         if sequence not in self._requests:
             return
         self.release_request(sequence)

@@ -39,11 +39,11 @@ class BatchTable:
                     yield loaded_model, number, batch
 
     def get_batches(self, loaded_model: LoadedModel) -> Mapping[int, DecodeBatch[Row]]:
-        """Return the batches of a model by number; an empty mapping if it has none."""
+        """Return the decode batches of a model by batch number; an empty mapping if no row of the model decodes."""
         return self._batches.get(loaded_model.name, NO_BATCHES)
 
     def get(self, loaded_model: LoadedModel, number: int) -> DecodeBatch[Row] | None:
-        """Return a batch of a model; None if there is none of this number."""
+        """Return the decode batch `number` of a model; None if the model has no such batch."""
         return self.get_batches(loaded_model).get(number)
 
     def put(self, loaded_model: LoadedModel, number: int, batch: DecodeBatch[Row]) -> None:
@@ -51,7 +51,7 @@ class BatchTable:
         self._batches.setdefault(loaded_model.name, {})[number] = batch
 
     def pop(self, loaded_model: LoadedModel, number: int) -> DecodeBatch[Row] | None:
-        """Remove and return a batch of a model; None if there is none of this number."""
+        """Remove and return the decode batch `number` of a model; None if the model has no such batch."""
         batches = self._batches.get(loaded_model.name, {})
         batch = batches.pop(number, None)
         if not batches:

@@ -126,10 +126,10 @@ class DecodeBatch(Generic[K]):
     def join(
         self, joining: Sequence[JoiningRow[K]], ids: Sequence[int], cache: Layers, logits: mx.array
     ) -> list[NextToken[K]]:
-        """Add rows that share a past and return each row's first token; no step returns it again.
+        """Add rows that have the same tokens so far, and return each row's next token. No step returns these again.
 
-        `cache` holds all of `ids` and is consumed. `logits` (1, vocabulary) are those of the last id. Exceptions of MLX
-        and mlx-lm propagate; the whole batch must then be discarded.
+        `ids` are the token ids so far. `cache` holds all of them and is consumed. `logits` (1, vocabulary) are the
+        logits after the last id. Exceptions of MLX and mlx-lm propagate; the whole batch must then be discarded.
         """
         past, layers = list(ids), _merge_cache(cache, len(joining))
         drawn = [_draw_first(joining_row.guard, mx.array(past), logits) for joining_row in joining]
@@ -204,7 +204,8 @@ class DecodeBatch(Generic[K]):
         self._called = seconds
 
     def take_call(self) -> float | None:
-        """Return the duration of the last call in seconds, once; None if it was taken already."""
+        """Return the recorded duration of the last call in seconds, and forget it. Return None if no call was recorded
+        since the last `take_call`."""
         called, self._called = self._called, None
         return called
 
@@ -232,9 +233,11 @@ class DecodeBatch(Generic[K]):
         )
 
     def take_last_tokens(self) -> list[NextToken[K]]:
-        """Return every row's next token without launching a further step. Use this if all rows end with these tokens.
+        """Return every row's next token, without a further step in flight. Use this if all rows end with these tokens.
 
-        If the caller knows the next token of a row already, as after a join, this is a call of `step`.
+        If a row joined since the last step, its token in flight is known to the caller or still part of the prompt.
+        This method then calls `step`, which does launch a further step. Return an empty list without rows. Exceptions
+        propagate; the whole batch must then be discarded.
         """
         if self._batch is None or self._reported:
             return self.step()
@@ -273,8 +276,8 @@ class DecodeBatch(Generic[K]):
         return [joining_row.row for joining_row in self._rows.values()]
 
     def drop_rows(self, rows: Collection[K]) -> None:
-        """Remove those of `rows` that are in the batch, and release their memory. After an exception the whole batch
-        must be discarded."""
+        """Remove those of `rows` that are in the batch, and release their memory. Exceptions propagate; the whole batch
+        must then be discarded."""
         if self._batch is None:
             return
         uids = {uid for uid, joining_row in self._rows.items() if joining_row.row in rows}
@@ -289,7 +292,7 @@ class DecodeBatch(Generic[K]):
         self._evaluate_layers()
 
     def get_ids(self, row: K) -> list[int]:
-        """Return the tokens in a row's cache: prompt and all returned tokens, the last included.
+        """Return the token ids in a row's cache: prompt and all returned tokens, the last included.
 
         A first token that `join` returned is missing until a step has processed it.
         """
@@ -303,8 +306,8 @@ class DecodeBatch(Generic[K]):
         return materialize(layer.extract(place) for layer in self._batch.prompt_cache)
 
     def view(self, row: K) -> Layers | None:
-        """Return a view of a row's cache without padding. Return None if the row is not in the batch, or if its layers
-        do not hold keys and values of all tokens. The next step invalidates the view."""
+        """Return a view of a row's cache without padding. Return None if the row is not in the batch, or if a layer is
+        not a plain cache (`BatchKVCache`). The next step invalidates the view."""
         batch = self._batch
         if batch is None or not any(row is other for other in self.list_rows()):
             return None

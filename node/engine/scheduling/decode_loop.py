@@ -78,8 +78,8 @@ class DecodeLoop:
         self._preemptor.release_over_cap()
 
     def wait(self) -> None:
-        """Wait for launched steps, and rebuild a batch whose step raises. Record the duration of each step, and the
-        memory of the step of a lone batch.
+        """Wait for the launched steps of all batches, and rebuild a batch whose step raises. Record the duration of
+        each step. If there is only one batch, record the memory of its step as well.
 
         MLX runs calls one after the other: the wait costs no time, and it separates the times of step and chunk.
         """

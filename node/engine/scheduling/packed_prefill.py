@@ -44,10 +44,10 @@ class PackedPrefill:
         self._max_tokens = max_tokens
 
     def select_batch(self, first: Prefill, waiting: Sequence[Prefill], max_tokens: int) -> list[Prefill]:
-        """Return the prompts to prefill in one forward with `first`, which is the first of them.
+        """Return the prompts to prefill in one forward: `first`, then prompts of the same decode batch from `waiting`.
 
-        Several prompts have at most `max_tokens` tokens with padding. Return only `first` if it cannot be packed, or if
-        no other prompt fits. The cached prefix of each prompt that may be packed is looked up.
+        With padding, several prompts have at most `max_tokens` tokens together. Return only `first` if it cannot be
+        packed, or if no other prompt fits. The prefix cache is looked up for each prompt that is considered.
         """
         if not self._can_pack(first):
             return [first]

@@ -37,8 +37,8 @@ class PrefixState:
     hit: PrefixHit[Layers] = NO_PREFIX
     """Result of the last lookup."""
     removed_tokens: int = 0
-    """Tokens of the entry that this prefill removed from the prefix cache for its own use; 0 without one, and once the
-    prompt is stored."""
+    """Number of tokens in the entry that this prefill took out of the prefix cache; 0 without such an entry, and once
+    the prompt is stored."""
     stops: list[int] = field(default_factory=list[int])
     """Positions in the prompt, in tokens, at which a snapshot is wanted."""
     snapshot_at: int = 0
@@ -46,12 +46,13 @@ class PrefixState:
     snapshots: list[CachedPrefix[Layers]] = field(default_factory=list[CachedPrefix[Layers]])
     """Snapshots that were taken because the prompt is long, oldest first."""
     history: WindowHistory | None = None
-    """History of the sliding windows so far; None without windows, before the start, and once the prompt is stored."""
+    """History of the sliding windows up to now; None without windows, before the start, and once the prompt is
+    stored."""
 
     plan: ReadPlan | None = None
-    """Files of the disk cache from which the prompt starts; None without any, or once they were read."""
+    """Files of the disk cache from which the prefill will start; None if there are none, and once they are read."""
     restoring: DiskRestore | None = None
-    """Restoration of these files in progress; None without one."""
+    """Restoration of the files of `plan` in progress; None before its start and after its end."""
     restored: tuple[PlannedPart, ...] = ()
     """Files from which the prompt was restored."""
 
@@ -97,7 +98,8 @@ class PrefixState:
         self.restored = parts
 
     def set_history(self, history: WindowHistory | None) -> None:
-        """Set the history of the sliding windows so far, or None once the prompt is stored or the prefill has ended."""
+        """Set the history of the sliding windows up to now, or None once the prompt is stored or the prefill has
+        ended."""
         self.history = history
 
 
@@ -123,7 +125,7 @@ class Prefill:
     stored_tokens: int = 0
     """Tokens in the cache. Before the first chunk: tokens found in the prefix cache, 0 without a `past`."""
     retry_at: float = 0.0
-    """Monotonic time from which the gate may be tried again after a refusal; 0.0 without one."""
+    """Monotonic time of the next attempt after a refusal by the gate; 0.0 without a refusal."""
     past: PrefixState | None = None
     """Prefix cache state; None: the prefix cache is not used."""
     alone: bool = False
@@ -146,13 +148,13 @@ class Prefill:
 
     @property
     def started(self) -> bool:
-        """Whether the prefill has a cache, and therefore places in the batch for its rows."""
+        """Whether the prefill has a cache. Its rows then count as taken in the batch."""
         return self.cache is not None
 
     @property
     def answered(self) -> bool:
         """Whether the answer was started, here or on another node, and the request was not preempted for another key.
-        Such a prefill precedes new requests."""
+        The prefill of an answered request gets rows before that of a new one (`compute_service_order`)."""
         sequence = self.sequence
         return bool(sequence.joined or sequence.request.resume) and not sequence.yielded
 
@@ -199,8 +201,8 @@ class Prefill:
             row.apply(RowEvent.CHUNK)
 
     def end_chunk(self, count: int, capacity_tokens: int, logits: mx.array | None) -> None:
-        """Record a chunk of `count` tokens. The growing layers of the cache have room for `capacity_tokens` on average.
-        `logits` (1, vocabulary) are those of the last token; None before the last chunk."""
+        """Record a chunk of `count` tokens. The growing layers of the cache have room for `capacity_tokens` tokens on
+        average. `logits` (1, vocabulary) are the logits after the prompt's last token; None before the last chunk."""
         self.stored_tokens += count
         self.logits = logits
         self.rows[0].commitment.record_prefill(self.stored_tokens, capacity_tokens)

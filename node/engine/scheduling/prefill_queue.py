@@ -18,7 +18,7 @@ from wire.capacity.fairness import PrefillFairness
 
 class PrefillQueue:
     """Choices of the next prefills. `batch`: maximum rows that decode at once. `chunk`: maximum tokens of a forward.
-    `floor`: tokens of the smallest chunk to which the gate may shrink one."""
+    `floor`: minimum tokens to which the gate may shrink a chunk."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class PrefillQueue:
         self._fairness.count_prefilled(prefill.owner, max(0, tokens))
 
     def compute_chunk_tokens(self, prefill: Prefill) -> int:
-        """Return the tokens of the next chunk, sized by time. The last chunk returns logits. If more tokens than
-        `LoadedModel.tail` are left for it, its last token is left for a chunk of its own."""
+        """Return the number of tokens in the next chunk, sized by time. The last chunk of a prompt computes logits. If
+        it would have more tokens than `LoadedModel.tail`, leave its last token to a chunk of its own."""
         count = min(self.compute_affordable_tokens(prefill), prefill.left)
         return count - 1 if count == prefill.left > prefill.loaded_model.tail else count
 
@@ -112,7 +112,8 @@ class PrefillQueue:
         )
 
     def compute_required_bytes(self) -> int:
-        """Return the most bytes that one of the prefills which wait for memory needs; 0 if none waits."""
+        """Return the bytes that the largest next chunk needs, of `floor` tokens, among the prefills that wait for
+        memory. Return 0 if no prefill waits."""
         waiting = [
             prefill.loaded_model.estimator.estimate_chunk(self._floor, len(prefill.ids))
             for prefill in self._requests.prefills

@@ -75,15 +75,15 @@ class TrimModes:
         return mode
 
     def remove(self, model: str) -> None:
-        """Forget the model with this name, because it is unloaded."""
+        """Remove the trim mode of the model with this name, because the model is unloaded."""
         self._modes.pop(model, None)
 
 
 class PrefixCacheManager:
     """Prefix cache of the scheduler: lookup and storage for rows (see the module's docstring).
 
-    `store` has the sequences. `memory` makes room for them, and frees it for the engine. `disk` has sequences on the
-    disk.
+    `store` holds the entries in memory. `memory` evicts entries, to make room for new ones or to free memory for the
+    engine. `disk` holds the entries on the disk.
     """
 
     def __init__(self, store: PrefixCache[Layers], memory: PrefixMemory, disk: DiskTier) -> None:
@@ -96,7 +96,7 @@ class PrefixCacheManager:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all entries, of the histories of prefills in progress, and of the parts that wait to be written."""
+        """Bytes of all entries, of the histories of prefills in progress, and of the parts queued for the disk."""
         return self.memory.nbytes
 
     @property
@@ -105,16 +105,16 @@ class PrefixCacheManager:
         return self._store.entries
 
     def get_state(self, fingerprints: Mapping[str, str]) -> CacheState:
-        """Return the bytes, the entries and the counts since the start, with the prompt hashes of the last evictions.
-        Count prompts that have left both memory and disk as evicted. `fingerprints` are those of the node's models by
-        name."""
+        """Return the bytes, the number of entries and the counts since the start, with the prompt hashes of the last
+        evictions. First count prompts that have left both memory and disk as evicted. `fingerprints` maps the names of
+        the node's models to their fingerprints."""
         for prompt_hash in self.disk.take_lost():
             self._store.count_eviction(prompt_hash)
         return self.disk.describe(self._store.get_state(), self._store.describe_models(), fingerprints)
 
     def clear(self, model: str, fingerprint: str) -> None:
-        """Delete the entries of a model in memory and on the disk, or of all models if its fingerprint is empty. Raise
-        `OSError` if files cannot be deleted."""
+        """Delete the entries of a model in memory and on the disk, or of all models if `fingerprint` is empty. Raise
+        `OSError` if files cannot be deleted, `BlockingIOError` if another process writes to the folder."""
         for entry in self._store.entries:
             if not fingerprint or entry.model == model:
                 entry.set_copy(None)  # its files are deleted next
@@ -122,7 +122,8 @@ class PrefixCacheManager:
         self.disk.clear(fingerprint)
 
     def evict_until(self, enough: Callable[[], bool]) -> None:
-        """Release cached bytes in the order of `PrefixMemory.evict_until`, until `enough()` or none is left."""
+        """Release histories of prefills, then the least recently used entries, then parts queued for the disk, until
+        `enough()` or nothing is left."""
         self.memory.evict_until(enough)
 
     def evict_model(self, model: str) -> None:
@@ -137,9 +138,9 @@ class PrefixCacheManager:
     # prompts
 
     def begin_lookup(self, prefill: Prefill) -> None:
-        """Find the cached prefix of a prefill, for a new request or for a preempted or rebuilt row. Set its `past`; if
-        the prefix cache is not used, leave that None and return. Set the request's prompt hash, and `sequence.cached`
-        to the number of cached tokens, except for rows that return after their first join."""
+        """Find the cached prefix of a prefill, for a new request or for a preempted or rebuilt row. Set `prefill.past`,
+        the request's prompt hash, and, before its first join, `sequence.cached` to the number of cached tokens. Set
+        none of them if the prefix cache is not used."""
         if self.memory.compute_limit() <= 0 or self._trim_modes.find(prefill.loaded_model) is CacheTrimMode.NEVER:
             return
         key, sequence = pack(prefill.ids), prefill.sequence
@@ -179,8 +180,8 @@ class PrefixCacheManager:
     def restore(self, prefill: Prefill) -> bool:
         """Set the cache with which a prefill starts: the cached prefix, which counts as a hit, or an empty cache.
 
-        An entry that is used wholly is removed, not copied, unless it is a snapshot. Return False if the entry was
-        evicted since the lookup: the gate must then check the whole prompt.
+        An entry whose tokens are all used is taken out of the cache, not copied, unless it is a snapshot. Return True,
+        or False if the entry was evicted since the lookup: the gate must then check the whole prompt.
         """
         past = prefill.past
         hit = NO_PREFIX if past is None else past.hit
@@ -206,9 +207,9 @@ class PrefixCacheManager:
         return True
 
     def record_chunk(self, prefill: Prefill, count: int) -> None:
-        """Record the last `count` tokens of a prefill in the history of its windows, or release that history if memory
-        is short. Take a snapshot if one is wanted here and the history does not replace it, or if one of a long prompt
-        is due (`is_long_snapshot_due`)."""
+        """Record the last `count` tokens of a prefill in the history of its windows, or release it if memory is short.
+        Take a snapshot at the positions in `past.stops`, unless the history replaces the snapshot. For caches that
+        cannot be cut, also take one when a long prompt is due for it (`is_long_snapshot_due`)."""
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None:
             return
@@ -269,12 +270,12 @@ class PrefixCacheManager:
             self._store_entry(prefill.loaded_model, key, materialize(opening), b"", SHARED_SCOPE, snapshot=True)
 
     def store_prompt(self, prefill: Prefill, transient: int, view: RowView) -> None:
-        """Store the state of a whole prompt while its rows decode, because the next prompt may start with it. Where no
-        layer has a window, store a system prompt that all keys share as well.
+        """Store the cache of a prefilled prompt right before its rows join a decode batch, because the next prompt may
+        start with this one. Do nothing if caches of this model cannot be cut, or if the history of their windows is
+        lost. For a model without windows, also store the system prompt that all keys share, as an entry of its own.
 
-        This applies only to caches that can be cut, if the state is not cached. Without room in memory, only the disk
-        cache writes it, by the `view` of a decoding row of the prompt. `transient` is the bytes of the copy that the
-        join makes without this as well.
+        Store nothing that is cached already. If memory has no room, offer the prompt to the disk cache alone; `view()`
+        returns the cache of its decoding row. `transient` is the bytes that must stay free for the join itself.
         """
         past, cache = prefill.past, prefill.cache
         mode = self._trim_modes.find(prefill.loaded_model)
@@ -293,11 +294,11 @@ class PrefixCacheManager:
         self._store_or_offer(prefill, past.key, layers, transient, view)
 
     def store_packed(self, prefill: Prefill, row: Layers, transient: int, view: RowView) -> None:
-        """Store a copy of the state of a packed prompt, and its system prompt that all keys share, unless cached.
-        Without room in memory, only the disk cache writes the state.
+        """Store a copy of the cache of a packed prompt, and the system prompt that all keys share. Store nothing that
+        is cached already. If memory has no room for the copy, offer the prompt to the disk cache alone.
 
         `row` is a view of the packed cache with all tokens of the prompt but the last. `transient` is the bytes that
-        the join of the packed prompts needs for a moment. `view` is as in `store_prompt`.
+        must stay free for the join of the packed prompts. `view()` returns the cache of the prompt's decoding row.
         """
         if prefill.past is not None:
             self._store_shared_prompt(prefill, row, transient)
@@ -320,7 +321,7 @@ class PrefixCacheManager:
 
     def put_back(self, prefill: Prefill) -> None:
         """Store again the prefix that a prefill took out of the cache, because its request was cancelled. Do nothing if
-        none was taken or its prompt is stored, if the cache cannot be cut, or without memory."""
+        no prefix was taken or its prompt is stored, if the cache cannot be cut, or if memory has no room."""
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or not past.removed_tokens:
             return
@@ -338,8 +339,8 @@ class PrefixCacheManager:
 
     def store_row(self, loaded_model: LoadedModel, row: Row, batch: DecodeBatch[Row]) -> None:
         """Store the cache of a request's first choice at its end, before the row is dropped from its batch. Do nothing
-        if the prefix cache is not used, if the sequence is too short or cached already, or without memory. Exceptions
-        of the batch propagate."""
+        for other choices, or if the prefix cache is not used. Do nothing either for less than `MIN_PREFIX_TOKENS`
+        tokens, for a cached sequence, or without memory. Exceptions of the batch propagate."""
         sequence = row.sequence
         if row.choice or not sequence.prompt_hash:
             return

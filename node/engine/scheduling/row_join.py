@@ -45,12 +45,12 @@ class RowJoin:
         self._prefixes = prefixes
 
     def join_prefill(self, prefill: Prefill, logits: mx.array) -> Refused | None:
-        """Join the rows of a prompt to their decode batches, and output their first tokens. Return the refusal of rows
-        without room, which join later; None if all rows have joined.
+        """Join the rows of a prompt to their decode batches, and output their first tokens. Return None if all rows
+        have joined; else the gate's refusal of the rows without room, which join later.
 
-        Each join passes the gate, because it copies a batch layer by layer. `logits` (1, vocabulary) are those of the
-        last token of the prompt. Exceptions of the join propagate after the other rows of the batch were rebuilt. Raise
-        `Halted` if the engine was halted.
+        Each join passes the gate, because it copies a batch layer by layer. `logits` (1, vocabulary) are the logits
+        after the last token of the prompt. Exceptions of the join propagate after the other rows of the batch were
+        rebuilt. Raise `Halted` if the engine was halted.
         """
         tokens = list[NextToken[Row]]()
         refused = self._join_batches(prefill, logits, tokens)

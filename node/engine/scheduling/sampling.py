@@ -109,8 +109,8 @@ def choose_greedily(logprobs: mx.array) -> mx.array:
 
 
 def compute_draw_key(seed: int, choice: int, position: int) -> int:
-    """Mix seed, choice and position into the key of one draw, an integer of 64 bits. Splitmix64 makes neighbouring keys
-    independent."""
+    """Return the key of one random draw, an integer of 64 bits. It depends on the seed, the index of the choice, and
+    the position of the token in the answer. Splitmix64 makes neighbouring keys independent."""
     mixed = _mix((seed & _MASK) + 0x9E3779B97F4A7C15 * (choice + 1))
     return _mix(mixed + 0x9E3779B97F4A7C15 * (position + 1))
 
@@ -123,7 +123,8 @@ def _mix(value: int) -> int:
 
 
 class SeededSampler:
-    """Sampler that draws the tokens of one answer in turn, from the token at `position` on."""
+    """Sampler that draws the tokens of one answer in order. `position` is the index of the first drawn token in the
+    answer; the tokens before are known."""
 
     def __init__(self, sampling: SamplingParameters, seed: int, choice: int, position: int) -> None:
         self._sampling = sampling
@@ -144,9 +145,10 @@ def create_sampler(sampling: SamplingParameters, seed: int, choice: int, positio
 
 
 def apply_cuts(logprobs: mx.array, sampling: SamplingParameters) -> mx.array:
-    """Apply the temperature, then set log probabilities outside top-k, top-p and min-p to −inf; at least one stays.
+    """Return log probabilities (rows, vocabulary) after the temperature, with −inf outside top-k, top-p and min-p.
 
-    The temperature must not be 0.
+    The argument has the same shape. The result is not normalized, and each row keeps at least one finite value. The
+    temperature must not be 0.
     """
     scaled = logprobs * (1 / sampling.temperature)
     vocabulary = scaled.shape[-1]

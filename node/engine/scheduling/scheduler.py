@@ -68,7 +68,7 @@ class SchedulerLimits(NamedTuple):
     chunk: int
     """Maximum tokens of a forward."""
     floor: int
-    """Tokens of the smallest chunk to which the gate may shrink one."""
+    """Minimum tokens to which the gate may shrink a prefill chunk."""
 
 
 class Scheduler:
@@ -193,7 +193,7 @@ class Scheduler:
     def cancel(self, number: int, now: float) -> bool:
         """Cancel a request in any state without a further frame. Return False if it has ended or is unknown.
 
-        The prefix cache gets back the entry that its prefill took, and loses the snapshots of its long prompt.
+        The prefix cache gets back the entry that the request's prefill took out, and loses the snapshots of its prompt.
 
         `now` is the monotonic time at which the turn began.
         """
@@ -209,8 +209,7 @@ class Scheduler:
         return True
 
     def end_newest(self, refused: Refused, now: float) -> bool:
-        """End the newest request that holds memory; return whether there was one. A request without tokens in a cache
-        holds none.
+        """End the newest request that holds memory. Return False if no request has tokens in a cache.
 
         The request is refused with `refused`, or fails if some of its tokens were delivered. `now` is the monotonic
         time at which the turn began.
@@ -263,7 +262,8 @@ class Scheduler:
         return self._output.drain()
 
     def synchronize(self) -> None:
-        """Wait for launched decode steps, so that the next call is measured without them."""
+        """Wait for the launched decode steps of all batches, so that the measurement of the next native call does not
+        include them."""
         self._decode.wait()
 
     def close(self) -> None:

@@ -52,9 +52,10 @@ class ScriptedBatch:
     # prefill
 
     def has_room(self, chunk: PrefillChunk, now: float) -> bool:
-        """Check the gate for a prefill, and count its forward. Return False if there is no room.
+        """Check the gate for a prefill, and count its forward. Return False if the gate refuses it.
 
-        Its first prompt then waits. If all requests wait for each other, the newest of them loses its memory.
+        The first prompt of the chunk then waits. If no request can continue, the newest waiting request loses its
+        memory.
         """
         refused = self._memory.check(GateSite.PREFILL, now)
         if refused is not None:
@@ -132,7 +133,8 @@ class ScriptedBatch:
             self._preemptor.release_for(sequence, replace(refused, message=message), now)
 
     def count_steady_steps(self) -> int:
-        """Return the number of decode steps in which no row certainly ends or must grow before the last one."""
+        """Return a number of decode steps before the last of which no row ends, sends tokens or needs a larger
+        commitment."""
         return min(
             min(row.count_steps_left(request.last), row.commitment.committed_tokens - row.commitment.stored_tokens)
             for request in self._table.running

@@ -35,8 +35,11 @@ def build_turns(
     leap: bool,
     crash: Callable[[int], None] = _ignore_call,
 ) -> TurnParts:
-    """Return the turns of an engine that decodes at most `rows` rows at once. `leap` is as in `ScriptedTurns`, `crash`
-    as in `ScriptedBatch`."""
+    """Return the turns of an engine that decodes at most `rows` rows at once.
+
+    With `leap`, equal turns are computed at once. `crash(number)` is called in the first decode step of a request that
+    ends the process.
+    """
     table = ScriptedTable(rows)
     preemptor = ScriptedPreemptor(table, memory)
     prefills = ScriptedPrefills(table, costs, MAX_CHUNK_TOKENS)

@@ -104,7 +104,7 @@ class ScriptedEngine:
         return None if isinstance(frame, Ping) else frame
 
     def handle(self, work: Work, now: float) -> list[Frame]:
-        """Process one frame at the monotonic time `now`; return the immediate answers."""
+        """Process one frame at the monotonic time `now`. Return the frames that answer it at once; mostly none."""
         if isinstance(work, Generate):
             return self._generate(work, now)
         if isinstance(work, Embed):

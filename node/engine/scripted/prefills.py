@@ -30,9 +30,9 @@ class PrefillChunk(NamedTuple):
     members: tuple[ScriptedSequence, ...]
     """Its prompts."""
     tokens: int
-    """Tokens of the chunk of a single prompt; 0 for several prompts."""
+    """Number of tokens in the chunk of a single prompt; 0 for several prompts."""
     seconds: float
-    """Duration in seconds."""
+    """Duration of the forward in seconds."""
 
     def start(self) -> None:
         """Record that its prompts have caches."""
@@ -72,7 +72,7 @@ class ScriptedPrefills:
         return next(iter(self.list_choices(now)), None)
 
     def next_unstarted(self) -> ScriptedSequence | None:
-        """Return the next prompt that gets rows; None if all have started."""
+        """Return the next prompt that gets rows in the decode batch; None if all prompts have started."""
         return next(iterate_in_service_order(self._table.queue, self._table.count_rows_by_key()), None)
 
     def list_choices(self, now: float) -> list[ScriptedSequence]:
@@ -97,12 +97,12 @@ class ScriptedPrefills:
     def schedule(
         self, choices: Sequence[ScriptedSequence], step: float, *, leap: bool
     ) -> tuple[list[PrefillChunk], int]:
-        """Return the prefill of the next turn, and 1. With `leap`, return the prefills of the next turn and of the one
-        after it, and the number of turns in which they alternate.
+        """Return the prefills of the next turns, and the number of these turns.
 
-        In these turns no prompt is complete before the last one, and no chunk or choice would differ. A single prefill
-        is that of all these turns. `step` is the duration of a decode step in seconds (0: no row decodes). `choices`
-        must not be empty.
+        Without `leap`, these are one prefill and 1. With `leap`, one prefill that repeats in all these turns, or two
+        that alternate. No prompt is complete before the last of these turns, and no chunk or choice would differ from
+        single turns. `step` is the duration of a decode step in seconds (0: no row decodes). `choices` must not be
+        empty.
         """
         first = self._build_chunk(self._choose_prompt(choices, 1), choices, step)
         if not leap or first.completes:

@@ -14,7 +14,7 @@ from wire.frames import Channel, Delta, Finished, Generate, Timings
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ScriptedRow:
-    """One choice of an admitted request, whose tokens are counted. Its text is made up when it is sent.
+    """One choice of an admitted request. Its tokens are only counted; placeholder text is made when they are sent.
 
     `now` is in monotonic seconds in all methods.
     """
@@ -26,20 +26,20 @@ class ScriptedRow:
     produced: int = 0
     """Number of generated tokens."""
     reason: str = ""
-    """Reason of its end; empty while it is running."""
+    """Finish reason, `stop` or `length`; empty while the row is running."""
     resumed_tokens: int = 0
-    """Number of first tokens that another node generated and sent."""
+    """Number of tokens at the start of the answer that another node generated and sent."""
     sent: int = 0
     """Number of tokens that were sent, by this node or another."""
 
     @property
     def stop(self) -> str:
-        """Always empty: no stop string ends such an answer."""
+        """Always empty, because a row without text has no stop strings. Overridden by `TextRow`."""
         return ""
 
     def count_steps_left(self, last: int) -> int:
-        """Return the number of further steps of which only the last one may send tokens or end the row. The answer has
-        at most `last` tokens."""
+        """Return the number of decode steps until the row next sends tokens or ends. `last` is the maximum number of
+        tokens of the answer."""
         return 1 if self.sent == self.resumed_tokens else last - self.produced
 
     def add_tokens(self, number: int, count: int, now: float, *, ends: int, limit: int) -> None:
@@ -53,33 +53,35 @@ class ScriptedRow:
             self.reason = "stop" if self.produced == ends else "length"
 
     def is_due(self, seconds: float, *, stream: bool) -> bool:
-        """Return whether its unsent tokens are to be sent now, `seconds` after the last ones of its request.
+        """Return whether the unsent tokens of the row are to be sent now, `seconds` after the last output of its
+        request.
 
-        Tokens without text are sent at the first one and at the end.
+        This row has no text of its own: it sends after its first token and at its end.
         """
         return bool(self.reason) or self.sent == self.resumed_tokens
 
     def gather(self, number: int) -> Delta:
-        """Return the tokens of a request with this number that were not sent yet, and mark them as sent. There must be
-        at least one."""
+        """Return the unsent tokens as a delta of the request `number`, and mark them as sent. There must be at least
+        one token."""
         new, self.sent = self.produced - self.sent, self.produced
         return Delta(number, self.choice, tuple(range(new)), ((Channel.CONTENT, "x" * new),))
 
     def end_replay(self, known: int) -> None:
-        """Record that `known` tokens were sent by another node, and that none of them is in memory."""
+        """Record that another node sent the first `known` tokens, and that none of them is in a cache here."""
         self.produced = self.resumed_tokens = self.sent = known
         self.commitment.reset()
 
     def prefill(self, tokens: int) -> None:
-        """Record that its own cache holds `tokens` tokens."""
+        """Record that the cache of this row holds `tokens` tokens, before the row joins a batch."""
         self.commitment.record_prefill(tokens, tokens)
 
     def join(self, prompt: int) -> None:
-        """Record that the row decodes, after a prefill of `prompt` tokens and of its known ones."""
+        """Record that the row joins a decode batch, after a prefill of `prompt` tokens and of its generated ones."""
         self.commitment.record_join(prompt + self.produced)
 
     def commit(self, commitment: Commitment) -> None:
-        """Replace the memory commitment of the row: by one of the ledger, or by an empty one without memory."""
+        """Replace the memory commitment of the row: by one of the ledger, or by one of 0 bytes if the row is
+        preempted."""
         self.commitment = commitment
 
 
@@ -104,8 +106,10 @@ class TextRow(ScriptedRow):
         return 1
 
     def add_tokens(self, number: int, count: int, now: float, *, ends: int, limit: int) -> None:
-        """Generate the next `count` tokens of a request, as `ScriptedRow.add_tokens`, and store their deltas. `now` is
-        the monotonic time.
+        """Generate the next `count` tokens of the request `number`, and store their deltas. End the row when its answer
+        is complete or has a stop string.
+
+        `ends` is the number of tokens of the scripted answer, `limit` the maximum number of tokens.
         """
         for _ in range(count):
             self.gathered.append(self._add_token(number, now, ends=ends, limit=limit))
@@ -123,18 +127,24 @@ class TextRow(ScriptedRow):
         return Delta(number, self.choice, (token,), ((Channel.CONTENT, shown),) if shown else ())
 
     def is_due(self, seconds: float, *, stream: bool) -> bool:
-        """Return whether its unsent tokens are to be sent now, `seconds` after the last ones of its request."""
+        """Return whether the unsent tokens of the row are to be sent now, `seconds` after the last output of its
+        request. A stream sends at once, other answers at their end or after `FLUSH_INTERVAL_SECONDS`."""
         return stream or bool(self.reason) or seconds >= FLUSH_INTERVAL_SECONDS
 
     def gather(self, number: int) -> Delta:
-        """Return the deltas that were not sent yet as one, and mark them as sent. There must be at least one."""
+        """Return the unsent deltas as one delta of the request `number`, and mark them as sent. There must be at least
+        one delta."""
         gathered, self.gathered, self.sent = self.gathered, [], self.produced
         ids = tuple(token for delta in gathered for token in delta.ids)
         text = "".join(text for delta in gathered for _, text in delta.pieces)
         return Delta(number, self.choice, ids, ((Channel.CONTENT, text),) if text else ())
 
     def replay(self, number: int, known: Sequence[int], now: float, *, ends: int, limit: int) -> None:
-        """Restore a row after the tokens `known` that another node has sent: their text is not sent again."""
+        """Restore a row after the token ids `known`, which another node has sent. Their text is not sent again.
+
+        End the row if the answer is complete or has a stop string within these tokens. `ends` and `limit` are described
+        at `ScriptedRow.add_tokens`.
+        """
         for _ in known:
             self._add_token(number, now, ends=ends, limit=limit)
             if self.reason:
@@ -153,11 +163,11 @@ class ScriptedSequence:
     ledger: CommitmentLedger
     """Ledger of its model."""
     ends: int
-    """Number of tokens of its scripted answers. It is above the limit if only the limit ends them."""
+    """Number of tokens of each scripted answer; above the token limit if only the limit ends the answers."""
     arrived: float
     """Time of arrival."""
     crashes: bool = False
-    """Whether its first decode step ends the process."""
+    """Whether its first decode step ends the engine process, to simulate a crash."""
     rows: list[ScriptedRow] = field(default_factory=list[ScriptedRow])
     """Its choices."""
     cached: int = 0
@@ -167,7 +177,7 @@ class ScriptedSequence:
     prefilled: int = 0
     """Tokens of its prompt and of its known answers in memory, during its prefill."""
     started: bool = False
-    """Whether it has a cache, and therefore places for its rows."""
+    """Whether the request has a cache. Its rows then count as taken in the batch."""
     retry_at: float = 0.0
     """Time from which its prefill may continue; 0.0 unless it waits for memory."""
     yielded: bool = False
@@ -200,8 +210,8 @@ class ScriptedSequence:
 
     @property
     def answered(self) -> bool:
-        """Whether part of its answer was already generated, and it was not preempted for another key. Such a prefill
-        precedes new requests."""
+        """Whether the request has generated tokens already and was not preempted for another key. The prefill of an
+        answered request gets rows before that of a new one (`compute_service_order`)."""
         return any(row.produced for row in self.rows) and not self.yielded
 
     @property
@@ -221,7 +231,7 @@ class ScriptedSequence:
 
     @property
     def length(self) -> int:
-        """Tokens of its prefill: the prompt and the known tokens of its longest row."""
+        """Number of tokens of its prefill: the prompt, and the generated tokens of its longest running row."""
         rows = self.rows
         known = (
             rows[0].produced if len(rows) == 1 else max((row.produced for row in self.list_active_rows()), default=0)
@@ -258,11 +268,13 @@ class ScriptedSequence:
         self.retry_at = until
 
     def begin(self, now: float) -> None:
-        """Record that it decodes from the monotonic time `now` on, and end its delay. `begun` keeps the first time."""
+        """Record that the request decodes from the monotonic time `now` on, and end its delay. `begun` keeps the time
+        of the first call."""
         self.begun, self.last_token_at, self.retry_at = self.begun or now, now, 0.0
 
     def preempt(self, *, for_key: bool) -> None:
-        """Record that its memory is released until it returns; `for_key`: for another key."""
+        """Record that the request is preempted: its memory is released, and its prefill must run again. `for_key`: it
+        is preempted for another API key."""
         self.yielded |= for_key
         self.started, self.prefilled, self.warm, self.retry_at = False, 0, 0, 0.0
         for row in self.list_active_rows():

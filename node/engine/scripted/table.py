@@ -93,7 +93,7 @@ class ScriptedTable:
         self._rows += sequence.width
 
     def end_row(self) -> None:
-        """Count one decoding row less, because it has ended."""
+        """Decrement the number of decoding rows, because a row has ended."""
         self._rows -= 1
 
     def preempt(self, sequence: ScriptedSequence) -> None:

@@ -27,15 +27,15 @@ class RunningTurns(NamedTuple):
     """Equal turns that are running now."""
 
     began: float
-    """Monotonic time at which the first one began."""
+    """Monotonic time at which the first turn began."""
     turns: int
     """Number of turns."""
     done: int
     """Number of turns whose results are recorded."""
     decodes: bool
-    """Whether rows decode. A step of the settings may take 0 s."""
+    """Whether rows decode in these turns. `step` does not tell this, because the settings allow a step of 0 s."""
     step: float
-    """Seconds of a decode step; 0 if no row decodes."""
+    """Seconds of a decode step; 0 if no row decodes or steps take no time."""
     chunks: tuple[PrefillChunk, ...]
     """Prefills of the turns, which alternate; empty without a prefill."""
 
@@ -53,7 +53,8 @@ class RunningTurns(NamedTuple):
         return self.began + self.compute_seconds(self.turns)
 
     def count_completed(self, now: float) -> int:
-        """Return the number of turns that have ended at the monotonic time `now`, without the last one."""
+        """Return how many of the first `turns - 1` turns have ended at the monotonic time `now`; at least `done`. The
+        last turn is never counted: `ScriptedTurns.step` records it."""
         period = max(1, len(self.chunks))
         whole = self.compute_seconds(period)
         turns = period * int((now - self.began) / whole) if whole else 0
@@ -121,15 +122,16 @@ class ScriptedTurns:
         return max(now, min(waiting)) if waiting else None
 
     def interrupt(self, now: float) -> list[Frame]:
-        """Record the turns that have ended, and let the running turn be the last one, because requests or memory
-        change. Return the frames to send."""
+        """Record the turns that have ended at the monotonic time `now`. Make the turn in progress the last of the
+        running turns, because requests or memory change. Return the frames to send."""
         frames = self.catch_up(now)
         if self._running is not None and self._running.turns > self._running.done + 1:
             self._running = self._running._replace(turns=self._running.done + 1)
         return frames
 
     def catch_up(self, now: float) -> list[Frame]:
-        """Record the turns that have ended, except the last one. Return the frames to send."""
+        """Record the turns that have ended at the monotonic time `now`, except the last of the running turns, which
+        `step` records. Return the frames to send."""
         running = self._running
         if running is None or running.turns == running.done + 1:
             return []

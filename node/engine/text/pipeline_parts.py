@@ -46,12 +46,13 @@ class MarkCutter:
         self._state = machine.make_state(place)
 
     def feed(self, text: str) -> list[tuple[MarkerPlace, str]]:
-        """Split text at markers, as in `MarkerCutter.feed`."""
+        """Split text at markers. Return each place (state) that the text passes with its part of the text, starting
+        with the current place."""
         self._state, segments = TextStateMachine.split(self._state, text)
         return segments
 
     def flush(self) -> str:
-        """Return the text held back as a possible start of a marker, as in `MarkerCutter.flush`."""
+        """Return the text held back as a possible start of a marker; it belongs to the current place."""
         self._state, text, _ = TextStateMachine.flush(self._state)
         return text
 

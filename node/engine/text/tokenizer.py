@@ -118,11 +118,11 @@ class Tokenizer:
             raise TemplateFailed(format_error(error)) from error
 
     def count_shared_tokens(self, request: Generate, prompt: TokenizedPrompt) -> int:
-        """Return the number of a prompt's first tokens that follow from the system prompt alone, if all keys share
-        that.
+        """Return the number of tokens at the start of a prompt that depend only on the system prompt, if all keys share
+        that prompt.
 
-        Return 0 without such a system prompt, or if its end depends on other text. The tokens are those that two
-        prompts with only this system prompt in common share.
+        They are the tokens with which any two prompts with this system prompt begin. Return 0 without a shared system
+        prompt, or if this prompt does not begin with them.
         """
         if not request.shared or not request.messages:
             return 0
@@ -210,9 +210,9 @@ class Tokenizer:
     ) -> TextPipeline:
         """Return the text pipeline of one choice.
 
-        `tools` is the JSON array of the request, `thinking` that of `TokenizedPrompt`. With `one_call` the answer ends
-        with its first call. With a `grammar`, markers are recognized only where the grammar puts them. Raise
-        `TemplateFailed` or `ValueError` if `tools` is no JSON array.
+        `tools` is the JSON array of the request. `thinking`: the prompt leaves a thought open. With `one_call` the
+        answer ends with its first call. With a `grammar`, markers are recognized only where the grammar puts them.
+        Raise `TemplateFailed` or `ValueError` if `tools` is no JSON array.
         """
         parsed_tools = parse_tools((grammar.tools if grammar is not None else "") or tools)
         prefix = f"call_{request_id}_{choice}_" if choice else f"call_{request_id}_"

@@ -18,7 +18,8 @@ def compute_reserve(total: int, wanted: int) -> int:
 
 
 class DiskSpace:
-    """Disk of a folder. `reserve` is that of `compute_reserve`. `user` is the consumer of the space, for errors."""
+    """Disk of a folder. `reserve` is the bytes that stay free; negative for the default (`compute_reserve`). `user`
+    names the consumer of the space in errors."""
 
     def __init__(self, folder: Path, reserve: int, user: str = "the download") -> None:
         self._folder = folder

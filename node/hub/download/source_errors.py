@@ -30,7 +30,7 @@ class SourceLimited(SourceError):
 class SourceRefusal(SourceError):
     """Refusal that does not pass: the source cannot be used for this download.
 
-    `code` is that with which the order ends if no other source is left.
+    `code` is the code of the order's end if no other source is left.
     """
 
     def __init__(self, code: ModelOrderCode, message: str) -> None:

@@ -29,7 +29,7 @@ _TELLING = (ModelOrderCode.GATED, ModelOrderCode.NOT_FOUND, ModelOrderCode.RATE_
 
 @dataclass(slots=True, eq=False)
 class DownloadSource:
-    """Source of a download. Times are monotonic seconds."""
+    """Source of a download, with its faults since the last progress. Times are monotonic seconds."""
 
     client: SourceClient
     timeout: float
@@ -99,8 +99,8 @@ class SourcePool:
         """Return a pool with the clients of all sources whose kind is known, each with at most `connections`
         connections.
 
-        `timeout` is that of each source in seconds; 0 selects the default of its kind. A source that cannot be used
-        from the start is left out, with its reason in `unusable`.
+        `timeout` is the maximum seconds without progress of each source; 0 selects the default of its kind. A source
+        that cannot be used from the start is left out, and `unusable` has the reason.
         """
         opened, unusable = list[DownloadSource](), list[str]()
         for source in sources:

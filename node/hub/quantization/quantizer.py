@@ -2,7 +2,8 @@
 
 Rules
 - One quantization at a time. The lease is that of a video job: the ceiling of the engine is lowered first.
-- The child is killed when its measured footprint exceeds the lease, or cannot be read three times in a row.
+- The child is killed when its measured footprint exceeds the lease, or cannot be read three times in a row. It is also
+  killed after `STALL_TIMEOUT_SECONDS` without progress, and after `TIMEOUT_SECONDS` in total.
 - The memory is returned only after the child has ended.
 - A result is in the catalogue completely or not at all.
 - The quantization ends when the Mac stops sharing, and with the agent.

@@ -32,7 +32,7 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     guidance: Guidance | None = None
     """Scale of classifier-free guidance."""
     guidance_2: Guidance | None = None
-    """The same for the second expert of a package that has two."""
+    """Scale of classifier-free guidance of the second expert, in a package that has two."""
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
     timeout: Seconds | None = None
     """Maximum seconds for the whole job; None for the node's setting."""

@@ -3,16 +3,17 @@
 `node.video.worker.worker_monitor` calls `step` several times a second. It runs in the agent, because the agent
 outlives the actor.
 
-    footprint of all of the worker's processes > lease      ended at once         memory_lease_exceeded
-    the footprint cannot be read three times in a row       ended                 monitor_failed
-    the worker is gone, and has reported no result          nothing to end        worker_crashed, worker_lost
-    no sign of progress for `stall` seconds                 ended                 worker_stalled
-    not done `timeout` seconds after it was started         ended                 job_timeout
+    footprint of all of the worker's processes > lease      killed at once        memory_lease_exceeded
+    the footprint cannot be read three times in a row       killed at once        monitor_failed
+    the parent process of the worker has ended              killed at once        worker_lost
+    the worker has ended, and has reported no result        nothing to end        worker_crashed, worker_lost
+    no sign of progress for `stall` seconds                 ended after a grace   worker_stalled
+    not done `timeout` seconds after it was started         ended after a grace   job_timeout
 
-A sign of progress is a new phase, a step or a computed transformer block. The beat of a thread is no sign, because it
-continues while a GPU hangs. A step of a large picture takes twenty minutes; a block never takes five. The footprint is
-read from the kernel; the worker's own memory numbers are ignored. An overshoot between two checks is real (200 ms of
-allocating), which is why a prediction has a margin.
+A sign of progress is a new phase, a step or a computed transformer block. The `beat` event of the worker alone is no
+sign, because its thread continues while a GPU hangs. A step of a large picture takes twenty minutes; a block never
+takes five. The footprint is read from the kernel; the worker's own memory numbers are ignored. A worker can exceed its
+lease between two checks, by the allocations of 200 ms. A prediction therefore has a margin.
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from wire.units import show_size
 from wire.video import LeaseEndCode
 
 MAX_FAILED_READINGS = 3
-"""Failed readings in a row after which the memory counts as unguarded."""
+"""Failed readings of the footprint in a row after which the worker is killed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class WatchdogState:
     began: float
     """Start of the worker, in seconds of a monotonic clock."""
     moved: float
-    """Last sign of progress, in seconds of the same clock."""
+    """Time of the last sign of progress, in seconds of the same clock."""
     mark: object = None
     """`WorkerObservation.mark` at the last check."""
     failed: int = 0

@@ -96,7 +96,7 @@ class ProgressReporter:
         kind.__call__ = call_and_count
 
     def run(self) -> None:
-        """Write the count as `beat` events until the process ends."""
+        """Write a `beat` event with count and peak every `PROGRESS_INTERVAL_SECONDS`, until the process ends."""
         pause = threading.Event()
         while not pause.wait(PROGRESS_INTERVAL_SECONDS):
             self._writer.write_event("beat", blocks=self.blocks, peak=self.peak())
@@ -204,9 +204,10 @@ def set_memory_limits(mx: Any, size: int, *, wire: bool = True) -> int:
 def make_clip(job: dict[str, Any], writer: EventWriter, reporter: ProgressReporter) -> dict[str, Any]:
     """Generate the clip of a job with MLX, and write its progress as events to `writer`.
 
-    `job` is the JSON object from stdin. `reporter` counts transformer blocks. Return the properties of the clip by
-    name, as `save_clip` does. Raise `ValueError` if the clip has no frames, `OSError` or `ValueError` for a config that
-    cannot be read or parsed. Errors of the engine propagate.
+    `job` is the JSON object from stdin. `reporter` counts transformer blocks. Return the fields of the `done` event:
+    `width` and `height` in pixels, `frames`, `fps`, `files`, `seed`, `steps`, and `mlx_peak` in bytes. Raise
+    `ValueError` if the clip has no frames, `OSError` or `ValueError` for a config that cannot be read or parsed. Errors
+    of the engine propagate.
     """
     mx: Any = importlib.import_module("mlx.core")
     wired = set_memory_limits(mx, int(job["size"]), wire=job.get("wire", True))
@@ -263,7 +264,8 @@ def make_clip(job: dict[str, Any], writer: EventWriter, reporter: ProgressReport
 
 
 def save_clip(video: Any, job: dict[str, Any], mx: Any) -> dict[str, Any]:
-    """Write clip and thumbnail to the folder `out` of the job. Return the properties of the clip by name.
+    """Write clip and thumbnail to the folder `out` of the job. Return the fields of the `done` event: `width` and
+    `height` in pixels, `frames`, `fps`, `files` (names in `out`), `seed`, `steps`, and `mlx_peak` in bytes.
 
     Sizes are measured, because the engine rounds sizes without an error. Raise `ValueError` if the clip has no frames.
     Errors of the engine propagate.
@@ -278,7 +280,8 @@ def save_clip(video: Any, job: dict[str, Any], mx: Any) -> dict[str, Any]:
 
 
 def inspect_clip(clip: Path, thumbnail: Path) -> dict[str, Any]:
-    """Decode the whole clip and save its first frame as `thumbnail`. Return its width, height, frames and fps.
+    """Decode the whole clip and save its first frame as `thumbnail`. Return the clip's `width` and `height` in pixels,
+    its number of `frames`, and `fps`.
 
     Raise `ValueError` if the clip has no frames. The engine itself checks for black frames.
     """

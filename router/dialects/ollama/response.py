@@ -48,8 +48,8 @@ class AnswerShape:
     ) -> Line:
         """Return a whole answer, or one line of a stream, as a JSON object.
 
-        `end` are the additional fields of a whole answer and of the last line, as from `build_end_fields`; None for any
-        other line.
+        `end` are the additional fields of a whole answer and of the last line (`build_end_fields`); None for any other
+        line.
         """
         message: Line = {"role": "assistant", "content": content} if self._chat else {"response": content}
         if thinking:

@@ -33,7 +33,7 @@ _encode = msgspec.json.Encoder().encode
 class ChatChunks:
     """Encoder of one streamed answer into OpenAI's chunks.
 
-    `custom` names the custom tools, `fingerprint` is that of the model's files.
+    `custom` has the names of the custom tools, `fingerprint` the fingerprint of the model's files.
     """
 
     def __init__(self, spec: RequestSpec, custom: Collection[str] = (), fingerprint: str = "") -> None:
@@ -138,7 +138,7 @@ class ChatChunks:
 def convert_call(piece: str, custom: Collection[str] = ()) -> dict[str, object] | None:
     """Return a tool call of the engine in OpenAI's shape. Return None if it is invalid.
 
-    A call of a tool in `custom` is that of a custom tool, any other that of a function.
+    `custom` has the names of the custom tools. All other calls are calls of functions.
     """
     call = parse_call(piece)
     if call is None:

@@ -73,8 +73,9 @@ def build_stored_response(body: bytes, messages: tuple[Message, ...]) -> StoredR
 class ResponseStore:
     """Store of the answers of all API keys, in memory.
 
-    `most` and `nbytes` are the maximum number and size of all answers, `of_key` and `key_bytes` those of one key. The
-    attribute `nbytes` is the present size of all answers. Sizes are those of `build_stored_response`.
+    `most` is the maximum number of answers of all keys, `of_key` that of one key. `nbytes` and `key_bytes` are the
+    maximum sizes of these answers in bytes. The attribute `nbytes` is the current size of all answers. The size of an
+    answer is the one that `build_stored_response` computes.
     """
 
     def __init__(

@@ -127,9 +127,9 @@ def build_type_discriminator(*kinds: str) -> Discriminator:
 
 
 def build_tool_discriminator(*kinds: str) -> Discriminator:
-    """Return a discriminator like `build_type_discriminator`. It tags a part of an unknown type as `foreign_part`.
+    """Return a discriminator by the `type` of a tool, with tags `<type>_part`, and `foreign_part` for an unknown type.
 
-    A part without a type is validated as the first kind.
+    A tool without a type is validated as the first kind.
     """
     marks = {kind: f"{kind}_part" for kind in kinds}
 

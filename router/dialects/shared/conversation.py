@@ -20,11 +20,11 @@ class ConversationRequest(msgspec.Struct, frozen=True, gc=False):
     include_usage: bool
     """Whether the last chunk of a stream has the usage."""
     tools: str = ""
-    """Tools as in `wire.frames.Generate`."""
+    """JSON array of tools in OpenAI's shape; empty for none."""
     set_penalties: frozenset[str] = frozenset()
     """Names of the penalties that the body sets, also to their defaults."""
     template: str = ""
-    """Template variables as in `wire.frames.Generate`."""
+    """JSON object of further variables of the chat template; empty for none."""
     session: str = ""
     """Name of the conversation; empty without one."""
     ignored: tuple[str, ...] = ()

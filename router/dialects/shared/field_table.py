@@ -84,7 +84,10 @@ class FieldTable(Generic[B]):
         return raw_fields if isinstance(raw_fields, Problem) else self.parse(raw_fields, strict=strict)
 
     def parse(self, raw_fields: Body, *, strict: bool = False) -> ParsedBody[B] | Problem:
-        """Validate a body, or a part with its own table, from decoded JSON. Return a 400 problem as `read` does."""
+        """Validate a body, or a part with its own table, from decoded JSON. Return a 400 problem if it is invalid.
+
+        Unknown fields are ignored or refused, with `strict` always refused, by the rules of `read`.
+        """
         fields = self._strip(raw_fields)
         if isinstance(fields, Problem):
             return fields

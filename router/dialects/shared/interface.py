@@ -44,7 +44,8 @@ class AnswerReader(Protocol):
 
     @property
     def spec(self) -> RequestSpec:
-        """Request of the client, with the choices of all its prompts together."""
+        """Request of the client. For a body with several prompts: the request of the first prompt, but its number of
+        choices (`params.n`) is the total of all prompts."""
         ...
 
     @property

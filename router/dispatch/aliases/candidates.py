@@ -106,7 +106,7 @@ class AliasCandidates:
         """Reason for which each model was passed over."""
 
     def add_unused(self, spec: RequestSpec, demand: ResourceDemand, lost: set[NodeId]) -> None:
-        """Add all candidates but the first one as unused. `spec` and `demand` are those of the first one.
+        """Add all candidates but the first one as unused. `spec` and `demand` belong to the first candidate.
 
         `lost` has the nodes that were lost with the request. All candidates share this set.
         """

@@ -46,7 +46,7 @@ class UpstreamGate:
         return f"not asked after failures in a row, the last one: {state.why}"
 
     def record_request(self, name: str, number: int) -> None:
-        """Record that a request was passed on. `number` is that of the request."""
+        """Record that the request `number` was passed on to the upstream `name`."""
         self._breakers.record_attempt(name, number, self._clock())
 
     def end_request(self, request: ActiveRequest, outcome: Outcome) -> None:

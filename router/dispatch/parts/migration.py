@@ -68,10 +68,10 @@ class Migration:
         return sum(not self._migrate_request(request) for request in self._attempts.list_on_node(node))
 
     async def wait_drained(self, node: NodeId, seconds: float) -> int:
-        """Migrate the requests of a node as `migrate_node` does, and wait until it has none, for at most `seconds`.
+        """Migrate the requests of a live node to other nodes, and wait at most `seconds` until the node has none.
 
-        Requests that stay are migrated by later calls of `migrate_node`, or end on the node. Return the number of
-        requests left.
+        Requests that cannot be migrated now are migrated by later calls of `migrate_node`, or end on the node. Return
+        the number of requests that are left on the node.
         """
         empty = self._drains.add_wait(node)
         self.migrate_node(node)

@@ -154,7 +154,8 @@ class UpstreamClient:
     ) -> UpstreamError:
         """Return an error about this upstream, whose sentence is the upstream's name followed by `text`.
 
-        `outcome`, `status` and `retry_after` (seconds) are those of `UpstreamError`.
+        `outcome` is one of `UPSTREAM_OUTCOMES`, `status` the status of the answer to the client, and `retry_after` its
+        Retry-After in seconds, None without one.
         """
         return UpstreamError(f"the upstream {self.name} {text}", outcome, status, retry_after)
 

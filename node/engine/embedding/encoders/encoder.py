@@ -40,8 +40,9 @@ class Encoder:
     ) -> mx.array:
         """Return the hidden states of texts, padded to one length, lazily: shape (texts, tokens, features).
 
-        `lengths` are the tokens of each text without padding. `segments` has the place of the first token of each
-        second text, 0 without a second text; empty if no text has one. `record` is called after each layer.
+        `lengths` are the numbers of tokens of each text without padding. `segments` has the position of the first token
+        of each second text of a pair, 0 without a second text; empty if no text has one. `record` is called after each
+        layer.
         """
         ids = mx.array([list(row) for row in rows])
         places, tokens = mx.arange(ids.shape[1])[None], ids.shape[1]

@@ -44,7 +44,8 @@ def run_modernbert(
 ) -> mx.array:
     """Return the hidden states of texts, shape (texts, tokens, features), lazily.
 
-    `ids`, `mask` and `record` are as in `run_bert`.
+    `ids` has the shape (texts, tokens). `mask`, shape (texts, 1, 1, tokens), is False for padding; None without
+    padding. `record` is called after each layer.
     """
     states = weights.take_rows(_WORDS, ids)
     states = weights.normalize("embeddings.norm", states, shape.epsilon)

@@ -46,8 +46,8 @@ class BlockName(NamedTuple):
 
 
 def compute_root(fingerprint: str, versions: str, scope: str) -> bytes:
-    """Return the hash with which the chains of a model and scope begin. `versions` are those of the libraries that
-    wrote the arrays."""
+    """Return the hash with which the chains of a model and scope begin. `versions` names the libraries that wrote the
+    arrays, with their versions."""
     text = "\0".join((str(FORMAT_VERSION), fingerprint, versions, scope))
     return blake2b(text.encode(), digest_size=HASH_BYTES).digest()
 

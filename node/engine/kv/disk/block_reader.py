@@ -43,9 +43,9 @@ class ReadPlan(NamedTuple):
 
 
 class ReadPart(NamedTuple):
-    """Part that the thread has read; `arrays` None: the file is invalid.
+    """Part that the thread has read; `arrays` None: the file is missing or invalid.
 
-    `nbytes` are those of its file, `seconds` is the duration of the read.
+    `nbytes` is the size of its file, `seconds` the duration of the read.
     """
 
     planned: PlannedPart

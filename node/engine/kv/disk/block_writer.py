@@ -22,7 +22,7 @@ from node.engine.kv.disk.disk_budget import WriteBudget
 from wire.units import MIB
 
 MAX_QUEUED_BYTES = 64 * MIB
-"""Bytes that may wait for the writer. One larger part may wait alone."""
+"""Queued bytes from which the writer accepts no further part. A single part may be larger."""
 PAUSE_AFTER_ERROR_SECONDS = 30.0
 """Seconds without new parts after a write that failed: the disk may be full, read-only or gone."""
 
@@ -30,7 +30,7 @@ log = structlog.get_logger("engine.disk_cache")
 
 
 class QueuedPart(NamedTuple):
-    """Part that waits for the writer."""
+    """Part in the queue of the writer."""
 
     name: BlockName
     arrays: Sequence[BlockArray]
@@ -65,7 +65,7 @@ class BlockWriter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the parts that wait or are being written."""
+        """Bytes of the parts that are queued or being written."""
         return self._nbytes
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class BlockWriter:
 
     @property
     def budget_bytes(self) -> int:
-        """Bytes that may be written now."""
+        """Bytes that the daily budget allows to be written now."""
         return int(self._budget.compute_left(time.monotonic()))
 
     def can_accept(self) -> bool:
@@ -97,7 +97,7 @@ class BlockWriter:
             return self._changed.wait_for(lambda: not self._unfinished, seconds)
 
     def clear(self) -> int:
-        """Drop the parts that are not being written yet; return their bytes."""
+        """Drop all queued parts, except the one that is being written. Return their bytes."""
         with self._changed:
             dropped = sum(part.nbytes for part in self._queue)
             self.drops += len(self._queue)
@@ -107,7 +107,7 @@ class BlockWriter:
         return dropped
 
     def remove(self, files: Collection[str]) -> None:
-        """Drop the parts of these files that wait, and remove the one that is being written once it is complete."""
+        """Drop the queued parts of these files. If one of the files is being written, delete it once it is complete."""
         with self._changed:
             self._discard |= self.writing in files
             dropped = [part for part in self._queue if part.name.file in files]
@@ -117,7 +117,7 @@ class BlockWriter:
             self._queue = deque(part for part in self._queue if part.name.file not in files)
 
     def discard(self) -> None:
-        """Drop all parts that wait, and remove the one that is being written once it is complete."""
+        """Drop all queued parts, and delete the file that is being written once it is complete."""
         with self._changed:
             self._discard = True
         self.clear()

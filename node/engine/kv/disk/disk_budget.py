@@ -14,18 +14,19 @@ DAILY_DISK_SHARE = 0.07
 """Share of the disk that may be written per day: a disk of 1 TB lasts for 600 of its sizes in 23 years."""
 SECONDS_PER_DAY = 86_400.0
 BUSY_WRITE_INTERVAL_SECONDS, BUSY_WRITE_SPEED = 1.0, 12 * MIB
-"""Most seconds between two parts that are cut out while requests run, and the bytes per second of smaller parts."""
+"""Maximum seconds between the copies of two parts while requests run, and the bytes per second for smaller parts."""
 URGENT_WRITE_INTERVAL_SECONDS, URGENT_WRITE_SPEED = 0.25, 32 * MIB
-"""The same while memory has no room for another entry of that size. An entry is then on the disk before it is evicted.
-"""
+"""The same two numbers while memory has no room for a second entry of that size. The entry is then on the disk before
+its eviction."""
 URGENT_BURST_SECONDS = 0.05
-"""Seconds of writing at that speed that small parts may take at once, because turns of the engine take as long."""
+"""Seconds of writing at `URGENT_WRITE_SPEED` that small parts may take in one turn, because a turn takes as long."""
 
 log = structlog.get_logger("engine.disk_cache")
 
 
 class WriteBudget:
-    """Budget of written bytes: `daily` bytes per day, of which at most one day is saved up. `now` is monotonic."""
+    """Budget of written bytes: `daily` bytes per day; unused bytes add up to at most one day. `now` is in monotonic
+    seconds."""
 
     def __init__(self, daily: float, now: float) -> None:
         self._daily = daily
@@ -63,8 +64,8 @@ def compute_quota(setting: str | int, folder: Path, used: int) -> int:
 
 
 def compute_pause_seconds(part_bytes: int, *, urgent: bool) -> float:
-    """Return the seconds between two parts of `part_bytes` that are cut out while requests run. `urgent`: their entry
-    may soon be evicted from memory."""
+    """Return the seconds between the copies of two parts of `part_bytes` bytes while requests run. `urgent`: their
+    entry may soon be evicted from memory."""
     if urgent:
         return min(URGENT_WRITE_INTERVAL_SECONDS, part_bytes / URGENT_WRITE_SPEED)
     return min(BUSY_WRITE_INTERVAL_SECONDS, part_bytes / BUSY_WRITE_SPEED)

@@ -50,11 +50,12 @@ log = structlog.get_logger("engine.disk_cache")
 
 
 class DiskCache:
-    """Disk cache in `folder` (see the module's docstring). `size` is the setting `disk_cache_size`. Raise `OSError` if
-    the folder cannot be created or read.
+    """Disk cache in `folder` (see the module's docstring). `size` is the setting `disk_cache_size`: bytes or `auto`.
+    Raise `OSError` if the folder cannot be created or read.
 
-    `min_seconds`: least seconds that reading an entry must save. `hits` counts complete restorations, `hit_tokens` and
-    `read_bytes` their tokens and bytes, `faults` those that an invalid or stalled file ended.
+    `min_seconds`: minimum seconds by which reading an entry must be faster than its prefill. `hits` counts complete
+    restorations, `hit_tokens` and `read_bytes` their tokens and bytes. `faults` counts restorations that an invalid or
+    stalled file ended.
     """
 
     def __init__(self, folder: Path, size: str | int, min_seconds: float) -> None:
@@ -106,7 +107,7 @@ class DiskCache:
         return len(self._index)
 
     def describe(self, state: CacheState) -> CacheState:
-        """Return the state of the prefix cache with the fields of the disk cache."""
+        """Return `state` with the fields of the disk cache filled in."""
         writer = self.writer
         return replace(
             state,
@@ -128,20 +129,21 @@ class DiskCache:
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes in memory of the parts that wait or are being written, and of the copies that were launched for the
-        writer."""
+        """Bytes in memory of the parts that are queued for the writer or being written, and of the copies that were
+        launched for the writer."""
         return self.queue.nbytes + (0 if self.writer is None else self.writer.nbytes)
 
     def clear_queue(self) -> int:
-        """Write or drop the parts that are queued for the writer or being copied for it (`WriteQueue.flush`). Return
-        the bytes that have left the queue."""
+        """Write the parts that are queued for the writer or being copied for it, and drop those that are not written
+        within `FLUSH_SECONDS`. Return the bytes of memory that this released; 0 without a writer."""
         before = self.queued_bytes
         if self.writer is not None and before:
             self.queue.flush(self.writer)
         return before - self.queued_bytes
 
     def take_lost(self) -> list[bytes]:
-        """Return the hashes of the prompts that left memory earlier and the disk since the last call."""
+        """Return the prompt hashes that are no longer cached anywhere: evicted from memory before, and removed from the
+        disk since the last call."""
         lost, removed = list[bytes](), self._index.removed
         while removed:
             for copy in self._copies.pop(removed.popleft(), {}).values():
@@ -186,8 +188,11 @@ class DiskCache:
     # reading
 
     def find(self, shape: CacheShape, scope: str, key: bytes) -> ReadPlan | None:
-        """Return the files of the longest stored prefix of a prompt with packed ids `key`; None if there is none. At
-        least one token of the prompt is left out."""
+        """Return the files of the longest stored prefix of a prompt; None if no prefix is stored. The prefix leaves out
+        at least the last token of the prompt, because a forward must compute its logits.
+
+        `key` is the packed token ids of the prompt. `scope` is that of its API key, or the shared one.
+        """
         if not shape.parts or not len(self._index):
             return None
         model, most = shape.fingerprint, len(key) // ID_BYTES - 1
@@ -214,7 +219,7 @@ class DiskCache:
         return ReadPlan(length, planned, sum(self._index.get_size(part.name) for part in planned))
 
     def estimate_read_seconds(self, nbytes: int) -> float:
-        """Return the seconds in which this many bytes are read."""
+        """Return the expected seconds to read `nbytes` bytes, from the mean speed of earlier restorations."""
         return nbytes / self._read_speed
 
     def begin_restore(self, plan: ReadPlan, cache: Layers) -> DiskRestore:
@@ -222,8 +227,8 @@ class DiskCache:
         return DiskRestore(self._folder, plan, cache)
 
     def end_restore(self, restore: DiskRestore) -> None:
-        """Count a restoration that has ended as a hit, measure the speed of reading, and mark the files as used. If a
-        file was invalid or stalled, only count a fault and remove that file."""
+        """Count a complete restoration as a hit, update the mean read speed, and mark the files as used. If a file was
+        invalid or stalled, count a fault and remove that file instead."""
         if restore.invalid is not None:
             self.faults += 1
             self.remove_parts([restore.invalid])
@@ -251,7 +256,8 @@ class DiskCache:
                     (self._folder / part.name.file).unlink()
 
     def remove_entry(self, entry: CachedPrefix[Layers], shape: CacheShape) -> None:
-        """Remove the files of an entry, also those that wait to be written, because its request has failed."""
+        """Remove the files of an entry and the parts that are queued or copied for them, because the entry's request
+        has failed. A file that is being written is deleted once it is complete."""
         parts = [PlannedPart(name, start) for name, start, _ in list_entry_parts(entry, shape)]
         files = {part.name.file for part in parts}
         self.queue.remove(entry, files)
@@ -265,23 +271,35 @@ class DiskCache:
         self, entry: CachedPrefix[Layers], shape: CacheShape, prefill_seconds: float, view: RowView | None = None
     ) -> None:
         """Queue an entry to be written, if its prefill of `prefill_seconds` takes at least `min_seconds` longer than
-        its reading. Ignore the entry if another process writes to the folder, or if the caches of its model cannot be
-        stored. `view`: `PendingEntry.view`."""
+        reading it. Ignore the entry if another process writes to the folder, or if the disk cannot store the caches of
+        its model.
+
+        `view()` returns the cache of a decoding row with the same tokens, or None once the row has ended. This cache is
+        written if the entry is not in memory.
+        """
         saved = prefill_seconds - self.estimate_read_seconds(entry.nbytes)
         if not shape.parts or saved < self.min_seconds or not self._open_writer():
             return
         self.queue.add(entry, shape, view)
 
     def write_next(self, now: float, *, busy: bool, room: int, urgent: bool = False) -> None:
-        """Write the next parts that are due at the monotonic time `now`, as in `WriteQueue.write_next`. Do nothing if
-        another process writes to the folder."""
+        """Launch the copies of the next parts that are due at the monotonic time `now`, and pass the earlier copies to
+        the writer. Do nothing if another process writes to the folder.
+
+        `busy`: requests run, and writes are spaced out. `room`: maximum number of parts for which memory suffices.
+        `urgent`: the newest entry may soon be evicted from memory.
+        """
         if self.writer is not None:
             self.queue.write_next(self.writer, now, busy=busy, room=room, urgent=urgent)
 
 
 def clear_folder(folder: Path, model: str) -> None:
-    """Delete the files of a model, or of all, in a folder that no disk cache of this process uses. Do nothing if the
-    folder does not exist. Arguments and errors are those of `DiskCache.clear`."""
+    """Delete the files of the model with the fingerprint `model`, or of all models if it is empty.
+
+    No disk cache of this process may use the folder. Do nothing if the folder does not exist.
+
+    Raise `OSError` if files cannot be deleted, `BlockingIOError` if another process writes to the folder.
+    """
     if not folder.exists():
         return
     lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
@@ -293,8 +311,8 @@ def clear_folder(folder: Path, model: str) -> None:
 
 
 def delete_files(folder: Path, model: str) -> None:
-    """Delete the folder of a model by its fingerprint. If that is empty, delete those of all models and the identity.
-    Raise `OSError` if that fails."""
+    """Delete the subfolder of the model with the fingerprint `model`. If it is empty, delete the subfolders of all
+    models and the identity of the folder. Raise `OSError` if files cannot be deleted."""
     for path in list(folder.iterdir()):
         if path.is_dir() and not path.is_symlink() and model in ("", path.name):
             shutil.rmtree(path)

@@ -25,7 +25,7 @@ TYPES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
 
 
 def list_parts(layers: Layers) -> frozenset[BlockPart]:
-    """Return the parts of which the cache of a model consists; an empty set if it cannot be stored on the disk."""
+    """Return the kinds of parts in the cache of a model; an empty set if the disk cannot store this cache."""
     parts = {KVCache: BlockPart.TOKENS, RotatingKVCache: BlockPart.WINDOW, ArraysCache: BlockPart.STATE}
     found = {parts.get(cast("type", type(layer))) for layer in layers}
     mixed = {BlockPart.WINDOW, BlockPart.STATE} <= found
@@ -35,7 +35,7 @@ def list_parts(layers: Layers) -> frozenset[BlockPart]:
 
 
 def get_window(layers: Layers) -> int:
-    """Return the tokens of the longest sliding window of a cache; 0 without one."""
+    """Return the number of tokens in the longest sliding window of a cache; 0 without a window."""
     return max((getattr(layer, "max_size", 0) for layer in layers), default=0)
 
 
@@ -53,7 +53,7 @@ class LaunchedCut(NamedTuple):
         return sum(array.nbytes for array in self.arrays)
 
     def collect(self) -> list[BlockArray]:
-        """Wait for the copies and return them."""
+        """Wait for the copies and return them, as arrays for a file."""
         evaluate(self.arrays)
         return [
             BlockArray(kind, np.array(array, copy=False)) for kind, array in zip(self.kinds, self.arrays, strict=True)
@@ -61,8 +61,11 @@ class LaunchedCut(NamedTuple):
 
 
 def begin_cut(layers: Layers, part: BlockPart, start: int, end: int) -> LaunchedCut | None:
-    """Launch the copies of one part of a stored cache, for the tokens from `start` to `end`. Return None if the tokens
-    are not recorded, no layer has this part, or files cannot hold the type of an array."""
+    """Launch the copies of one part of a cache, for the token positions from `start` up to but not including `end`.
+
+    Return None if no layer has this kind of part, or if the tokens of a window are not recorded. Return None as well
+    for arrays of a type that files cannot hold.
+    """
     arrays = list[mx.array]()
     for layer in cast("list[object]", layers):
         if isinstance(layer, StoredWindow) and part is BlockPart.WINDOW:
@@ -101,7 +104,7 @@ class LayerBuilder:
 
     def add_part(self, part: BlockPart, start: int, tokens: int, arrays: Sequence[BlockArray]) -> None:
         """Add the arrays of a part of `tokens` tokens, whose first token has the position `start`. Raise
-        `InvalidBlockError` if they do not fit the layers.
+        `InvalidBlockError` if the arrays do not fit the layers.
         """
         given = iter([_convert_back(array) for array in arrays])
         try:
@@ -130,7 +133,7 @@ class LayerBuilder:
         layer.update_and_fetch(keys, values)
 
     def build(self) -> Layers:
-        """Return the cache for the prefix store: windows with the history that was read."""
+        """Return the cache for the prefix store, of `length` tokens. A layer with a window becomes a `StoredWindow`."""
         return [
             cast("LayerCache", StoredWindow(cast("Any", layer).max_size, tuple(self._pieces[place])))
             if place in self._pieces

@@ -21,53 +21,54 @@ from node.engine.kv.radix_trie import ID_BYTES
 VERSIONS = f"mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
 """Versions of the libraries that compute caches. They are part of each chain."""
 FLUSH_SECONDS = 0.1
-"""Seconds that an eviction waits for the writer, which saves its parts and frees their memory."""
+"""Maximum seconds that an eviction waits until the writer has written the queued parts, which frees their memory."""
 RETRY_SECONDS = 0.05
 """Seconds until the next try while the writer is behind or memory is short."""
 MAX_PENDING = 256
-"""Maximum entries that wait to be written. The oldest is dropped first."""
+"""Maximum number of queued entries. The oldest one is dropped first."""
 
 
 RowView = Callable[[], Layers | None]
-"""Returns the cache of a decoding row, without a copy; None once the row does not decode any more."""
+"""Function that returns the cache of a decoding row, without a copy; None once the row has ended."""
 
 
 class CacheShape(NamedTuple):
-    """Parts of the caches of a model."""
+    """Kinds of parts into which the caches of a model are cut for the disk."""
 
     fingerprint: str
     """Fingerprint of the model."""
     parts: frozenset[BlockPart]
-    """Parts of each cache (`list_parts`); empty if the disk cache cannot store them."""
+    """Kinds of parts in each cache (`list_parts`); empty if the disk cache cannot store the caches of this model."""
     window: int
     """Tokens of the longest sliding window; 0 without one."""
 
 
 class PendingEntry(NamedTuple):
-    """Token sequence of which parts are still to be written to the disk cache. Parts on the disk are left out."""
+    """Queued entry, of which some parts are not launched yet. Parts that are on the disk already are skipped."""
 
     entry: CachedPrefix[Layers]
     parts: Iterator[tuple[BlockName, int, int]]
-    """Names of its parts, with the positions of their first token and after their last (`list_entry_parts`)."""
+    """Parts that are left: name, position of the first token, and position after the last one (`list_entry_parts`)."""
     key_file: str
     """File without which the entry is of no use: the state, or the first block."""
     shape: CacheShape
-    """Parts of the caches of its model."""
+    """Kinds of parts of the caches of its model."""
     part_bytes: int
-    """Most bytes of one of its parts, about."""
+    """Approximate bytes of its largest part."""
     view: RowView | None = None
-    """Returns the cache of a row with its tokens while that decodes, for an entry that is not in memory."""
+    """Function that returns the cache of a decoding row with the same tokens, for an entry that is not in memory."""
 
     def get_layers(self) -> Layers | None:
-        """Return the cache from which parts are cut out; None if it is gone."""
+        """Return the cache from which parts are copied: that of the entry, or of its decoding row. Return None if the
+        entry is not in memory and the row has ended."""
         if self.entry.value is None and self.view is not None:
             return self.view()
         return self.entry.value
 
 
 def list_entry_parts(entry: CachedPrefix[Layers], shape: CacheShape) -> Iterator[tuple[BlockName, int, int]]:
-    """Yield the names of all parts of an entry, in the order of the blocks. Each has the positions of its first token
-    and after its last."""
+    """Yield all parts of an entry, in the order of the blocks: name, position of the first token, and position after
+    the last one."""
     chain = compute_chain(compute_root(shape.fingerprint, VERSIONS, entry.scope), entry.key)
     for block, link in enumerate(chain[1:]):
         for part in (BlockPart.TOKENS, BlockPart.WINDOW):
@@ -106,9 +107,8 @@ class WriteQueue:
         return sum(cut.nbytes for _, cut in self._cuts)
 
     def add(self, entry: CachedPrefix[Layers], shape: CacheShape, view: RowView | None = None) -> None:
-        """Add an entry; ignore one without parts. Drop the oldest entry above `MAX_PENDING`.
-
-        `view` is that of `PendingEntry`.
+        """Add an entry; ignore an entry without parts. Above `MAX_PENDING` entries, drop the oldest one and count it in
+        `unwritten`. `view` is described at `PendingEntry`.
         """
         parts = list(list_entry_parts(entry, shape))
         if not parts:
@@ -132,24 +132,26 @@ class WriteQueue:
         self._cuts.clear()
 
     def get_next_bytes(self) -> int:
-        """Return the most bytes of the part that `write_next` cuts out; 0 if nothing is to be written."""
+        """Return the approximate maximum bytes of the part that `write_next` copies next; 0 with an empty queue."""
         return self._pending[-1].part_bytes if self._pending else 0
 
     def get_entry_bytes(self) -> int:
-        """Return the bytes of the entry whose parts `write_next` cuts out; 0 if nothing is to be written."""
+        """Return the bytes of the newest entry, whose parts `write_next` copies next; 0 with an empty queue."""
         return self._pending[-1].entry.nbytes if self._pending else 0
 
     def get_next_write(self) -> float | None:
-        """Return the monotonic time from which `write_next` may be called; None if nothing is to be written."""
+        """Return the monotonic time of the next call of `write_next`; 0.0 for at once, because copies were launched.
+        Return None if nothing is to be written."""
         return 0.0 if self._cuts else self._next_at if self._pending else None
 
     def write_next(self, writer: BlockWriter, now: float, *, busy: bool, room: int, urgent: bool = False) -> None:
-        """Pass the copies that the last call launched to the writer. Launch those of the next missing part of the
-        newest entry, if that is due at the monotonic time `now`.
+        """Pass the copies that the last call launched to the writer. Launch the copy of the next missing part of the
+        newest entry, if a write is due at the monotonic time `now`.
 
-        No decode step waits for copies of an entry. Those of a batch are awaited at once, because a step copies the
-        arrays of a batch that are still in use. `busy`: requests run. `room`: most parts for which
-        memory suffices. `urgent`: the entry may soon be evicted from memory; small parts are then launched together.
+        No decode step waits for copies of an entry in memory. Copies of a decoding row are awaited at once, because a
+        step would first copy the arrays of a batch that are still in use. `busy`: requests run, and writes are spaced
+        out (`compute_pause_seconds`). `room`: maximum number of parts for which memory suffices. `urgent`: the entry
+        may soon be evicted from memory; several small parts are then launched in one call.
         """
         self._pass_copies(writer)
         if not self._pending or now < self._next_at:
@@ -178,10 +180,11 @@ class WriteQueue:
         self._pending.pop()
 
     def flush(self, writer: BlockWriter) -> None:
-        """Wait until the launched copies and all queued parts are written, because their memory is needed.
+        """Wait until the launched copies and all parts queued for `writer` are written, because their memory is needed.
 
-        Drop those that are not written within `FLUSH_SECONDS`. They are cut out again if their entries are pending and
-        stay in memory. Do not wait again for the same file.
+        Drop the parts that are not written within `FLUSH_SECONDS`. They are copied again if their entries are still
+        queued here and in memory. If the writer still writes the file of the last wait that timed out, drop them at
+        once.
         """
         self._pass_copies(writer)
         if (writer.writing and writer.writing == self._stalled_at) or not writer.wait(FLUSH_SECONDS):

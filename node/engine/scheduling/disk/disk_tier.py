@@ -36,7 +36,8 @@ MAX_PARTS_PER_TURN = 4
 
 class DiskTier:
     """Disk tier of the prefix cache (see the module's docstring). `cache` is None if the disk cache is off. `folder`
-    may then hold files of an earlier process, which `clear` deletes; None if the engine knows no folder."""
+    may then hold files of an earlier process, which `clear` deletes; None if the engine knows no folder. `memory` is
+    asked for room before parts are copied."""
 
     def __init__(self, cache: DiskCache | None, memory: PrefixMemory, folder: Path | None = None) -> None:
         self.cache = cache
@@ -47,10 +48,11 @@ class DiskTier:
     # prompts
 
     def find(self, prefill: Prefill, past: PrefixState, cached: int) -> int:
-        """Return the tokens that the disk provides, if more than the `cached` ones in memory; else 0. Set `past.plan`,
-        to None with 0.
+        """Return the number of prompt tokens that the disk provides. Return 0 if the prefix in memory, of `cached`
+        tokens, is as long. Set `past.plan` to the files to read; to None if the result is 0.
 
-        Reading them must take less time than their prefill, unless `DiskCache.min_seconds` is 0.
+        Return 0 as well if the read would take as long as the prefill of the additional tokens, unless
+        `DiskCache.min_seconds` is 0.
         """
         past.set_plan(None)
         if self.cache is None:
@@ -69,16 +71,16 @@ class DiskTier:
         return plan.length
 
     def estimate_part_bytes(self, past: PrefixState) -> int:
-        """Return the bytes that the next part of a planned restoration may take for a moment: the file, and its
-        arrays. Return 0 without a plan."""
+        """Return the transient bytes of the next part of a planned restoration; 0 without a plan. Assumed are three
+        times the mean size of a file, for the file and its arrays."""
         plan = past.plan
         return 0 if plan is None else 3 * plan.nbytes // len(plan.parts)
 
     def restore_part(self, prefill: Prefill, past: PrefixState) -> None:
         """Add the next part of a planned restoration to the cache, if it is read within `READ_TIMEOUT_SECONDS`.
 
-        After the last part, start the prefill with the restored tokens. If the restoration failed, clear the lookup:
-        the prompt must be looked up again.
+        After the last part, start the prefill with the restored tokens. If a file was missing, invalid or stalled,
+        clear the lookup instead: the prompt must be looked up again.
         """
         plan, disk = past.plan, self.cache
         if plan is None or disk is None:
@@ -104,7 +106,8 @@ class DiskTier:
         past.record_snapshot(plan.length)
 
     def remove_restored(self, prefill: Prefill) -> None:
-        """Remove the files from which a prefill started that has failed, and those of its own snapshots."""
+        """Remove the files that a failed prefill was restored from, and the files of its snapshots, because they may be
+        the cause."""
         past = prefill.past
         if self.cache is not None and past is not None:
             self.cache.remove_parts(past.restored)
@@ -114,8 +117,13 @@ class DiskTier:
     # entries
 
     def offer(self, loaded_model: LoadedModel, entry: CachedPrefix[Layers], view: RowView | None = None) -> None:
-        """Queue an entry to be written, unless reading it would save too little time (`DiskCache.offer`). `view()`
-        returns a cache with its tokens, which is used once the entry has left memory."""
+        """Queue an entry to be written. Ignore the entry if a read would save less than `DiskCache.min_seconds` of
+        prefill. Ignore every entry if the disk cache is off or another process writes to the folder. The same applies
+        to a model whose caches the disk cannot store.
+
+        `view()` returns the cache of a decoding row with the same tokens, or None once the row has ended. This cache is
+        written if the entry is evicted from memory before.
+        """
         if self.cache is not None:
             seconds = loaded_model.stats.estimate_prefill_seconds(entry.length)
             self.cache.offer(entry, self._get_shape(loaded_model), seconds, view)
@@ -129,8 +137,12 @@ class DiskTier:
         nbytes: int,
         view: RowView,
     ) -> None:
-        """Queue the prompt of a decoding row that memory has no room to store. `key` has its packed ids, `nbytes` the
-        bytes of its cache, and `view()` returns that."""
+        """Queue the prompt of a decoding row, because memory has no room for a copy of its cache. Ignore the prompt
+        under the conditions of `offer`.
+
+        `key` is the packed token ids of the prompt, `nbytes` the size of its cache in bytes. `view()` returns the cache
+        of the row, or None once the row has ended: the rest of the prompt is then not written.
+        """
         self.offer(loaded_model, CachedPrefix(loaded_model.name, key, None, nbytes, prompt_hash, scope=scope), view)
 
     def find_next_write(self) -> float | None:
@@ -138,9 +150,12 @@ class DiskTier:
         return None if self.cache is None else self.cache.queue.get_next_write()
 
     def write_next(self, now: float, *, busy: bool) -> None:
-        """Cut out the next part for the writer, if that is due at the monotonic time `now`. `busy`: requests run.
+        """Launch the copy of the next part of the newest queued entry, if a write is due at the monotonic time `now`.
+        Pass the copies of the last call to the writer.
 
-        If memory has no room for another such entry, cut out up to `MAX_PARTS_PER_TURN` parts.
+        Launch up to `MAX_PARTS_PER_TURN` copies if memory has no room for a second entry of that size, because the
+        entry may soon be evicted. Memory must have room for the copies and one more part; else launch fewer, or none.
+        `busy`: requests run, and writes are spaced out (`compute_pause_seconds`).
         """
         due = self.find_next_write()
         if self.cache is not None and due is not None and due <= now:
@@ -153,9 +168,13 @@ class DiskTier:
     # for the engine
 
     def describe(self, state: CacheState, models: dict[str, ModelCache], fingerprints: Mapping[str, str]) -> CacheState:
-        """Return the state of the prefix cache with the fields of the disk cache. `models` are the models in memory by
-        name, to which those on the disk are added; at most `MAX_ITEMS` are reported. `fingerprints` are those of all
-        models of the node by name."""
+        """Return `state` with the fields of the disk cache, and with one `ModelCache` per model, sorted by name, at
+        most `MAX_ITEMS`.
+
+        `models` has the models with entries in memory, by name; models with files on the disk are added to this dict.
+        `fingerprints` maps the names of all models of the node to their fingerprints. A model on the disk that the node
+        no longer has is reported under its fingerprint.
+        """
         if self.cache is not None:
             state = self.cache.describe(state)
             names = {fingerprint: name for name, fingerprint in sorted(fingerprints.items(), reverse=True)}
@@ -171,19 +190,21 @@ class DiskTier:
         return replace(state, models=tuple(models[name] for name in sorted(models)[:MAX_ITEMS]))
 
     def take_lost(self) -> list[bytes]:
-        """Return the hashes of the prompts that left memory earlier and the disk since the last call."""
+        """Return the prompt hashes that are no longer cached anywhere: evicted from memory before, and removed from the
+        disk since the last call."""
         return [] if self.cache is None else self.cache.take_lost()
 
     def clear(self, fingerprint: str) -> None:
-        """Delete the files of a model, or of all models if its fingerprint is empty, also if the disk cache is off.
-        Raise `OSError` if that fails."""
+        """Delete the files of the model with this fingerprint, or of all models if it is empty, also if the disk cache
+        is off. Raise `OSError` if files cannot be deleted, `BlockingIOError` if another process writes to the
+        folder."""
         if self.cache is not None:
             self.cache.clear(fingerprint)
         elif self._folder is not None:
             clear_folder(self._folder, fingerprint)
 
     def close(self) -> None:
-        """Release the folder, because the process ends."""
+        """Release the lock of the folder, because the process ends."""
         if self.cache is not None:
             self.cache.close()
 

@@ -49,8 +49,8 @@ RECOVERY_SECONDS = 300.0
 
 
 def update_mean(before: float, newest: float) -> float:
-    """Return the running mean after the measurement `newest`, in its unit. `before` is the mean so far; 0 before the
-    first measurement."""
+    """Return the running mean after the measurement `newest`, in the unit of that measurement. `before` is the running
+    mean before; 0 for the first measurement."""
     return newest if before == 0 else before + _NEWEST_WEIGHT * (newest - before)
 
 
@@ -58,8 +58,9 @@ def update_mean(before: float, newest: float) -> float:
 class PrefillSpeed:
     """Speed of prefill or decode of a model in tokens per second: running mean and best value.
 
-    A node with a low speed gets no requests and would therefore keep that speed. One cause is a video job during one
-    answer. After a pause the best value counts again: the node gets requests and is measured once more.
+    A node with a low measured speed gets no requests, and the measurement would therefore stay low. A video job during
+    one answer is enough to cause this. After a pause the best value counts again: the node gets requests and is
+    measured again.
     """
 
     late: float = 0.0
@@ -156,10 +157,10 @@ def compute_shared_budget(step: float, waiting: int, decoding: int) -> float:
 
 
 def select_batch(lengths: Sequence[int], most: int) -> list[int]:
-    """Return the indices of the prompts to prefill together with the first, itself included. `lengths` are in tokens.
+    """Return the indices of the prompts to prefill in one forward, the first prompt included. `lengths` are in tokens.
 
-    Padded to the longest, several chosen prompts have at most `most` tokens. At most `MAX_PADDING_SHARE` of these are
-    padding. The first prompt is always chosen, even if it is longer than `most`.
+    Several chosen prompts, padded to the longest of them, have at most `most` tokens in total. At most
+    `MAX_PADDING_SHARE` of these are padding. The first prompt is always chosen, even if it is longer than `most`.
     """
     chosen, longest, total = [0], lengths[0], lengths[0]
     for place, length in enumerate(lengths[1:], 1):
