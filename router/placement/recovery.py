@@ -2,7 +2,7 @@
 
     event                                             the request
     ────────────────────────────────────────────────  ─────────────────────────────────────────────
-    its engine crashed in the forward of the request  ends: it may be the cause, and is never placed again
+    its engine crashed in a native call for it        ends: it may be the cause, and is never placed again
     its engine died while it only waited or decoded   resumes elsewhere, once; a second crash ends it
     its node was lost, fell silent, leaves or drains  resumes elsewhere, MAX_LOSSES times
     its node has no memory left to continue it        resumes elsewhere, or there once it fits: counted as a loss
@@ -31,14 +31,14 @@ MEMORY_FAILURES = (RefusalCode.NO_ROOM.value, FailureCode.MEMORY_PRESSURE)
 class LossKind(Enum):
     """Cause of the loss of a request's attempt on a node."""
 
-    FORWARD = "its engine crashed in its forward"
-    ENGINE = "its engine crashed in another call"
+    OWN_CALL = "its engine crashed in a native call for it"
+    ENGINE = "its engine crashed otherwise"
     NODE = "its node was lost or is draining"
     MEMORY = "its node had no memory left for it"
 
 
 _LOSS_KINDS = {
-    FailureCode.ENGINE_CRASHED: LossKind.FORWARD,
+    FailureCode.ENGINE_CRASHED: LossKind.OWN_CALL,
     FailureCode.ENGINE_LOST: LossKind.ENGINE,
     FailureCode.NODE_STOPPING: LossKind.NODE,
     FailureCode.LINK_LOST: LossKind.NODE,
@@ -61,12 +61,12 @@ def is_fault(code: str) -> bool:
 
 
 def can_recover(loss: LossKind, losses: int, crashes: int) -> bool:
-    """Return whether a request may be recovered after a loss of this kind; never after `LossKind.FORWARD`.
+    """Return whether a request may be recovered after a loss of this kind; never after `LossKind.OWN_CALL`.
 
     `losses` and `crashes` are the request's totals, which include the present event. `ENGINE` depends on the crashes,
     `NODE` and `MEMORY` on the losses.
     """
-    if loss is LossKind.FORWARD:
+    if loss is LossKind.OWN_CALL:
         return False
     return crashes < MAX_CRASHES if loss is LossKind.ENGINE else losses <= MAX_LOSSES
 

@@ -73,13 +73,13 @@ def resumes(cluster: Cluster) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def test_the_rules():
-    assert classify_loss("engine_crashed") is LossKind.FORWARD
+    assert classify_loss("engine_crashed") is LossKind.OWN_CALL
     assert classify_loss("engine_lost") is LossKind.ENGINE
     assert classify_loss("node_stopping") is LossKind.NODE
     assert classify_loss("no_headroom") is classify_loss("memory_pressure") is LossKind.MEMORY
     assert classify_loss("engine_error") is None
     assert [can_recover(LossKind.MEMORY, losses, 1) for losses in (MAX_LOSSES, MAX_LOSSES + 1)] == [True, False]
-    assert not can_recover(LossKind.FORWARD, 0, 1)
+    assert not can_recover(LossKind.OWN_CALL, 0, 1)
     assert [can_recover(LossKind.ENGINE, 0, crashes) for crashes in (1, 2)] == [True, False]
     assert [can_recover(LossKind.NODE, losses, 1) for losses in (MAX_LOSSES, MAX_LOSSES + 1)] == [True, False]
     assert [is_fault(code) for code in ("engine_lost", "engine_error", "no_headroom", "node_stopping")] == [
