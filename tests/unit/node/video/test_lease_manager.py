@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
 from node.memory.limits import LeaseHolder
@@ -214,6 +215,39 @@ async def test_a_lease_whose_folder_cannot_be_created_is_refused_and_takes_nothi
     assert (node.ceiling, node.limiter.leases, node.lender.list_states()) == (before, 0, ())
     node.ask(lease="l-2")
     assert isinstance(await node.answer("l-2"), LeaseGranted)
+
+
+async def test_a_lease_that_cannot_be_stored_is_refused_and_takes_nothing(make: Make):
+    """A restarted agent would not know such a lease, and would give its memory away while its worker runs."""
+    node = await make()
+    before, file = node.ceiling, place(node).parent / "leases.json"
+    file.unlink(missing_ok=True)
+    file.mkdir()
+    node.ask()
+    refused = await node.answer()
+    assert isinstance(refused, LeaseRefused)
+    assert (refused.code, refused.retry_after) == ("disk_full", 60.0)
+    assert refused.message == "the lease cannot be stored on this node"
+    assert (node.ceiling, node.limiter.leases, node.lender.list_states()) == (before, 0, ())
+    file.rmdir()
+    node.ask(lease="l-2")
+    assert isinstance(await node.answer("l-2"), LeaseGranted)
+
+
+async def test_an_engine_that_does_not_confirm_the_lower_ceiling_gets_it_back(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("node.memory.lessor.CONFIRM_TIMEOUT_SECONDS", 0.3)
+    node = await make()
+    before, engine = node.ceiling, psutil.Process(node.supervisor.pid)
+    engine.suspend()
+    node.ask()
+    refused = await node.answer()
+    engine.resume()
+    assert isinstance(refused, LeaseRefused)
+    assert (refused.code, refused.retry_after) == ("engine_silent", 5.0)
+    assert refused.message.startswith("the engine did not confirm the lower ceiling within ")
+    assert (node.ceiling, node.limiter.leases, node.lender.list_states()) == (before, 0, ())
 
 
 async def test_a_paused_node_grants_no_lease_and_keeps_the_one_it_has(make: Make):
