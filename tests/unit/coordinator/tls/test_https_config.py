@@ -10,7 +10,7 @@ import structlog.testing
 from coordinator.state.settings import HttpSettings
 from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
 from coordinator.tls.https_ca import HttpsCa
-from coordinator.tls.https_config import create_https_tls, read_https_validity
+from coordinator.tls.https_config import check_http_settings, create_https_tls, read_https_validity
 
 
 @pytest.mark.parametrize(
@@ -87,3 +87,19 @@ def test_validity_of_the_own_authority_is_reported_with_tls_only(tmp_path: Path)
     assert isinstance(made, HttpsCa)
     assert read_https_validity(authority, made, "")["endpoint"] == made.validity
     assert "endpoint" not in read_https_validity(authority, None, "")
+
+
+def test_files_of_the_settings_are_checked_without_an_endpoint(tmp_path: Path):
+    HttpsCa(tmp_path, (), time.time)
+    both = (tmp_path / "endpoint.pem").read_text()
+    end = "-----END PRIVATE KEY-----\n"
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    key.write_text(both[: both.index(end) + len(end)])
+    certificate.write_text(both[both.index(end) + len(end) :])
+    check_http_settings(HttpSettings(tls_cert_file=str(certificate), tls_key_file=str(key)), "0.0.0.0")
+    for settings in (
+        HttpSettings(tls_cert_file=str(certificate)),
+        HttpSettings(tls_cert_file=str(key), tls_key_file=str(certificate)),
+    ):
+        with pytest.raises(AuthorityError, match="cannot be used"):
+            check_http_settings(settings, "0.0.0.0")
