@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import sqlite3
 import stat
 import sys
@@ -32,18 +33,20 @@ def killed_at(step: int, work: Callable[[], object]) -> bool:
             if event in _STEPS:
                 left -= 1
                 if left < 0:
-                    os._exit(77)
+                    os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(watch)
+        code = 1
         try:
             work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
+            code = 0
+        finally:
+            left = sys.maxsize  # with `make coverage`, os._exit opens files and a database
+            os._exit(code)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
-    assert code in (0, 77), f"step {step} ended with {code}"
-    return code == 77
+    assert code in (0, -signal.SIGKILL), f"step {step} ended with {code}"
+    return code == -signal.SIGKILL
 
 
 @pytest.mark.timeout(300)
@@ -127,7 +130,7 @@ def killed_in_database(step: int, work: Callable[[], object]) -> bool:
             nonlocal left
             left -= 1
             if left < 0:
-                os._exit(77)
+                os.kill(os.getpid(), signal.SIGKILL)
             return 0
 
         def watched(*given: Any, **named: Any) -> sqlite3.Connection:
@@ -136,12 +139,14 @@ def killed_in_database(step: int, work: Callable[[], object]) -> bool:
             return made
 
         sqlite3.connect = watched
+        code = 1
         try:
             work()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
+            code = 0
+        finally:
+            left = sys.maxsize  # with `make coverage`, os._exit opens files and a database
+            os._exit(code)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
-    assert code in (0, 77), f"step {step} ended with {code}"
-    return code == 77
+    assert code in (0, -signal.SIGKILL), f"step {step} ended with {code}"
+    return code == -signal.SIGKILL

@@ -4,12 +4,13 @@ import sqlite3
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coordinator.cli.offline_access import run_offline
 from coordinator.client.api_client import ApiSession
-from coordinator.client.errors import CommandError
+from coordinator.client.errors import NOT_FOUND, REFUSED, CommandError
 from coordinator.state.database import Database
 from coordinator.tls.cluster_ca import ClusterCa
 
@@ -55,3 +56,63 @@ def test_a_refused_operation_is_not_in_the_audit_log(tmp_path: Path) -> None:
     acts = run_offline(session, "GET", "/api/v1/audit?last=10", {})["acts"]
     assert [(act["action"], act["subject"]) for act in acts] == [("post keys", "laptop"), ("delete keys", made["id"])]
     assert run_offline(session, "GET", "/api/v1/audit?last=0", {})["acts"] == []
+
+
+def test_keys_are_changed_offline_as_by_the_coordinator(tmp_path: Path) -> None:
+    store = Database(tmp_path)
+    store.create_cluster(ClusterCa(tmp_path / "authority", time.time).cluster, "home")
+    store.close()
+    session = ApiSession(tmp_path, None, None, "text")
+
+    def list_keys() -> dict[str, dict[str, Any]]:
+        return {row["id"]: row for row in run_offline(session, "GET", "/api/v1/keys", {})["keys"]}
+
+    body = {"name": "laptop", "scopes": ["infer"], "ttl_seconds": None, "limits": {}}
+    made = run_offline(session, "POST", "/api/v1/keys", body)
+    key = made["id"]
+    other = run_offline(session, "POST", "/api/v1/keys", body | {"name": "phone"})["id"]
+    run_offline(session, "PUT", f"/api/v1/keys/{key}/name", {"name": "desk"})
+    run_offline(session, "PUT", f"/api/v1/keys/{key}/limits", {"limits": {"requests_per_minute": 7}})
+    before = time.time()
+    run_offline(session, "PUT", f"/api/v1/keys/{key}/expiry", {"ttl_seconds": 3600.0})
+    row = list_keys()[key]
+    assert (row["name"], row["limits"]["requests_per_minute"]) == ("desk", 7)
+    assert before + 3600.0 <= row["expires"] <= time.time() + 3600.0
+    rotated = run_offline(session, "POST", f"/api/v1/keys/{key}/rotate", {})
+    assert rotated["key"] not in ("", made["key"])
+    assert list_keys().keys() == {key, other}
+    for operation, fields in (
+        ("name", {"name": "tablet"}),
+        ("limits", {"limits": {}}),
+        ("expiry", {"ttl_seconds": None}),
+        ("rotate", {}),
+    ):
+        with pytest.raises(CommandError, match="there is no key unknown") as raised:
+            run_offline(session, "PUT", f"/api/v1/keys/unknown/{operation}", fields)
+        assert raised.value.exit_code == NOT_FOUND
+    with pytest.raises(CommandError, match="desk") as taken:
+        run_offline(session, "PUT", f"/api/v1/keys/{other}/name", {"name": "desk"})
+    assert taken.value.exit_code == REFUSED
+    acts = [act["action"] for act in run_offline(session, "GET", "/api/v1/audit?last=10", {})["acts"]]
+    assert acts == ["post keys", "post keys", "name keys", "limits keys", "expiry keys", "rotate keys"]
+
+
+def test_join_tokens_are_made_listed_and_revoked_offline(tmp_path: Path) -> None:
+    store = Database(tmp_path)
+    store.create_cluster(ClusterCa(tmp_path / "authority", time.time).cluster, "home")
+    store.close()
+    session = ApiSession(tmp_path, None, None, "text")
+    made = run_offline(session, "POST", "/api/v1/tokens", {"name": "desk", "uses": 2, "ttl_seconds": 60.0})
+    (row,) = run_offline(session, "GET", "/api/v1/tokens", {})["tokens"]
+    assert (row["name"], row["uses_left"]) == ("desk", 2)
+    assert made["token"] not in str(row), "the secret is shown once"
+    run_offline(session, "DELETE", f"/api/v1/tokens/{row['id']}", {})
+    with pytest.raises(CommandError, match="there is no token "):
+        run_offline(session, "DELETE", "/api/v1/tokens/unknown", {})
+
+
+def test_a_folder_without_a_cluster_says_how_to_create_one(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"there is no cluster in .*: create one with `cluster up`") as raised:
+        run_offline(ApiSession(tmp_path, None, None, "text"), "GET", "/api/v1/keys", {})
+    assert raised.value.exit_code == NOT_FOUND
+    assert not (tmp_path / "cluster.db").exists()

@@ -1,21 +1,30 @@
-"""Joining over real TLS on 127.0.0.1: the cases that must succeed."""
+"""Joining over real TLS on 127.0.0.1: the cases that must succeed, and servers that are not the coordinator."""
 
 import asyncio
 import json
 import os
+import ssl
 import stat
 import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
 
 from coordinator.cluster.local_node import LocalNode
+from coordinator.tls.cluster_ca import build_common_name, create_certificate_builder, write_key_pair
 from node.agent.enrollment import (
+    CoordinatorUnreachable,
     EnrollDenied,
     EnrollError,
     IdentityError,
     IdentityMismatch,
     NodeIdentity,
+    PinMismatch,
     create_client_context,
     enroll,
     install_certificate,
@@ -30,6 +39,9 @@ from node.agent.machine_id import compute_machine_id
 from node.agent.rejoin import OtherClusterError, load_known_identity
 from tests.support.cluster.enrolment import HARDWARE, Door, Wall, opened
 from tests.support.processes import ROOT
+from wire.codec import encode
+from wire.frames import EnrollAuthority, EnrollPending, EnrollStart, Frame
+from wire.identity import PROTOCOL, build_coordinator_uri
 from wire.join_token import JoinToken
 
 
@@ -281,3 +293,105 @@ async def test_a_node_without_a_readable_certificate_finds_no_coordinator(
         if content is not None:
             file.write_bytes(content)
         assert not await proves_itself(identity, door.address)
+
+
+@asynccontextmanager
+async def answering(context: ssl.SSLContext, *answers: Sequence[Frame]) -> AsyncGenerator[tuple[str, list[bytes]]]:
+    """Run a TLS server that sends `answers[n]` on its n-th connection and closes it. Yield its address, and the bytes
+    that it received on each connection."""
+    received: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(received)
+        received.append(b"")
+        with suppress(OSError):
+            received[number] = await reader.read(65536)
+            writer.write(b"".join(map(encode, answers[number])))
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", received
+    finally:
+        server.close()
+        await server.wait_closed()
+
+
+START = encode(EnrollStart(PROTOCOL))
+"""First frame of a node that has a token; it contains nothing secret."""
+
+
+@pytest.mark.parametrize(
+    ("broken", "error", "words"),
+    [
+        ("pin", PinMismatch, "not the one that made the token.*Nothing was sent"),
+        ("changed", PinMismatch, "changed its CA between two connections"),
+        ("cluster", CoordinatorUnreachable, "no valid cluster id"),
+        ("silent", CoordinatorUnreachable, "closed the connection without an answer"),
+        (
+            "frame",
+            CoordinatorUnreachable,
+            "does not respond as a coordinator: EnrollPending instead of EnrollAuthority",
+        ),
+    ],
+)
+async def test_a_server_that_does_not_prove_the_coordinator_gets_no_token(
+    tmp_path: Path, broken: str, error: type[EnrollError], words: str
+) -> None:
+    async with opened(tmp_path / "c") as door, opened(tmp_path / "d") as elsewhere:
+        token = (elsewhere if broken == "pin" else door).tokens.create()
+        valid = EnrollAuthority(door.authority.ca, door.authority.cluster, "lab")
+        first, second = {
+            "pin": ([valid], []),
+            "changed": ([valid], [EnrollAuthority(elsewhere.authority.ca, door.authority.cluster, "lab")]),
+            "cluster": ([EnrollAuthority(door.authority.ca, "a/../b", "lab")], []),
+            "silent": ([], []),
+            "frame": ([EnrollPending(60.0)], []),
+        }[broken]
+        async with answering(door.authority.get_server_context(), first, second) as (address, received):
+            door.address = address
+            with pytest.raises(error, match=words):
+                await join(door, tmp_path / "n", token)
+            assert received == [START] * (2 if broken == "changed" else 1)
+    assert not (tmp_path / "n").exists()
+
+
+async def test_a_node_of_the_cluster_cannot_pose_as_its_coordinator(tmp_path: Path) -> None:
+    """A member has a certificate of the cluster's own authority, and knows the CA to which the token is pinned."""
+    async with opened(tmp_path / "c") as door:
+        member = await join(door, tmp_path / "member", door.tokens.create(), machine="m2")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(member.folder / "node.pem")
+        valid = [EnrollAuthority(door.authority.ca, door.authority.cluster, "lab")]
+        token = door.tokens.create()
+        async with answering(context, valid, valid) as (address, received):
+            door.address = address
+            with pytest.raises(CoordinatorUnreachable, match="certificate"):
+                await join(door, tmp_path / "n", token)
+            assert [data for data in received if data] == [START], "only the connection that fetches the CA"
+    assert not (tmp_path / "n").exists()
+
+
+async def test_a_coordinator_of_another_authority_cannot_pose_with_the_right_id(tmp_path: Path) -> None:
+    """The attacker relays the authority of the cluster, and shows a certificate with the coordinator's URI of its own
+    authority."""
+    async with opened(tmp_path / "c") as door:
+        key = ec.generate_private_key(ec.SECP256R1())
+        uri = build_coordinator_uri(door.authority.cluster)
+        certificate = (
+            create_certificate_builder("forged", key.public_key(), build_common_name("forged"), time.time(), 1e6)
+            .add_extension(x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)]), critical=False)
+            .sign(key, hashes.SHA256())
+        )
+        write_key_pair(tmp_path / "forged.pem", key, certificate)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(tmp_path / "forged.pem")
+        valid = [EnrollAuthority(door.authority.ca, door.authority.cluster, "lab")]
+        token = door.tokens.create()
+        async with answering(context, valid, valid) as (address, received):
+            door.address = address
+            with pytest.raises(CoordinatorUnreachable, match="does not speak the cluster's TLS"):
+                await join(door, tmp_path / "n", token)
+            assert [data for data in received if data] == [START]
+    assert not (tmp_path / "n").exists()

@@ -1,14 +1,105 @@
 """Admission near the ceiling."""
 
+import json
 import time
 
 from node.engine.memory.footprint import release_free_memory
+from node.engine.request_admission import PREEMPTION_INTERVAL_SECONDS
 from tests import models
 from tests.support.engine.text_engine import ROOMY, Driver
 from wire.capacity.arithmetic import estimate_request_need
-from wire.frames import Finished, GenerationParams, MemoryLimits, Refusal
+from wire.capacity.batches import compute_row_bytes
+from wire.capacity.fairness import WeightedKey
+from wire.frames import Admitted, Finished, Frame, Generate, GenerationParams, MemoryLimits, Message, Refusal
 from wire.refusals import RefusalCode
-from wire.units import GIB, MIB
+from wire.units import GIB, KIB, MIB
+
+EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
+LONG_TOKENS = 1500
+LONG = GenerationParams(temperature=0.0, max_tokens=LONG_TOKENS, logit_bias=((EOS, -100.0),))
+SHORT = GenerationParams(temperature=0.0, max_tokens=2)
+
+
+def ask_at(driver: Driver, now: float, key: str) -> Frame:
+    """Send a long request of a key at the monotonic time `now`; return its only answer."""
+    driver.number += 1
+    message, owner = Message("user", "hello"), WeightedKey(key)
+    frame = Generate(
+        driver.number,
+        driver.number,
+        f"r{driver.number}",
+        driver.default,
+        (message,),
+        LONG,
+        0,
+        owner=owner,
+        expected=LONG_TOKENS,
+    )
+    work = driver.engine.prepare(frame)
+    assert work is not None
+    (answer,) = driver.engine.handle(work, now)
+    assert isinstance(answer, Admitted | Refusal)
+    return answer
+
+
+def squeeze_until_missing(driver: Driver, key: str, missing: int) -> None:
+    """Lower the ceiling until `missing` bytes are missing for a long request of a key, which must have no room at all
+    before that."""
+    release_free_memory()
+    memory = driver.engine.report(time.monotonic()).memory
+    assert memory.current is not None
+    driver.take(MemoryLimits(8 * GIB, memory.current, 0, "dynamic"))
+    refusal = ask_at(driver, time.monotonic(), key)
+    assert isinstance(refusal, Refusal)
+    numbers = refusal.refused.numbers
+    assert numbers is not None
+    assert numbers.current is not None
+    assert numbers.estimate > missing
+    ceiling = numbers.current + numbers.reserved + numbers.estimate - missing
+    driver.take(MemoryLimits(8 * GIB, ceiling, 0, "dynamic"))
+
+
+def test_the_next_preemption_for_a_key_waits_until_memory_of_the_last_one_can_have_returned():
+    driver = Driver(models.path("llama"), max_batch_size=8, prefix_cache_size="off")
+    driver.answer("hello", SHORT)
+    greedy = [driver.ask("hello", LONG, owner=WeightedKey("greedy"), expected=LONG_TOKENS) for _ in range(4)]
+    driver.until(lambda: all(len(driver.ids[number, 0]) > 2 for number in greedy))
+    half_a_row = compute_row_bytes(driver.resident().kv, LONG_TOKENS) // 2
+
+    def count_preemptions() -> int:
+        return driver.engine.report(time.monotonic()).counts.preemptions
+
+    squeeze_until_missing(driver, "ada", half_a_row)
+    now = time.monotonic()
+    assert isinstance(ask_at(driver, now, "ada"), Admitted)
+    assert count_preemptions() == 1
+    squeeze_until_missing(driver, "bea", half_a_row)
+    for later in (0.0, PREEMPTION_INTERVAL_SECONDS - 0.01):
+        refusal = ask_at(driver, now + later, "bea")
+        assert isinstance(refusal, Refusal)
+        assert refusal.refused.code is RefusalCode.NO_ROOM
+        assert count_preemptions() == 1
+    assert isinstance(ask_at(driver, now + PREEMPTION_INTERVAL_SECONDS, "bea"), Admitted)
+    assert count_preemptions() == 2
+
+
+def test_memory_is_freed_for_a_new_request_and_the_preempted_one_before_it():
+    """The request alone would fit. The preempted request needs its bytes first, so that an idle model is unloaded."""
+    driver = Driver(models.path("llama"), models.path("qwen3"), max_batch_size=8, prefix_cache_size="off")
+    idle = models.path("qwen3").name
+    driver.answer("hello", SHORT, model=idle)
+    driver.answer("hello", SHORT)
+    first, second = (driver.ask("hello", LONG, expected=LONG_TOKENS) for _ in range(2))
+    driver.until(lambda: all(len(driver.ids[number, 0]) > 2 for number in (first, second)))
+    scheduler = driver.engine.parts.scheduler
+    scheduler.preemptor.preempt(scheduler.live[second])
+    missing = 256 * KIB
+    assert scheduler.compute_required_bytes() > missing, "without the bytes of the preempted request there is room"
+    assert driver.resident(idle).weights > missing
+    squeeze_until_missing(driver, "", missing)
+    assert set(driver.engine.parts.models.loaded) == {driver.default, idle}
+    assert isinstance(ask_at(driver, time.monotonic(), ""), Admitted)
+    assert set(driver.engine.parts.models.loaded) == {driver.default}
 
 
 def test_a_request_does_not_evict_its_own_model():

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 
+from node.memory.limits import LeaseHolder
 from node.memory.sensor import read_process_identity
 from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker.lease_files import CLAIM, GRANT, LeaseGrant, read_grant
@@ -184,6 +186,68 @@ async def test_a_refused_lease_names_what_it_waits_for_and_restores_the_ceiling(
     assert 0 < refused.headroom < 20 * GIB
     assert "scripted-1 (in use)" in refused.waiting_for
     assert (node.ceiling, node.limiter.leases) == (before, 0)
+
+
+async def test_memory_that_is_leased_to_a_quantization_is_not_leased_to_a_video(make: Make):
+    node = await make()
+    node.limiter.begin_lease(3 * GIB, LeaseHolder.QUANTIZATION)
+    before = node.ceiling
+    node.ask()
+    refused = await node.answer()
+    assert isinstance(refused, LeaseRefused)
+    assert (refused.code, refused.retry_after) == ("lease_held", 30.0)
+    assert refused.message == "this node has leased 3.0 GiB to a quantization: one lease at a time"
+    assert (node.ceiling, node.limiter.leases, node.limiter.holder) == (before, 3 * GIB, LeaseHolder.QUANTIZATION)
+    node.limiter.end_lease()
+    node.ask(lease="l-2")
+    assert isinstance(await node.answer("l-2"), LeaseGranted)
+
+
+async def test_a_lease_whose_folder_cannot_be_created_is_refused_and_takes_nothing(make: Make):
+    node = await make()
+    before = node.ceiling
+    place(node).write_text("a file in its place")
+    node.ask()
+    refused = await node.answer()
+    assert isinstance(refused, LeaseRefused)
+    assert (refused.code, refused.retry_after) == ("disk_full", 60.0)
+    assert refused.message.startswith("the folder of the job cannot be created: ")
+    assert (node.ceiling, node.limiter.leases, node.lender.list_states()) == (before, 0, ())
+    node.ask(lease="l-2")
+    assert isinstance(await node.answer("l-2"), LeaseGranted)
+
+
+async def test_a_lease_that_cannot_be_stored_is_refused_and_takes_nothing(make: Make):
+    """A restarted agent would not know such a lease, and would give its memory away while its worker runs."""
+    node = await make()
+    before, file = node.ceiling, place(node).parent / "leases.json"
+    file.unlink(missing_ok=True)
+    file.mkdir()
+    node.ask()
+    refused = await node.answer()
+    assert isinstance(refused, LeaseRefused)
+    assert (refused.code, refused.retry_after) == ("disk_full", 60.0)
+    assert refused.message == "the lease cannot be stored on this node"
+    assert (node.ceiling, node.limiter.leases, node.lender.list_states()) == (before, 0, ())
+    file.rmdir()
+    node.ask(lease="l-2")
+    assert isinstance(await node.answer("l-2"), LeaseGranted)
+
+
+async def test_an_engine_that_does_not_confirm_the_lower_ceiling_gets_it_back(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("node.memory.lessor.CONFIRM_TIMEOUT_SECONDS", 0.3)
+    node = await make()
+    before, engine = node.ceiling, psutil.Process(node.supervisor.pid)
+    engine.suspend()
+    node.ask()
+    refused = await node.answer()
+    engine.resume()
+    assert isinstance(refused, LeaseRefused)
+    assert (refused.code, refused.retry_after) == ("engine_silent", 5.0)
+    assert refused.message.startswith("the engine did not confirm the lower ceiling within ")
+    assert (node.ceiling, node.limiter.leases, node.lender.list_states()) == (before, 0, ())
 
 
 async def test_a_paused_node_grants_no_lease_and_keeps_the_one_it_has(make: Make):

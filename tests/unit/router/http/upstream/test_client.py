@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from router.http.upstream.client import KeyFileError, create_clients, create_tls_context, read_key_file
+from router.http.upstream.client import (
+    MAX_KEY_BYTES,
+    KeyFileError,
+    create_clients,
+    create_tls_context,
+    read_key_file,
+)
 from router.upstreams import UpstreamSettings
 
 
@@ -27,7 +33,12 @@ def test_read_key_file_refuses_a_file_of_other_users(tmp_path: Path, mode: int):
         read_key_file(file)
 
 
-@pytest.mark.parametrize("text", ["", "\n", "two words", "a\nb", "ü", "x" * 5000])
+@pytest.mark.parametrize("key", ["!", "~", "x" * MAX_KEY_BYTES])
+def test_a_key_may_have_any_printable_character_and_the_maximum_length(tmp_path: Path, key: str):
+    assert read_key_file(write(tmp_path, f"{key}\n")) == key
+
+
+@pytest.mark.parametrize("text", ["", "\n", "two words", "a\nb", "ü", "a\x7f", "x" * (MAX_KEY_BYTES + 1), "x" * 5000])
 def test_a_file_without_a_key_is_refused(tmp_path: Path, text: str):
     with pytest.raises(KeyFileError, match="does not have an API key on one line"):
         read_key_file(write(tmp_path, text))
