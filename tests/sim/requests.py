@@ -7,7 +7,7 @@
         sent on a, attempt 1
 
 Verbs: place NODE, move NODE [rebalance], deliver, no-link, no-room, deadline, deny, admit, refuse [HEADROOM], tokens,
-lose KIND [stranded] (node, engine, forward, memory), finish, fail, stop. The number before a verb is the time.
+lose KIND [stranded] (node, engine, own_call, memory), finish, fail, stop. The number before a verb is the time.
 Verbs of upstreams: hand-over, upstream-end.
 `attempt N` at the end of a line makes it an event of that attempt. An event that is not allowed prints `illegal`.
 

@@ -58,7 +58,7 @@ VERBS = (
     "lose node",
     "lose node stranded",
     "lose engine",
-    "lose forward",
+    "lose own_call",
     "lose memory",
     "finish",
     "fail",
