@@ -244,7 +244,7 @@ class ActiveRequest:
     def record_prefill(self, prompt: int, cached: int) -> None:
         """Record the prompt tokens and cached tokens of an admitted attempt. A later wait has a new deadline.
 
-        The tokens of many texts are not those of one prompt, which the demand has.
+        For embeddings and scores, `prompt` is the sum over all texts, and the prompt tokens of the demand stay.
         """
         if self.spec.embed is None:
             self.set_prompt_tokens(prompt)
