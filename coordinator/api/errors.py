@@ -1,4 +1,4 @@
-"""Errors of the control plane, in the same JSON format as those of the inference routes."""
+"""Errors of the control plane, in the same JSON format as the errors of the inference routes."""
 
 from http import HTTPStatus
 
