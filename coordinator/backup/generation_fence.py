@@ -37,7 +37,7 @@ class SupersededMark(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class GenerationFence:
-    """Check of other generations against that of this coordinator. `authority` verifies their signatures."""
+    """Check of other generations against this coordinator's generation. `authority` verifies their signatures."""
 
     authority: ClusterCa
     generation: int

@@ -190,7 +190,7 @@ class ActiveRequest:
             state.remove_node(node)
 
     def use_candidate(self, state: CandidateState) -> CandidateState:
-        """Use the state of another candidate of the alias. Return the state of the former one."""
+        """Use the state of another candidate of the alias. Return the state of the candidate that it replaces."""
         former = CandidateState(self.spec, self.demand, self.tried, self.chain, self.cached_shares)
         self.spec, self.demand, self.tried = state.spec, state.demand, state.tried
         self.chain, self.cached_shares = state.chain, state.cached_shares

@@ -49,7 +49,7 @@ class ParsedBody(NamedTuple, Generic[B]):
     ignored: tuple[str, ...]
     """Names of the fields without an effect: unknown fields, and fields of the table's `ignored`.
 
-    A field of the latter is left out if its value is null, false, 0 or empty.
+    A field of the table is left out if its value is null, false, 0 or empty.
     """
 
 
