@@ -1,7 +1,7 @@
 """HTTP form of every refusal and failure, in OpenAI's shape: status, headers, body, or an event in a stream.
 
-The status of a refusal is in `wire/refusals.py`, that of a failure in this module. The memory numbers of a verdict are
-one object, `error.memory`, with the verdict's field names.
+The status of a refusal is in `wire/refusals.py`, the status of a failure in this module. The memory numbers of a
+refusal are one object, `error.memory`, with the field names of `MemoryNumbers`.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Profiles of the settings: defaults of requests that clients select as `MODEL:PROFILE`.
 
 A profile has defaults of sampling, arguments of the chat template, and a context limit. A parameter of the request
-overrides that of the profile.
+overrides the profile's default.
 """
 
 from collections.abc import Mapping
@@ -42,8 +42,8 @@ class ProfileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     ) -> GenerationParams:
         """Return the parameters with the defaults of the profile where the request sets none.
 
-        `set_penalties` are the names of the penalties that the request sets. With `default_limit`, `max_tokens` is that
-        of the dialect.
+        `set_penalties` are the names of the penalties that the request sets. With `default_limit`, `max_tokens` is the
+        default of the dialect, which the profile overrides.
         """
         defaults: dict[str, object] = {}
         for name in ("temperature", "top_p", "top_k", "min_p", "max_tokens", *PENALTIES):
@@ -56,8 +56,8 @@ class ProfileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
         return replace(params, **defaults)
 
     def apply_to_template(self, template: str) -> str:
-        """Return the template variables (JSON, empty for none) with those of the profile where the request sets
-        none."""
+        """Return the template variables (JSON, empty for none) of a request together with the profile's. The request's
+        value of a variable overrides the profile's value."""
         if not self.chat_template_kwargs:
             return template
         own: dict[str, object] = msgspec.json.decode(template) if template else {}

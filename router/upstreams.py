@@ -26,7 +26,7 @@ class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     key_file: str = ""
     """File of mode 0600 with the API key; empty without a key."""
     ca_file: str = ""
-    """PEM file of the authority of its certificate; empty for those of the system."""
+    """PEM file of the authority of its certificate; empty for the authorities of the system."""
     proxy: str = ""
     """URL of a proxy; empty for none. Environment variables are not used."""
     connect_seconds: Seconds = 5.0

@@ -225,8 +225,9 @@ class Webhook:
     async def run(self) -> None:
         """Send queued messages until cancelled. A status of 200 to 299 means that a message was delivered.
 
-        An attempt is repeated after an error and after a status of 429 or at least 500. Log and discard a message that
-        the receiver refused or that no attempt delivered.
+        An attempt that ends with an error, status 429 or a status of at least 500 is repeated, after
+        `FIRST_RETRY_SECONDS`, then after twice the last wait. Log and discard a message after `MAX_ATTEMPTS` attempts,
+        or after any other status.
         """
         while True:
             await self._more.wait()

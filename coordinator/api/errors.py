@@ -1,4 +1,4 @@
-"""Errors of the control plane, in the same JSON format as those of the inference routes."""
+"""Errors of the control plane, in the same JSON format as the errors of the inference routes."""
 
 from http import HTTPStatus
 
@@ -73,7 +73,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def _find_allowed_methods(request: Request) -> list[str]:
-    """Return the methods of all routes at a path. The framework returns those of the first route only."""
+    """Return the methods of all routes at a path. The framework returns the methods of the first route only."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     return sorted(
         method

@@ -58,7 +58,7 @@ class Route:
     Its name is the action in the audit log, its docstring the description in OpenAPI.
     """
     refusals: tuple[int, ...] = ()
-    """Error statuses in addition to those that method and path imply."""
+    """Error statuses in addition to the statuses that method, path and scope imply (`describe_responses`)."""
     content: Content = JSON
     """Content of the response with status 200."""
     ends_with_name: bool = False

@@ -37,7 +37,7 @@ class SupersededMark(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class GenerationFence:
-    """Check of other generations against that of this coordinator. `authority` verifies their signatures."""
+    """Check of other generations against this coordinator's generation. `authority` verifies their signatures."""
 
     authority: ClusterCa
     generation: int
@@ -66,7 +66,7 @@ def record_superseded(state: Path, mark: SupersededMark) -> None:
 
 
 def build_moved_message(mark: SupersededMark, state: Path) -> str:
-    """Return the error message that another coordinator has superseded that of the folder `state`, with next steps."""
+    """Return the error message, with next steps, that another coordinator has superseded the one of folder `state`."""
     by = f" (reported by node {mark.node})" if mark.node else ""
     return (
         f"this cluster has moved: a backup of it was restored elsewhere, and that coordinator is valid now{by}. Remove "

@@ -123,8 +123,8 @@ def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = N
     Create the folder if it is missing, and finish an interrupted swap there first.
 
     Raise `PassphraseNeeded` if the backup is encrypted and `passphrase` is None. Raise `RestoreError` if the backup is
-    damaged or too new, if a file cannot be written, or if the folder holds a cluster without `replace`. Raise
-    `StateLockedError` if a coordinator runs there.
+    damaged or too new, or its CA and databases are of different clusters. Raise it also if a file cannot be read or
+    written, or the folder holds a cluster without `replace`. Raise `StateLockedError` if a coordinator runs there.
     """
     try:
         lock = StateLock(create_private_folder(state))

@@ -33,7 +33,7 @@ def get_guard_state(node: dict[str, Any]) -> str:
 
 
 def describe_breaker(node: dict[str, Any], now: float | None = None) -> str:
-    """Describe the circuit breaker of a node, with the last failure and its end; empty if the breaker is closed.
+    """Describe the circuit breaker of a node: the seconds until its probe, and the last failure; empty if it is closed.
 
     A node without the field `breaker` counts as closed. `now` is in Unix seconds; None for the current time.
     """

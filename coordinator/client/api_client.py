@@ -154,7 +154,10 @@ class ApiSession:
         return str(login.get("ca") or "") if login is not None and login["url"] == url else ""
 
     def read_key(self) -> str:
-        """Return the API key of --key-file, or that of `cluster login` for --url. Raise `CommandError` without one."""
+        """Return the API key of --key-file, or the key of `cluster login` for --url.
+
+        Raise `CommandError` if there is neither, or if the file cannot be read.
+        """
         if self.key_file is None:
             login = self.stored_login
             if login is not None and self.url is not None and login["url"] == parse_base_url(self.url):
@@ -265,7 +268,10 @@ def session_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def wide_session_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Decorate a command as `session_options` does, with `wide` as a third value of -o."""
+    """Decorate a command with --state, --url, --key-file and -o, which also accepts `wide`.
+
+    The command receives an `ApiSession` first.
+    """
     return _with_session(command, ("text", "wide", "json"))
 
 

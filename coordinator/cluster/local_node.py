@@ -68,7 +68,7 @@ class LocalNode:
     async def start(self) -> None:
         """Start the node, and restart it after each exit until `given_up` is set.
 
-        Raise `OSError` if the process cannot be started, and the errors of `token`.
+        Raise `OSError` if the process cannot be started, and `StoreError` if the join token cannot be stored.
         """
         await self._start_process()
         self._watch = asyncio.create_task(self._restart_on_exit())

@@ -13,7 +13,8 @@ Does not cover: all members together, self-suspicion and deletion (`membership`)
     end of the connection ──► lost     goodbye: asleep, left, or lost ("stopped")     a new link ──► joining
 
 Invariants
-- A node is alive if its link and its reports are, by the receiver's clock. `now` is monotonic seconds.
+- A node is alive if its link is open and its reports arrive in time, by the receiver's clock. `now` is monotonic
+  seconds.
 - The caller numbers links upwards. Events of an older link are ignored: the late end of a replaced link must
   not mark a node lost that is already back.
 - One `MembershipTick` moves a node by one state at most. After a stall of its loop, the caller reads its sockets
@@ -52,7 +53,7 @@ SUSPECT_AFTER_SECONDS = 3.0
 LOST_AFTER_SECONDS = 10.0
 """Seconds without a report until the link is closed and the requests of the node are resumed on other nodes."""
 RETURN_AFTER_REPORTS = 2
-"""Consecutive reports, each within `SUSPECT_AFTER_SECONDS` of the last, that end the state suspect."""
+"""Consecutive reports, less than `SUSPECT_AFTER_SECONDS` apart, that end the state suspect."""
 DELETE_AFTER_SECONDS = 600.0
 """Seconds for which a node that is not a member stays listed."""
 

@@ -71,7 +71,8 @@ def advance(pool: Membership, node: NodeId, event: Event, now: float) -> tuple[M
     """Apply one event about one node at `now` (monotonic seconds). Return the new pool and the actions in order.
 
     An unknown node begins with `MemberEnrolled` (a member) or `MemberConnected` (not yet a member). Raise
-    `IllegalEventError` for any other event of an unknown node, and as `step`.
+    `IllegalEventError` for any other event of an unknown node, and for an event that is illegal in the node's state.
+    Raise `InvariantError` for a new state that only a bug can cause (`step`).
     """
     member = pool.members.get(node)
     if member is None:

@@ -188,7 +188,7 @@ class HostProbe:
         return cast("dict[str, Any]", decoded) if isinstance(decoded, dict) else None
 
     def find_variables(self, *names: str) -> list[str]:
-        """Return those of `names` that are set as environment variables, in upper or lower case."""
+        """Return the `names` that are set as environment variables, in upper or lower case, and not empty."""
         return [name for name in names if self.environ.get(name) or self.environ.get(name.lower())]
 
     def find_stray_variables(self) -> list[str]:

@@ -15,7 +15,7 @@ def check_service(here: HostProbe, manager: ServiceHost | None = None) -> Findin
     """Check that an installed service runs, and that its unit has an existing Python. Fail otherwise.
 
     Warn if the service cannot be read and, on macOS, if its ProcessType is not Interactive. The check does not apply
-    without a service. `manager` is the service manager; None for that of this machine.
+    without a service. `manager` is the service manager; None for this machine's.
     """
     host = manager or ServiceHost(here.platform, root=here.root)
     try:

@@ -1,9 +1,9 @@
 """Fast path of the HTTP port: common chat requests go from the socket to the dispatcher without ASGI.
 
 Uvicorn serves every route; `FastPathProtocol` only checks first. A complete `POST /v1/chat/completions` in the buffer
-with a valid key and body is answered here. No task, no scope and no copy of the headers is made, which saves half of
-the measured cost. All else passes on unchanged to the ASGI app: another route, a body in pieces, a wrong key, an
-impossible parameter. Each refusal therefore has one place, and this path returns the same answers as the app.
+with a valid key and body is answered here. No task, ASGI scope or copy of the headers is made (docs/decisions/0041 has
+the measured times). All else passes on unchanged to the ASGI app: another route, a body in pieces, a wrong key, an
+impossible parameter. Only the app refuses invalid requests. Answers and dispatcher errors are the same on both paths.
 
 Rules
 - Bytes are examined here only between two requests, while uvicorn's parser is idle.

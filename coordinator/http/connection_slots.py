@@ -140,8 +140,8 @@ class ConnectionSlots:
     def reserve_slot(self, address: str) -> ConnectionSlot | None:
         """Reserve a slot for a new connection from `address`. At a limit, close the connection that was idle longest.
 
-        At the limit of TLS handshakes, close the oldest handshake. Return None at the limit of the address, or at the
-        limit in total, if no connection counted there is idle.
+        At the limit of TLS handshakes, close the oldest handshake. Return None if the limit of the address or the limit
+        in total is reached, and no connection under that limit is idle.
         """
         origin = get_origin(address)
         mine = self._origins.get(origin)

@@ -312,8 +312,8 @@ class DeadlineProtocol(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Answer a request that cannot be parsed with a problem as JSON, and close the connection. `msg` is not used.
 
-        If an earlier request is unanswered, only close after its answer, because the client would take this answer for
-        that of the earlier request. If an answer has begun, abort the connection.
+        If an earlier request is unanswered, send nothing and close after its answer, because the client would take the
+        problem for that answer. If an answer has begun, abort the connection.
         """
         problem, self._refusal = self._refusal or MALFORMED, None
         if self._is_answering():

@@ -17,7 +17,7 @@ def render_configuration(
 ) -> str:
     """Return `prometheus.yml` for a coordinator at `base` (no path).
 
-    `token_file` has an API key with the scope `metrics`. `ca_file` is the trusted CA; empty: those of the system.
+    `token_file` has an API key with the scope `metrics`. `ca_file` is the trusted CA; empty: the CAs of the system.
     `rules` is the file of alert rules. `interval_seconds` is the scrape interval; 0: `SCRAPE_SECONDS`.
     """
     where, seconds = urlsplit(base), interval_seconds or SCRAPE_SECONDS

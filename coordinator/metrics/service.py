@@ -49,7 +49,7 @@ class MetricsService:
     """Source of all metrics of the coordinator and of the nodes.
 
     `read_validities` reads the validity of certificates by name. `get_conditions` returns for each alert rule whether
-    its condition is active. `get_video_snapshot` returns the metrics of video jobs, `get_wish_snapshot` those of
+    its condition is active. `get_video_snapshot` returns the metrics of video jobs, `get_wish_snapshot` the metrics of
     wishes.
     """
 

@@ -1,7 +1,7 @@
 """Measure the speeds of a model on one node, by requests of low priority that only this node may take.
 
-The requests pass the queue, placement and the gate of the node like those of clients. A prompt has exact token ids
-that differ in every request, so that no prefix cache shortens it. The times are those of the node (`Timings`).
+The requests pass the queue, placement and the gate of the node like clients' requests. A prompt has exact token ids
+that differ in every request, so that no prefix cache shortens it. The node measures the times (`Timings`).
 """
 
 import asyncio
@@ -165,8 +165,8 @@ async def _wait(request: ActiveRequest) -> Outcome:
 def summarize_run(tokens: int, finished: Sequence[Finished]) -> BenchmarkRun:
     """Return the speeds of requests that ran at the same time, with prompts of `tokens` tokens.
 
-    The prefill of all requests ends when the last one has waited for and done its own. Decode lasts as long as that of
-    the slowest request. The first token of an answer belongs to prefill. `finished` must not be empty.
+    Prefill lasts until the last request has waited for its prefill and completed it. Decode lasts as long as the decode
+    of the slowest request. The first token of an answer belongs to prefill. `finished` must not be empty.
     """
     prefill = max(answer.timings.waiting + answer.timings.prefill for answer in finished)
     decode = max(answer.timings.decode for answer in finished)

@@ -48,7 +48,7 @@ class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
     system: str = ""
     """Operating system with its version."""
     software: str = ""
-    """Version of Macpool, which pins that of MLX."""
+    """Version of Macpool, which pins the version of MLX."""
     measured: float
     """End of the measurement, in Unix seconds."""
     max_prompt: int

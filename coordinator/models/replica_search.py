@@ -247,7 +247,7 @@ class ReplicaSearch:
     def _find_backoff(self, node: NodeView, model: str, headroom: int | None) -> str:
         """Return why an action with a model is not repeated on a node yet; empty if it may be.
 
-        `headroom` is that of the node for a load now, in bytes; None for an unload.
+        `headroom` is the node's headroom for a load now, in bytes; None for an unload.
         """
         failure = self._history.failures.get((node.id, model))
         if failure is None or self._pool.now >= failure.until:

@@ -14,7 +14,7 @@ _DETAILED = (Obstacle.BACKOFF, Obstacle.SPACED, Obstacle.BUSY, Obstacle.CANNOT_L
 def describe_shortfall(state: WishState, options: list[NodeOption], chosen: list[NodeOption], pool: PoolState) -> str:
     """Return the text of the shortfall of an unmet wish.
 
-    `options` are the nodes that the lists and labels of the wish allow. `chosen` are those that act now.
+    `options` are the nodes that the lists and labels of the wish allow. `chosen` are the nodes that act now.
     """
     progress = _describe_progress(state, chosen, pool)
     missing = state.wanted - len(state.ready) - len(state.coming) - len(state.away) - len(chosen)

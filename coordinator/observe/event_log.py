@@ -64,7 +64,7 @@ class EventLog:
         return len(self._readers)
 
     async def stream_events(self, last: int | None, newest: int, *, follow: bool) -> AsyncGenerator[bytes]:
-        """Yield server-sent events: those after number `last`, or the `newest` ones if `last` is None.
+        """Yield the events after number `last`, or the newest `newest` events if `last` is None, as server-sent events.
 
         With `follow`, continue with new events, and a comment after each `KEEPALIVE_SECONDS` of silence. The caller
         checks `full` before, because this call does not limit the readers.

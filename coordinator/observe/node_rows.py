@@ -185,7 +185,8 @@ def get_measured_memory(model: Model) -> dict[str, object] | None:
 def can_answer(view: NodeView) -> bool:
     """Return whether this node can answer a request now.
 
-    Its state is ready, its engine is ready, its gate is armed or off, and a model has no fault. A cordoned node can.
+    Its state is ready, its engine is ready, its gate is armed or off, and at least one model has no fault. A cordoned
+    node can answer.
     """
     armed = view.memory.armed or not view.memory.guard
     served = any(not model.cause for model in view.models.values())

@@ -98,7 +98,7 @@ class ServiceHost:
     def run_tool_checked(self, tool: str, *arguments: str) -> None:
         """Run a tool of `tools`. Raise `ServiceError` with the tool's message if its exit code is not 0.
 
-        Raise the errors of `run_tool` as well.
+        Raise it also if the tool is missing, cannot be executed, or runs longer than `TOOL_TIMEOUT_SECONDS`.
         """
         done = self.run_tool(tool, *arguments)
         if done.returncode:
@@ -109,7 +109,7 @@ class ServiceHost:
     # -- commands to the manager -------------------------------------------------------------------
 
     def read_state(self) -> ServiceState:
-        """Return the state of the service. Raise the errors of `run_tool` if launchctl or systemctl cannot be run."""
+        """Return the state of the service. Raise `ServiceError` if launchctl or systemctl cannot be run."""
         if self.mac:
             done = self.run_tool("launchctl", "print", f"{launchd.DOMAIN}/{LABEL}")
             return launchd.parse_state(done.returncode, done.stdout)
@@ -118,7 +118,10 @@ class ServiceHost:
         )
 
     def load_unit(self) -> None:
-        """Load the unit into the manager, and start it now and at each boot. Raise the errors of `run_tool_checked`."""
+        """Load the unit into the manager, and start it now and at each boot.
+
+        Raise `ServiceError` if launchctl or systemctl fails.
+        """
         if self.mac:
             self.run_tool("launchctl", "enable", f"{launchd.DOMAIN}/{LABEL}")
             self.run_tool_checked("launchctl", "bootstrap", launchd.DOMAIN, str(self.unit))
@@ -130,7 +133,7 @@ class ServiceHost:
     def unload_unit(self, label: str = LABEL) -> None:
         """Stop and unload the service; on macOS, the job `label`. Do nothing if it is not loaded.
 
-        Raise the errors of `run_tool_checked` if launchctl or systemctl fails.
+        Raise `ServiceError` if launchctl or systemctl fails.
         """
         if self.mac:
             done = self.run_tool("launchctl", "bootout", f"{launchd.DOMAIN}/{label}")
@@ -141,7 +144,7 @@ class ServiceHost:
             self.run_tool_checked("systemctl", "disable", "--now", UNIT)
 
     def restart_service(self) -> None:
-        """Stop the service gracefully and start it again. Raise the errors of `run_tool_checked`."""
+        """Stop the service gracefully and start it again. Raise `ServiceError` if launchctl or systemctl fails."""
         if self.mac:
             self.run_tool_checked("launchctl", "kickstart", "-k", f"{launchd.DOMAIN}/{LABEL}")
         else:
@@ -150,7 +153,7 @@ class ServiceHost:
     def reload_manager(self) -> None:
         """Reload systemd after the removal of the unit's file; launchd needs no reload.
 
-        Raise the errors of `run_tool_checked` if systemctl fails.
+        Raise `ServiceError` if systemctl fails.
         """
         if not self.mac:
             self.run_tool_checked("systemctl", "daemon-reload")

@@ -33,7 +33,7 @@ log = structlog.get_logger("coordinator.run")
 
 @dataclass(frozen=True, slots=True)
 class ClusterSide:
-    """Nodes, the dispatchers of requests and of video jobs, the controller of pulls, and the loop of the wishes."""
+    """Nodes, the dispatchers of requests and of video jobs, the controller of pulls, and the runner of wishes."""
 
     nodes: NodePool
     dispatcher: Dispatcher

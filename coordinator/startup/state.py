@@ -38,7 +38,7 @@ class CoordinatorState:
     is_new_cluster: bool
     """Whether this start created the cluster."""
     epoch: int
-    """Number of this start; higher than those of all earlier starts."""
+    """Number of this start, higher than the number of every earlier start."""
     version: str
     """Installed version of macpool."""
 
@@ -85,8 +85,8 @@ class Credentials:
 def load_credentials(state: CoordinatorState, http: HttpSettings, listen: str) -> Credentials:
     """Load the credentials for an endpoint that listens on the host `listen`.
 
-    Raise `AuthorityError` if `check_http_settings` refuses the settings, such as anonymous clients of other machines.
-    Raise `OSError` if the pepper cannot be read or written.
+    Raise `AuthorityError` if the settings contradict each other, admit anonymous clients of other machines, or name
+    certificate files that cannot be used. Raise `OSError` if the pepper cannot be read or written.
     """
     check_http_settings(http, listen)
     tokens, approvals, pepper = (

@@ -20,7 +20,7 @@ LOCAL_KEY_NAME = "local"
 """Name of the key of the state folder's owner. The key is valid while the coordinator runs, and is not listed."""
 
 PAGE_KEY_NAME = "page"
-"""Name of browser keys in the audit log. They are not listed."""
+"""Name of the keys of browser sessions, in the audit log. These keys are not listed."""
 
 
 def load_pepper(state: Path) -> bytes:

@@ -19,7 +19,7 @@ class ClusterMeta:
     epoch: int = 0
     """Number of the coordinator's current start. A start adds 1; a restore of a backup adds `RESERVED_EPOCHS`."""
     generation: int = 0
-    """Raised by every restore of a backup, to at least the Unix time of the restore."""
+    """Generation of the coordinator. Every restore of a backup raises it to at least the Unix time of the restore."""
 
 
 @dataclass(frozen=True, slots=True)

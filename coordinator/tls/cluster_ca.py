@@ -86,7 +86,8 @@ class ClusterCa:
 
         The certificate serves for both ends of TLS, because a node can be the mirror of another node.
 
-        Raise `CertificateRequestError` if `extract_public_key` refuses the request.
+        Raise `CertificateRequestError` if the request is too long, malformed, not for P-256, or not signed by its own
+        key.
         """
         certificate = self._issue_leaf(
             extract_public_key(csr),
@@ -291,7 +292,7 @@ def build_common_name(name: str) -> x509.Name:
 
 
 def build_key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    """Return the key usage extension of a CA, or without `signs_certificates` that of a TLS certificate."""
+    """Return the key usage extension for a CA, or without `signs_certificates` for a certificate of a TLS peer."""
     return x509.KeyUsage(
         digital_signature=not signs_certificates,
         key_cert_sign=signs_certificates,

@@ -18,8 +18,8 @@ def create_https_tls(http: HttpSettings, listen: str, state: Path) -> HttpsCa | 
     """Return the TLS of the endpoint that listens on the host `listen`. `state` is the state folder.
 
     The TLS is the context of the settings' certificate files, or an `HttpsCa`, or None for plain HTTP. Log a warning
-    for plain HTTP beyond loopback. Raise `AuthorityError` if `check_http_settings` refuses the settings or a file
-    cannot be used. Raise `OSError` if a file of the `HttpsCa` cannot be written.
+    for plain HTTP beyond loopback. Raise `AuthorityError` if the settings contradict each other or admit anonymous
+    clients of other machines, or a file cannot be used. Raise `OSError` if a file of the `HttpsCa` cannot be written.
     """
     check_http_settings(http, listen)
     if http.tls_cert_file:

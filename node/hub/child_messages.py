@@ -1,7 +1,8 @@
 """Messages between the agent and its children for model files: one JSON document a line.
 
 The first line of the standard input is the order. The end of the standard input ends the child, because the agent has
-ended. Each line of the standard output is a `ChildProgress`, the last one a `ChildEnd`. Tokens are in orders only.
+ended. Each line of the standard output is a `ChildProgress`, the last one a `ChildEnd`. Access tokens of sources are in
+the order only, because other processes can read the arguments of a process.
 """
 
 import os

@@ -89,7 +89,7 @@ def report_settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]
 
 
 def report_running(now: ResolvedSettings[NodeSettings], file: Path) -> dict[str, Any]:
-    """Return the settings of the running node (`settings`), and those that a restart with this file changes (`drift`).
+    """Return the settings of the running node (`settings`), and all that a restart with this file changes (`drift`).
 
     `drift` is empty if the file cannot be read or is invalid.
     """

@@ -11,7 +11,7 @@ shapes, types and offsets of every tensor. The third part is samples of every te
 not detected. Hashing all bytes takes seconds for each GiB, samples of 111 tensors 1.4 ms.
 
 The files of a loaded model may be replaced. Its description is kept while it is loaded (`pin`), because the weights in
-memory, their tokenizer and their fingerprint belong together. `find_replacement` returns the model on the disk now.
+memory, their tokenizer and their fingerprint belong together. `find_replacement` returns the model with the new files.
 """
 
 import hashlib

@@ -171,7 +171,7 @@ class KeyRing:
         return known
 
     def is_valid(self, presented: bytes) -> bool:
-        """Return whether a text is that of a known key that has not expired.
+        """Return whether a text is the text of a known key that has not expired.
 
         Unlike `check`, count no wrong text, and return False for clients without a key even if `anonymous` is set.
         """

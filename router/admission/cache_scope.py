@@ -1,4 +1,4 @@
-"""Scopes of cached prefixes: a request reuses those of its own API key, and of system prompts that all keys share.
+"""Scopes of cached prefixes: a request reuses prefixes of its own API key, and system prompts that all keys share.
 
 A cached prefix shows in `usage.cached_tokens`, in the time to the first token and in the chosen node. Reuse by another
 key would tell that key, word by word, whether a prompt has been sent before.

@@ -30,7 +30,7 @@ class LoadShare:
         self._parts += weight - before
 
     def drop(self, owner: WeightedKey, tokens: int) -> None:
-        """Remove an ended request of a key. `tokens` must equal that of its `add`.
+        """Remove an ended request of a key. `tokens` is the number that was passed to `add` for the request.
 
         Raise `KeyError` for a key without open requests.
         """

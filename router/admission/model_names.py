@@ -60,13 +60,14 @@ class ModelNames:
         self._folded_profiles = {name.casefold(): name for name in self._profiles}
 
     def is_plain(self, name: str, view: ClusterView) -> bool:
-        """Return whether a name is exactly that of a model, and of no alias. Runs for every request."""
+        """Return whether a name is exactly the name of a model, and not of an alias. Runs for every request."""
         return name not in self.aliases and view.has_model(name)
 
     def may_mean_upstream(self, name: str, view: ClusterView) -> bool:
-        """Return whether a name may be that of an alias with an upstream.
+        """Return whether a name may mean an alias with an upstream.
 
-        This is a fast check: if there are such aliases, it is True for every name that is not exactly a model's.
+        This is a fast check: if there are such aliases, the result is True for every name for which `is_plain` is
+        False.
         """
         return self.has_upstreams and not self.is_plain(name, view)
 

@@ -210,7 +210,7 @@ class AdmissionQueue(Generic[T]):
         return True
 
     def list_entries(self) -> list[QueuedRequest[T]]:
-        """Return all queued requests, grouped by API key; those of a key oldest first."""
+        """Return all queued requests, grouped by API key; the requests of a key are oldest first."""
         return [entry for lane in self._lanes.values() for entry in lane.entries]
 
     def expire(self, now: float) -> list[T]:

@@ -89,4 +89,4 @@ TEMPLATE_VARIABLES = frozenset(
         "xml_tools",
     }
 )
-"""Variables of a chat template that a request may set: those used by the templates of known models."""
+"""Variables of a chat template that a request may set, from the templates of known models."""

@@ -190,7 +190,7 @@ class ActiveRequest:
             state.remove_node(node)
 
     def use_candidate(self, state: CandidateState) -> CandidateState:
-        """Use the state of another candidate of the alias. Return the state of the former one."""
+        """Use the state of another candidate of the alias. Return the state of the candidate that it replaces."""
         former = CandidateState(self.spec, self.demand, self.tried, self.chain, self.cached_shares)
         self.spec, self.demand, self.tried = state.spec, state.demand, state.tried
         self.chain, self.cached_shares = state.chain, state.cached_shares
@@ -244,7 +244,7 @@ class ActiveRequest:
     def record_prefill(self, prompt: int, cached: int) -> None:
         """Record the prompt tokens and cached tokens of an admitted attempt. A later wait has a new deadline.
 
-        The tokens of many texts are not those of one prompt, which the demand has.
+        For embeddings and scores, `prompt` is the sum over all texts, and the prompt tokens of the demand stay.
         """
         if self.spec.embed is None:
             self.set_prompt_tokens(prompt)

@@ -143,7 +143,7 @@ class DecisionLog:
 
 
 class ReplayResult(msgspec.Struct, frozen=True):
-    """Result of `replay`: recorded decisions compared with those of another policy."""
+    """Result of `replay`: recorded decisions compared with the decisions of another policy."""
 
     decisions: int
     """Number of decisions."""

@@ -9,8 +9,8 @@ running request is aborted.
                    └ dropped: no request waits, the node is away, memory no longer suffices, or timeout
 
 A request waits for a swap if every node that could hold it must unload models first. Memory alone is then in the way
-(`RefusalCode.NO_ROOM`), and ceiling − margin − base − weights of the models that stay ≥ need. Where it fits next to all
-loaded models it waits for rows to end, as usual, and no node swaps for it.
+(`RefusalCode.NO_ROOM`), and ceiling − margin − base − weights of the models that stay ≥ need. A request that fits next
+to all loaded models waits for rows to end, as usual, and no node swaps models for it.
 
 Rules
 
@@ -83,7 +83,7 @@ class SwapInput(msgspec.Struct, frozen=True, gc=False):
 
     nodes: Mapping[NodeId, NodeView]
     waiting: Sequence[SwapCandidate]
-    """Oldest queued requests of each model, a few of each (`swap_input`), oldest first."""
+    """Oldest queued requests, at most `swap_input.MAX_REQUESTS_EXAMINED` of each model, oldest first."""
     keys: Mapping[str, Mapping[str, int]]
     """Weight of every key that waits for a model, by model and key."""
     running: Mapping[NodeId, Mapping[str, Sequence[ModelUse]]]

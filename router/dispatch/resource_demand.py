@@ -9,7 +9,7 @@ from wire.frames import GenerationParams, Message
 from wire.models.kind import ModelKind
 
 BYTES_PER_ID = 4
-"""Bytes of text that a token id counts as: those of `router.admission.rate_limits.BYTES_PER_TOKEN`."""
+"""Bytes of text that a token id counts as: the same number as `router.admission.rate_limits.BYTES_PER_TOKEN`."""
 _PLAIN: frozenset[str] = frozenset()
 
 
@@ -33,8 +33,8 @@ def compute_plain_demand(model: str, text: str, ids: tuple[int, ...], params: Ge
 
 
 def compute_embedding_demand(model: str, embed: EmbeddingInput) -> ResourceDemand:
-    """Return the demand of texts for embeddings or scores. A token id counts as the bytes of a usual token, and the
-    query with each document."""
+    """Return the demand of texts for embeddings or scores. A token id counts as `BYTES_PER_ID` bytes. The query counts
+    once with each document."""
     query = len(embed.query.encode())
     sizes = [query + len(text.encode()) for text in embed.texts] + [BYTES_PER_ID * len(ids) for ids in embed.ids]
     longest, kind = max(sizes), ModelKind.RERANK if query else ModelKind.EMBED

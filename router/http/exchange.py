@@ -70,7 +70,7 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 
     async def refuse(self, problem: Problem, headers: list[Header] | None = None) -> None:
-        """Send a problem as the answer, with `headers` in addition to its own."""
+        """Send a problem as the answer, with `headers` in addition to the headers of the problem."""
         body = self.style.error(problem, self.request_id)
         await self.answer(body, problem.status, problem.build_headers() + (headers or []))
 

@@ -109,7 +109,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     tokens_ahead: int = 0
     """Queued tokens in front of this request."""
     prefill_tokens: int = 0
-    """Tokens that the node must prefill for this request: those that are probably not cached."""
+    """Tokens that the node must prefill for this request: tokens that are probably not cached."""
     expected_answer: float = 0.0
     """Expected seconds from the first token to the last."""
     delay: float = 0.0

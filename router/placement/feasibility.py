@@ -37,8 +37,8 @@ def find_infeasible_reason(
 
 
 def find_unavailable_reason(node: NodeView, now: float) -> tuple[str, RefusalCode | None]:
-    """Return the reason and code why a node takes no request at all now. The reason is empty and the code None if it
-    does.
+    """Return the reason and code why a node takes no request at all now. The reason is empty and the code None if
+    the node takes requests.
 
     `now` is in monotonic seconds.
     """

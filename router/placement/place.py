@@ -19,7 +19,7 @@ waiting is useless and the request ends with the cause (`refusals`).
 
 The balanced order compares in turn:
 
-1. Room for two such requests or more (full marks), else room for one.
+1. Room for two or more requests of this size (full marks), else room for one.
 2. The shortest time.
 3. The fewest requests in flight relative to the decode speed.
 4. The largest share of the prompt in the prefix cache (`prefix_affinity`), which has already shortened the time.

@@ -27,9 +27,9 @@ class Balanced:
     """Policy `balanced`: enough headroom first, then the shortest time, which includes the delay of other requests."""
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
-        """Rank by headroom up to `HEADROOM_SATURATION` such requests, then by time.
+        """Rank by headroom up to `HEADROOM_SATURATION` requests like this one, then by time.
 
-        A node that is idle, or has cached `PREFIX_HIT_SHARE` of the prompt, ranks as one with that headroom.
+        A node that is idle, or has cached `PREFIX_HIT_SHARE` of the prompt, ranks like a node with that headroom.
 
         Further criteria are requests in flight relative to speed, cached share of the prompt, and share of headroom.
         """

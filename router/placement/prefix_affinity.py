@@ -97,8 +97,8 @@ class PrefixAffinity:
     """Index of the nodes that have cached a prompt, with at most `entries` hashes, `entries` prompts and `entries`
     sessions.
 
-    Each node has a generation. A new one invalidates all older entries of the node at once. It begins when the node's
-    cache was lost with its engine process, or when evictions were missed.
+    Each node has a generation. A new generation invalidates all older entries of the node at once. It begins when the
+    node's cache was lost with its engine process, or when evictions were missed.
     """
 
     def __init__(self, entries: int = MAX_ENTRIES) -> None:
@@ -171,8 +171,8 @@ class PrefixAffinity:
         self, node: NodeId, engine_instance: int, evictions: int, evicted: Sequence[bytes], store: str = ""
     ) -> None:
         """Remove the entries that a node's report shows to be evicted. Remove all entries of the node if
-        `engine_instance` has changed, because its cache was lost with the old engine process. They stay if the new
-        process has the same disk cache (`store`), which an engine reports as soon as it is ready.
+        `engine_instance` has changed, because its cache was lost with the old engine process. The entries stay if
+        the new process has the same disk cache (`store`), which an engine reports as soon as it is ready.
 
         `evicted` holds the hashes of the newest evictions; the last of them is number `evictions`. If the report lacks
         the hashes of some evictions, all entries of the node are removed.

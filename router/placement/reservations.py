@@ -21,7 +21,7 @@ running load, that report counts the weights and the reservation does not.
 A hold reserves room for a request that still waits in the queue, because smaller requests behind it would take all of
 it. A node has at most one hold, because two waiting requests would keep each other out of an empty node. A key has at
 most one hold, because a key with many waiting requests would keep all other keys out of all nodes. Requests that have
-lost a node, and those for which a node swaps models, have a hold in addition.
+lost a node, and requests for which a node swaps models, have a hold in addition.
 """
 
 from dataclasses import dataclass, field
@@ -40,7 +40,7 @@ class Reservation(msgspec.Struct, gc=False):
 
     node: NodeId
     seq: int
-    """Sequence number, compared with that of the node's reports."""
+    """Sequence number, compared with the number in the node's reports."""
     need: int
     """Reserved bytes, `weights` included."""
     tokens: int
@@ -305,12 +305,12 @@ class ReservationLedger:
     def get_unacknowledged_bytes(self, node: NodeId, waiting: int = -1) -> int:
         """Return the reserved bytes on a node that its report does not contain.
 
-        They include the holds on the node, except that of the queued request `waiting`.
+        They include the holds on the node, except the hold of the queued request `waiting`.
         """
         return self._accounts.get(node, _EMPTY).need + self.sum_holds(node, waiting)
 
     def sum_holds(self, node: NodeId, waiting: int = -1) -> int:
-        """Return the bytes of the holds on a node, except that of the queued request `waiting`."""
+        """Return the bytes of the holds on a node, except the hold of the queued request `waiting`."""
         return sum(
             held_bytes for number, (where, held_bytes) in self.holds.items() if where == node and number != waiting
         )

@@ -43,7 +43,7 @@ class BenchmarkRoutes:
         )
 
     async def benchmark(self, body: BenchmarkBody) -> dict[str, Any]:
-        """Measure the speeds of a model on a node, with requests of low priority. The answer follows at the end.
+        """Measure the speeds of a model on a node, with requests of low priority. Return the stored benchmark.
 
         Raise `ProblemError`: 400 or 404 for a wrong model or node, 409 for a busy node, 507 if the result cannot be
         stored. If a request of the measurement fails, its status is used.

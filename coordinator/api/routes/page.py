@@ -77,7 +77,7 @@ class PageRoutes:
     async def leave(self) -> dict[str, Any]:
         """End the page's session that uses the calling key.
 
-        Raise `ProblemError` 404 if the key is not that of a session.
+        Raise `ProblemError` 404 if the key belongs to no session of the page.
         """
         if not self._sessions.end_session(KEY.get()):
             raise ProblemError(Problem(404, "no_visit", "this key is none that the page was given: nothing ends"))

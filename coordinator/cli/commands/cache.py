@@ -31,8 +31,8 @@ def cache() -> None:
 def status(session: ApiSession, node: str | None, model: str | None) -> None:
     """Show the cached prompts of each node and model.
 
-    Bytes and hits are those in memory and on the disk. The quota and the write budget are those of the disk cache.
-    For a node without a disk cache, the command shows the number of prompts that were evicted from memory.
+    Bytes and hits are shown for memory and for the disk, the quota and the write budget for the disk cache. For a node
+    without a disk cache, the command shows the number of prompts that were evicted from memory.
     """
     nodes = _select_nodes(session.request_json("GET", "/api/v1/nodes")["nodes"], node, model)
     session.print_answer({"schema": 1, "nodes": nodes}, _print_status)

@@ -129,7 +129,7 @@ def _create_plan(
 
 
 def _get_data_folder(host: "ServiceHost") -> str:
-    """Return the state folder below a home folder, as platformdirs does for the current user."""
+    """Return the state folder relative to a home folder: the same path that platformdirs uses for the current user."""
     return "Library/Application Support/macpool" if host.mac else ".local/share/macpool"
 
 

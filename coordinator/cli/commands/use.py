@@ -207,8 +207,8 @@ def env(session: ApiSession, shell: str) -> None:
     """Print the variables that point the clients of OpenAI, Anthropic and Ollama at this pool: `eval "$(cluster env)"`.
 
     The command works on the coordinator's machine, with --url, and on a machine with `cluster trust-ca`. The key is
-    that of --key-file; without it, a comment shows how to create one. If this machine trusts the pool's authority, the
-    output includes the variables with its file.
+    read from --key-file; without a file, a comment shows how to create a key. If this machine trusts the pool's
+    authority, the output includes the variables with the authority's file.
     """
     base, bundle, untrusted = _find_endpoint(session)
     key = session.read_key() if session.key_file else None
@@ -260,7 +260,7 @@ def _find_endpoint(session: ApiSession) -> tuple[str, str | None, bool]:
 @click.option("--cluster", "all_nodes", is_flag=True, help="Print the versions of the coordinator and of every node.")
 @session_options
 def version(session: ApiSession, all_nodes: bool) -> None:
-    """Print version and protocol. With --cluster, also print those of every member, with the next step.
+    """Print version and protocol. With --cluster, also print both for every member, with the next step.
 
     Exit code 8 if the protocol of a member is not supported.
     """

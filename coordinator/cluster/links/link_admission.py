@@ -31,7 +31,7 @@ class CoordinatorIdentity:
     version: str
     """Version of macpool."""
     epoch: int
-    """Number of this start; higher than those of all earlier starts."""
+    """Number of this start, higher than the number of every earlier start."""
 
 
 class LinkAdmission:
@@ -68,8 +68,8 @@ class LinkAdmission:
     def authorize(self, peer: PeerIdentity, serial: str, hello: Hello) -> Welcome | Denied:
         """Return `Welcome` if a node with this certificate may link, else `Denied` with the reason.
 
-        Record the software of the Hello if the certificate is that of the member. Call `on_superseded` if the Hello
-        proves a newer generation of the cluster. `serial` is the certificate's serial number in hex digits.
+        Record the software of the Hello if the certificate names the member that sends it. Call `on_superseded` if the
+        Hello proves a newer generation of the cluster. `serial` is the certificate's serial number in hex digits.
         """
         if peer.node == hello.node and hello.node in self._registry.pool.members:
             self._records.record_software(NodeId(hello.node), hello)

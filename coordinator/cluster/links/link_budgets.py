@@ -39,7 +39,7 @@ _LOGGED = frozenset(_TAG_OF[kind] for kind in (Goodbye, LeaseGranted, LeaseRefus
 _REPORT, _RENEW, _PROGRESS = _TAG_OF[Report], _TAG_OF[RenewCertificate], _TAG_OF[ModelOrderProgress]
 
 BUDGETED = _LOGGED | {_REPORT, _RENEW, _PROGRESS}
-"""Tags of the frames that have a budget in addition to that of all frames."""
+"""Tags of the frames that have a budget in addition to the budget of all frames."""
 
 
 class LinkBudget:

@@ -1,11 +1,13 @@
-"""Splitter for text under a grammar: a thought first, then words or calls.
+"""Splitter for text under a grammar: reasoning first, then ordinary text and tool calls.
 
-It replaces mlx-lm's state machine in the text pipeline of constrained answers. That machine finds markers everywhere,
-also within JSON strings, where they are ordinary text. Here a thought can only precede all other text. In formats with
-quotes, a call can end only outside of JSON's quotes. The content of a thought always counts as reasoning.
+`FormatCutter` replaces mlx-lm's state machine in the text pipeline of constrained answers. That machine finds markers
+everywhere, also within JSON strings, where they are ordinary text. Here reasoning can only precede all other text. In
+formats with quotes, a call can end only outside of JSON's quotes.
 
-    open ──think end──► words            beginning ──think start──► open, or words
-    words ──call start──► call ──call end──► words
+    start (`ReasoningStart.OPEN`) ─► REASONING        start (`MAY`) ──think start──► REASONING, otherwise NORMAL
+    REASONING ──think end──► NORMAL                   NORMAL ──call start──► TOOL ──call end──► NORMAL
+
+`MarkerLayout.calls` limits where a call start is a marker.
 """
 
 from dataclasses import dataclass

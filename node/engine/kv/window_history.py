@@ -61,7 +61,7 @@ class StoredWindow:
 
     @property
     def state(self) -> object:
-        """All arrays."""
+        """Keys and values of each piece, as pairs of arrays."""
         return [(piece.keys, piece.values) for piece in self.pieces]
 
     @property
@@ -204,7 +204,10 @@ def cut_layers(layers: Layers, length: int) -> Layers:
 
 
 def materialize_layers(layers: Layers) -> Layers:
-    """Copy the layers into arrays of their own, except stored windows, which have their own."""
+    """Return the layers of a row with evaluated arrays of their own, so that the row's arrays can be freed.
+
+    Stored windows are returned as they are, because their arrays are copies already.
+    """
     return [
         cast("LayerCache", layer) if isinstance(layer, StoredWindow) else materialize([cast("LayerCache", layer)])[0]
         for layer in cast("list[object]", layers)

@@ -25,8 +25,8 @@ from wire.report import EngineCounters, Memory
 from wire.units import MIB, show_size
 
 UNWIRE_AFTER_SECONDS = 1.0
-"""Seconds after which macOS unwires the memory of a process whose GPU work rests. Measured: llama.cpp#10119 on macOS 15
-(a pause of 1.2 s made the next step five times slower), llama.cpp#17766 on macOS 26."""
+"""Seconds without GPU work after which macOS unwires the memory of a process. Measured: llama.cpp#10119 on macOS 15 (a
+pause of 1.2 s made the next step five times slower), llama.cpp#17766 on macOS 26."""
 
 MIN_LOAD_BYTES_PER_SECOND = 200 * MIB
 """Lowest load speed to expect, in bytes per second (an external disk)."""

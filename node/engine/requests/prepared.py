@@ -78,7 +78,8 @@ class PreparedEmbedding:
     refused: Refused | None = None
     """Refusal of the request; None: it is accepted."""
     segments: tuple[int, ...] = ()
-    """Position of the first token of the second text of each pair, 0 for a single text; empty for a decoder."""
+    """Position of the document's first token in each pair of query and document. 0 for a single text, or if the model
+    has no segments. Empty if the model is no encoder."""
 
     @property
     def tokens(self) -> int:

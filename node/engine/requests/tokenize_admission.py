@@ -65,7 +65,7 @@ class TokenizeResult:
 def count_text_bytes(frame: Generate | CountTokens | Embed) -> int:
     """Return the bytes of all texts of a request, with tools and earlier calls. A given token id counts as one byte.
 
-    A query is part of the prompt of each document.
+    A query counts once for each document, because it is part of each prompt.
     """
     if isinstance(frame, Embed):
         texts = sum(map(_count_bytes, frame.texts)) + len(frame.texts) * _count_bytes(frame.query)

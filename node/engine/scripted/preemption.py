@@ -82,8 +82,11 @@ class ScriptedPreemptor:
         return len(self._table) > waiting or self._memory.compute_peak_expiry(now) is not None
 
     def preempt(self, sequence: ScriptedSequence, *, for_key: bool) -> None:
-        """Preempt a request: release its memory. Its tokens are prefilled again when memory is available. `for_key`:
-        for another API key."""
+        """Preempt a request: release its memory. Its tokens are prefilled again when memory is available.
+
+        `for_key`: the memory is for another API key. The request then loses its precedence over requests without
+        generated tokens (`ScriptedSequence.answered`).
+        """
         self._release(sequence)
         self._table.preempt(sequence)
         sequence.preempt(for_key=for_key)

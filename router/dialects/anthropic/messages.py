@@ -1,4 +1,4 @@
-"""Conversion of Anthropic's messages to those of a Generate frame.
+"""Conversion of Anthropic's messages to the messages of a Generate frame.
 
 Anthropic's turn is a list of blocks. A frame's message has one text, one reasoning and its calls, and each tool result
 is a separate message. Neighbours of one role are merged, as Anthropic documents, because many templates accept only
@@ -32,7 +32,7 @@ _JOINT = {"system": "\n\n", "user": "\n", "assistant": ""}
 def convert_messages(
     system: str | list[TextBlock] | None, body_messages: Iterable[AnthropicMessage]
 ) -> list[Message] | Problem:
-    """Convert Anthropic's messages to those of a frame, or return a 400 problem with the path of the wrong block.
+    """Return Anthropic's messages as messages of a frame, or a 400 problem with the path of the wrong block.
 
     The system prompt `system`, if there is one, comes first. Neighbours of one role are merged, except tool results.
     """

@@ -28,7 +28,7 @@ PARAMS = GenerationParams(max_tokens=1)
 
 
 class ParsedEmbedding(msgspec.Struct, frozen=True, gc=False):
-    """Parsed body of `/v1/embeddings`, and the base of those of Ollama's routes."""
+    """Parsed body of `/v1/embeddings`, and base of the parsed bodies of Ollama's routes."""
 
     model: str
     embed: EmbeddingInput

@@ -1,4 +1,4 @@
-"""Ollama's routes that Macpool answers with 501: those that change models."""
+"""Ollama's routes that change models. Macpool answers them with 501."""
 
 from router.errors import Problem
 

@@ -74,10 +74,10 @@ def parse(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
 
 @lru_cache(MAX_CACHED_TOOLS)
 def encode_plain_tools(raw: bytes) -> str | None:
-    """Return the text of a body's tools for the model, from their JSON. Results are cached, because agents repeat their
-    tools.
+    """Return the functions of a body's field `tools` as JSON for the engine. `raw` is the JSON of the field.
 
-    Return None for tools that the fast parser cannot handle.
+    Results are cached, because agents repeat their tools. Return None if the complete parser must read the body.
+    Reasons are an empty list, and a tool that is invalid, custom, strict, or of a type that is left out.
     """
     request = parse_wholly(_ONLY_TOOLS % raw)
     if isinstance(request, Problem) or not request.tools or request.ignored or request.custom or request.params.grammar:
@@ -86,7 +86,10 @@ def encode_plain_tools(raw: bytes) -> str | None:
 
 
 def parse_wholly(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
-    """Parse a body like `parse`, but always with the complete parser."""
+    """Parse a body with the complete parser only. Return the request, or a 400 problem with the parameter.
+
+    With `strict`, unknown fields are refused.
+    """
     request = CHAT.read(body, strict=strict)
     return (
         request

@@ -52,7 +52,7 @@ Named = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 
 Request = TypeVar("Request")
 Build = Callable[[ResourceDemand, tuple[Message, ...], GenerationParams, bool, bool, str, frozenset[str]], Request]
-"""Constructor of a request from its first fields, as those of `router.dialects.openai.chat.ChatRequest`."""
+"""Constructor of a request from the first fields of `router.dialects.openai.chat.ChatRequest`, in their order."""
 
 
 class _Function(msgspec.Struct, forbid_unknown_fields=True, gc=False):

@@ -1,4 +1,4 @@
-"""Conversion of a chat body's messages to those of a Generate frame.
+"""Conversion of a chat body's messages to the messages of a Generate frame.
 
 A tool message must name its call, but the call may be missing from the conversation. Clients cut long histories at any
 place, and a model understands a result without its call. A field that has no meaning in a message of that role is

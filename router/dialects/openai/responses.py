@@ -1,4 +1,4 @@
-"""`/v1/responses`: convert items to the parts of a Generate frame, after those of a stored answer if one is named."""
+"""`/v1/responses`: convert items to the parts of a Generate frame, which may continue a stored conversation."""
 
 import secrets
 from collections.abc import Iterator

@@ -73,9 +73,9 @@ def build_stored_response(body: bytes, messages: tuple[Message, ...]) -> StoredR
 class ResponseStore:
     """Store of the answers of all API keys, in memory.
 
-    `most` is the maximum number of answers of all keys, `of_key` that of one key. `nbytes` and `key_bytes` are the
-    maximum sizes of these answers in bytes. The attribute `nbytes` is the current size of all answers. The size of an
-    answer is the one that `build_stored_response` computes.
+    `most` is the maximum number of answers of all keys, `of_key` the maximum of one key. `nbytes` is the maximum size
+    of the answers of all keys in bytes, `key_bytes` the maximum of one key. The attribute `nbytes` is the current size
+    of all answers. The size of an answer is `StoredResponse.nbytes`.
     """
 
     def __init__(

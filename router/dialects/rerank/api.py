@@ -22,7 +22,7 @@ from wire.frames import Finished
 
 
 class ParsedRerank(msgspec.Struct, frozen=True, gc=False):
-    """Parsed body of `/v1/rerank`, and the base of that of `/v2/rerank`."""
+    """Parsed body of `/v1/rerank`, and base of the parsed body of `/v2/rerank`."""
 
     model: str
     documents: EmbeddingInput
@@ -31,7 +31,7 @@ class ParsedRerank(msgspec.Struct, frozen=True, gc=False):
     top_n: int | None = None
     """Number of results; None for all documents."""
     with_documents: bool = False
-    """Whether a result of `/v1/rerank` has the text of its document; those of `/v2/rerank` never have it."""
+    """Whether a result of `/v1/rerank` has the text of its document; a result of `/v2/rerank` never has it."""
 
     def to_specs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
         """Return the request for the dispatcher; see `router.dialects.shared.interface.ParsedRequest`."""

@@ -4,8 +4,8 @@ A field is honoured (it is in the pydantic model), ignored (it has no effect her
 refused. A refused field is accepted with a neutral value. A field in no table is ignored, or a 400 with
 `router.unknown_fields = "refuse"`. The answer names the ignored fields (docs/decisions/0029).
 
-A name that is nearly that of a field in the table is a typing error. It is refused, because the intended field would
-have changed the answer.
+A name that is nearly the name of a field in the table is a typing error. It is refused, because the intended field
+would have changed the answer.
 """
 
 import difflib
@@ -49,7 +49,7 @@ class ParsedBody(NamedTuple, Generic[B]):
     ignored: tuple[str, ...]
     """Names of the fields without an effect: unknown fields, and fields of the table's `ignored`.
 
-    A field of the latter is left out if its value is null, false, 0 or empty.
+    A field of the table is left out if its value is null, false, 0 or empty.
     """
 
 

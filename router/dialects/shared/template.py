@@ -18,8 +18,8 @@ EFFORTS = frozenset(get_args(Effort))
 def encode_variables(variables: Mapping[str, Any] | None, **meant: object) -> str | Problem:
     """Encode the variables of the chat template as JSON for `wire.frames.Generate`; empty without variables.
 
-    `variables` are those that the request sets by name. `meant` are values from other parameters, which `variables`
-    override; None means no value.
+    `variables` are the variables that the request sets by name. `meant` are values from other parameters, which
+    `variables` override; None means no value.
 
     Return a 400 problem for a variable that is not in `TEMPLATE_VARIABLES`, and for more than `MAX_VARIABLES_BYTES`.
     Return it also for values with more than `MAX_JSON_DEPTH` levels, and for numbers that are not finite.

@@ -95,7 +95,7 @@ def build_custom_function(name: str, description: str | None, form: TextFormat |
 def clean_function(tool: Body) -> Body:
     """Return a function of a body in OpenAI's shape without unknown members and members that are null.
 
-    A missing schema becomes that of a function without parameters. Keys keep their order, because templates print them.
+    A missing schema becomes `NO_PARAMETERS`. Keys keep their order, because templates print them.
     """
     fields = {key: value for key, value in tool["function"].items() if value is not None and key in _FUNCTION}
     return {"type": "function", "function": {**fields, "parameters": fields.get("parameters", NO_PARAMETERS)}}

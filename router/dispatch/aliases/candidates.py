@@ -1,8 +1,8 @@
 """Candidates of the alias that a request names: the state of the request for each, and why each was passed over.
 
-A request uses one candidate at a time: its `spec`, `demand` and tried nodes are those of this candidate. The state for
-the other candidates is stored here. Prompt tokens and refusals of nodes belong to one model and are never used for
-another one.
+A request uses one candidate at a time: its `spec`, `demand` and tried nodes belong to this candidate. The state for the
+other candidates is stored here. Prompt tokens and refusals of nodes belong to one model and are never used for another
+model.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -134,7 +134,7 @@ class AliasCandidates:
         return [at for at, result in enumerate(self.results) if not _is_final(result)]
 
     def set_reason(self, model: str, reason: str) -> bool:
-        """Set why a model was passed over. Return whether that is new."""
+        """Set the reason for which a model was passed over. Return whether the reason is new."""
         is_new = self.reasons.get(model) != reason
         self.reasons[model] = reason
         return is_new

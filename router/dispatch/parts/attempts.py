@@ -148,7 +148,7 @@ class Attempts:
         self._send(action.node, Cancel(action.attempt))
 
     def record_prompt(self, request: ActiveRequest, action: RecordPrompt) -> None:
-        """Record the prompt tokens that the node counted, at most those that the request can have.
+        """Record the prompt tokens that the node counted, at most the number that the request can have.
 
         Mark the reservation as admitted, and add the prompt to the index of cached prompts.
         """

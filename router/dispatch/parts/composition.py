@@ -58,7 +58,7 @@ SWEEP_INTERVAL_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Inputs of a dispatcher: links, numbers, time, chance, settings, and the totals that it updates."""
+    """Collaborators of a dispatcher: functions of the coordinator, settings, and the totals that it updates."""
 
     send: Callable[[NodeId, Frame], bool]
     """Function that writes a frame to a node's link and returns whether there is a link."""

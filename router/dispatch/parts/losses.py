@@ -52,7 +52,7 @@ class Losses:
         self._counters = counters
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Resume the requests of a lost node on other nodes, and end those that cannot resume.
+        """Resume the requests of a lost node on other nodes, and end the requests that cannot resume.
 
         `reason` is the cause of the loss, for the messages to clients.
         """

@@ -100,7 +100,7 @@ class Placer:
     # pulls
 
     def watch_pulls(self, find_pull: PullFinder) -> None:
-        """Use `find_pull`, which returns why a model that no node has is on its way; None for all other models."""
+        """Set the function that returns the refusal for a model that is being pulled, and None for any other model."""
         self._find_pull = find_pull
 
     def find_pull(self, model: str) -> Refused | None:

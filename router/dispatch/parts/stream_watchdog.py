@@ -59,7 +59,7 @@ class StreamWatchdog:
     def check(self, request: ActiveRequest) -> None:
         """Request a keep-alive for a stream without new events, or end the stream of a reader without progress.
 
-        Each call counts as one interval. Collected answers and those of an upstream are skipped. A queued request is
+        Each call counts as one interval. Collected answers and answers of an upstream are skipped. A queued request is
         skipped as long as its stream is not open and it waits for no model swap. For all answers, discard the token ids
         of a node that sent more tokens than the limit of the request.
         """

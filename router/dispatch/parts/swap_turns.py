@@ -54,7 +54,7 @@ class SwapTurns:
         self._planner.remove_node(node)
 
     def advance(self, now: float) -> None:
-        """Advance the model swaps under way, and begin those that are due at `now` (monotonic seconds).
+        """Advance the model swaps under way, and begin the swaps that are due at `now` (monotonic seconds).
 
         Extend the deadline of each queued request that waits for a swap, up to `swap_timeout_seconds` after its
         arrival. Do nothing without queued requests and swaps.

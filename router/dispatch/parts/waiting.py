@@ -26,7 +26,7 @@ from wire.refusals import RefusalCode, Refused
 
 
 class QueuedRequests:
-    """Requests without a node. `apply` applies an event to a request; `timeout_seconds` is the wait of a request."""
+    """Requests without a node. `apply` applies an event to a request; `timeout_seconds` is the maximum wait."""
 
     def __init__(
         self,
@@ -115,8 +115,8 @@ class QueuedRequests:
     def retry_requests(self, nodes: Iterable[NodeId]) -> None:
         """Try each queued request once in fair order, because these nodes have changed.
 
-        Requests that fit on one of them are sent. Memory is held for those that must not wait longer. A request ends if
-        its model can no longer be loaded.
+        Requests that fit on one of them are sent. Memory is held for requests that must not wait longer. A request ends
+        if its model can no longer be loaded.
         """
         chosen = frozenset(nodes)
         changed = ClusterView(tuple(node for node in self._placer.view.nodes if node.id in chosen))

@@ -1,7 +1,7 @@
 """Passing on of requests to upstreams: the client's body goes there, and the answer comes back event by event.
 
-The model in the body becomes that of the upstream, and the model in the answer becomes `upstream:NAME/MODEL`. Defaults
-of a profile are added where the body has none. Nothing of the client's headers goes to the upstream.
+The model in the body becomes the model of the upstream, and the model in the answer becomes `upstream:NAME/MODEL`.
+Defaults of a profile are added where the body has none. Nothing of the client's headers goes to the upstream.
 """
 
 import asyncio
@@ -43,8 +43,8 @@ _BYTES_PER_TOKEN = 4
 class UpstreamForwarder:
     """Forwarder of requests to upstreams.
 
-    `clients` has the HTTP client of each upstream by its name. `profiles` are those of the settings by name; their
-    defaults are added to bodies.
+    `clients` has the HTTP client of each upstream by its name. `profiles` has the profiles of the settings by
+    their names; their defaults are added to bodies.
     """
 
     def __init__(

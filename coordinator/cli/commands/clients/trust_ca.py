@@ -177,7 +177,7 @@ def _describe_scope(pem: str) -> str:
 
 
 def write_bundle(state: Path, pem: str, fingerprint: str, base: str) -> Path:
-    """Write a PEM file of the system's authorities and this one, for programs that need a file. Return its path.
+    """Write a PEM file of the system's authorities and `pem`, for programs that need a file. Return its path.
 
     A second file next to it has the endpoint's URL. Raise `OSError` if a file cannot be read or written.
     """
@@ -199,9 +199,9 @@ def find_bundle(state: Path, pem: str) -> str | None:
 
 
 def find_trusted_endpoint(state: Path, base: str | None) -> tuple[str, str] | None:
-    """Return URL and bundle of the endpoint at `base` if this machine trusts it.
+    """Return the URL and the path of the bundle of the endpoint at `base`, if this machine trusts it.
 
-    If `base` is None, return those of the endpoint that was trusted last. Return None if there is no such endpoint.
+    If `base` is None, take the endpoint that was trusted last. Return None if there is no such endpoint.
     """
     files = sorted((state / "trusted").glob("*.url"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files:

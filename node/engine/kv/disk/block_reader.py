@@ -73,7 +73,7 @@ class BlockReader:
             return None
 
     def close(self) -> None:
-        """End the thread and release the parts that it has read."""
+        """Signal the thread to end, and release the parts that it has read. Do not wait for the thread."""
         self._closed.set()
         while self.take(0.0) is not None:
             pass
