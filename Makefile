@@ -12,16 +12,16 @@ READY := .venv/.ready
 # A process that may not keep its bytecode compiles all that it imports: an engine then takes 2.2 s of CPU to start, not 1.1.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test nightly other quick lint types rewritten models unit bench neuter mutants coverage fuzz docs screenshots clients walks manual lock clean mac-check
+.PHONY: demo test suite nightly other quick lint types rewritten models unit bench neuter mutants coverage fuzz docs screenshots clients walks manual lock clean mac-check
 
 demo: $(READY)
 	$(BIN)/python -m tests.support.demo
 
-# Three workers on two cores: many tests wait for processes. pytest rewrites the assertions of a new clone once, beside the
-# other checks, and not once in every worker.
+# pytest rewrites the assertions of a new clone once, beside other checks, and not once in every worker. The check of the types
+# uses one core for most of a minute, while many tests wait for processes.
 test: $(READY)
-	$(MAKE) -j 3 lint types rewritten
-	$(SUITE) -n 3 --dist worksteal --durations 25 --durations-min 5 tests
+	$(MAKE) -j 2 lint rewritten
+	$(MAKE) -j 2 types suite
 	$(FAST) $(BIN)/python -m tests.neuter --changed --seconds 120
 
 # The suite as a scheduler may start it, with all drawn cases: no terminal, SIGINT ignored, both cores busy.
@@ -40,6 +40,10 @@ other: $(READY)
 	$(UV) pip sync --quiet --python .venv/other/bin/python requirements/dev.txt
 	$(UV) pip install --quiet --python .venv/other/bin/python --no-build-isolation --no-deps --editable .
 	$(FAST) .venv/other/bin/python -m tests.suite -n 2 --dist worksteal -m "not hosts and not slow" tests/unit tests/contract
+
+# More workers than cores: many tests wait for processes.
+suite: $(READY)
+	$(SUITE) -n 4 --dist worksteal --durations 25 --durations-min 5 tests
 
 rewritten: $(READY)
 	$(PYTEST) --collect-only -q tests > .venv/collected.log || { tail -n 50 .venv/collected.log; exit 1; }
