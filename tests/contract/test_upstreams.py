@@ -89,7 +89,7 @@ async def test_the_upstream_answers_while_no_model_can_start(server: str, key_fi
         (record,) = cluster.dispatcher.history.find_requests("mine")
         assert (record.alias, record.model, record.outcome) == ("coder", "upstream:home/far", "ok")
         assert [one.model for one in record.passed_over] == ["big-30b"]
-        assert record.steps[-1][1] == "handed over to upstream:home/far"
+        assert record.steps[-1][1] == "passed on to upstream:home/far"
         assert (record.prompt_tokens, record.completion_tokens) == (11, 3)
         ((_, model), usage) = next(iter(cluster.dispatcher.usage.drain().items()))
         assert (model, usage.prompt_tokens, usage.completion_tokens) == ("upstream:home/far", 11, 3)

@@ -10,7 +10,7 @@ from coordinator.api.errors import ProblemError
 from coordinator.api.log_stream import FOLLOW_INTERVAL_SECONDS, LogBytes, stream_log
 from coordinator.api.route import EVENT_STREAM, EVENT_STREAM_TYPE, TEXT, Route
 from coordinator.observe import log_reader
-from coordinator.observe.event_log import MAX_EVENTS, EventLog
+from coordinator.observe.event_log import MAX_EVENTS, MAX_READERS, EventLog
 from coordinator.state.access_admin import AccessAdmin
 from coordinator.state.tables import MAX_AUDIT_ENTRIES
 from router.errors import Problem
@@ -50,9 +50,8 @@ class LogRoutes:
         instead. Raise `ProblemError` 503 if too many clients read events.
         """
         if self._events.full:
-            raise ProblemError(
-                Problem(503, "too_many_readers", "as many read the events as may: try again later", retry_after=10.0)
-            )
+            text = f"{MAX_READERS} clients read the events, which is the limit: end one, or try again later"
+            raise ProblemError(Problem(503, "too_many_readers", text, retry_after=10.0))
         missed = request.headers.get("last-event-id", "")
         number = int(missed) if missed.isascii() and missed.isdigit() and len(missed) < 16 else None
         lines = self._events.stream_events(number, last, follow=follow)

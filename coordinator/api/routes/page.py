@@ -15,7 +15,7 @@ from coordinator.api.route import EVENT_STREAM, EVENT_STREAM_TYPE, PUBLIC_SCOPE,
 from coordinator.state.access_admin import PAGE_KEY_NAME
 from coordinator.state.database import Database
 from coordinator.ui.browser_sessions import CODE_SECONDS, BrowserSessions
-from coordinator.ui.live_stream import LiveStream
+from coordinator.ui.live_stream import MAX_VIEWERS, LiveStream
 from router.admission.api_keys import KeyRing, extract_key
 from router.errors import Problem
 
@@ -80,7 +80,9 @@ class PageRoutes:
         Raise `ProblemError` 404 if the key belongs to no session of the page.
         """
         if not self._sessions.end_session(KEY.get()):
-            raise ProblemError(Problem(404, "no_visit", "this key is none that the page was given: nothing ends"))
+            raise ProblemError(
+                Problem(404, "no_session", "this key belongs to no session of the page: no session was ended")
+            )
         return {"schema": 1}
 
     async def live(self, request: Request, follow: bool = False) -> Response:
@@ -90,7 +92,14 @@ class PageRoutes:
         if too many pages are open.
         """
         if self._live.full:
-            raise ProblemError(Problem(503, "too_many_viewers", "too many pages are open: close one", retry_after=5))
+            raise ProblemError(
+                Problem(
+                    503,
+                    "too_many_viewers",
+                    f"{MAX_VIEWERS} pages are open, which is the limit: close one",
+                    retry_after=5,
+                )
+            )
         presented = extract_key(request.scope["headers"]) or b""
 
         def is_authorized() -> bool:

@@ -24,7 +24,7 @@ from router.dialects.shared.strict_json import encode_json
 from router.errors import Problem, build_invalid
 from wire.frames import Message, ToolCall
 
-MAX_INPUT_CHARS = 1024 * 1024
+MAX_INPUT_BYTES = 1024 * 1024
 """Maximum size of the `input` of one tool call, in bytes of its JSON."""
 _JOINT = {"system": "\n\n", "user": "\n", "assistant": ""}
 
@@ -107,6 +107,6 @@ def _convert_block(role: str, block: Block, path: str) -> Message | Problem:
     if isinstance(block, ThinkingBlock):
         return Message(role, reasoning=block.thinking)
     if isinstance(block, ToolUseBlock):
-        text = encode_json(block.input, f"{path}.input", MAX_INPUT_CHARS)
+        text = encode_json(block.input, f"{path}.input", MAX_INPUT_BYTES)
         return text if isinstance(text, Problem) else Message(role, tool_calls=(ToolCall(block.id, block.name, text),))
     return Message(role)

@@ -55,7 +55,7 @@ class Endings:
 
     def announce_upstream(self, request: ActiveRequest, action: HandOver) -> None:
         """Ask the reader to pass the request on to an upstream, and record the step."""
-        request.add_step(self._clock(), f"handed over to {request.demand.model}")
+        request.add_step(self._clock(), f"passed on to {request.demand.model}")
         request.answer.set_upstream(action.upstream)
 
     def _find_counted_model(self, request: ActiveRequest) -> str:
