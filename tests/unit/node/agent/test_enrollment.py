@@ -357,20 +357,28 @@ async def test_a_server_that_does_not_prove_the_coordinator_gets_no_token(
     assert not (tmp_path / "n").exists()
 
 
+async def check_pose_is_refused(door: Door, folder: Path, certificate: Path, words: str) -> None:
+    """Join at a server that relays the CA of the cluster and has a certificate that is not the coordinator's.
+
+    The node must refuse it before the token is sent, and create no `folder`.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    valid = [EnrollAuthority(door.authority.ca, door.authority.cluster, "lab")]
+    token = door.tokens.create()
+    async with answering(context, valid, valid) as (address, received):
+        door.address = address
+        with pytest.raises(CoordinatorUnreachable, match=words):
+            await join(door, folder, token)
+        assert [data for data in received if data] == [START], "only the connection that fetches the CA"
+    assert folder.name not in os.listdir(folder.parent)
+
+
 async def test_a_node_of_the_cluster_cannot_pose_as_its_coordinator(tmp_path: Path) -> None:
     """A member has a certificate of the cluster's own authority, and knows the CA to which the token is pinned."""
     async with opened(tmp_path / "c") as door:
         member = await join(door, tmp_path / "member", door.tokens.create(), machine="m2")
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(member.folder / "node.pem")
-        valid = [EnrollAuthority(door.authority.ca, door.authority.cluster, "lab")]
-        token = door.tokens.create()
-        async with answering(context, valid, valid) as (address, received):
-            door.address = address
-            with pytest.raises(CoordinatorUnreachable, match="certificate"):
-                await join(door, tmp_path / "n", token)
-            assert [data for data in received if data] == [START], "only the connection that fetches the CA"
-    assert not (tmp_path / "n").exists()
+        await check_pose_is_refused(door, tmp_path / "n", member.folder / "node.pem", "certificate")
 
 
 async def test_a_coordinator_of_another_authority_cannot_pose_with_the_right_id(tmp_path: Path) -> None:
@@ -385,13 +393,4 @@ async def test_a_coordinator_of_another_authority_cannot_pose_with_the_right_id(
             .sign(key, hashes.SHA256())
         )
         write_key_pair(tmp_path / "forged.pem", key, certificate)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(tmp_path / "forged.pem")
-        valid = [EnrollAuthority(door.authority.ca, door.authority.cluster, "lab")]
-        token = door.tokens.create()
-        async with answering(context, valid, valid) as (address, received):
-            door.address = address
-            with pytest.raises(CoordinatorUnreachable, match="does not speak the cluster's TLS"):
-                await join(door, tmp_path / "n", token)
-            assert [data for data in received if data] == [START]
-    assert not (tmp_path / "n").exists()
+        await check_pose_is_refused(door, tmp_path / "n", tmp_path / "forged.pem", "does not speak the cluster's TLS")
