@@ -134,11 +134,20 @@ class ClusterCa:
         """Return the TLS context of the cluster port: TLS 1.3, client certificate optional but strictly verified."""
         return self._context
 
-    def get_validity(self) -> dict[str, tuple[float, float]]:
-        """Return issue and expiry in Unix seconds of the CA (`authority`) and of the coordinator's certificate
-        (`coordinator`). Raise `AuthorityError` if the coordinator's file cannot be read."""
-        own, ca = read_certificate(self._read_own_certificate()), read_certificate(self.ca)
-        return {"authority": (ca.issued, ca.expires), "coordinator": (own.issued, own.expires)}
+    @property
+    def ca_validity(self) -> tuple[float, float]:
+        """Issue and expiry of the CA's certificate, in Unix seconds."""
+        ca = read_certificate(self.ca)
+        return ca.issued, ca.expires
+
+    @property
+    def validity(self) -> tuple[float, float]:
+        """Issue and expiry of the coordinator's certificate, in Unix seconds.
+
+        Raise `AuthorityError` if its file cannot be read.
+        """
+        own = read_certificate(self._read_own_certificate())
+        return own.issued, own.expires
 
     @property
     def renew_from(self) -> float:

@@ -1,8 +1,8 @@
 """TLS configuration of the endpoint, and validity of its certificates."""
 
-import contextlib
 import ssl
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
@@ -63,13 +63,22 @@ def read_https_validity(
 ) -> dict[str, tuple[float, float]]:
     """Return issue and expiry of certificates in Unix seconds, by name: `authority`, `coordinator` and `endpoint`.
 
-    `file` is the certificate file of the settings. `endpoint` is missing without TLS, or if that file cannot be read.
-    Raise `AuthorityError` if the coordinator's file or the file of an `HttpsCa` cannot be read.
+    `file` is the certificate file of the settings. A certificate whose file cannot be read is missing, with a warning
+    in the log: the metrics of everything else, and the alerts, do not depend on the file. `endpoint` is missing without
+    TLS, too.
     """
-    lives = authority.get_validity()
+    readers: dict[str, Callable[[], tuple[float, float]]] = {
+        "authority": lambda: authority.ca_validity,
+        "coordinator": lambda: authority.validity,
+    }
     if isinstance(tls, HttpsCa):
-        lives["endpoint"] = tls.validity
+        readers["endpoint"] = lambda: tls.validity
     elif tls is not None:
-        with contextlib.suppress(AuthorityError):
-            lives["endpoint"] = read_certificate_validity(Path(file).expanduser())
-    return lives
+        readers["endpoint"] = lambda: read_certificate_validity(Path(file).expanduser())
+    validity: dict[str, tuple[float, float]] = {}
+    for name, read in readers.items():
+        try:
+            validity[name] = read()
+        except AuthorityError as error:
+            log.warning("validity of a certificate is not known", certificate=name, error=str(error))
+    return validity

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from coordinator.state.access_admin import AccessAdmin, load_pepper
 from coordinator.state.database import Database
 from coordinator.state.settings import CoordinatorSettings
 from coordinator.tls.cluster_ca import ClusterCa
+from coordinator.tls.https_config import read_https_validity
 from coordinator.ui.browser_sessions import BrowserSessions
 from coordinator.ui.static_files import PageApp
 from coordinator.video.api import VideoApp
@@ -137,7 +139,7 @@ async def application(
             dispatcher,
             ring,
             "0",
-            authority.get_validity,
+            partial(read_https_validity, authority, None, ""),
             conditions.get_flags,
             conductor.take_snapshot,
             wishes.take_snapshot,

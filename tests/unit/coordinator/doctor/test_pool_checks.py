@@ -196,7 +196,7 @@ def test_certificates_that_end_within_14_days_are_a_warning_and_ended_ones_a_fai
     tmp_path: Path, days: float, result: str
 ):
     made = lives(tmp_path, days * DAY)
-    end = made.get_validity()["coordinator"][1]
+    end = made.validity[1]
     assert abs(end - time.time() - days * DAY) < 2 * DAY / 24, "the test's own arithmetic: lives are 90 days"
     found = checks.check_certificates(pretended(tmp_path))
     assert found.result == result

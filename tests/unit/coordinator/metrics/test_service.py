@@ -216,11 +216,11 @@ async def test_certificates_are_shown_with_begin_and_end(port: Port):
     member = port.member("a")
     await port.link(member)
     found = await scrape(port)
-    theirs, ours = read_certificate(member.certificate), port.application.authority.get_validity()
+    theirs, ours = read_certificate(member.certificate), port.application.authority
     for name, (issued, expires) in {
         'cluster_node_certificate_{}_timestamp_seconds{{node="a"}}': (theirs.issued, theirs.expires),
-        'tls_{}_timestamp_seconds{{certificate="authority"}}': ours["authority"],
-        'tls_{}_timestamp_seconds{{certificate="coordinator"}}': ours["coordinator"],
+        'tls_{}_timestamp_seconds{{certificate="authority"}}': ours.ca_validity,
+        'tls_{}_timestamp_seconds{{certificate="coordinator"}}': ours.validity,
     }.items():
         assert (found[name.format("issued")], found[name.format("expires")]) == (issued, expires)
         assert issued < time.time() < expires

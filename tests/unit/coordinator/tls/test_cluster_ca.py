@@ -187,7 +187,7 @@ async def test_new_connections_get_the_renewed_certificate_without_a_restart(tmp
     assert await read_expiry() < time.time() + 30 * 86400
     days_ago[0] = 0.0
     assert authority.renew()
-    assert await read_expiry() == authority.get_validity()["coordinator"][1] > time.time() + 80 * 86400
+    assert await read_expiry() == authority.validity[1] > time.time() + 80 * 86400
     assert not authority.renew()
 
 

@@ -81,6 +81,20 @@ def test_own_certificate_file_is_used_with_its_key_and_its_validity_is_reported(
     assert read_https_validity(authority, made, str(file)).keys() == {"authority", "coordinator"}
 
 
+def test_a_certificate_that_cannot_be_read_hides_no_other(tmp_path: Path):
+    authority = ClusterCa(tmp_path / "cluster", time.time)
+    made = create_https_tls(HttpSettings(tls="on"), "127.0.0.1", tmp_path)
+    assert isinstance(made, HttpsCa)
+    (tmp_path / "cluster" / "coordinator.pem").write_text("no certificate")
+    with structlog.testing.capture_logs() as logs:
+        validity = read_https_validity(authority, made, "")
+    assert validity == {"authority": authority.ca_validity, "endpoint": made.validity}
+    assert [(line["log_level"], line["certificate"]) for line in logs] == [("warning", "coordinator")]
+    assert "coordinator.pem" in logs[0]["error"]
+    (tmp_path / "authority" / "endpoint.pem").unlink()
+    assert read_https_validity(authority, made, "").keys() == {"authority"}
+
+
 def test_validity_of_the_own_authority_is_reported_with_tls_only(tmp_path: Path):
     authority = ClusterCa(tmp_path / "cluster", time.time)
     made = create_https_tls(HttpSettings(tls="on"), "127.0.0.1", tmp_path)
