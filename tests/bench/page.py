@@ -1,6 +1,5 @@
 """The page: time until its first bars appear, and the CPU time of the coordinator for an open page."""
 
-import shutil
 import statistics
 import time
 from pathlib import Path
@@ -8,19 +7,18 @@ from pathlib import Path
 import psutil
 
 from tests.bench.row import Row, commit
+from tests.support.chromium import CHROMIUM, FLAGS, NAMES
 from tests.support.processes import pool
 
 NODES, VISITS, SECONDS = 3, 7, 10.0
-FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
 
 
 def bench_page(folder: Path) -> list[Row]:
     """Measure the time from navigation to the first bars, and CPU for each viewer; needs Chromium."""
     from playwright.sync_api import sync_playwright
 
-    chromium = shutil.which("chromium")
-    if chromium is None:
-        raise RuntimeError("Chromium is not installed (Debian: apt-get install chromium)")
+    if CHROMIUM is None:
+        raise RuntimeError(f"Chromium is not installed ({', '.join(NAMES)}): on Debian, apt-get install {NAMES[0]}")
     with pool(folder) as made, sync_playwright() as driver:
         made.up()
         for number in range(NODES):
@@ -28,7 +26,7 @@ def bench_page(folder: Path) -> list[Row]:
         assert made.coordinator is not None
         process = psutil.Process(made.coordinator.pid)
         alone = _share(process)
-        browser = driver.chromium.launch(executable_path=chromium, args=list(FLAGS))
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
         firsts: list[float] = []
         for _ in range(VISITS):
             page = browser.new_context().new_page()

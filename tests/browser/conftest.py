@@ -1,22 +1,12 @@
 """One Chromium for each module of tests, and a separate context for each test."""
 
-import shutil
 from collections.abc import Iterator
 
 import pytest
 from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 
-NAMES = "chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"
-"""Programs that show the page, the first one preferred: the shell without a window needs 40 % of the CPU time."""
-CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
-FLAGS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
+from tests.support.chromium import CHROMIUM, FLAGS
+
 WAIT = 15_000
 expect.set_options(timeout=WAIT)
 
