@@ -35,7 +35,10 @@ def thin_cases(
 def deal_slow_modules(
     tests: Sequence[Case], get_module: Callable[[Case], Path], get_limit: Callable[[Case], float], workers: int
 ) -> list[Case]:
-    """Return the tests in an order in which each worker begins with a part of the modules that start processes.
+    """Return the tests in an order in which most workers begin with a part of the modules that start processes.
+
+    These modules wait for most of their time. Hence one worker of four begins with the other tests, which compute, and
+    uses the core that the waiting workers leave idle.
 
     `get_limit` returns the time limit of a test that starts processes, in seconds, and 0 for other tests. Modules of
     end-to-end tests come first, because they wait most, then those with the longest limit.
@@ -54,9 +57,11 @@ def deal_slow_modules(
     for test in tests:
         slow.get(get_module(test), fast).append(test)
     modules = sorted(slow, key=lambda module: ("e2e" not in module.parts, -limits[module]))
+    beginners = workers - workers // 4
     dealt, taken = list[Case](), 0
     for worker in range(workers):
-        dealt += [test for module in modules[worker::workers] for test in slow[module]]
+        begun = modules[worker::beginners] if worker < beginners else []
+        dealt += [test for module in begun for test in slow[module]]
         end = len(tests) * (worker + 1) // workers
         count = max(0, end - len(dealt)) if worker < workers - 1 else len(fast)
         dealt += fast[taken : taken + count]

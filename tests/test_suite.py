@@ -161,6 +161,18 @@ def test_each_worker_begins_with_whole_slow_modules_and_ends_with_short_tests() 
     assert [number for module, number in dealt if module == "e2e/b"] == list(range(6)), "the random order of a module"
 
 
+def test_one_worker_of_four_begins_with_tests_that_compute() -> None:
+    modules = ["e2e/a", "e2e/b", "e2e/c", "unit/d"]
+    tests = [(module, number) for number in range(4) for module in modules]
+    tests += [("unit/e", number) for number in range(24)]
+    dealt = deal_slow_modules(tests, lambda test: Path(test[0]), lambda test: 9.0 * (test[0] != "unit/e"), 4)
+    assert sorted(dealt) == sorted(tests)
+    parts = [[module for module, _ in dealt[begin : begin + 10]] for begin in range(0, 40, 10)]
+    assert parts[0][:8] == ["e2e/a"] * 4 + ["unit/d"] * 4
+    assert [part[:4] for part in parts[1:3]] == [["e2e/b"] * 4, ["e2e/c"] * 4]
+    assert [*parts[0][8:], *parts[1][4:], *parts[2][4:], *parts[3]] == ["unit/e"] * 24
+
+
 @cache
 def list_tests(file: Path) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
     """Return the tests of a module by name."""
