@@ -1,16 +1,24 @@
 """The benchmarks' plan, their documentation, and the bound with which the torture test is compared."""
 
+import ast
 import re
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.state.settings import CoordinatorSettings
+from host.settings_loader import list_settings
+from node.settings import COORDINATOR_SECTIONS, SECTIONS, MlxSettings, NodeSettings
+from node.video.worker import worker
 from tests.bench.__main__ import BUDGETS, GROUPS, main, plan
 from tests.bench.engine.torture import KINDS, OFFERED_LOAD, Asked, Cost, Seen, arrival_rate, arrivals, filled, oracle
+from tests.bench.video import BARE
 from tests.support.processes import ROOT
 
 HOUR = 3600
+KEYS = {setting.key for kind in (NodeSettings, CoordinatorSettings) for setting in list_settings(kind)}
 
 
 def test_the_plan_names_a_budget_for_every_group_and_ends_within_an_hour():
@@ -36,6 +44,39 @@ def test_every_group_is_described_and_every_row_names_its_command():
     for row in _table(seen):
         command = row.split(" | ")[-1].strip(" |`")
         assert command in GROUPS or (ROOT / command).is_file(), row
+
+
+def list_used_settings(tree: ast.Module) -> Iterator[str]:
+    """Yield the keys of the settings that a module of the benchmarks gives to processes.
+
+    `two_nodes` takes settings of the scripted engine without their prefix. Keywords have two underscores for a dot.
+    """
+    short = {id(one) for node in ast.walk(tree) if isinstance(node, ast.Call) for one in _get_short_settings(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and "__" in (node.arg or ""):
+            yield (node.arg or "").replace("__", ".")
+        text = node.values[0] if isinstance(node, ast.JoinedStr) else node
+        if isinstance(text, ast.Constant) and isinstance(text.value, str):
+            key, equals, _ = text.value.partition("=")
+            if equals and id(node) in short:
+                yield f"engine.scripted.{key}"
+            elif equals and re.fullmatch(r"[a-z_]+(\.[a-z_]+)+", key):
+                yield key
+
+
+def _get_short_settings(call: ast.Call) -> list[ast.expr]:
+    return call.args[1:] if isinstance(call.func, ast.Name) and call.func.id == "two_nodes" else []
+
+
+def test_settings_and_names_that_benchmarks_use_exist():
+    used = {
+        (key, file.name)
+        for file in sorted((ROOT / "tests" / "bench").rglob("*.py"))
+        for key in list_used_settings(ast.parse(file.read_text()))
+    }
+    assert {"engine.scripted.max_batch_size", "engine.scripted.refuse", "memory.cap"} <= {key for key, _ in used}
+    assert [one for one in sorted(used) if one[0] not in KEYS] == []
+    assert [name for name in re.findall(r'ours\["(\w+)"\]', BARE) if not hasattr(worker, name)] == []
 
 
 def _table(text: str) -> list[str]:

@@ -244,7 +244,7 @@ def _node_seconds(made: Pool) -> float:
 def bench_many(folder: Path) -> list[Row]:
     """Run a thousand streams at once through one process."""
     with pool(folder) as made:
-        ours = two_nodes(made, f"step_ms={MANY_STEP_MS}", f"batch={MANY}", "text=clock", "memory=512GiB")
+        ours = two_nodes(made, f"step_ms={MANY_STEP_MS}", f"max_batch_size={MANY}", "text=clock", "memory=512GiB")
         before = ours.cpu(), ours.agents_cpu()
         seen = asyncio.run(load.streams(ours.base, ours.key, MANY, MANY_TOKENS))
         share, agents = (ours.cpu() - before[0]) / seen.seconds, (ours.agents_cpu() - before[1]) / seen.seconds
