@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from coordinator.state.settings import CoordinatorSettings
 from host.settings_loader import list_settings
-from node.settings import COORDINATOR_SECTIONS, SECTIONS, MlxSettings, NodeSettings
+from node.settings import NodeSettings
 from node.video.worker import worker
 from tests.bench.__main__ import BUDGETS, GROUPS, main, plan
 from tests.bench.engine.torture import KINDS, OFFERED_LOAD, Asked, Cost, Seen, arrival_rate, arrivals, filled, oracle

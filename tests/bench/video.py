@@ -47,7 +47,8 @@ import mlx.core as mx
 from pathlib import Path
 from mflux.models.common.config import ModelConfig
 from mflux.models.wan.variants import Wan2_2_TI2V
-model = Wan2_2_TI2V(model_path=job["package"], model_config=ours["build_package_config"](Path(job["package"]), ModelConfig))
+config = ours["build_package_config"](Path(job["package"]), ModelConfig)
+model = Wan2_2_TI2V(model_path=job["package"], model_config=config)
 video = model.generate_video(
     seed=job["seed"], prompt=job["prompt"], width=job["width"], height=job["height"], num_frames=job["frames"],
     fps=job["fps"], num_inference_steps=job["steps"],

@@ -24,9 +24,11 @@ class Shape:
 
 PRESETS = {
     "tiny": Shape(hidden=128, layers=2, inner=256, heads=4, kv_heads=2, head_dim=32, vocabulary=512),
+    "deep": Shape(hidden=128, layers=8, inner=256, heads=4, kv_heads=2, head_dim=32, vocabulary=512),
     "bench50m": Shape(hidden=512, layers=12, inner=1536, heads=8, kv_heads=4, head_dim=64, vocabulary=8192),
 }
-"""`tiny` learns answers. `bench50m` (42 million parameters, random) only has the speed of a larger model."""
+"""`tiny` learns answers. `deep` has several layers of each kind, as real models have, and thus transient memory that
+depends on a prompt as in them. `bench50m` (42 million parameters, random) only has the speed of a larger model."""
 
 
 def _common(shape: Shape) -> Config:

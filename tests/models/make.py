@@ -19,10 +19,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
+from tokenizers import Tokenizer
 
 from tests.models.architectures import ARCHITECTURES, PRESETS, config
 from tests.models.conversations import ENTRIES, Conversation, topics
-from tests.models.tokenizer import END, make_tokenizer
+from tests.models.tokenizer import END, MARKERS, make_tokenizer
 from tests.models.training import PATIENT, QUICK, Lesson, Plan, train
 
 WEIGHTS = "model.safetensors"
@@ -59,7 +60,8 @@ def _encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
 def make(folder: Path, architecture: str, *, preset: str, plan: Plan | None, seed: int) -> None:
     """Make a model in an existing folder, random without a plan; raise RuntimeError when training fails."""
     began = time.perf_counter()
-    end = make_tokenizer(folder, PRESETS[preset].vocabulary).token_to_id(END)
+    tokenizer = make_tokenizer(folder, PRESETS[preset].vocabulary)
+    end = tokenizer.token_to_id(END)
     assert end is not None
     settings = config(architecture, preset, end)
     (folder / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
@@ -70,10 +72,27 @@ def make(folder: Path, architecture: str, *, preset: str, plan: Plan | None, see
     if plan:
         _teach(folder, model, dataclasses.replace(plan, seed=seed))
     weights = dict(tree_flatten(model.parameters()))
+    if not plan:
+        _silence(tokenizer, weights)
     mx.save_safetensors(str(folder / WEIGHTS), weights, {"format": "mlx"})
     size = os.path.getsize(folder / WEIGHTS)
     count = sum(weight.size for weight in weights.values())
     print(f"{architecture}: {count:,} weights, {size:,} bytes, {time.perf_counter() - began:.0f} s", flush=True)
+
+
+def _silence(tokenizer: Tokenizer, weights: dict[str, mx.array]) -> None:
+    """Set the embeddings of tokens that are no text of their own to 0, in place.
+
+    They are the logits' weights, too: a random model then generates no such token in a greedy answer. A server would
+    hold back the text of an answer that repeats one byte of a letter.
+    """
+    mute = [
+        number
+        for number in range(tokenizer.get_vocab_size())
+        if (text := tokenizer.decode([number])) in ("", *MARKERS) or "\ufffd" in text
+    ]
+    name = next(name for name in weights if name.endswith("embed_tokens.weight"))
+    weights[name][mx.array(mute)] = 0
 
 
 def _teach(folder: Path, model: Any, plan: Plan) -> None:

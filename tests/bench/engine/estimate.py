@@ -58,7 +58,7 @@ def main() -> None:
     """Load each model and measure its chunks."""
     found: dict[str, list[tuple[float, float]]] = {}
     for arch in sys.argv[1:] or ARCHITECTURES:
-        driver = Driver(models.path(arch, trained=False), profile="auto", prefill_step_size=512)
+        driver = Driver(models.path(arch, trained=False, preset="deep"), profile="auto", prefill_step_size=512)
         driver.take(LoadModel(1, driver.default))
         driver.until(lambda driver=driver: driver.said[1])
         resident, random = driver.resident(), Random(1)
