@@ -40,11 +40,11 @@ class EmbeddingHead:
     """Steps from token ids to vectors of a loaded model."""
 
     layout: EmbeddingLayout
-    """Steps as its files define them."""
+    """Pooling and further steps, as the model's files define them."""
     run_layers: HiddenStates | Encoder
     """Layers of a decoder without its output layer, or an encoder."""
     dense: tuple[dict[str, mx.array], ...]
-    """Weights of its Dense layers."""
+    """Weights of the model's Dense layers, in order: arrays by name."""
     dimensions: int
     """Numbers of a vector; 1 if the model computes scores."""
     token_bytes: int = 0

@@ -211,7 +211,7 @@ class CacheTrimMode(Enum):
 
 
 def find_trim_mode(layers: Iterable[LayerCache]) -> CacheTrimMode:
-    """Return the most restrictive mode of the layers of a cache. Unknown kinds of layers are not reused."""
+    """Return the most restrictive mode of the layers of a cache. The mode of an unknown kind of layer is NEVER."""
     kinds = {_get_trim_mode(leaf, nested=leaf is not layer) for layer in layers for leaf in _iterate_leaves([layer])}
     strictest = (CacheTrimMode.NEVER, CacheTrimMode.EXACT, CacheTrimMode.WINDOW)
     return next((mode for mode in strictest if mode in kinds), CacheTrimMode.CUT)
