@@ -28,7 +28,7 @@ from wire.refusals import FailureCode, Refused
 from wire.state_machine import IllegalEventError
 
 MAX_REBUILDS = 1
-"""Rebuilds of a row before its request fails."""
+"""Maximum number of rebuilds of a row. At the next broken batch its request fails."""
 
 log = structlog.get_logger("engine.generation")
 
@@ -59,8 +59,8 @@ class BatchRecovery:
     def queue_prefill(
         self, loaded_model: LoadedModel, sequence: Sequence, rows: list[Row], ids: list[int], *, first: bool = False
     ) -> None:
-        """Queue a prefill of `ids` for `rows` after its lookup in the prefix cache, with `first` at the start of the
-        queue."""
+        """Look up the token ids `ids` in the prefix cache, and queue their prefill for `rows`: at the end of the queue,
+        or with `first` at its start."""
         prefill = Prefill(loaded_model, sequence, rows, ids)
         if prefill.is_return:
             self._forwards.count_returned(len(ids))
@@ -181,8 +181,8 @@ class BatchRecovery:
         release_free_memory()
 
     def end_for_memory(self, sequence: Sequence, refused: Refused, code: str) -> None:
-        """End a request for lack of memory. Refuse it with `refused` if none of its tokens was delivered; else fail it
-        with `code`."""
+        """End a request for lack of memory: with the refusal `refused` if none of its tokens was delivered, else as
+        failed with `code`, a `FailureCode`."""
         delivered = sequence.delivered
         self.release_request(sequence)
         log.warning(
@@ -198,8 +198,11 @@ class BatchRecovery:
             self._output.add_end(Refusal(sequence.number, refused, sequence.shape.prompt))
 
     def fail_request(self, sequence: Sequence, code: str, message: str) -> None:
-        """End a request with a `Failed` frame, and count the failure. Do nothing if the request has ended already,
-        because one fault may be reported for a request twice. `code` is a `FailureCode`."""
+        """End a request with a `Failed` frame. Count the failure, unless the client's grammar is its cause. `code` is a
+        `FailureCode`.
+
+        Do nothing if the request has ended already, because one fault may be reported for a request twice.
+        """
         if sequence not in self._requests:
             return
         self.release_request(sequence)

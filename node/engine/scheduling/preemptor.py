@@ -51,7 +51,8 @@ class Preemptor:
     # lack of memory
 
     def end_newest(self, refused: Refused) -> bool:
-        """End the newest request that holds memory. Return False if no request has tokens in a cache.
+        """End the newest request that holds memory, and count it (`GatedForwards.count_shed`). Return False if no
+        request has tokens in a cache.
 
         Refuse the request with `refused` if none of its tokens was delivered; else fail it with
         `FailureCode.MEMORY_PRESSURE`.
@@ -170,8 +171,8 @@ class Preemptor:
     # return
 
     def compute_required_bytes(self, key: str | None) -> int:
-        """Return the bytes that the oldest preempted request needs to continue, among those that precede a new request
-        of the API key `key`. Return 0 if there is none.
+        """Return the bytes that the oldest preempted request needs to continue, of the preempted requests that precede
+        a new request of the API key `key`. Return 0 if there is none.
 
         A request that was preempted for another key precedes only requests of its own key. With `key` None, all
         preempted requests count.

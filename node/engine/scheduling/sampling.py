@@ -20,9 +20,9 @@ import mlx.core as mx
 from wire.frames import GenerationParams
 
 Sampler = Callable[[mx.array], mx.array]
-"""Chooses a token from log probabilities."""
+"""Function that chooses a token, shape (1,), from log probabilities."""
 Processor = Callable[[mx.array, mx.array], mx.array]
-"""Returns changed logits, from the tokens so far (prompt and answer) and the logits of the next one."""
+"""Function that returns changed logits, from the tokens so far (prompt and answer) and the logits of the next token."""
 
 _MASK = 2**64 - 1
 
