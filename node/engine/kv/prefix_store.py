@@ -56,12 +56,12 @@ Cuts = tuple[tuple[int, int], ...]
 
 
 def hash_prompt(fingerprint: str, key: bytes) -> bytes:
-    """Return 16 bytes that identify a prompt of a model: blake2b, chained over blocks of 256 tokens. `key` has the
-    packed ids.
+    """Return 16 bytes that identify a prompt: blake2b, chained over blocks of 256 tokens. `fingerprint` names the model
+    and the scope of the prompt, `key` has the packed ids.
 
     The chain starts with h₀ = blake2b(fingerprint). It continues with hₙ = blake2b(hₙ₋₁ ‖ block n). The last block may
-    be shorter. Two prompts have the same hash after each block that they share. A store of whole blocks finds them by
-    the same chain.
+    be shorter. Two prompts have the same hash after each block that they share. The disk cache chains its blocks in the
+    same way, from another first hash (`block_chain.compute_root`).
     """
     chained = blake2b(fingerprint.encode(), digest_size=16).digest()
     for start in range(0, len(key), BLOCK_TOKENS * ID_BYTES):

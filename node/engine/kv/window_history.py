@@ -109,7 +109,7 @@ class WindowHistory:
 
     def build_layers(self, cache: Layers, length: int) -> Layers:
         """Return the layers of a row's cache for the prefix store. The history up to `length` tokens takes the place of
-        each window; the caller cuts all other layers."""
+        each window. All other layers are returned as they are, not cut to `length`."""
         pieces = iter(self._windows)
         return [
             cast("LayerCache", StoredWindow(cast("Any", layer).max_size, _cut_pieces(next(pieces), length)))

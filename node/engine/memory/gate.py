@@ -143,8 +143,7 @@ class MemoryGate:
     def check(self, site: GateSite, memory: Memory, estimate: int, *, load: bool = False) -> Fits | Refused:
         """Check whether `estimate` more bytes fit under this reading, and count the check under `site`.
 
-        Return `Fits`, or the refusal. With `load`, the bytes are those of a model load, which is judged without the
-        margin.
+        Return `Fits`, or the refusal. With `load`, the bytes are for a model load, which is judged without the margin.
         """
         self.checks[site] += 1
         if memory.headroom is not None and memory.ceiling > 0:

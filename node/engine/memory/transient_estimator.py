@@ -33,7 +33,8 @@ from wire.report import TransientModel
 MAX_SAMPLES = 32
 """Maximum number of samples of one kind of forward, one for each kind of shape."""
 REPEAT_FACTOR = 1.08
-"""Factor between two runs of the same forward, because the order of frees varies (measured: 6 %)."""
+"""Factor by which the bytes of two runs of the same forward may differ, because the order of frees varies (measured:
+6 %)."""
 NOISE_SHARE = 0.006
 """Share of the largest sample by which any estimate may be too small: small chunks vary by more than their own size."""
 LARGE_SAMPLE_SHARE = 0.2
@@ -132,7 +133,7 @@ class TransientEstimator:
         self.transient = prior
         """Coefficients in force."""
         self.highest = 0
-        """Highest transient observed in bytes, also in the forwards of an earlier fit (`set_coefficients`)."""
+        """Highest transient bytes of a forward so far, the forwards of an earlier fit included (`set_coefficients`)."""
         self.residual = 0
         """Largest number of bytes by which a covered forward has exceeded its estimate under the profile in force; 0 if
         none has."""

@@ -1,10 +1,10 @@
 """Recovery and ends of rows: rebuild rows of a broken batch, and clean up wherever a request ends.
 
-An exception in a decode batch discards the batch object, not its rows: they are prefilled again from their ids. The
-second exception fails a row for good.
+An exception in a decode batch discards the batch object, not its rows: they are prefilled again from their ids. At the
+second exception, the request of a row fails.
 
-All ends of a request pass here, which clean prefills, batches and ledger. A broken batch can end further requests, and
-the end of a request can break a batch. Both are therefore in one class.
+All ends of a request pass through `BatchRecovery`, which removes its rows from prefills, batches and ledger. A broken
+batch can end further requests, and the end of a request can break a batch. Both are therefore in one class.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -69,7 +69,8 @@ class BatchRecovery:
 
     @contextmanager
     def fail_on_illegal_event(self, sequence: Sequence) -> Generator[None]:
-        """End a request as failed where an event is illegal for one of its rows, which is an error of this program."""
+        """Run the context. If an event in it is illegal for a row of the request, which is an error of this program,
+        end the request as failed with ENGINE_ERROR."""
         try:
             yield
         except IllegalEventError as error:
@@ -102,9 +103,9 @@ class BatchRecovery:
     ) -> None:
         """Discard a batch whose object raised `error`; prefill its rows again from their ids.
 
-        Rows in `failing` are left out, because the caller ends them. A row that was rebuilt before fails with its
-        request. All cached prefixes of the model are evicted, because the fault may be in one of them. Do nothing if
-        the batch was discarded before.
+        Rows in `failing` are left out, because the caller ends them. The request of a row that was rebuilt before
+        fails. All cached prefixes of the model are evicted, because the fault may be in one of them. Do nothing if the
+        batch was discarded before.
         """
         batch = self._batches.pop(loaded_model, number)
         if batch is None:

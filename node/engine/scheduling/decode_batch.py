@@ -278,8 +278,8 @@ class DecodeBatch(Generic[K]):
         return [joining_row.row for joining_row in self._rows.values()]
 
     def drop_rows(self, rows: Collection[K]) -> None:
-        """Remove those of `rows` that are in the batch, and release their memory. Exceptions propagate; the whole batch
-        must then be discarded."""
+        """Remove rows from the batch and release their memory. Rows that are not in the batch are ignored. Exceptions
+        propagate; the whole batch must then be discarded."""
         if self._batch is None:
             return
         uids = {uid for uid, joining_row in self._rows.items() if joining_row.row in rows}
@@ -302,7 +302,7 @@ class DecodeBatch(Generic[K]):
         return list(self._batch.tokens[self._find_place(row)])
 
     def extract(self, row: K) -> Layers:
-        """Return an evaluated copy of a row's cache without padding. It holds the tokens of `get_ids(row)`."""
+        """Return an evaluated copy of a row's cache without padding. The copy holds the tokens of `get_ids(row)`."""
         assert self._batch is not None  # noqa: S101  a row is in it
         place = self._find_place(row)
         return materialize(layer.extract(place) for layer in self._batch.prompt_cache)

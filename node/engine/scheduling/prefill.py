@@ -61,7 +61,8 @@ class PrefixState:
         self.hit, self.stops = hit, stops
 
     def discard_lookup(self) -> None:
-        """Clear the result of the lookup: it was used, or the prompt is prefilled from its first token."""
+        """Clear the result and the plan of the lookup, and end a restoration in progress: the result was used, or the
+        prompt is prefilled from its first token."""
         self.hit, self.plan = NO_PREFIX, None
         self.set_restoring(None)
 
@@ -73,7 +74,8 @@ class PrefixState:
             self.snapshots.append(entry)
 
     def take_snapshots(self, count: int) -> list[CachedPrefix[Layers]]:
-        """Remove and return all snapshots of a long prompt but the newest `count`."""
+        """Return all recorded snapshots of a long prompt but the newest `count`, oldest first, and forget them. They
+        stay in the prefix cache."""
         taken = self.snapshots[: max(0, len(self.snapshots) - count)]
         self.snapshots = self.snapshots[len(taken) :]
         return taken
@@ -166,7 +168,7 @@ class Prefill:
 
     @property
     def left(self) -> int:
-        """Tokens still to prefill."""
+        """Number of tokens still to prefill."""
         return len(self.ids) - self.stored_tokens
 
     def bound_chunk(self, count: int) -> int:
@@ -197,7 +199,7 @@ class Prefill:
         self.retry_at = 0.0
 
     def begin_chunk(self) -> None:
-        """Record that the forward of a chunk begins."""
+        """Change the state of the rows, because the forward of a chunk begins."""
         for row in self.rows:
             row.apply(RowEvent.CHUNK)
 

@@ -103,7 +103,7 @@ class PrefillQueue:
         return count - 1 if count == prefill.left > prefill.loaded_model.tail else count
 
     def compute_affordable_tokens(self, prefill: Prefill) -> int:
-        """Return the tokens of a prompt that fit into the time of the next chunk."""
+        """Return the number of tokens of a prompt that fit into the time of its next chunk."""
         return compute_affordable_tokens(
             prefill.loaded_model.stats.pace,
             prefill.left,
@@ -113,8 +113,8 @@ class PrefillQueue:
         )
 
     def compute_required_bytes(self) -> int:
-        """Return the most bytes that any prefill that waits for memory needs for a chunk of `floor` tokens. Return 0 if
-        no prefill waits for memory."""
+        """Return the bytes, without KV, of a chunk of `floor` tokens: the maximum over all prefills that wait for
+        memory; 0 if none waits for memory."""
         waiting = [
             prefill.loaded_model.estimator.estimate_chunk(self._floor, len(prefill.ids))
             for prefill in self._requests.prefills

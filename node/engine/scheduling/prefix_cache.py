@@ -68,7 +68,7 @@ class TrimModes:
         self._modes: dict[str, CacheTrimMode] = {}
 
     def find(self, loaded_model: LoadedModel) -> CacheTrimMode:
-        """Return how the caches of a model can be cut."""
+        """Return the trim mode of a model's caches."""
         mode = self._modes.get(loaded_model.name)
         if mode is None:
             mode = self._modes[loaded_model.name] = find_trim_mode(create_cache(loaded_model.model))
@@ -158,8 +158,9 @@ class PrefixCacheManager:
         sequence.set_cached(prefill.stored_tokens)
 
     def find_prefix(self, prefill: Prefill) -> None:
-        """Find the longest cached prefix of a prefill, in memory or on the disk, and store it in `past`. Set
-        `stored_tokens` to its number of tokens, and `past.stops` to the positions of wanted snapshots.
+        """Find the longest cached prefix of a prefill, and record it in `past`: in memory as `hit`, on the disk as
+        `plan`. Set `stored_tokens` to the number of tokens of this prefix, and `past.stops` to the positions of wanted
+        snapshots.
 
         Do nothing if the prefill has a cache already, is being restored from the disk, or does not use the prefix
         cache. Repeat this before the first chunk, because entries may have been evicted or stored since.

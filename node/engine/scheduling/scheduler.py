@@ -14,15 +14,15 @@ Rules
 - Outcome: Such a request is refused if none of its tokens was delivered; the router then places it again. Otherwise it
   is preempted: its memory is released, and its tokens are prefilled again once there is room. A lone request without
   room fails, with the numbers.
-- Fairness: Rows are shared fairly between keys (`wire.capacity.fairness`). A key that
-  holds less preempts requests of the key that holds most, if no row is free or memory is short at admission. Preempted
-  requests return in turn with all other requests.
+- Fairness: Rows are shared fairly between keys (`wire.capacity.fairness`). A request of a key that holds less preempts
+  requests of the key that holds most, if no row is free or memory is short at admission. Preempted requests return in
+  turn with all other requests.
 - Packing: Short waiting prompts are prefilled in one forward, which the gate checks as a whole (`packed_prefill`). Rows
   that cannot use its result, for lack of room or after a fault, are prefilled again one by one.
 - Cap: After every forward the engine compares its memory with its cap. Over the cap, the request of a chunk loses its
   memory at once; after other forwards, the newest request does.
 - Faults: An exception in a decode batch discards the batch object, not its rows: they are prefilled again from their
-  ids. The second exception fails a row for good.
+  ids. At the second exception, the request of a row fails.
 - End: All ends of a request pass through `BatchRecovery`, which cleans prefills, batches and ledger.
 - Time: Decisions use the time at which the turn began. Durations are measured around native calls.
 

@@ -42,7 +42,8 @@ class BlockPart(StrEnum):
     WINDOW = "w"
     """Keys and values of a whole block, of the layers with a sliding window."""
     STATE = "s"
-    """Tokens after the last whole block, and the states of the other layers at their end."""
+    """Keys and values of the tokens after the last whole block, and the states of all other layers after these
+    tokens."""
 
 
 class BlockArray(NamedTuple):

@@ -59,8 +59,8 @@ class PendingEntry(NamedTuple):
     """Function that returns the cache of a decoding row with the same tokens, for an entry that is not in memory."""
 
     def get_layers(self) -> Layers | None:
-        """Return the cache from which parts are copied: that of the entry, or of its decoding row. Return None if the
-        entry is not in memory and the row has ended."""
+        """Return the cache from which parts are copied: the cache of the entry, or else of its decoding row. Return
+        None if the entry is not in memory and the row has ended."""
         if self.entry.value is None and self.view is not None:
             return self.view()
         return self.entry.value

@@ -77,10 +77,11 @@ class DiskTier:
         return 0 if plan is None else 3 * plan.nbytes // len(plan.parts)
 
     def restore_part(self, prefill: Prefill, past: PrefixState) -> None:
-        """Add the next part of a planned restoration to the cache, if it is read within `READ_TIMEOUT_SECONDS`.
+        """Add the next part of a planned restoration to the cache, if it is read within `READ_TIMEOUT_SECONDS`. The
+        first call begins to read the files.
 
         After the last part, start the prefill with the restored tokens. If a file was missing, invalid or stalled,
-        clear the lookup instead: the prompt must be looked up again.
+        clear the lookup instead: the prompt must be looked up again. Do nothing without a plan.
         """
         plan, disk = past.plan, self.cache
         if plan is None or disk is None:
