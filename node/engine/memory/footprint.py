@@ -36,9 +36,9 @@ class EngineMemory:
     The recent peak is stored as the bytes above `known_bytes()`. Memory that the engine frees deliberately therefore
     does not count against later requests.
 
-    If the footprint cannot be read, the last good reading is used, plus the bytes that MLX allocated and minus those
-    that it freed since then. After `node.memory.reading.STALE_AFTER_SECONDS` seconds that reading counts as stale, and
-    the gate refuses all work.
+    If the footprint cannot be read, the last good reading is used, changed by the bytes that MLX allocated or freed
+    since then. After `node.memory.reading.STALE_AFTER_SECONDS` seconds that reading counts as stale, and the gate
+    refuses all work.
     """
 
     def __init__(self, total: int, known_bytes: Callable[[], int]) -> None:
@@ -179,7 +179,7 @@ class WiredLimit:
 
 def limit_buffers(cap: int) -> None:
     """Limit MLX's free buffers to `FREE_BUFFER_SHARE` of `cap` (bytes), at most `MAX_FREE_BUFFER_BYTES`. MLX frees
-    what exceeds the limit."""
+    excess buffers at its next allocation."""
     mx.set_cache_limit(min(MAX_FREE_BUFFER_BYTES, int(cap * FREE_BUFFER_SHARE)))
 
 

@@ -64,7 +64,8 @@ class MemoryGate:
     """Memory gate of an engine: checks bytes against the limits in force, and counts the checks.
 
     `residual()` returns the largest number of bytes by which a forward of a loaded model exceeded its estimate. It
-    returns None if no model is loaded, or a loaded model has no profile. An automatic margin follows from the residual.
+    returns None without a loaded model, or if a loaded model has no sufficient profile. An automatic margin follows
+    from the residual.
 
     `checks` and `refusals` count by site, `reasons` counts refusals by code. The histogram `predicted` has the memory
     predicted by each check, as a share of the ceiling. The histogram `transient` has the peak bytes of each forward

@@ -114,8 +114,7 @@ def refuse_without_room(
 ) -> Refused | None:
     """Return the refusal if `cost` bytes cannot be committed under the reading `memory`, else None.
 
-    Its code is TOO_LARGE for a request that can never fit on this node, and NO_ROOM for a request that does not fit
-    now.
+    For lack of memory, its code is TOO_LARGE if the request can never fit on this node, else NO_ROOM.
     """
     answer = gate.check(GateSite.PREFLIGHT, memory, cost)
     if not isinstance(answer, Refused):

@@ -117,7 +117,7 @@ class BlockIndex:
 
     def choose_evictions(self, size: int, quota: int) -> list[str]:
         """Return the names of the least recently used files without which `size` more bytes are within `quota` bytes.
-        Return at most `MAX_EVICTIONS_PER_SAVE` names, even if more files would have to go."""
+        Return at most `MAX_EVICTIONS_PER_SAVE` names, even if more would be necessary."""
         with self._lock:
             over, chosen = self._nbytes + size - quota, list[str]()
             for file, nbytes in self._sizes.items():
