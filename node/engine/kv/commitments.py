@@ -158,8 +158,8 @@ class CommitmentLedger:
         return self._find_batch(row).number
 
     def compute_joined_bytes(self, row: Commitment, rows: int) -> int:
-        """Return the KV bytes of the decode batch of `row`, padding included, after `rows` more rows have joined, each
-        with as many written tokens as `row`."""
+        """Return the KV bytes of the decode batch of `row` after `rows` more rows have joined, padding included. Each
+        of these rows has as many written tokens as `row`."""
         joined = [other.stored_tokens for other in self._find_batch(row).rows if other.is_joined]
         return compute_padded_bytes(_build_group([*joined, *[row.stored_tokens] * rows]), self.kv)
 

@@ -8,8 +8,8 @@ windows cannot be cut. For those, only a stored sequence that is *wholly* a pref
 
 At least one token of a prompt is always computed, because no logits are stored.
 
-Every sequence belongs to a scope, the name of an API key. A prompt finds only sequences of its own scope. Neither a
-count nor a time therefore reveals the requests of another key.
+Every sequence belongs to a scope: the name of an API key, or the scope of the system prompts that all keys share. A
+lookup finds only sequences of one scope. Neither a count nor a time therefore reveals the requests of another key.
 
 The caches are opaque here (`value`); the caller counts their bytes. A holder of a `CachedPrefix` checks `is_stored`
 before use. A removed entry has no value, and a forgotten reference therefore keeps no memory.
@@ -297,8 +297,8 @@ class PrefixCache(Generic[V]):
         self._evicted.append(prompt_hash)
 
     def describe_models(self) -> dict[str, ModelCache]:
-        """Return the bytes, the number of entries and the number of hits of each model that has entries or hits, by the
-        name of the model."""
+        """Return the bytes and the numbers of entries and hits of each model that has entries or hits, by the name of
+        the model."""
         nbytes, entries = Counter[str](), Counter[str]()
         for entry in self._order:
             nbytes[entry.model] += entry.nbytes

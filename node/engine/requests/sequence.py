@@ -43,7 +43,7 @@ class Row:
     rebuilt: int = 0
     """Number of rebuilds after a broken batch."""
     pieces: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
-    """Text not sent yet, as (channel, text); the channels are those of `wire.frames.Channel`."""
+    """Text not sent yet, as pairs of channel (`wire.frames.Channel`) and text."""
     new: list[int] = field(default_factory=list[int])
     """Token ids not sent yet."""
     logprobs: list[Logprob] = field(default_factory=list[Logprob])

@@ -59,8 +59,8 @@ class BatchRecovery:
     def queue_prefill(
         self, loaded_model: LoadedModel, sequence: Sequence, rows: list[Row], ids: list[int], *, first: bool = False
     ) -> None:
-        """Look up the token ids `ids` in the prefix cache, and queue their prefill for `rows`: at the end of the queue,
-        or with `first` at its start."""
+        """Find the cached prefix of the token ids `ids`, and queue their prefill for `rows`. The place is the end of
+        the queue, or with `first` its start."""
         prefill = Prefill(loaded_model, sequence, rows, ids)
         if prefill.is_return:
             self._forwards.count_returned(len(ids))
@@ -69,8 +69,8 @@ class BatchRecovery:
 
     @contextmanager
     def fail_on_illegal_event(self, sequence: Sequence) -> Generator[None]:
-        """Run the context. If an event in it is illegal for a row of the request, which is an error of this program,
-        end the request as failed with ENGINE_ERROR."""
+        """End a request as failed with ENGINE_ERROR if an event in the context is illegal for one of its rows. Such an
+        event is an error of this program."""
         try:
             yield
         except IllegalEventError as error:

@@ -133,7 +133,7 @@ class Preemptor:
             self._preempt_chosen(sequence, keep=True)
 
     def _count_held_rows(self, sequence: Sequence) -> int:
-        """Return the number of rows for which a request has places: decoding ones, and those of its started
+        """Return the number of rows for which a request has places: decoding rows, and rows of its started
         prefills."""
         started = sum(
             prefill.width for prefill in self._requests.prefills if prefill.started and prefill.sequence is sequence

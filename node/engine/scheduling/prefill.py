@@ -61,7 +61,7 @@ class PrefixState:
         self.hit, self.stops = hit, stops
 
     def discard_lookup(self) -> None:
-        """Clear the result and the plan of the lookup, and end a restoration in progress: the result was used, or the
+        """Clear the result and the plan of the lookup, and end a restoration in progress. The result was used, or the
         prompt is prefilled from its first token."""
         self.hit, self.plan = NO_PREFIX, None
         self.set_restoring(None)
@@ -157,7 +157,7 @@ class Prefill:
     @property
     def answered(self) -> bool:
         """Whether the answer was started, here or on another node, and the request was not preempted for another key.
-        The prefill of an answered request gets rows before that of a new one (`compute_service_order`)."""
+        The prefill of an answered request gets rows before the prefill of a new request (`compute_service_order`)."""
         sequence = self.sequence
         return bool(sequence.joined or sequence.request.resume) and not sequence.yielded
 

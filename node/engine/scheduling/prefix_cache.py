@@ -105,22 +105,15 @@ class PrefixCacheManager:
         return self._store.entries
 
     def get_state(self, fingerprints: Mapping[str, str]) -> CacheState:
-        """Return the bytes and the number of entries in memory and on the disk, the counts since the start, and the
-        prompt hashes of the last evictions.
-
-        First count prompts that have left both memory and disk as evicted. `fingerprints` maps the names of the node's
-        models to their fingerprints.
-        """
+        """Return the state of the cache in memory and on the disk, with the prompt hashes of the last evictions. First
+        count prompts that have left both as evicted. `fingerprints` maps the node's models to their fingerprints."""
         for prompt_hash in self.disk.take_lost():
             self._store.count_eviction(prompt_hash)
         return self.disk.describe(self._store.get_state(), self._store.describe_models(), fingerprints)
 
     def clear(self, model: str, fingerprint: str) -> None:
-        """Delete the entries of a model, by its name in memory and by its fingerprint on the disk, or of all models if
-        `fingerprint` is empty.
-
-        Raise `OSError` if files cannot be deleted, `BlockingIOError` if another process writes to the folder.
-        """
+        """Delete the entries of a model in memory and its files on the disk; of all models if `fingerprint` is empty.
+        Raise `OSError` if files cannot be deleted, `BlockingIOError` if another process writes to the folder."""
         for entry in self._store.entries:
             if not fingerprint or entry.model == model:
                 entry.set_copy(None)  # its files are deleted next
@@ -345,12 +338,9 @@ class PrefixCacheManager:
     # answers
 
     def store_row(self, loaded_model: LoadedModel, row: Row, batch: DecodeBatch[Row]) -> None:
-        """Store the cache of a request's first choice at its end, before the row is dropped from its batch.
-
-        Do nothing for other choices, or if the prefix cache is not used. Do nothing either for less than
-        `MIN_PREFIX_TOKENS` tokens, for a sequence that is cached already, or if memory has no room. Exceptions of the
-        batch propagate.
-        """
+        """Store the cache of a request's first choice at its end, before the row is dropped from its batch. Do nothing
+        for other choices, or if the prefix cache is not used. Do nothing either below `MIN_PREFIX_TOKENS` tokens, for a
+        sequence that is cached already, or if memory has no room. Exceptions of the batch propagate."""
         sequence = row.sequence
         if row.choice or not sequence.prompt_hash:
             return

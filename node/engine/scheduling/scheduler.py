@@ -14,9 +14,9 @@ Rules
 - Outcome: Such a request is refused if none of its tokens was delivered; the router then places it again. Otherwise it
   is preempted: its memory is released, and its tokens are prefilled again once there is room. A lone request without
   room fails, with the numbers.
-- Fairness: Rows are shared fairly between keys (`wire.capacity.fairness`). A request of a key that holds less preempts
-  requests of the key that holds most, if no row is free or memory is short at admission. Preempted requests return in
-  turn with all other requests.
+- Fairness: Rows are shared fairly between keys (`wire.capacity.fairness`). Requests of the key that holds most are
+  preempted for a key that holds less. This happens if no row is free, or memory is short at admission. Preempted
+  requests return in turn with all other requests.
 - Packing: Short waiting prompts are prefilled in one forward, which the gate checks as a whole (`packed_prefill`). Rows
   that cannot use its result, for lack of room or after a fault, are prefilled again one by one.
 - Cap: After every forward the engine compares its memory with its cap. Over the cap, the request of a chunk loses its

@@ -137,8 +137,8 @@ class DiskCache:
         return self.queue.nbytes + (0 if self.writer is None else self.writer.nbytes)
 
     def clear_queue(self) -> int:
-        """Wait until the parts that are queued for the writer or being copied for it are written, and drop parts that
-        are not written within `FLUSH_SECONDS`. Return the released bytes of memory; 0 without a writer."""
+        """Wait until the parts that are queued for the writer or being copied for it are written. Drop parts that are
+        not written within `FLUSH_SECONDS`. Return the released bytes of memory; 0 without a writer."""
         before = self.queued_bytes
         if self.writer is not None and before:
             self.queue.flush(self.writer)

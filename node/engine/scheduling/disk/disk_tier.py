@@ -71,8 +71,8 @@ class DiskTier:
         return plan.length
 
     def estimate_part_bytes(self, past: PrefixState) -> int:
-        """Return the transient bytes of the next part of a planned restoration: three times the mean size of a file,
-        for the file and its arrays. Return 0 without a plan."""
+        """Return the transient bytes of the next part of a planned restoration; 0 without a plan. They are three times
+        the mean size of a file, for the file and its arrays."""
         plan = past.plan
         return 0 if plan is None else 3 * plan.nbytes // len(plan.parts)
 
@@ -151,8 +151,8 @@ class DiskTier:
         return None if self.cache is None else self.cache.queue.get_next_write()
 
     def write_next(self, now: float, *, busy: bool) -> None:
-        """If a write is due at the monotonic time `now`, pass the copies of the last call to the writer, and launch the
-        copy of the next part of the newest queued entry.
+        """Pass the copies of the last call to the writer, and launch the copy of the next part of the newest queued
+        entry. Do nothing before a write is due; `now` is the monotonic time.
 
         Launch up to `MAX_PARTS_PER_TURN` copies if memory has no room for a second entry of the same size, because the
         entry may soon be evicted. Memory must have room for the copies and one more part; else launch fewer, or none.

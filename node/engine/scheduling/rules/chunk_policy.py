@@ -69,8 +69,9 @@ class PrefillSpeed:
     """Highest running mean so far."""
 
     def learn(self, newest: float) -> None:
-        """Record the measurement `newest`, in tokens per second. A higher value than `OUTLIER_FACTOR` times the mean (a
-        clock jumped, or tokens were counted twice) counts as that product, because the best value is never lowered."""
+        """Record the measurement `newest`, in tokens per second. A higher value than `OUTLIER_FACTOR` times the mean
+        counts as that product, because the best value is never lowered. Such a value is implausible: a clock jumped, or
+        tokens were counted twice."""
         self.late = update_mean(self.late, min(newest, OUTLIER_FACTOR * self.late) if self.late else newest)
         self.best = max(self.best, self.late)
 
@@ -96,8 +97,8 @@ class ChunkPace:
         return self.fixed + tokens * (self.each + self.far * (past + tokens / 2))
 
     def fit_tokens(self, seconds: float, past: int, most: int) -> int:
-        """Return the size in tokens of a chunk after `past` cached tokens that takes at most `seconds`: at least
-        `MIN_CHUNK_TOKENS`, even if these take longer, and at most `most`."""
+        """Return the size in tokens, at most `most`, of a chunk after `past` cached tokens that takes at most
+        `seconds`. The size is at least `MIN_CHUNK_TOKENS`, even if these take longer."""
         spare, first = max(0.0, seconds - self.fixed), self.each + self.far * past
         root = math.sqrt(first * first + 2 * self.far * spare)
         return max(MIN_CHUNK_TOKENS, min(most, int(2 * spare / max(first + root, 1e-9))))
