@@ -44,7 +44,7 @@ class EmbeddingHead:
     run_layers: HiddenStates | Encoder
     """Layers of a decoder without its output layer, or an encoder."""
     dense: tuple[dict[str, mx.array], ...]
-    """Weights of the model's Dense layers, in order: arrays by name."""
+    """Weights of its Dense layers."""
     dimensions: int
     """Numbers of a vector; 1 if the model computes scores."""
     token_bytes: int = 0
