@@ -342,7 +342,7 @@ NAMES = (
     *RULES,
     *(name + FILTERED for name in RULES if name not in _SAMPLES),
 )
-"""Names of all policies except the clairvoyant, which is always included."""
+"""Names of all policies to compare. `CLAIRVOYANT` is not among them, because every comparison includes it."""
 
 
 def create_router(name: str, pool: SimulatedPool, seed: int) -> SimulatedRouter:

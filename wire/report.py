@@ -361,7 +361,7 @@ class EngineState(WireStruct, frozen=True, array_like=True, gc=False):
     """State of the engine's process, as its agent sees it."""
 
     kind: Word = ""
-    """Kind of engine: `mlx` or `scripted`."""
+    """Kind of engine: `mlx` or `scripted`; `modelled` on a simulated node."""
     state: Word = "starting"
     """`starting`, `ready`, `hung`, `restarting` or `failed`."""
     cause: Text = ""

@@ -55,7 +55,8 @@ class Obstacle(StrEnum):
     MEMORY = "memory"
     """The model does not fit, even after all evictable models are unloaded."""
     HELD = "held"
-    """The node has a replica, loads one, or acts for one."""
+    """The node has a replica of the model, loads one, or is expected back with one (`WishState.away`). Or the node was
+    already chosen for this wish in this round."""
 
 
 class NodeOption(msgspec.Struct, frozen=True):

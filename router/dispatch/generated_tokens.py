@@ -5,8 +5,8 @@ from wire.frames import Delta
 
 
 class GeneratedTokens:
-    """Received token ids of each of `choices` choices. `limit` is the maximum length of a choice in tokens; None:
-    `MAX_KNOWN_TOKENS`."""
+    """Received token ids of each of `choices` choices. `limit` is the requested maximum length of a choice in tokens;
+    None: `MAX_KNOWN_TOKENS`."""
 
     __slots__ = ("_choices", "_discarded", "_limit", "ids")
 
@@ -46,7 +46,8 @@ class GeneratedTokens:
         self._discarded += tokens
 
     def discard_excess(self) -> None:
-        """Discard the ids if the node sent more tokens than requested, because such a node is not credible."""
+        """Discard the ids if a choice has more tokens than `limit`. More tokens than requested are not credible; more
+        than `MAX_KNOWN_TOKENS` would take too much memory."""
         if self.longest > self._limit:
             self.discard_ids()
 

@@ -290,7 +290,8 @@ class Delta(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class Deltas(Frame, frozen=True, array_like=True, gc=False):
-    """Engine → coordinator: the new tokens of requests in an engine step. Long ones take several frames."""
+    """Engine → coordinator: the new tokens of requests in an engine step. `split_deltas` splits a step with many rows
+    or long texts into several frames."""
 
     deltas: Annotated[tuple[Delta, ...], Meta(max_length=MAX_DELTAS)]
 

@@ -40,7 +40,7 @@ class EmbeddingHead:
     """Steps from token ids to vectors of a loaded model."""
 
     layout: EmbeddingLayout
-    """Steps as its files define them."""
+    """Pooling and further steps, as the model's files define them."""
     run_layers: HiddenStates | Encoder
     """Layers of a decoder without its output layer, or an encoder."""
     dense: tuple[dict[str, mx.array], ...]

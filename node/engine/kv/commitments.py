@@ -31,14 +31,17 @@ class Commitment:
     is_joined: bool = False
     """Whether the row is in the decode batch."""
     capacity_tokens: int = 0
-    """Tokens for which the growing layers of the row's own cache have room during prefill; 0 after the join."""
+    """Tokens for which the growing layers of the row's own cache have room during prefill, written ones included; 0
+    after the join."""
 
     def record_prefill(self, stored_tokens: int, capacity_tokens: int) -> None:
-        """Set the tokens that the row's own cache holds, and those for which its growing layers have room."""
+        """Set the number of tokens that the row's own cache holds, and the number for which its growing layers have
+        room."""
         self.stored_tokens, self.capacity_tokens = stored_tokens, capacity_tokens
 
     def record_prompt(self, stored_tokens: int) -> None:
-        """Set the tokens that the row's cache holds once its prefill has ended, before its join passes the gate."""
+        """Set the number of tokens that the row's cache holds once its prefill has ended, before its join passes the
+        gate. The capacity does not change."""
         self.stored_tokens = stored_tokens
 
     def record_join(self, stored_tokens: int) -> None:
@@ -121,13 +124,13 @@ class CommitmentLedger:
         return sum(batch.compute_stored_bytes(self.kv) for batch in self._batches)
 
     def compute_reserved_bytes(self) -> int:
-        """Return the committed bytes that are not yet written."""
+        """Return the committed bytes of all rows that are not yet written, padding included."""
         return sum(
             batch.compute_committed_bytes(self.kv) - batch.compute_stored_bytes(self.kv) for batch in self._batches
         )
 
     def compute_committed_bytes(self) -> int:
-        """Return the committed bytes of all rows, stored or not."""
+        """Return the committed bytes of all rows, written or not, padding included."""
         return sum(batch.compute_committed_bytes(self.kv) for batch in self._batches)
 
     def compute_cost(self, length: int, rows: int) -> int:
@@ -155,13 +158,13 @@ class CommitmentLedger:
         return self._find_batch(row).number
 
     def compute_joined_bytes(self, row: Commitment, rows: int) -> int:
-        """Return the bytes of the batch of `row` after `rows` more rows have joined, each with as many stored tokens as
-        `row`."""
+        """Return the KV bytes of the decode batch of `row` after `rows` more rows have joined, padding included. Each
+        of these rows has as many written tokens as `row`."""
         joined = [other.stored_tokens for other in self._find_batch(row).rows if other.is_joined]
         return compute_padded_bytes(_build_group([*joined, *[row.stored_tokens] * rows]), self.kv)
 
     def count_joined_rows(self, row: Commitment) -> int:
-        """Return the number of rows that already decode in this row's batch."""
+        """Return the number of rows that already decode in this row's batch, 0 for a batch that is not decoded yet."""
         return sum(other.is_joined for other in self._find_batch(row).rows)
 
     def compute_extension_bytes(self, row: Commitment, more: int) -> int:

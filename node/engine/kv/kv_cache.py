@@ -67,11 +67,12 @@ class CacheExtent:
     size: int
     """Bytes that count against the row's commitment. During a chunk a window holds more bytes than count here."""
     capacity: int
-    """Sum of the tokens for which each growing layer has room. It rises when a layer grows."""
+    """Sum, over the growing layers, of the tokens for which a layer has room, used ones included. The sum rises when a
+    layer grows."""
 
 
 def measure_extent(layers: Iterable[LayerCache]) -> CacheExtent:
-    """Return the bytes and the room of a row's cache, between two forwards."""
+    """Return the bytes and the capacity of a row's cache, between two forwards."""
     size = total = 0
     for layer in _iterate_leaves(layers):
         keys, window = getattr(layer, "keys", None), getattr(layer, "max_size", None)
@@ -97,11 +98,11 @@ def grow_caches(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> N
 
 
 def grow_cache(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> bool:
-    """Double the first cache that will soon have no room for another `tokens`, up to `max_tokens`. Return whether
-    there was one.
+    """Double, at once, the first layer's cache that will soon have no room for another `tokens`, up to room for
+    `max_tokens`. Return whether there was such a layer.
 
-    While other rows decode, each cache is copied in a separate iteration. No gap between their tokens is then as long
-    as all copies.
+    While other rows decode, each layer is copied in a separate iteration. No gap between their tokens is then as long
+    as the copies of all layers.
     """
     growing = list(_iterate_growing(layers))
     for layer in growing:
@@ -211,7 +212,7 @@ class CacheTrimMode(Enum):
 
 
 def find_trim_mode(layers: Iterable[LayerCache]) -> CacheTrimMode:
-    """Return the most restrictive mode of the layers of a cache. Unknown kinds of layers are not reused."""
+    """Return the most restrictive mode of the layers of a cache. The mode of an unknown kind of layer is NEVER."""
     kinds = {_get_trim_mode(leaf, nested=leaf is not layer) for layer in layers for leaf in _iterate_leaves([layer])}
     strictest = (CacheTrimMode.NEVER, CacheTrimMode.EXACT, CacheTrimMode.WINDOW)
     return next((mode for mode in strictest if mode in kinds), CacheTrimMode.CUT)
@@ -226,7 +227,7 @@ def _get_trim_mode(layer: object, *, nested: bool) -> CacheTrimMode:
 
 
 def materialize(layers: Iterable[LayerCache]) -> Layers:
-    """Copy a row's caches into arrays of their own, without unused room, and evaluate them.
+    """Return copies of a row's caches in arrays of their own, evaluated and without unused room.
 
     A lazy copy or a view would keep its source arrays in memory, possibly a whole batch.
     """
@@ -251,9 +252,10 @@ def _shrink(layer: Any) -> None:
 
 
 def create_window(max_size: int, keys: mx.array, values: mx.array, length: int) -> LayerCache:
-    """Return a sliding window of `max_size` tokens after `length` tokens.
+    """Return the cache of a layer with a sliding window of `max_size` tokens, after `length` tokens of a row.
 
-    `keys` and `values` are those of its tokens, oldest first, shape (1, heads, tokens, features).
+    `keys` and `values` belong to the last tokens of the row, at most `max_size`, oldest first. Their shape is (1,
+    heads, tokens, features).
     """
     window = cast("Any", RotatingKVCache)(max_size)
     window.state = (keys, values, length, 0, max_size, keys.shape[2])
@@ -261,7 +263,8 @@ def create_window(max_size: int, keys: mx.array, values: mx.array, length: int) 
 
 
 def copy_prefix(layers: Iterable[LayerCache], length: int) -> Layers:
-    """Copy the first `length` tokens of these caches for another row. The copy takes no bytes until the row writes.
+    """Return copies of these caches with the first `length` tokens, for another row. The copies take no bytes until
+    that row writes.
 
     Caches that cannot be cut must hold exactly these tokens.
     """

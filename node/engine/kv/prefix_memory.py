@@ -76,7 +76,7 @@ class PrefixMemory:
 
     def evict_until_fits(self, need: int) -> bool:
         """Release histories, then the least recently used entries, then queued parts, until `need` bytes fit or nothing
-        is left. Return whether they fit."""
+        more can be released. Return whether the `need` bytes fit."""
         memory, released = self._memory(), True
         while self.nbytes and released and exceeds_headroom(memory, need):
             released = self._release(max(1, need - (memory.headroom or 0)))
@@ -84,8 +84,8 @@ class PrefixMemory:
         return _fits(memory, need)
 
     def evict_until(self, enough: Callable[[], bool]) -> None:
-        """Release histories, then the least recently used entries, then queued parts, until `enough()` or nothing is
-        left."""
+        """Release histories, then the least recently used entries, then queued parts, until `enough()` or nothing more
+        can be released."""
         released = True
         while self.nbytes and released and not enough():
             released = self._release(1)
@@ -116,7 +116,7 @@ class PrefixMemory:
 
     def make_room(self, size: int, transient: int = 0) -> bool:
         """Evict older entries until `size` bytes fit into the limit of the cache and `size + transient` bytes into
-        memory, in the order of `evict_until_fits`. Return whether they fit.
+        memory, in the order of `evict_until_fits`. Return whether both fit.
 
         `transient` is the bytes of a copy that exists only for a moment. Evict nothing if all cached bytes would not
         suffice. A False result is possible after evictions as well, because an eviction may free less than expected.

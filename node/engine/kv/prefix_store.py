@@ -8,8 +8,8 @@ windows cannot be cut. For those, only a stored sequence that is *wholly* a pref
 
 At least one token of a prompt is always computed, because no logits are stored.
 
-Every sequence belongs to a scope, the name of an API key. A prompt finds only sequences of its own scope. Neither a
-count nor a time therefore reveals the requests of another key.
+Every sequence belongs to a scope: the name of an API key, or the scope of the system prompts that all keys share. A
+lookup finds only sequences of one scope. Neither a count nor a time therefore reveals the requests of another key.
 
 The caches are opaque here (`value`); the caller counts their bytes. A holder of a `CachedPrefix` checks `is_stored`
 before use. A removed entry has no value, and a forgotten reference therefore keeps no memory.
@@ -56,12 +56,12 @@ Cuts = tuple[tuple[int, int], ...]
 
 
 def hash_prompt(fingerprint: str, key: bytes) -> bytes:
-    """Return 16 bytes that identify a prompt of a model: blake2b, chained over blocks of 256 tokens. `key` has the
-    packed ids.
+    """Return 16 bytes that identify a prompt: blake2b, chained over blocks of 256 tokens. `fingerprint` names the model
+    and the scope of the prompt, `key` has the packed ids.
 
     The chain starts with h₀ = blake2b(fingerprint). It continues with hₙ = blake2b(hₙ₋₁ ‖ block n). The last block may
-    be shorter. Two prompts have the same hash after each block that they share. A store of whole blocks finds them by
-    the same chain.
+    be shorter. Two prompts have the same hash after each block that they share. The disk cache chains its blocks in the
+    same way, from another first hash (`block_chain.compute_root`).
     """
     chained = blake2b(fingerprint.encode(), digest_size=16).digest()
     for start in range(0, len(key), BLOCK_TOKENS * ID_BYTES):
@@ -82,20 +82,21 @@ class CachedPrefix(Generic[V]):
     nbytes: int
     """Bytes of the cache, as counted by the caller."""
     prompt_hash: bytes = b""
-    """Hash of the prompt that the row answered (`hash_prompt`), empty for a shared system prompt. Reports name it after
-    an eviction."""
+    """Hash of the prompt that the row answered (`hash_prompt`), empty for a shared system prompt. Reports name the hash
+    after an eviction."""
     snapshot: bool = False
-    """Whether it was taken within a prompt, as a prefix that many prompts share."""
+    """Whether the cache was copied within a prefill, as a prefix that many prompts share."""
     scope: str = ""
     """Name of the API key, or the scope of all keys."""
     cuts: Cuts | None = None
-    """Lengths to which the cache can be cut, besides its own; None: the mode of the model's caches decides."""
+    """Lengths in tokens to which the cache can be cut, besides its own; None: the mode of the model's caches
+    (`CacheTrimMode`) decides."""
     copy: DiskCopy | None = None
     """Its copy on the disk; None if the disk cache has not written it."""
 
     @property
     def length(self) -> int:
-        """Number of tokens."""
+        """Number of tokens of the sequence."""
         return len(self.key) // ID_BYTES
 
     @property
@@ -104,7 +105,8 @@ class CachedPrefix(Generic[V]):
         return self.value is not None
 
     def find_cut(self, length: int) -> int:
-        """Return the greatest length up to `length` tokens to which a cache that can be cut can be cut; 0 if none."""
+        """Return the greatest length in tokens, at most `length`, to which the cache can be cut; 0 if there is none.
+        Only for models whose caches can be cut."""
         if self.cuts is None or length == self.length:
             return min(length, self.length)
         return max((min(length, last) for first, last in self.cuts if first <= length), default=0)
@@ -112,7 +114,7 @@ class CachedPrefix(Generic[V]):
     def covers_cuts(self, other: "CachedPrefix[V]") -> bool:
         """Return whether this cache can be cut to the length of its prefix `other` and to all lengths in `other.cuts`.
 
-        Without `cuts` it can. Only for models whose caches can be cut.
+        A cache with `cuts` None can be cut to every length. Only for models whose caches can be cut.
         """
         if self.cuts is None:
             return True
@@ -151,7 +153,7 @@ class PrefixStore(Protocol[V]):
         ...
 
     def store(self, entry: CachedPrefix[V]) -> None:
-        """Store a sequence, in place of one of its scope with the same ids."""
+        """Store a sequence, in place of an entry of the same model and scope with the same ids."""
         ...
 
     def evict(self, size: int) -> int:
@@ -235,7 +237,8 @@ class PrefixCache(Generic[V]):
         return [] if trie is None else trie.find_proper_prefixes(key)
 
     def store(self, entry: CachedPrefix[V]) -> None:
-        """Store a sequence. It replaces an entry of its scope with the same ids."""
+        """Store a sequence as the most recently used one, in place of an entry of the same model and scope with the
+        same ids."""
         trie = self._tries.setdefault((entry.model, entry.scope), RadixTrie())
         same = trie.match(entry.key, entry.length).exact
         if same is not None and same.key == entry.key:
@@ -247,7 +250,8 @@ class PrefixCache(Generic[V]):
         self._stores += 1
 
     def pop(self, entry: CachedPrefix[V]) -> V:
-        """Remove a live entry and return its cache, which the caller then owns. This does not count as an eviction."""
+        """Remove a stored entry (`is_stored`) and return its cache, which the caller then owns. This does not count as
+        an eviction."""
         value = entry.value
         assert value is not None  # noqa: S101 the caller has checked `is_stored`
         entry.clear()
@@ -280,7 +284,7 @@ class PrefixCache(Generic[V]):
                 self.pop(entry)
 
     def evict_entry(self, entry: CachedPrefix[V]) -> None:
-        """Remove an entry that is in memory. Its prompt counts as evicted unless it is on the disk."""
+        """Remove an entry that is in memory. Its prompt counts as evicted unless the disk has a copy of the entry."""
         if entry.copy is not None and entry.copy.on_disk:
             entry.copy.leave_memory()
         else:
@@ -293,7 +297,8 @@ class PrefixCache(Generic[V]):
         self._evicted.append(prompt_hash)
 
     def describe_models(self) -> dict[str, ModelCache]:
-        """Return the bytes, the entries and the hits of each model that has any, by its name."""
+        """Return the bytes and the numbers of entries and hits of each model that has entries or hits, by the name of
+        the model."""
         nbytes, entries = Counter[str](), Counter[str]()
         for entry in self._order:
             nbytes[entry.model] += entry.nbytes
@@ -302,8 +307,8 @@ class PrefixCache(Generic[V]):
         return {name: ModelCache(name, nbytes[name], entries[name], self._model_hits[name]) for name in names}
 
     def get_state(self) -> CacheState:
-        """Return the bytes, the entries and the counts since the start, with the prompt hashes of the last
-        `MAX_EVICTIONS_REPORTED` evictions."""
+        """Return the bytes and the number of entries now, and the counts since the start, with the prompt hashes of the
+        last `MAX_EVICTIONS_REPORTED` evictions."""
         return CacheState(
             self._nbytes,
             len(self._order),

@@ -110,9 +110,8 @@ class RadixTrie(Generic[V]):
             path[-2].add_child(child)
 
     def match(self, key: bytes, most: int) -> TrieMatch[V]:
-        """Walk along a key, and return its match. `most` is the greatest length of the key of `TrieMatch.exact`, in
-        tokens.
-        """
+        """Walk along a key, and return its match. `most` is the maximum length, in tokens, of the stored key whose
+        value becomes `TrieMatch.exact`."""
         node, at = self._root, 0
         exact: V | None = None
         while at < len(key):

@@ -1,4 +1,4 @@
-"""Keys and values of sliding windows beyond the window, so that a cached prompt can be cut where another one parts.
+"""Keys and values beyond sliding windows, so that a cached prompt can be cut where another prompt differs.
 
 A layer with a sliding window keeps only its last `max_size` tokens. A prompt that shares the first half of a stored
 one would find nothing there. The tokens of every chunk of a prefill are therefore copied out of the windows. Right
@@ -25,7 +25,7 @@ from node.engine.kv.prefix_store import Cuts
 class WindowPiece(NamedTuple):
     """Keys and values of some tokens of a window, shape (1, heads, tokens, features).
 
-    A recorded piece has evaluated arrays that hold no other tokens; those of `view_part` are views.
+    A recorded piece has evaluated arrays that hold no other tokens. A piece from `view_part` has views of such arrays.
     """
 
     start: int
@@ -44,7 +44,8 @@ class WindowPiece(NamedTuple):
         return self.keys.nbytes + self.values.nbytes
 
     def view_part(self, start: int, end: int) -> "WindowPiece":
-        """Return the tokens of this piece from `start` to `end`, as views."""
+        """Return the tokens of this piece from position `start` up to but not including `end`, as views. Positions
+        outside the piece are left out."""
         first, last = max(start, self.start), min(end, self.end)
         keys, values = (array[..., first - self.start : last - self.start, :] for array in (self.keys, self.values))
         return WindowPiece(first, keys, values)
@@ -70,7 +71,8 @@ class StoredWindow:
         return sum(piece.nbytes for piece in self.pieces)
 
     def restore(self, length: int) -> LayerCache:
-        """Return the window as it is after `length` tokens, which `compute_cuts` must contain."""
+        """Return the cache of the layer as it is after `length` tokens, a length within the ranges of
+        `compute_cuts`."""
         start = max(0, length - self.max_size)
         parts = [piece.view_part(start, length) for piece in self.pieces if piece.end > start and piece.start < length]
         keys = mx.concatenate([part.keys for part in parts], axis=2)
@@ -80,12 +82,12 @@ class StoredWindow:
 
 
 class WindowHistory:
-    """History of all windows of a row during its prefill. `windows` holds the pieces of each window so far."""
+    """History of all windows of a row during its prefill. `windows` holds the pieces recorded so far, by window."""
 
     def __init__(self, windows: Sequence[Sequence[WindowPiece]] = ()) -> None:
         self._windows = [list(pieces) for pieces in windows]
         self.is_lost = False
-        """Whether it was released, because memory was short."""
+        """Whether the history was released, because memory was short."""
 
     @property
     def nbytes(self) -> int:
@@ -93,7 +95,7 @@ class WindowHistory:
         return sum(piece.nbytes for pieces in self._windows for piece in pieces)
 
     def estimate_bytes(self, cache: Layers, count: int) -> int:
-        """Return the bytes that `record` of `count` tokens takes."""
+        """Return the bytes that `record` would take for `count` tokens, all windows of `cache` together."""
         windows = cast("list[Any]", _list_windows(cache))
         return sum(window.nbytes // window.keys.shape[2] * count for window in windows)
 
@@ -106,7 +108,8 @@ class WindowHistory:
             pieces.append(piece)
 
     def build_layers(self, cache: Layers, length: int) -> Layers:
-        """Return the first `length` tokens of a row's cache for the store, with the history in place of the windows."""
+        """Return the layers of a row's cache for the prefix store. The history up to `length` tokens takes the place of
+        each window. All other layers are returned as they are, not cut to `length`."""
         pieces = iter(self._windows)
         return [
             cast("LayerCache", StoredWindow(cast("Any", layer).max_size, _cut_pieces(next(pieces), length)))
@@ -132,7 +135,8 @@ class WindowHistories:
         return sum(history.nbytes for history in self._open)
 
     def add(self, history: WindowHistory) -> WindowHistory:
-        """Count a history from now on, until it is removed or its prefill has ended. Return the history."""
+        """Count a history until it is removed, or nothing else refers to it because its prefill has ended. Return the
+        history."""
         self._open.add(history)
         return history
 
@@ -161,9 +165,11 @@ def begin_history(layers: Layers, length: int) -> WindowHistory:
 
 
 def extend_history(layers: Layers, earlier: Layers) -> Layers:
-    """Return the cache of an ended row for the store, with the history of a stored cache of its first tokens.
+    """Return the cache of an ended row for the prefix store, with the history of `earlier`, a stored cache of its first
+    tokens.
 
-    `layers` has the last window only. `earlier` is unchanged; both share the arrays of the history.
+    `layers` has only the last window of each layer. `earlier` is unchanged; the result shares the arrays of its
+    history.
     """
     return [
         _extend_window(layer, before) if isinstance(before, StoredWindow) else layer
@@ -194,7 +200,8 @@ def restore_layers(layers: Layers, length: int, *, copy: bool) -> Layers:
 
 
 def cut_layers(layers: Layers, length: int) -> Layers:
-    """Return views of the first `length` tokens of a cache. Stored windows have that length already."""
+    """Return views of the first `length` tokens of a cache. Stored windows are returned as they are, because they end
+    at `length` already."""
     return [
         cast("LayerCache", layer)
         if isinstance(layer, StoredWindow)
@@ -215,10 +222,8 @@ def materialize_layers(layers: Layers) -> Layers:
 
 
 def compute_cuts(layers: Layers) -> Cuts:
-    """Return the ranges of lengths in tokens to which a stored cache with windows can be cut.
-
-    The tuple is empty without a history.
-    """
+    """Return the ranges of lengths in tokens to which a stored cache with windows can be cut; empty without a
+    history."""
     windows = [layer for layer in cast("list[object]", layers) if isinstance(layer, StoredWindow)]
     if not windows:
         return ()

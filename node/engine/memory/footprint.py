@@ -36,8 +36,9 @@ class EngineMemory:
     The recent peak is stored as the bytes above `known_bytes()`. Memory that the engine frees deliberately therefore
     does not count against later requests.
 
-    If the footprint cannot be read, the last good reading is used for `reading.STALE_AFTER_SECONDS` seconds. MLX's
-    allocations and frees since then are added to that reading.
+    If the footprint cannot be read, the last good reading is used, changed by the bytes that MLX allocated or freed
+    since then. After `node.memory.reading.STALE_AFTER_SECONDS` seconds that reading counts as stale, and the gate
+    refuses all work.
     """
 
     def __init__(self, total: int, known_bytes: Callable[[], int]) -> None:
@@ -72,12 +73,13 @@ class EngineMemory:
         return reading if last is None else replace(self._good, phys=max(0, last + counted - self._counted))
 
     def find_peak_expiry(self, now: float) -> float | None:
-        """Return the monotonic time at which the recent peak falls; None if only another reading can change it."""
+        """Return the monotonic time at which the highest reading leaves the recent peak; None if the memory in use is
+        at least as high now. `now` is the monotonic time."""
         present = max(mx.get_active_memory(), self._read_footprint().phys or 0)
         return self._recent.compute_peak_expiry(present - self._known_bytes(), now)
 
     def reset_peak(self) -> None:
-        """Reset the recent peak after memory was freed."""
+        """Forget all readings of the recent peak, because memory was freed on purpose."""
         self._recent = RecentPeak()
 
 
@@ -88,7 +90,8 @@ class MlxPeakTracker:
     def __init__(self) -> None:
         self._ever = self._from = 0
         self.marks = 0
-        """Number of marks so far. If it has changed since a caller's own mark, the peak belongs to another call."""
+        """Number of marks so far. If the number has changed since a caller's own mark, the peak belongs to another
+        call."""
 
     def mark(self) -> None:
         """Start a measurement of the peak above the memory that is active now."""
@@ -124,15 +127,18 @@ class MetalMemory:
 
 
 def open_metal() -> MetalMemory:
-    """Return the Metal device of this machine; its limit is 0 without Metal. Not verified on macOS."""
+    """Return the GPU memory of this machine; its limit is 0 without Metal. Not verified on macOS."""
     if not mx.metal.is_available():
         return MetalMemory()
     return MetalMemory(int(mx.device_info()["max_recommended_working_set_size"]))
 
 
 class WiredLimit:
-    """Setter of MLX's wired limit, which follows the weights of the loaded models. `wired` is the limit in force in
-    bytes; 0: none."""
+    """Setter of MLX's wired limit, which follows the weights of the loaded models.
+
+    `wire` is the setting `memory.wire`. `open_metal()` returns the GPU memory of this machine. `wired` is the limit in
+    force in bytes; 0: none.
+    """
 
     def __init__(self, wire: WireMode, open_metal: Callable[[], MetalMemory]) -> None:
         self._wire = wire
@@ -142,14 +148,17 @@ class WiredLimit:
 
     @cached_property
     def metal(self) -> MetalMemory:
-        """Metal device of this machine. It is opened at first use because only the inference thread may call MLX."""
+        """GPU memory of this machine. It is read at first use because only the inference thread may call MLX."""
         metal = self._open()
         log.info("metal", limit=show_size(metal.limit) if metal.limit else "no Metal here", wire=self._wire)
         return metal
 
     def apply(self, weights: int) -> None:
-        """Set the wired limit for these weights (bytes), unless they are the same as in the last call. If MLX refuses
-        the limit, keep the old one and log a warning."""
+        """Set the wired limit for loaded models with `weights` bytes of weights in total. Do nothing if `weights` is
+        the same as in the last call.
+
+        If MLX refuses the limit, log a warning and keep the old limit until the weights change again.
+        """
         if weights == self._weights:
             return
         self._weights = weights
@@ -169,8 +178,8 @@ class WiredLimit:
 
 
 def limit_buffers(cap: int) -> None:
-    """Limit the bytes of MLX's free buffers to `FREE_BUFFER_SHARE` of this cap (bytes), at most
-    `MAX_FREE_BUFFER_BYTES`."""
+    """Limit MLX's free buffers to `FREE_BUFFER_SHARE` of `cap` (bytes), at most `MAX_FREE_BUFFER_BYTES`. MLX frees
+    excess buffers at its next allocation."""
     mx.set_cache_limit(min(MAX_FREE_BUFFER_BYTES, int(cap * FREE_BUFFER_SHARE)))
 
 

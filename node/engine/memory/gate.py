@@ -41,7 +41,7 @@ class GateSite(StrEnum):
     EMBED = "embed"
     """Forward over texts for embeddings or scores."""
     PROBE = "probe"
-    """Forward of a profile measurement, or the longest row that follows from it."""
+    """Forward of a profile measurement, or the longest row that the new profile admits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,13 @@ class MlxCounters:
 class MemoryGate:
     """Memory gate of an engine: checks bytes against the limits in force, and counts the checks.
 
-    `residual()` returns the bytes of measured profiles that no estimate covers; None if a loaded model has no profile.
-    An automatic margin follows from the residual. `checks` and `refusals` count by site, `reasons` counts refusals by
-    code. `predicted` has the memory after each checked work, as a share of the ceiling; `transient` the peak bytes
-    of each forward above its start.
+    `residual()` returns the largest number of bytes by which a forward of a loaded model exceeded its estimate. It
+    returns None without a loaded model, or if a loaded model has no sufficient profile. An automatic margin follows
+    from the residual.
+
+    `checks` and `refusals` count by site, `reasons` counts refusals by code. The histogram `predicted` has the memory
+    predicted by each check, as a share of the ceiling. The histogram `transient` has the peak bytes of each forward
+    above its start.
     """
 
     def __init__(self, residual: Callable[[], int | None] = lambda: None) -> None:
@@ -141,8 +144,7 @@ class MemoryGate:
     def check(self, site: GateSite, memory: Memory, estimate: int, *, load: bool = False) -> Fits | Refused:
         """Check whether `estimate` more bytes fit under this reading, and count the check under `site`.
 
-        Return `Fits`, or the refusal. With `load`, the bytes are those of a model load, which is judged without the
-        margin.
+        Return `Fits`, or the refusal. With `load`, the bytes are for a model load, which is judged without the margin.
         """
         self.checks[site] += 1
         if memory.headroom is not None and memory.ceiling > 0:
@@ -154,7 +156,8 @@ class MemoryGate:
         return answer
 
     def get_measures(self) -> GateMeasures:
-        """Return the counts of checks and refusals, and the histograms, since the engine started."""
+        """Return the counts of checks by site and of refusals by code, and both histograms, since the engine
+        started."""
         checks = tuple((site.value, count) for site, count in self.checks.items())
         refusals = tuple((code.value, count) for code, count in self.reasons.items())
         return GateMeasures(checks, refusals, self.predicted.tally(), self.transient.tally())
@@ -176,8 +179,11 @@ class MemoryGate:
         )
 
     def describe(self) -> dict[str, object]:
-        """Return the resolved settings of the guard for the log. The ceiling is left out because it changes all the
-        time."""
+        """Return the resolved settings of the guard for the log: its state, the cap and margin in bytes, and the source
+        of the margin. Before the first limits, return only the state `closed`.
+
+        The ceiling is left out because it changes all the time.
+        """
         limits = self._limits
         if limits is None:
             return {"state": "closed"}

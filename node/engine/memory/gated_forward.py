@@ -1,7 +1,8 @@
 """Gate and record of every forward: check a fresh reading, then record the native call before it begins.
 
-Forwards of requests are checked by the gate in `GatedForwards` alone, and run in `run_native`. A probe checks its own
-(`memory_probe`). Checks, forwards and steps are counted: a test can verify from outside that no forward ran.
+Only `GatedForwards` asks the gate about forwards of requests, and runs them in `run_native`. A probe asks the gate
+about its own forwards (`node.engine.models.memory_probe`). Checks, forwards and steps are counted: a test can verify
+from outside that no forward ran.
 
 The first call for a model after its load or after a pause may take longer by the time of reading the weights again. The
 reason: macOS unwires Metal memory that is not used, and may have paged it out.
@@ -40,7 +41,8 @@ log = structlog.get_logger("engine.forwards")
 class GatedForwards:
     """Gated native calls of the engine.
 
-    `recorder` writes each call for the case of a crash. `memory` reads the memory. `peak_tracker` measures MLX's peak.
+    `recorder` records each call where the record outlives a crash. `memory` reads the memory and has the gate.
+    `peak_tracker` measures MLX's peak.
     `free_memory(site, bytes)` frees memory and returns whether that was enough. `give_up_load(why)` aborts a load in
     progress and returns whether there was one. `weights(model)` returns the bytes of the model's weights in memory.
     `clock()` returns seconds and also runs while the machine sleeps; None: the clock of this system.
@@ -95,8 +97,9 @@ class GatedForwards:
     def check_shrinking(self, site: GateSite, sizes: Iterable[int], estimate: Callable[[int], int]) -> int | Refused:
         """Return the first of `sizes` (largest first) whose estimate passes the gate, or the refusal of the last size.
 
-        `estimate(size)` returns bytes. After a refused size only MLX's free buffers are released, and the size is
-        counted (`count_shrink`). For the last size, all memory that can be freed is freed.
+        `sizes` must not be empty. `estimate(size)` returns bytes. For a size before the last, only MLX's free buffers
+        are released (`check_optional`), and a refused size is counted (`count_shrink`). For the last size, all memory
+        that can be freed is freed (`check`).
         """
         *larger, last = sizes
         for size in larger:
@@ -120,10 +123,10 @@ class GatedForwards:
         return answer if isinstance(answer, Refused) else None
 
     def check_cap(self) -> Refused | None:
-        """Check the memory after a forward. Return the refusal for the request to preempt or end; None if none must.
+        """Check the memory after a forward. Return a refusal, for the request that the caller then preempts or ends, if
+        the engine is above cap − leases; else None.
 
-        If the engine is above its cap minus leases, abort a load in progress and read again. Return a refusal if the
-        engine is still above. With the guard off, return None.
+        Above that limit, first abort a load in progress and read the memory again. With the guard off, return None.
         """
         memory = self.read_memory(time.monotonic())
         if not memory.guard or compute_excess(memory) <= 0:
@@ -152,7 +155,8 @@ class GatedForwards:
         return build_shed_refusal(memory, compute_excess(memory))
 
     def find_peak_expiry(self) -> float | None:
-        """Return the monotonic time at which the recent peak falls; None if only another reading can change it."""
+        """Return the monotonic time at which the highest reading leaves the recent peak; None if the memory in use is
+        at least as high now."""
         return self._reader.find_peak_expiry(time.monotonic())
 
     @contextmanager
@@ -161,11 +165,11 @@ class GatedForwards:
     ) -> Generator[NativeCall]:
         """Run a native call as the context: record it for the case of a crash, set `call`, and measure its peak.
 
-        Yield the call. Prefills, joins and forwards for embeddings are counted as forwards, decode steps as steps,
-        other calls not.
+        Yield the call. Prefills, joins and forwards for embeddings are counted as forwards, and decode steps as steps.
+        Other calls are not counted.
 
         `request` is the number of the request; 0 for several or none. `expected` is the duration in seconds with wired
-        weights. `prefill_tokens` is the number of prompt tokens, without padding. Raise `Halted` if no call may begin.
+        weights. `prefill_tokens` is the number of prompt tokens, without padding. Raise `Halted` after `halt`.
         """
         if self.halted:
             raise Halted
@@ -222,15 +226,16 @@ class GatedForwards:
         self.preemptions += 1
 
     def count_returned(self, tokens: int) -> None:
-        """Count the tokens of a row that returns to a prefill after its first join."""
+        """Count the tokens of a row that must be prefilled again after its first join."""
         self._returned_tokens += tokens
 
     def count_recomputed(self, tokens: int) -> None:
-        """Count the tokens of returning rows (`count_returned`) that a forward computes again."""
+        """Count the tokens of returning rows (`count_returned`) that a forward computes again, because the prefix cache
+        did not have them."""
         self._recomputed_tokens += tokens
 
     def count_failure(self, *, by_engine: bool) -> None:
-        """Count a failed request, unless the client caused the failure."""
+        """Count a failed request if the failure is `by_engine`, not by the client."""
         self.failures += by_engine
 
     def get_counts(self) -> EngineCounters:

@@ -33,15 +33,17 @@ class FitPoint(NamedTuple):
 
 
 def load_solver() -> None:
-    """Run a first fit, before the engine reads the footprint that counts as its base. It brings numpy's routines into
-    memory (4 MiB)."""
+    """Run a small fit, before the engine reads the footprint that counts as its base: the first fit loads numpy's
+    routines into memory (4 MiB)."""
     fit_from_above([FitPoint((1.0, 1.0), 1.0, 1.0), FitPoint((1.0, 2.0), 1.0, 1.0)])
 
 
 def fit_from_above(points: Sequence[FitPoint]) -> tuple[float, ...]:
-    """Return non-negative terms fitted to `points` by relative error. Samples above the fit weigh more in the next
-    round, which moves the fit above nearly all samples. Points without a positive value are ignored. If no point is
-    left, all terms are 0."""
+    """Return non-negative terms, one for each feature, fitted to `points` by relative error.
+
+    Points above the fit weigh more in the next round, which moves the fit above nearly all points. Points without a
+    positive value are ignored; if no other point is left, all terms are 0. `points` must not be empty.
+    """
     used = [point for point in points if point.value > 0]
     if not used:
         return (0.0,) * len(points[0].features)

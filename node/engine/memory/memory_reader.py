@@ -9,7 +9,8 @@ from wire.report import Memory
 
 
 class MemoryReader:
-    """Reader of the memory that the gate judges. `reserved()` returns the bytes committed and not yet written."""
+    """Reader of the memory that the gate judges. `reserved()` returns the bytes that are committed and not yet
+    written."""
 
     def __init__(self, footprint: EngineMemory, gate: MemoryGate, reserved: Callable[[], int]) -> None:
         self.gate = gate
@@ -25,5 +26,6 @@ class MemoryReader:
         return self.read(time.monotonic())
 
     def find_peak_expiry(self, now: float) -> float | None:
-        """Return the monotonic time at which the recent peak falls; None if only another reading can change it."""
+        """Return the monotonic time at which the highest reading leaves the recent peak; None if the memory in use is
+        at least as high now. `now` is the monotonic time."""
         return self._footprint.find_peak_expiry(now)

@@ -33,7 +33,8 @@ from wire.report import TransientModel
 MAX_SAMPLES = 32
 """Maximum number of samples of one kind of forward, one for each kind of shape."""
 REPEAT_FACTOR = 1.08
-"""Factor between two runs of the same forward, because the order of frees varies (measured: 6 %)."""
+"""Factor by which the bytes of two runs of the same forward may differ, because the order of frees varies (measured:
+6 %)."""
 NOISE_SHARE = 0.006
 """Share of the largest sample by which any estimate may be too small: small chunks vary by more than their own size."""
 LARGE_SAMPLE_SHARE = 0.2
@@ -47,24 +48,24 @@ MIN_FIT_SAMPLES = 4
 PRIOR_WEIGHT = 0.3
 """Weight of the attention formula in a fit; a sample weighs 1. The formula helps where samples cover too little."""
 MAX_TERMS = 4
-"""Maximum number of lines from samples that a fit of prefills tries for `least`."""
+"""Maximum number of samples whose bytes per token a fit of prefills tries as `TransientModel.least`, lowest first."""
 MIN_FORWARDS_COVERED = 3
-"""Forwards of at least a size after which a profile covers that size."""
+"""Number of forwards larger than a profile covers after which the profile covers the smallest of them."""
 
 CHUNKS, JOINS, STEPS = "chunks", "joins", "steps"
 """Kinds of forwards that a profile covers, each up to a size: tokens of a chunk, rows of a join or of a decode step."""
 Shape = tuple[int, int, bool]
 """Tokens and past, or rows and longest row, and whether the caches grew (`ForwardSamples`)."""
 Sample = tuple[Shape, float]
-"""Shape of a forward (`ForwardSamples`), and the bytes that it took."""
+"""Shape of a forward (`ForwardSamples`), and its measured transient bytes."""
 
 
 class ForwardSamples:
     """Measured forwards of one kind, at most `MAX_SAMPLES`. Of forwards with similar shapes, the one that exceeded its
     estimate by the largest factor is kept.
 
-    A shape is `(tokens, past, grew)` of a prefill or `(rows, longest, grew)` of a decode step. `grew` states whether
-    the caches grew. `unfitted` states whether a new fit is needed.
+    A shape is `(tokens, past, grew)` of a prefill or `(rows, longest, grew)` of a decode step. `past` and `longest` are
+    in tokens. `grew` states whether the caches grew. `unfitted` states whether a new fit is needed.
     """
 
     def __init__(self) -> None:
@@ -78,9 +79,10 @@ class ForwardSamples:
         return len(self._samples)
 
     def add(self, shape: Shape, taken: float, estimate: Callable[[Shape], int]) -> None:
-        """Add a forward that took `taken` bytes. `estimate(shape)` returns the bytes that the current fit expects.
+        """Add a forward that took `taken` transient bytes. `estimate(shape)` returns the transient bytes that the
+        current fit expects.
 
-        Request a new fit if the forward took more than expected, or is the first of its kind and took far less.
+        Set `unfitted` if the forward took more than expected, or is the first of its kind and took far less.
         """
         kind, expected = _round_shape(shape), estimate(shape)
         sample = self._samples.get(kind)
@@ -124,16 +126,17 @@ class ProfiledRange:
 
 
 class TransientEstimator:
-    """Estimates of the transient bytes of one model's forwards, corrected by measured forwards. `prior` is the estimate
-    from the model's config."""
+    """Estimates of the transient bytes of one model's forwards, without the KV that they write, corrected by measured
+    forwards. `prior` has the coefficients from the model's config."""
 
     def __init__(self, prior: TransientModel) -> None:
         self.transient = prior
         """Coefficients in force."""
         self.highest = 0
-        """Highest transient observed in bytes, also in the forwards of an earlier fit (`set_coefficients`)."""
+        """Highest transient bytes of a forward so far, the forwards of an earlier fit included (`set_coefficients`)."""
         self.residual = 0
-        """Largest number of bytes by which a covered forward has exceeded its estimate under this profile."""
+        """Largest number of bytes by which a covered forward has exceeded its estimate under the profile in force; 0 if
+        none has."""
         self._covered: dict[str, ProfiledRange] = {}
         """Coverage by kind of forward; empty without a profile, and then the margin is the wide one."""
         self._narrowed: Callable[[], int] = lambda: 0
@@ -142,8 +145,8 @@ class TransientEstimator:
         self._steps = ForwardSamples()
 
     def estimate_chunk(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
-        """Return the bytes that a prefill of `tokens` after `past` cached tokens needs: its transient and the charge of
-        `compute_uncovered_bytes`.
+        """Return the bytes that a prefill of `tokens` after `past` cached tokens needs besides its KV: its transient
+        and the charge of `compute_uncovered_bytes`.
 
         `last`: the forward computes the logits of its tokens. `grows`: the caches have no room and are copied.
         """
@@ -179,8 +182,8 @@ class TransientEstimator:
         return estimate_prefill_transient(self.transient, tokens, past, last=last, grows=grows)
 
     def estimate_packed(self, rows: int, tokens: int, past: int = 0) -> int:
-        """Return the bytes that one forward over `rows` prompts needs, each padded to `tokens` tokens after `past`
-        cached ones, with the charge of `compute_uncovered_bytes`.
+        """Return the bytes that one forward over `rows` prompts needs besides its KV, with the charge of
+        `compute_uncovered_bytes`. Each prompt is padded to `tokens` tokens after `past` cached ones.
 
         The transient is the sum of single prefills. That is more than the real cost, because the fixed part of a
         forward occurs once.
@@ -201,8 +204,8 @@ class TransientEstimator:
         return estimate_step_transient(self.transient, rows, longest, grows=grows)
 
     def estimate_charged_step(self, rows: int, longest: int) -> int:
-        """Return the bytes that a decode step of `rows` rows padded to `longest` tokens needs: its transient and the
-        charge of `compute_uncovered_bytes`."""
+        """Return the bytes that a decode step of `rows` rows padded to `longest` tokens needs besides its KV: its
+        transient and the charge of `compute_uncovered_bytes`."""
         return self.estimate_step(rows, longest) + self.compute_uncovered_bytes(STEPS, rows)
 
     def estimate_join(self, grown: int, layers: int) -> int:
@@ -223,8 +226,9 @@ class TransientEstimator:
 
         `last`: the forward computed the logits of its tokens. `grew`: the caches had no room and were copied.
 
-        Fit the coefficients again if it took more than the estimate, or if it is the first of its kind and took far
-        less. A last chunk of at least `MIN_LOGITS_CHUNK_TOKENS` tokens is no sample: it only raises the cost of logits.
+        Fit the coefficients again if the prefill took more than the estimate, or if it is the first of its kind and
+        took far less. A last chunk of at least `MIN_LOGITS_CHUNK_TOKENS` tokens is no sample: if it took more than the
+        estimate, it raises the coefficient `logits`.
         """
         taken = max(1, taken)
         self.highest = max(self.highest, taken)
@@ -238,8 +242,8 @@ class TransientEstimator:
             self._fit_chunks()
 
     def observe_packed(self, rows: int, tokens: int, taken: int, past: int = 0) -> None:
-        """Record one forward over `rows` prompts, each of `tokens` tokens after `past` cached ones. It took `taken`
-        bytes in addition to its KV.
+        """Record one forward over `rows` prompts, each padded to `tokens` tokens after `past` cached ones, that took
+        `taken` bytes in addition to its KV.
 
         The forward becomes a sample, and the coefficients are fitted again, only if it exceeded its estimate. Below the
         estimate the share of a single row is unknown.
@@ -281,16 +285,18 @@ class TransientEstimator:
         return estimate_step_transient(self.transient, shape[0], shape[1], grows=shape[2])
 
     def set_coefficients(self, transient: TransientModel, highest: int) -> None:
-        """Replace the coefficients by those of an earlier fit, until there are enough samples for another fit.
+        """Replace the coefficients and the prior by the coefficients of an earlier fit, until there are enough samples
+        for another fit.
 
-        `logits` stays at least that of the previous prior. `highest` is the highest transient of the earlier forwards
-        in bytes; a higher value of this process is kept.
+        Their `logits` is raised to the value in the previous prior, if that is higher. `highest` is the highest
+        transient of the earlier forwards in bytes; a higher value of this process is kept.
         """
         self.transient = self._prior = replace(transient, logits=max(transient.logits, self._prior.logits))
         self.highest = max(self.highest, highest)
 
     def fit(self) -> None:
-        """Fit the coefficients to all samples so far."""
+        """Fit the coefficients to all samples so far. Coefficients of a kind of forward without samples do not
+        change."""
         if len(self._chunks):
             self._fit_chunks()
         if len(self._steps):

@@ -34,10 +34,11 @@ class WireMode(StrEnum):
 def compute_wired_bytes(wire: WireMode, weights: int, active: int, limit: int) -> int:
     """Return the bytes that MLX may keep wired for a set of loaded models; 0: none.
 
-    `weights` are the bytes of all loaded models, `active` is MLX's active memory now in bytes, `limit` is Metal's limit
-    in bytes (0: no Metal).
-    `active` equals the weights in whole pages. A smaller size leaves some weights unwired; a larger one also wires
-    short-lived buffers.
+    `weights` are the bytes of the weights of all loaded models. `active` is MLX's active memory now in bytes, `limit`
+    Metal's limit in bytes (0: no Metal).
+
+    The result is `active`, at most `limit`, because the active memory is the weights in whole pages. A smaller size
+    leaves some weights unwired; a larger one also wires short-lived buffers.
     """
     if wire is WireMode.OFF or not weights or (wire is WireMode.AUTO and not _are_large(weights, limit)):
         return 0

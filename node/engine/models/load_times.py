@@ -22,7 +22,7 @@ FILE = "load-times.json"
 MIN_BYTES = 256 * MIB
 """Minimum bytes of weights from which the speed of the disk is measured."""
 MAX_MODELS = 256
-"""Maximum models whose seconds are stored. The oldest is dropped first."""
+"""Maximum number of models whose load durations are stored. The model loaded longest ago is removed first."""
 MAX_SECONDS = 3600.0
 """Maximum seconds that are stored for a model."""
 

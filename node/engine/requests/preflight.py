@@ -38,8 +38,9 @@ class RequestShape:
 
 
 def compute_shape(request: Generate, prompt: int, default_limit: int, context: int) -> RequestShape:
-    """Return the size of a request with `prompt` prompt tokens. `default_limit` is the maximum of an answer without
-    max_tokens, `context` the context of the model, both in tokens. `request.context_limit` may lower the context.
+    """Return the size of a request with `prompt` prompt tokens. `default_limit` is the maximum length of an answer
+    without max_tokens, `context` the context of the model, both in tokens. `request.context_limit` may lower the
+    context.
 
     A resumed request counts as a new one. If its answer is longer than this node allows, another limit was in force; it
     then ends with its next token.
@@ -54,7 +55,9 @@ def compute_shape(request: Generate, prompt: int, default_limit: int, context: i
 
 
 def refuse_impossible(request: Generate, shape: RequestShape, model: Model, batch: int) -> Refused | None:
-    """Return the refusal of a request that no state of the memory would allow; None if one might.
+    """Return the refusal of a request that this node cannot serve, however much memory is free; None if it might.
+
+    Checked are the model, structured output, and the limits of choices and context.
 
     `batch` is the maximum number of rows that decode together.
     """
@@ -109,9 +112,9 @@ def refuse_too_large(shape: RequestShape, memory: Memory, model: Model) -> Refus
 def refuse_without_room(
     shape: RequestShape, memory: Memory, model: Model, cost: int, gate: MemoryGate
 ) -> Refused | None:
-    """Return the refusal if `cost` bytes cannot be committed now, else None.
+    """Return the refusal if `cost` bytes cannot be committed under the reading `memory`, else None.
 
-    The refusal distinguishes a request that can never fit from one that does not fit now.
+    For lack of memory, its code is TOO_LARGE if the request can never fit on this node, else NO_ROOM.
     """
     answer = gate.check(GateSite.PREFLIGHT, memory, cost)
     if not isinstance(answer, Refused):

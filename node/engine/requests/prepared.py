@@ -16,7 +16,8 @@ class GrammarCursor(Protocol):
 
     @property
     def opener(self) -> int | None:
-        """Token with which the answer may start its reasoning now, if the model chooses it; None if there is none."""
+        """Id of the token with which the answer may start its reasoning now, if the model chooses it. None without such
+        a token, or after the first token."""
         ...
 
     def feed(self, token: int) -> None:
@@ -25,7 +26,8 @@ class GrammarCursor(Protocol):
         ...
 
     def compute_mask(self) -> bytes | None:
-        """Return the allowed next tokens, one bit each, lowest first; None if any token is allowed.
+        """Return the mask of allowed next tokens, without the `opener`; None if any token is allowed. The mask has one
+        bit for each token id, the lowest id in the lowest bit of the first byte.
 
         Raise `matcher.GrammarFailed` if no token can follow.
         """
@@ -42,14 +44,14 @@ class GrammarFactory(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRequest:
-    """Tokenized request, or its refusal. With `refused` the other fields but `request` are unset."""
+    """Tokenized request, or its refusal. With `refused`, all fields but `request` and `refused` have their defaults."""
 
     request: Generate
     """The request."""
     ids: tuple[int, ...] = ()
-    """Tokens of the whole prompt."""
+    """Token ids of the whole prompt."""
     eos: frozenset[int] = frozenset()
-    """Tokens that end an answer."""
+    """Token ids that end an answer."""
     create_pipeline: "Callable[[int], TextPipeline] | None" = None
     """`create_pipeline(choice)` returns a new text pipeline for this choice; None with `refused`."""
     token_bytes: Callable[[int], bytes] = lambda token: b""
@@ -59,7 +61,7 @@ class PreparedRequest:
     grammar: GrammarFactory | None = None
     """Grammar that every answer must match; None: no constraint."""
     shared: int = 0
-    """Number of first ids that are a system prompt of all keys."""
+    """Number of ids at the start that form a system prompt which all keys share; 0: none."""
 
     @property
     def tokens(self) -> int:
@@ -74,7 +76,7 @@ class PreparedEmbedding:
     request: Embed
     """The request."""
     inputs: tuple[tuple[int, ...], ...] = ()
-    """Tokens of each text; none with `refused`."""
+    """Token ids of each text; empty with `refused`."""
     refused: Refused | None = None
     """Refusal of the request; None: it is accepted."""
     segments: tuple[int, ...] = ()

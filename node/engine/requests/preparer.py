@@ -39,7 +39,7 @@ class RequestPreparer:
     if `trials` is set.
 
     `context(found)` returns the maximum tokens of a row of a model. `barred(found)` returns why the model cannot be
-    used now; empty if it can. `recorder` records the native calls; without one, they are not recorded.
+    used now; empty if it can. `recorder` records the native calls; None: they are not recorded.
     """
 
     def __init__(
@@ -75,8 +75,11 @@ class RequestPreparer:
         return not guided and _get_key(found) in self._tokenizers and not self.compute_need_bytes(frame)
 
     def compute_need_bytes(self, frame: Generate | CountTokens | Embed) -> int:
-        """Return the transient bytes of tokenizing this prompt, with those of loading and trying its tokenizer. Return
-        0 if the gate need not check them, or if the model cannot be served."""
+        """Return the transient bytes of tokenizing this prompt. They include a load and a trial of its tokenizer, and
+        the tables of its grammar, as far as these are still necessary.
+
+        Return 0 if the gate need not check the bytes, or if the model cannot be served.
+        """
         found = self._catalogue.find_fresh(frame.model)
         if found is None or found.cause:
             return 0
@@ -113,8 +116,8 @@ class RequestPreparer:
         return tuple(feature for feature in FEATURES if feature not in missing)
 
     def prepare(self, request: Generate) -> PreparedRequest:
-        """Tokenize a request and compile its grammar, or refuse the request. Never raise, because the calling threads
-        must not end."""
+        """Tokenize a request and compile its grammar. Return the prepared request, or its refusal. Never raise, because
+        the calling threads must not end."""
         try:
             with self._record_tokenization(request.model, request.request):
                 return self._prepare(request)
@@ -123,7 +126,8 @@ class RequestPreparer:
             return _refuse(request, RefusalCode.TEMPLATE, f"the prompt could not be rendered: {type(error).__name__}")
 
     def count_tokens(self, question: CountTokens) -> Finished | Refusal:
-        """Count the tokens of a prompt. Return `Finished` with the count, or the refusal. Never raise."""
+        """Count the tokens of a prompt. Return `Finished` with the count as `prompt_tokens`, or the refusal. Never
+        raise."""
         request = Generate(
             question.request,
             0,
@@ -155,7 +159,8 @@ class RequestPreparer:
     def find_tokenizer(self, model: str, kind: ModelKind) -> Tokenizer | Refused:
         """Return the tokenizer of a model for requests of a kind, or the refusal if there is none.
 
-        Raise `OSError` if the process of the tokenizer's trial cannot be started."""
+        Raise `OSError` if the process of the tokenizer's trial cannot be started.
+        """
         found = self._catalogue.find_fresh(model)
         if found is None:
             return Refused(RefusalCode.NO_MODEL, f"this node has no model {model}")
@@ -236,9 +241,11 @@ class RequestPreparer:
             raise UnsupportedSchema(f"the grammar could not be parsed: {type(error).__name__}") from error
 
     def load_tokenizer(self, descriptor: ModelDescriptor) -> Tokenizer:
-        """Return the tokenizer of a model, tried and loaded at the first call. A load drops the tokenizers of models
-        that have left the catalogue. Raise `TokenizerError` if the trial or the load fails, `OSError` if the process of
-        the trial cannot be started."""
+        """Return the tokenizer of a model, tried and loaded at the first call. A load also removes the tokenizers of
+        models that have left the catalogue.
+
+        Raise `TokenizerError` if the trial or the load fails, `OSError` if the process of the trial cannot be started.
+        """
         tokenizer = self._tokenizers.get(_get_key(descriptor))
         if tokenizer is not None:
             return tokenizer

@@ -34,7 +34,7 @@ class Row:
     pipeline: TextPipeline
     """Text pipeline of the answer."""
     ids: list[int] = field(default_factory=list[int])
-    """Generated tokens."""
+    """Ids of the generated tokens."""
     reason: str = ""
     """Finish reason, such as `stop`, or `released` if its request has ended before its last token. Empty while the row
     runs."""
@@ -43,9 +43,9 @@ class Row:
     rebuilt: int = 0
     """Number of rebuilds after a broken batch."""
     pieces: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
-    """Text not sent yet, as (channel, text); the channels are those of `wire.frames.Channel`."""
+    """Text not sent yet, as pairs of channel (`wire.frames.Channel`) and text."""
     new: list[int] = field(default_factory=list[int])
-    """Tokens not sent yet."""
+    """Token ids not sent yet."""
     logprobs: list[Logprob] = field(default_factory=list[Logprob])
     """Log probabilities not sent yet."""
     resumed_tokens: int = 0
@@ -90,8 +90,8 @@ class Row:
         self.pieces, self.resumed_tokens = [], len(self.ids)
 
     def add_token_text(self, token: int) -> None:
-        """Add the text of `token`, which is already the last of `ids`. End the answer at an end token, a stop string or
-        the limit. An end token adds no text of its own."""
+        """Add the text of `token`, which is already the last of `ids`. End the row at an end token (`eos`), a stop
+        string or `RequestShape.limit`. An end token adds no text of its own."""
         sequence = self.sequence
         if token in sequence.prepared.eos:
             self.finish("stop")
@@ -117,8 +117,9 @@ class Row:
     def drain_deltas(self) -> list[Delta]:
         """Return the unsent tokens, text and log probabilities as deltas, at least one, and mark them as sent.
 
-        A delta has at most `MAX_DELTAS` pieces; adjacent pieces of a channel are joined. Text that was held back until
-        it was long (a tool call without an end) is cut into deltas of its own.
+        A delta has at most `MAX_DELTAS` pieces and log probabilities; the first delta has all token ids. Adjacent
+        pieces of a channel are joined. If the texts have more than `LONG_CHARACTERS` characters in total, because text
+        was held back, each piece is a delta of its own. Longer pieces are then cut, except a tool call.
         """
         pieces: list[tuple[int, str]] = []
         for channel, text in self.pieces:
@@ -162,7 +163,7 @@ class Sequence:
     prepared: PreparedRequest
     """Its tokens and grammar."""
     shape: RequestShape
-    """Its size."""
+    """Its size in tokens and choices."""
     sampling: SamplingParameters
     """Sampling parameters in force."""
     seed: int
@@ -202,7 +203,7 @@ class Sequence:
 
     @property
     def prompt(self) -> tuple[int, ...]:
-        """Tokens of the prompt."""
+        """Token ids of the prompt."""
         return self.prepared.ids
 
     @property
@@ -247,7 +248,7 @@ class Sequence:
 
     @property
     def holds_memory(self) -> bool:
-        """Whether any row has tokens in a cache."""
+        """Whether any row that has not ended has tokens in a cache."""
         return any(row.commitment.stored_tokens for row in self.iterate_active_rows())
 
     @property

@@ -4,11 +4,11 @@ A tokenizer keeps records of its own in addition to the tokens. They take up to 
 token is shorter than one byte of text. Loading a tokenizer takes up to 34 times its files, the tables for grammars 14
 times. No estimate of a forward covers these bytes.
 
-A prompt for which `arithmetic.estimate_tokenize_bytes` counts any is therefore checked on the inference thread, as a
-forward would be. Its bytes are reserved until it is tokenized. Two threads tokenize such prompts, one of them only long
+The gate therefore checks a prompt for which `arithmetic.estimate_tokenize_bytes` returns more than 0, on the inference
+thread. The bytes are reserved until the prompt is tokenized. Two threads tokenize such prompts, one of them only long
 texts. A prompt of usual length therefore never waits for a text of megabytes. Each thread takes turns between API keys.
-The I/O thread prepares short prompts itself (`RequestPreparer.can_prepare_inline`), because it must answer pings,
-limits and cancels without a wait.
+The I/O thread prepares only short prompts (`RequestPreparer.can_prepare_inline`), because it must answer pings, limits
+and cancels without a wait.
 
     I/O thread                       inference thread              prompt threads
     not inline: UntokenizedPrompt ──► checked, reserved ──────────► tokenize
@@ -39,7 +39,7 @@ class UntokenizedPrompt:
     need: int
     """Transient bytes of its tokenization; 0 if they need no check of the gate."""
     tokenize: Callable[[], "TokenizeResult"]
-    """Tokenizes the prompt, on any thread. Never raises."""
+    """Function that tokenizes the prompt, on any thread. It never raises."""
 
     @property
     def key(self) -> str:
@@ -63,7 +63,8 @@ class TokenizeResult:
 
 
 def count_text_bytes(frame: Generate | CountTokens | Embed) -> int:
-    """Return the bytes of all texts of a request, with tools and earlier calls. A given token id counts as one byte.
+    """Return the UTF-8 bytes of all texts of a request, with tools and earlier calls. A given token id counts as one
+    byte.
 
     A query counts once for each document, because it is part of each prompt.
     """

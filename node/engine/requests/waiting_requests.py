@@ -16,7 +16,7 @@ class WaitingForModel:
     arrived: float
     """Monotonic time of its arrival."""
     reserved_bytes: int
-    """Bytes of its rows, which count as reserved."""
+    """KV bytes of its rows after the load, which count as reserved until then."""
 
     @property
     def model(self) -> str:
@@ -60,7 +60,7 @@ class WaitingRequests:
         return self._for_model.pop(number, None) is not None
 
     def take_next(self, model: str) -> WaitingForModel | None:
-        """Remove and return the first request that waits for a model; None if there is none. All later
+        """Remove and return the first request that waits for a model; None if there is none. The bytes of all later
         requests stay reserved."""
         return self._for_model.pop(self.find_first(model), None)
 
@@ -80,8 +80,8 @@ class WaitingRequests:
         return self._in_tokenization.keys()
 
     def begin_tokenization(self, number: int, hold: ModelHold | None) -> None:
-        """Add a prompt in tokenization. `reserve` sets its memory. `hold` keeps its model in memory; None if the model
-        is not loaded.
+        """Add a prompt in tokenization, with 0 reserved bytes until `reserve`. `hold` keeps its model in memory; None
+        if the model is not loaded.
         """
         self._in_tokenization[number] = (0, hold)
 

@@ -1,10 +1,10 @@
 """Recovery and ends of rows: rebuild rows of a broken batch, and clean up wherever a request ends.
 
-An exception in a decode batch discards the batch object, not its rows: they are prefilled again from their ids. The
-second exception fails a row for good.
+An exception in a decode batch discards the batch object, not its rows: they are prefilled again from their ids. At the
+second exception, the request of a row fails.
 
-All ends of a request pass here, which clean prefills, batches and ledger. A broken batch can end further requests, and
-the end of a request can break a batch. Both are therefore in one class.
+All ends of a request pass through `BatchRecovery`, which removes its rows from prefills, batches and ledger. A broken
+batch can end further requests, and the end of a request can break a batch. Both are therefore in one class.
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -28,7 +28,7 @@ from wire.refusals import FailureCode, Refused
 from wire.state_machine import IllegalEventError
 
 MAX_REBUILDS = 1
-"""Rebuilds of a row before its request fails."""
+"""Maximum number of rebuilds of a row. At the next broken batch its request fails."""
 
 log = structlog.get_logger("engine.generation")
 
@@ -59,8 +59,8 @@ class BatchRecovery:
     def queue_prefill(
         self, loaded_model: LoadedModel, sequence: Sequence, rows: list[Row], ids: list[int], *, first: bool = False
     ) -> None:
-        """Queue a prefill of `ids` for `rows` after its lookup in the prefix cache, with `first` at the start of the
-        queue."""
+        """Find the cached prefix of the token ids `ids`, and queue their prefill for `rows`. The place is the end of
+        the queue, or with `first` its start."""
         prefill = Prefill(loaded_model, sequence, rows, ids)
         if prefill.is_return:
             self._forwards.count_returned(len(ids))
@@ -69,7 +69,8 @@ class BatchRecovery:
 
     @contextmanager
     def fail_on_illegal_event(self, sequence: Sequence) -> Generator[None]:
-        """End a request as failed where an event is illegal for one of its rows, which is an error of this program."""
+        """End a request as failed with ENGINE_ERROR if an event in the context is illegal for one of its rows. Such an
+        event is an error of this program."""
         try:
             yield
         except IllegalEventError as error:
@@ -102,9 +103,9 @@ class BatchRecovery:
     ) -> None:
         """Discard a batch whose object raised `error`; prefill its rows again from their ids.
 
-        Rows in `failing` are left out, because the caller ends them. A row that was rebuilt before fails with its
-        request. All cached prefixes of the model are evicted, because the fault may be in one of them. Do nothing if
-        the batch was discarded before.
+        Rows in `failing` are left out, because the caller ends them. The request of a row that was rebuilt before
+        fails. All cached prefixes of the model are evicted, because the fault may be in one of them. Do nothing if the
+        batch was discarded before.
         """
         batch = self._batches.pop(loaded_model, number)
         if batch is None:
@@ -181,8 +182,8 @@ class BatchRecovery:
         release_free_memory()
 
     def end_for_memory(self, sequence: Sequence, refused: Refused, code: str) -> None:
-        """End a request for lack of memory. Refuse it with `refused` if none of its tokens was delivered; else fail it
-        with `code`."""
+        """End a request for lack of memory: with the refusal `refused` if none of its tokens was delivered, else as
+        failed with `code`, a `FailureCode`."""
         delivered = sequence.delivered
         self.release_request(sequence)
         log.warning(
@@ -198,8 +199,11 @@ class BatchRecovery:
             self._output.add_end(Refusal(sequence.number, refused, sequence.shape.prompt))
 
     def fail_request(self, sequence: Sequence, code: str, message: str) -> None:
-        """End a request with a `Failed` frame, and count the failure. Do nothing if the request has ended already,
-        because one fault may be reported for a request twice. `code` is a `FailureCode`."""
+        """End a request with a `Failed` frame. Count the failure, unless the client's grammar is its cause. `code` is a
+        `FailureCode`.
+
+        Do nothing if the request has ended already, because one fault may be reported for a request twice.
+        """
         if sequence not in self._requests:
             return
         self.release_request(sequence)

@@ -14,7 +14,7 @@ NO_BATCHES: Mapping[int, DecodeBatch[Row]] = {}
 class BatchTable:
     """Decode batches by model and batch number (`CommitmentLedger.get_batch_number`).
 
-    `loaded_models()` returns the loaded models by name; batches are visited in their order.
+    `loaded_models()` returns the loaded models by name. Batches are visited in the order of their models there.
     """
 
     def __init__(self, loaded_models: Callable[[], Mapping[str, LoadedModel]]) -> None:

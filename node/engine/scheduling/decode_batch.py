@@ -36,10 +36,10 @@ K = TypeVar("K")
 class RowSampler:
     """Wrapper of a row's sampler and logits processors, whose exceptions reach no other row.
 
-    `sampler` and `processors` are the wrapped ones; `choose_greedily` is not wrapped. `error` is the first exception.
-    After it, the row's tokens are chosen greedily and its processors do nothing, until the caller ends the row
-    (`DecodeBatch.list_errors`). The `masker` runs after all other processors and receives each token before the next
-    step; None: no masker.
+    The attributes `sampler` and `processors` are the wrapped functions; `choose_greedily` is not wrapped. `error` is
+    the first exception, None before. After an exception, the row's tokens are chosen greedily and its processors do
+    nothing, until the caller ends the row (`DecodeBatch.list_errors`). The `masker` runs after all other processors
+    and receives each token before the next step; None: no masker.
     """
 
     def __init__(self, sampler: Sampler, processors: Sequence[Processor], masker: LogitsMask | None = None) -> None:
@@ -106,7 +106,7 @@ class DecodeBatch(Generic[K]):
     """Rows of one model that decode together, one token per step. `K` is the caller's type of a row.
 
     A call of `step` launches the next step and returns the tokens of the step that the previous call launched. The
-    duration of a step is that of the call that launched it, plus the duration of `wait`, if that was called.
+    duration of a step is the duration of the call that launched it, plus the duration of `wait`, if that was called.
     """
 
     def __init__(self, model: TextModel) -> None:
@@ -146,7 +146,7 @@ class DecodeBatch(Generic[K]):
     def prepare_rows(
         self, joining: Sequence[JoiningRow[K]], ids: Sequence[Sequence[int]], cache: Layers
     ) -> PendingRows[K]:
-        """Prepare rows that were prefilled in one forward for `add_prepared`, each with a past of its own.
+        """Prepare rows that were prefilled in one forward, each with a past of its own. Return them for `add_prepared`.
 
         A row's cache holds all of its `ids` but the last. The last id is the input of the next step, which returns the
         row's first token. `cache` is consumed. The batch is unchanged: an exception affects these rows alone.
@@ -195,26 +195,27 @@ class DecodeBatch(Generic[K]):
         return PendingRows(batch, dict(zip(uids, joining, strict=True)))
 
     def wait(self) -> None:
-        """Wait for the launched step, so that later work can be timed."""
+        """Wait for the launched step, so that later work can be timed. Exceptions of the step propagate; the whole
+        batch must then be discarded."""
         if self._batch is not None:
             evaluate(cast("Any", self._batch)._next_tokens)
 
     def record_call(self, seconds: float) -> None:
-        """Record `seconds` as the duration of the last call of a step, for `take_call`."""
+        """Record `seconds` as the duration of the last call that launched a step, for `take_call`."""
         self._called = seconds
 
     def take_call(self) -> float | None:
-        """Return the recorded duration of the last call in seconds, and forget it. Return None if no call was recorded
-        since the last `take_call`."""
+        """Return the duration in seconds that `record_call` recorded, and forget the duration. Return None if none was
+        recorded since the last `take_call`."""
         called, self._called = self._called, None
         return called
 
     def step(self) -> list[NextToken[K]]:
-        """Return every row's next token, without repeating first tokens, and launch the following step. Without rows,
-        return an empty list.
+        """Return the tokens of the launched step, and launch the following step. Without rows, return an empty list.
 
-        First tokens of rows that were prefilled together are awaited and returned at once. Exceptions propagate; the
-        whole batch must then be discarded.
+        A first token that `join` has returned is left out. First tokens of rows from `prepare_rows` come from the step
+        that is launched now: they are awaited and returned at once. Exceptions propagate; the whole batch must then be
+        discarded.
         """
         if self._batch is None:
             return []
@@ -233,7 +234,8 @@ class DecodeBatch(Generic[K]):
         )
 
     def take_last_tokens(self) -> list[NextToken[K]]:
-        """Return every row's next token, without a further step in flight. Use this if all rows end with these tokens.
+        """Return the tokens of the launched step without a further step in flight. Use this if all rows end with these
+        tokens.
 
         If a row joined since the last step, its token in flight is known to the caller or still part of the prompt.
         This method then calls `step`, which does launch a further step. Return an empty list without rows. Exceptions
@@ -276,8 +278,8 @@ class DecodeBatch(Generic[K]):
         return [joining_row.row for joining_row in self._rows.values()]
 
     def drop_rows(self, rows: Collection[K]) -> None:
-        """Remove those of `rows` that are in the batch, and release their memory. Exceptions propagate; the whole batch
-        must then be discarded."""
+        """Remove rows from the batch and release their memory. Rows that are not in the batch are ignored. Exceptions
+        propagate; the whole batch must then be discarded."""
         if self._batch is None:
             return
         uids = {uid for uid, joining_row in self._rows.items() if joining_row.row in rows}
@@ -300,7 +302,7 @@ class DecodeBatch(Generic[K]):
         return list(self._batch.tokens[self._find_place(row)])
 
     def extract(self, row: K) -> Layers:
-        """Return an evaluated copy of a row's cache without padding. It holds the tokens of `get_ids(row)`."""
+        """Return an evaluated copy of a row's cache without padding. The copy holds the tokens of `get_ids(row)`."""
         assert self._batch is not None  # noqa: S101  a row is in it
         place = self._find_place(row)
         return materialize(layer.extract(place) for layer in self._batch.prompt_cache)

@@ -21,8 +21,8 @@ from node.engine.text.logprobs import compute_logprob
 from wire.refusals import FailureCode, RefusalCode
 
 OUTLIER_FACTOR = 4
-"""Factor above the estimate from which a single step is ignored. Memory of ended rows is freed late, and a real
-increase shows in the next step as well."""
+"""Factor above the estimate from which the memory of a single step is not recorded. Memory of ended rows is freed late,
+and a real increase shows in the next step as well."""
 
 log = structlog.get_logger("engine.generation")
 

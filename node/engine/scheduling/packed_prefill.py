@@ -46,8 +46,9 @@ class PackedPrefill:
     def select_batch(self, first: Prefill, waiting: Sequence[Prefill], max_tokens: int) -> list[Prefill]:
         """Return the prompts to prefill in one forward: `first`, then prompts of the same decode batch from `waiting`.
 
-        With padding, several prompts have at most `max_tokens` tokens together. Return only `first` if it cannot be
-        packed, or if no other prompt fits. The prefix cache is looked up for each prompt that is considered.
+        With padding, and without their last tokens, several prompts have at most `max_tokens` tokens together. Return
+        only `first` if it cannot be packed, or if no other prompt fits. The prefix cache is looked up for each prompt
+        that is considered.
         """
         if not self._can_pack(first):
             return [first]
@@ -71,7 +72,8 @@ class PackedPrefill:
         return len(prefill.ids) > 1 and prefill.stored_tokens < MAX_CACHED_SHARE * len(prefill.ids)
 
     def select_fitting(self, members: list[Prefill]) -> list[Prefill]:
-        """Return the members that pass the gate in one forward: all, or the first half, halved as often as necessary.
+        """Return the first of the members that pass the gate in one forward: all, or half, halved as often as
+        necessary.
 
         Return an empty list if no two prompts pass. Each refusal is counted (`GatedForwards.count_shrink`).
         """
@@ -84,7 +86,8 @@ class PackedPrefill:
         return []
 
     def prefill_members(self, members: Sequence[Prefill]) -> Layers:
-        """Prefill all but the last token of each member; return the cache of all rows, in the order of `members`.
+        """Prefill all but the last token of each member. Return the cache of all rows, padded right, in the order of
+        `members`.
 
         Exceptions of the forward propagate. Raise `Halted` if the engine was halted.
         """
@@ -108,7 +111,7 @@ class PackedPrefill:
 
 
 def prefill_rows(model: TextModel, rows: list[list[int]], cache: Layers) -> None:
-    """Prefill rows of equal length, padding included, into the cache of all rows; compute no logits."""
+    """Prefill rows of token ids, padded to equal length, into `cache`, the cache of all rows. Compute no logits."""
     model(mx.array(rows), cache=cache)
     evaluate([layer.state for layer in cache])
 

@@ -51,7 +51,8 @@ class Preemptor:
     # lack of memory
 
     def end_newest(self, refused: Refused) -> bool:
-        """End the newest request that holds memory. Return False if no request has tokens in a cache.
+        """End the newest request that holds memory, and count it (`GatedForwards.count_shed`). Return False if no
+        request has tokens in a cache.
 
         Refuse the request with `refused` if none of its tokens was delivered; else fail it with
         `FailureCode.MEMORY_PRESSURE`.
@@ -132,7 +133,7 @@ class Preemptor:
             self._preempt_chosen(sequence, keep=True)
 
     def _count_held_rows(self, sequence: Sequence) -> int:
-        """Return the number of rows for which a request has places: decoding ones, and those of its started
+        """Return the number of rows for which a request has places: decoding rows, and rows of its started
         prefills."""
         started = sum(
             prefill.width for prefill in self._requests.prefills if prefill.started and prefill.sequence is sequence
@@ -140,7 +141,8 @@ class Preemptor:
         return started + sum(row.commitment.is_joined for row in sequence.iterate_active_rows())
 
     def preempt_for_key(self, owner: WeightedKey, need: int, missing_bytes: int) -> bool:
-        """Preempt requests of the keys that hold most memory for a request of the key `owner`; return whether any was.
+        """Preempt requests of the keys that hold most memory, for a request of the key `owner`. Return whether any was
+        preempted.
 
         `need` is the memory of that request in bytes, `missing_bytes` the part without room. No request is preempted if
         fair shares do not allow enough preemptions.
@@ -170,8 +172,8 @@ class Preemptor:
     # return
 
     def compute_required_bytes(self, key: str | None) -> int:
-        """Return the bytes that the oldest preempted request needs to continue, among those that precede a new request
-        of the API key `key`. Return 0 if there is none.
+        """Return the bytes that the oldest preempted request needs to continue, of the preempted requests that precede
+        a new request of the API key `key`. Return 0 if there is none.
 
         A request that was preempted for another key precedes only requests of its own key. With `key` None, all
         preempted requests count.

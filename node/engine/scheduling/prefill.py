@@ -27,13 +27,13 @@ class PrefixState:
     key: bytes
     """Packed ids of the prefill."""
     prompt_hash: bytes
-    """Hash of the prompt."""
+    """Hash of the prompt (`prefix_store.hash_prompt`)."""
     eos: frozenset[int]
-    """End-of-turn tokens."""
+    """Token ids that end a turn."""
     scope: str = ""
     """Scope of the sequences that the prefill may reuse, besides shared system prompts: the name of an API key."""
     shared: int = 0
-    """Number of first tokens that are a system prompt of all keys."""
+    """Number of tokens at the start that form a system prompt which all keys share; 0: none."""
     hit: PrefixHit[Layers] = NO_PREFIX
     """Result of the last lookup."""
     removed_tokens: int = 0
@@ -42,7 +42,7 @@ class PrefixState:
     stops: list[int] = field(default_factory=list[int])
     """Positions in the prompt, in tokens, at which a snapshot is wanted."""
     snapshot_at: int = 0
-    """Tokens at which the last snapshot was taken, or with which the prefill started."""
+    """Number of tokens in the cache at the last snapshot, or at the start of the prefill without one."""
     snapshots: list[CachedPrefix[Layers]] = field(default_factory=list[CachedPrefix[Layers]])
     """Snapshots that were taken because the prompt is long, oldest first."""
     history: WindowHistory | None = None
@@ -61,26 +61,28 @@ class PrefixState:
         self.hit, self.stops = hit, stops
 
     def discard_lookup(self) -> None:
-        """Clear the result of the lookup: it was used, or the prompt is prefilled from its first token."""
+        """Clear the result and the plan of the lookup, and end a restoration in progress. The result was used, or the
+        prompt is prefilled from its first token."""
         self.hit, self.plan = NO_PREFIX, None
         self.set_restoring(None)
 
     def record_snapshot(self, tokens: int, entry: CachedPrefix[Layers] | None = None) -> None:
-        """Record a snapshot at `tokens` tokens. `entry` is the snapshot if it was taken because the prompt is long,
-        else None.
-        """
+        """Record a snapshot at `tokens` tokens, or the start of the prefill with as many cached tokens. `entry` is the
+        snapshot if it was taken because the prompt is long, else None."""
         self.snapshot_at = tokens
         if entry is not None:
             self.snapshots.append(entry)
 
     def take_snapshots(self, count: int) -> list[CachedPrefix[Layers]]:
-        """Remove and return all snapshots of a long prompt but the newest `count`."""
+        """Return all recorded snapshots of a long prompt but the newest `count`, oldest first, and forget them. They
+        stay in the prefix cache."""
         taken = self.snapshots[: max(0, len(self.snapshots) - count)]
         self.snapshots = self.snapshots[len(taken) :]
         return taken
 
     def record_removal(self, tokens: int) -> None:
-        """Set the tokens of the entry that this prefill removed from the prefix cache; 0 once its prompt is stored."""
+        """Set the number of tokens in the entry that this prefill took out of the prefix cache; 0 once its prompt is
+        stored."""
         self.removed_tokens = tokens
 
     def set_plan(self, plan: ReadPlan | None) -> None:
@@ -117,13 +119,14 @@ class Prefill:
     rows: list[Row]
     """Rows that share the past and have not joined yet."""
     ids: list[int]
-    """Tokens that the cache must hold."""
+    """Ids of the tokens that the cache must hold."""
     cache: Layers | None = None
     """Cache of the rows; None before the first chunk."""
     logits: mx.array | None = None
     """Logits (1, vocabulary) of the last token; None before the last chunk."""
     stored_tokens: int = 0
-    """Tokens in the cache. Before the first chunk: tokens found in the prefix cache, 0 without a `past`."""
+    """Number of tokens in the cache. Before the first chunk: tokens found in the prefix cache, 0 without a `past`.
+    After a packed prefill: all tokens, although the first decode step writes the last of them."""
     retry_at: float = 0.0
     """Monotonic time of the next attempt after a refusal by the gate; 0.0 without a refusal."""
     past: PrefixState | None = None
@@ -154,7 +157,7 @@ class Prefill:
     @property
     def answered(self) -> bool:
         """Whether the answer was started, here or on another node, and the request was not preempted for another key.
-        The prefill of an answered request gets rows before that of a new one (`compute_service_order`)."""
+        The prefill of an answered request gets rows before the prefill of a new request (`compute_service_order`)."""
         sequence = self.sequence
         return bool(sequence.joined or sequence.request.resume) and not sequence.yielded
 
@@ -165,7 +168,7 @@ class Prefill:
 
     @property
     def left(self) -> int:
-        """Tokens still to prefill."""
+        """Number of tokens still to prefill."""
         return len(self.ids) - self.stored_tokens
 
     def bound_chunk(self, count: int) -> int:
@@ -180,7 +183,7 @@ class Prefill:
         self.past = past
 
     def set_cached_tokens(self, tokens: int) -> None:
-        """Set the tokens found in the prefix cache, before the first chunk."""
+        """Set the number of tokens found in the prefix cache, before the first chunk."""
         self.stored_tokens = tokens
 
     def start(self, cache: Layers) -> None:
@@ -196,7 +199,7 @@ class Prefill:
         self.retry_at = 0.0
 
     def begin_chunk(self) -> None:
-        """Record that the forward of a chunk begins."""
+        """Change the state of the rows, because the forward of a chunk begins."""
         for row in self.rows:
             row.apply(RowEvent.CHUNK)
 
@@ -211,9 +214,10 @@ class Prefill:
                 row.apply(RowEvent.PREFILLED)
 
     def end_packed(self, capacity_tokens: int) -> None:
-        """Record a packed prefill of all but the last token, for which nothing was cached.
+        """Record a packed prefill of all but the last token, which used no cached tokens. The last token counts as
+        stored, because the first decode step writes it.
 
-        The growing layers of the cache have room for `capacity_tokens` on average.
+        The growing layers of the cache have room for `capacity_tokens` tokens on average.
         """
         if self.past is not None:
             self.past.discard_lookup()
@@ -248,7 +252,7 @@ class Prefill:
 
 
 def group_by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
-    """Group the rows of a request by the known tokens of their answers, which are the keys of the result."""
+    """Return the rows of a request grouped by the known token ids of their answers, which are the keys."""
     parts: dict[tuple[int, ...], list[Row]] = {}
     for row in rows:
         parts.setdefault(tuple(row.ids), []).append(row)
@@ -256,7 +260,7 @@ def group_by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
 
 
 def group_by_batch(loaded_model: LoadedModel, rows: list[Row]) -> list[list[Row]]:
-    """Group rows by the decode batch to which the ledger of the model has assigned them."""
+    """Return rows in one list for each decode batch to which the ledger of the model has assigned them."""
     parts: dict[int, list[Row]] = {}
     for row in rows:
         parts.setdefault(loaded_model.ledger.get_batch_number(row.commitment), []).append(row)

@@ -92,7 +92,8 @@ class PrefillQueue:
         return self._packed.select_batch(first, choices, most)
 
     def count_prefilled(self, prefill: Prefill, tokens: int) -> None:
-        """Count prefilled tokens for the fairness between keys."""
+        """Count prefilled tokens for the fairness between keys. A negative number, of a prefill that was restarted,
+        counts as 0."""
         self._fairness.count_prefilled(prefill.owner, max(0, tokens))
 
     def compute_chunk_tokens(self, prefill: Prefill) -> int:
@@ -102,7 +103,7 @@ class PrefillQueue:
         return count - 1 if count == prefill.left > prefill.loaded_model.tail else count
 
     def compute_affordable_tokens(self, prefill: Prefill) -> int:
-        """Return the tokens of a prompt that fit into the time of the next chunk."""
+        """Return the number of tokens of a prompt that fit into the time of its next chunk."""
         return compute_affordable_tokens(
             prefill.loaded_model.stats.pace,
             prefill.left,
@@ -112,8 +113,8 @@ class PrefillQueue:
         )
 
     def compute_required_bytes(self) -> int:
-        """Return the bytes that the largest next chunk needs, of `floor` tokens, among the prefills that wait for
-        memory. Return 0 if no prefill waits."""
+        """Return the bytes, without KV, of a chunk of `floor` tokens: the maximum over all prefills that wait for
+        memory; 0 if none waits for memory."""
         waiting = [
             prefill.loaded_model.estimator.estimate_chunk(self._floor, len(prefill.ids))
             for prefill in self._requests.prefills

@@ -68,7 +68,7 @@ class TrimModes:
         self._modes: dict[str, CacheTrimMode] = {}
 
     def find(self, loaded_model: LoadedModel) -> CacheTrimMode:
-        """Return how the caches of a model can be cut."""
+        """Return the trim mode of a model's caches."""
         mode = self._modes.get(loaded_model.name)
         if mode is None:
             mode = self._modes[loaded_model.name] = find_trim_mode(create_cache(loaded_model.model))
@@ -105,16 +105,15 @@ class PrefixCacheManager:
         return self._store.entries
 
     def get_state(self, fingerprints: Mapping[str, str]) -> CacheState:
-        """Return the bytes, the number of entries and the counts since the start, with the prompt hashes of the last
-        evictions. First count prompts that have left both memory and disk as evicted. `fingerprints` maps the names of
-        the node's models to their fingerprints."""
+        """Return the state of the cache in memory and on the disk, with the prompt hashes of the last evictions. First
+        count prompts that have left both as evicted. `fingerprints` maps the node's models to their fingerprints."""
         for prompt_hash in self.disk.take_lost():
             self._store.count_eviction(prompt_hash)
         return self.disk.describe(self._store.get_state(), self._store.describe_models(), fingerprints)
 
     def clear(self, model: str, fingerprint: str) -> None:
-        """Delete the entries of a model in memory and on the disk, or of all models if `fingerprint` is empty. Raise
-        `OSError` if files cannot be deleted, `BlockingIOError` if another process writes to the folder."""
+        """Delete the entries of a model in memory and its files on the disk; of all models if `fingerprint` is empty.
+        Raise `OSError` if files cannot be deleted, `BlockingIOError` if another process writes to the folder."""
         for entry in self._store.entries:
             if not fingerprint or entry.model == model:
                 entry.set_copy(None)  # its files are deleted next
@@ -123,7 +122,7 @@ class PrefixCacheManager:
 
     def evict_until(self, enough: Callable[[], bool]) -> None:
         """Release histories of prefills, then the least recently used entries, then parts queued for the disk, until
-        `enough()` or nothing is left."""
+        `enough()` or nothing more can be released."""
         self.memory.evict_until(enough)
 
     def evict_model(self, model: str) -> None:
@@ -152,8 +151,9 @@ class PrefixCacheManager:
         sequence.set_cached(prefill.stored_tokens)
 
     def find_prefix(self, prefill: Prefill) -> None:
-        """Find the longest cached prefix of a prefill, in memory or on the disk, and store it in `past`. Set
-        `stored_tokens` to its number of tokens, and `past.stops` to the positions of wanted snapshots.
+        """Find the longest cached prefix of a prefill, and record it in `past`: in memory as `hit`, on the disk as
+        `plan`. Set `stored_tokens` to the number of tokens of this prefix, and `past.stops` to the positions of wanted
+        snapshots.
 
         Do nothing if the prefill has a cache already, is being restored from the disk, or does not use the prefix
         cache. Repeat this before the first chunk, because entries may have been evicted or stored since.
@@ -207,9 +207,9 @@ class PrefixCacheManager:
         return True
 
     def record_chunk(self, prefill: Prefill, count: int) -> None:
-        """Record the last `count` tokens of a prefill in the history of its windows, or release it if memory is short.
-        Take a snapshot at the positions in `past.stops`, unless the history replaces the snapshot. For caches that
-        cannot be cut, also take one when a long prompt is due for it (`is_long_snapshot_due`)."""
+        """Record the last `count` tokens of a prefill in the history of its windows, or release the history if memory
+        is short. Take a snapshot at the positions in `past.stops`, unless the history replaces the snapshot. For caches
+        that cannot be cut, also take a snapshot when one is due in a long prompt (`is_long_snapshot_due`)."""
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None:
             return
@@ -339,8 +339,8 @@ class PrefixCacheManager:
 
     def store_row(self, loaded_model: LoadedModel, row: Row, batch: DecodeBatch[Row]) -> None:
         """Store the cache of a request's first choice at its end, before the row is dropped from its batch. Do nothing
-        for other choices, or if the prefix cache is not used. Do nothing either for less than `MIN_PREFIX_TOKENS`
-        tokens, for a cached sequence, or without memory. Exceptions of the batch propagate."""
+        for other choices, or if the prefix cache is not used. Do nothing either below `MIN_PREFIX_TOKENS` tokens, for a
+        sequence that is cached already, or if memory has no room. Exceptions of the batch propagate."""
         sequence = row.sequence
         if row.choice or not sequence.prompt_hash:
             return

@@ -53,8 +53,10 @@ class RequestTable:
         self._holds[sequence.number] = loaded_model.usage.hold()
 
     def remove(self, loaded_model: LoadedModel, sequence: Sequence) -> None:
-        """Remove a request that has ended, and release its hold; its prefills stay. `record_ends` records the time of
-        its end."""
+        """Remove a live request that has ended, and release its hold on the model. Its prefills stay in the table.
+
+        The next `record_ends` marks the model as used.
+        """
         del self._live[sequence.number]
         self._holds.pop(sequence.number).release()
         self._ended_on[loaded_model.name] = loaded_model

@@ -104,9 +104,12 @@ class RowJoin:
             raise
 
     def join_packed(self, members: list[Prefill], cache: Layers) -> bool:
-        """Join the rows of packed prompts, of which `cache` holds all but the last token; return False if the gate
-        refuses. Exceptions of the join propagate, also `Halted` if the engine was halted. If the batch broke, its
-        other rows are rebuilt before."""
+        """Join the rows of packed prompts to their decode batch. Return whether they have joined; False if the gate
+        refuses. `cache` holds all tokens of each prompt but the last.
+
+        Exceptions of the join propagate, also `Halted` if the engine was halted. If the batch broke, its other rows
+        are rebuilt before.
+        """
         loaded_model = members[0].loaded_model
         ledger, estimator = loaded_model.ledger, loaded_model.estimator
         longest = max(members, key=lambda prefill: prefill.stored_tokens).rows[0].commitment

@@ -1,11 +1,11 @@
 """Sampling of a token from log probabilities: penalties, bias, temperature, top-k, top-p, min-p, repeatable draws.
 
 Every draw is keyed by (seed, choice, position of the token in its answer), never by a shared state. A row that is
-rebuilt or resumed on another node therefore draws the same tokens. The order is that of vLLM and Transformers.
+rebuilt or resumed on another node therefore draws the same tokens. The order is the same as in vLLM and Transformers.
 Penalties and bias change the logits; then temperature; then top-k, top-p and min-p cut; then the draw.
 
 Presence and frequency penalties count the answer's own tokens (OpenAI's definition). The repetition penalty also counts
-those of the prompt (CTRL, arXiv:1909.05858, as in Transformers).
+the tokens of the prompt (CTRL, arXiv:1909.05858, as in Transformers).
 
 All arrays are of one row: logits and log probabilities (1, vocabulary), tokens (length,). Nothing here is compiled: on
 Linux a compiled function costs a g++ run at first use.
@@ -20,9 +20,9 @@ import mlx.core as mx
 from wire.frames import GenerationParams
 
 Sampler = Callable[[mx.array], mx.array]
-"""Chooses a token from log probabilities."""
+"""Function that chooses a token, shape (1,), from log probabilities."""
 Processor = Callable[[mx.array, mx.array], mx.array]
-"""Returns changed logits, from the tokens so far (prompt and answer) and the logits of the next one."""
+"""Function that returns changed logits, from the tokens so far (prompt and answer) and the logits of the next token."""
 
 _MASK = 2**64 - 1
 

@@ -14,15 +14,15 @@ Rules
 - Outcome: Such a request is refused if none of its tokens was delivered; the router then places it again. Otherwise it
   is preempted: its memory is released, and its tokens are prefilled again once there is room. A lone request without
   room fails, with the numbers.
-- Fairness: Rows are shared fairly between keys (`wire.capacity.fairness`). A key that
-  holds less preempts requests of the key that holds most, if no row is free or memory is short at admission. Preempted
+- Fairness: Rows are shared fairly between keys (`wire.capacity.fairness`). Requests of the key that holds most are
+  preempted for a key that holds less. This happens if no row is free, or memory is short at admission. Preempted
   requests return in turn with all other requests.
 - Packing: Short waiting prompts are prefilled in one forward, which the gate checks as a whole (`packed_prefill`). Rows
   that cannot use its result, for lack of room or after a fault, are prefilled again one by one.
 - Cap: After every forward the engine compares its memory with its cap. Over the cap, the request of a chunk loses its
   memory at once; after other forwards, the newest request does.
 - Faults: An exception in a decode batch discards the batch object, not its rows: they are prefilled again from their
-  ids. The second exception fails a row for good.
+  ids. At the second exception, the request of a row fails.
 - End: All ends of a request pass through `BatchRecovery`, which cleans prefills, batches and ledger.
 - Time: Decisions use the time at which the turn began. Durations are measured around native calls.
 
@@ -128,7 +128,7 @@ class Scheduler:
         return tuple(self._requests.preempted)
 
     def get_batches(self, model: str) -> Mapping[int, DecodeBatch[Row]]:
-        """Return the decode batches of a loaded model by batch number. Raise `KeyError` if it is not loaded."""
+        """Return the decode batches of a loaded model by batch number. Raise `KeyError` if the model is not loaded."""
         return self._batches.get_batches(self._loaded_models()[model])
 
     def has_request(self, number: int) -> bool:
@@ -136,14 +136,14 @@ class Scheduler:
         return number in self._requests.live
 
     def measure_load(self) -> tuple[int, int, int]:
-        """Return the number of decoding rows, of prefills and preempted requests together, and of the tokens that the
-        prefills have still to process."""
+        """Return three numbers: the decoding rows; the prefills and preempted requests together; the tokens that the
+        queued prefills have still to process."""
         prefills = self._requests.prefills
         waiting = len(prefills) + len(self._requests.preempted)
         return self._batches.count_rows(), waiting, sum(prefill.left for prefill in prefills)
 
     def sum_step_seconds(self) -> float:
-        """Return the seconds of a decode step of all batches together; 0.0 if no row decodes."""
+        """Return the expected seconds of one decode step of every batch, one after the other; 0.0 if no row decodes."""
         return self._batches.sum_step_seconds()
 
     def can_prefill(self, now: float) -> bool:
@@ -151,9 +151,11 @@ class Scheduler:
         return bool(self._requests.preempted or self._queue.list_choices(now))
 
     def compute_required_bytes(self, key: str | None = None) -> int:
-        """Return the bytes that waiting requests need before a new request of `key` is admitted; None: of any key.
+        """Return the bytes that must be free for waiting requests before a new request of the API key `key` is
+        admitted.
 
-        Requests that were preempted for another key count only for a new request of their own key, or with None.
+        These are the bytes of the largest waiting chunk, and of the first preempted request to return. Requests that
+        were preempted for another key count only for a new request of their own key, or with `key` None.
         """
         return self._queue.compute_required_bytes() + self.preemptor.compute_required_bytes(key)
 

@@ -23,8 +23,8 @@ class StepOutput:
         self.ends.append(end)
 
     def drain(self) -> list[Frame]:
-        """Return the frames in the order in which they must be sent, and clear the output. First are the deltas, in the
-        frames of `split_deltas`, then the ends."""
+        """Return the frames in the order in which they must be sent, and clear the output. The order is: deltas, in the
+        frames of `split_deltas`, then ends."""
         frames = [*split_deltas(self.deltas), *self.ends]
         self.deltas, self.ends = [], []
         return frames

@@ -143,7 +143,11 @@ class SourcePool:
         return "; ".join(fault for fault in faults if fault)
 
     def build_error(self) -> ModelFileError:
-        """Return the error of a download without any source left."""
+        """Return the error of a download without any source left.
+
+        This is the last error with the code GATED, NOT_FOUND or RATE_LIMITED, or the error of the only source. Without
+        such an error, the code is SOURCE_LOST, and the text has the reason of each lost or unusable source.
+        """
         lost = [source.lost for source in self.sources if source.lost is not None]
         if not self.sources:
             reasons = "; ".join(self.unusable) or "the order names none"

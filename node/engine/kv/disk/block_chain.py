@@ -20,7 +20,7 @@ HASH_BYTES = 16
 """Bytes of a hash of a chain."""
 _PARTS = {part.value: part for part in BlockPart}
 WHOLE_BLOCK = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}\.[{BlockPart.TOKENS}{BlockPart.WINDOW}]")
-"""Names of the parts of whole blocks, without the folder. `parse_name` takes several times as long."""
+"""Pattern of the names of the parts of whole blocks, without the folder. `parse_name` takes several times as long."""
 
 
 class BlockName(NamedTuple):
@@ -32,9 +32,9 @@ class BlockName(NamedTuple):
     chain: bytes
     """Hash after the last token of the part."""
     tokens: int = BLOCK_TOKENS
-    """Tokens of the part: those after the last whole block for a state."""
+    """Number of tokens of the part; for a state, the number of tokens after the last whole block."""
     parent: bytes = b""
-    """Hash after the last whole block, for a state only."""
+    """Hash after the last whole block, for a state only; empty for any other part."""
 
     @property
     def file(self) -> str:
@@ -61,8 +61,8 @@ def compute_chain(root: bytes, key: bytes) -> list[bytes]:
 
 
 def name_state(model: str, parent: bytes, tail: bytes) -> BlockName:
-    """Return the name of the state after the packed ids `tail`, which follow the block `parent`. `model` is the
-    fingerprint."""
+    """Return the name of the state after the packed ids `tail`, which follow the block with the hash `parent`. `model`
+    is the fingerprint of the model."""
     chain = blake2b(b"state" + parent + tail, digest_size=HASH_BYTES).digest()
     return BlockName(model, BlockPart.STATE, chain, len(tail) // ID_BYTES, parent)
 

@@ -42,7 +42,8 @@ class BlockPart(StrEnum):
     WINDOW = "w"
     """Keys and values of a whole block, of the layers with a sliding window."""
     STATE = "s"
-    """Tokens after the last whole block, and the states of the other layers at their end."""
+    """Keys and values of the tokens after the last whole block, and the states of all other layers after these
+    tokens."""
 
 
 class BlockArray(NamedTuple):
@@ -51,7 +52,7 @@ class BlockArray(NamedTuple):
     kind: str
     """Type, a key of `ITEM_TYPES`."""
     data: "np.ndarray[tuple[int, ...], np.dtype[np.generic]]"
-    """Its numbers; those of bfloat16 as integers of two bytes."""
+    """Numbers of the array. Numbers of the type bfloat16 are held as integers of two bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -85,8 +86,8 @@ def encode_block(chain: bytes, part: BlockPart, tokens: int, arrays: Sequence[Bl
 
 
 def decode_block(content: bytes, chain: bytes, part: BlockPart, tokens: int) -> list[BlockArray]:
-    """Return the arrays of a file, as views of its content. Raise `InvalidBlockError` unless it is the unchanged file
-    of this chain, part and number of tokens."""
+    """Return the arrays of a file, as views of its content. Raise `InvalidBlockError` unless the content is the
+    unchanged file of this chain, part and number of tokens."""
     start = len(MAGIC) + 4
     if content[: len(MAGIC)] != MAGIC or len(content) < start:
         raise InvalidBlockError("no block")

@@ -35,7 +35,7 @@ class FolderSize(NamedTuple):
 
 _STATE_SUFFIX = f".{BlockPart.STATE}"
 ScannedFile = tuple[float, str, int]
-"""Time of the last use, name and bytes of a file."""
+"""Time of the last use in Unix seconds, name with the folder of the model, and bytes of a file."""
 
 
 class BlockIndex:
@@ -64,7 +64,7 @@ class BlockIndex:
         return name.file in self._sizes
 
     def add(self, name: BlockName, size: int) -> None:
-        """Add a file, or replace its size. It is the most recently used from now on."""
+        """Add a file of `size` bytes, or replace its size. The file becomes the most recently used one."""
         with self._lock:
             before = self._sizes.pop(name.file, None)
             self._sizes[name.file] = size
@@ -76,7 +76,8 @@ class BlockIndex:
         self._states.setdefault(name.parent, {}).setdefault(name.tokens, set()).add(name.file)
 
     def remove(self, file: str) -> bool:
-        """Remove a file by its name, and add the name to `removed`; return whether the file was there."""
+        """Remove a file from the index by its name, and add the name to `removed`. Return whether the index had the
+        file. The file itself is not deleted."""
         with self._lock:
             size, name = self._sizes.pop(file, None), parse_name(file)
             if size is not None and name is not None:
@@ -115,8 +116,8 @@ class BlockIndex:
                     self._sizes.move_to_end(file)
 
     def choose_evictions(self, size: int, quota: int) -> list[str]:
-        """Return the least recently used files without which `size` more bytes are within the quota, at most
-        `MAX_EVICTIONS_PER_SAVE`."""
+        """Return the names of the least recently used files without which `size` more bytes are within `quota` bytes.
+        Return at most `MAX_EVICTIONS_PER_SAVE` names, even if more would be necessary."""
         with self._lock:
             over, chosen = self._nbytes + size - quota, list[str]()
             for file, nbytes in self._sizes.items():
@@ -127,16 +128,20 @@ class BlockIndex:
         return chosen
 
     def count_blocks(self, model: str, chain: Sequence[bytes]) -> int:
-        """Return the number of whole blocks from the first on whose tokens are stored. `model` is the fingerprint."""
+        """Return the number of whole blocks, counted from the first without a gap, whose tokens are stored. `model` is
+        the fingerprint, `chain` the hashes of the prompt, root first."""
         for place, link in enumerate(chain[1:]):
             if f"{model}/{link.hex()}.t" not in self._sizes:
                 return place
         return len(chain) - 1
 
     def find_state(self, model: str, chain: Sequence[bytes], key: bytes, most: int) -> tuple[int, BlockName] | None:
-        """Return the longest stored state of a prompt with at most `most` tokens, with its length in tokens. `key` has
-        the packed ids, `chain` its hashes whose blocks are stored. `model` is the fingerprint. Return None if no state
-        is stored."""
+        """Return the length in tokens and the name of the longest stored state of a prompt, at most `most` tokens long.
+        Return None if no state is stored.
+
+        `key` has the packed ids of the prompt. `chain` has the hashes of its first blocks that are stored, root first.
+        `model` is the fingerprint.
+        """
         with self._lock:
             for place in range(len(chain) - 1, -1, -1):
                 for tokens in sorted(self._states.get(chain[place], ()), reverse=True):

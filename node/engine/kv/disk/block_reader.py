@@ -1,7 +1,7 @@
 """Reader of the disk cache: a thread reads the files of one prompt ahead, and the engine builds a cache from them.
 
-The thread makes no call of MLX. It is at most two parts ahead. A file that is missing, cut off, changed or of another
-place ends the reading. The engine then removes it from the index and looks the prompt up again.
+The thread makes no call of MLX, and is at most two parts ahead. A file that is missing, cut off, changed or of another
+place ends the reading. The engine then removes this file from the index and looks the prompt up again.
 """
 
 import queue
@@ -107,7 +107,8 @@ class DiskRestore:
     def __init__(self, folder: Path, plan: ReadPlan, cache: Layers) -> None:
         self.plan = plan
         self.layers: Layers | None = None
-        """Cache of the prompt's first tokens for the prefix store, once it is complete."""
+        """Complete cache of the first `plan.length` tokens, as the prefix store holds caches; None before the last
+        part."""
         self.invalid: PlannedPart | None = None
         """Invalid or stalled part that ended the restoration; None without one."""
         self.seconds = 0.0
@@ -118,8 +119,8 @@ class DiskRestore:
         self._stalls_at = time.monotonic() + STALLED_SECONDS
 
     def step(self, timeout: float) -> bool:
-        """Add the next part if it is read within `timeout` seconds. Return whether the restoration has ended:
-        `layers` or `invalid` is then set."""
+        """Add the next part if the thread has read it within `timeout` seconds. Return whether the restoration has
+        ended: `layers` or `invalid` is then set."""
         part = self._reader.take(timeout)
         now = time.monotonic()
         if part is None:

@@ -30,7 +30,7 @@ log = structlog.get_logger("engine.disk_cache")
 
 
 class QueuedPart(NamedTuple):
-    """Part in the queue of the writer."""
+    """Part in the queue of the writer. `nbytes` is the bytes of its arrays."""
 
     name: BlockName
     arrays: Sequence[BlockArray]
@@ -41,8 +41,8 @@ class BlockWriter:
     """Writer of the files of one folder (see the module's docstring).
 
     `quota()` returns the bytes that all files may have. `budget` limits the written bytes. The thread ends with the
-    process. `saves` counts queued parts, `persisted` written ones, `drops` those that were not written. `errors` counts
-    failed writes, `evictions` deleted older files.
+    process. `saves` counts queued parts, `persisted` written parts, and `drops` parts that were dropped without a
+    write. `errors` counts failed writes, `evictions` deleted older files.
     """
 
     def __init__(self, folder: Path, index: BlockIndex, quota: Callable[[], int], budget: WriteBudget) -> None:
@@ -97,7 +97,7 @@ class BlockWriter:
             return self._changed.wait_for(lambda: not self._unfinished, seconds)
 
     def clear(self) -> int:
-        """Drop all queued parts, except the one that is being written. Return their bytes."""
+        """Drop all queued parts, except the part that is being written. Return the bytes of the dropped parts."""
         with self._changed:
             dropped = sum(part.nbytes for part in self._queue)
             self.drops += len(self._queue)

@@ -16,8 +16,8 @@ SECONDS_PER_DAY = 86_400.0
 BUSY_WRITE_INTERVAL_SECONDS, BUSY_WRITE_SPEED = 1.0, 12 * MIB
 """Maximum seconds between the copies of two parts while requests run, and the bytes per second for smaller parts."""
 URGENT_WRITE_INTERVAL_SECONDS, URGENT_WRITE_SPEED = 0.25, 32 * MIB
-"""The same two numbers while memory has no room for a second entry of that size. The entry is then on the disk before
-its eviction."""
+"""Seconds and bytes per second, in place of `BUSY_…`, while memory has no room for a second entry of the same size. The
+entry is then on the disk before its eviction."""
 URGENT_BURST_SECONDS = 0.05
 """Seconds of writing at `URGENT_WRITE_SPEED` that small parts may take in one turn, because a turn takes as long."""
 

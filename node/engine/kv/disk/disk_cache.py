@@ -73,7 +73,7 @@ class DiskCache:
         """Copies of entries by the file without which a copy is of no use, and by the hash of the prompt."""
         self._read_speed = FIRST_READ_SPEED
         self.writer: BlockWriter | None = None
-        """Writer; None if another process writes to this folder."""
+        """Writer; None while another process writes to this folder. `offer` and `clear` try again to take the lock."""
         if not self._open_writer():
             log.warning("disk cache in use", folder=str(folder), effect="this engine only reads it")
         self.store_id = _read_identity(self._folder / IDENTITY)
@@ -107,7 +107,10 @@ class DiskCache:
         return len(self._index)
 
     def describe(self, state: CacheState) -> CacheState:
-        """Return `state` with the fields of the disk cache filled in."""
+        """Return `state` with the fields `store` and `disk_…` filled in. Numbers of the writer are 0 without a writer.
+
+        `disk_drops` also counts entries that left the queue unwritten, `disk_errors` also restorations that failed.
+        """
         writer = self.writer
         return replace(
             state,
@@ -134,8 +137,8 @@ class DiskCache:
         return self.queue.nbytes + (0 if self.writer is None else self.writer.nbytes)
 
     def clear_queue(self) -> int:
-        """Write the parts that are queued for the writer or being copied for it, and drop those that are not written
-        within `FLUSH_SECONDS`. Return the bytes of memory that this released; 0 without a writer."""
+        """Wait until the parts that are queued for the writer or being copied for it are written. Drop parts that are
+        not written within `FLUSH_SECONDS`. Return the released bytes of memory; 0 without a writer."""
         before = self.queued_bytes
         if self.writer is not None and before:
             self.queue.flush(self.writer)
@@ -165,8 +168,8 @@ class DiskCache:
         return self._index.list_models()
 
     def clear(self, model: str) -> None:
-        """Delete the files of a model by its fingerprint, or of all models if that is empty. Drop all entries and parts
-        that wait to be written, also those of other models. Without `model`, the folder gets a new identity.
+        """Delete the files of the model with the fingerprint `model`, or of all models if it is empty. Drop all entries
+        and parts that wait to be written, also of other models. Without `model`, the folder gets a new identity.
 
         Raise `OSError` if files cannot be deleted, `BlockingIOError` if another process writes to the folder.
         """
@@ -191,7 +194,7 @@ class DiskCache:
         """Return the files of the longest stored prefix of a prompt; None if no prefix is stored. The prefix leaves out
         at least the last token of the prompt, because a forward must compute its logits.
 
-        `key` is the packed token ids of the prompt. `scope` is that of its API key, or the shared one.
+        `key` is the packed token ids of the prompt. `scope` is the scope of its API key, or the scope of all keys.
         """
         if not shape.parts or not len(self._index):
             return None
@@ -256,8 +259,8 @@ class DiskCache:
                     (self._folder / part.name.file).unlink()
 
     def remove_entry(self, entry: CachedPrefix[Layers], shape: CacheShape) -> None:
-        """Remove the files of an entry and the parts that are queued or copied for them, because the entry's request
-        has failed. A file that is being written is deleted once it is complete."""
+        """Remove the files of an entry, and its parts that are queued or copied for the writer, because the entry's
+        request has failed. A file that is being written is deleted once it is complete."""
         parts = [PlannedPart(name, start) for name, start, _ in list_entry_parts(entry, shape)]
         files = {part.name.file for part in parts}
         self.queue.remove(entry, files)

@@ -45,7 +45,7 @@ class LaunchedCut(NamedTuple):
     kinds: tuple[str, ...]
     """Type of each array, as in `BlockArray.kind`."""
     arrays: tuple[mx.array, ...]
-    """Copies; those of bfloat16 are integers of two bytes."""
+    """Copies. Copies of bfloat16 arrays hold integers of two bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +133,8 @@ class LayerBuilder:
         layer.update_and_fetch(keys, values)
 
     def build(self) -> Layers:
-        """Return the cache for the prefix store, of `length` tokens. A layer with a window becomes a `StoredWindow`."""
+        """Return the cache of `length` tokens for the prefix store, after all parts were added. A layer with a window
+        becomes a `StoredWindow`."""
         return [
             cast("LayerCache", StoredWindow(cast("Any", layer).max_size, tuple(self._pieces[place])))
             if place in self._pieces
@@ -143,7 +144,7 @@ class LayerBuilder:
 
 
 def count_window_blocks(window: int) -> int:
-    """Return the number of blocks that hold all tokens of a sliding window at the end of a block."""
+    """Return the number of blocks that hold all tokens of a sliding window of `window` tokens at the end of a block."""
     return -(-window // BLOCK_TOKENS)
 
 

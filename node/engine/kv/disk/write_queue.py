@@ -59,8 +59,8 @@ class PendingEntry(NamedTuple):
     """Function that returns the cache of a decoding row with the same tokens, for an entry that is not in memory."""
 
     def get_layers(self) -> Layers | None:
-        """Return the cache from which parts are copied: that of the entry, or of its decoding row. Return None if the
-        entry is not in memory and the row has ended."""
+        """Return the cache from which parts are copied: the cache of the entry, or else of its decoding row. Return
+        None if the entry is not in memory and the row has ended."""
         if self.entry.value is None and self.view is not None:
             return self.view()
         return self.entry.value
@@ -88,7 +88,7 @@ class WriteQueue:
 
     def __init__(self, index: BlockIndex, on_written: Callable[[CachedPrefix[Layers], str], None]) -> None:
         self.unwritten = 0
-        """Entries that were evicted or dropped before all of their parts were written."""
+        """Number of entries that were evicted or dropped before all of their parts were written."""
         self._index = index
         self._on_written = on_written
         self._pending: deque[PendingEntry] = deque()
@@ -122,12 +122,12 @@ class WriteQueue:
             self.unwritten += 1
 
     def remove(self, entry: CachedPrefix[Layers], files: Collection[str]) -> None:
-        """Drop an entry, and the launched copies of its files."""
+        """Drop an entry, and the launched copies for these `files`. The entry does not count in `unwritten`."""
         self._pending = deque(pending for pending in self._pending if pending.entry is not entry)
         self._cuts = [(name, cut) for name, cut in self._cuts if name.file not in files]
 
     def clear(self) -> None:
-        """Drop all entries, and the copies that were launched."""
+        """Drop all entries and all launched copies. They do not count in `unwritten`."""
         self._pending.clear()
         self._cuts.clear()
 
@@ -180,11 +180,12 @@ class WriteQueue:
         self._pending.pop()
 
     def flush(self, writer: BlockWriter) -> None:
-        """Wait until the launched copies and all parts queued for `writer` are written, because their memory is needed.
+        """Pass the launched copies to `writer`, and wait until all of its parts are written, because their memory is
+        needed.
 
-        Drop the parts that are not written within `FLUSH_SECONDS`. They are copied again if their entries are still
-        queued here and in memory. If the writer still writes the file of the last wait that timed out, drop them at
-        once.
+        Drop parts that are not written within `FLUSH_SECONDS`. Their entries, if still queued here, start again at
+        their first part that is not on the disk. If the writer still writes the same file as at the last wait that
+        timed out, drop all other parts at once.
         """
         self._pass_copies(writer)
         if (writer.writing and writer.writing == self._stalled_at) or not writer.wait(FLUSH_SECONDS):

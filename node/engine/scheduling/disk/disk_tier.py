@@ -48,8 +48,8 @@ class DiskTier:
     # prompts
 
     def find(self, prefill: Prefill, past: PrefixState, cached: int) -> int:
-        """Return the number of prompt tokens that the disk provides. Return 0 if the prefix in memory, of `cached`
-        tokens, is as long. Set `past.plan` to the files to read; to None if the result is 0.
+        """Return the number of prompt tokens that the disk provides; 0 if they are not more than the `cached` tokens of
+        the prefix in memory. Set `past.plan` to the files to read; to None if the result is 0.
 
         Return 0 as well if the read would take as long as the prefill of the additional tokens, unless
         `DiskCache.min_seconds` is 0.
@@ -71,16 +71,17 @@ class DiskTier:
         return plan.length
 
     def estimate_part_bytes(self, past: PrefixState) -> int:
-        """Return the transient bytes of the next part of a planned restoration; 0 without a plan. Assumed are three
-        times the mean size of a file, for the file and its arrays."""
+        """Return the transient bytes of the next part of a planned restoration; 0 without a plan. They are three times
+        the mean size of a file, for the file and its arrays."""
         plan = past.plan
         return 0 if plan is None else 3 * plan.nbytes // len(plan.parts)
 
     def restore_part(self, prefill: Prefill, past: PrefixState) -> None:
-        """Add the next part of a planned restoration to the cache, if it is read within `READ_TIMEOUT_SECONDS`.
+        """Add the next part of a planned restoration to the cache, if it is read within `READ_TIMEOUT_SECONDS`. The
+        first call begins to read the files.
 
         After the last part, start the prefill with the restored tokens. If a file was missing, invalid or stalled,
-        clear the lookup instead: the prompt must be looked up again.
+        clear the lookup instead: the prompt must be looked up again. Do nothing without a plan.
         """
         plan, disk = past.plan, self.cache
         if plan is None or disk is None:
@@ -150,10 +151,10 @@ class DiskTier:
         return None if self.cache is None else self.cache.queue.get_next_write()
 
     def write_next(self, now: float, *, busy: bool) -> None:
-        """Launch the copy of the next part of the newest queued entry, if a write is due at the monotonic time `now`.
-        Pass the copies of the last call to the writer.
+        """Pass the copies of the last call to the writer, and launch the copy of the next part of the newest queued
+        entry. Do nothing before a write is due; `now` is the monotonic time.
 
-        Launch up to `MAX_PARTS_PER_TURN` copies if memory has no room for a second entry of that size, because the
+        Launch up to `MAX_PARTS_PER_TURN` copies if memory has no room for a second entry of the same size, because the
         entry may soon be evicted. Memory must have room for the copies and one more part; else launch fewer, or none.
         `busy`: requests run, and writes are spaced out (`compute_pause_seconds`).
         """

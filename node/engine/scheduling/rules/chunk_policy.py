@@ -64,13 +64,14 @@ class PrefillSpeed:
     """
 
     late: float = 0.0
-    """Running mean."""
+    """Running mean; 0 before the first measurement."""
     best: float = 0.0
-    """Highest running mean."""
+    """Highest running mean so far."""
 
     def learn(self, newest: float) -> None:
-        """Record the measurement `newest`, in tokens per second. Implausible values (a clock jumped, or tokens were
-        counted twice) count as `OUTLIER_FACTOR` times the mean, because the best value is never lowered."""
+        """Record the measurement `newest`, in tokens per second. A higher value than `OUTLIER_FACTOR` times the mean
+        counts as that product, because the best value is never lowered. Such a value is implausible: a clock jumped, or
+        tokens were counted twice."""
         self.late = update_mean(self.late, min(newest, OUTLIER_FACTOR * self.late) if self.late else newest)
         self.best = max(self.best, self.late)
 
@@ -96,8 +97,8 @@ class ChunkPace:
         return self.fixed + tokens * (self.each + self.far * (past + tokens / 2))
 
     def fit_tokens(self, seconds: float, past: int, most: int) -> int:
-        """Return the size of a chunk after `past` cached tokens that takes at most `seconds`, from `MIN_CHUNK_TOKENS`
-        to `most` tokens."""
+        """Return the size in tokens, at most `most`, of a chunk after `past` cached tokens that takes at most
+        `seconds`. The size is at least `MIN_CHUNK_TOKENS`, even if these take longer."""
         spare, first = max(0.0, seconds - self.fixed), self.each + self.far * past
         root = math.sqrt(first * first + 2 * self.far * spare)
         return max(MIN_CHUNK_TOKENS, min(most, int(2 * spare / max(first + root, 1e-9))))
@@ -138,10 +139,11 @@ def compute_budget(step: float, total: float) -> float:
 
 
 def compute_affordable_tokens(pace: ChunkPace, left: int, past: int, step: float, most: int) -> int:
-    """Return the tokens that fit into the time of the next chunk of a prompt, from `MIN_CHUNK_TOKENS` to `most`.
+    """Return the number of tokens that fit into the time of the next chunk of a prompt (`compute_budget`), from
+    `MIN_CHUNK_TOKENS` to `most`.
 
-    `left` tokens of the prompt are not prefilled yet, `past` are. `step` is the duration of a decode step in seconds
-    (0: no row decodes).
+    `left` is the number of tokens that are not prefilled yet, `past` the number of prefilled tokens. `step` is the
+    duration of a decode step in seconds (0: no row decodes).
     """
     return pace.fit_tokens(compute_budget(step, pace.estimate_seconds(left, past)), past, most)
 

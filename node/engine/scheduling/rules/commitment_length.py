@@ -7,16 +7,18 @@ GATE_RETRY_SECONDS = 0.1
 
 
 def compute_growth_tokens(promised: int, most: int) -> int:
-    """Return the tokens to commit in addition for a row that has used all `promised` ones: 1 to `KV_GROWTH_TOKENS`.
+    """Return the number of tokens to commit in addition for a row that has used all `promised` tokens of its
+    commitment: 1 to `KV_GROWTH_TOKENS`.
 
-    `most` are the tokens of the row at its end, prompt included.
+    `most` is the maximum number of tokens of the row, prompt included.
     """
     return max(1, min(KV_GROWTH_TOKENS, most - promised))
 
 
 def compute_return_tokens(known: int, most: int) -> int:
-    """Return the tokens to commit for a row that returns: the `known` ones, and at most `KV_GROWTH_TOKENS` more.
+    """Return the number of tokens to commit for a row that returns: its `known` tokens, and at most `KV_GROWTH_TOKENS`
+    more.
 
-    `most` are the tokens of the row at its end, prompt included.
+    `most` is the maximum number of tokens of the row, prompt included.
     """
     return max(known, min(known + KV_GROWTH_TOKENS, most))

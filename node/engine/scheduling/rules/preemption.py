@@ -36,7 +36,7 @@ class LiveRequest(Protocol):
 
     @property
     def holds_memory(self) -> bool:
-        """Whether any row has tokens in a cache."""
+        """Whether any row that has not ended has tokens in a cache."""
         ...
 
     @property
@@ -59,7 +59,7 @@ def find_newest_holder(live: Iterable[R]) -> R | None:
 
 
 def choose_victim(live: Sequence[R]) -> R | None:
-    """Return the request whose commitment is released for a row that grows; None if no request can lose it.
+    """Return the request whose memory is released for a row that grows; None if no request can lose its memory.
 
     `live` are the requests that are not preempted. The rule is "Victim" in the module's docstring.
     """
@@ -84,7 +84,8 @@ def should_preempt(request: LiveRequest, *, unreadable: bool, others: bool) -> b
 
 
 def next_to_return(preempted: Iterable[R], free_rows: int) -> R | None:
-    """Return the preempted request that returns next, while `free_rows` rows are free; None if no request may."""
+    """Return the preempted request that returns next, the oldest that may; None if no request may. A request that was
+    preempted for another key may return only if its rows are within `free_rows`."""
     ready = (request for request in preempted if not request.yielded or free_rows >= request.width)
     return min(ready, key=_get_age, default=None)
 

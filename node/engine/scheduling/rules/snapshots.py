@@ -23,9 +23,9 @@ MIN_SNAPSHOT_TOKENS = 64
 LONG_SNAPSHOT_TOKENS = 2048
 """Minimum tokens between two snapshots of a long prompt."""
 LONG_SNAPSHOT_SECONDS = 2.0
-"""Minimum seconds of prefill between them."""
+"""Minimum seconds of prefill between two snapshots of a long prompt."""
 MAX_LONG_SNAPSHOTS = 4
-"""Snapshots of a long prompt that are stored at once: the newest ones."""
+"""Maximum number of stored snapshots of one long prompt: the newest ones."""
 
 
 def is_long_snapshot_due(tokens: int, seconds: float) -> bool:
