@@ -5,8 +5,8 @@
 - Models: `model_commands` carries out orders; the `model_manager` loads them, the `unloader` removes them.
 - Reports: `model_describer`, by `model_report`.
 
-`build` composes the parts. One iteration (`step`): a decode step of every batch, one piece of a load, then one prefill
-forward or one part of a forward for embeddings. Each request ends in exactly one `Finished`, `Refusal` or `Failed`. A
+`build` composes the parts. One iteration (`step`): a decode step of every batch, one piece of a load, one prefill
+forward or part of a forward for embeddings. Each request ends in exactly one `Finished`, `Refusal` or `Failed`. A
 cancelled request gets no further frame.
 """
 

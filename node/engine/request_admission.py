@@ -268,8 +268,8 @@ class RequestAdmission:
     def read_offered_memory(self, now: float, key: str | None = None) -> Memory:
         """Return a reading of the memory as offered to a new request of the API key `key`; None: of any key.
 
-        The bytes that earlier requests need first count as reserved: those of the next chunk of a prefill that waits
-        for memory, and those of the oldest preempted request that precedes the new one.
+        The bytes that earlier requests need first count as reserved. They are needed by the next chunk of a prefill
+        that waits for memory, and by the oldest preempted request that precedes the new one.
         """
         memory, wanted = self._forwards.read_memory(now), self._scheduler.compute_required_bytes(key)
         left = None if memory.headroom is None else memory.headroom - wanted

@@ -63,8 +63,8 @@ class MemoryPoll:
         self._alarm.cancel()
 
     def poll_sooner(self) -> None:
-        """Move the next poll forward after a change of the engine: to now if the engine is a new process, else to the
-        end of the shorter pause. Do nothing before `start`."""
+        """Move the next poll forward after a change of the engine. If the engine is a new process, poll at once; else
+        after the pause that follows from the engine's state now. Do nothing before `start`."""
         now = asyncio.get_running_loop().time()
         new = self._supervisor.ready is not None and self._supervisor.ready != self.state.engine
         self._alarm.move_forward(now if new else max(now, self._polled_at + self._compute_pause_seconds()))
@@ -175,7 +175,7 @@ class MemoryPoll:
         )
 
     def build_enforcement(self) -> Enforcement:
-        """Return the level and the counts of the enforcer for the node's report, with the engine's footprint and
+        """Return the level and the counts of the enforcer for the node's report. Add the engine's footprint and
         high-water marks, the limiting terms and the warnings."""
         state, limiter, highs = self.state, self._limiter, self._supervisor.probe.read_high_water_marks()
         return Enforcement(

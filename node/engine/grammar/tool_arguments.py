@@ -53,8 +53,7 @@ CONSTRAINT_KEYWORDS: Final = frozenset(
         "$ref",
     }
 )
-"""Keywords that constrain a string beyond unquoted text. Constraints that unquoted text can follow are not among
-them."""
+"""Keywords that constrain a string in a way that unquoted text cannot follow."""
 LIST_KEYWORDS: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "enum"})
 NESTING_KEYWORDS: Final = LIST_KEYWORDS | {
     "properties",
@@ -69,9 +68,7 @@ ANY: Final = "any-value"
 ANYTHING: Final[Json] = {"$ref": f"#/$defs/{ANY}"}
 """Reference to the definition `ANY` of any value without a mark, which `MarkExclusion` adds to a schema."""
 REFERENCE: Final = re.compile(r"#/(\$defs|definitions)/([^/]+)")
-"""Pattern of a `$ref` to a definition of the same document: the key of the definitions, and the name."""
 SHARED: Final = frozenset({"$defs", "definitions"})
-"""Keywords of a schema that hold its shared definitions."""
 MAX_DEFINITION_CHARS: Final = 1 << 19
 """Maximum of the characters of a tool's shared definitions, times the arguments that need them."""
 MAX_ARGUMENTS: Final = 1000
@@ -304,16 +301,14 @@ def _find_types(schema: object, root: Json, steps: int) -> set[str]:
 class MarkExclusion:
     """Exclusion of marks, which a parser takes for the end of a value, from unquoted text and strings of a schema.
 
-    A mark starts with its only `<`, or is a single character.
+    A mark of `marks` starts with its only `<`, or is a single character.
     """
 
     marks: tuple[str, ...]
-    """Marks that no text contains."""
 
     @cached_property
     def body(self) -> str:
-        """Regular expression of text without the marks: no `<` is followed by the rest of a mark. If `<` is itself a
-        mark, the text has no `<`."""
+        """Regular expression of text without the marks: no `<` is followed by the rest of a mark."""
         # Complements and intersections are shorter, and take llguidance far longer.
         signs = "".join(re.escape(mark) for mark in self.marks if len(mark) == 1)
         if "<" in self.marks:

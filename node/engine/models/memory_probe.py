@@ -40,8 +40,8 @@ CheckGate = Callable[[int], bool]
 
 @dataclass(slots=True, eq=False)
 class ForwardPeak:
-    """Meter of the peak memory of a forward, in bytes: by the kernel's high-water mark of the footprint, or by MLX's
-    peak where the kernel has no such mark."""
+    """Meter of the peak memory of a forward, in bytes. The peak is the kernel's high-water mark of the footprint, or
+    MLX's peak where the kernel has no such mark."""
 
     peak_tracker: MlxPeakTracker
     """Peak of MLX's active memory."""

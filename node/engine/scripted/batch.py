@@ -133,7 +133,7 @@ class ScriptedBatch:
             self._preemptor.release_for(sequence, replace(refused, message=message), now)
 
     def count_steady_steps(self) -> int:
-        """Return how many decode steps may be computed at once: only in the last of them may a row end, send tokens or
+        """Return how many decode steps may be computed at once. Only in the last of them may a row end, send tokens or
         use up its commitment. At least one row must decode."""
         return min(
             min(row.count_steps_left(request.last), row.commitment.committed_tokens - row.commitment.stored_tokens)
