@@ -1,7 +1,8 @@
 """Leases of memory to a process other than the engine: lower the ceiling, and wait until the engine holds the limits.
 
 A node has one lease at a time. The caller checks first whether the memory fits, and then calls `lower_ceiling`. That
-method refuses the lease if another lease began meanwhile. The caller returns the memory after its process has ended.
+method refuses the lease if a lease of another kind began meanwhile. The caller returns the memory after its process has
+ended.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ class LeaseObstacle(StrEnum):
     """Reason why the ceiling is not lowered for a lease."""
 
     HELD = "other lease"
-    """Another process holds a lease."""
+    """A process of another kind holds a lease."""
     ENGINE_SILENT = "no confirmation"
     """The engine did not confirm the lower limits."""
     NEW_REQUESTS = "new requests"
@@ -85,9 +86,9 @@ class MemoryLessor:
     async def lower_ceiling(self, size: int) -> LeaseFailure | None:
         """Lower the ceiling by `size` bytes, and wait until the engine holds the lower limits. Return None on success.
 
-        Return a failure if another process holds a lease, if the engine does not confirm within
-        `CONFIRM_TIMEOUT_SECONDS`, or if new requests took the memory meanwhile. The ceiling stays lowered after a
-        failure other than `HELD`: call `return_memory`.
+        Return a failure if a process of another kind holds a lease, or if new requests took the memory meanwhile.
+        Return a failure as well if the engine does not confirm within `CONFIRM_TIMEOUT_SECONDS`. The ceiling stays
+        lowered after a failure other than `HELD`: call `return_memory`.
         """
         other = self.find_other_holder()
         if other:

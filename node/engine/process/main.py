@@ -212,9 +212,9 @@ def read_frames(connection: socket.socket, engine: Engine, loop: EngineLoop, wri
 def serve(connection: socket.socket, recorder: CrashRecorder, terminations: int) -> int:
     """Serve one agent over one socket for the lifetime of the process.
 
-    Return an exit code only if the engine cannot be built (`EXIT_SETTINGS`), or if the agent closes the socket before
-    the settings are complete (0). Otherwise the process ends in this call. A byte from the descriptor `terminations`
-    ends it as well.
+    Return an exit code only before the engine runs: `EXIT_SETTINGS` if the settings are invalid or the engine cannot be
+    built, 0 if the agent closes the socket before the settings are complete. Otherwise the process ends in this call. A
+    byte from the descriptor `terminations` ends the process as well.
     """
     try:
         settings = read_settings(connection)
