@@ -87,8 +87,9 @@ class Agent:
     """Agent of this node.
 
     `version` is the installed version of Macpool. `on_ready(address)` is called with the coordinator's address
-    (`host:port`), possibly often, when this node is linked and its engine is ready. `link_timeouts` are the timeouts of
-    the links in seconds. Raise `OSError` or `ValueError` if the certificate or the CA of the identity cannot be used.
+    (`host:port`) when this node is linked and its engine is ready, and again after later changes. `link_timeouts` are
+    the timeouts of the links. Raise `OSError` or `ValueError` if the certificate or the CA of the identity cannot be
+    used.
     """
 
     def __init__(

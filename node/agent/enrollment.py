@@ -167,7 +167,8 @@ async def enroll(
 async def proves_itself(identity: NodeIdentity, address: str) -> bool:
     """Return whether the coordinator of this node answers at `address` (`host:port`), proven by its certificate.
 
-    Return False, with a log line, if the certificate of this node cannot be loaded.
+    Return False, with a log line, if the certificate of this node cannot be loaded. Raise `ValueError` if the stored CA
+    is no certificate.
     """
     try:
         context = create_client_context(identity)

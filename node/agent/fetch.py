@@ -60,9 +60,10 @@ def read_chunks(request: FetchRequest, path: Path, *, lines: bool = False) -> It
     """Yield the requested window of a file in chunks, read while they are sent. A read error ends the window with an
     error chunk.
 
-    A negative offset counts from the end. With `lines`, such a window begins with a whole line. An offset behind the
-    end starts at 0, because the log was rotated. The last chunk has `end`, the offset in bytes after the window, and
-    `next`, the same offset if the file has more bytes, else 0.
+    The offset and the limit of the request are in bytes. A negative offset counts from the end; with `lines`, such a
+    window begins with a whole line. With an offset beyond the end, the window starts at 0, because the log was rotated.
+    The last chunk has `end`, the offset in bytes after the window, and `next`, the same offset if the file has more
+    bytes, else 0.
     """
     try:
         with path.open("rb") as file:

@@ -15,7 +15,8 @@ from enum import StrEnum
 from wire.state_machine import IllegalEventError, InvariantError
 
 DIAL_DELAYS_SECONDS = (0.5, 30.0)
-"""First and longest delay between two rounds of dialing, in seconds. Each delay is jittered by half."""
+"""First and longest delay between two rounds of dialing, in seconds. Each delay is multiplied by a random factor from
+0.5 to 1.5."""
 
 
 class LinkState(StrEnum):
@@ -43,9 +44,9 @@ class LinkLife:
 
     state: LinkState = LinkState.DIALING
     next_delay: float = DIAL_DELAYS_SECONDS[0]
-    """Delay of the next wait, before jitter."""
+    """Seconds of the next wait, before the random factor."""
     retry_after: float = 0.0
-    """Minimum of the next wait, as the coordinator asked for."""
+    """Minimum seconds of the next wait, from the last denial (`Denied.retry_after`)."""
     wait: float = 0.0
     """Seconds of the current wait; 0 in other states."""
 

@@ -50,13 +50,15 @@ class CoordinatorLinks:
         self._newest = link
 
     def accept(self, link: CoordinatorLink) -> None:
-        """Make a link that the coordinator accepted the current one, and close the one before if it has no request."""
+        """Make a link that the coordinator accepted the current one. Close the previous current link if it has no
+        request."""
         before, self._current = self._current, link
         if before is not None and before is not link:
             _close_unused(before)
 
     def remove(self, link: CoordinatorLink) -> None:
-        """Remove a link whose connection has ended. Its requests fail on the current link, if that is another one."""
+        """Remove a link whose connection has ended. If another link is the current one, send the failure of each of its
+        requests there."""
         self._links.discard(link)
         if link is self._current:
             self._current = None

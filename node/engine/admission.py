@@ -18,9 +18,9 @@ class RequestLimits(NamedTuple):
     """Limits of a request on this node, from the settings."""
 
     tokens: int
-    """Maximum tokens of an answer without `max_tokens`."""
+    """Maximum generated tokens of a request that sets no `max_tokens`."""
     context: int
-    """Most tokens of a row; 0: the context of the model."""
+    """Maximum tokens of a row, prompt and answer together; 0: the context of the model."""
     batch: int
     """Maximum rows that decode at once."""
 
@@ -34,7 +34,7 @@ class RequestLimits(NamedTuple):
     ) -> preflight.RequestShape:
         """Return the size of a prepared request for a model: prompt, limit and expected answer in tokens.
 
-        That of a request for embeddings is its longest text, which has no answer.
+        The size of a request for embeddings is that of its longest text, with 0 tokens of answer and one choice.
         """
         if isinstance(prepared, PreparedEmbedding):
             return preflight.RequestShape(prepared.longest, 0, 0, 1)
@@ -44,7 +44,7 @@ class RequestLimits(NamedTuple):
 
 
 class CostLedger(Protocol):
-    """Commitments of a model, as the costs see them."""
+    """Interface of the ledger of a model's commitments that `compute_admission_cost` uses."""
 
     def compute_cost(self, length: int, rows: int) -> int:
         """Return the bytes that `rows` equal rows of `length` tokens would add."""
@@ -57,7 +57,7 @@ class AdmissionCost(NamedTuple):
     rows: int
     """Bytes that the caches of its rows will hold."""
     total: int
-    """`rows`, plus the transient bytes of the request's forwards."""
+    """`rows`, plus the highest transient bytes of the request's forwards."""
 
 
 def compute_admission_cost(shape: preflight.RequestShape, ledger: CostLedger, model: Model) -> AdmissionCost:
@@ -70,7 +70,7 @@ def compute_admission_cost(shape: preflight.RequestShape, ledger: CostLedger, mo
 
 
 def compute_waiting_bytes(shape: preflight.RequestShape, descriptor: ModelDescriptor) -> int:
-    """Return the bytes of the rows of a request that waits for its model."""
+    """Return the bytes that the rows of a request will hold once its model is loaded, from the model's files."""
     return compute_row_bytes(descriptor.kv, shape.length) * shape.choices
 
 
@@ -115,8 +115,11 @@ def refuse_before_load(
 def refuse_improper(
     prepared: PreparedRequest, shape: preflight.RequestShape, model: Model, vocabulary: int, batch: int
 ) -> Refused | None:
-    """Return the refusal of a request that no state of the memory would allow; None if one might. `vocabulary` is the
-    number of token ids of the model."""
+    """Return the refusal of a request that no state of the memory would allow; None if one might.
+
+    Also refuse a token id outside of the vocabulary: in the prompt, the logit bias or the resumed answer. `vocabulary`
+    is the number of token ids of the model, `batch` the maximum rows that decode together.
+    """
     request = prepared.request
     refused = preflight.refuse_impossible(request, shape, model, batch)
     if refused is not None:
@@ -130,8 +133,8 @@ def refuse_improper(
 
 
 def build_refusal(prepared: PreparedRequest | PreparedEmbedding, refused: Refused) -> Refusal:
-    """Return the `Refusal` frame of a tokenized request, with the number of its prompt tokens. A request for embeddings
-    has several texts, and no such number."""
+    """Return the `Refusal` frame of a tokenized request, with the number of its prompt tokens. The frame of a request
+    for embeddings has no such number, because the request has several texts."""
     tokens = prepared.tokens if isinstance(prepared, PreparedRequest) else None
     return Refusal(prepared.request.request, refused, tokens)
 

@@ -63,9 +63,12 @@ log = structlog.get_logger("engine.text")
 
 
 def build(settings: NodeSettings, recorder: CallRecording) -> TextEngine:
-    """Return the text engine for these settings, after a scan of the model folders. The environment variable
-    `MACPOOL_PROFILES` names the folder of measurements, `MACPOOL_DIGESTS` the file of digests, `MACPOOL_DISK_CACHE` the
-    folder of the disk cache. Raise `ValueError` if the size of the disk cache cannot be parsed."""
+    """Return the text engine for these settings, after a scan of the model folders. The loads of preloaded models are
+    queued. Raise `ValueError` if the size of the disk cache cannot be parsed.
+
+    Environment variables name the places on the disk: `MACPOOL_PROFILES` the folder of measurements, `MACPOOL_DIGESTS`
+    the file of digests, `MACPOOL_DISK_CACHE` the folder of the disk cache. Without a variable, nothing is stored there.
+    """
     digests = os.environ.get(DIGESTS)
     store = None if digests is None else DigestStore(Path(digests))
     catalogue = ModelCatalogue(
@@ -93,8 +96,9 @@ def compose(
 
     `profiles` is the folder of measurements; None: they are not stored. `disk_folder` is the folder of the disk cache;
     None: there is none. `metal()` opens the Metal device.
-    `create_gate(residual)` returns the memory gate. `trials` are the trials of tokenizers; None: trials whose results
-    are stored in `profiles`.
+    `create_gate(residual)` returns the memory gate. `residual()` returns the worst residual of the loaded models in
+    bytes (`ModelTable.compute_residual`). `trials` are the trials of tokenizers; None: trials whose results are stored
+    in `profiles`.
     Raise `ValueError` if the size of the disk cache cannot be parsed.
     """
     mlx = settings.engine.mlx
@@ -267,8 +271,11 @@ def compose(
 
 
 def open_disk_cache(folder: Path | None, size: str | int, min_seconds: float) -> DiskCache | None:
-    """Return the disk cache in a folder, of the settings `disk_cache_size` and `disk_cache_min_seconds`; None if it is
-    off or its folder cannot be used. Raise `ValueError` for a size that cannot be parsed."""
+    """Return the disk cache in `folder`; None without a folder, if the size is `off`, or if the folder cannot be used.
+
+    `size` and `min_seconds` are the settings `disk_cache_size` and `disk_cache_min_seconds`. A folder that cannot be
+    used is logged. Raise `ValueError` for a size that cannot be parsed.
+    """
     if folder is None or size == "off":
         return None
     try:

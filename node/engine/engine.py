@@ -1,13 +1,13 @@
 """Text engine, the engine kind `mlx`: the shell that passes frames to its parts and drives their steps.
 
-- Requests: `request_admission`, by the rules of `admission`; the `scheduler` runs their rows. `embeddings` runs those
-  that need vectors or scores.
+- Requests: `request_admission` admits them by the rules of `admission`. The `scheduler` runs the rows of chats;
+  `embeddings` runs requests for vectors or scores.
 - Models: `model_commands` carries out orders; the `model_manager` loads them, the `unloader` removes them.
 - Reports: `model_describer`, by `model_report`.
 
-`build` composes the parts. One iteration (`step`): a decode step of every batch, one piece of a load, one chunk of one
-prefill or of several. Each request ends in exactly one `Finished`, `Refusal` or `Failed`. A cancelled request gets no
-frame.
+`build` composes the parts. One iteration (`step`): a decode step of every batch, one piece of a load, one prefill
+forward or part of a forward for embeddings. Each request ends in exactly one `Finished`, `Refusal` or `Failed`. A
+cancelled request gets no further frame.
 """
 
 import time
@@ -77,7 +77,7 @@ log = structlog.get_logger("engine.text")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineParts:
-    """Parts of a text engine. Only the engine calls methods that change them."""
+    """Parts of a text engine. Only the engine and these parts call methods that change them."""
 
     catalogue: ModelCatalogue
     """Models on disk."""
@@ -94,31 +94,31 @@ class EngineParts:
     prefix_cache: PrefixCacheManager
     """Prefix cache."""
     emergency_reserve: EmergencyReserve
-    """Memory that is released first."""
+    """Emergency reserve: memory that is held only to be released before any other memory."""
     models: ModelTable
     """Models in memory."""
     unloader: ModelUnloader
-    """Unloader of models."""
+    """Unloader of models, which also frees memory that requests could reuse."""
     model_manager: ModelManager
-    """Manager of loads."""
+    """Manager of loads: queues them and loads one model at a time, in pieces."""
     times: LoadTimes
     """Durations of earlier loads."""
     describer: ModelDescriber
     """Describer of models for the report."""
     waiting: WaitingRequests
-    """Requests that wait before their admission."""
+    """Requests that wait for tokenization or for the load of their model."""
     scheduler: Scheduler
-    """Scheduler of rows."""
+    """Scheduler of prefills and of decode batches."""
     admission: RequestAdmission
     """Admission of requests."""
     commands: ModelCommands
     """Executor of orders about models."""
     sweeps: SweepQueue
-    """Queue of ordered sweeps."""
+    """Queue of ordered profile sweeps, which measure the memory of a model."""
     embedding_preparer: EmbeddingPreparer
     """Preparer of requests for embeddings."""
     embedding_table: EmbeddingTable
-    """Requests for embeddings."""
+    """Live requests for embeddings or scores."""
     embeddings: EmbeddingScheduler
     """Scheduler of requests for embeddings."""
 
@@ -126,7 +126,7 @@ class EngineParts:
 class TextEngine:
     """Engine that serves the text models of a node with mlx-lm (see the module's docstring).
 
-    `now` is in monotonic seconds in all methods.
+    `now` is in monotonic seconds in all methods. `parts` are the parts, `gate` is their memory gate.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -138,11 +138,12 @@ class TextEngine:
     # for the threads
 
     def prepare(self, frame: Frame) -> Work | None:
-        """Convert a frame into work, on the I/O thread. Tokenize or count a short prompt at once; a long prompt, or one
-        that needs a lock, becomes an `UntokenizedPrompt`.
+        """Convert a frame into work, on the I/O thread. Tokenize or count a short prompt at once. A prompt that is
+        long, needs a lock or has a grammar becomes an `UntokenizedPrompt`.
 
         For `RescanModels`, scan the model folders; for a load or a profile, look for the ordered model's files.
-        For a `Ping`, search for new models if that is due; return None if the models have not changed.
+        For a `Ping`, search for new models if that is due. Return None if the models have not changed, else the `Ping`:
+        its handling causes a new report.
         """
         parts = self.parts
         if isinstance(frame, Generate | CountTokens | Embed):
@@ -206,8 +207,8 @@ class TextEngine:
         return []
 
     def next_step_at(self, now: float) -> float | None:
-        """Return the monotonic time of the next step: `now` if work is due, later for retries and for memory or idle
-        checks. Return None if only a frame can bring work."""
+        """Return the monotonic time of the next step: `now` if work is due. It is later for retries, memory checks,
+        unloads of idle models and writes to the disk cache. Return None if only a frame can bring work."""
         parts = self.parts
         works = parts.scheduler.next_step_at(now)
         embeds = parts.embeddings.next_step_at(now)
@@ -228,12 +229,13 @@ class TextEngine:
         return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> Iterator[Sequence[Frame]]:
-        """Decode, load a piece of a model, prefill one chunk or run one forward for embeddings. Yield the frames of
-        each part before the next part starts: no token waits for a chunk.
+        """Decode, load a piece of a model, then run one prefill forward or one part of a forward for embeddings. Yield
+        the frames of each part before the next part starts: no token waits for a chunk.
 
-        Then run a forward of a sweep, unload idle models, check for leaks, write to the disk cache, and do idle work.
+        Prefills and embeddings take turns if both have work. Then run a forward of a sweep, unload idle models, check
+        for leaks and write to the disk cache. Without a live request, also check the invariants and free MLX's buffers.
 
-        Raise `Halted` if a native call is due after `halt`. `now` is the monotonic time at which the turn begins.
+        Raise `Halted` if a native call is due after `halt`. `now` is the monotonic time at which the step begins.
         """
         parts = self.parts
         parts.scheduler.decode(now)
@@ -309,7 +311,7 @@ class TextEngine:
 
     def close(self) -> None:
         """Wait for work on the device. Then release all requests, the models with their cached prefixes, and the disk
-        cache, also if the wait raises."""
+        cache. If the wait raises, release them as well; the exception propagates."""
         try:
             self.parts.scheduler.synchronize()
         finally:

@@ -67,7 +67,7 @@ class ModelCommands:
         """Load a model on order. Return the answer if the model is already loaded or cannot be; else an empty list.
 
         The answer then follows at the end of the load (`take_ended_answers`). An earlier failure of the model's files
-        does not prevent the load; a ban does.
+        does not prevent the load; a ban and a failed trial of the tokenizer do.
         """
         if order.model in self._table.loaded:
             return [Finished(order.request, (), 0, 0)]
@@ -78,8 +78,10 @@ class ModelCommands:
         return []
 
     def profile(self, order: ProfileModel, now: float) -> list[Frame]:
-        """Queue the sweep that measures the memory of a model, and its load if necessary. Return no frame: the answer
-        follows at the end of the sweep. Return a `Refusal` for an encoder, and for a model that cannot be loaded.
+        """Queue the sweep that measures the memory of a model, and its load if necessary. Return an empty list, because
+        the answer follows at the end of the sweep (`SweepQueue.step`).
+
+        Return a `Refusal` for an encoder, and for a model that is unknown or cannot be loaded.
         """
         found = self._catalogue.find(order.model)
         if found is not None and found.layout is not None and found.layout.encoder is not None:
@@ -104,8 +106,9 @@ class ModelCommands:
         return None
 
     def unload(self, order: UnloadModel) -> list[Frame]:
-        """Unload a model on order, or abort its load, and return the answer. A model in use is not unloaded. After an
-        aborted load, return the answers of the requests and orders that waited for it as well.
+        """Unload a model on order, or abort its load, and return the answer: `Finished`, or `Refusal` for a model that
+        is in use or not loaded. After an aborted load, return first the refusals of the requests and orders that waited
+        for the model.
         """
         cancelled = Refused(
             RefusalCode.NOT_READY, f"the load of {order.model} was cancelled by `cluster model unload`", None, 1.0
@@ -163,7 +166,8 @@ class ModelCommands:
     def take_ended_answers(self) -> list[Frame]:
         """Handle the loads that have ended since the last call. Return the answers to their orders and requests.
 
-        Requests that waited for a loaded model are admitted or refused; after a failed load they are refused.
+        After a load, the requests that waited for the model are admitted or refused by the memory now. After a failed
+        load, they are refused with its reason.
         """
         return [frame for outcome in self._manager.take_ended() for frame in self._end_load(outcome)]
 

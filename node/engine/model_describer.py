@@ -25,7 +25,7 @@ class DescriberRules(NamedTuple):
     limits: RequestLimits
     """Limits of requests."""
     features: Callable[[ModelDescriptor], tuple[str, ...]]
-    """Returns the features of a model's requests."""
+    """Returns the names of the features that a model's requests may use (`wire.report.Model.features`)."""
     cause: Callable[[ModelDescriptor, float], str]
     """Function that returns why a model cannot be used at a monotonic time; empty if it can."""
     pinned: frozenset[str]
@@ -88,7 +88,8 @@ class ModelDescriber:
         )
 
     def describe_measured(self, descriptor: ModelDescriptor, memory: Memory, now: float) -> Model:
-        """Return the description of a model for the report: with its last use, and with measurements if loaded.
+        """Return the description of a model for the report: with its last use (Unix seconds), and with measurements if
+        loaded. `memory` is the reading from which the longest row and the largest batch of an idle node follow.
 
         The last use of a loaded model is also recorded.
         """
@@ -99,5 +100,6 @@ class ModelDescriber:
         return replace(add_measurements(model, loaded_model, memory, self._rules.limits.batch), used=used)
 
     def describe_all(self, memory: Memory, now: float) -> tuple[Model, ...]:
-        """Return the descriptions of all models on disk for the report."""
+        """Return the descriptions of all models on disk for the report, those with a `cause` included. `memory` is the
+        reading under which their limits hold."""
         return tuple(self.describe_measured(found, memory, now) for found in self._catalogue.get_models().values())

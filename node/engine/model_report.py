@@ -13,29 +13,29 @@ if TYPE_CHECKING:
     from node.engine.models.loaded_model import LoadedModel
 
 ASSUMED_BYTES_PER_TOKEN = 4.0
-"""Bytes of text per prompt token before a measurement."""
+"""Bytes of text per prompt token that are reported before a measurement."""
 
 
 class ReportedTransients(TypedDict):
-    """Transients of a model's forwards in its report."""
+    """Fields of `wire.report.Model` about the transient memory of a model's forwards."""
 
     transient: int
-    """Bytes of the smallest chunk of the engine."""
+    """Transient bytes of a forward over the engine's smallest prefill chunk, at the start of a prompt."""
     forward: TransientModel
-    """Coefficients, with the smallest chunk of the engine."""
+    """Coefficients of the transient bytes of every forward; `floor` is the engine's smallest chunk in tokens."""
 
 
 class ModelFacts(NamedTuple):
     """Facts about a model that its report takes from other parts of the engine."""
 
     context: int
-    """Most tokens of a row."""
+    """Maximum tokens of a row, prompt and answer together."""
     features: tuple[str, ...]
-    """Features of its requests."""
+    """Names of the features that its requests may use."""
     pinned: bool
-    """Whether it is preloaded."""
+    """Whether the model is preloaded."""
     floor: int
-    """Tokens of the smallest chunk of the engine."""
+    """Tokens of the engine's smallest prefill chunk."""
 
 
 class LoadFacts(NamedTuple):
@@ -44,7 +44,7 @@ class LoadFacts(NamedTuple):
     weights: int = 0
     """Bytes of its weights once loaded."""
     expected_seconds: float = 0.0
-    """Expected duration of its load."""
+    """Expected duration of its load, in seconds."""
     waste: int = 0
     """Bytes of padding that a decode batch may have under the cap in force."""
     loading: bool = False
@@ -52,11 +52,14 @@ class LoadFacts(NamedTuple):
     progress: float = 0.0
     """Loaded share of its weights, 0 to 1."""
     cause: str = ""
-    """Why it cannot be loaded; empty if it can."""
+    """Why the model cannot be loaded; empty if it can."""
 
 
 def compute_transients(transient: TransientModel, floor: int) -> ReportedTransients:
-    """Return the transients of a model's forwards, with the smallest chunk of this engine (`floor` tokens)."""
+    """Return the reported transients of a model: those of a chunk of `floor` tokens, and the coefficients `transient`.
+
+    `floor` is the smallest prefill chunk of this engine.
+    """
     return {"forward": replace(transient, floor=floor), "transient": estimate_prefill_transient(transient, floor, 0)}
 
 
@@ -127,8 +130,8 @@ def describe_loaded(
 
 
 def add_measurements(model: Model, loaded_model: "LoadedModel", memory: Memory, batch: int) -> Model:
-    """Return the report of a loaded model with the results of measurements under the cap in force. `batch` is the
-    maximum rows that decode at once."""
+    """Return the report `model` of a loaded model with the results of measurements. Its longest row and largest batch
+    follow from the reading `memory`. `batch` is the maximum rows that decode at once."""
     profile, estimator = loaded_model.stats.profile, loaded_model.estimator
     return replace(
         model,
@@ -142,7 +145,10 @@ def add_measurements(model: Model, loaded_model: "LoadedModel", memory: Memory, 
 
 
 def compute_longest_row(model: Model, loaded_model: "LoadedModel", memory: Memory, floor: int) -> int:
-    """Return the longest row that the measured costs of a model allow under this memory, in tokens. `model` is the
-    model's report, also if the load has not ended. `floor` is the smallest chunk of the engine, in tokens."""
+    """Return the longest row that the measured costs of a model allow under the reading `memory`, in tokens.
+
+    `model` is the model's report, also if the load has not ended. Rows of other requests do not count. `floor` is the
+    smallest chunk of the engine, in tokens.
+    """
     alone = replace(model, groups=(), loaded=True, weights=loaded_model.weights)
     return compute_max_context(memory, replace(alone, **compute_transients(loaded_model.estimator.transient, floor)))

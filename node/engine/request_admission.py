@@ -5,8 +5,8 @@
                                                                    │        └ Refusal
                                                                    └ its model is not loaded: waits for the load
 
-The rules are in `admission`. Every request that arrives is answered here, except one that is known or was cancelled
-before.
+The rules are in `admission`. Every request that arrives is admitted or refused, here or at the end of the load of its
+model. Ignored are requests that are known already or were cancelled before.
 """
 
 import os
@@ -57,11 +57,11 @@ than needed would be preempted."""
 
 
 class RequestAdmission:
-    """Admission of requests in the engine. `acked` is the newest sequence number (`Generate.seq`) that `admit_or_queue`
-    has decided.
+    """Admission of requests in the engine. `acked` is the highest sequence number (`Generate.seq`, `Embed.seq`) that
+    `admit_or_queue` has decided; 0 before the first.
 
-    `embeddings` are the live requests for embeddings, `beginnings` their stored beginnings. `floor`: tokens of the
-    smallest chunk. `now` is in monotonic seconds in all methods.
+    `embeddings` are the live requests for embeddings, `beginnings` is the cache of their shared beginnings. `floor` is
+    the smallest prefill chunk in tokens. `now` is in monotonic seconds in all methods.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class RequestAdmission:
     def admit_tokenization(self, prompt: UntokenizedPrompt, now: float) -> Collection[Frame | UntokenizedPrompt]:
         """Admit a long prompt to tokenization if there is room for that, and reserve the memory.
 
-        Return the prompt, or its `Refusal`; an empty list if its request was cancelled or is known. The prompt's model,
-        if loaded, is not unloaded during the tokenization.
+        Return the prompt, or its `Refusal`; an empty list if its request was cancelled or is known. `prompt.need` bytes
+        are reserved, and the prompt's model, if loaded, is not unloaded, until the tokenization ends.
         """
         number = prompt.frame.request
         if self._take_cancellation(number) or self._is_known(number) or number in self._waiting.in_tokenization:
@@ -137,8 +137,8 @@ class RequestAdmission:
         """Admit a request, queue it until its model is loaded, or refuse it.
 
         Return `Admitted` (and `Finished` if nothing is left to generate) or `Refusal`; no frame for a queued request.
-        Ignore a request that is known or was cancelled before. The request's sequence number counts as decided in
-        `acked` in all cases.
+        Return an empty list as well for a request that is known or was cancelled before. The request's sequence number
+        counts as decided in `acked` in all cases.
         """
         request = prepared.request
         self.acked = max(self.acked, request.seq)
@@ -176,8 +176,8 @@ class RequestAdmission:
         """Check a request against the memory now, commit its memory, and start it; or refuse it. Return its answer so
         far: `Admitted`, followed by `Finished` if nothing is left to generate, or `Refusal`.
 
-        `arrived` is the arrival of the request in monotonic seconds. The model is held meanwhile, so that it is not
-        unloaded to make room for its own request.
+        `arrived` is the arrival of the request in monotonic seconds. During the call the model is held, so that it is
+        not unloaded to make room for its own request.
         """
         with loaded_model.usage.hold():
             return self._admit(loaded_model, prepared, arrived, now)
@@ -266,18 +266,21 @@ class RequestAdmission:
         return True
 
     def read_offered_memory(self, now: float, key: str | None = None) -> Memory:
-        """Read the memory as it is for a new request of `key`; None: of any key.
+        """Return a reading of the memory as offered to a new request of the API key `key`; None: of any key.
 
-        The bytes that waiting requests need first count as reserved.
+        The bytes that earlier requests need first count as reserved. They are needed by the next chunk of a prefill
+        that waits for memory, and by the oldest preempted request that precedes the new one.
         """
         memory, wanted = self._forwards.read_memory(now), self._scheduler.compute_required_bytes(key)
         left = None if memory.headroom is None else memory.headroom - wanted
         return replace(memory, reserved=memory.reserved + wanted, headroom=left)
 
     def cancel(self, number: int, now: float) -> None:
-        """Cancel a request that waits for its model or was started, without a further frame.
+        """Cancel a chat that waits for its model or was started, or a request for embeddings that waits for its model.
+        Send no further frame.
 
-        Remember the number of any other request, which is then ignored at its arrival or after its tokenization.
+        Remember the number of any other request, which is then ignored at its arrival or after its tokenization. At
+        most `MAX_CANCELLED_REMEMBERED` numbers are remembered.
         """
         if self._waiting.remove(number) or self._scheduler.cancel(number, now):
             return

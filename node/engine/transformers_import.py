@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 Structure = dict[frozenset[str], dict[str, set[str]]]
-"""Names by module, by the backends that they need."""
+"""Names that each module defines, by the set of backends that they need: `{backends: {module: names}}`."""
 _MODULE = "transformers.utils.import_utils"
 """Module with the function `define_import_structure`, which is replaced."""
 
@@ -66,7 +66,8 @@ class _Loader(Loader):
 
 def create_reader(models: Path, define: Callable[..., Structure], file: Path) -> Callable[..., Structure]:
     """Return a replacement of `define(path, prefix)` that reads the folder `models` at most once, or not at all if its
-    structure is in `file`."""
+    structure is in `file`. The replacement passes every other folder to `define`. A new structure is written to `file`,
+    unless Python writes no bytecode; a write error is ignored."""
     known: list[Structure] = []
 
     def read(module_path: str | Path, prefix: str | None = None) -> Structure:

@@ -45,15 +45,15 @@ class RepositoryFolder:
         self.refs = self.root / "refs"
 
     def get_blob(self, etag: str) -> Path:
-        """Return the path of a complete file."""
+        """Return the path of the complete file with this ETag."""
         return self.blobs / etag
 
     def get_part(self, etag: str) -> Path:
-        """Return the path of a partial file."""
+        """Return the path of the partial file with this ETag, while it is downloaded."""
         return self.blobs / f"{etag}{PART_SUFFIX}"
 
     def get_journal(self, etag: str) -> Path:
-        """Return the path of the journal of a partial file."""
+        """Return the path of the journal of the partial file with this ETag."""
         return self.blobs / f"{etag}{JOURNAL_SUFFIX}"
 
     def get_snapshot(self, commit: str) -> Path:

@@ -89,7 +89,7 @@ class VerifyOrder(msgspec.Struct, frozen=True, kw_only=True):
     digests: str
     """File of the digest store."""
     max_bytes_per_second: int = 0
-    """Maximum read rate; 0 for no limit."""
+    """Maximum read rate in bytes per second; 0 for no limit."""
 
 
 class QuantizeOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -189,5 +189,5 @@ def perform_order(
 
 
 def build_end(code: ModelOrderCode, message: str = "") -> ChildEnd:
-    """Return the end of an order with a code."""
+    """Return the end of an order with `code` and `message`; all other fields have their defaults."""
     return ChildEnd(code=code, message=message)

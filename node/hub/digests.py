@@ -23,7 +23,8 @@ STORE_NAME = "digests.json"
 
 
 class FileDigest(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """SHA-256 of a file in one state: its `size` in bytes, its `mtime_ns` (Unix nanoseconds) and its inode."""
+    """SHA-256 of a file (hex digits) in one state: its `size` in bytes, its `mtime_ns` (Unix nanoseconds) and its
+    inode."""
 
     size: int
     mtime_ns: int
@@ -83,8 +84,8 @@ class DigestStore:
         return digest.sha256
 
     def add(self, digests: Mapping[Path, FileDigest]) -> None:
-        """Add digests, and remove entries of files that are missing. Wait for other writers. Raise `OSError` on
-        failure."""
+        """Add or replace the entries of these files, and remove entries of files that are missing. Wait until no other
+        process writes. Raise `OSError` on failure."""
         create_private_folder(self._file.parent)
         lock = os.open(self._file.with_name(f"{self._file.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
@@ -135,7 +136,7 @@ def record_digest(path: Path, sha256: str) -> FileDigest:
 
 
 def hash_file(path: Path, add: Callable[[bytes], object]) -> FileDigest | None:
-    """Read a file and return its entry; call `add` with each block. None if the file changed meanwhile.
+    """Read a file and return its entry; call `add` with each block. Return None if the file changed meanwhile.
 
     Raise `OSError` if the file cannot be read.
     """

@@ -148,7 +148,7 @@ class Download:
 
 
 def run_download(order: DownloadOrder, channel: ChildChannel) -> ChildEnd:
-    """Download the files of a model as the order says. Return how the order ended, also after a cancel or a fault."""
+    """Download the files of a model by an order. Return the end of the order, also after a cancel or a fault."""
     download = Download(order, channel)
     try:
         content = download.run()

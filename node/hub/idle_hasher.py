@@ -22,9 +22,9 @@ from wire.units import MIB
 
 CHECK_INTERVAL_SECONDS = 5.0
 MIN_IDLE_CHECKS = 12
-"""Checks in a row that must find the node idle before a child starts: one minute."""
+"""Checks in a row that must find the node idle before a child starts: one minute at `CHECK_INTERVAL_SECONDS`."""
 NEXT_SEARCH_CHECKS = 108
-"""Checks after a search without a result before the next minute of idle checks: nine minutes."""
+"""Idle checks after a search without a result, before the next `MIN_IDLE_CHECKS`: nine minutes."""
 MAX_BYTES_PER_SECOND = 500 * MIB
 
 log = structlog.get_logger("node.hub.idle_hasher")

@@ -26,6 +26,7 @@ class ModelPlace:
     """Place of a model."""
 
     name: str
+    """Name of the model in the catalogue."""
     folder: Path
     """Folder with its files; for a model of the cache without a snapshot, the folder of its repository."""
     root: Path
@@ -56,7 +57,8 @@ def locate_model(settings: ModelSettings, name: str, environment: Mapping[str, s
 
 
 def remove_model(place: ModelPlace) -> int:
-    """Delete a model with all revisions, and return the freed bytes.
+    """Delete a model, of the cache with all revisions, and return the freed bytes. Files with a further hard link free
+    no bytes.
 
     Raise `ModelFileError` for a link, for a model folder of the settings itself, and for a repository that another
     process works on. Raise `OSError` if a file cannot be deleted.

@@ -55,8 +55,8 @@ class OrderChild:
     async def run(self) -> ChildEnd:
         """Run the child and return the end of its order.
 
-        If the child reports no end, that is `cancelled` after `cancel`, and `interrupted` if a signal ended the child.
-        Otherwise it is `failed`, also if the child cannot be started.
+        If the child reports no end, the end is `cancelled` after `cancel`, and `interrupted` if a signal ended the
+        child. Otherwise the end is `failed`, also if the child cannot be started.
         """
         try:
             process = self._process = await asyncio.create_subprocess_exec(
@@ -96,7 +96,8 @@ class OrderChild:
                 self._killer.cancel()
 
     def cancel(self) -> None:
-        """Ask the child to end; kill the child after `TERMINATE_TIMEOUT_SECONDS`. `run` returns its end."""
+        """Send SIGTERM to the child, and SIGKILL after `TERMINATE_TIMEOUT_SECONDS`. `run` returns the end of the order.
+        Before the start of the child, the signal is sent at the start."""
         self._cancelled = True
         if self._process is not None and self._killer is None:
             self._send_sigterm()

@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 class RepositoryQuery:
-    """One query. `deadline` is in monotonic seconds."""
+    """One query of the hub. No wait before a retry extends beyond `deadline` (monotonic seconds)."""
 
     def __init__(self, query: HubQuery, deadline: float) -> None:
         self._query = query
@@ -73,8 +73,8 @@ class RepositoryQuery:
     def run(self) -> HubAnswer:
         """Query the repository. Return the manifest, the description of the model and the files that are not pulled.
 
-        Raise `ModelFileError` if it cannot be pulled, `OSError` for faults of this machine, `ValueError` if the
-        endpoint of the query is no address.
+        Raise `ModelFileError` if the repository cannot be pulled or the hub cannot be reached. Raise `OSError` for
+        faults of this machine, `ValueError` if the endpoint of the query is no address.
         """
         if not is_valid_repo(self._query.repo):
             raise ModelFileError(

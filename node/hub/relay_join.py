@@ -15,7 +15,7 @@ RECEIVE_BYTES = 4096
 
 
 class RelayRefusedError(ConnectionError):
-    """Error: the coordinator does not join the connection. `is_final` is whether a retry has the same result."""
+    """Error: the coordinator does not join the connection. `is_final` is whether every retry has the same result."""
 
     def __init__(self, message: str, *, is_final: bool = False) -> None:
         super().__init__(message)
@@ -48,7 +48,8 @@ class RelayAnswer:
 
 
 def build_join(cluster: ClusterFiles, token: str, *, serves: bool) -> bytes:
-    """Return the first bytes of a connection for the transfer with this token. `serves`: this node has the files."""
+    """Return the first bytes of a connection for the transfer with this token: a `JoinRelay` frame. `serves`: this node
+    serves the files, instead of receiving them."""
     return encode(JoinRelay(PROTOCOL, cluster.node, cluster.machine, token, serves))
 
 
@@ -61,7 +62,8 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def open_relay(cluster: ClusterFiles, token: str, timeout: float) -> ssl.SSLSocket:
-    """Return a connection through the coordinator to the node that serves. `timeout` in seconds limits each step.
+    """Return a connection through the coordinator to the node that serves. `timeout` limits each socket operation, in
+    seconds.
 
     Raise `OSError` (with `RelayRefusedError` and `ssl.SSLError`) if there is none. Raise `ValueError` for an invalid
     address or certificate.

@@ -89,7 +89,7 @@ def _is_changed_blob(path: Path, digest: FileDigest) -> bool:
 
 
 def run_verification(order: VerifyOrder, channel: ChildChannel) -> ChildEnd:
-    """Verify a model as the order says. Return how the order ended, also after a cancel or an unreadable file."""
+    """Verify a model by an order. Return the end of the order, also after a cancel or for an unreadable file."""
     try:
         return Verification(order, channel).run()
     except OrderStopped:

@@ -3,7 +3,7 @@
     static  = RAM − reserve(tier), or memory.cap     in a container the RAM is the container's limit
     cap     = min(static, metal)                     an explicit cap above the Metal limit is refused, unless
               memory.allow_above_metal_limit is set
-    dynamic = own phys + reclaimable + min(worker footprint, lease)        each byte counted once
+    dynamic = engine's phys + reclaimable + min(worker footprint, lease)   each byte counted once
     ceiling = max(1, min(cap, dynamic) − leases)
 
 Invariants
@@ -47,6 +47,7 @@ TIERS = {
 SMALL_MACHINE_BYTES = 24 * GIB
 """Bytes of RAM below which every tier has the reserve `SMALL_RESERVE_BYTES`."""
 SMALL_RESERVE_BYTES = 4 * GIB
+"""Bytes of RAM that every tier leaves to the system on a small machine."""
 METAL_SHARES = (
     (8 * GIB, 2 / 3),
     (16 * GIB, 0.74),
@@ -77,7 +78,7 @@ class MachineBounds:
     """Memory limits of this machine in bytes, from which the cap follows."""
 
     total: int
-    """RAM; 0 if unreadable."""
+    """RAM of the machine; 0 if unreadable."""
     metal: int | None = None
     """Metal limit; None without Metal. Before the device has reported a limit (`with_device`), the limit that a person
     set, or an estimate."""
@@ -105,6 +106,7 @@ class MemoryCap:
     """Cap: maximum memory of the engine, as the settings and the limits of the machine allow."""
 
     bytes: int
+    """Cap in bytes, at least 1."""
     bound_by: str
     """Name of the limiting term: `setting`, `static`, `metal` or `container`."""
     remedy: str
@@ -118,8 +120,9 @@ class Ceiling:
     """Memory that the engine may use now: the cap, less leases and the memory that other programs use."""
 
     bytes: int
+    """Ceiling in bytes, at least 1."""
     bound_by: str
-    """Name of the limiting term, such as `leases`."""
+    """Name of the limiting term: `leases`, `dynamic` (other programs), `UNREADABLE`, or that of the cap."""
     remedy: str
     """Advice about the limiting term."""
 
@@ -129,6 +132,7 @@ class Margin:
     """Margin: part of the cap that is kept free for transients that readings do not show."""
 
     bytes: int
+    """Margin in bytes."""
     warning: str = ""
     """Warning that stays; empty for none."""
     automatic: bool = False
@@ -183,7 +187,7 @@ def compute_safe_wired_limit(tier: str, total: int) -> int:
 def resolve_cap(
     setting: str | int, tier: str, bounds: MachineBounds, *, above_metal: bool = False, starting: bool = True
 ) -> MemoryCap:
-    """Return the cap for the values of `memory.cap` and `memory.tier`.
+    """Return the cap for the values of `memory.cap` (`setting`) and `memory.tier`.
 
     `above_metal` is `memory.allow_above_metal_limit`. Raise `SettingsError` for an invalid size, a cap of 0, and for
     "auto" or a percentage if the RAM cannot be read. With `starting`, also raise `SettingsError` for an explicit cap
@@ -320,5 +324,6 @@ def compute_ceiling(cap: MemoryCap, reach: int | None, leases: int = 0) -> Ceili
 
 
 def build_limits(cap: MemoryCap, margin: Margin, now: Ceiling, *, guard: bool, leases: int = 0) -> MemoryLimits:
-    """Return the limits as a frame for the engine, without a sequence number. `now` is the ceiling; leases in bytes."""
+    """Return the limits as a frame for the engine, without a sequence number. `now` is the ceiling in force, `guard`
+    whether the guard is on, `leases` the leased bytes."""
     return MemoryLimits(cap.bytes, now.bytes, margin.bytes, now.bound_by, guard, leases, margin_auto=margin.automatic)

@@ -86,14 +86,14 @@ class LibSystem:
         return None if usage is None else usage.phys_footprint or None
 
     def read_high_water_marks(self, pid: int) -> HighWaterMarks:
-        """Return the high-water marks of a process's footprint; unknown for an ended or foreign process."""
+        """Return the high-water marks of a process's footprint; None in both fields for an ended or foreign process."""
         usage = self._read_usage(pid)
         if usage is None:
             return HighWaterMarks()
         return HighWaterMarks(usage.lifetime_max_phys_footprint or None, usage.interval_max_phys_footprint or None)
 
     def begin_interval(self, pid: int) -> bool:
-        """Start a new interval of a process: reset the high-water mark of its footprint in the interval.
+        """Start a new interval of a process: reset its `HighWaterMarks.interval` to the footprint now.
 
         Return False if the system has no such call or refuses it.
         """
@@ -141,7 +141,7 @@ class LibSystem:
 
 
 class DarwinFootprint:
-    """Reader of the footprint of one process on macOS."""
+    """Reader of the footprint of one process on macOS (`FootprintSource`)."""
 
     source = "phys_footprint"
 
@@ -154,11 +154,11 @@ class DarwinFootprint:
         return self._system.read_footprint(self._pid)
 
     def read_high_water_marks(self) -> HighWaterMarks:
-        """Return the high-water marks of the footprint; unknown if they cannot be read."""
+        """Return the high-water marks of the footprint; None in both fields if they cannot be read."""
         return self._system.read_high_water_marks(self._pid)
 
     def begin_interval(self) -> bool:
-        """Start a new interval: reset the high-water mark of the footprint in it. Return False if that failed."""
+        """Start a new interval: reset `HighWaterMarks.interval` to the footprint now. Return False if that failed."""
         return self._system.begin_interval(self._pid)
 
     def close(self) -> None:

@@ -12,8 +12,9 @@ the agent's own reading of the process, and can end the process.
                … and no answer      within one period, and no native call that may last longer: the process is ended
 
 Levels are `wire.capacity.arithmetic.compute_level`; there are no other thresholds. An unreadable footprint neither
-counts nor resets the count. An unreadable ceiling leads to no order. An engine that answers is never ended, even with
-nothing left to release: it refuses all requests then. With `memory.guard` off the enforcer only counts.
+counts nor resets the count of readings. While the ceiling is unreadable, only an engine above cap − leases gets orders.
+An engine that answers is never ended, even with nothing left to release: it refuses all requests then. With
+`memory.guard` off the enforcer only counts.
 
 Orders are executed between native calls. A running native call may last 5 times as long as expected before the process
 is ended, because a forward can last longer than a period. A poll that comes late ends no engine, because
@@ -65,15 +66,15 @@ class EnforcerState:
     over: int = 0
     """Number of consecutive readings above cap − leases."""
     order_number: int = 0
-    """Sequence number of the last order to end a request; 0: none."""
+    """Sequence number of the last order to end a request; 0: none since the engine was last below cap − leases."""
     ordered_at: float = 0.0
-    """Time of that order."""
+    """Time of the last order to end a request."""
     looked_at: float = 0.0
     """Time of the last poll."""
     ended: int | None = None
     """Process id that the enforcer ended, until another or no engine runs, because the system can reuse the id."""
     over_caps: int = 0
-    """Number of times that the engine was above cap − leases."""
+    """Number of times that the engine rose above cap − leases."""
     kills: int = 0
     """Number of engine processes that the enforcer ended."""
 
@@ -96,7 +97,7 @@ Action = SendOrder | EndEngine
 
 
 def step(state: EnforcerState, reading: EnforcerInput, now: float) -> tuple[EnforcerState, tuple[Action, ...]]:
-    """Return the state after one poll, and the actions to run. `now` is in monotonic seconds."""
+    """Return the state after one poll, and the actions to run: at most one. `now` is in monotonic seconds."""
     level = MemoryLevel.UNKNOWN if reading.engine is None else arithmetic.compute_level(reading.memory)
     if reading.engine != state.engine:
         state = replace(state, engine=reading.engine, over=0, order_number=0, ended=None)

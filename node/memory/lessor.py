@@ -1,7 +1,8 @@
-"""Leases of memory to another process than the engine: lower the ceiling, and wait until the engine holds the limits.
+"""Leases of memory to a process other than the engine: lower the ceiling, and wait until the engine holds the limits.
 
-A node has one lease at a time. The caller judges the lease first, and then calls `lower_ceiling`. A lease that was
-judged while another one began is refused there. The holder returns the memory after its process has ended.
+A node has one lease at a time. The caller checks first whether the memory fits, and then calls `lower_ceiling`. That
+method refuses the lease if a lease of another kind began meanwhile. The caller returns the memory after its process has
+ended.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ class LeaseObstacle(StrEnum):
     """Reason why the ceiling is not lowered for a lease."""
 
     HELD = "other lease"
-    """Another process holds a lease."""
+    """A process of another kind holds a lease."""
     ENGINE_SILENT = "no confirmation"
     """The engine did not confirm the lower limits."""
     NEW_REQUESTS = "new requests"
@@ -34,16 +35,18 @@ class LeaseObstacle(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LeaseFailure:
-    """Failure to lower the ceiling for a lease, with a `message` for people. `refused` has the numbers of
-    `NEW_REQUESTS`."""
+    """Failure to lower the ceiling for a lease."""
 
     obstacle: LeaseObstacle
+    """Reason of the failure."""
     message: str
+    """Reason as a sentence for people."""
     refused: Refused | None = None
+    """Memory numbers of the obstacle `NEW_REQUESTS`; None for another obstacle."""
 
 
 class MemoryLessor:
-    """Lease of memory to another process of one kind (`holder`), for which the ceiling of the engine is lowered.
+    """Lender of memory to processes of the kind `holder`, for which the ceiling of the engine is lowered.
 
     Call every method on the event loop of the memory poll.
     """
@@ -61,7 +64,7 @@ class MemoryLessor:
         return self._limiter.holder is self._holder
 
     def on_engine_change(self) -> None:
-        """Continue a wait for the engine, after a new report of the engine."""
+        """Check the conditions of waiting calls again, after a new report of the engine."""
         self._changed.set()
 
     def find_other_holder(self) -> str:
@@ -72,7 +75,8 @@ class MemoryLessor:
         return f"this node has leased {leased} to {self._limiter.holder}: one lease at a time"
 
     async def make_room(self, size: int) -> None:
-        """Order the engine to free `size` bytes: evict cached blocks, and unload idle models.
+        """Order the engine to free `size` bytes: evict cached blocks, unload idle models, and abort a load for which no
+        request waits.
 
         Return when the engine has answered, at the latest after `CONFIRM_TIMEOUT_SECONDS`, also if less was freed.
         """
@@ -82,9 +86,9 @@ class MemoryLessor:
     async def lower_ceiling(self, size: int) -> LeaseFailure | None:
         """Lower the ceiling by `size` bytes, and wait until the engine holds the lower limits. Return None on success.
 
-        Return a failure if another process holds a lease, if the engine does not confirm within
-        `CONFIRM_TIMEOUT_SECONDS`, or if new requests took the memory meanwhile. The ceiling stays lowered after a
-        failure other than `HELD`: call `return_memory`.
+        Return a failure if a process of another kind holds a lease, or if new requests took the memory meanwhile.
+        Return a failure as well if the engine does not confirm within `CONFIRM_TIMEOUT_SECONDS`. The ceiling stays
+        lowered after a failure other than `HELD`: call `return_memory`.
         """
         other = self.find_other_holder()
         if other:
@@ -103,7 +107,7 @@ class MemoryLessor:
         return None
 
     def return_memory(self) -> None:
-        """Restore the ceiling, if it is lowered for a process of this kind."""
+        """End the lease, if it is one of this kind, and restore the ceiling at once."""
         if self.holding:
             self._limiter.end_lease()
             self._poll.poll_once()

@@ -50,7 +50,7 @@ class LeaseHolder(StrEnum):
 
 
 class Limiter:
-    """Calculator of this node's memory limits; keeps cap, margin and the last readings.
+    """Calculator of this node's memory limits, with its cap, margin, lease and last readings.
 
     `origins` has the origin of each setting that is not a default, for the log. The Metal limit that the device reports
     is stored in `folder` (None: not stored). Raise `SettingsError` if this machine cannot satisfy the settings.
@@ -85,7 +85,7 @@ class Limiter:
 
     @property
     def leases(self) -> int:
-        """Bytes leased to another process than the engine."""
+        """Bytes leased to a process other than the engine; 0 without a lease."""
         return self._leases
 
     @property
@@ -95,11 +95,13 @@ class Limiter:
 
     @property
     def worker(self) -> int | None:
-        """Id of the process group that uses the leases; None without one. Its footprint is not counted twice."""
+        """Id of the process group that uses the lease; None without one. Its footprint counts as leased memory, not as
+        memory of other programs."""
         return self._worker
 
     def begin_lease(self, size: int, holder: LeaseHolder) -> None:
-        """Lower the ceiling by `size` bytes for a process of this kind, at the next poll. Replace an earlier lease."""
+        """Record a lease of `size` bytes to a process of the kind `holder`: the next poll lowers the ceiling. This
+        replaces an earlier lease."""
         self._leases, self._holder = size, holder
 
     def set_worker(self, group: int) -> None:
@@ -126,7 +128,7 @@ class Limiter:
             log.warning("guard weakened", warning=warning)
 
     def measure_worker_footprint(self) -> int:
-        """Return the footprint of the process group that uses the leases, in bytes; 0 without one or if unreadable."""
+        """Return the footprint of the process group that uses the lease, in bytes; 0 without one or if unreadable."""
         return 0 if self._worker is None else measure_group_footprint(self._worker) or 0
 
     def report_metal(self, engine: int, limit: int) -> None:
@@ -146,7 +148,7 @@ class Limiter:
             write_device(self._folder, self._machine.hardware, self._device)
 
     def read_wired(self) -> int | None:
-        """Return the wired bytes of this machine without the footprint of the process group that uses the leases.
+        """Return the wired bytes of this machine without the footprint of the process group that uses the lease.
 
         Return None if they cannot be read.
         """
@@ -167,8 +169,8 @@ class Limiter:
         """Read the machine, update `cap`, `margin` and `current_ceiling`, and return the limits. Pass them to `send` if
         they have changed since they were last sent.
 
-        A change of the ceiling alone counts from `CEILING_STEP_BYTES` or `CEILING_STEP_SHARE`. `phys` is the footprint
-        of the engine in bytes, 0 without an engine, None if unreadable.
+        A change of the ceiling alone counts from the smaller of `CEILING_STEP_BYTES` and `CEILING_STEP_SHARE`. `phys`
+        is the footprint of the engine in bytes, 0 without an engine, None if unreadable.
         """
         limits, last = self.compute_limits(phys), self._last_limits
         if (

@@ -23,7 +23,7 @@ The threshold is the share of the last 10 s in which a task waited for memory. s
 
 
 class LinuxFootprint:
-    """Reader of the footprint of one process on Linux: its resident set."""
+    """Reader of the footprint of one process on Linux (`FootprintSource`): its resident set."""
 
     source = "statm"
 
@@ -44,7 +44,8 @@ class LinuxFootprint:
         return resident * PAGE_BYTES or None
 
     def read_high_water_marks(self) -> HighWaterMarks:
-        """Return the high-water marks of the resident set; unknown if they cannot be read."""
+        """Return the high-water marks of the resident set; None in both fields if they cannot be read. The lifetime
+        maximum is that of all calls on this reader."""
         mark = _read_sizes(self._folder / "status").get("VmHWM")
         if mark is None:
             return HighWaterMarks()
@@ -114,7 +115,7 @@ def read_container_limit(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/
 
 
 def read_pressure(proc: Path = Path("/proc")) -> str:
-    """Return the memory pressure of the system: `normal`, `warn` or `critical` by STALLED; empty if unknown."""
+    """Return the memory pressure of the system: `normal`, `warn` or `critical` by `STALLED`; empty if unknown."""
     try:
         line = next(line for line in (proc / "pressure" / "memory").read_text().splitlines() if line.startswith("some"))
         share = float(line.split()[1].removeprefix("avg10="))

@@ -63,13 +63,15 @@ class MemoryPoll:
         self._alarm.cancel()
 
     def poll_sooner(self) -> None:
-        """Move the next poll forward after a change of the engine. Poll soon if the engine is a new process."""
+        """Move the next poll forward after a change of the engine. If the engine is a new process, poll at once; else
+        after the pause that follows from the engine's state now. Do nothing before `start`."""
         now = asyncio.get_running_loop().time()
         new = self._supervisor.ready is not None and self._supervisor.ready != self.state.engine
         self._alarm.move_forward(now if new else max(now, self._polled_at + self._compute_pause_seconds()))
 
     def poll_once(self) -> None:
-        """Read the memory, set the limits, run the enforcer, and schedule the next poll in place of an earlier one."""
+        """Read the memory, set the limits, run the enforcer, and schedule the next poll in place of an earlier one. The
+        next poll is scheduled also if this one raises."""
         loop = asyncio.get_running_loop()
         self._polled_at = loop.time()
         try:
@@ -173,7 +175,8 @@ class MemoryPoll:
         )
 
     def build_enforcement(self) -> Enforcement:
-        """Return level, high-water marks, warnings and counts of the enforcer for the node's report."""
+        """Return the level and the counts of the enforcer for the node's report. Add the engine's footprint and
+        high-water marks, the limiting terms and the warnings."""
         state, limiter, highs = self.state, self._limiter, self._supervisor.probe.read_high_water_marks()
         return Enforcement(
             state.level,

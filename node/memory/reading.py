@@ -24,8 +24,8 @@ class MemoryReading:
     phys: int | None
     """Footprint in bytes; None if unreadable."""
     source: str
-    """Name of the source: `statm`, `phys_footprint`, `scripted`, or `no engine` without a process. Empty before the
-    first reading."""
+    """Name of the source: `statm` (Linux), `phys_footprint` (macOS), `scripted`, or `no engine` without a process.
+    Empty before the first reading."""
     at: float
     """Monotonic time of the reading in seconds."""
 
@@ -47,7 +47,8 @@ class LastGood:
     def update(self, value: int | None, now: float) -> int | None:
         """Store and return `value`. If `value` is None, return the last good value.
 
-        Return None if that is older than `STALE_AFTER_SECONDS` at `now` (monotonic seconds).
+        Return None if the last good value is older than `STALE_AFTER_SECONDS` at `now` (monotonic seconds), or if there
+        is none.
         """
         if value is not None:
             self.value, self.at = value, now
@@ -65,7 +66,7 @@ class HighWaterMarks:
     lifetime: int | None = None
     """Maximum since the start of the process."""
     interval: int | None = None
-    """Maximum since the last reset."""
+    """Maximum since the last reset (`Sensor.begin_interval`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class AvailableMemory:
     pressure: str
     """Memory pressure: `normal`, `warn` or `critical`; empty if unknown."""
     source: str
-    """Name of the source."""
+    """Name of the source: `psutil`, or `pretended` for a simulated machine."""
     at: float
     """Monotonic time of the reading in seconds."""
 

@@ -32,7 +32,7 @@ class FootprintSource(Protocol):
         ...
 
     def read_high_water_marks(self) -> HighWaterMarks:
-        """Return the high-water marks of the footprint; unknown if they cannot be read."""
+        """Return the high-water marks of the footprint; None in both fields if they cannot be read."""
         ...
 
     def begin_interval(self) -> bool:
@@ -45,15 +45,14 @@ class FootprintSource(Protocol):
 
 
 class PageCounts(Protocol):
-    """Memory of the system in bytes, as psutil counts it.
-
-    `total` is the RAM, `active` are the active pages. `available` are free and inactive pages on macOS, MemAvailable on
-    Linux.
-    """
+    """Memory of the system in bytes, as psutil counts it."""
 
     total: int
+    """RAM."""
     available: int
+    """Free and inactive pages on macOS, MemAvailable on Linux."""
     active: int
+    """Active pages."""
 
 
 class Sensor:
@@ -63,7 +62,7 @@ class Sensor:
         self.source = source
 
     def read_footprint(self) -> MemoryReading:
-        """Read the footprint of the process now."""
+        """Read the footprint of the process now; `phys` of the result is None if it cannot be read."""
         return MemoryReading(self.source.read_footprint(), self.source.source, time.monotonic())
 
     def read_high_water_marks(self) -> HighWaterMarks:
@@ -89,7 +88,7 @@ def open_sensor(pid: int) -> Sensor:
 def measure_group_footprint(group: int) -> int | None:
     """Return the total footprint of a process group in bytes, such as that of the video worker.
 
-    Return None without living processes, or if one cannot be read. `group` is a process group id.
+    Return None without living processes, or if a living one cannot be read. `group` is a process group id.
     """
     return measure_footprint(list_group_members(group))
 
@@ -279,9 +278,10 @@ def open_machine(settings: NodeSettings) -> MachineMemory:
 
 
 def describe_machine(memory: int | None = None) -> Hardware:
-    """Describe this machine for `wire.frames.Hello`.
+    """Return the description of this machine for `wire.frames.Hello`.
 
-    `memory` replaces its RAM (bytes). Without `memory` and a readable RAM, `Hardware.memory` is 0.
+    `memory` replaces its RAM (bytes). On Linux, the limit of the container counts as RAM. Without `memory` and a
+    readable RAM, `Hardware.memory` is 0.
     """
     apple = sys.platform == "darwin"
     chip = _get_libsystem().read_chip_name() if apple else linux.read_chip_name()

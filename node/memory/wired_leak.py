@@ -28,11 +28,11 @@ class WiredReadings:
     """Wired bytes of the system before and during the lifetime of a process, to detect a leak at its end."""
 
     before: int | None
-    """Before the start of the process; None if unreadable."""
+    """Wired bytes before the start of the process; None if unreadable."""
     last: int | None = None
-    """Last reading during its lifetime; None if unreadable."""
+    """Wired bytes at the last reading during its lifetime; None if unreadable."""
     weights: int = 0
-    """Most bytes of weights that the process has held."""
+    """Highest bytes of weights that the process has held."""
 
     def observe(self, wired: int | None) -> None:
         """Record a reading of the system during the lifetime of the process, in bytes; None if unreadable."""
@@ -63,9 +63,9 @@ class WiredLeaks:
     missing: int = 0
     """Leaked bytes in total."""
     first: int = 0
-    """Wired bytes before the start of the first process with a leak."""
+    """Wired bytes of the system before the start of the first process with a leak."""
     before: int = 0
-    """Wired bytes before the start of the last process with a leak."""
+    """Wired bytes of the system before the start of the last process with a leak."""
     after: int = 0
     """Wired bytes of the system after the end of the last process with a leak."""
 

@@ -59,7 +59,7 @@ from wire.report import KvParameters
 SCAN_VALID_SECONDS = 2.0
 """Seconds for which a scan is not repeated because of an unknown name."""
 SCAN_INTERVAL_SECONDS = 30.0
-"""Seconds between two scans of an idle node."""
+"""Minimum seconds between the last scan and a periodic one (`ModelCatalogue.refresh`)."""
 EMBEDDED = Path(__file__).with_name("macpool-tiny")
 """Folder of the embedded model."""
 GGUF = "it is in GGUF, the format of llama.cpp: download its MLX or safetensors build, for example from mlx-community"
@@ -69,7 +69,7 @@ log = structlog.get_logger("node.models.catalogue")
 
 
 class ModelCatalogue:
-    """Models in the model folders and in Hugging Face's cache, by the last scan.
+    """Models in the model folders of `settings` and in Hugging Face's cache, by the last scan.
 
     Models that the MLX engine cannot serve are included, with their cause. Only one thread may scan. All other threads
     see the complete result of one scan. `environment` has the variables that locate the cache. `find_content` returns
@@ -120,7 +120,8 @@ class ModelCatalogue:
         self._pinned_states[descriptor.name] = _read_file_state(Path(descriptor.folder))
 
     def unpin(self, name: str) -> None:
-        """End `pin` after the model was unloaded: the description of the files on the disk applies again."""
+        """End `pin` after the model was unloaded: the description of its files on the disk applies again. Do nothing
+        for a model that is not pinned."""
         self._pinned = {other: model for other, model in self._pinned.items() if other != name}
 
     def find_replacement(self, descriptor: ModelDescriptor) -> ModelDescriptor | None:

@@ -35,7 +35,7 @@ class DenseLayer:
     """Dense layer after the pooling."""
 
     file: str
-    """Its weights, relative to the folder of the model."""
+    """Path of its weights, relative to the folder of the model."""
     inputs: int
     """Numbers of a vector before the layer."""
     outputs: int
@@ -43,6 +43,7 @@ class DenseLayer:
     bias: bool
     """Whether the layer has a bias."""
     activation: Activation
+    """Function after the layer."""
     nbytes: int
     """Bytes of its weights."""
 
@@ -77,6 +78,7 @@ class EncoderShape:
 
     family: EncoderFamily
     layers: int
+    """Number of layers."""
     heads: int
     """Attention heads of a layer."""
     hidden: int

@@ -16,6 +16,7 @@ NUMBER_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "F32": 4, "F16": 2, "
 _FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
 
 Config = Mapping[str, Any]
+"""JSON object of a file of a model, such as its `config.json`."""
 
 
 class Digest(Protocol):
@@ -33,7 +34,7 @@ class WeightHeaders:
     size: int = 0
     """Bytes of all tensors."""
     float_size: int = 2
-    """Bytes of one unquantized number."""
+    """Bytes of one number of an unquantized tensor, such as 2 for bf16; 2 if there is none."""
     cause: str = ""
     """Reason why the weights cannot be used; empty if they can."""
     fp8: int = 0

@@ -39,7 +39,8 @@ REPLACED = frozenset({"config.json", "model.safetensors.index.json"})
 
 
 class QuantizationRun:
-    """Quantization of one model folder into another, as an order demands. Progress goes to `channel`."""
+    """Quantization of the model folder `order.source` into the new folder `order.target`. Progress goes to
+    `channel`."""
 
     def __init__(self, order: QuantizeOrder, channel: ChildChannel) -> None:
         self._source = Path(order.source)
@@ -154,7 +155,8 @@ def _name_file(at: int, count: int) -> str:
 
 
 def run_quantization(order: QuantizeOrder, channel: ChildChannel) -> ChildEnd:
-    """Perform an order and return its end. After a failure, the caller deletes the folder of the result."""
+    """Perform an order and return its end, also after a cancel or a failure. The caller then deletes the incomplete
+    folder of the result."""
     try:
         return QuantizationRun(order, channel).run()
     except OrderStopped:

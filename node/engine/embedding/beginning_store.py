@@ -35,7 +35,8 @@ class BeginningStore:
         self._memory = memory
 
     def count_cached(self, prepared: PreparedEmbedding) -> int:
-        """Return the number of cached tokens with which the first text of a request begins; less than its tokens."""
+        """Return the number of cached tokens with which the first text of a request begins; 0 if none is cached. The
+        last token of the text never counts."""
         return self._find(prepared.request.model, prepared.inputs[0], prepared.cache_scope).length
 
     def restore(self, request: EmbeddingRequest) -> None:

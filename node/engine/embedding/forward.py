@@ -23,7 +23,7 @@ class WaitingText(NamedTuple):
 
     request: EmbeddingRequest
     place: int
-    """Place of the text in its request."""
+    """Position of the text in its request, from 0."""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -92,7 +92,7 @@ class EmbeddingForward(ABC):
         return self._parts.pop()
 
     def record_part(self, seconds: float, peak: MlxPeakTracker) -> None:
-        """Record that a part took `seconds`. `peak` was marked at its start."""
+        """Record that a part took `seconds`, and its memory. `peak` was marked at the start of the part."""
         above = peak.measure_peak_above_mark()
         self.seconds += seconds
         self._highest = max(self._highest, self._held + above)
@@ -106,7 +106,7 @@ class EmbeddingForward(ABC):
     @abstractmethod
     def complete(self) -> list[Frame]:
         """Record the measurements of a forward that has ended, and its texts in their requests. Return the frames with
-        their vectors. Raise `NotFiniteError` if a number of the vectors is not finite."""
+        the vectors of live requests. Raise `NotFiniteError` if a number of the vectors is not finite."""
 
 
 class TextsForward(EmbeddingForward):
@@ -129,7 +129,8 @@ class TextsForward(EmbeddingForward):
         self._written = written
 
     def complete(self) -> list[Frame]:
-        """Implement `EmbeddingForward.complete`."""
+        """Record the measurements of the forward, and its texts as done in their requests. Return the frames with the
+        vectors of the requests that are live. Raise `NotFiniteError` if a number of the vectors is not finite."""
         loaded_model, rows = self.loaded_model, len(self._texts)
         longest = max(len(text.own_ids) for text in self._texts)
         past = len(self._texts[0].request.beginning)
@@ -148,8 +149,8 @@ class TextsForward(EmbeddingForward):
 class ChunkForward(EmbeddingForward):
     """Forward over the next `tokens` of a long text or of a shared beginning.
 
-    `vectors` has the vector of a text that ends with it, else None. `before` and `after` are the extents of the cache,
-    `results` the bytes of the pooled states.
+    `vectors` is the lazy vector of a text that ends with this chunk, shape (1, dimensions); else None. `before` and
+    `after` are the extents of the cache before and after the chunk, `results` the bytes of the pooled states.
     """
 
     def __init__(
@@ -170,7 +171,8 @@ class ChunkForward(EmbeddingForward):
         self._grew = after.capacity > before.capacity
 
     def complete(self) -> list[Frame]:
-        """Implement `EmbeddingForward.complete`."""
+        """Record the measurements of the chunk. Return the frames with the vector of a text that is now complete; an
+        empty list otherwise. Raise `NotFiniteError` if a number of the vector is not finite."""
         request, loaded_model = self.requests[0], self.loaded_model
         text = _get_partial(request)
         stored = text.stored_tokens

@@ -15,7 +15,8 @@ StateRecorder = Callable[[int, mx.array], None]
 
 
 def choose_pauses(layers: int, parts: int) -> frozenset[int]:
-    """Return the numbers of layers after which each part but the last ends, in parts of nearly the same size."""
+    """Return after how many layers each of `parts` parts but the last ends. The parts have nearly the same number of
+    layers. `parts` is at most `layers`."""
     return frozenset(layers * part // parts for part in range(1, parts))
 
 

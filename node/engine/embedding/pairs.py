@@ -25,7 +25,7 @@ class TokenizedPair(NamedTuple):
 
     ids: tuple[int, ...]
     segment: int = 0
-    """Place of the first token of the document, if the model has segments; otherwise 0."""
+    """Position of the first token of the document, if the model has segments; otherwise 0."""
 
 
 class PromptPairs:

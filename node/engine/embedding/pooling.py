@@ -14,7 +14,8 @@ _SUMS = frozenset({Pooling.MEAN, Pooling.MEAN_SQRT_LENGTH})
 
 
 class PooledTexts:
-    """Pooled states of the texts of one batch, whose tokens arrive in chunks. `lengths` are in tokens."""
+    """Pooled states of the texts of one batch, whose tokens arrive in chunks. `poolings` are joined in their order.
+    `lengths` are in tokens."""
 
     def __init__(self, poolings: Sequence[Pooling], lengths: Sequence[int]) -> None:
         self._poolings = tuple(dict.fromkeys(poolings))

@@ -25,8 +25,8 @@ log = structlog.get_logger("engine.door")
 
 
 class EmbeddingPreparer:
-    """Tokenization of requests for embeddings and scores. `tokenizers` has the tokenizers, `context(found)` returns the
-    maximum tokens of a text of a model. `recorder` records the native calls; without one, they are not recorded.
+    """Tokenization of requests for embeddings and scores. `tokenizers` loads and keeps the tokenizers. `context(found)`
+    returns the maximum tokens of a text for a model. `recorder` records native calls; None: they are not recorded.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ def _tokenize(tokenizer: Tokenizer, request: Embed, layout: EmbeddingLayout, mos
 def tokenize_text(tokenizer: Tokenizer, text: str, most: int, *, truncate: bool) -> tuple[int, ...]:
     """Return the tokens of a text, with those that the tokenizer adds to every text.
 
-    With `truncate`, return at most `most` tokens: the end of the text is cut, the added tokens stay. Without, raise
-    `TooLong` for a text that is clearly longer.
+    With `truncate`, return at most `most` tokens: the end of the text is cut, the added tokens stay. Without
+    `truncate`, raise `TooLong` for a text that is clearly longer. A slightly longer text is returned whole.
     """
     ids = tokenizer.encode(text, plain=True, max_tokens=0 if truncate else most)
     if len(ids) <= most or not truncate:

@@ -55,7 +55,7 @@ class EmbeddingRequest:
     arrived: float
     """Time of arrival."""
     floor: int
-    """Tokens of the smallest chunk: without a shared beginning, a text of at most as many tokens needs no cache."""
+    """Tokens of the smallest chunk. Without a shared beginning, a text of at most `floor` tokens needs no cache."""
     cached: int = 0
     """Number of tokens at the start of its first text that the prefix cache had at admission."""
     begun: float = 0.0
@@ -113,7 +113,7 @@ class EmbeddingRequest:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all of its texts have vectors."""
+        """Whether all of its texts have vectors or scores."""
         return not self.waiting and self.partial is None
 
     def count_beginning(self) -> int:
@@ -160,13 +160,13 @@ class EmbeddingRequest:
         self.alone = True
 
     def take(self, places: Sequence[int]) -> None:
-        """Remove texts from the waiting ones, because they have vectors."""
+        """Remove the texts at these positions from the waiting ones, because they have vectors."""
         done = set(places)
         self.waiting = [place for place in self.waiting if place not in done]
 
     def create_next(self) -> PartialText:
-        """Return the shared beginning if it is needed, else the shortest waiting text, to run over a cache of its
-        own. The cache of a text continues that of the shared beginning."""
+        """Return the shared beginning if it is needed, else the shortest waiting text, to run over a cache of its own.
+        The cache of a text continues the cache of the shared beginning. The request does not change."""
         head = self.loaded_model.head
         assert head is not None  # noqa: S101 only a model with a head admits such a request
         if self.needs_beginning:
@@ -185,7 +185,7 @@ class EmbeddingRequest:
         self.partial = text
 
     def restore_beginning(self, layers: list[LayerCache], tokens: int) -> None:
-        """Take keys and values of the first `tokens` tokens of the shared beginning from the prefix cache.
+        """Set the keys and values of the first `tokens` tokens of the shared beginning: copies of cached ones.
 
         If the beginning has more tokens, it becomes the text in progress.
         """
@@ -215,8 +215,8 @@ class EmbeddingRequest:
         self.beginning_cache.clear()
 
     def build_finished(self, now: float) -> Finished:
-        """Return the `Finished` frame of the request at the monotonic time `now`. It has the tokens of the texts, the
-        restored tokens, and the seconds before and since the first forward."""
+        """Return the `Finished` frame of the request at the monotonic time `now`, with the tokens of its texts and the
+        restored tokens. Its durations are the seconds before and since the first forward."""
         timings = Timings(self.begun - self.arrived, now - self.begun)
         return Finished(self.number, (), self.prepared.tokens, 0, self.restored_tokens, timings=timings)
 

@@ -22,8 +22,11 @@ PAD_TOKEN = 0
 
 
 class EmbeddingRunner:
-    """Runner of forwards for embeddings, part by part. `floor`: tokens of the smallest chunk. `now` is in monotonic
-    seconds. `part_seconds`: seconds that a part may take; 0: all layers are one part."""
+    """Runner of forwards for embeddings, part by part. `floor`: tokens of the smallest chunk.
+
+    In all methods, `now` is in monotonic seconds. `part_seconds`: seconds that a part may take; 0: all layers are one
+    part.
+    """
 
     def __init__(self, forwards: GatedForwards, floor: int) -> None:
         self._forwards = forwards
@@ -45,7 +48,8 @@ class EmbeddingRunner:
     def begin_texts(self, texts: Sequence[WaitingText], part_seconds: float, now: float) -> EmbeddingForward:
         """Build the forward over whole texts of one model, which have passed the gate. Mark their requests as begun.
 
-        Texts with a shared beginning are those of one request. They run after it, over copies of its cache.
+        Texts with a shared beginning are all of one request. They run over copies of the beginning's cache, which must
+        be complete.
         """
         loaded_model, head = _get_model(texts[0].request)
         request = texts[0].request

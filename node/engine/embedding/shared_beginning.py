@@ -22,7 +22,8 @@ def find_shared_beginning(
     """Return the tokens with which all texts begin; at least one token of each text is left out. Return an empty tuple
     if they are too few to be computed separately, or the model cannot continue from them.
 
-    `cached`: tokens of that beginning in the prefix cache. Of few texts only these are separated.
+    `cached`: tokens of that beginning in the prefix cache. For fewer than `MIN_TEXTS` texts, at most these are
+    returned.
 
     A model can continue if it is a decoder that reads the state of the last token only. Its layers must all keep keys
     and values by position.

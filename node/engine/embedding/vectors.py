@@ -15,9 +15,9 @@ def normalize(vectors: mx.array) -> mx.array:
 
 
 def cut_vectors(vectors: mx.array, dimensions: int, *, normalized: bool) -> bytes:
-    """Return `vectors`, shape (texts, numbers), cut to `dimensions` numbers each (0: all), as bytes.
+    """Return `vectors`, shape (texts, numbers), cut to `dimensions` numbers each (0: all), as bytes, text after text.
 
-    The numbers are in single precision. Cut vectors are normalized again if `normalized`.
+    The numbers are in single precision, as in `vectors`. Cut vectors are normalized again if `normalized`.
     """
     if dimensions and dimensions < vectors.shape[1]:
         vectors = vectors[:, :dimensions]

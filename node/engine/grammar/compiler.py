@@ -1,7 +1,7 @@
 """Grammar compiler: compile a request's answer format (wire.frames.GrammarSpec) for a model's tokenizer.
 
-    size, depth, shape ─► rendered as llguidance's grammar ─► cached? ─► vetted, in a process that may die of it ─►
-    compiled here ─► cached, by hash, the last few of all models
+    size and depth checked ─► rendered as llguidance's grammar ─► in the cache? ─► checked in the sandbox process ─►
+    compiled here ─► cached by hash: the `MAX_CACHED_GRAMMARS` used last, of all models
 
 A client may send a grammar with harmful intent, and the calling thread must not block. Grammars that are too long or
 too deep are therefore not even parsed. A grammar is compiled here only after a separate process (`sandbox`) has shown
@@ -51,7 +51,7 @@ MAX_CACHED_REFUSALS: Final = 256
 class GrammarCompiler:
     """Compiler and cache of grammars for the tokenizers of one engine. Only one thread at a time may call `compile`.
 
-    `vetting` is the client of the sandbox; without one, a new one is created."""
+    `vetting` is the client of the sandbox process; None: a new client."""
 
     def __init__(self, vetting: SandboxClient | None = None) -> None:
         self._vetting = vetting or SandboxClient()
@@ -91,7 +91,7 @@ class GrammarCompiler:
         return len(self._cached)
 
     def has_tables_for(self, tokenizer: Tokenizer) -> bool:
-        """Return whether the grammar tables of this tokenizer are built."""
+        """Return whether the grammar tables of this tokenizer (`GrammarGuide`) are built."""
         return id(tokenizer) in self._guides
 
     def retain(self, tokenizers: Iterable[Tokenizer]) -> None:
@@ -200,7 +200,7 @@ class CompiledGrammar:
 
 
 def build_marker_layout(tokenizer: Tokenizer, spec: GrammarSpec, prompt: TokenizedPrompt) -> MarkerLayout:
-    """Return the places in the answer where thoughts and tool calls may occur.
+    """Return the markers of a model's thoughts and calls, and the places in the answer where they may occur.
 
     An answer may open a thought only if the model's marker is a single token. It may not after a prompt without a
     template. It may not after a prompt that has just closed a thought either, because templates do that to forbid

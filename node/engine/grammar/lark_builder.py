@@ -17,7 +17,7 @@ MAX_SCHEMAS_CHARS: Final = 1 << 18
 MAX_RULES: Final = 3000
 """Maximum number of rules; a parameter takes one to three."""
 BLANKS: Final = "[\\s\\x1c-\\x1f]"
-"""Blanks that Python's `strip` removes."""
+"""Regular expression of one blank that Python's `strip` removes."""
 _SLASH: Final = "\\/"
 
 
@@ -30,7 +30,7 @@ class LarkBuilder:
     rules: dict[str, str] = field(default_factory=dict[str, str])
     """Names of the rules, by the text `name: body` with which they were added."""
     schemas: dict[str, Json] = field(default_factory=dict[str, Json])
-    """Schemas by their JSON text."""
+    """Entries of llguidance's list of grammars (`name` and `json_schema`), by the JSON text of their schema."""
     size: int = 0
     """Characters of all schemas together."""
 
@@ -39,7 +39,7 @@ class LarkBuilder:
         return self.call_format.render_literal(text)[0]
 
     def add_schema(self, schema: Json) -> str:
-        """Add a JSON schema. Return the reference to a value of that schema.
+        """Add a JSON schema. Return Lark's reference to a value of that schema, such as `@json_0`.
 
         Raise `UnsupportedSchema` if all added schemas together have more than `MAX_SCHEMAS_CHARS` characters.
         """

@@ -30,8 +30,9 @@ class LogitsMask:
         self._new.append(token)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Return logits (1, vocabulary) with −inf for tokens that may not come next.
+        """Return logits (1, vocabulary) with −inf for tokens that may not come next, in the type of `logits`.
 
+        `tokens` is not read: `add_id` provides the ids of the answer.
         Raise `matcher.GrammarFailed` if no token can follow, or the grammar does not allow an added id.
         """
         cast("Any", mx).async_eval(logits)
@@ -52,7 +53,7 @@ class LogitsMask:
 def apply_mask(logits: mx.array, mask: bytes) -> mx.array:
     """Return logits (1, vocabulary) with −inf for every token that a mask excludes or is not long enough to contain.
 
-    `mask` has one bit per token, lowest first (`GrammarMatcher.compute_mask`).
+    `mask` has one bit per token, lowest first, in whole words of 32 bits (`GrammarMatcher.compute_mask`).
     """
     words = mx.array(cast("Any", memoryview(mask).cast("I")))
     bits = mx.flatten((words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1)

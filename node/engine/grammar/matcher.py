@@ -98,8 +98,8 @@ class GrammarMatcher:
             )
 
     def compute_mask(self) -> bytes | None:
-        """Return the mask of allowed next tokens, without the `opener`. Return None after the end, where any token is
-        allowed.
+        """Return the mask of allowed next tokens, without the `opener`: one bit per token, lowest first. Return None
+        after the end, where any token is allowed.
 
         Raise `GrammarFailed` if no token can follow.
         """
@@ -134,7 +134,7 @@ class GrammarMatcher:
 
 
 def allow_token(mask: bytes, token: int) -> bytes:
-    """Return a copy of a mask that also allows `token`."""
+    """Return a copy of a mask that also allows `token`, which must be within the length of the mask."""
     at = token // 8
     return mask[:at] + bytes([mask[at] | 1 << token % 8]) + mask[at + 1 :]
 

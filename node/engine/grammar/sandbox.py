@@ -17,7 +17,7 @@ from typing import IO, cast
 from host.exit_status import describe_exit
 
 CPU_LIMIT_SECONDS = 0.05
-"""Limit of CPU seconds for a grammar. A hundred tools of three parameters take 0.03."""
+"""Limit of CPU seconds for a grammar. A hundred tools of three parameters take 0.03 s."""
 TIMEOUT_SECONDS = 3.0
 """Limit of elapsed seconds for a grammar."""
 TOO_LONG = "it takes too long to compile: simplify it or its patterns"

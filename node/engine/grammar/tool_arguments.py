@@ -53,8 +53,7 @@ CONSTRAINT_KEYWORDS: Final = frozenset(
         "$ref",
     }
 )
-"""Keywords that constrain a string beyond unquoted text. Constraints that unquoted text can follow are not among
-them."""
+"""Keywords that constrain a string in a way that unquoted text cannot follow."""
 LIST_KEYWORDS: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "enum"})
 NESTING_KEYWORDS: Final = LIST_KEYWORDS | {
     "properties",
@@ -67,6 +66,7 @@ NESTING_KEYWORDS: Final = LIST_KEYWORDS | {
 """Keywords that hold other schemas or values; `LIST_KEYWORDS` are those of them that are lists."""
 ANY: Final = "any-value"
 ANYTHING: Final[Json] = {"$ref": f"#/$defs/{ANY}"}
+"""Reference to the definition `ANY` of any value without a mark, which `MarkExclusion` adds to a schema."""
 REFERENCE: Final = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 SHARED: Final = frozenset({"$defs", "definitions"})
 MAX_DEFINITION_CHARS: Final = 1 << 19
@@ -74,7 +74,7 @@ MAX_DEFINITION_CHARS: Final = 1 << 19
 MAX_ARGUMENTS: Final = 1000
 """Maximum number of arguments of a tool."""
 MAX_REFERENCE_STEPS: Final = 8
-"""Maximum number of consecutive references that are followed."""
+"""Maximum number of consecutive references that are followed, because references can be circular."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ def _find_types(schema: object, root: Json, steps: int) -> set[str]:
 class MarkExclusion:
     """Exclusion of marks, which a parser takes for the end of a value, from unquoted text and strings of a schema.
 
-    A mark starts with its only `<`, or is a single sign.
+    A mark of `marks` starts with its only `<`, or is a single character.
     """
 
     marks: tuple[str, ...]

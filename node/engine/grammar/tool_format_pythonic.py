@@ -1,6 +1,7 @@
 """Tool formats with arguments in brackets: keywords of a Python call, or an object with unquoted keys.
 
-Gemma puts text between marks of its own. Schemas are therefore rendered as rules here, except numbers and words:
+Gemma puts text between marks of its own. Schemas are therefore rendered as rules here, except those of numbers, true,
+false and null:
 
     value ─┬─ number, true, false, null      JSON, from the schema by llguidance
            ├─ <mark>text<mark>
@@ -129,7 +130,7 @@ class GemmaArgumentRules:
 
     @property
     def guard(self) -> MarkExclusion:
-        """Exclusion of marks from text."""
+        """Exclusion from text of the marks at which the parser would end a value or the call."""
         return MarkExclusion((self.quote, self.builder.call_format.markers[1], "\0", *(() if self.nested else ("}",))))
 
     def render_member(self, name: str, schema: Json) -> str:

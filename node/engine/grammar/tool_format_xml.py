@@ -26,13 +26,13 @@ class XmlFormat:
     before: str
     """Text before each argument; `{key}` is its name, `{kind}` its type."""
     after: str
-    """Text after each argument."""
+    """Text after each argument, which ends its value."""
     marks: Sequence[str]
     """Marks that a value must not contain, because the parser searches for them."""
     inner: str = ""
-    """Separator of an argument's name and value."""
+    """Separator of an argument's name and value, after `before`; empty for none."""
     several: bool = False
-    """Whether the markers enclose more than one call."""
+    """Whether one pair of markers may enclose more than one call."""
     nullable: bool = False
     """Whether the parser reads the text null as null."""
     wrapped: bool = False

@@ -26,7 +26,7 @@ BLANK = "BLANK: /[ \\n]{1,4}/\n"
 PLAIN: Final = frozenset({"json_tools", "longcat", "mistral"})
 """Parsers of models whose arguments are all JSON; only llguidance handles their schemas."""
 INSEPARABLE_PARSERS: Final = frozenset({"kimi_k3"})
-"""Parsers of models that put words between marks as well; calls cannot be separated from such words."""
+"""Parsers of models that put ordinary text between marks as well; calls cannot be separated from such text."""
 
 
 def render_rules(builder: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one_call: bool) -> str:

@@ -53,9 +53,9 @@ class ModelLoad:
     phase: LoadPhase = LoadPhase.QUEUED
     """Phase of the load."""
     total: int = 0
-    """All weights; exact once the model is built."""
+    """Bytes of all weights: 0 while queued, then an estimate; exact once the model is built."""
     bytes_left: int = 0
-    """Weights still to load."""
+    """Bytes of weights still to load."""
     begun: float = 0.0
     """Monotonic time of its start."""
     due: LoadStep = LoadStep()
@@ -68,7 +68,7 @@ class ModelLoad:
 
     @property
     def loaded_bytes(self) -> int:
-        """Weights that are in memory."""
+        """Bytes of weights that are in memory in the phase `LOADING`; 0 in all other phases."""
         return self.total - self.bytes_left if self.phase is LoadPhase.LOADING else 0
 
     @property
@@ -92,7 +92,7 @@ class ModelLoad:
 
 @dataclass(frozen=True, slots=True)
 class LoadBegan:
-    """Event: the gate has passed `weights` bytes at the monotonic time `now`."""
+    """Event: the gate has passed the load of `weights` bytes, which begins at the monotonic time `now`."""
 
     weights: int
     now: float

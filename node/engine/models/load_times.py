@@ -56,7 +56,7 @@ class MeasuredLoad(msgspec.Struct):
 
 
 class LoadTimes:
-    """Measured parts of loads, stored in a file of `folder`; None: in memory only."""
+    """Measured parts of loads, stored in the file `FILE` of `folder`; None: in memory only."""
 
     def __init__(self, folder: Path | None) -> None:
         self._file = None if folder is None else folder / FILE

@@ -49,13 +49,12 @@ UNCONVERTED = 1.02
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """Text model in memory. It never changes; its commitments, estimates, statistics and users have owners of their
-    own."""
+    """Model in memory. Its fields never change; the objects of its commitments, estimates, statistics and users do."""
 
     descriptor: ModelDescriptor
     """Its descriptor."""
     model: TextModel
-    """Its mlx-lm model."""
+    """Its mlx-lm model, or its `Encoder`."""
     weights: int
     """Bytes of its weights."""
     vocabulary: int
@@ -71,7 +70,7 @@ class LoadedModel:
     stats: ModelStats = field(default_factory=ModelStats)
     """Its measured speeds and its memory profile."""
     usage: ModelUsage = field(default_factory=ModelUsage)
-    """Its users."""
+    """Its users and the time of its last use."""
     head: EmbeddingHead | None = None
     """How it computes vectors or scores; None if it is a chat model."""
 
@@ -108,7 +107,8 @@ def run_forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bo
 def load(
     descriptor: ModelDescriptor, on_weighed: Callable[[int], None] = lambda weights: None
 ) -> Generator[LoadStep | LoadedModel]:
-    """Load a model piece by piece. Yield the memory that each step needs before the step runs, and finally the model.
+    """Load a model piece by piece. Yield the memory that each step needs before the step runs (`LoadStep`), and finally
+    the model.
 
     Before the model's first forward, `on_weighed` is called with the bytes of its weights. Exceptions of a faulty
     checkpoint propagate, such as `EmbeddingHeadError` or `ValueError`. Closing the generator releases the loaded

@@ -40,8 +40,8 @@ CheckGate = Callable[[int], bool]
 
 @dataclass(slots=True, eq=False)
 class ForwardPeak:
-    """Meter of the peak memory of a forward, in bytes. It uses the kernel's high-water mark of the footprint, or MLX's
-    peak where the kernel has no such mark."""
+    """Meter of the peak memory of a forward, in bytes. The peak is the kernel's high-water mark of the footprint, or
+    MLX's peak where the kernel has no such mark."""
 
     peak_tracker: MlxPeakTracker
     """Peak of MLX's active memory."""
@@ -131,8 +131,8 @@ class MemoryProbe:
     _ends: float = 0.0
 
     def run(self) -> Iterator[None]:
-        """Measure until time or room ends, and yield after each forward or batch of decode steps. At any end, fit the
-        estimator to all samples and release the memory."""
+        """Measure until `seconds` have passed, the gate refuses a forward, or all sizes are measured. Yield after each
+        forward or batch of decode steps. At any end, fit the estimator to all samples and release the memory."""
         self._ends = time.monotonic() + self.seconds
         try:
             yield from self._measure_all()

@@ -1,4 +1,4 @@
-"""Model manager: load one model at a time in pieces, unload idle models for it, and keep the reasons of failures.
+"""Model manager: load one model at a time in pieces, unload idle models for it, and record the reasons of failures.
 
 A model must be loadable, because requests, not models, are refused for lack of memory. A load is therefore judged
 without the run-time margin (`wire.capacity.arithmetic.judge_load`). It first unloads idle models (`model_unloader`). It
@@ -168,7 +168,7 @@ class ModelManager:
             self._queue.append(ModelLoad(descriptor))
 
     def take_ended(self) -> list[Outcome]:
-        """Return the loads that have ended since the last call."""
+        """Return the outcomes of the loads that have ended since the last call."""
         ended, self._ended = self._ended, []
         return ended
 
@@ -341,8 +341,8 @@ class ModelManager:
         return fits(self._memory(), need)
 
     def free_for_forward(self, site: GateSite, need: int) -> bool:
-        """Free memory for a forward; return whether `need` bytes fit. For a running request, a load in progress is
-        aborted."""
+        """Free memory for a forward; return whether `need` bytes fit. At the sites `RUNNING_SITES`, a load in progress
+        is aborted if the rest does not suffice."""
         return self.free_memory(need, over_load=site in RUNNING_SITES)
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ class ModelStats:
     step_seconds: float = 0.0
     """Running mean of a decode step, in seconds."""
     pace: ChunkPace = field(default_factory=ChunkPace)
-    """Duration of its chunks."""
+    """Pace of its prefill chunks, from which their durations follow."""
     load_seconds: float = 0.0
     """Duration of its load, in seconds."""
     bytes_per_token: float = 0.0
@@ -77,7 +77,8 @@ def create_warmed_stats(prefill_speed: float, step_seconds: float) -> ModelStats
 
 
 class ModelUsage:
-    """Users of a loaded model: requests, sweeps and tokenizations. A model in use is not unloaded."""
+    """Users of a loaded model: requests, sweeps and tokenizations. A model in use is unloaded only at the end of
+    the process."""
 
     def __init__(self) -> None:
         self._holds: set[ModelHold] = set()

@@ -104,8 +104,8 @@ class ModelUnloader:
         return sorted(idle, key=lambda name: loaded[name].usage.used_at)
 
     def find_next_idle_unload(self) -> float | None:
-        """Return the monotonic time of the next unload of an idle model; 0.0, for at once, if an idle model was
-        replaced on disk. Return None if no model will be unloaded."""
+        """Return the monotonic time of the next unload of an idle model; 0.0 (at once) if an idle model was replaced on
+        disk. Return None if no idle model is due for an unload."""
         if self._find_replaced():
             return 0.0
         idle = self.list_idle() if self._max_idle_seconds else []
@@ -143,7 +143,7 @@ class ModelUnloader:
 
     def can_free(self, need: int, further: int = 0) -> bool:
         """Free MLX's free buffers. Return whether `need` bytes fit now, or would fit after spare memory, the prefix
-        cache and idle models were freed. `further` is the bytes that the caller could free in addition."""
+        cache and idle models were freed. `further` is the number of bytes that the caller could free in addition."""
         clear_buffers()
         return fits(self._memory(), need) or fits(self._memory(), need - self._compute_freeable_bytes() - further)
 
@@ -193,7 +193,7 @@ class ModelUnloader:
 
 
 def fits(memory: Memory, need: int) -> bool:
-    """Return whether `need` bytes fit under a reading."""
+    """Return whether `need` bytes fit under a reading of the memory, with its margin."""
     return isinstance(judge(memory, need), Fits)
 
 

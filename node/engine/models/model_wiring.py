@@ -20,12 +20,14 @@ class ModelWiring:
         self.limit.apply(self._loading_bytes + self._table.sum_weights())
 
     def wire_loading_model(self, weights: int) -> None:
-        """Wire a model whose weights (bytes) are all in memory, before its first forward."""
+        """Add `weights` bytes of the load in progress to the wired limit. All its weights are in memory, and its first
+        forward has not run."""
         self._loading_bytes = weights
         self.rewire()
 
     def end_loading(self) -> None:
-        """Forget the weights of the load that ends; they are loaded or released."""
+        """Stop counting the weights of the load that ends: the model is loaded or released. The limit is set by the
+        next `rewire`."""
         self._loading_bytes = 0
 
     def on_released(self) -> None:

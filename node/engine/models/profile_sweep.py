@@ -55,8 +55,8 @@ class ProfileSweep:
 
 
 class RunningSweep:
-    """The sweep in progress, if any, and the answers of sweeps. The sweep is spare memory: its row is released before
-    any request is refused."""
+    """The sweep in progress, if any, and the answers of sweeps. Implements `ReclaimableMemory`: the row of the sweep is
+    released before any request is refused."""
 
     def __init__(self) -> None:
         self._sweep: ProfileSweep | None = None

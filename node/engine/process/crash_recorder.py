@@ -44,22 +44,22 @@ class CrashRecord:
     request: int
     """Number of the request; 0 if the call served several (a decode step) or none."""
     model: str
-    """Name of the model."""
+    """Name of the model, cut to `MAX_MODEL_BYTES` bytes."""
     since: float = field(default=0.0, compare=False)
-    """Start of the call in monotonic seconds."""
+    """Start of the call in monotonic seconds. It does not count when records are compared."""
 
 
 class CrashRecorder:
     """Writer of the page with the running native calls. `descriptor` is the page shared with the agent; None: private
-    memory."""
+    memory, which no other process reads."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._page = mmap.mmap(-1 if descriptor is None else descriptor, SIZE)
         self._slots: dict[int, int] = {}
 
     def begin(self, doing: NativeCallKind, model: str, request: int = 0) -> None:
-        """Record the start of a native call. `request` is the number of its request; 0 for several or none. This takes
-        about a microsecond."""
+        """Record the start of a native call of the inference thread. `request` is the number of its request; 0 for
+        several or none. This takes about a microsecond."""
         self._write(0, doing, model, request)
 
     def _write(self, at: int, doing: NativeCallKind, model: str, request: int) -> None:
@@ -103,7 +103,8 @@ class CrashRecorder:
         os.kill(os.getpid(), signal.SIGABRT)
 
     def read_running_call(self) -> CrashRecord | None:
-        """Return the record of the running native call; None if none runs. Tokenization does not count."""
+        """Return the record of the native call that the inference thread runs; None if none runs. Tokenization does not
+        count."""
         return parse_slot(self._page[:])
 
 

@@ -7,10 +7,10 @@ from importlib.util import find_spec
 
 
 def read_device() -> dict[str, object]:
-    """Return the versions of MLX and mlx-lm and the device, for JSON. `most` is Metal's recommended working set in
-    bytes; 0 without Metal.
+    """Return the versions of MLX (`version`) and mlx-lm (`models`) and the `device`, for JSON.
 
-    If MLX is missing or cannot be imported, return `installed` and `error` only.
+    `metal` is whether MLX has a Metal device. `most` is Metal's recommended working set in bytes; 0 without Metal.
+    `models` is empty without mlx-lm. If MLX is missing or cannot be imported, return `installed` and `error` only.
     """
     if find_spec("mlx") is None:
         return {"installed": False, "error": "MLX is not installed"}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 FLUSH_INTERVAL_SECONDS = 0.5
-"""Seconds for which tokens of a request without streaming are gathered."""
+"""Seconds for which tokens of a request without streaming are gathered before they are sent."""
 MAX_CANCELLED_REMEMBERED = 1024
 """Maximum number of cancelled requests that are remembered until their `Generate` arrives."""
 ROUTES: Final = ("chat", "completions", "embeddings", "rerank")
@@ -61,7 +61,7 @@ class NativeCallKind(IntEnum):
     LOAD = 4
     """Piece of a model load."""
     READ = 5
-    """Tokenization of a prompt: template and tokenizer are files of the model."""
+    """Tokenization of a prompt, which counts as a native call: template and tokenizer are files of the model."""
     EMBED = 6
     """Forward over texts for vectors or scores."""
 
@@ -74,7 +74,7 @@ class CallRecording(Protocol):
         ...
 
     def end(self) -> None:
-        """Record the end of the native call."""
+        """Record the end of the native call that `begin` recorded."""
         ...
 
     def record_tokenization(self, model: str, request: int = 0) -> AbstractContextManager[None]:
@@ -82,7 +82,7 @@ class CallRecording(Protocol):
         ...
 
     def crash(self, model: str, request: int) -> None:
-        """Simulate a native crash in the prefill of this request: end the process by a signal."""
+        """Simulate a native crash in the prefill of this request: end the process by SIGABRT."""
         ...
 
 
@@ -138,7 +138,7 @@ class Engine(Protocol):
         ...
 
     def halt(self) -> None:
-        """Forbid further native calls. Any thread may call this; `step` may then raise `Halted`."""
+        """Forbid further native calls. Any thread may call this; `step` then raises `Halted` in place of one."""
         ...
 
     def close(self) -> None:

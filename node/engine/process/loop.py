@@ -4,8 +4,8 @@ Only this thread uses the engine. Two more threads tokenize prompts that the I/O
 found room for them. One of the two handles only long texts.
 
 One iteration: drain the inbox, one `Engine.step` if work is due, publish a report if the state changed. When no work is
-due the thread waits on a condition without wake-ups. Before every native call it publishes the start and the expected
-duration. The I/O thread can therefore tell a dead, a busy and a hung engine apart.
+due the thread waits on a condition without wake-ups. The engine publishes the start and the expected duration of every
+native call before the call. The I/O thread can therefore tell a dead, a busy and a hung engine apart.
 """
 
 import threading
@@ -67,7 +67,7 @@ class EngineLoop:
             self._wake.notify()
 
     def stop(self) -> None:
-        """End `run` once the native call in progress has returned. Any thread may call this."""
+        """Halt the engine, and end `run` once the native call in progress has returned. Any thread may call this."""
         self._engine.halt()
         with self._wake:
             self._stopped = True
@@ -76,8 +76,8 @@ class EngineLoop:
     def measure_busy_seconds(self, now: float) -> tuple[float, float]:
         """Return the duration so far and the expected duration of the running native call, in seconds.
 
-        Between native calls, return the duration of the iteration and 0; while idle, zeros. If a tokenizer hangs,
-        return the times of its prompt instead. `now` is the monotonic time.
+        Between native calls, return the duration of the iteration so far and 0; while idle, zeros. If a prompt has been
+        tokenized for more than `TOKENIZE_TIMEOUT_SECONDS`, return its durations instead. `now` is the monotonic time.
         """
         read = self._oldest_tokenization()
         if read is not None and now - read.since > TOKENIZE_TIMEOUT_SECONDS:
@@ -88,7 +88,8 @@ class EngineLoop:
         return (0.0, 0.0) if turn is None else (max(0.0, now - turn), 0.0)
 
     def run(self) -> None:
-        """Handle work and run steps on the calling thread, until `stop`."""
+        """Handle work and run steps on the calling thread, until `stop`. Exceptions of the engine propagate, except
+        `Halted`."""
         while True:
             work = self._wait_for_work()
             if self._stopped:

@@ -1,4 +1,4 @@
-"""Engine process: `python -m node.engine.process.main --socket FD`, started only by node/engine_process.
+"""Engine process: `python -m node.engine.process.main --socket FD`, started only by `node.engine_process`.
 
 The main thread reads the socket, answers pings, tokenizes short prompts and watches for the socket's end. One thread
 owns the engine, one tokenizes prompts, and one tokenizes long texts. One writes frames for which the socket had no
@@ -10,9 +10,9 @@ ends in order, as on a `StopEngine` and on SIGTERM. If a process with a large wi
 stay wired until the Mac restarts (docs/decisions/0018).
 
 In order means: no native call begins, the one in flight returns, the engine releases its memory, `os._exit`. While idle
-this takes no time. It is bounded by `EXIT_TIMEOUT_SECONDS` at the end of the socket and on SIGTERM, and by its own
-value on a `StopEngine`. After that comes `os._exit` in any state of the other threads. A thread that fails ends the
-process as well, because the agent can then start a working one.
+this takes no time. The time limit is `EXIT_TIMEOUT_SECONDS` at the end of the socket and on SIGTERM, and
+`StopEngine.seconds` on a `StopEngine`. At the limit the process calls `os._exit` in any state of its threads. A thread
+that fails ends the process as well, because the agent can then start a working one.
 """
 
 import argparse
@@ -49,7 +49,8 @@ EXIT_TIMEOUT_SECONDS = 5.0
 took up to 4.1 s to release them (oMLX#2184)."""
 EXIT_SETTINGS = 78
 EXIT_FAILED = 70
-"""Exit codes for invalid settings and for a failure: EX_CONFIG and EX_SOFTWARE of sysexits.h."""
+"""Exit codes for settings that cannot be used, such as an unknown engine kind, and for a failure of a thread or of the
+socket: EX_CONFIG and EX_SOFTWARE of sysexits.h."""
 
 log = structlog.get_logger("engine")
 
@@ -113,8 +114,8 @@ class FrameWriter:
 
 
 def read_settings(connection: socket.socket) -> NodeSettings:
-    """Read the settings that precede all frames. Raise `EOFError` if the agent has closed the socket, `ValueError` for
-    invalid settings."""
+    """Read the settings that precede all frames (`encode_settings`). Raise `EOFError` if the agent closes the socket
+    before they are complete, `ValueError` if they are invalid or longer than `MAX_SETTINGS_BYTES`."""
     length = int.from_bytes(_receive_exactly(connection, 4), "big")
     if length > MAX_SETTINGS_BYTES:
         raise ValueError(f"settings of {length} bytes")
@@ -174,7 +175,8 @@ class ProcessExit:
         os._exit(self._code)
 
     def guard_thread(self, work: Callable[[], object]) -> Callable[[], NoReturn]:
-        """Wrap the function of a thread: when it returns or raises, the process ends. An exception is logged."""
+        """Wrap the function of a thread: when it returns or raises, the process ends within `EXIT_TIMEOUT_SECONDS`. An
+        exception is logged, and the exit code is then `EXIT_FAILED`."""
 
         def run() -> NoReturn:
             try:
@@ -210,8 +212,9 @@ def read_frames(connection: socket.socket, engine: Engine, loop: EngineLoop, wri
 def serve(connection: socket.socket, recorder: CrashRecorder, terminations: int) -> int:
     """Serve one agent over one socket for the lifetime of the process.
 
-    Return an exit code only if the start fails or the agent closes the socket before it. The process also ends with a
-    byte from the descriptor `terminations`.
+    Return an exit code only before the engine runs: `EXIT_SETTINGS` if the settings are invalid or the engine cannot be
+    built, 0 if the agent closes the socket before the settings are complete. Otherwise the process ends in this call. A
+    byte from the descriptor `terminations` ends the process as well.
     """
     try:
         settings = read_settings(connection)

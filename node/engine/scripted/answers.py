@@ -1,8 +1,8 @@
 """Prompt counts and answers of the scripted model: a pure function of prompt, choice, position and time.
 
 A prompt has one token per word (separated by white space, also in the JSON of its tools) and four per message. The
-count is therefore exact and easy to verify. The id of an answer's token is its position, plus the number of the choice
-in the words' mode.
+count is therefore exact and easy to verify. The id of an answer's token is its position from 0. In an answer of fixed
+words, the index of the choice is added.
 """
 
 import re
@@ -64,7 +64,8 @@ def contains_word(messages: Sequence[Message], word: str) -> bool:
 
 
 def split_echo(messages: Sequence[Message]) -> list[str]:
-    """Cut the last user message into the tokens of an echo. Their texts joined are exactly that message."""
+    """Return the texts of the tokens of an echo: the last user message in pieces. Joined, they are exactly that
+    message; without one, the result is one empty text."""
     last = next((message.content for message in reversed(messages) if message.role == "user"), "")
     return _PIECE.findall(last) or [""]
 
@@ -80,7 +81,8 @@ def create_word_source(choice: int) -> TokenSource:
 
 
 def create_echo_source(pieces: Sequence[str]) -> TokenSource:
-    """Return the source of an answer that consists of these pieces."""
+    """Return the source of an answer that consists of these pieces. A position beyond the last piece raises
+    `IndexError`."""
 
     def get_token(position: int, now: float) -> tuple[int, str]:
         return position, pieces[position]

@@ -23,8 +23,8 @@ class ScriptedBatch:
     """Work of the scripted engine's requests in `table`.
 
     `crash(number)` ends the process in the first decode step of a request that must crash. With `silent_joins` a
-    prefill returns no token. `forwards`, `steps` and `prefill_tokens` count prefills and joins, decode steps, and
-    prefilled tokens. `now` is in monotonic seconds.
+    prefill returns no token. `forwards` counts prefills and joins, `steps` decode steps of all rows together, and
+    `prefill_tokens` prefilled tokens. `now` is in monotonic seconds.
     """
 
     def __init__(
@@ -133,8 +133,8 @@ class ScriptedBatch:
             self._preemptor.release_for(sequence, replace(refused, message=message), now)
 
     def count_steady_steps(self) -> int:
-        """Return a number of decode steps before the last of which no row ends, sends tokens or needs a larger
-        commitment."""
+        """Return how many decode steps may be computed at once. Only in the last of them may a row end, send tokens or
+        use up its commitment. At least one row must decode."""
         return min(
             min(row.count_steps_left(request.last), row.commitment.committed_tokens - row.commitment.stored_tokens)
             for request in self._table.running

@@ -14,6 +14,7 @@ class DecodeLoad(NamedTuple):
     """Decoding rows of one model."""
 
     rows: int
+    """Number of the rows."""
     tokens: int
     """Committed tokens of all these rows."""
 
@@ -28,7 +29,7 @@ class EngineCosts(Protocol):
         ...
 
     def get_pace(self, model: str) -> ChunkPace:
-        """Return the duration of a model's prefill chunks."""
+        """Return the pace of a model's prefill chunks, from which their durations follow."""
         ...
 
     def estimate_step_seconds(self, loads: Mapping[str, DecodeLoad]) -> float:
@@ -45,7 +46,7 @@ class FixedCosts:
 
     @property
     def free_prefill(self) -> bool:
-        """Always True."""
+        """Whether a prefill takes no time: always True."""
         return True
 
     def get_pace(self, model: str) -> ChunkPace:

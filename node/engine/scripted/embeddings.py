@@ -1,8 +1,8 @@
 """Embeddings and scores of the scripted engine. They follow from the words of a text, and pass admission and the gate.
 
-The vector of a word follows from its hash, that of a text is the normalized sum. Equal texts have equal vectors, and
-texts with common words similar ones. The score of a document is its share of the words of document and query that both
-have. A forward takes no time.
+The vector of a word follows from its hash. The vector of a text is the sum over its words, scaled to the length 1.
+Equal texts have equal vectors, and texts with common words similar ones. The score of a document is the number of
+different words in both document and query, divided by the number in either. A forward takes no time.
 """
 
 import hashlib

@@ -68,7 +68,8 @@ class ScriptedEngine:
     """Engine with a simulated model, for tests and demonstrations (see the module's docstring).
 
     A request with the word `settings.crash` ends the process. `costs` are the durations of forwards; None: those of the
-    settings. `gate` is the memory gate; None: a new one. Raise `ValueError` if a size in the settings is invalid.
+    settings. `gate` is the memory gate; None: a new one. `table` has the live requests. Raise `ValueError` if a size in
+    the settings is invalid.
     """
 
     def __init__(
@@ -104,7 +105,8 @@ class ScriptedEngine:
         return None if isinstance(frame, Ping) else frame
 
     def handle(self, work: Work, now: float) -> list[Frame]:
-        """Process one frame at the monotonic time `now`. Return the frames that answer it at once; mostly none."""
+        """Process one frame at the monotonic time `now`. Return its immediate answers, such as `Admitted`, `Refusal` or
+        the end of an order; an empty list without one."""
         if isinstance(work, Generate):
             return self._generate(work, now)
         if isinstance(work, Embed):
@@ -126,8 +128,8 @@ class ScriptedEngine:
         return []
 
     def step(self, now: float) -> list[list[Frame]]:
-        """Decode one token of every row if a step is due, then prefill the next request if the batch has room. Answer
-        all waiting requests for embeddings. Return the frames to send, all of them together."""
+        """Record the turn that has ended: one token of every row, and a prefill. Begin the next turn, and answer all
+        waiting requests for embeddings. Return the frames to send, in one list."""
         frames = [*self._turns.step(now), *self._embeddings.step(now)]
         self._memory.observe(now)
         return [frames]

@@ -8,8 +8,8 @@ from wire.report import KvParameters, Memory
 
 
 class ScriptedMemory:
-    """Memory of a simulated model. `weights` and `total`, the RAM, are in bytes. `kv_per_token` are the bytes of a
-    token of a row. `now` is in monotonic seconds in all methods."""
+    """Memory of a simulated model, its `ledger` of commitments and its `gate`. `weights` and `total`, the RAM, are in
+    bytes. `kv_per_token` are the bytes of a token of a row. `now` is in monotonic seconds in all methods."""
 
     def __init__(self, weights: int, total: int, kv_per_token: int, gate: MemoryGate) -> None:
         self.gate = gate

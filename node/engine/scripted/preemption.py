@@ -39,7 +39,7 @@ class BatchMemory(Protocol):
 class ScriptedPreemptor:
     """Preemption and ends of requests for lack of memory or rows, and the return of preempted requests.
 
-    `now` is in monotonic seconds in all methods.
+    `preemptions` counts preemptions of requests. `now` is in monotonic seconds in all methods.
     """
 
     def __init__(self, table: ScriptedTable, memory: BatchMemory) -> None:
@@ -58,7 +58,8 @@ class ScriptedPreemptor:
     # lack of memory
 
     def release_for(self, sequence: ScriptedSequence, refused: Refused, now: float) -> None:
-        """Preempt or end one request for a row of `sequence` that must grow: that of `choose_victim`, else `sequence`.
+        """Preempt or end one request for a row of `sequence` that must grow: the choice of `choose_victim`, or
+        `sequence` itself if there is no choice.
 
         `release_memory` states when a request ends.
         """

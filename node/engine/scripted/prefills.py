@@ -99,9 +99,9 @@ class ScriptedPrefills:
     ) -> tuple[list[PrefillChunk], int]:
         """Return the prefills of the next turns, and the number of these turns.
 
-        Without `leap`, these are one prefill and 1. With `leap`, one prefill that repeats in all these turns, or two
-        that alternate. No prompt is complete before the last of these turns, and no chunk or choice would differ from
-        single turns. `step` is the duration of a decode step in seconds (0: no row decodes). `choices` must not be
+        Without `leap`, return one prefill and 1. With `leap`, return one prefill that repeats in all these turns, or
+        two that alternate. No prompt is complete before the last of these turns, and no chunk or choice would differ
+        from single turns. `step` is the duration of a decode step in seconds (0: no row decodes). `choices` must not be
         empty.
         """
         first = self._build_chunk(self._choose_prompt(choices, 1), choices, step)

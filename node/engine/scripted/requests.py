@@ -23,8 +23,8 @@ class ScriptedRequests:
         return answers.split_echo(answers.get_messages(request)) if echo else []
 
     def compute_shape(self, request: Generate, prompt: int, pieces: list[str]) -> preflight.RequestShape:
-        """Return the size of a request. `prompt` is the number of its prompt tokens, `pieces` the result of
-        `list_pieces`."""
+        """Return the size of a request in tokens and choices. `prompt` is the number of its prompt tokens, `pieces` the
+        result of `list_pieces`."""
         natural = len(pieces) or self._settings.tokens
         return preflight.compute_shape(request, prompt, natural, self._settings.max_context)
 
@@ -36,7 +36,8 @@ class ScriptedRequests:
     def create_sequence(
         self, request: Generate, shape: preflight.RequestShape, pieces: list[str], now: float
     ) -> ScriptedSequence:
-        """Create the rows of a request with their commitments; resumed rows contain their known tokens."""
+        """Return a request with its rows and their commitments. Resumed rows contain the tokens that another node has
+        sent; a row whose answer they complete has ended and holds no commitment."""
         word = self._settings.crash
         crashes = bool(word) and answers.contains_word(answers.get_messages(request), word)
         unlimited = request.params.max_tokens is None

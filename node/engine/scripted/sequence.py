@@ -34,7 +34,7 @@ class ScriptedRow:
 
     @property
     def stop(self) -> str:
-        """Always empty, because a row without text has no stop strings. Overridden by `TextRow`."""
+        """Stop string that ended the answer: always empty, because a row without text has no stop strings."""
         return ""
 
     def count_steps_left(self, last: int) -> int:

@@ -44,7 +44,7 @@ RESERVED: Final = frozenset(
 RENDER_TIMEOUT_SECONDS: Final = 5.0
 """Time limit of a chat template in seconds. A conversation of 8 MB takes less than 1 s."""
 _NOW: ContextVar[int] = ContextVar("_NOW")
-"""Time of the request whose template is being rendered, in seconds."""
+"""Time of the request whose template is being rendered, in Unix seconds."""
 
 
 class ChatTemplate:
@@ -55,7 +55,8 @@ class ChatTemplate:
         self._own_renderer = wrapper.chat_template is None or "chat_template_type" in wrapper.init_kwargs
 
     def render(self, request: Generate) -> str:
-        """Return the text of a request's prompt.
+        """Return the text of a request's prompt. With the variable `continue_final_message`, the prompt ends within the
+        last message, which the answer continues; otherwise it ends with the beginning of an answer.
 
         Raise `TemplateFailed` if the model has no template, a variable is in `RESERVED`, the tools are no array, or the
         variables no object. Raise `ValueError` for tools or variables that are no JSON, `DeadlineError` after

@@ -28,7 +28,7 @@ from node.engine.text.tool_call_parser import ToolCallParser
 from wire.frames import Channel
 
 Pieces = tuple[tuple[Channel, str], ...]
-"""Pairs of channel and text."""
+"""Pairs of channel and text. The text of a tool call is its JSON (`wire.frames.Delta`)."""
 
 
 class Decoder(Protocol):
@@ -44,7 +44,7 @@ class Decoder(Protocol):
 
 
 class MarkerCutter(Protocol):
-    """Splitter of text at markers; the markers are removed."""
+    """Splitter of the text of one answer at markers; the markers are removed."""
 
     def feed(self, text: str) -> Sequence[tuple[MarkerPlace, str]]:
         """Add text. Return each place (state) that the text passes with its part of the text, starting with the current
@@ -79,7 +79,7 @@ class TokenOutput:
     """Output of a text pipeline for one token."""
 
     pieces: Pieces = ()
-    """Text by channel."""
+    """Text that became final, by channel, in the order of the answer."""
     stopped: bool = False
     """Whether the answer has ended by a stop string or, with `one_call`, by a call; no output follows."""
 
@@ -87,8 +87,8 @@ class TokenOutput:
 class TextPipeline:
     """Conversion of the tokens of one choice into content, reasoning and tool calls (see the module's docstring).
 
-    `place` is the start of the answer. With `one_call` the answer ends with its first call. `reasoning_tokens` counts
-    the reasoning tokens.
+    `place` is the state of the text at the start of the answer. With `one_call` the answer ends with its first call.
+    `reasoning_tokens` is the number of tokens so far after which the text is within reasoning.
     """
 
     def __init__(
@@ -131,7 +131,8 @@ class TextPipeline:
     def finish(self, reason: str) -> tuple[Pieces, str]:
         """End the answer. Return the held text, and the reason for the client: `stop`, `length` or `tool_calls`.
 
-        `reason` is `stop` or `length`. A completed stop string changes `length` into `stop`.
+        `reason` is `stop` or `length`. An answer that a stop string or a call has ended has the reason `stop` in place
+        of `length`. An answer with a call has the reason `tool_calls` in place of `stop`.
         """
         if not self._stopped:
             self._split_text(self._decoder.flush())

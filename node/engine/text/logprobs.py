@@ -15,10 +15,11 @@ MIN_LOGPROB = -9999.0
 
 
 def compute_logprob(logprobs: mx.array, token: int, count: int, token_bytes: Callable[[int], bytes]) -> Logprob:
-    """Return a token's log probability and the `count` (0 to `MAX_ALTERNATIVES`) highest, from an array (vocabulary,).
+    """Return a token's natural log probability and those of the `count` (0 to `MAX_ALTERNATIVES`) most likely tokens,
+    in descending order.
 
-    `token_bytes(token)` returns the bytes of a token. Tokens that a grammar forbids are not among the highest. A
-    probability of 0 becomes `MIN_LOGPROB`.
+    `logprobs` has the shape (vocabulary,). `token_bytes(token)` returns the bytes of a token. Tokens that a grammar
+    forbids are not among the most likely. For a probability of 0, the token's own value is `MIN_LOGPROB`.
     """
     drawn = logprobs[token].item()
     top: tuple[tuple[bytes, float], ...] = ()

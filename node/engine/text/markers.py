@@ -37,23 +37,24 @@ class MarkerSet:
     think: tuple[str, str] = ("", "")
     """Start and end of a thought; empty without thoughts."""
     call: tuple[str, str] = ("", "")
-    """Start and end of a call; empty without calls. If only the end is empty, a call ends with the answer."""
+    """Start and end of a call or of several; empty without calls. If only the end is empty, a call ends with the
+    answer."""
     structure: tuple[str, ...] = ()
-    """Markers that are removed everywhere."""
+    """Markers that are removed from the text outside of thoughts and calls, such as the end of a message."""
     edges: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict[str, Sequence[tuple[str, str]]])
     """Edges of the response format as pairs of marker and next state, by state."""
     initial: str = ""
     """Initial state of the response format; empty without one."""
 
     def get_start_place(self, thinking: bool) -> MarkerPlace:
-        """Return the state of the text at the start of an answer. `thinking`: the prompt left a thought open."""
+        """Return the state of the text at the start of an answer. `thinking`: the prompt ends within a thought."""
         return MarkerPlace(self.initial or (REASONING if thinking and self.think[1] else NORMAL))
 
     def build_transitions(self, tools: bool) -> dict[MarkerPlace, list[tuple[str, MarkerPlace]]]:
         """Return the edges of every reachable place, as pairs of marker and next place.
 
-        Without `tools` a call's markers are ordinary words. Response formats are an exception, because their blocks can
-        only be separated by those markers.
+        Without `tools`, the request has no tools and a call's markers are ordinary text. Response formats are an
+        exception, because their blocks can only be separated by those markers.
         """
         edges = self._build_edges(tools)
         waiting = [self.get_start_place(False), self.get_start_place(True)]

@@ -6,8 +6,9 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokeni
 
 
 def _build_byte_signs() -> dict[str, bytes]:
-    """Return the byte of each sign of a byte-level vocabulary (the table of GPT-2's encoder). Printable bytes are their
-    own signs; all other bytes have the signs from 256 on, in order."""
+    """Return the byte of each character of a byte-level vocabulary (the table of GPT-2's encoder). A
+    printable byte has the character of the same code point. All other bytes have the characters from code point 256 on,
+    in order."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     signs = {chr(byte): bytes([byte]) for byte in printable}
@@ -15,7 +16,7 @@ def _build_byte_signs() -> dict[str, bytes]:
 
 
 BYTES: Final = _build_byte_signs()
-"""Bytes by the signs of a byte-level vocabulary."""
+"""Byte that each character of a byte-level vocabulary represents."""
 
 
 class TokenBytes:
@@ -28,8 +29,8 @@ class TokenBytes:
         self._added = {token: text for text, token in wrapper.get_added_vocab().items()}
 
     def get_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token: exact for byte-level tokens, else the text of the token alone. Return no bytes
-        for an id out of range."""
+        """Return the bytes of a token: exact for byte-level and SentencePiece vocabularies, else the UTF-8 text of the
+        token alone. Return no bytes for an id out of range."""
         if not 0 <= token < self._size:
             return b""
         if token in self._added:

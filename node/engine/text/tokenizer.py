@@ -3,8 +3,8 @@
 `tokenizer_loader` loads a tokenizer, `chat_template` renders the prompts.
 
 `tokenize_request`, `count_tokens` and `create_pipeline` may be called on several threads at the same time. They read
-only immutable tables, and a pipeline holds its own decoding state. Grammars (`build_guide`, `tool_call_format`,
-`find_single_token`) are for one thread at once.
+only immutable tables, and a pipeline holds its own decoding state. The members for grammars (`build_guide`,
+`tool_call_format`, `find_single_token`) may be used by one thread at a time.
 
 A long text is tokenized by the Rust tokenizer's batch call, which releases the interpreter's lock. Its single call
 holds the lock and thus stops every other thread: 8.6 s for 7.9 MB (`python -m tests.bench tokenize`).
@@ -62,7 +62,7 @@ class TokenizedPrompt:
     thinking: bool
     """Whether the prompt ends within a thought; the answer then starts with reasoning."""
     opens_reasoning: bool = False
-    """Whether the prompt ends with the end of a thought."""
+    """Whether the prompt ends with the marker that ends a thought, by which templates forbid reasoning."""
     plain: bool = False
     """Whether the prompt was made from the text or ids of the request, without a template."""
 
@@ -100,10 +100,12 @@ class Tokenizer:
         wrapper.encode("")
 
     def tokenize_request(self, request: Generate, max_tokens: int = 0) -> TokenizedPrompt:
-        """Tokenize a request: its text or ids unchanged, or its messages rendered by the model's template.
+        """Return the tokens of a request: its ids unchanged, its text without a template, or its messages rendered by
+        the model's template.
 
-        If a text is clearly longer than `max_tokens` (0: no limit), raise `TooLong` as soon as they are counted. Raise
-        `TemplateFailed` if template or tokenizer fail, the prompt is empty, or an id is out of range.
+        If a text clearly has more than `max_tokens` tokens (0: no limit), raise `TooLong` as soon as they are counted.
+        A slightly longer prompt is returned. Raise `TemplateFailed` if template or tokenizer fail, the prompt is empty,
+        or an id is out of range.
         """
         plain = bool(request.text or request.ids)
         try:
@@ -118,11 +120,10 @@ class Tokenizer:
             raise TemplateFailed(format_error(error)) from error
 
     def count_shared_tokens(self, request: Generate, prompt: TokenizedPrompt) -> int:
-        """Return the number of tokens at the start of a prompt that depend only on the system prompt, if all keys share
-        that prompt.
+        """Return the number of tokens at the start of a prompt that depend only on the system prompt.
 
-        They are the tokens with which any two prompts with this system prompt begin. Return 0 without a shared system
-        prompt, or if this prompt does not begin with them.
+        They are the tokens with which any two prompts with this system prompt begin, without tools. Return 0 if the
+        API keys do not share the system prompt (`Generate.shared`), or if this prompt does not begin with these tokens.
         """
         if not request.shared or not request.messages:
             return 0
@@ -148,7 +149,8 @@ class Tokenizer:
         return self.encode(self._render_text(probe), plain=False)
 
     def count_tokens(self, request: Generate) -> int:
-        """Return the number of tokens of a request's text or rendered messages, without tokens of the tokenizer itself.
+        """Return the number of tokens of a request's text or rendered messages, without the special tokens that the
+        tokenizer adds to every text.
 
         Raise `TemplateFailed` if template or tokenizer fail, or the prompt is empty.
         """
@@ -170,9 +172,10 @@ class Tokenizer:
         return self._template.render(request)
 
     def encode(self, text: str, *, plain: bool, max_tokens: int = 0) -> tuple[int, ...]:
-        """Tokenize a text. `plain` includes the tokens that the tokenizer adds to every text.
+        """Return the token ids of a text. `plain` includes the special tokens that the tokenizer adds to every text.
 
-        If a long text clearly has more than `max_tokens` (0: no limit), raise `TooLong` as soon as they are counted.
+        If a text of more than `LONG_TEXT_CHARS` clearly has more than `max_tokens` tokens (0: no limit), raise
+        `TooLong` as soon as they are counted.
         Raise `TokenizerPanic` if the native tokenizer panics.
         """
         try:
@@ -210,8 +213,9 @@ class Tokenizer:
     ) -> TextPipeline:
         """Return the text pipeline of one choice.
 
-        `tools` is the JSON array of the request. `thinking`: the prompt leaves a thought open. With `one_call` the
-        answer ends with its first call. With a `grammar`, markers are recognized only where the grammar puts them.
+        The ids of its calls contain `request_id` and, above 0, `choice`. `tools` is the JSON array of the request.
+        `thinking`: the prompt ends within a thought. With `one_call` the answer ends with its first call. With a
+        `grammar`, markers are recognized only where the grammar puts them.
         Raise `TemplateFailed` or `ValueError` if `tools` is no JSON array.
         """
         parsed_tools = parse_tools((grammar.tools if grammar is not None else "") or tools)
@@ -271,9 +275,10 @@ class Tokenizer:
         return not self.markers.edges and isinstance(cast("Any", self.wrapper)._tokenizer, PreTrainedTokenizerFast)
 
     def build_guide(self) -> LLTokenizer | None:
-        """Return the tokenizer in llguidance's form; None if answers cannot follow a grammar.
+        """Return the tokenizer in llguidance's form; None if answers cannot follow a grammar (`constrainable`).
 
-        Record its special tokens, for the texts of `tool_call_format`. This takes a second for a large vocabulary.
+        Record its special tokens: only then does `tool_call_format` render them as tokens. This takes a second for a
+        large vocabulary.
         """
         fast = cast("Any", self.wrapper)._tokenizer
         if not self.constrainable:

@@ -18,7 +18,8 @@ FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt",
 
 
 def load(folder: Path) -> Tokenizer:
-    """Load the tokenizer of a model's folder, from that folder alone. Raise `TokenizerError` if that fails."""
+    """Load the tokenizer of a model's folder, from that folder alone, without running its code. Raise `TokenizerError`
+    if that fails."""
     if not folder.is_dir():
         raise TokenizerError(f"{folder.name}: the folder does not exist")
     try:
@@ -39,7 +40,7 @@ def _load_wrapper(folder: Path) -> TokenizerWrapper:
 
 def read_defaults(kind: object) -> dict[str, object] | None:
     """Return mlx-lm's tokenizer defaults for a type of model, for folders with incomplete tokenizer settings. Return
-    None if mlx-lm has none. `kind` is `model_type` of the `config.json`.
+    None if mlx-lm has none. `kind` is the value of `model_type` in the `config.json`.
 
     The defaults are in the model's module. The module is parsed and not imported, because an import would create
     kernels on this thread, and only the inference thread may use MLX.

@@ -22,12 +22,12 @@ from node.memory.sensor import measure_footprint
 from wire.units import MIB, show_size
 
 CPU_LIMIT_SECONDS = 30
-"""Limit of CPU seconds. Importing transformers takes 2, a tokenizer of 262,000 tokens 4, the prompts 1."""
+"""Limit of CPU seconds. Importing transformers takes 2 s, a tokenizer of 262,000 tokens 4 s, the prompts 1 s."""
 TIMEOUT_SECONDS = 120.0
 """Limit of elapsed seconds, for a busy machine."""
 MEMORY_LIMIT_BYTES = 768 * MIB
-"""Limit of bytes of the process, in addition to 40 times the tokenizer's files. It takes 350 MB with a small
-tokenizer."""
+"""Limit of the footprint of the process in bytes, in addition to 40 times the size of the tokenizer's files. With a
+small tokenizer the footprint is 350 MB."""
 MEMORY_PER_FILE_BYTE = 40
 """Bytes of the limit for each byte of the tokenizer's files."""
 POLL_INTERVAL_SECONDS = 0.02
@@ -48,7 +48,7 @@ class TokenizerTrials:
     """Trial runs of models' chat templates and tokenizers in a limited process, with their results by fingerprint.
 
     `folder` stores the fingerprints that passed; None: in memory only. `cpu` is the limit of CPU seconds. `memory` is
-    the limit in bytes, in addition to `MEMORY_PER_FILE_BYTE` times the size of the tokenizer's files.
+    the limit of the footprint in bytes, in addition to `MEMORY_PER_FILE_BYTE` times the size of the tokenizer's files.
     """
 
     def __init__(self, folder: Path | None, *, cpu: int = CPU_LIMIT_SECONDS, memory: int = MEMORY_LIMIT_BYTES) -> None:
@@ -60,7 +60,7 @@ class TokenizerTrials:
 
     def run(self, folder: Path, fingerprint: str, files: int) -> None:
         """Try the model in `folder`, unless its fingerprint was tried before. `files` is the size of its tokenizer's
-        files in bytes.
+        files in bytes. A trial blocks the calling thread for at most about `TIMEOUT_SECONDS`.
 
         Store a pass, and keep a failure until the engine restarts. A tokenizer that cannot be loaded passes. Raise
         `TokenizerError` with the reason if the model may not be used, `OSError` if the process cannot be started.

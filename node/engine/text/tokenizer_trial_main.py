@@ -19,7 +19,7 @@ from node.engine.text.tokenizer_trial import EXIT_NOT_LOADED, EXIT_PANICKED
 from wire.frames import Generate, GenerationParams, Message
 
 MAX_TEXT_CHARS = 20_000
-"""Characters of the longest texts: more than enough to reveal an expression with exponential time."""
+"""Characters of the longest texts, without their end: enough to reveal an expression with exponential time."""
 PIECES = (
     "a",
     " ",

@@ -20,8 +20,9 @@ MAX_BLOCK_CHARS: Final = 1 << 18
 class ToolCallParser:
     """Parser of the tool calls in one choice; `count` is the number of calls so far.
 
-    `prefix` starts the ids of the calls. Without `parse` no block is a call. `tools` may have several forms: if the
-    parser fails with one, the next is used. `end` is the marker at the end of a call.
+    The id of a call is `prefix` and its index. Without `parse` no block is a call. `tools` has one or several forms of
+    the request's tools: if the parser fails with one, the next is used. `end` is the marker at the end of a call; empty
+    if a call ends with the answer.
     """
 
     def __init__(self, prefix: str, parse: Parse | None, tools: Sequence[list[object]], end: str) -> None:
@@ -32,9 +33,10 @@ class ToolCallParser:
         self._tools = tools
 
     def parse_block(self, block: str) -> list[str]:
-        """Parse a block without its markers. Return each call as JSON text (see `wire.frames.Delta`).
+        """Parse a block without its markers. Return each call as JSON text (see `wire.frames.Delta`), and add the calls
+        to `count`.
 
-        Return an empty list if the block is no call or has more than `MAX_BLOCK_CHARS`. Never raise.
+        Return an empty list if the block is no call or has more than `MAX_BLOCK_CHARS` characters. Never raise.
         """
         if self._parse is None or len(block) > MAX_BLOCK_CHARS:
             return []

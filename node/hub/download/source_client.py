@@ -41,7 +41,8 @@ _PORTS = {"http": 80, "https": 443}
 
 
 class SourceClient:
-    """Client of a source. Its methods may be called by several threads at once.
+    """Client of a source. Its methods may be called by several threads at once. `connections` is the number of parallel
+    requests; the client opens at most twice as many connections, because redirects lead to other hosts.
 
     Raise `ValueError` if the address of the source cannot be used, `OSError` for the certificates of this node.
     """
@@ -77,7 +78,8 @@ class SourceClient:
     def open_range(self, manifest: ModelManifest, file: ModelFile, start: int, end: int) -> Generator[Iterator[bytes]]:
         """Request the bytes `start` to `end` (without `end`) of a file, and yield an iterator over blocks of them.
 
-        The iterator can end early. Raise `SourceError` for faults and refusals, also from the iterator.
+        The iterator can end early, without an error. Raise `SourceError` for faults and refusals, also from the
+        iterator.
         """
         path = f"{manifest.repo}/resolve/{manifest.commit}/{quote(file.path)}"
         subject = f"{file.path} of {manifest.repo}"

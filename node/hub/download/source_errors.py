@@ -12,7 +12,8 @@ class SourceFault(SourceError):
 
 
 class SourcePending(SourceError):
-    """The source does not have the range yet, because it still downloads the file. `seconds` is the time to wait."""
+    """Error: the source does not have the range yet, because it still downloads the file. `seconds` is the time to
+    wait."""
 
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)
@@ -20,7 +21,7 @@ class SourcePending(SourceError):
 
 
 class SourceLimited(SourceError):
-    """The source limits the rate of requests. `seconds` is the time to wait."""
+    """Error: the source limits the rate of requests. `seconds` is the time to wait."""
 
     def __init__(self, message: str, seconds: float) -> None:
         super().__init__(message)

@@ -32,6 +32,7 @@ class DownloadSource:
     """Source of a download, with its faults since the last progress. Times are monotonic seconds."""
 
     client: SourceClient
+    """Client of the source."""
     timeout: float
     """Seconds without progress after which the source is lost."""
     progressed_at: float = 0.0
@@ -84,9 +85,11 @@ class SourcePool:
     """Sources of a download. All methods may be called by several threads."""
 
     sources: Sequence[DownloadSource]
+    """Sources in the order of their use."""
     unusable: tuple[str, ...] = ()
     """Reasons of sources that could not be used from the start."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+    """Lock of the changing state of the pool and its sources."""
     fetched: int = 0
     """Bytes received over the network."""
     current: DownloadSource | None = None
@@ -96,8 +99,7 @@ class SourcePool:
     def open(
         cls, sources: Sequence[ModelSource], cluster: ClusterFiles, timeout: float, connections: int
     ) -> "SourcePool":
-        """Return a pool with the clients of all sources whose kind is known, each with at most `connections`
-        connections.
+        """Return a pool with the clients of all sources whose kind is known, each for `connections` parallel requests.
 
         `timeout` is the maximum seconds without progress of each source; 0 selects the default of its kind. A source
         that cannot be used from the start is left out, and `unusable` has the reason.

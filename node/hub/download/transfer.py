@@ -115,7 +115,8 @@ class _FileTask:
 
 
 class Transfer:
-    """Download of files into a repository folder, whose lock the caller holds. `stop` ends `run` early."""
+    """Download of files into a repository folder, whose lock the caller holds. `stop` ends `run` early. `piece_bytes`
+    is the size of a piece, `connections` the number of parallel ranges."""
 
     def __init__(
         self,
@@ -145,7 +146,7 @@ class Transfer:
         return sum(task.part.received_bytes for task in self._tasks)
 
     def list_digests(self) -> dict[str, FileDigest]:
-        """Return the entries of all verified files, by ETag."""
+        """Return the entries of all verified files for the digest store, by ETag."""
         return {task.file.etag: task.digest for task in self._tasks if task.digest is not None}
 
     def run(self, report: Callable[[], None]) -> bool:

@@ -79,7 +79,8 @@ class QuantizationPlan:
         os.rename(self.temporary, self.target)
 
     def discard(self) -> None:
-        """Delete an incomplete result, with folders that are empty without it. Errors are ignored."""
+        """Delete an incomplete result, and the folders above it that are then empty, below `root`. Errors are
+        ignored."""
         with suppress(OSError):
             shutil.rmtree(self.temporary)
         for parent in self.target.parents:
@@ -134,7 +135,8 @@ def choose_folder(settings: ModelSettings, own: Path) -> Path:
 
 
 def read_tensors(folder: Path) -> list[StoredTensor]:
-    """Return the tensors of a model's weight files. Raise `OSError` or `ModelFileError` if they cannot be read."""
+    """Return the tensors of a model's weight files. Raise `OSError` if a file cannot be read, `ModelFileError` if its
+    header is invalid."""
     tensors: list[StoredTensor] = []
     for file in sorted(folder.glob("model*.safetensors")):
         try:

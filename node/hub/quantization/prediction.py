@@ -59,7 +59,7 @@ class QuantizationCost:
 
 
 def predict_cost(tensors: Iterable[StoredTensor], bits: int) -> QuantizationCost:
-    """Return the predicted cost of a quantization of tensors to `bits` bits per weight."""
+    """Return the predicted cost of a quantization to `bits` bits per weight. `tensors` are all tensors of the model."""
     layers, stored = Counter[str](), 0
     for tensor in tensors:
         match = _LAYER.match(tensor.name)

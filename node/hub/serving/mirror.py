@@ -140,7 +140,7 @@ def _build_config(app: HubServer, create_context: Callable[[], ssl.SSLContext]) 
 
 
 def run_mirror(order: MirrorOrder, channel: ChildChannel) -> ChildEnd:
-    """Serve the files of a model to other nodes, as the order says. Return how the order ended.
+    """Serve the files of a model to other nodes by an order. Return the end of the order.
 
     The end is `COMPLETED` without requests for `idle_seconds`, `CANCELLED` after a stop, and `FAILED` if the server
     cannot begin or has ended.

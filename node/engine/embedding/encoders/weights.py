@@ -94,7 +94,7 @@ def read_arrays(folder: Path) -> dict[str, mx.array]:
 
 
 def read_quantization(config: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return bits and group size of quantized weights from `config.json`; None if the weights are not quantized.
+    """Return bits and group size of quantized weights from a parsed `config.json`; None if they are not quantized.
 
     Raise `KeyError`, `TypeError` or `ValueError` for an entry without these numbers.
     """
@@ -111,7 +111,8 @@ def _rename(name: str) -> str:
 
 
 def apply_gelu(states: mx.array) -> mx.array:
-    """Return the exact Gaussian error linear unit of each number of `states`, in their shape."""
+    """Return the Gaussian error linear unit (GELU, by the error function) of each number of `states`, in their
+    shape."""
     return states * (1 + mx.erf(states / math.sqrt(2))) / 2
 
 
