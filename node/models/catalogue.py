@@ -16,6 +16,7 @@ memory, their tokenizer and their fingerprint belong together. `find_replacement
 
 import hashlib
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -71,9 +72,9 @@ log = structlog.get_logger("node.models.catalogue")
 class ModelCatalogue:
     """Models in the model folders of `settings` and in Hugging Face's cache, by the last scan.
 
-    Models that the MLX engine cannot serve are included, with their cause. Only one thread may scan. All other threads
-    see the complete result of one scan. `environment` has the variables that locate the cache. `find_content` returns
-    the content hash of a model folder, empty if a file is not hashed.
+    Models that the MLX engine cannot serve are included, with their cause. Any thread may call any method: one thread
+    scans at a time, and all threads see the complete result of one scan. `environment` has the variables that locate
+    the cache. `find_content` returns the content hash of a model folder, empty if a file is not hashed.
     """
 
     def __init__(
@@ -91,6 +92,10 @@ class ModelCatalogue:
         """State of the files of a pinned model when it was pinned."""
         self._described: dict[Path, tuple[tuple[object, ...], ModelDescriptor]] = {}
         self._scanned = -SCAN_INTERVAL_SECONDS
+        self._scanning = threading.RLock()
+        """Held during a scan, also by threads that wait for its result."""
+        self._changing = threading.Lock()
+        """Held while `_known` or `_pinned` are replaced: the engine pins models while another thread scans."""
 
     def get_models(self) -> Mapping[str, ModelDescriptor]:
         """Return all models by name, including those that cannot be served (`ModelDescriptor.cause`)."""
@@ -110,19 +115,24 @@ class ModelCatalogue:
         An unknown name causes a new scan, because the model may just have been downloaded. Scans are at least
         `SCAN_VALID_SECONDS` apart.
         """
-        if self.find(name) is None and time.monotonic() - self._scanned > SCAN_VALID_SECONDS:
-            self.scan()
+        if self.find(name) is None:
+            with self._scanning:
+                if time.monotonic() - self._scanned > SCAN_VALID_SECONDS:
+                    self.scan()
         return self.find(name)
 
     def pin(self, descriptor: ModelDescriptor) -> None:
         """Keep the description of a loaded model until `unpin`, even if its files are replaced."""
-        self._pinned = {**self._pinned, descriptor.name: descriptor}
-        self._pinned_states[descriptor.name] = _read_file_state(Path(descriptor.folder))
+        state = _read_file_state(Path(descriptor.folder))
+        with self._changing:
+            self._pinned_states[descriptor.name] = state
+            self._pinned = {**self._pinned, descriptor.name: descriptor}
 
     def unpin(self, name: str) -> None:
         """End `pin` after the model was unloaded: the description of its files on the disk applies again. Do nothing
         for a model that is not pinned."""
-        self._pinned = {other: model for other, model in self._pinned.items() if other != name}
+        with self._changing:
+            self._pinned = {other: model for other, model in self._pinned.items() if other != name}
 
     def find_replacement(self, descriptor: ModelDescriptor) -> ModelDescriptor | None:
         """Return the model that has replaced the loaded model `descriptor` on the disk, by the last scan.
@@ -142,7 +152,8 @@ class ModelCatalogue:
         except (OSError, ValueError):
             return False
         if newest is not None and newest.fingerprint != descriptor.fingerprint:
-            self._known = {**self._known, descriptor.name: newest}
+            with self._changing:
+                self._known = {**self._known, descriptor.name: newest}
         return newest is not None and newest.fingerprint == descriptor.fingerprint
 
     def refresh(self) -> bool:
@@ -161,6 +172,13 @@ class ModelCatalogue:
 
         The embedded model is included only if no other model can be served.
         """
+        with self._scanning:
+            models = self._read_folders()
+            with self._changing:
+                self._known, self._scanned = models, time.monotonic()
+                self._pinned = {name: self._add_content(pinned) for name, pinned in self._pinned.items()}
+
+    def _read_folders(self) -> dict[str, ModelDescriptor]:
         models: dict[str, ModelDescriptor] = {}
         for name, folder in self._find_folders():
             if name not in models and is_valid_model(name):
@@ -171,8 +189,7 @@ class ModelCatalogue:
         if all(model.cause for model in models.values()):
             embedded = self._describe_cached(EMBEDDED.name, EMBEDDED)
             models |= {embedded.name: embedded} if embedded is not None else {}
-        self._known, self._scanned = models, time.monotonic()
-        self._pinned = {name: self._add_content(pinned) for name, pinned in self._pinned.items()}
+        return models
 
     def _add_content(self, pinned: ModelDescriptor) -> ModelDescriptor:
         """Return the description of a loaded model with its content hash, if its files were hashed meanwhile.

@@ -5,7 +5,7 @@ from typing import Final, NamedTuple
 
 from node.engine.text.chat_template import ChatTemplate
 from node.engine.text.tokenizer import Tokenizer
-from node.engine.text.tokenizer_errors import TemplateFailed, TooLong
+from node.engine.text.tokenizer_errors import TemplateFailed, TooLong, convert_panics
 from node.models.embedding_layout import AnswerTokens
 from wire.frames import Embed, Generate, GenerationParams, Message
 
@@ -78,9 +78,10 @@ class EncoderPairs:
         `truncate` to the room that is left.
 
         Without `truncate`, a pair may have more than `most` tokens. Raise `TooLong` for a query without room for any
-        document.
+        document, and `TokenizerPanic` if the native tokenizer panics.
         """
-        found = self._rust.encode(self._request.query, document)
+        with convert_panics():
+            found = self._rust.encode(self._request.query, document)
         ids, own = found.ids, [place for place, text in enumerate(found.sequence_ids) if text == 1]
         cut = max(0, len(own) - self._request.max_tokens) if self._request.max_tokens else 0
         cut = max(cut, len(ids) - self._most) if self._request.truncate else cut

@@ -14,7 +14,7 @@ from node.engine.process.interface import CallRecording
 from node.engine.requests.prepared import PreparedEmbedding
 from node.engine.requests.preparer import RequestPreparer
 from node.engine.text.tokenizer import Tokenizer
-from node.engine.text.tokenizer_errors import TooLong
+from node.engine.text.tokenizer_errors import TemplateFailed, TooLong
 from node.models.catalogue import ModelCatalogue
 from node.models.embedding_layout import EmbeddingLayout
 from wire.frames import Embed
@@ -52,6 +52,8 @@ class EmbeddingPreparer:
             most = 0 if found is None else self._context(found)
             text = f"{error}; the longest text for {request.model} has {most}: shorten the text, or set truncate"
             return _refuse(request, RefusalCode.CONTEXT, text)
+        except TemplateFailed as error:
+            return _refuse(request, RefusalCode.TEMPLATE, str(error))
         except Exception as error:
             log.exception("prepare", request=request.request, request_id=request.request_id)
             return _refuse(request, RefusalCode.TEMPLATE, f"a text could not be tokenized: {type(error).__name__}")

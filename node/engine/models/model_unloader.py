@@ -121,9 +121,10 @@ class ModelUnloader:
             self.unload(found.name)
             if found.name in self.pinned:
                 again.append(found)
-        while (due := self.find_next_idle_unload()) is not None and due <= now:
-            self.departures += 1
-            self.unload(self.list_idle()[0])
+        for name in self.list_idle() if self._max_idle_seconds else ():
+            if self._table.loaded[name].usage.used_at + self._max_idle_seconds <= now:
+                self.departures += 1
+                self.unload(name)
         return again
 
     def _find_replaced(self) -> list[ModelDescriptor]:

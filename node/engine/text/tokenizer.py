@@ -33,7 +33,7 @@ from node.engine.text.markers import NORMAL, MarkerPlace, MarkerSet
 from node.engine.text.pipeline_parts import MarkCutter, PassThrough, TokenDecoder
 from node.engine.text.stop_strings import StopStrings
 from node.engine.text.token_bytes import TokenBytes
-from node.engine.text.tokenizer_errors import TemplateFailed, TokenizerPanic, TooLong, format_error
+from node.engine.text.tokenizer_errors import TemplateFailed, TooLong, convert_panics, format_error
 from node.engine.text.tool_call_parser import ToolCallParser
 from wire.capacity.arithmetic import TOKENIZE_SLACK, TOKENIZE_SLICE_CHARS
 from wire.frames import Generate, Message
@@ -157,7 +157,8 @@ class Tokenizer:
         try:
             text = self._render_text(request)
             if self.rust is not None and len(text) > LONG_TEXT_CHARS:
-                return len(self.rust.encode_batch_fast([text], add_special_tokens=False)[0])
+                with convert_panics():
+                    return len(self.rust.encode_batch_fast([text], add_special_tokens=False)[0])
             ids = self.encode(text, plain=False)
             self._check_ids(ids)
             return len(ids)
@@ -178,16 +179,12 @@ class Tokenizer:
         `TooLong` as soon as they are counted.
         Raise `TokenizerPanic` if the native tokenizer panics.
         """
-        try:
+        with convert_panics():
             if self.rust is None or len(text) <= LONG_TEXT_CHARS:
                 return tuple(self.wrapper.encode(text) if plain else self._encode_plainly(text))
             if max_tokens and len(text) > max(2 * max_tokens, TOKENIZE_SLICE_CHARS):
                 self._check_length(self.rust, text, max_tokens)
             return tuple(self.rust.encode_batch_fast([text], add_special_tokens=plain)[0].ids)
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # pyo3's type, a BaseException, cannot be imported
-                raise
-            raise TokenizerPanic(f"the tokenizer failed: {format_error(error)}") from error
 
     def _check_length(self, rust: "RustTokenizer", text: str, max_tokens: int) -> None:
         """Raise `TooLong` as soon as the slices of a text have more than `max_tokens` tokens. A cut adds a few at

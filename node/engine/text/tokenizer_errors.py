@@ -1,5 +1,7 @@
 """Errors of tokenizers and chat templates, each with one line for the client."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Final
 
 MAX_ERROR_CHARS: Final = 300
@@ -21,6 +23,20 @@ class TokenizerPanic(TemplateFailed):
 
 class TooLong(ValueError):
     """Error of a prompt with more tokens than allowed; the text is one line for the client."""
+
+
+@contextmanager
+def convert_panics() -> Generator[None]:
+    """Raise `TokenizerPanic` for a panic of the native tokenizer in the block.
+
+    A panic is a `BaseException`: unconverted, it would pass `except Exception` and end the calling thread.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3's type cannot be imported
+            raise
+        raise TokenizerPanic(f"the tokenizer failed: {format_error(error)}") from error
 
 
 def format_error(error: BaseException) -> str:

@@ -4,8 +4,12 @@ import json
 import os
 import shutil
 import struct
+import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -472,6 +476,36 @@ def test_a_loaded_model_keeps_its_description_until_it_is_released(tmp_path: Pat
     shutil.rmtree(folder)
     made.scan()
     assert made.find_replacement(before) is None
+
+
+def test_no_scan_loses_a_model_that_is_pinned_meanwhile(tmp_path: Path):
+    model(tmp_path / "m")
+    made = library(tmp_path)
+    first = made.get_models()["m"]
+    loaded = [replace(first, name=f"m{number}") for number in range(300)]
+    ended = Event()
+
+    def scan_until_ended() -> int:
+        scans = 0
+        while not ended.is_set():
+            made.scan()
+            scans += 1
+        return scans
+
+    with ThreadPoolExecutor(1) as thread:
+        scans = thread.submit(scan_until_ended)
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)
+        try:
+            for one in loaded:
+                made.pin(one)
+            for one in loaded[::2]:
+                made.unpin(one.name)
+        finally:
+            sys.setswitchinterval(interval)
+            ended.set()
+        assert scans.result(60) > 0
+    assert [one.name for one in loaded if made.find(one.name)] == [one.name for one in loaded[1::2]]
 
 
 def test_a_model_is_unchanged_only_as_long_as_the_disk_holds_the_same(tmp_path: Path):

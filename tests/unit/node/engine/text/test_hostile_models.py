@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from node.engine.embedding.pairs import EncoderPairs
 from node.engine.process.crash_recorder import CrashRecord, CrashRecorder, create_page, read_crash_record
 from node.engine.process.interface import NativeCallKind
 from node.engine.requests.preparer import RequestPreparer
@@ -28,7 +29,7 @@ from tests.support.engine import vocabulary
 from tests.support.engine.text_engine import Driver
 from tests.support.processes import ROOT
 from tests.unit.node.engine.text.test_tokenizer import ask
-from wire.frames import Generate, GenerationParams, Message, ModelBan, RestoreModels
+from wire.frames import Embed, Generate, GenerationParams, Message, ModelBan, RestoreModels
 from wire.refusals import RefusalCode
 from wire.units import MIB
 
@@ -110,6 +111,12 @@ def test_a_panic_of_the_native_tokenizer_fails_its_request_alone(tmp_path: Path,
     harmful = tokenizer_loader.load(a_model(tmp_path / "model", expression=EXPLODES))
     with pytest.raises(TemplateFailed, match=r"the tokenizer failed: PanicException: .*retry-limit"):
         harmful.tokenize_request(ask(Message("user", "a" * length + "!")))
+    with pytest.raises(TemplateFailed, match=r"the tokenizer failed: PanicException: .*retry-limit"):
+        harmful.count_tokens(ask(Message("user", "a" * length + "!")))
+    pairs = EncoderPairs(harmful, Embed(1, 1, "a", "m", ("a",), query="a"), 512)
+    with pytest.raises(TemplateFailed, match=r"the tokenizer failed: PanicException: .*retry-limit"):
+        pairs.tokenize("a" * length + "!")
+    assert pairs.tokenize("a").ids
     assert harmful.tokenize_request(ask(Message("user", "a"))).ids
 
 
