@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 
 from tests.bench.row import Row, commit
-from tests.support.chromium import CHROMIUM, FLAGS, NAMES
+from tests.browser.chromium import CHROMIUM, FLAGS, NAMES
 from tests.support.processes import pool
 
 NODES, VISITS, SECONDS = 3, 7, 10.0

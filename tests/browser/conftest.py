@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from playwright.sync_api import Browser, BrowserContext, expect, sync_playwright
 
-from tests.support.chromium import CHROMIUM, FLAGS
+from tests.browser.chromium import CHROMIUM, FLAGS
 
 WAIT = 15_000
 expect.set_options(timeout=WAIT)

@@ -17,9 +17,9 @@ import httpx
 from openai import DefaultHttpxClient, OpenAI, OpenAIError
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
+from tests.browser.chromium import CHROMIUM, FLAGS
 from tests.browser.test_page import ask_for_a_video, go, visit
 from tests.models import EMBEDDED
-from tests.support.chromium import CHROMIUM, FLAGS
 from tests.support.cluster.engine_pool import MLX
 from tests.support.hub.hub import running_hub
 from tests.support.processes import NO_TLS, Pool, environment, pool, until

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from playwright.sync_api import BrowserContext, Page, expect
 
+from tests.browser.chromium import CHROMIUM
 from tests.browser.test_page import go, link, sound
-from tests.support.chromium import CHROMIUM
 from tests.support.processes import NO_TLS, Pool, pool, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]

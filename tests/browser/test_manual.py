@@ -10,8 +10,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser
 
+from tests.browser.chromium import CHROMIUM
 from tests.effort import thin_cases
-from tests.support.chromium import CHROMIUM
 from tests.support.processes import ROOT, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import BrowserContext, Dialog, Locator, Page, expect
 
+from tests.browser.chromium import CHROMIUM
 from tests.browser.test_page import go, link, sound
 from tests.models import EMBEDDED
-from tests.support.chromium import CHROMIUM
 from tests.support.cluster.engine_pool import MLX
 from tests.support.hub.hub import Answer, Hub, running_hub
 from tests.support.processes import Pool, environment, pool, until

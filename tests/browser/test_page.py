@@ -11,8 +11,8 @@ from axe_playwright_python.sync_playwright import Axe
 from openai import DefaultHttpxClient, OpenAI
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
+from tests.browser.chromium import CHROMIUM
 from tests.effort import IS_NIGHTLY, SEED
-from tests.support.chromium import CHROMIUM
 from tests.support.cluster.engine_pool import order
 from tests.support.processes import NO_TLS, Pool, get_ray_ports, pool, until
 from tests.support.video.chain import until_ray

@@ -19,8 +19,8 @@ from coordinator.cluster.member_state import Member
 from coordinator.observe.node_rows import NodeFacts, build_node_row
 from coordinator.state.rows import MemberRow
 from router.placement.sanitize_report import build_node_view
+from tests.browser.chromium import CHROMIUM
 from tests.browser.test_page import sound
-from tests.support.chromium import CHROMIUM
 from tests.support.cluster.loopback_cluster import a_model
 from wire.frames import Report
 from wire.identity import NodeId
