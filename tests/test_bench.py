@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -80,7 +81,9 @@ def test_settings_and_names_that_benchmarks_use_exist():
 
 
 def _table(text: str) -> list[str]:
-    return [line for line in text.splitlines() if line.startswith("| ")][1:]
+    """Return the rows of all tables, without their headings."""
+    lines = text.splitlines()
+    return [line for line, below in pairwise([*lines, ""]) if line.startswith("| ") and not below.startswith("|---")]
 
 
 SMALL, LARGE = KINDS[0], KINDS[3]
