@@ -1,4 +1,4 @@
-"""Routes of the control plane: what follows from method, path and scope."""
+"""Routes of the control plane: statuses and limits by method, path and scope."""
 
 import pytest
 
