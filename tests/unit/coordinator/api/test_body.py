@@ -1,12 +1,14 @@
-"""A route of the control plane is built when it is needed first."""
+"""Routes of the control plane: built when they are needed first, with bodies of bounded size."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
+from typing import Any
 
 import httpx
 import pytest
 
 from coordinator.api.body import StrictRoute
+from coordinator.api.route import MAX_BODY_BYTES
 from tests.support.cluster.application import Application, application
 
 
@@ -41,3 +43,44 @@ def test_the_description_has_all_routes_before_any_request(built: Application):
     described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     assert {(method, path.replace(":path", "")) for method, path in built_routes(built)} <= described
     assert len(built_routes(built)) > 50
+
+
+async def send_body(built: Application, *parts: dict[str, Any]) -> int:
+    """Create a token with a body in these parts, after which the client leaves; return the status."""
+    key = built.admin.create_key("admin", ["admin"], None)["key"]
+    headers = [(b"host", b"127.0.0.1"), (b"authorization", f"Bearer {key}".encode())]
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/api/v1/tokens",
+        "query_string": b"",
+        "headers": [*headers, (b"content-type", b"application/json")],
+        "client": ("127.0.0.1", 50_000),
+        "server": ("127.0.0.1", 8080),
+    }
+    waiting, statuses = [{"type": "http.request"} | part for part in parts], list[int]()
+
+    async def receive() -> dict[str, Any]:
+        return waiting.pop(0) if waiting else {"type": "http.disconnect"}
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    await built.app(scope, receive, send)
+    (status,) = statuses
+    return status
+
+
+async def test_a_body_may_have_the_bytes_of_its_limit(built: Application):
+    assert await send_body(built, {"body": b"{}" + b" " * (MAX_BODY_BYTES - 2)}) == 200
+    assert await send_body(built, {"body": b"{}" + b" " * (MAX_BODY_BYTES - 1)}) == 413
+    half = {"body": b" " * (MAX_BODY_BYTES // 2), "more_body": True}
+    assert await send_body(built, half, half, {"body": b"{}"}) == 413
+
+
+async def test_a_body_is_complete_with_its_last_part(built: Application):
+    assert await send_body(built, {"body": b"{", "more_body": True}, {"more_body": True}, {"body": b"}"}) == 200
+    assert await send_body(built, {"body": b"{}", "more_body": True}) == 400

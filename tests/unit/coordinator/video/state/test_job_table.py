@@ -43,6 +43,7 @@ from coordinator.video.state.jobs import (
     change_state,
     to_row,
 )
+from coordinator.video.state.transition import MAX_PAUSE_SECONDS
 from coordinator.video.state.transitions import advance
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.state_machine import IllegalEventError
@@ -445,6 +446,79 @@ def test_a_removed_node_is_not_kept_anywhere():
     story.tell(NodeRemoved("a"))
     assert "'a'" not in repr(story.board)
     assert story.job(2).state == JobState.FAILED
+
+
+def test_fetched_files_complete_a_job():
+    story = Story(keep_count=1, keep_seconds=100.0)
+    completed(story, 1)
+    job = story.running(2)
+    story.report("a", state_of(job, progress=40))
+    story.end(job)
+    actions = story.tell(FilesFetched("video_2", 1, FILES))
+    acknowledged = ReleaseLease("a", job.lease, 1, ReleaseCause.ACKNOWLEDGED)
+    assert actions == [acknowledged, ExpireFiles("video_1")], "the older files leave at once"
+    ended = story.job(2)
+    assert (ended.state, ended.phase, ended.progress, ended.files) == (JobState.COMPLETED, "completed", 100, FILES)
+    assert (ended.ended, ended.expires) == (story.now, story.now + 100)
+
+
+def test_lost_files_fail_a_job():
+    story = Story(records=1)
+    story.submit(1)
+    story.tell(JobCancelled("video_1"))
+    job = story.running(2)
+    story.end(job)
+    fault = JobFault("storage_full", "the disk is full")
+    acknowledged = ReleaseLease("a", job.lease, 1, ReleaseCause.ACKNOWLEDGED)
+    assert story.tell(FilesLost("video_2", 1, fault)) == [ExpireFiles("video_2"), acknowledged, DeleteJob("video_1")]
+    assert (story.job(2).state, story.job(2).fault, story.job(2).files) == (JobState.FAILED, fault, ())
+
+
+def test_files_of_another_lease_or_state_change_no_job():
+    story = Story()
+    running, files = story.running(), FilesFetched("video_1", 1, FILES)
+    assert (story.tell(files), story.job(1).state) == ([], JobState.IN_PROGRESS)
+    story.end(running)
+    assert (story.tell(FilesFetched("video_1", 0, FILES)), story.job(1).state) == ([], JobState.FINALIZING)
+    story.tell(JobCancelled("video_1"))
+    cancelled = story.job(1)
+    assert story.tell(files) == [ExpireFiles("video_1")]
+    assert story.job(1) == cancelled
+
+
+def test_overdue_lease_returns_the_job_to_the_queue_and_pauses_the_node():
+    story = Story()
+    story.submit(1)
+    job = story.place()
+    story.now += 30
+    assert story.tell(JobTick()) == [ReleaseLease("a", job.lease, 1, ReleaseCause.LEASE_TIMEOUT)]
+    assert (story.job(1).state, story.job(1).phase) == (JobState.QUEUED, "its node did not answer")
+    assert story.board.pauses == {"a": story.now + MAX_PAUSE_SECONDS / 2}
+
+
+def test_overdue_start_releases_the_lease_and_a_job_of_an_absent_node_does_not():
+    story = Story()
+    job = story.running()
+    story.now += 90
+    assert story.tell(JobTick()) == [ReleaseLease("a", job.lease, 1, ReleaseCause.START_TIMEOUT)]
+    assert (story.job(1).state, list(story.board.holds)) == (JobState.QUEUED, [job.lease])
+    story = Story()
+    story.running()
+    story.tell(NodeAway("a"))
+    story.now += 60
+    assert story.tell(JobTick()) == []
+    assert (story.job(1).fault or JobFault("", "")).code == "node_lost"
+    assert story.board.holds == {}
+
+
+def test_overdue_fetch_fails_the_job():
+    story = Story(keep_seconds=100.0, on_node_loss="requeue")
+    story.end(story.running())
+    story.now += 99
+    assert (story.tell(JobTick()), story.job(1).state) == ([], JobState.FINALIZING)
+    story.now += 1
+    assert story.tell(JobTick()) == []
+    assert (story.job(1).fault or JobFault("", "")).code == "artifact_lost"
 
 
 def test_nothing_follows_an_end():

@@ -1,0 +1,55 @@
+"""API keys of control routes: the requests that may call a route, and the names under which a call is recorded."""
+
+import pytest
+from fastapi import Request
+
+from coordinator.api.auth import ACTOR, ADDRESS, KEY, require_scope
+from coordinator.api.errors import ProblemError
+from coordinator.state.access_admin import LOCAL_KEY_NAME, PAGE_KEY_NAME
+from router.admission.api_keys import KeyRing, new_key
+from router.errors import NO_KEY, WRONG_KEY, Problem, build_missing_scope
+
+PEPPER = b"0123456789abcdef"
+
+
+def a_ring(name: str, *scopes: str) -> tuple[KeyRing, str, str]:
+    """Return a ring with one key, the id of the key, and its text."""
+    ring = KeyRing(PEPPER)
+    key, text = new_key(PEPPER, name, scopes, created=1.0)
+    ring.put(key)
+    return ring, key.id, text
+
+
+def a_request(text: str | None, address: str | None = "10.0.0.7") -> Request:
+    """Return a request with a key, from a client at `address`."""
+    headers = [] if text is None else [(b"authorization", b"Bearer " + text.encode())]
+    return Request({"type": "http", "headers": headers, "client": None if address is None else (address, 50_000)})
+
+
+@pytest.mark.parametrize("scope", ["admin", "metrics"])
+@pytest.mark.parametrize("has_address", [True, False])
+async def test_a_request_with_the_scope_is_recorded_under_the_id_of_its_key(scope: str, has_address: bool):
+    ring, key_id, text = a_ring("laptop", scope)
+    address = "10.0.0.7" if has_address else None
+    await require_scope(ring, scope)(a_request(text, address))
+    assert (ACTOR.get(), KEY.get(), ADDRESS.get()) == (key_id, key_id, address or "")
+
+
+@pytest.mark.parametrize("name", [LOCAL_KEY_NAME, PAGE_KEY_NAME])
+async def test_this_machine_and_the_page_are_recorded_by_name(name: str):
+    ring, key_id, text = a_ring(name, "admin")
+    await require_scope(ring, "metrics")(a_request(text))
+    assert (ACTOR.get(), KEY.get()) == (name, key_id)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [(None, NO_KEY), ("mp_unknown_secret", WRONG_KEY), ("its own", build_missing_scope("admin"))],
+    ids=["no key", "wrong key", "other scope"],
+)
+async def test_any_other_request_is_refused_and_not_recorded(text: str | None, problem: Problem):
+    ring, _, own = a_ring("laptop", "infer", "metrics")
+    with pytest.raises(ProblemError) as error:
+        await require_scope(ring, "admin")(a_request(own if text == "its own" else text))
+    assert error.value.problem == problem
+    assert (ACTOR.get(), KEY.get(), ADDRESS.get()) == ("", "", "")

@@ -1,0 +1,107 @@
+"""Files of finished video jobs: the files that are fetched from a node, and the limits of their sizes."""
+
+import hashlib
+from collections.abc import AsyncGenerator
+from pathlib import Path
+
+import pytest
+
+from coordinator.video.artifacts import MAX_FILES, SLACK_BYTES, ArtifactFolder, compute_max_bytes, get_kind
+from coordinator.video.state.jobs import JobFault, RequestedClip, StoredFile, VideoJob
+from wire.identity import NodeId
+from wire.video import Artifact
+
+WANTED = RequestedClip("wan", "a cat", 64, 64, 5, 16, 4, 100)
+JOB = VideoJob("video_1", 1, "key", 0.0, WANTED, 2**30, node="n1", lease="l1")
+CLIP = b"a clip"
+
+
+def an_artifact(name: str, content: bytes = CLIP) -> Artifact:
+    return Artifact(name, len(content), hashlib.sha256(content).digest())
+
+
+class Node:
+    """A node that has a file of the content `CLIP` under every name."""
+
+    def __init__(self) -> None:
+        self.fetched: list[str] = []
+
+    async def fetch(self, node: NodeId, source: str, max_bytes: int) -> AsyncGenerator[bytes]:
+        """Yield the content, as the node of the job does."""
+        assert node == "n1"
+        self.fetched.append(source)
+        yield CLIP
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, node: Node) -> ArtifactFolder:
+    return ArtifactFolder(tmp_path / "videos", node.fetch)
+
+
+async def fetch_names(folder: ArtifactFolder, *artifacts: Artifact) -> list[str]:
+    """Fetch files of the job, and return the names of the stored ones."""
+    files = await folder.fetch_files(JOB, artifacts)
+    assert not isinstance(files, JobFault), files
+    assert all(file == StoredFile(file.name, len(CLIP), hashlib.sha256(CLIP).hexdigest()) for file in files)
+    return [file.name for file in files]
+
+
+async def test_fetch_files_stores_all_files_of_a_known_kind(folder: ArtifactFolder, node: Node):
+    names = ["clip.mp4", "A-1_b.webp", "thumb.jpg"]
+    assert await fetch_names(folder, *map(an_artifact, names)) == names
+    assert node.fetched == [f"artifact:l1/{name}" for name in names]
+    assert sorted(path.name for path in folder.get_folder(JOB.id).iterdir()) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    "unusable",
+    [an_artifact(".hidden.mp4"), an_artifact("../other.mp4"), an_artifact("log.txt"), an_artifact("empty.mp4", b"")],
+    ids=["hidden", "path", "kind", "empty"],
+)
+async def test_files_with_unusable_names_or_without_content_stay_on_the_node(
+    folder: ArtifactFolder, node: Node, unusable: Artifact
+):
+    assert await fetch_names(folder, unusable, an_artifact("clip.mp4")) == ["clip.mp4"]
+    assert node.fetched == ["artifact:l1/clip.mp4"]
+    fault = await folder.fetch_files(JOB, (unusable,))
+    assert isinstance(fault, JobFault)
+    assert (fault.code, "no video" in fault.message) == ("output_invalid", True)
+
+
+async def test_a_file_of_one_byte_is_fetched(tmp_path: Path):
+    async def fetch(node: NodeId, source: str, max_bytes: int) -> AsyncGenerator[bytes]:
+        yield b"x"
+
+    files = await ArtifactFolder(tmp_path / "videos", fetch).fetch_files(JOB, (an_artifact("clip.mp4", b"x"),))
+    assert files == (StoredFile("clip.mp4", 1, hashlib.sha256(b"x").hexdigest()),)
+
+
+async def test_files_after_the_first_few_stay_on_the_node(folder: ArtifactFolder):
+    names = [f"{number}.mp4" for number in range(MAX_FILES + 1)]
+    assert await fetch_names(folder, *map(an_artifact, names)) == names[:MAX_FILES]
+
+
+async def test_a_thumbnail_alone_is_no_video(folder: ArtifactFolder, node: Node):
+    fault = await folder.fetch_files(JOB, (an_artifact("thumb.webp"),))
+    assert isinstance(fault, JobFault)
+    assert (fault.code, node.fetched) == ("output_invalid", [])
+
+
+@pytest.mark.parametrize("name", ["clip.mp4", "thumb.webp"])
+async def test_a_file_may_have_the_bytes_of_its_frames_without_compression(
+    folder: ArtifactFolder, node: Node, name: str
+):
+    most = compute_max_bytes(JOB, get_kind(name))
+    assert most == 64 * 64 * 3 * (5 if name == "clip.mp4" else 1) + SLACK_BYTES
+    larger = await folder.fetch_files(JOB, (an_artifact("clip.mp4"), Artifact(name, most + 1, b"x" * 32)))
+    assert isinstance(larger, JobFault)
+    assert (larger.code, f"{most} at most" in larger.message, node.fetched) == ("output_invalid", True, [])
+    largest = await folder.fetch_files(JOB, (an_artifact("clip.mp4"), Artifact(name, most, b"x" * 32)))
+    assert isinstance(largest, JobFault)
+    assert largest.code == "artifact_broken"
+    assert not folder.get_folder(JOB.id).exists()
