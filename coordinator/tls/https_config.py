@@ -63,9 +63,9 @@ def read_https_validity(
 ) -> dict[str, tuple[float, float]]:
     """Return issue and expiry of certificates in Unix seconds, by name: `authority`, `coordinator` and `endpoint`.
 
-    `file` is the certificate file of the settings. A certificate whose file cannot be read is missing, with a warning
-    in the log: the metrics of everything else, and the alerts, do not depend on the file. `endpoint` is missing without
-    TLS, too.
+    `file` is the certificate file of the settings. A certificate whose file cannot be read is missing, and the log has
+    a warning. The metrics of everything else, and the alerts, do not depend on the file. Without TLS, `endpoint` is
+    missing.
     """
     readers: dict[str, Callable[[], tuple[float, float]]] = {
         "authority": lambda: authority.ca_validity,

@@ -83,8 +83,8 @@ def make(folder: Path, architecture: str, *, preset: str, plan: Plan | None, see
 def _silence(tokenizer: Tokenizer, weights: dict[str, mx.array]) -> None:
     """Set the embeddings of tokens that are no text of their own to 0, in place.
 
-    They are the logits' weights, too: a random model then generates no such token in a greedy answer. A server would
-    hold back the text of an answer that repeats one byte of a letter.
+    The embeddings are also the weights of the logits: a random model then generates no such token in a greedy answer. A
+    server would hold back the text of an answer that repeats one byte of a letter.
     """
     mute = [
         number
