@@ -21,7 +21,7 @@ from wire.frames import Embed
 from wire.models.kind import ModelKind
 from wire.refusals import RefusalCode, Refused
 
-log = structlog.get_logger("engine.door")
+log = structlog.get_logger("engine.prompts")
 
 
 class EmbeddingPreparer:

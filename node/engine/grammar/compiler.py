@@ -213,7 +213,7 @@ def build_marker_layout(tokenizer: Tokenizer, spec: GrammarSpec, prompt: Tokeniz
     elif (
         think[1]
         and not prompt.plain
-        and not prompt.opens_reasoning
+        and not prompt.ends_reasoning
         and tokenizer.find_single_token(think[0]) is not None
     ):
         start = ReasoningStart.MAY

@@ -31,7 +31,7 @@ from wire.refusals import RefusalCode, Refused
 
 FEATURES = ("grammar", "logprobs", "reasoning", "sampling", "tools")
 """Features of the engine beyond plain requests."""
-log = structlog.get_logger("engine.door")
+log = structlog.get_logger("engine.prompts")
 
 
 class RequestPreparer:

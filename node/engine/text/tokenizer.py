@@ -61,7 +61,7 @@ class TokenizedPrompt:
     """Token ids."""
     thinking: bool
     """Whether the prompt ends within a thought; the answer then starts with reasoning."""
-    opens_reasoning: bool = False
+    ends_reasoning: bool = False
     """Whether the prompt ends with the marker that ends a thought, by which templates forbid reasoning."""
     plain: bool = False
     """Whether the prompt was made from the text or ids of the request, without a template."""

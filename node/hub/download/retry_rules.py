@@ -11,7 +11,7 @@ DEFAULT_WAIT_SECONDS = 5.0
 """Wait in seconds after a refusal that names no time."""
 MAX_NAMED_WAIT_SECONDS = 30 * 24 * 3600.0
 """Maximum wait in seconds that is taken from an answer."""
-MIN_BACKOFF_SECONDS = 0.25
+FIRST_BACKOFF_SECONDS = 0.25
 """Maximum wait in seconds after the first failure; each further failure doubles the wait."""
 MAX_DOUBLINGS = 5
 """Number of failures in a row after which the wait does not grow any more."""
@@ -48,7 +48,7 @@ def compute_backoff(failures: int, draw: float) -> float:
 
     `draw` is random, from 0 to 1. It halves the wait at most.
     """
-    return MIN_BACKOFF_SECONDS * 2.0 ** min(failures, MAX_DOUBLINGS) * (0.5 + draw / 2)
+    return FIRST_BACKOFF_SECONDS * 2.0 ** min(failures, MAX_DOUBLINGS) * (0.5 + draw / 2)
 
 
 def find_range_fault(content_range: str, start: int, end: int, size: int) -> str:

@@ -33,7 +33,7 @@ from wire.models.files import ModelFile, ModelManifest, ModelSource, SourceKind
 CONNECT_TIMEOUT_SECONDS = 10.0
 READ_TIMEOUT_SECONDS = 30.0
 MAX_REDIRECTS = 5
-"""Maximum requests for one range, each of which may be redirected."""
+"""Maximum redirects that are followed for one range."""
 USER_AGENT = "macpool"
 RELAY_BASE = "http://relay"
 """Base URL of requests through the coordinator, whose connection has TLS of its own."""
@@ -93,7 +93,7 @@ class SourceClient:
 
     def _send(self, path: str, subject: str, headers: Mapping[str, str]) -> httpx2.Response:
         url = self._base.join(path)
-        for _ in range(MAX_REDIRECTS):
+        for _ in range(MAX_REDIRECTS + 1):
             request = self._http.build_request("GET", url, headers={**headers, **self._build_headers(url)})
             response = self._http.send(request, stream=True)
             if response.status_code not in (301, 302, 303, 307, 308):

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from node.hub.cache_layout import RepositoryFolder
 from node.hub.digests import DigestStore, find_content
 from node.hub.download.piece_journal import parse_journal
+from node.hub.download.source_client import MAX_REDIRECTS
 from tests.effort import thin_cases
 from tests.support.hub.downloads import PIECE, Child, download, download_order, hub_source
 from tests.support.hub.hub import Answer, Hub, running_hub
@@ -313,6 +314,16 @@ def test_redirects_to_other_schemes_are_refused(hub: Hub, tmp_path: Path, locati
     hub.faults.answers = [Answer(WEIGHTS, 302, {"location": location}, times=99)]
     end = download(tmp_path, manifest, [hub_source(hub.url)])
     assert (end.code, "redirects" in end.message) == (ModelOrderCode.FAILED, True)
+
+
+def test_only_so_many_redirects_are_followed(hub: Hub, tmp_path: Path):
+    manifest = hub.add("tests/tiny", FILES)
+    itself = {"location": f"/tests/tiny/resolve/{manifest.commit}/{WEIGHTS}"}
+    hub.faults.answers = [Answer(WEIGHTS, 302, itself, times=999)]
+    end = download(tmp_path, manifest, [hub_source(hub.url)])
+    assert (end.code, f"more than {MAX_REDIRECTS} times" in end.message) == (ModelOrderCode.FAILED, True)
+    hub.faults.answers = [Answer(WEIGHTS, 302, itself, times=MAX_REDIRECTS)]
+    assert download(tmp_path, manifest, [hub_source(hub.url)]).code == ModelOrderCode.COMPLETED
 
 
 def test_blobs_of_other_tools_are_verified_by_content(hub: Hub, tmp_path: Path):

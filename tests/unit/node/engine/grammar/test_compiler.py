@@ -269,7 +269,7 @@ def test_where_a_thought_may_stand(tokenizer: Tokenizer, grammars: GrammarCompil
 
     assert thought(TokenizedPrompt((1,), thinking=True)) is ReasoningStart.OPEN
     assert thought(TokenizedPrompt((1,), thinking=False)) is ReasoningStart.MAY
-    assert thought(TokenizedPrompt((1,), thinking=False, opens_reasoning=True)) is ReasoningStart.NONE
+    assert thought(TokenizedPrompt((1,), thinking=False, ends_reasoning=True)) is ReasoningStart.NONE
     assert thought(TokenizedPrompt((1,), thinking=False, plain=True)) is ReasoningStart.NONE
 
 
