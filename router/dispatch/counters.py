@@ -14,9 +14,9 @@ from wire.identity import NodeId
 from wire.refusals import FailureCode, RefusalCode
 from wire.state_machine import IllegalEventCounts
 
-TTFT_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320)
-ITL_BOUNDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
-E2E_BOUNDS = (0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 240, 480, 960)
+TTFT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 90, 300)
+ITL_BOUNDS = (0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.1, 0.2, 0.5, 1, 2.5)
+E2E_BOUNDS = (0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 960)
 WAIT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60)
 PLACEMENT_BOUNDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02)
 """Upper bounds in seconds of the buckets of placement decisions. The tuples above have the bounds of the times to first

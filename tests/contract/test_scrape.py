@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.bench import metrics
 from tests.support.cluster.loopback_cluster import LoopbackNode
 from tests.support.cluster.whole_pool import Served, served, status
 
@@ -52,3 +53,11 @@ def test_a_node_that_is_no_member_has_no_page():
 def test_a_trailing_slash_is_no_redirect():
     with served(LoopbackNode("a")) as pool:
         assert get(pool, "/metrics/")[0] == 404
+
+
+def test_ten_nodes_with_ten_models_have_at_most_two_thousand_series():
+    with metrics.full_pool() as pool:
+        coordinator = metrics.count_series(pool.ask(metrics.build_scrape(pool))[0])
+    node = metrics.count_series(metrics.render_node())
+    assert min(coordinator, node) > 100, "the metrics are not whole"
+    assert coordinator + metrics.NODES * node <= metrics.MAX_SERIES
