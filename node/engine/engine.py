@@ -137,6 +137,11 @@ class TextEngine:
 
     # for the threads
 
+    @property
+    def loads(self) -> int:
+        """Number of model loads that have succeeded."""
+        return self.parts.model_manager.loads
+
     def prepare(self, frame: Frame) -> Work | None:
         """Convert a frame into work, on the I/O thread. Tokenize or count a short prompt at once. A prompt that is
         long, needs a lock or has a grammar becomes an `UntokenizedPrompt`.
@@ -210,8 +215,7 @@ class TextEngine:
         """Return the monotonic time of the next step: `now` if work is due. It is later for retries, memory checks,
         unloads of idle models and writes to the disk cache. Return None if only a frame can bring work."""
         parts = self.parts
-        works = parts.scheduler.next_step_at(now)
-        embeds = parts.embeddings.next_step_at(now)
+        works, embeds = parts.scheduler.next_step_at(now), parts.embeddings.next_step_at(now)
         if embeds is not None:
             works = embeds if works is None else min(works, embeds)
         if (works is not None and works <= now) or parts.model_manager.has_ended:
@@ -384,11 +388,7 @@ class TextEngine:
             if not parts.embeddings.end_newest(refused, now):
                 parts.scheduler.end_newest(refused, now)
             parts.footprint.reset_peak()
-        return [
-            *parts.commands.take_ended_answers(),
-            *parts.scheduler.drain_output(),
-            *parts.embeddings.drain_output(),
-        ]
+        return [*parts.commands.take_ended_answers(), *parts.scheduler.drain_output(), *parts.embeddings.drain_output()]
 
     def _reclaim_memory(self, order: ReclaimMemory) -> list[Frame]:
         """Free memory for a lease. A load that no request waits for is aborted for it."""

@@ -112,6 +112,8 @@ class ModelManager:
         self._ended: list[Outcome] = []
         self._sizes: dict[str, int] = {}
         """Bytes of a model once loaded, by fingerprint, measured in its first load."""
+        self.loads = 0
+        """Number of loads that have succeeded."""
 
     # state
 
@@ -280,6 +282,7 @@ class ModelManager:
         release_free_memory()
         weights, seconds = show_size(loaded_model.weights), round(now - load.begun, 2)
         log.info("model loaded", model=loaded_model.name, weights=weights, seconds=seconds)
+        self.loads += 1
         self._ended.append(LoadSucceeded(loaded_model))
 
     def _record_broken(self, descriptor: ModelDescriptor, error: Exception) -> Refused:

@@ -104,6 +104,11 @@ class Engine(Protocol):
     gate: "MemoryGate"
     """Gate of the engine, which checks every forward."""
 
+    @property
+    def loads(self) -> int:
+        """Number of model loads that have succeeded. A change causes a report before the next answers."""
+        ...
+
     def prepare(self, frame: Frame) -> Work | None:
         """Convert a frame into work for `handle`, on the I/O thread; tokenize a short prompt. Return None if there is
         no work.

@@ -58,6 +58,7 @@ class EngineLoop:
         self._guard: dict[str, object] = {}
         self._commands: set[int] = set()
         """Requests of open loads and unloads."""
+        self._published_loads = 0
         self._prompts, self._long_prompts = TokenizeQueue(), TokenizeQueue()
 
     def put(self, work: Work) -> None:
@@ -152,8 +153,11 @@ class EngineLoop:
     def _route(self, answers: Iterable[Frame | UntokenizedPrompt]) -> None:
         """Send frames together, and queue prompts for the tokenizers.
 
-        A report precedes the end of a load or unload. A client that has the answer therefore sees the new models.
+        A report precedes the answers after a load, and the end of an unload. A client that has the answer therefore
+        sees the new models.
         """
+        if self._engine.loads != self._published_loads:
+            self._publish(time.monotonic())
         frames: list[Frame] = []
         for answer in answers:
             if isinstance(answer, UntokenizedPrompt):
@@ -168,7 +172,7 @@ class EngineLoop:
 
     def _publish(self, now: float) -> None:
         """Send a report, unless it equals the last one."""
-        self._publish_at, self._published_at = None, now
+        self._publish_at, self._published_at, self._published_loads = None, now, self._engine.loads
         self._log_guard()
         report = self._engine.report(now)
         if report != self._published:

@@ -100,6 +100,11 @@ class ScriptedEngine:
         self._acked = self._enforced = self._sheds = self._freed_order = 0
         self._cancelled: dict[int, None] = {}
 
+    @property
+    def loads(self) -> int:
+        """0, because the model is always loaded."""
+        return 0
+
     def prepare(self, frame: Frame) -> Work | None:
         """Return the frame unchanged, because all work is fast; None for a `Ping`."""
         return None if isinstance(frame, Ping) else frame

@@ -5,12 +5,27 @@ from queue import Queue
 
 import pytest
 
+from node.engine.build import compose
 from node.engine.process.crash_recorder import CrashRecorder
-from node.engine.process.interface import NativeCall
+from node.engine.process.interface import Engine, NativeCall
 from node.engine.process.loop import MIN_REPORT_INTERVAL_SECONDS, EngineLoop
 from node.engine.scripted.engine import ScriptedEngine
-from node.settings import ScriptedSettings
-from wire.frames import Cancel, Deltas, EngineReport, Finished, Frame, Generate, GenerationParams, MemoryLimits, Message
+from node.models.catalogue import ModelCatalogue
+from node.settings import EngineSettings, ModelSettings, NodeSettings, ScriptedSettings
+from tests import models
+from wire.frames import (
+    Admitted,
+    Cancel,
+    Deltas,
+    EngineReport,
+    Finished,
+    Frame,
+    Generate,
+    GenerationParams,
+    MemoryLimits,
+    Message,
+)
+from wire.report import Hardware
 from wire.units import GIB
 
 LIMITS = MemoryLimits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
@@ -20,12 +35,13 @@ WAIT = 10.0
 class Running:
     """A loop on its own thread, with its frames and their times."""
 
-    def __init__(self, settings: ScriptedSettings) -> None:
-        self.engine = ScriptedEngine(settings, CrashRecorder())
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.sent: Queue[tuple[float, Frame]] = Queue()
         self.loop = EngineLoop(self.engine, self._keep)
         self.thread = threading.Thread(target=self.loop.run)
         self.thread.start()
+        threading.Thread(target=self.loop.tokenize_prompts, daemon=True).start()
 
     def _keep(self, frames: Sequence[Frame]) -> None:
         for frame in frames:
@@ -45,13 +61,28 @@ class Running:
 
 @pytest.fixture
 def running() -> Iterator[Running]:
-    made = Running(ScriptedSettings(step_ms=10))
+    made = Running(ScriptedEngine(ScriptedSettings(step_ms=10), CrashRecorder()))
     yield made
     made.stop()
 
 
-def generate(number: int, tokens: int) -> Generate:
-    return Generate(number, number, "r", "scripted-1", (Message("user", "hi"),), GenerationParams(max_tokens=tokens), 0)
+@pytest.fixture
+def loading() -> Iterator[Running]:
+    """A loop with a real engine that has no model in memory yet."""
+    folders = (str(models.path("llama")),)
+    settings = NodeSettings(
+        engine=EngineSettings(kind="mlx"),
+        models=ModelSettings(folders=folders, use_huggingface_cache=False, profile="off", trial=False),
+    )
+    catalogue = ModelCatalogue(settings.models)
+    catalogue.scan()
+    made = Running(compose(settings, catalogue, CrashRecorder(), Hardware("test", 16 * GIB), None))
+    yield made
+    made.stop()
+
+
+def generate(number: int, tokens: int, model: str = "scripted-1") -> Generate:
+    return Generate(number, number, "r", model, (Message("user", "hi"),), GenerationParams(max_tokens=tokens), 0)
 
 
 def resting(frame: Frame) -> bool:
@@ -93,6 +124,17 @@ def test_frames_of_one_step_are_sent_together():
     assert [type(frame) for frame in together] == [Deltas, Finished]
     loop.stop()
     thread.join(WAIT)
+
+
+def test_a_report_shows_a_model_before_the_answers_of_the_request_that_loads_it(loading: Running):
+    (model,) = (name.name for name in loading.engine.report(time.monotonic()).models)
+    loading.loop.put(LIMITS)
+    work = loading.engine.prepare(generate(1, 1, model))
+    assert work is not None
+    loading.loop.put(work)
+    seen = [frame for _, frame in loading.until(lambda frame: isinstance(frame, Admitted))]
+    reports = [frame for frame in seen if isinstance(frame, EngineReport)]
+    assert [one.loaded for one in reports[-1].models] == [True]
 
 
 def test_a_cancel_while_it_decodes_ends_it_without_a_word(running: Running):
