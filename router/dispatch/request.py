@@ -98,6 +98,6 @@ Outcome = Finished | Refused | RequestFailure
 """End of a request: a complete answer, a refusal, or a failure."""
 SWAP = "waiting for a model swap"
 PULL = "waiting for the pull of the model"
-"""Reason of a wait in keep-alives; `SWAP` is the other one."""
+"""Reasons of a wait that the keep-alives of a stream name: `SWAP` and `PULL`."""
 CANCELLED = RequestFailure(FailureCode.CANCELLED, "the client cancelled the request")
 SLOW = RequestFailure(FailureCode.SLOW_CLIENT, "the client did not read its stream")

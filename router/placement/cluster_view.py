@@ -135,7 +135,7 @@ class ModelIdentity:
     """Versions that members have under one model name."""
 
     version: ModelVersion = UNKNOWN_VERSION
-    """Version that serves new requests; empty without any."""
+    """Version that serves new requests; `UNKNOWN_VERSION` if no member has the model."""
     holders: Mapping[ModelVersion, int] = field(default_factory=dict[ModelVersion, int])
     """Number of members that have each version. A member that has not hashed its files counts for the version with the
     same samples that most members have."""

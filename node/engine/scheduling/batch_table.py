@@ -1,4 +1,4 @@
-"""Table of the decode batches of all models, and the mark by which the memory of a step is measured."""
+"""Table of the decode batches of all models, which also states whether the memory of the last step can be measured."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

@@ -252,7 +252,10 @@ class Prefill:
 
 
 def group_by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
-    """Return the rows of a request grouped by the known token ids of their answers, which are the keys."""
+    """Return the rows of a request by the token ids that their answers already have.
+
+    Rows of a new request have none. Rows of a resumed or preempted request may differ.
+    """
     parts: dict[tuple[int, ...], list[Row]] = {}
     for row in rows:
         parts.setdefault(tuple(row.ids), []).append(row)

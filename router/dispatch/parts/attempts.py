@@ -91,9 +91,9 @@ class Attempts:
         request.add_step(now, "resumed" if resumed else "sent", chosen.name)
 
     def send(self, request: ActiveRequest, action: StartAttempt) -> bool:
-        """Send the request of an attempt to its node. Return False without a link, as the next view will show.
+        """Send the request of an attempt to its node. Return False if the node has no link any more.
 
-        For embeddings and scores, discard the vectors of an earlier attempt: nothing of them is resumed.
+        A request for embeddings or scores starts again: the vectors of an earlier attempt are discarded.
         """
         spec, placed = request.spec, action.placed
         if spec.embed is not None:

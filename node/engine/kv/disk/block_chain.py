@@ -38,7 +38,7 @@ class BlockName(NamedTuple):
 
     @property
     def file(self) -> str:
-        """Name of the file, with the folder of its model."""
+        """Path of the file relative to the folder of the disk cache: the folder of its model, and its name."""
         stem = self.chain.hex()
         if self.part is BlockPart.STATE:
             stem = f"{self.parent.hex()}-{self.tokens}-{stem}"
