@@ -226,6 +226,16 @@ def test_a_macs_card_has_the_values_of_its_report(page: Page, api: Answers):
     expect(page.get_by_role("heading", level=1)).to_contain_text("home")
 
 
+def test_a_bar_ends_at_the_cap(page: Page, api: Answers):
+    api.sections["nodes"] = [node(current=90 * GIB, reserved=20 * GIB, margin=10 * GIB, leases=0, recent=200 * GIB)]
+    show(page)
+    bar = page.get_by_role("meter")
+    ends = [float(bar.locator(f"rect.{name}").get_attribute("x") or 0) for name in ("margin", "lease")]
+    assert ends == [pytest.approx(1000)] * 2
+    assert float(bar.locator("rect.reserved").get_attribute("width") or 0) == pytest.approx(6 / 96 * 1000)
+    assert float(bar.locator("rect.peak").get_attribute("x") or 0) == pytest.approx(997)
+
+
 def test_every_state_of_a_mac_has_its_words_its_badge_and_its_buttons(page: Page, api: Answers):
     until = AT + 3600
     pause = {"when": "always", "paused": True, "why": "paused by ann", "until": until, "by_hand": True}
@@ -234,7 +244,7 @@ def test_every_state_of_a_mac_has_its_words_its_badge_and_its_buttons(page: Page
         node("silent", NodeState.SUSPECT, heard_seconds=5),
         node("drains", NodeState.DRAINING),
         node("lost", NodeState.LOST, heard_seconds=130),
-        node("asleep", NodeState.ASLEEP, heard_seconds=7),
+        node("asleep", NodeState.ASLEEP, heard_seconds=10_800),
         node("paused", NodeState.PAUSED, sharing=pause),
         node("joins", NodeState.JOINING),
         node("gone", NodeState.LEFT),
@@ -252,7 +262,7 @@ def test_every_state_of_a_mac_has_its_words_its_badge_and_its_buttons(page: Page
         "silent": ("suspect", "5.00 s ago"),
         "drains": ("draining",),
         "lost": ("lost", "Lost, last report 2 min ago. Check its power and network."),
-        "asleep": ("asleep", "Asleep, last report 7.00 s ago."),
+        "asleep": ("asleep", "Asleep, last report 3 h ago."),
         "paused": ("paused", "paused by ann, until ", "Its memory is free for its owner."),
         "joins": ("joining", "Joining: it gets requests after its first reports."),
         "off": ("guard off",),
@@ -266,6 +276,9 @@ def test_every_state_of_a_mac_has_its_words_its_badge_and_its_buttons(page: Page
         card = page.get_by_role("region", name=name, exact=True)
         for text in texts:
             expect(card).to_contain_text(text)
+    for name, marked in (("over", 1), ("blind", 1), ("inert", 0)):
+        headroom = page.get_by_role("region", name=name, exact=True).locator("p", has_text="headroom")
+        expect(headroom.locator("b.bad")).to_have_count(marked)
     here = ["Cordon", "Drain", "Pause", "Allow video"]
     buttons = {
         "cordoned": ["Uncordon", *here[1:]],
@@ -363,6 +376,18 @@ def test_charts_show_the_newest_values_of_the_load(page: Page, api: Answers):
             "aria-label", f"{title} in the last 10 minutes: now {text}; highest {highest(title, text)}"
         )
     expect(total.get_by_text("of 96.0 GiB", exact=True)).to_be_visible()
+
+
+def test_a_missed_point_of_the_load_is_asked_for_again(page: Page, api: Answers):
+    show(page)
+    later = {"interval_seconds": 10, "number": 3, "at": AT + 20, "nodes": {}}
+    missed = {name: [5.0, 500.0, value[-1]] for name, value in load(generated_tokens_per_second=7.0).items()}
+    api.by_path["GET /api/v1/history"] = later | {"pool": missed}
+    api.sections["load"] = later | {"pool": {name: [value[-1]] for name, value in missed.items()}}
+    total = page.get_by_role("region", name="The pool in the last hour")
+    expect(total.get_by_role("img", name="Tokens per second")).to_have_attribute(
+        "aria-label", re.compile("highest 500")
+    )
 
 
 def highest(title: str, text: str) -> str:
