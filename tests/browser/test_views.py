@@ -3,6 +3,8 @@
 The page's own files run in a real browser. The API is a table of answers, therefore every value is known.
 """
 
+import csv
+import io
 import json
 import re
 import time
@@ -25,6 +27,7 @@ from tests.support.cluster.loopback_cluster import a_model
 from wire.frames import Report
 from wire.identity import NodeId
 from wire.node_state import NodeState
+from wire.refusals import FailureCode, RefusalCode
 from wire.report import EngineCounters, EngineState, Hardware, Memory, Sharing
 from wire.units import GIB, KIB, MIB
 
@@ -853,6 +856,19 @@ def test_requests_in_flight_and_ended_have_every_value_in_its_column(page: Page,
     assert cells(rows.nth(5))[1:3] == ["r0", "older"]
 
 
+def test_every_code_of_an_end_is_a_refusal_a_failure_or_a_cancel(page: Page, api: Answers):
+    refused = {code.value for code in RefusalCode}
+    cancelled = {FailureCode.CANCELLED.value, FailureCode.SLOW_CLIENT.value}
+    failed = {code.value for code in FailureCode} - refused - cancelled
+    api.sections["ended"] = [ended(code, code) for code in sorted(refused | failed | cancelled)]
+    show(page, "requests")
+    rows = page.get_by_role("region", name="Requests that ended").get_by_role("row")
+    for kind, codes in (("refused", refused), ("failed", failed), ("cancelled", cancelled)):
+        page.get_by_label("Outcome").select_option(kind)
+        expect(rows).to_have_count(1 + len(codes))
+        assert {cells(row)[1] for row in rows.all()[1:]} == codes
+
+
 def test_one_request_is_explained_with_the_arithmetic_of_each_mac(page: Page, api: Answers):
     steps = [{"at": 0.25, "what": "sent", "node": "studio"}, {"at": 130.0, "what": "first token", "node": "studio"}]
     candidate = {
@@ -1004,6 +1020,16 @@ def test_a_keys_row_shows_its_limits_and_its_buttons_send_what_was_changed_alone
     assert len(api.asked) == before
     page.once("dialog", lambda dialog: dialog.accept())
     assert sent(api, row.get_by_role("button", name="Revoke")) == ("DELETE", "/api/v1/keys/k1", None)
+
+
+@pytest.mark.parametrize("begin", ["=", "+", "-", "@", "\t"])
+def test_a_name_that_a_spreadsheet_would_run_is_text_in_the_csv_file(page: Page, api: Answers, begin: str):
+    show(page)
+    row = used("2026-01-01", name=begin + 'a,"b"')
+    text = page.evaluate("async (row) => (await import('/ui/views/usage.js')).csv([row])", row)
+    (found,) = csv.DictReader(io.StringIO(text))
+    assert found["name"] == f"'{begin}" + 'a,"b"'
+    assert found["completion_tokens"] == str(row["completion_tokens"])
 
 
 def test_usage_is_summed_by_key_and_model_and_stacked_by_day(page: Page, api: Answers):

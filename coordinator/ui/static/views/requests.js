@@ -3,7 +3,8 @@ import { html, useState } from "/ui/vendor/preact.js";
 import { Nothing, PRESENT, Table, Wrong, clock, count, rate, seconds, size, useAsked } from "/ui/pool.js";
 
 const CANCELLED = ["cancelled", "slow_client"];
-const FAILED = ["answer_too_long", "engine_crashed", "engine_lost", "failed", "link_lost", "memory_pressure", "node_lost", "node_stopping", "router_error", "shutting_down"];
+// All codes of failures of a node, an upstream or the router; any other code is that of a refusal.
+const FAILED = ["answer_too_long", "command_timeout", "engine_crashed", "engine_error", "engine_lost", "failed", "grammar_failed", "link_lost", "memory_pressure", "node_lost", "node_stopping", "router_error", "shutting_down", "upstream_failed"];
 const MAX_UNBROKEN = 28;
 const KINDS = { "": "all", ok: "ok", refused: "refused", failed: "failed", cancelled: "cancelled" };
 
