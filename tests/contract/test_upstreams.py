@@ -48,7 +48,10 @@ async def served(url: str, key_file: Path, model: str = "far", **more: Any) -> A
     default = more.pop("upstreams_by_default", True)
     settings = RouterSettings(
         aliases={"coder": ("big-30b", "upstream:home")},
-        profiles={"calm": ProfileSettings(temperature=0.1, top_p=0.5, max_tokens=9)},
+        profiles={
+            "calm": ProfileSettings(temperature=0.1, top_p=0.5, max_tokens=9),
+            "brief": ProfileSettings(chat_template_kwargs={"enable_thinking": False}),
+        },
         upstreams={"home": UpstreamSettings(url=url, model=model, key_file=str(key_file), **(options | more))},
         upstreams_by_default=default,
     )
@@ -129,6 +132,15 @@ async def test_upstream_completions_use_their_path_and_profile(server: str, key_
     seen = read_seen(server)[-1]
     assert seen["path"] == "/v1/completions"
     assert seen["body"] == {"model": "far", "prompt": "hello", "top_p": 1, "temperature": 0.1, "max_tokens": 9}
+
+
+async def test_template_variables_of_a_client_precede_those_of_its_profile(server: str, key_file: Path):
+    body: dict[str, Any] = {"model": "coder:brief", "messages": MESSAGES}
+    async with served(server, key_file) as cluster, plain(cluster) as client:
+        for own, sent in (({"enable_thinking": True}, True), ({}, False)):
+            answer = await client.post("/v1/chat/completions", json=body | {"chat_template_kwargs": own})
+            assert answer.status_code == 200
+            assert read_seen(server)[-1]["body"]["chat_template_kwargs"] == {"enable_thinking": sent}
 
 
 async def test_a_model_that_fits_is_never_skipped(server: str, key_file: Path):

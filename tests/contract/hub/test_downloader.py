@@ -173,16 +173,36 @@ def test_the_next_source_replaces_wrong_content(hub: Hub, tmp_path: Path):
     assert {request.path.rpartition("/")[2] for request in second.requests} == {WEIGHTS}
 
 
+def interrupt_with_wrong_piece(hub: Hub, folder: Path, manifest: ModelManifest) -> None:
+    """Kill a download of flipped weights once it has recorded the wrong piece."""
+    hub.faults.flipped, hub.faults.chunk_seconds = {WEIGHTS}, 0.3
+    wrong = SIZE // 2 // PIECE
+    journal = RepositoryFolder(folder / "hub", manifest.repo).get_journal(manifest.files[-1].etag)
+
+    def is_recorded() -> bool:
+        parsed = parse_journal(journal.read_bytes()) if journal.exists() else None
+        return parsed is not None and wrong in parsed.pieces
+
+    child = Child("node.hub.downloader", download_order(folder, manifest, [hub_source(hub.url)]), folder / "log")
+    until(is_recorded, what="the wrong piece")
+    child.close()
+    assert is_recorded(), "the download ended before it was killed"
+    hub.faults.chunk_seconds = 0.0
+
+
 def test_a_wrong_piece_of_an_earlier_download_is_not_blamed_on_the_source(hub: Hub, tmp_path: Path):
     manifest = hub.add("tests/tiny", FILES)
-    hub.faults.flipped, hub.faults.chunk_seconds = {WEIGHTS}, 0.02
-    child = Child("node.hub.downloader", download_order(tmp_path, manifest, [hub_source(hub.url)]), tmp_path / "log")
-    while not (message := child.read()) or message.fetched < 30 * PIECE:
-        pass
-    child.close()
-    hub.faults.flipped, hub.faults.chunk_seconds = set(), 0.0
+    interrupt_with_wrong_piece(hub, tmp_path, manifest)
+    hub.faults.flipped = set()
     assert download(tmp_path, manifest, [hub_source(hub.url)]).code == ModelOrderCode.COMPLETED
     assert snapshot(tmp_path, manifest) == FILES
+
+
+def test_a_source_that_stays_wrong_ends_a_resumed_download(hub: Hub, tmp_path: Path):
+    manifest = hub.add("tests/tiny", FILES)
+    interrupt_with_wrong_piece(hub, tmp_path, manifest)
+    assert download(tmp_path, manifest, [hub_source(hub.url)]).code == ModelOrderCode.CONTENT_MISMATCH
+    assert not is_published(tmp_path, manifest)
 
 
 def test_cut_bodies_continue_where_they_ended(hub: Hub, tmp_path: Path):
@@ -306,6 +326,17 @@ def test_the_token_does_not_follow_a_redirect_to_another_host(hub: Hub, tmp_path
         assert end.code == ModelOrderCode.COMPLETED
         assert {request.authorization for request in store.requests} == {""}
         assert {request.authorization for request in hub.requests} == {"Bearer secret"}
+
+
+def test_a_refusal_of_the_storage_behind_the_hub_is_no_fault_of_the_repository(hub: Hub, tmp_path: Path):
+    manifest = hub.add("tests/tiny", FILES)
+    with running_hub() as store:
+        store.add("tests/tiny", FILES)
+        store.faults.answers = [Answer(WEIGHTS, 403, times=2)]  # the signature of its address has expired
+        path = f"/tests/tiny/resolve/{manifest.commit}/{WEIGHTS}"
+        hub.faults.answers = [Answer(WEIGHTS, 302, {"location": f"{store.url}{path}?signature=x"}, times=999)]
+        assert download(tmp_path, manifest, [hub_source(hub.url)]).code == ModelOrderCode.COMPLETED
+    assert snapshot(tmp_path, manifest) == FILES
 
 
 @pytest.mark.parametrize("location", ["file:///etc/passwd", "", "ftp://127.0.0.1/x"])

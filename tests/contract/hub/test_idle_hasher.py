@@ -67,3 +67,16 @@ async def test_a_busy_node_hashes_nothing(tmp_path: Path) -> None:
     await node.hasher.stop()
     assert (node.count, node.children) == (0, 0)
     assert not any(find_content(folder, node.store) for folder in node.models)
+
+
+async def test_a_model_that_cannot_be_read_is_tried_once_and_the_next_one_is_hashed(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    broken, good = node.models
+    (broken / "model.safetensors").unlink()
+    (broken / "model.safetensors").mkdir()
+    assert node.hasher.find_unhashed() == broken
+    node.hasher.start()
+    await asyncio.wait_for(node.hashed.wait(), 60)
+    assert find_content(good, node.store)
+    assert node.hasher.find_unhashed() is None
+    await node.hasher.stop()

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 from coordinator.model_tools import quantizations
-from coordinator.model_tools.quantizations import MAX_OPEN, QuantizationRecord, Quantizations, TooManyQuantizationsError
+from coordinator.model_tools.quantizations import (
+    MAX_ENDED,
+    MAX_OPEN,
+    QuantizationRecord,
+    Quantizations,
+    TooManyQuantizationsError,
+)
 from wire.frames import CancelModelOrder, Frame, ModelOrderCode, ModelOrderEnded, ModelOrderProgress, QuantizeModel
 from wire.identity import NodeId
 
@@ -124,6 +130,17 @@ def test_the_number_of_open_ones_is_limited(orders: Orders):
         orders.start(name=f"big-{number}")
     with pytest.raises(TooManyQuantizationsError):
         orders.start(name="one-more")
+
+
+def test_the_newest_ended_ones_stay_listed(orders: Orders, tmp_path: Path):
+    names = [f"big-{number}" for number in range(MAX_ENDED + 3)]
+    for number, name in enumerate(names, 7):
+        orders.start(name=name)
+        orders.all.handle_frame(A, ModelOrderEnded(number, ModelOrderCode.COMPLETED))
+    orders.start(name="running")
+    listed = [*names[-MAX_ENDED:], "running"]
+    assert [record.order.name for record in orders.all.list_all()] == listed
+    assert [record.order.name for record in Orders(tmp_path).all.list_all()] == listed
 
 
 async def test_quantizations_are_listed_after_a_restart_and_continue(orders: Orders, tmp_path: Path):

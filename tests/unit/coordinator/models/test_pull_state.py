@@ -231,6 +231,19 @@ def test_a_mirror_that_cannot_be_reached_is_given_up_after_some_tries() -> None:
     assert sources == [SourceKind.MIRROR, SourceKind.MIRROR, SourceKind.HUB]
 
 
+def test_a_node_that_got_damaged_files_from_a_mirror_never_uses_it_again() -> None:
+    pull = Pull(A, B)
+    follow(pull)
+    assert pull.end(B, ModelOrderCode.CONTENT_MISMATCH, message="another digest") == []
+    sources: list[SourceKind] = []
+    for _ in range(3):
+        pull.now += 60
+        sources += [one.source for one in pull.apply(TimePassed()) if isinstance(one, SendPull)]
+        pull.end(B, ModelOrderCode.SOURCE_LOST, message="the hub is away")
+    assert sources == [SourceKind.HUB] * 3
+    assert pull.state.mirror is not None, "it is open meanwhile"
+
+
 def test_an_interrupted_download_continues_on_its_node() -> None:
     pull = Pull(A, B)
     follow(pull)

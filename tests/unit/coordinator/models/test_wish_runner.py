@@ -139,6 +139,20 @@ async def test_a_load_refused_for_memory_is_repeated_when_the_node_has_more(port
     assert (await studio.until(LoadModel, 1.0)).model == BIG
 
 
+async def test_a_load_refused_for_another_reason_is_not_repeated_early_for_memory(port: Port):
+    studio = await node(port, "studio", big())
+    await want(port)
+    load = await studio.until(LoadModel)
+    studio.send(Refusal(load.request, Refused(RefusalCode.LOAD_FAILED, "its files are damaged")))
+    await port.until(lambda: entries(port, "wish load ended"))
+    for _ in range(12):
+        studio.send(report(big(), room=10 * GIB))
+        await asyncio.sleep(0.2)
+    assert len(entries(port, "wish loads")) == 1
+    (row,) = (await read_plan(port))["wishes"]
+    assert "its files are damaged; the next try is in" in row["missing"]
+
+
 async def test_an_idle_model_is_unloaded_and_a_refusal_of_the_node_is_recorded(port: Port):
     studio = await node(port, "studio", big(loaded=True))
     await want(port, idle_unload_seconds=0.5)

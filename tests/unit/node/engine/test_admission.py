@@ -7,14 +7,16 @@ from node.engine.admission import (
     compute_admission_cost,
     compute_waiting_bytes,
     refuse_before_load,
+    refuse_embedding,
     refuse_improper,
     refuse_other_model,
 )
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.requests.preflight import RequestShape
-from node.engine.requests.prepared import PreparedRequest
+from node.engine.requests.prepared import PreparedEmbedding, PreparedRequest
+from node.models.embedding_layout import EmbeddingLayout
 from wire.capacity.arithmetic import estimate_request_transient
-from wire.frames import Generate, GenerationParams, Message
+from wire.frames import Embed, Generate, GenerationParams, Message
 from wire.refusals import RefusalCode
 from wire.report import KvParameters, Memory, Model
 from wire.units import GIB
@@ -101,3 +103,15 @@ def test_before_a_load_the_cause_of_the_model_is_the_first_reason():
     found = refuse_before_load(request(), SHAPE, broken, ROOMY, 1)
     assert found is not None
     assert (found.code, found.message) == (RefusalCode.LOAD_FAILED, "m cannot be loaded: torn")
+
+
+def embedding(*inputs: tuple[int, ...], dimensions: int = 0) -> PreparedEmbedding:
+    return PreparedEmbedding(Embed(1, 1, "r", "m", dimensions=dimensions), inputs)
+
+
+def test_token_ids_of_an_embedding_are_below_the_size_of_the_vocabulary():
+    layout = EmbeddingLayout()
+    assert refuse_embedding(embedding((1, 99), (0,)), layout, 8, 100) is None
+    refused = refuse_embedding(embedding((1,), (100, 2)), layout, 8, 100)
+    assert refused is not None
+    assert (refused.code, refused.message) == (RefusalCode.INVALID, "token id 100 is outside of 0..99")

@@ -117,6 +117,19 @@ def test_a_key_may_have_a_share_of_its_own():
     assert refused.code is RefusalCode.OVER_SHARE
 
 
+def test_a_key_over_its_share_waits_for_its_own_requests_only():
+    queue: AdmissionQueue[str] = AdmissionQueue()
+    for number in range(8):
+        offer(queue, str(number), "other")
+    for number in range(2):
+        offer(queue, f"own {number}", "k")
+    for now in (1.0, 3.0):
+        queue.place_waiting(now, lambda item, keep, first=f"{now:.0f}": item == first)
+    refused = queue.offer("one more", "k", 1, 3.0, 33.0, 2, share=2)
+    assert isinstance(refused, Refused)
+    assert (refused.code, refused.retry_after) == (RefusalCode.OVER_SHARE, 2 * 2.0)
+
+
 def test_a_request_that_was_begun_is_never_refused():
     queue: AdmissionQueue[str] = AdmissionQueue(1)
     offer(queue, "waits")

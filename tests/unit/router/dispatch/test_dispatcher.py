@@ -462,6 +462,19 @@ async def test_crowding_key_starts_at_its_deadline_with_half_of_the_memory_free(
     assert {ticket.node for ticket in (*others, *greedy)} == {A}
 
 
+async def test_memory_of_loaded_models_is_not_missing_at_the_deadline_of_a_crowding_key(one: Cluster):
+    one.models = (a_model(weights=8 * GIB),)
+    one.memory[A] = a_memory(9 * GIB)  # above half of the memory without the models, below half of all
+    one.report()
+    others = [one.submit(prompt_tokens=100, key=key) for key in ("ada", "bob")]
+    greedy = [one.submit(prompt_tokens=1500, key="greedy") for _ in range(7)]
+    assert greedy[-1].entry is not None
+    one.now += 31
+    one.report()
+    one.dispatcher.sweep()
+    assert {ticket.node for ticket in (*others, *greedy)} == {A}
+
+
 async def test_refusal_at_the_deadline_names_a_lost_link(one: Cluster):
     one.memory[A] = a_memory(20 * GIB)
     one.report()

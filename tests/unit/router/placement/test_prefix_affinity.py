@@ -149,6 +149,16 @@ def test_new_engine_with_the_same_disk_cache_keeps_its_prefixes():
     assert index.estimate_shares(prompt) is NOWHERE
 
 
+def test_evictions_in_the_first_report_of_a_new_engine_are_followed():
+    old, kept = chain(user("old")), chain(user("kept"))
+    index = known((A, old, b"old"), (A, kept, b"kept"))
+    index.apply_report(A, 1, 0, (), "store")
+    index.apply_report(A, 1, 3, (b"x", b"y", b"z"), "store")
+    index.apply_report(A, 2, 1, (b"old",), "store")
+    assert index.estimate_shares(old) is NOWHERE
+    assert index.estimate_shares(kept) == {A: 1.0}
+
+
 def test_named_session_counts_where_the_text_is_unknown():
     index = PrefixAffinity()
     index.record_prefill(chain(user("summary one" * 50), session="s"), A, HASH, 100, 0)

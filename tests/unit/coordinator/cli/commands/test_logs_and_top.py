@@ -10,6 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.cli import cluster
+from coordinator.cli.commands.logs_and_top import print_log
+from coordinator.client.api_client import ApiSession
 from tests.support.cluster.answering_server import Server
 from tests.support.cluster.whole_pool import served
 
@@ -59,3 +61,14 @@ def test_renew_revokes_the_former_scrape_token_and_writes_another(tmp_path: Path
         run("metrics-config", "--folder", str(folder), "--renew")
         assert token.read_text() != first
         assert list_ids() == {token.read_text().split("_")[1]}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_log_is_printed_whole_also_if_its_last_line_is_not_ended(
+    as_json: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = "first ä\nsecond\nhalf a line"
+    raw = lines.encode()
+    cut = raw.index("ä".encode()) + 1  # within a character
+    print_log(ApiSession(tmp_path, None, None, "json" if as_json else "text"), [raw[:cut], raw[cut:14], raw[14:]])
+    assert capsys.readouterr().out == (lines if as_json else f"{lines}\n")

@@ -1,12 +1,30 @@
 """Relay of model files: rate, backpressure and order of the copied bytes, over recorded transports."""
 
 import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import cast
 
 import pytest
 
-from coordinator.cluster.links.relay import RelayPace, RelayStream
+from coordinator.cluster.links.relay import (
+    MAX_STREAMS,
+    MAX_WAITING,
+    RelayPace,
+    RelayServer,
+    RelayStream,
+    RelayTransfer,
+    RelayTransfers,
+)
+from coordinator.cluster.member_authentication import MemberAuthentication
+from coordinator.state.database import Database
+from coordinator.state.rows import MemberRow
+from coordinator.tls.cluster_ca import ClusterCa
 from wire.codec import encode
-from wire.frames import Denied, RelayJoined
+from wire.frames import Denied, JoinRelay, RelayJoined
+from wire.identity import PROTOCOL, NodeId, PeerIdentity
+from wire.report import Hardware
 
 JOINED = encode(RelayJoined())
 RATE = 1_000_000.0
@@ -21,6 +39,14 @@ class RecordedTransport(asyncio.Transport):
         self.ends: list[str] = []
         self.reads = asyncio.Event()
         self.reads.set()
+        self.protocol: asyncio.BaseProtocol | None = None
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = protocol
+
+    def lose(self) -> None:
+        """End the connection, as its peer does."""
+        cast("RelayStream", self.protocol).connection_lost(None)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.written += bytes(data)
@@ -104,3 +130,62 @@ async def test_a_refused_connection_gets_the_reason() -> None:
     denied = Denied("no_server", "the node that serves has no connection")
     stream.refuse(denied)
     assert (transport.written, transport.ends) == (encode(denied), ["close"])
+
+
+HOLDER, FOLLOWER = NodeId("holder"), NodeId("follower")
+
+
+class Relay:
+    """Relay server with one transfer, and members whose machines have the names of their nodes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Database(folder)
+        authority = ClusterCa(folder / "authority", time.time)
+        for node in (HOLDER, FOLLOWER):
+            self.store.members.put(MemberRow(node, node, node, Hardware(), "1", 0.0))
+        transfers = RelayTransfers()
+        transfers.open("token", HOLDER, frozenset({FOLLOWER}))
+        self.cluster = authority.cluster
+        self.server = RelayServer(transfers, MemberAuthentication(self.store, authority, time.time))
+
+    def admit(self, *, serves: bool) -> RelayTransfer | Denied:
+        node = HOLDER if serves else FOLLOWER
+        join = JoinRelay(PROTOCOL, node, node, "token", serves)
+        return self.server.admit(PeerIdentity(self.cluster, node), "1", join)
+
+    def connect(self, *, serves: bool) -> RecordedTransport:
+        transfer = self.admit(serves=serves)
+        assert isinstance(transfer, RelayTransfer), transfer
+        transport = RecordedTransport()
+        self.server.add(transfer, transport, serves=serves)
+        return transport
+
+
+@pytest.fixture
+async def relay(tmp_path: Path) -> AsyncIterator[Relay]:
+    made = Relay(tmp_path)
+    yield made
+    made.store.close()
+
+
+@pytest.mark.parametrize("serves", [True, False])
+async def test_a_connection_that_ended_while_it_waited_is_joined_with_none(relay: Relay, serves: bool) -> None:
+    gone = relay.connect(serves=serves)
+    gone.lose()
+    other = relay.connect(serves=not serves)
+    assert (gone.written, other.written) == (b"", b"")
+    again = relay.connect(serves=serves)
+    assert again.written == other.written == JOINED
+    again.lose()
+    other.lose()
+
+
+async def test_only_open_connections_count_for_the_limits_of_the_relay(relay: Relay) -> None:
+    for _ in range(MAX_STREAMS + 1):
+        relay.connect(serves=True).lose()
+    waiting = [relay.connect(serves=True) for _ in range(MAX_WAITING)]
+    refused = relay.admit(serves=True)
+    assert isinstance(refused, Denied)
+    assert (refused.reason, refused.final) == ("too_many", False)
+    waiting[0].lose()
+    assert isinstance(relay.admit(serves=True), RelayTransfer)

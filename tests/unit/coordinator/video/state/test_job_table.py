@@ -243,6 +243,20 @@ def test_returning_node_continues_its_job():
     assert story.job(1).state == JobState.FINALIZING
 
 
+def test_returning_node_has_the_whole_time_to_start_its_worker():
+    story = Story(start_seconds=90.0, away_seconds=60.0)
+    job = story.running()
+    story.tell(NodeAway("a"))
+    story.now += 59
+    story.report("a", state_of(job, "granted"))
+    story.now += 89
+    story.tell(JobTick())
+    assert story.job(1).state == JobState.IN_PROGRESS, "the time until its return does not count"
+    story.now += 1
+    story.tell(JobTick())
+    assert story.job(1).state == JobState.QUEUED, "then its start is tried again"
+
+
 def test_returning_node_without_the_job_loses_it():
     story = Story()
     story.running()

@@ -1,6 +1,7 @@
 """Embeddings on a real engine with a tiny model: vectors, turns, the gate, and faults."""
 
 import dataclasses
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,25 @@ def test_a_request_is_ended_to_release_its_memory(driver: Driver):
     driver.turn()
     assert isinstance(driver.ended(number), Refusal)
     assert driver.resident().usage.users == 0
+
+
+def test_the_newest_request_is_ended_first(driver: Driver):
+    driver.vectors(driver.embed("warm"))
+    first, second = driver.embed("word " * 3000), driver.embed("word " * 3000)
+    driver.turn()
+    assert driver.engine.parts.embeddings.end_newest(Refused(RefusalCode.NO_ROOM, "over the cap"), 0.0)
+    assert isinstance(driver.end(second), Refusal)
+    assert isinstance(driver.end(first), Finished)
+
+
+def test_the_time_before_the_first_forward_is_waiting(driver: Driver):
+    driver.vectors(driver.embed("warm"))
+    number = driver.embed("x")
+    time.sleep(0.3)
+    end = driver.end(number)
+    assert isinstance(end, Finished)
+    assert end.timings.waiting >= 0.3
+    assert (end.timings.prefill > 0, end.timings.decode) == (True, 0)
 
 
 def test_a_chat_is_refused_with_the_route(driver: Driver):

@@ -64,6 +64,19 @@ def test_stop_reason_matches_the_end_of_a_message(finished, calls: bool, reason:
     assert ended["delta"] == {"stop_reason": reason, "stop_sequence": stop}
 
 
+def test_omitted_reasoning_is_in_no_message_and_its_tokens_are_counted():
+    thinking = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
+    found = whole(MessagesRoute(), **ASK, tools=WEATHER, thinking=thinking)
+    assert [block["type"] for block in found["content"]] == ["text", "tool_use"]
+    assert found["usage"] == USAGE
+    stream = streamed(MessagesRoute(), *SAID, **ASK, tools=WEATHER, thinking=thinking)
+    assert [data["content_block"]["type"] for name, data in events(stream) if name == "content_block_start"] == [
+        "text",
+        "tool_use",
+    ]
+    assert "let me" not in stream
+
+
 def test_a_stream_opens_fills_and_closes_one_block_after_the_other():
     found = events(streamed(MessagesRoute(), *SAID, (Channel.CONTENT, "Done."), **ASK, tools=WEATHER))
     assert all(name == data["type"] for name, data in found)

@@ -104,12 +104,24 @@ def test_a_document_is_cut_and_the_query_stays(tmp_path: Path, start: Any):
     assert end.refused.code is RefusalCode.CONTEXT
     assert f"{2 * CONTEXT + 5} tokens" in end.refused.message
     assert str(CONTEXT) in end.refused.message
-    for truncate, most, kept in ((True, 0, CONTEXT - 5), (False, 7, 7)):
+    for truncate, most, kept in ((True, 0, CONTEXT - 5), (False, 7, 7), (True, 7, 7), (True, CONTEXT, CONTEXT - 5)):
         found = driver.vectors(driver.embed(" ".join(words), query=QUERY, truncate=truncate, max_tokens=most))
         assert abs(found[0, 0] - reference.score(*pair(" ".join(words[:kept])))) < 1e-5
     end = driver.end(driver.embed("w1", query=" ".join(words), truncate=True))
     assert isinstance(end, Refusal)
     assert "the query has" in end.refused.message
+
+
+def test_a_text_that_is_cut_keeps_the_tokens_around_it(tmp_path: Path, start: Any):
+    make_encoder(tmp_path / "m", "bert")
+    driver = start(tmp_path)
+    words = [f"w{number % 50}" for number in range(2 * CONTEXT)]
+    number = driver.embed(" ".join(words), truncate=True)
+    same = driver.vectors(driver.embed(" ".join(words[: CONTEXT - 2])))
+    assert np.abs(driver.vectors(number) - same).max() < 1e-6
+    end = driver.ended(number)
+    assert isinstance(end, Finished)
+    assert end.prompt_tokens == CONTEXT
 
 
 def test_no_forward_of_an_encoder_runs_without_room(tmp_path: Path, start: Any):

@@ -1,0 +1,31 @@
+"""Requests that leave a node while it drains."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from router.placement.recovery import MAX_LOSSES
+from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
+from wire.frames import Finished
+
+
+@pytest.fixture
+async def two() -> AsyncIterator[Cluster]:
+    cluster = Cluster(A, B)
+    yield cluster
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+async def test_a_request_that_moved_as_often_as_allowed_finishes_where_it_is(two: Cluster) -> None:
+    request = two.submit()
+    two.speak("hello")
+    for _ in range(MAX_LOSSES):
+        where, _ = two.last()
+        assert await two.dispatcher.wait_drained(where, 0.0) == 0
+        two.speak("again")
+    where, _ = two.last()
+    assert await two.dispatcher.wait_drained(where, 0.0) == 1, "a further move would be one loss too many"
+    assert (two.last()[0], request.outcome) == (where, None)
+    two.finish()
+    assert isinstance(request.outcome, Finished)
