@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from coordinator.cli import COMMANDS, cluster
 from coordinator.client.api_client import ApiSession
-from coordinator.client.errors import CommandError
+from coordinator.client.errors import REFUSED, CommandError
 from coordinator.client.terminal_text import SanitizedStream, replace_control_characters
 from tests.contract.test_conventions import ARGUMENTS, READING
 from tests.support.cluster.whole_pool import Served, served
@@ -144,7 +144,9 @@ def test_every_verb_writes_through_one_place(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_errors_are_harmless() -> None:
-    assert OBEYED.search(CommandError(1, ATTACK).message) is None
+    error = CommandError(REFUSED, ATTACK)
+    assert OBEYED.search(error.message) is None
+    assert error.exit_code == REFUSED
     assert replace_control_characters("plain\n\täöü 漢字 ✓") == "plain\n\täöü 漢字 ✓"
 
 

@@ -43,7 +43,7 @@ def key_file(tmp_path: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def served(url: str, key_file: Path, model: str = "far", **more: Any) -> AsyncIterator[LoopbackCluster]:
+async def served(url: str, key_file: Path | str, model: str = "far", **more: Any) -> AsyncIterator[LoopbackCluster]:
     options: dict[str, Any] = {"idle_seconds": 1.0, "total_seconds": 20.0, "connect_seconds": 1.0}
     default = more.pop("upstreams_by_default", True)
     settings = RouterSettings(
@@ -260,6 +260,12 @@ async def test_a_failure_before_the_first_byte_is_one_error(
         wanted = {"status-429": "limited", "status-400": "refused"}.get(fault, "failed")
         assert counts(cluster) == {wanted: 1}
     assert SECRET not in caplog.text
+
+
+async def test_the_reason_of_an_upstream_without_a_key_is_passed_on(server: str):
+    async with served(server, "", "status-400") as cluster, plain(cluster) as client:
+        answer = await client.post("/v1/chat/completions", json={"model": "coder", "messages": MESSAGES})
+        assert "the upstream home answered 400: bad request with;" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

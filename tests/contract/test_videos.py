@@ -397,7 +397,9 @@ async def test_video_that_fits_no_node_is_a_413_with_numbers(tmp_path: Path):
         error = answer.json()["error"]
         assert (answer.status_code, error["code"], error["param"]) == (413, "video_memory_exceeded", "size")
         assert "uncalibrated" in error["message"]
-        assert error["memory"]["predicted"] > error["memory"]["ceiling"] == 36 * GIB
+        memory = error["memory"]
+        assert memory["predicted"] > memory["ceiling"] == 36 * GIB
+        assert (memory["headroom"], memory["reserved"]) == (memory["ceiling"] - memory["predicted"], 0)
 
 
 async def test_where_no_cap_holds_a_lease_it_is_a_413(tmp_path: Path):

@@ -64,7 +64,7 @@ async def _answer(
 
 
 async def _answer_status(send: Any, status: int, key: str) -> None:
-    error = {"error": {"message": f"bad\nrequest with {key}", "type": "x"}}
+    error = {"error": {"message": f"bad\nrequest\x07 with {key}", "type": "x"}}
     extra = {429: [(b"retry-after", b"7")], 302: [(b"location", b"http://127.0.0.1:1/")]}.get(status, [])
     await _answer(send, status, json.dumps(error).encode(), extra=extra)
 

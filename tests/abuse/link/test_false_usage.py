@@ -111,13 +111,15 @@ async def test_a_removal_that_is_not_on_the_disk_is_not_answered_as_done(port: P
 
 
 async def test_a_revocation_is_on_the_disk_before_it_is_answered(port: Port) -> None:
-    port.member("studio")
+    who = port.member("studio")
     made = port.application.admin.create_key("gone", ["infer"], None)
     token = port.application.admin.tokens.create()
     file = port.folder / "state" / "cluster.db"
     async with port.client("admin") as client:
         for path in (f"/api/v1/keys/{made['id']}", f"/api/v1/tokens/{token.id}", "/api/v1/nodes/studio"):
-            assert (await client.delete(path)).status_code == 200
+            answer = await client.delete(path)
+            assert answer.status_code == 200
+    assert answer.json() == {"schema": 1, "node": who.node}
     with sqlite3.connect(file) as disk:
         assert disk.execute("SELECT count(*) FROM keys WHERE revoked IS NOT NULL").fetchone() == (1,)
         assert disk.execute("SELECT revoked FROM tokens").fetchone() == (1,)

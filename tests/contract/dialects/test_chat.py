@@ -517,6 +517,7 @@ async def test_health_is_green_only_if_a_request_could_be_served_now():
         full = await client.get("/health", headers={"authorization": f"Bearer {cluster.key}"})
         assert full.status_code == 503
         assert "best node a has 1.0 MiB" in full.json()["reason"]
+        assert (full.json()["nodes_ready"], full.json()["waiting"]) == (1, 0)
         node.memory, node.engine = a_memory(), "restarting"
         cluster.report()
         for stranger in ({}, {"authorization": "Bearer mp_x_y"}):
@@ -529,7 +530,8 @@ async def test_health_is_green_only_if_a_request_could_be_served_now():
         assert (await client.get("/health")).status_code == 200
         node.state = "lost"
         cluster.report()
-        assert (await client.get("/health")).status_code == 503
+        lost = await client.get("/health", headers={"authorization": f"Bearer {cluster.key}"})
+        assert (lost.status_code, lost.json()["nodes_ready"]) == (503, 0)
         assert (await client.get("/livez")).status_code == 200
 
 

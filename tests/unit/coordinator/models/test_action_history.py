@@ -13,7 +13,7 @@ from coordinator.models.action_history import (
     Swap,
     step,
 )
-from coordinator.models.wishes import LoadWish, PoolState, UnloadReason, UnloadWish
+from coordinator.models.wishes import LoadWish, PoolState, UnloadReason, UnloadWish, WishAction
 from router.placement.cluster_view import ClusterView
 from router.placement.reservations import ReservationLedger
 from tests.support.cluster.wish_pool import WishNode
@@ -22,6 +22,7 @@ from wire.state_machine import IllegalEventError, InvariantError
 
 A = NodeId("a")
 LOAD = LoadWish(A, "a", "m", 5.0, 100)
+UNLOAD = UnloadWish(A, "a", "x", UnloadReason.IDLE)
 
 
 def after(*events: tuple[float, ActionBegan | ActionEnded]) -> ActionHistory:
@@ -53,10 +54,34 @@ def test_the_wait_after_failures_doubles_to_its_bound_and_a_success_ends_it():
     assert after(*events, (0.0, ActionBegan(LOAD)), (0.0, ActionEnded(A))).failures == {}
 
 
+def test_the_wait_begins_at_the_end_of_the_failed_action():
+    history = after((0.0, ActionBegan(LOAD)), (7.0, ActionEnded(A, "no")))
+    assert history.failures[A, "m"].until == 7.0 + BACKOFF_SECONDS
+
+
 def test_a_refusal_keeps_the_larger_headroom():
     for known in (50, 150):
         history = after((0.0, ActionBegan(LOAD)), (0.0, ActionEnded(A, "no", known)))
         assert history.failures[A, "m"].headroom == max(100, known)
+    history = after((0.0, ActionBegan(UNLOAD)), (0.0, ActionEnded(A, "no", 50)))
+    assert history.failures[A, "x"].headroom == 50, "an unload has no headroom of its own"
+
+
+@pytest.mark.parametrize(
+    ("action", "why", "expected"),
+    [
+        (LOAD, "", {"m": 9.0, "x": 1.0}),
+        (LOAD, "refused", {"m": 1.0, "x": 1.0}),
+        (UNLOAD, "", {"m": 1.0, "x": 1.0}),
+        (LoadWish(A, "a", "unwished"), "", {"m": 1.0, "x": 1.0}),
+    ],
+)
+def test_only_a_successful_load_of_a_wished_model_renews_the_time_of_its_wish(
+    action: WishAction, why: str, expected: dict[str, float]
+):
+    history = ActionHistory(0.0, wished_at={"m": 1.0, "x": 1.0})
+    history = step(step(history, ActionBegan(action), 2.0), ActionEnded(A, why), 9.0)
+    assert history.wished_at == expected
 
 
 def test_a_swap_costs_all_its_loads_and_ends_with_the_load():
@@ -67,6 +92,24 @@ def test_a_swap_costs_all_its_loads_and_ends_with_the_load():
     assert after(*events).nodes[A].swap == Swap("m", 40.0, ended=False, at=1.5)
     events += [(2.0, ActionBegan(LOAD)), (7.0, ActionEnded(A, "refused"))]
     assert after(*events).nodes[A].swap == Swap("m", 40.0, ended=True, at=7.0)
+    events += [(8.0, ActionBegan(LOAD)), (9.0, ActionEnded(A))]
+    assert after(*events).nodes[A].swap == Swap("m", 40.0, ended=True, at=7.0), "the end of a swap is not moved"
+
+
+def test_a_load_of_another_model_does_not_end_a_swap():
+    unload = UnloadWish(A, "a", "x", UnloadReason.MEMORY, "m", 40.0)
+    other = LoadWish(A, "a", "other")
+    history = after((0.0, ActionBegan(unload)), (1.0, ActionEnded(A)), (2.0, ActionBegan(other)), (3.0, ActionEnded(A)))
+    assert history.nodes[A].swap == Swap("m", 40.0, ended=False, at=1.0)
+
+
+def test_an_action_is_unreported_until_a_report_is_newer_than_its_end():
+    before, after_end = (WishNode("a", reported_at=at).view() for at in (7.0, 7.5))
+    running = after((0.0, ActionBegan(LOAD)))
+    assert running.find_unreported(after_end) == LOAD
+    done = after((0.0, ActionBegan(LOAD)), (7.0, ActionEnded(A)))
+    assert (done.find_unreported(before), done.find_unreported(after_end)) == (LOAD, None)
+    assert after((0.0, ActionBegan(LOAD)), (7.0, ActionEnded(A, "refused"))).find_unreported(before) is None
 
 
 def test_a_node_that_is_no_member_any_more_is_forgotten():

@@ -4,6 +4,7 @@ import asyncio
 import ssl
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 from cryptography import x509
@@ -44,8 +45,14 @@ def posing(folder: Path, authority: ClusterCa, uri: str) -> ssl.SSLContext:
     return context
 
 
-async def reached(folder: Path, uri: str) -> CoordinatorLink:
-    """Connect to a server of this name as a node of the cluster."""
+async def reached(
+    folder: Path,
+    uri: str,
+    links: list[CoordinatorLink] | None = None,
+    reasons: asyncio.Queue[str] | None = None,
+) -> CoordinatorLink:
+    """Connect to a server of this name as a node of the cluster. Append the link to `links`, and put the reason of its
+    end into `reasons`."""
     authority = ClusterCa(folder, time.time)
     uri = uri.replace("CLUSTER", authority.cluster)
     server = await asyncio.start_server(
@@ -53,11 +60,19 @@ async def reached(folder: Path, uri: str) -> CoordinatorLink:
     )
     async with server:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        return await dial(
-            address,
-            create_authority_context(authority.ca),
-            lambda address: CoordinatorLink(address, authority.cluster, lambda *_: None, lambda *_: None),
-        )
+
+        def create(address: str) -> CoordinatorLink:
+            link = CoordinatorLink(
+                address,
+                authority.cluster,
+                lambda *_: None,
+                lambda _, reason: None if reasons is None else reasons.put_nowait(reason),
+            )
+            if links is not None:
+                links.append(link)
+            return link
+
+        return await dial(address, create_authority_context(authority.ca), create)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +81,28 @@ async def reached(folder: Path, uri: str) -> CoordinatorLink:
 async def test_only_a_certificate_of_the_coordinator_is_accepted(tmp_path: Path, uri: str) -> None:
     with pytest.raises(NotTheCoordinator):
         await reached(tmp_path, uri)
+
+
+async def test_the_connection_to_another_server_is_aborted(tmp_path: Path) -> None:
+    links: list[CoordinatorLink] = []
+    reasons: asyncio.Queue[str] = asyncio.Queue()
+    with pytest.raises(NotTheCoordinator):
+        await reached(tmp_path, build_coordinator_uri("another"), links, reasons)
+    (link,) = links
+    assert not link.verified
+    assert await asyncio.wait_for(reasons.get(), 10) == "the server is not the coordinator of this cluster"
+
+
+async def test_a_link_without_tls_is_no_link_to_the_coordinator() -> None:
+    link = CoordinatorLink("127.0.0.1:1", "cluster", lambda *_: None, lambda *_: None)
+    with pytest.raises(NotTheCoordinator):
+        link.verify()
+    async with await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0) as server:
+        plain = cast("asyncio.Protocol", link)
+        await asyncio.get_running_loop().create_connection(lambda: plain, *server.sockets[0].getsockname())
+        with pytest.raises(NotTheCoordinator):
+            link.verify()
+    assert not link.verified
 
 
 async def test_the_coordinator_is_verified(tmp_path: Path) -> None:

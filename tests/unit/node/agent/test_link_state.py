@@ -45,7 +45,8 @@ STOPPED = after(LinkStop())
 
 
 def test_a_node_is_linked_when_the_coordinator_accepts_its_connection():
-    assert [life.state for life in (NEW, CONNECTED, LINKED)] == [
+    connected = after(LinkOpened())
+    assert [life.state for life in (NEW, connected, after(LinkAccepted(), life=connected))] == [
         LinkState.DIALING,
         LinkState.CONNECTED,
         LinkState.LINKED,

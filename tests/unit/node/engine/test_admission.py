@@ -1,6 +1,7 @@
 from pathlib import PurePath
 
 import pytest
+from msgspec.structs import replace
 
 from node.engine.admission import (
     RequestLimits,
@@ -19,7 +20,7 @@ from wire.capacity.arithmetic import estimate_request_transient
 from wire.frames import Embed, Generate, GenerationParams, Message
 from wire.refusals import RefusalCode
 from wire.report import KvParameters, Memory, Model
-from wire.units import GIB
+from wire.units import GIB, MIB
 
 FOUND = ModelDescriptor("m", PurePath("m"), "f1", context=1000, kv=KvParameters(100))
 MODEL = Model(name="m", fingerprint="f1", loaded=True, weights=GIB, kv_per_token=100, context=1000)
@@ -53,9 +54,11 @@ def test_a_size_follows_from_tokens_and_limits():
 
 
 def test_costs_are_the_rows_and_their_forwards():
-    cost = compute_admission_cost(SHAPE, Ledger(), MODEL)
+    model = replace(MODEL, transient=64 * MIB)
+    cost = compute_admission_cost(SHAPE, Ledger(), model)
     assert cost.rows == 1000 * SHAPE.length * 2
-    assert cost.total == cost.rows + estimate_request_transient(MODEL, 10, 15, 2)
+    assert cost.total == cost.rows + estimate_request_transient(model, 10, 15, 2)
+    assert cost.total > cost.rows
 
 
 def test_a_request_that_waits_for_its_model_reserves_its_rows():
@@ -78,6 +81,8 @@ def test_an_answer_that_another_model_began_is_not_resumed():
         (GenerationParams(n=2, logit_bias=((9, 1.0),)), (), None),
         (GenerationParams(n=2, logit_bias=((10, 1.0),)), (), RefusalCode.INVALID),
         (GenerationParams(n=2), ((10,),), RefusalCode.INVALID),
+        (GenerationParams(n=2), ((0,),), None),
+        (GenerationParams(n=2), ((-1,),), RefusalCode.INVALID),
     ],
 )
 def test_token_ids_are_within_the_vocabulary(
@@ -85,6 +90,12 @@ def test_token_ids_are_within_the_vocabulary(
 ):
     found = refuse_improper(prepared(1, 9, params=params, resume=resume), SHAPE, MODEL, 10, 4)
     assert (found.code if found else None) is refused
+
+
+def test_more_choices_than_rows_of_a_batch_are_refused():
+    found = refuse_improper(prepared(1, 9), SHAPE, MODEL, 10, 1)
+    assert found is not None
+    assert found.code is RefusalCode.UNSUPPORTED
 
 
 def test_a_prompt_with_an_id_outside_of_the_vocabulary_is_refused():

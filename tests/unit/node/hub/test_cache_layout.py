@@ -58,6 +58,15 @@ def test_prepare_refuses_folders_that_are_links(tmp_path: Path, place: str):
     assert list((tmp_path / "outside").iterdir()) == []
 
 
+def test_prepare_refuses_a_file_in_place_of_a_folder(tmp_path: Path):
+    folder = RepositoryFolder(tmp_path / "hub", "a/b")
+    folder.root.parent.mkdir(parents=True)
+    folder.root.write_text("kept")
+    with pytest.raises(ModelFileError, match="link or a file"):
+        folder.prepare()
+    assert folder.root.read_text() == "kept"
+
+
 @pytest.mark.parametrize("place", ["", "x", "x/y"])
 def test_create_snapshot_refuses_folders_that_are_links(folder: RepositoryFolder, tmp_path: Path, place: str):
     (tmp_path / "outside").mkdir()

@@ -115,6 +115,14 @@ def test_remove_model_refuses_a_folder_that_is_a_link(disk: Disk, at: str):
     assert list(target.rglob("config.json"))
 
 
+def test_remove_model_accepts_a_model_folder_that_is_a_link(disk: Disk):
+    link = disk.outside / "models"
+    link.symlink_to(disk.models)
+    disk.settings = ModelSettings(folders=(str(link),))
+    assert disk.remove("me/tiny") == 2 * BLOCK
+    assert not disk.model.exists()
+
+
 def test_remove_model_refuses_a_repository_that_is_a_link(disk: Disk):
     target = disk.outside / "moved"
     disk.repository.root.rename(target)

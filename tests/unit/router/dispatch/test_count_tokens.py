@@ -25,6 +25,14 @@ async def test_count_prefers_a_node_with_the_model_loaded():
     assert (counted(cold), counted(warm)) == (0, 1)
 
 
+async def test_count_prefers_the_node_with_fewer_requests():
+    busy, idle = LoopbackNode("a"), LoopbackNode("b")
+    cluster = LoopbackCluster(busy, idle)
+    cluster.dispatcher.ledger.reserve(busy.id, 1, 1, 1)
+    assert await count_prompt_tokens(cluster.dispatcher, ASKED, "k") == 11
+    assert (counted(busy), counted(idle)) == (0, 1)
+
+
 async def test_a_node_that_cannot_load_it_is_followed_by_the_next():
     broken = LoopbackNode("a", refusal=Refused(RefusalCode.LOAD_FAILED, "its files are broken"))
     cold = LoopbackNode("b", models=(a_model(loaded=False),))

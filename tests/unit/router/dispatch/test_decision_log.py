@@ -12,10 +12,12 @@ from router.dispatch.decision_log import (
     MAX_REQUESTS_KEPT,
     DecisionLog,
     PlacementDecision,
+    RequestRecord,
     parse_line,
     replay,
 )
 from router.dispatch.request import RequestFailure
+from router.errors import build_invalid
 from router.placement.candidate import NoPlacement, Placement, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.place import place
@@ -53,6 +55,14 @@ def kept(*results: Placement | NoPlacement) -> list[PlacementDecision]:
     for number, result in enumerate(results):
         history.record_decision(float(number), f"r{number}", "k", ASK, result, len(result.candidates))
     return list(history.decisions)
+
+
+def test_an_invalid_request_is_recorded_without_a_duration_and_quotes():
+    history = DecisionLog()
+    history.record_invalid(7.0, "r", "k", build_invalid("logit_bias.so long is 'not this'", "logit_bias.so long"))
+    assert list(history.refusals) == [
+        RequestRecord("r", "k", "", False, 7.0, 0.0, "invalid_request", "logit_bias.… is '…'", ())
+    ]
 
 
 SLOW_AND_BIG, FAST_AND_SMALL = a_node("big", a_memory(64 * GIB, cap=96 * GIB), 100.0), a_node("fast", a_memory(2 * GIB))

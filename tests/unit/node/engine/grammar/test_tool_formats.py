@@ -375,6 +375,40 @@ def test_each_accepted_text_is_a_call_that_follows_its_schema(parser: str):
     assert said > 15
 
 
+# the form of the answer, the calls, and both
+
+
+CALL = "[TOOL_CALLS]now[ARGS]{}"
+
+
+@pytest.mark.parametrize(
+    ("asked", "accepted", "refused"),
+    [
+        (GrammarSpec("json_object"), ["{}"], ["word", CALL]),
+        (GrammarSpec("json_object", calls="free"), ["{}", CALL, CALL * 2], ["word"]),
+        (GrammarSpec(calls="free"), ["word", "{}", CALL], []),
+        (GrammarSpec("json_object", calls="required"), [CALL, CALL * 2], ["{}", "word"]),
+        (GrammarSpec(calls="required"), [CALL, CALL * 2], ["{}", "word"]),
+    ],
+)
+def test_calls_may_take_the_place_of_an_answer_or_must(asked: GrammarSpec, accepted: list[str], refused: list[str]):
+    tools = written({"now": NOTHING})
+    for one_call in (False, True):
+        text = render_grammar(asked, tools, calling("mistral"), one_call=one_call)
+        matcher = LLMatcher(BYTES, text, log_level=0, limits=LIMITS)
+        assert not matcher.is_error(), matcher.get_error()
+        for sentence in (*accepted, *refused):
+            expected = sentence in accepted and not (one_call and sentence == CALL * 2)
+            assert accepts(matcher, sentence) is expected, (sentence, one_call)
+
+
+def test_tools_without_a_format_of_calls_are_refused():
+    tools = written({"now": NOTHING})
+    with pytest.raises(UnsupportedSchema, match="this model does not support tools"):
+        render_grammar(GrammarSpec(calls="free"), tools, None, one_call=False)
+    assert render_grammar(GrammarSpec("json_object"), tools, None, one_call=False)
+
+
 # the two forms of calls of Mistral's models, by their templates
 
 

@@ -89,6 +89,32 @@ def test_it_is_taken_only_after_ten_seconds_with_twice_its_room():
     assert canary.find_next_check() is None
 
 
+def test_the_memory_is_read_only_when_a_check_is_due():
+    reads: list[int] = []
+
+    def read() -> Memory:
+        reads.append(1)
+        return Memory(headroom=GIB)
+
+    canary = EmergencyReserve("2MiB", read)
+    canary.resize(GIB)
+    canary.maintain(5.0)
+    assert canary.find_next_check() == 5.0 + CHECK_INTERVAL_SECONDS
+    canary.maintain(5.0 + CHECK_INTERVAL_SECONDS / 2)
+    assert len(reads) == 1
+    canary.maintain(5.0 + HEADROOM_BEFORE_REFILL_SECONDS)
+    assert (len(reads), canary.nbytes) == (2, 2 * MIB), "there was room for exactly this time"
+    canary.maintain(100.0)
+    assert (len(reads), canary.nbytes) == (2, 2 * MIB), "nothing is due while it is held"
+
+
+def test_without_room_the_next_check_is_later():
+    canary = EmergencyReserve("2MiB", lambda: Memory(headroom=0))
+    canary.resize(GIB)
+    canary.maintain(5.0)
+    assert canary.find_next_check() == 5.0 + HEADROOM_BEFORE_REFILL_SECONDS
+
+
 def test_an_unknown_footprint_is_no_room():
     canary = EmergencyReserve("2MiB", lambda: Memory(headroom=None))
     canary.resize(GIB)

@@ -47,6 +47,9 @@ def request(max_tokens: int | None = None, *, expected: int = 0, n: int = 1, **f
         (request(100, expected=30, resume=((1,) * 50,)), 100, 51),
         (request(100, expected=30, resume=((1,), (1,) * 99)), 100, 100),
         (request(expected=30, resume=((1,) * 600,)), 601, 601),
+        (request(expected=30, resume=((1,) * 512,)), 512, 512),
+        (request(10, resume=((1,) * 20,)), 10, 10),
+        (request(0), 0, 1),
     ],
 )
 def test_what_is_promised_is_what_is_expected_within_the_limit_and_beyond_what_is_known(

@@ -36,6 +36,7 @@ from wire.capacity.arithmetic import (
 from wire.capacity.fairness import WeightedKey
 from wire.frames import (
     CountTokens,
+    Embed,
     Finished,
     Generate,
     GenerationParams,
@@ -113,6 +114,9 @@ def test_all_text_of_a_request_is_counted():
     assert (
         count_text_bytes(CountTokens(1, "m", (Message("user", "\ud800" * 3),), 0)) >= 3
     )  # a lone surrogate also counts
+    assert count_text_bytes(Embed(1, 1, "r", "m", texts=("ä", "xyz"))) == 2 + 3
+    assert count_text_bytes(Embed(1, 1, "r", "m", ids=((1, 2), (3,)))) == 3
+    assert count_text_bytes(Embed(1, 1, "r", "m", texts=("a", "b", "c"), query="ab")) == 3 + 3 * 2
 
 
 def test_short_prompts_are_read_at_once_and_long_ones_when_there_is_room(driver: Driver):

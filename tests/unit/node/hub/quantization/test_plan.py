@@ -148,6 +148,34 @@ def test_an_incomplete_result_is_deleted_with_its_empty_folders(models: Models):
     assert list(models.folder.iterdir()) == [models.folder / "me"]
 
 
+def test_the_model_folder_stays_when_an_incomplete_result_is_deleted(models: Models):
+    plan = models.plan(name="new/tiny-4bit")
+    plan.prepare()
+    shutil.rmtree(models.folder / "me")
+    plan.discard()
+    assert list(models.folder.iterdir()) == []
+
+
+def test_a_complete_result_is_put_in_place(models: Models):
+    plan = models.plan()
+    plan.prepare()
+    shutil.copytree(EMBEDDED, plan.temporary)
+    plan.complete()
+    assert (plan.target / "config.json").exists()
+    assert not plan.temporary.exists()
+
+
+def test_a_result_that_is_no_text_model_is_not_put_in_place(models: Models):
+    plan = models.plan()
+    plan.prepare()
+    plan.temporary.mkdir()
+    config = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}
+    (plan.temporary / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelFileError, match=r"me/tiny-4bit cannot be loaded: it is not a text model"):
+        plan.complete()
+    assert not plan.target.exists()
+
+
 def test_a_complete_result_replaces_no_folder(models: Models):
     plan = models.plan()
     plan.prepare()
@@ -162,7 +190,7 @@ def test_a_result_that_cannot_be_loaded_is_not_put_in_place(models: Models):
     plan.prepare()
     shutil.copytree(EMBEDDED, plan.temporary)
     (plan.temporary / "model.safetensors").write_bytes(b"half")
-    with pytest.raises(ModelFileError, match="cannot be loaded"):
+    with pytest.raises(ModelFileError, match=r"me/tiny-4bit cannot be loaded: (?!it is not a text model)"):
         plan.complete()
     assert not plan.target.exists()
 

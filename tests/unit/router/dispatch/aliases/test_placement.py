@@ -6,10 +6,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from router.admission.rate_limits import KeyLimits
+from router.dispatch.aliases.candidates import MUST_WAIT, get_reason
 from router.dispatch.answer import StreamedAnswer
 from router.dispatch.request import RequestSpec
 from router.dispatch.request_state import RequestState
-from router.placement.candidate import ResourceDemand
+from router.placement.candidate import Placement, ResourceDemand
+from router.placement.place import place
+from router.placement.reservations import ReservationLedger
 from router.profiles import ProfileSettings
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
@@ -261,3 +264,12 @@ async def test_an_unknown_profile_is_refused_before_the_quota(cluster: AliasClus
     assert isinstance(refused, Refused)
     assert refused.message == "there is no profile 'none' for small; the profiles are short"
     assert cluster.ask("small").outcome is None
+
+
+def test_a_candidate_with_room_was_passed_over_because_of_its_queue(cluster: AliasCluster):
+    make_room(cluster)
+    result = place(
+        cluster.dispatcher.view, ResourceDemand("small", 100), ReservationLedger(), now=0.0, draw=lambda: 0.5
+    )
+    assert isinstance(result, Placement)
+    assert get_reason(result, "small") == MUST_WAIT
