@@ -44,7 +44,7 @@ def key_file(tmp_path: Path) -> Path:
 
 @contextlib.asynccontextmanager
 async def served(url: str, key_file: Path | str, model: str = "far", **more: Any) -> AsyncIterator[LoopbackCluster]:
-    options: dict[str, Any] = {"idle_seconds": 1.0, "total_seconds": 20.0, "connect_seconds": 1.0}
+    options: dict[str, Any] = {"idle_seconds": 2.0, "total_seconds": 20.0, "connect_seconds": 2.0}
     default = more.pop("upstreams_by_default", True)
     settings = RouterSettings(
         aliases={"coder": ("big-30b", "upstream:home")},
@@ -218,12 +218,12 @@ FAULTS = [
     ("gzip", 502, "the upstream home "),
 ]
 STREAM_FAULTS = [
-    ("silent", 502, "the upstream home sent nothing for 1 s"),
+    ("silent", 502, "the upstream home sent nothing for 2 s"),
     ("not-json-first", 502, "the upstream home sent text that is not JSON"),
-    ("slow-first", 502, "the upstream home sent nothing for 1 s"),
+    ("slow-first", 502, "the upstream home sent nothing for 2 s"),
 ]
 WHOLE_FAULTS = [
-    ("silent", 502, "the upstream home did not end within 2 s"),
+    ("silent", 502, "the upstream home did not end within 3 s"),
     ("not-json", 502, "the upstream home sent text that is not JSON"),
     ("list", 502, "the upstream home sent JSON that is not an object"),
     ("no-choices", 502, "the upstream home sent an answer without choices"),
@@ -243,7 +243,7 @@ async def test_a_failure_before_the_first_byte_is_one_error(
     server: str, key_file: Path, fault: str, status: int, sentence: str, stream: bool, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level("DEBUG")
-    async with served(server, key_file, fault, total_seconds=2.0 if fault == "silent" else 20.0) as cluster:
+    async with served(server, key_file, fault, total_seconds=3.0 if fault == "silent" else 20.0) as cluster:
         async with plain(cluster) as client:
             body = {"model": "coder", "messages": MESSAGES, "stream": stream}
             answer = await client.post("/v1/chat/completions", json=body)
@@ -275,7 +275,7 @@ async def test_the_reason_of_an_upstream_without_a_key_is_passed_on(server: str)
         ("stream-error", "sent an error in place of an answer"),
         ("cut", "broke the connection"),
         ("ends", "ended its stream in the middle of the answer"),
-        ("stalls", "sent nothing for 1 s"),
+        ("stalls", "sent nothing for 2 s"),
         ("endless-line", "sent an event of more than 1048576 bytes"),
     ],
 )
