@@ -257,6 +257,19 @@ def test_a_message_is_sent_with_the_turns_before_it(page: Page):
     ]
 
 
+def test_enter_sends_a_message_and_shift_with_enter_begins_a_line(page: Page):
+    go(page, "Chat")
+    message = page.get_by_label("Your message")
+    message.fill("one")
+    message.press("Shift+Enter")
+    message.press_sequentially("two")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        message.press("Enter")
+    body = sent.value.post_data_json
+    assert body is not None
+    assert [message["content"] for message in body["messages"]] == ["one\ntwo"]
+
+
 def test_a_stream_may_be_cut_anywhere_and_its_speed_is_that_of_the_decode(page: Page):
     """The clock of the page is set to 1 s before every token, and to 2 s before the usage of 11 tokens."""
     go(page, "Chat")

@@ -385,12 +385,15 @@ def test_a_missed_point_of_the_load_is_asked_for_again(page: Page, api: Answers)
     show(page)
     later = {"interval_seconds": 10, "number": 3, "at": AT + 20, "nodes": {}}
     missed = {name: [5.0, 500.0, value[-1]] for name, value in load(generated_tokens_per_second=7.0).items()}
+    missed["ttft_seconds"] = [1.0, None, 2.0]
     api.by_path["GET /api/v1/history"] = later | {"pool": missed}
     api.sections["load"] = later | {"pool": {name: [value[-1]] for name, value in missed.items()}}
     total = page.get_by_role("region", name="The pool in the last hour")
     expect(total.get_by_role("img", name="Tokens per second")).to_have_attribute(
         "aria-label", re.compile("highest 500")
     )
+    line = total.locator("figure").filter(has=page.get_by_role("img", name="Time to first token")).locator("path")
+    assert (line.get_attribute("d") or "").count("M") == 2, "nothing is drawn where no value is known"
 
 
 def highest(title: str, text: str) -> str:
@@ -959,7 +962,8 @@ def used(day: str, key: str = "k1", **changes: Any) -> dict[str, Any]:
 
 
 def test_a_keys_row_shows_its_limits_and_its_buttons_send_what_was_changed_alone(page: Page, api: Answers):
-    api.by_path |= {"GET /api/v1/keys": {"keys": [KEY]}, "GET /api/v1/keys/usage": {"usage": []}}
+    later = KEY | {"id": "k3", "name": "later", "expires": 4_000_000_000}
+    api.by_path |= {"GET /api/v1/keys": {"keys": [KEY, later]}, "GET /api/v1/keys/usage": {"usage": []}}
     api.by_path["POST /api/v1/keys"] = {"id": "k2", "key": "mp_k2_secret"}
     api.by_path["POST /api/v1/keys/k1/rotate"] = {"id": "k1", "key": "mp_k1_other"}
     show(page, "keys")
@@ -968,6 +972,8 @@ def test_a_keys_row_shows_its_limits_and_its_buttons_send_what_was_changed_alone
     found = cells(row)
     assert (found[0], found[1], found[2]) == ("app", "k1", "infer")
     assert found[4].startswith("expired ")
+    assert "2096" in cells(keys.get_by_role("row").nth(2))[4]
+    assert "expired" not in cells(keys.get_by_role("row").nth(2))[4]
     assert found[5] == "models: qwen*; requests per minute: 10; concurrency: 2; priority: high"
     make = page.get_by_role("region", name="Create a key")
     make.get_by_label("Name", exact=True).fill("kitchen")
