@@ -8,7 +8,7 @@ import gc
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +115,27 @@ def pytest_collection_finish() -> None:
 
     The engine triggers many full collections. Each would take 0.4 s for 630,000 objects of ten thousand tests.
     """
+    _freeze_objects()
+    gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """After the last test of a module, exclude the objects that its tests leave from garbage collection.
+
+    Applications, caches of Hypothesis and imported modules add 400,000 objects during a run. Without this hook every
+    full collection of the engine takes up to 0.3 s for them.
+    """
+    answer = yield
+    if nextitem is not None and nextitem.path != item.path:
+        _freeze_objects()
+    return answer
+
+
+def _freeze_objects() -> None:
+    """Free all garbage, and exclude the other objects from later collections."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 def _deselect_nightly(config: pytest.Config, items: list[pytest.Item]) -> None:

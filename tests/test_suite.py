@@ -33,6 +33,18 @@ def test_runs():
 def test_is_long():
     assert False
 """
+MODULE_THAT_KEEPS = """
+    kept = []
+
+    def test_keeps():
+        kept.extend([place] for place in range(50_000))
+"""
+MODULE_AFTER_IT = """
+    import gc
+
+    def test_is_after_it():
+        assert len(gc.get_objects()) < 25_000
+"""
 FLAKY = """
     from pathlib import Path
 
@@ -230,3 +242,15 @@ def test_nightly_tests_are_deselected_and_counted_except_in_the_nightly_run(
     done = subprocess.run(command, cwd=tmp_path, env=known, capture_output=True, text=True)
     assert done.returncode == int(nightly), done.stdout + done.stderr
     assert ("nightly tests that did not run: 1 (`make nightly`" in done.stdout) is not nightly
+
+
+def test_objects_that_a_module_leaves_are_not_collected_in_later_modules(tmp_path: Path):
+    tests = tmp_path / "tests"
+    tests.mkdir()
+    shutil.copy(HERE / "conftest.py", tests)
+    (tests / "test_1.py").write_text(dedent(MODULE_THAT_KEEPS))
+    (tests / "test_2.py").write_text(dedent(MODULE_AFTER_IT))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2 passed" in done.stdout
