@@ -112,7 +112,7 @@ class MemoryCap:
     remedy: str
     """Advice about the limiting term."""
     warning: str = ""
-    """Warning that stays; empty for none."""
+    """Warning about the setting, reported as long as this cap applies; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
