@@ -46,7 +46,7 @@ class RunStatistics:
     jain: float
     """Fairness among API keys, as `compute_jain_index` returns it."""
     seconds: float
-    """Time of the last end of a request; 0 if a request did not end."""
+    """Virtual time in seconds at which the last request ended; 0 if any request is still open."""
     ratio_p50: float = math.nan
     """`ttft_p50` as a multiple of the clairvoyant's."""
     ratio_p95: float = math.nan

@@ -81,7 +81,7 @@ class ApprovalRequest:
 
 @dataclass(frozen=True, slots=True)
 class DecidedApproval:
-    """Result of a decision with the code of a waiting node, which has left the queue."""
+    """Decision about a waiting node, which a person named by its code. The node has left the queue."""
 
     waiting: WaitingNode
     decision: ApprovalDecision

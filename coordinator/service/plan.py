@@ -10,7 +10,7 @@ WIRED_LABEL = "org.macpool.wired-limit"
 UNIT = "macpool.service"
 """Name of the systemd unit."""
 MODULE = "coordinator.cli"
-"""Module that starts every program of this project. A unit without it is foreign."""
+"""Module that every service runs. A systemd unit without it was not written by this program."""
 STOP_TIMEOUT_SECONDS = 45
 """Seconds from the stop signal to a kill. Longer than both drains: requests end, then the local node does."""
 THROTTLE_SECONDS = 10

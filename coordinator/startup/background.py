@@ -88,7 +88,7 @@ def start_conditions(
 
 
 def start_load_history(cluster: ClusterSide, stack: AsyncExitStack) -> LoadHistory:
-    """Start to sample the load of the pool, and return its history. `stack` stops the samples."""
+    """Start to sample the load of the pool, and return its history. The exit of `stack` stops the sampling."""
     history = LoadHistory()
     sampling = asyncio.create_task(sample_load(history, partial(read_load, cluster.nodes.registry, cluster.dispatcher)))
     stack.push_async_callback(_cancel_task, sampling)

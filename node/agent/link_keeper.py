@@ -165,7 +165,7 @@ class LinkKeeper:
     def wake_up(self, slept: float) -> None:
         """Abort all links after `slept` seconds of sleep, because frames from before the sleep are outdated.
 
-        Dial at once after `fall_asleep`. Otherwise the aborted link is handled as any lost link, with a delay.
+        If `fall_asleep` was called before the sleep, dial at once. Otherwise dial after the delay of any lost link.
         """
         self._links.abort_all(f"this machine slept for {slept:.0f} s")
         self._apply(link_state.WokeUp())

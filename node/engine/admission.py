@@ -1,4 +1,4 @@
-"""Admission of requests, as values: reasons to refuse a request before or at its admission, and its costs. Pure."""
+"""Rules of admission: the refusals of a request before and at its admission, and the memory that it needs. Pure."""
 
 from typing import NamedTuple, Protocol
 

@@ -165,12 +165,12 @@ class LeaksExceeded:
 
 @dataclass(frozen=True, slots=True)
 class RestRequested:
-    """Event: the owner of the Mac takes the memory of the engine."""
+    """Event: this Mac stops sharing, and the engine must release all its memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class WakeRequested:
-    """Event: the owner returns the memory."""
+    """Event: this Mac shares again, and the engine may load models."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Errors of orders about model files, with the code of their end."""
+"""Errors that end an order about model files, with the `ModelOrderCode` that the node reports."""
 
 from wire.frames.model_files import ModelOrderCode
 

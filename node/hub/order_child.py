@@ -28,7 +28,7 @@ NICENESS = 10
 TERMINATE_TIMEOUT_SECONDS = 5.0
 """Seconds from SIGTERM to SIGKILL."""
 EXIT_TIMEOUT_SECONDS = 5.0
-"""Seconds from the last message of a child to its exit."""
+"""Maximum seconds from the last message of a child to its exit, after which the child is killed."""
 
 log = structlog.get_logger("node.hub.order_child")
 

@@ -37,7 +37,7 @@ PARALLEL_REQUESTS = 8
 MAX_ATTEMPTS = 5
 """Maximum tries of one request to the hub."""
 LIBRARY_ENVIRONMENT = {"HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-"""Environment of the hub's library."""
+"""Environment variables for the library `huggingface_hub` in the process of a query."""
 MAX_SMALL_FILE_BYTES = 32 * 1024 * 1024
 """Maximum bytes of a JSON file that is read for the prediction."""
 FIRST_HEADER_BYTES = 128 * 1024

@@ -112,7 +112,7 @@ class MemoryCap:
     remedy: str
     """Advice about the limiting term."""
     warning: str = ""
-    """Warning that stays; empty for none."""
+    """Warning about the setting, reported as long as this cap applies; empty for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class Margin:
     bytes: int
     """Margin in bytes."""
     warning: str = ""
-    """Warning that stays; empty for none."""
+    """Warning about the setting, reported as long as this margin applies; empty for none."""
     automatic: bool = False
     """Whether the margin is the default, which a profile of the loaded models may replace."""
 

@@ -29,7 +29,7 @@ log = structlog.get_logger("node.video.lease_manager")
 
 
 class LeaseGranter:
-    """Decision on each lease request of the coordinator: check the request, make room, and lower the ceiling.
+    """Handler of the coordinator's lease requests: checks a request, releases memory for it, and lowers the ceiling.
 
     Call every method on the event loop of the memory poll.
     """

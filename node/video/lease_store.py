@@ -63,7 +63,10 @@ class LeaseStore:
         return self._folder / f"{record.lease}.{record.generation}"
 
     def put(self, record: LeaseRecord) -> bool:
-        """Store a lease in place of its earlier state. Return whether the disk has it; the ledger always has it."""
+        """Store a lease in place of its earlier state. Return False if the ledger could not be written to the disk.
+
+        The ledger in memory has the lease in both cases.
+        """
         self._ledger = self._ledger.put(record)
         return self._save()
 

@@ -39,7 +39,7 @@ MAX_NAME_CHARS = 256
 TEMPLATE_BYTES = 16
 """Bytes of text that the chat template adds to each message and to each call."""
 PLAIN_ROLES = ("system", "developer", "user", "assistant")
-"""Roles whose messages need only text."""
+"""Roles whose messages have no required field besides their text."""
 MAX_TOP_K = 2**31 - 1
 MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20

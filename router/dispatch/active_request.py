@@ -222,7 +222,7 @@ class ActiveRequest:
         return self.answer.add(delta)
 
     def prepare_resume(self) -> None:
-        """Record the received tokens in the demand, before the next attempt resumes the answer."""
+        """Set `demand.known_tokens` to the number of received tokens, before another node resumes the answer."""
         self.demand = replace(self.demand, known_tokens=self.tokens.longest)
 
     def restart(self) -> None:

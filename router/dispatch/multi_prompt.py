@@ -133,7 +133,7 @@ class MergedStream(MergedAnswer[StreamedAnswer]):
             answer.mark_opened()
 
     def set_blocked(self, blocked: bool) -> None:
-        """Record whether the transport to the client is full."""
+        """Record whether the write buffer of the client's transport is full."""
         for answer in self._answers:
             answer.set_blocked(blocked)
 

@@ -90,9 +90,9 @@ class AttemptLost(OfAttempt, frozen=True, gc=False):
     kind: LossKind
     """Why: the node stops or was lost, its engine ended, or its memory does not suffice."""
     cause: RequestFailure
-    """Failure if the request has had too many losses."""
+    """Failure of this attempt, with which the request ends if it may not be tried again (`can_recover`)."""
     stranded: RequestFailure | None = None
-    """Failure if no other node can continue or restart the request; None if one can."""
+    """Failure with which the request ends because no other node can continue or restart it; None if one can."""
 
 
 class AttemptEnded(OfAttempt, frozen=True, gc=False):

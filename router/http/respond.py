@@ -39,8 +39,9 @@ async def generate(
     """Answer a request with a valid body: submit one request per prompt, and send the combined answer.
 
     `specs` are the requests for the dispatcher, at least one. `parsed` encodes the answer in the client's dialect. If a
-    request is refused or fails, the answer is the problem, or the last event of a stream that has begun. A client that
-    leaves cancels all requests. `forward` passes a single request on to an upstream; None if no upstream may take it.
+    request is refused or fails, send the error as the response, or as the last event if the stream has begun. Cancel
+    all requests when the client disconnects. `forward` passes a single request on to an upstream; None if no upstream
+    may take it.
     """
     requests: list[ActiveRequest] = []
 

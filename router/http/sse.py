@@ -58,7 +58,7 @@ class EventSource(Protocol):
         ...
 
     def set_blocked(self, blocked: bool) -> None:
-        """Record whether the transport to the client is full."""
+        """Record whether the write buffer of the client's transport is full."""
         ...
 
     @property

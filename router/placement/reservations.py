@@ -107,7 +107,7 @@ class NodeReservations:
         self.open_requests.discard(request)
 
     def drop_need(self, need: int) -> None:
-        """Subtract `need` bytes of a reservation from the sum, because the report counts them."""
+        """Subtract bytes of a reservation from the node's `need`, because the node's report counts them."""
         self.need -= need
 
     def remove(self, request: int, reservation: Reservation) -> None:

@@ -45,7 +45,7 @@ class ModelPrediction(msgspec.Struct, frozen=True, kw_only=True):
     context: int = 0
     """Maximum tokens of a row."""
     kv: KvParameters = msgspec.field(default_factory=lambda: KvParameters(0))
-    """Parameters of the bytes of a row."""
+    """Parameters of the KV memory of a row."""
     transient: TransientModel = msgspec.field(default_factory=TransientModel)
     """Coefficients of the transient bytes of a forward."""
     cause: str = ""

@@ -13,7 +13,7 @@ from router.admission.rate_limits import NO_LIMITS
 
 
 class VideoRoutes:
-    """Routes of `cluster video leases` and `cluster video calibrate`."""
+    """Routes of the control API for video models, with their memory profiles, and for memory leases."""
 
     def __init__(self, registry: Registry, controller: VideoController, ring: KeyRing) -> None:
         self._registry = registry

@@ -234,7 +234,7 @@ class PullProgressLines:
 
 
 class PullProgressBars:
-    """One bar for each node, on a terminal."""
+    """Progress bars of a pull on a terminal, one for each node."""
 
     def __init__(self) -> None:
         from rich.console import Console

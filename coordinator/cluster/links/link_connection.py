@@ -115,7 +115,7 @@ class ConnectionOwner(Protocol):
         ...
 
     def answer_relay(self, connection: "Connection", peer: PeerIdentity, join: JoinRelay) -> None:
-        """Use a connection for a relay of model files, or refuse it."""
+        """Use a connection of `peer` for the transfer of model files that `join` names, or refuse the connection."""
         ...
 
     def on_connection_lost(self, connection: "Connection", reason: str) -> None:

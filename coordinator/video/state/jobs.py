@@ -161,9 +161,9 @@ class VideoJob(msgspec.Struct, frozen=True):
     step: int = 0
     """Denoising step that the worker has reported."""
     due: float | None = None
-    """Unix time of the deadline of the current step; None without one.
+    """Unix time until which the job waits; None without a limit.
 
-    The step is the answer to a lease request, the start of the worker, the return of a node, or the fetch of files.
+    The job waits for a lease, the start of the worker, the return of its node, or the fetch of its files.
     """
     away: bool = False
     """Whether the node of the job is not linked."""

@@ -66,7 +66,7 @@ NESTING_KEYWORDS: Final = LIST_KEYWORDS | {
 """Keywords that hold other schemas or values; `LIST_KEYWORDS` are those of them that are lists."""
 ANY: Final = "any-value"
 ANYTHING: Final[Json] = {"$ref": f"#/$defs/{ANY}"}
-"""Reference to the definition `ANY` of any value without a mark, which `MarkExclusion` adds to a schema."""
+"""Reference to the schema of any value without the marks of a `MarkExclusion`, which adds it to `$defs` as `ANY`."""
 REFERENCE: Final = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 SHARED: Final = frozenset({"$defs", "definitions"})
 MAX_DEFINITION_CHARS: Final = 1 << 19

@@ -97,8 +97,8 @@ def join_members(builder: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str
 
 
 def render_braced_call(builder: LarkBuilder, tool: ToolSpec, quote: str, *, nested: bool) -> str:
-    """Return Lark's expression for a tool's call in Gemma's notation. `quote` is the mark around text. `nested`: the
-    parser reads nested objects and lists.
+    """Return Lark's expression for a tool's call in Gemma's notation. `quote` is the quotation mark around strings.
+    `nested` is whether the parser reads nested objects and lists.
 
     Raise `UnsupportedSchema` for names or schemas that the format cannot represent.
     """
@@ -120,7 +120,7 @@ class GemmaArgumentRules:
     tool: ToolSpec
     """Tool whose arguments are rendered."""
     quote: str
-    """Mark before and after text."""
+    """Quotation mark of the model's format, before and after a string."""
     nested: bool
     """Whether the parser reads nested objects and lists."""
     references: dict[str, str] = field(default_factory=dict[str, str])

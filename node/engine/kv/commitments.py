@@ -183,7 +183,7 @@ class CommitmentLedger:
         self.kv = replace(self.kv, waste=waste)
 
     def release(self, row: Commitment) -> None:
-        """Remove the commitment of a row, with its written bytes."""
+        """Remove the commitment of a row. Its committed and written bytes are no longer counted."""
         batch = self._find_batch(row)
         batch.rows.remove(row)
         if not batch.rows:

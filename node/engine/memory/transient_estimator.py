@@ -55,7 +55,7 @@ MIN_FORWARDS_COVERED = 3
 CHUNKS, JOINS, STEPS = "chunks", "joins", "steps"
 """Kinds of forwards that a profile covers, each up to a size: tokens of a chunk, rows of a join or of a decode step."""
 Shape = tuple[int, int, bool]
-"""Tokens and past, or rows and longest row, and whether the caches grew (`ForwardSamples`)."""
+"""`(tokens, past, grew)` of a prefill, or `(rows, longest, grew)` of a decode step, as `ForwardSamples` explains."""
 Sample = tuple[Shape, float]
 """Shape of a forward (`ForwardSamples`), and its measured transient bytes."""
 

@@ -16,7 +16,7 @@ from node.engine.scheduling.rules.chunk_policy import update_mean
 from wire.units import MIB
 
 ASSUMED_WARMUP_SECONDS = 2.0
-"""Seconds assumed for the first warm-up: kernels take 0.4 to 1.6 s each with g++."""
+"""Expected seconds of a warm-up before the first is measured. With g++, each kernel compiles in 0.4 to 1.6 s."""
 FILE = "load-times.json"
 """Name of the file with the measured parts of loads."""
 MIN_BYTES = 256 * MIB

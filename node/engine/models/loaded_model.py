@@ -86,7 +86,7 @@ class LoadedModel:
 
     @property
     def kv(self) -> KvParameters:
-        """Parameters of the bytes of a row."""
+        """Parameters of the KV memory of a row."""
         return self.ledger.kv
 
     @property
@@ -172,7 +172,7 @@ class WarmupResult:
     """Measurements of the warm-up of a model: a short prefill and decode after the kernels are compiled."""
 
     kv: KvParameters
-    """Parameters of the bytes of a row."""
+    """Parameters of the KV memory of a row."""
     vocabulary: int
     """Number of logits per token; of an encoder, the number of token ids."""
     prefill_speed: float

@@ -105,7 +105,7 @@ class MemoryProbe:
     ids: Sequence[int]
     """Text in the model's own tokens, repeated as often as necessary."""
     check: CheckGate
-    """`check(bytes)` returns whether the gate lets a forward pass."""
+    """`check(bytes)` returns whether the gate admits a forward that takes that many bytes."""
     peak_meter: ForwardPeak
     """Meter of peaks."""
     chunk: int

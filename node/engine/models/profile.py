@@ -55,7 +55,7 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     transient: TransientModel
     """Fitted coefficients of transient bytes."""
     kv: KvParameters
-    """Parameters of the bytes of a row."""
+    """Parameters of the KV memory of a row."""
     residual: int
     """Largest number of bytes by which a forward exceeded its KV and its estimate."""
     highest: int

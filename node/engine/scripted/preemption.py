@@ -37,7 +37,8 @@ class BatchMemory(Protocol):
 
 
 class ScriptedPreemptor:
-    """Preemption and ends of requests for lack of memory or rows, and the return of preempted requests.
+    """Preemptor of the scripted engine: preempts or ends requests for lack of memory or rows, and queues preempted ones
+    again.
 
     `preemptions` counts preemptions of requests. `now` is in monotonic seconds in all methods.
     """

@@ -59,11 +59,12 @@ class TokenizerTrials:
         self._failed: dict[str, str] = {}
 
     def run(self, folder: Path, fingerprint: str, files: int) -> None:
-        """Try the model in `folder`, unless its fingerprint was tried before. `files` is the size of its tokenizer's
-        files in bytes. A trial blocks the calling thread for at most about `TIMEOUT_SECONDS`.
+        """Try the chat template and tokenizer in `folder`, unless the result for this fingerprint is known.
 
-        Store a pass, and keep a failure until the engine restarts. A tokenizer that cannot be loaded passes. Raise
-        `TokenizerError` with the reason if the model may not be used, `OSError` if the process cannot be started.
+        `files` is the size of the tokenizer's files in bytes. A trial blocks the calling thread for at most about
+        `TIMEOUT_SECONDS`. A pass is stored on the disk, a failure in memory until the engine restarts. A tokenizer that
+        cannot be loaded passes. Raise `TokenizerError` with the reason if the trial failed, now or earlier. Raise
+        `OSError` if the process cannot be started.
         """
         if fingerprint in self._passed:
             return

@@ -61,7 +61,7 @@ class BlockArray(NamedTuple):
 
 
 class BlockHeader(msgspec.Struct, frozen=True):
-    """Header of a file."""
+    """Header of a file of the disk cache, as stored in msgpack."""
 
     version: int
     chain: bytes
