@@ -305,11 +305,12 @@ IN_A_CALL = """
     from node.engine.scripted.batch import ScriptedBatch
     from node.engine.scripted.engine import ScriptedEngine
 
-    decode, under_way = ScriptedBatch.decode, []
+    decode, under_way, begun = ScriptedBatch.decode, [], []
 
     def slow(batch, steps, now):
         under_way.append(NativeCall("prefill", time.monotonic(), EXPECTED))
-        time.sleep(2.5)
+        time.sleep(SECONDS if begun else 0.0)
+        begun.append(now)
         under_way.clear()
         return decode(batch, steps, now)
 
@@ -317,16 +318,18 @@ IN_A_CALL = """
     ScriptedEngine.read_running_call = lambda engine: next(iter(under_way), None)
     child.main()
 """
-"""An engine in which each decode step is a native call of 2.5 s."""
+"""An engine in which each decode step but the first is a native call of SECONDS."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("expected", "kills"), [(2.0, 0), (0.02, 1)], ids=["as long as said", "longer than said"])
+@pytest.mark.parametrize(
+    ("expected", "seconds", "kills"), [(2.0, 2.5, 0), (0.02, 30.0, 1)], ids=["as long as said", "longer than said"]
+)
 async def test_an_engine_over_its_cap_may_end_the_call_that_it_is_in(
-    make: Callable[..., Awaitable[Node]], expected: float, kills: int
+    make: Callable[..., Awaitable[Node]], expected: float, seconds: float, kills: int
 ):
     """The order is carried out after the call: later than a period, and without counting as silence."""
-    program = textwrap.dedent(IN_A_CALL).replace("EXPECTED", str(expected))
+    program = textwrap.dedent(IN_A_CALL).replace("EXPECTED", str(expected)).replace("SECONDS", str(seconds))
     node = await make(command=[sys.executable, "-c", program], weights="1MiB", kv_per_token=1)
     node.generate(1)
     await node.until(lambda: node.speaks(1))
