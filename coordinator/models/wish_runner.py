@@ -1,8 +1,9 @@
 """Loop that carries out the plans of the reconciler: reads the pool, sends commands to nodes, and records their ends.
 
-A new view of the pool, a changed wish or the end of an action wakes the loop, at most once per `ROUND_SECONDS`. Every
-action is a task that waits for its command. The tasks end with the loop; a load continues on its node. A round that
-fails because of a bug is logged, and the next round starts from the view.
+A new view of the pool, a changed wish or the end of an action wakes the loop, at most once per `ROUND_SECONDS`. Without
+wishes, views wake it at most once per `IDLE_ROUND_SECONDS`. Every action is a task that waits for its command. The
+tasks end with the loop; a load continues on its node. A round that fails because of a bug is logged, and the next round
+starts from the view.
 """
 
 import asyncio
@@ -24,6 +25,8 @@ from wire.state_machine import StateMachine
 log = structlog.get_logger("coordinator.models.wish_runner")
 ROUND_SECONDS = 1.0
 """Minimum seconds between two rounds."""
+IDLE_ROUND_SECONDS = 10.0
+"""Minimum seconds between two rounds without wishes, which only record the use of models."""
 _MEMORY = frozenset({RefusalCode.NO_ROOM, RefusalCode.TOO_LARGE})
 
 
@@ -49,9 +52,16 @@ class WishRunner:
         self._tasks: dict[NodeId, asyncio.Task[None]] = {}
         self._ended_requests: dict[str, int] = {}
         self._unmet: frozenset[str] = frozenset()
+        self._idle_until = 0.0
+
+    def handle_view(self) -> None:
+        """Begin a round soon, because the pool has changed; without wishes, only if the last round is
+        `IDLE_ROUND_SECONDS` old."""
+        if self._wishes or self._clock() >= self._idle_until:
+            self.wake()
 
     def wake(self) -> None:
-        """Begin a round soon, because the pool or a wish has changed."""
+        """Begin a round soon, because a wish has changed or an action has ended."""
         self._woken.set()
 
     @property
@@ -90,6 +100,7 @@ class WishRunner:
 
     def _begin_round(self) -> None:
         pool = self._read_pool(self._find_requested_models())
+        self._idle_until = pool.now + IDLE_ROUND_SECONDS
         self._history = self._record_round(pool)
         plan = plan_actions(self._wishes.values(), pool, self._history)
         self._log_shortfalls(plan)

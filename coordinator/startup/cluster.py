@@ -75,7 +75,7 @@ async def start_cluster(
         access.tokens,
         access.approvals,
         links,
-        ListenerFanout(dispatcher, video_controller, pulls, wishes.wake),
+        ListenerFanout(dispatcher, video_controller, pulls, wishes.handle_view),
         illegal_events,
         wall=time.time,
         on_superseded=on_superseded,

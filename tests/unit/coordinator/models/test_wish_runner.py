@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.cluster.model_operations import ModelOperations
-from coordinator.models.wish_runner import WishRunner
+from coordinator.models.wish_runner import IDLE_ROUND_SECONDS, ROUND_SECONDS, WishRunner
 from coordinator.models.wishes import Wish
 from tests.support.cluster.cluster_port import Line, Port, a_report, opened
 from tests.support.cluster.loopback_cluster import a_memory, a_model
@@ -256,3 +256,35 @@ async def test_a_contradiction_in_a_round_is_counted_and_the_next_round_runs(por
     loop.cancel()
     assert dispatcher.counters.illegal_events == IllegalEventCounts() | {"wish": 1}
     assert entries(port, "wish round failed")
+
+
+async def test_without_wishes_views_begin_few_rounds(port: Port):
+    class Counted(dict[str, Wish]):
+        def values(self) -> Any:
+            rounds.put_nowait(None)
+            return super().values()
+
+    rounds, now = asyncio.Queue[None](), 100.0
+    dispatcher, wishes = port.application.dispatcher, Counted()
+    runner = WishRunner(wishes, dispatcher, ModelOperations(dispatcher, time.monotonic), lambda: now)
+    loop = asyncio.create_task(runner.run())
+
+    async def has_round() -> bool:
+        try:
+            await asyncio.wait_for(rounds.get(), 2 * ROUND_SECONDS)
+        except TimeoutError:
+            return False
+        await asyncio.sleep(0)
+        while not rounds.empty():
+            rounds.get_nowait()
+        return True
+
+    runner.handle_view()
+    assert await has_round()
+    for seconds, wished, expected in ((IDLE_ROUND_SECONDS - 0.5, False, False), (0.5, False, True), (0.5, True, True)):
+        now += seconds
+        if wished:
+            wishes["m"] = Wish("m")
+        runner.handle_view()
+        assert await has_round() is expected
+    loop.cancel()
