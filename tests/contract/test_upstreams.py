@@ -123,6 +123,8 @@ async def test_a_stream_is_passed_through_event_by_event(server: str, key_file: 
         assert (last.choices, last.usage.completion_tokens) == ([], 3)
         totals = cluster.dispatcher.counters.upstreams["home"]
         assert (totals.prompt_tokens, totals.completion_tokens) == (22, 6)
+        (used,) = cluster.dispatcher.usage.drain().values()
+        assert (used.prompt_tokens, used.cached_tokens, used.completion_tokens) == (22, 8, 6)
 
 
 async def test_upstream_completions_use_their_path_and_profile(server: str, key_file: Path):
@@ -132,6 +134,17 @@ async def test_upstream_completions_use_their_path_and_profile(server: str, key_
     seen = read_seen(server)[-1]
     assert seen["path"] == "/v1/completions"
     assert seen["body"] == {"model": "far", "prompt": "hello", "top_p": 1, "temperature": 0.1, "max_tokens": 9}
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+async def test_an_upstream_gets_the_token_limit_of_the_client_in_place_of_the_profiles(
+    server: str, key_file: Path, field: str
+):
+    async with served(server, key_file) as cluster, plain(cluster) as client:
+        body: dict[str, Any] = {"model": "coder:calm", "messages": MESSAGES, field: 7}
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    sent = read_seen(server)[-1]["body"]
+    assert {name: value for name, value in sent.items() if name.startswith("max_")} == {field: 7}
 
 
 async def test_template_variables_of_a_client_precede_those_of_its_profile(server: str, key_file: Path):
@@ -187,6 +200,15 @@ async def test_prompt_of_a_key_without_upstreams_is_not_sent_to_an_upstream(
         answer = await client.chat.completions.create(model="coder", messages=MESSAGES)
         assert answer.model == "upstream:home/far"
     assert len(read_seen(server)) == before + 1
+
+
+async def test_a_key_that_may_use_a_model_of_an_alias_but_not_the_alias_gets_no_upstream(server: str, key_file: Path):
+    before = len(read_seen(server))
+    async with served(server, key_file) as cluster, library(cluster) as client:
+        cluster.limits = lambda _: KeyLimits(models=("big-30b",), upstreams=True)
+        with pytest.raises(openai.APIStatusError):
+            await client.chat.completions.create(model="coder", messages=MESSAGES)
+    assert len(read_seen(server)) == before
 
 
 async def test_other_dialects_of_an_upstream_get_the_local_refusal(server: str, key_file: Path):

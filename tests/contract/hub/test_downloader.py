@@ -18,6 +18,7 @@ from node.hub.cache_layout import RepositoryFolder
 from node.hub.digests import DigestStore, find_content
 from node.hub.download.piece_journal import parse_journal
 from node.hub.download.source_client import MAX_REDIRECTS
+from node.hub.serving.server import PENDING
 from tests.effort import thin_cases
 from tests.support.hub.downloads import PIECE, Child, download, download_order, hub_source
 from tests.support.hub.hub import Answer, Hub, running_hub
@@ -285,6 +286,15 @@ def test_passing_faults_are_retried(hub: Hub, tmp_path: Path):
     hub.faults.answers = [Answer("resolve", 502, times=3), Answer("resolve", 503, times=2)]
     order = {"source_timeout_seconds": 30.0}
     assert download(tmp_path, manifest, [hub_source(hub.url)], **order).code == ModelOrderCode.COMPLETED
+
+
+def test_a_source_that_still_downloads_is_awaited_beyond_the_timeout(hub: Hub, tmp_path: Path):
+    manifest = hub.add("tests/tiny", FILES)
+    hub.faults.answers = [Answer("resolve", 503, {"x-error-code": PENDING, "retry-after": "1"}, times=16)]
+    began = time.monotonic()
+    end = download(tmp_path, manifest, [hub_source(hub.url)], source_timeout_seconds=1.0)
+    assert end.code == ModelOrderCode.COMPLETED, end.message
+    assert time.monotonic() - began > 2.0, "no source was that long without progress"
 
 
 def test_a_lost_source_is_replaced_by_the_next(hub: Hub, tmp_path: Path):

@@ -193,6 +193,18 @@ async def test_waiting_connections_are_limited_and_end_with_their_transfer(place
     assert await ask(place, place.holder, serves=True) == "no_transfer"
 
 
+async def test_a_mirror_that_found_the_relay_full_tries_again(place: Place):
+    place.open_transfer()
+    waiting = [await join(place, place.holder, serves=True) for _ in range(8)]
+    with place.mirror():
+        await place.port.until(lambda: sum(entry.get("reason") == "too_many" for entry in place.port.logs) >= 4)
+        for line in waiting:
+            line.close()
+        end = await place.follow(hub_source(place.hub.url))
+    assert (end.code, place.has_files()) == (ModelOrderCode.COMPLETED, True), end.message
+    assert place.hub.requests == [], "nothing came from the hub"
+
+
 async def test_a_node_waits_for_the_mirror_for_a_limited_time(place: Place):
     place.open_transfer()
     begun = time.monotonic()

@@ -277,6 +277,15 @@ async def test_a_node_that_does_not_clear_is_named_with_those_that_did(port: Por
     assert "cleared on first" in error(answer)["message"]
 
 
+async def test_the_caches_of_a_cordoned_node_are_cleared(port: Port):
+    who, studio = await node(port, "studio", big())
+    port.application.nodes.administration.set_cordoned(who.node, on=True)
+    asking = await clear(port)
+    order = await studio.until(ClearCache)
+    studio.send(Finished(order.request, (), 0, 0))
+    assert (await asking).status_code == 200
+
+
 async def test_a_node_that_does_not_know_the_command_is_refused_at_once(port: Port):
     _, new = await node(port, "new", big())
     who = port.member("old")

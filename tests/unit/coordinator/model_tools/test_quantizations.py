@@ -119,6 +119,19 @@ async def test_a_node_that_is_back_and_silent_was_restarted(orders: Orders, monk
     assert (row["state"], "was restarted" in str(row["message"])) == ("failed", True)
 
 
+async def test_a_node_that_is_away_again_is_awaited(orders: Orders, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(quantizations, "RETURN_TIMEOUT_SECONDS", 0.01)
+    away, silent = orders.start(A), orders.start(B)
+    orders.all.apply_links({A, B}, [])
+    orders.all.apply_links([], [A])
+    orders.all.apply_links({A}, [])
+    orders.all.apply_links([], [B])
+    async with asyncio.timeout(30):
+        while orders.row(silent)["state"] == "running":  # noqa: ASYNC110  the record has no event
+            await asyncio.sleep(0.01)
+    assert orders.row(away)["state"] == "running"
+
+
 def test_a_removed_node_ends_its_quantizations(orders: Orders):
     first, second = orders.start(A), orders.start(B)
     orders.all.remove_node(A)

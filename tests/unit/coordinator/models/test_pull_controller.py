@@ -13,6 +13,7 @@ from coordinator.cluster.links.relay import RelayTransfers
 from coordinator.models import pull_controller
 from coordinator.models.hub_client import HubClient, TokenFileError
 from coordinator.models.pull_controller import MAX_OPEN_PULLS, PullController, TooManyPullsError
+from coordinator.models.pull_records import MAX_ENDED_RECORDS
 from coordinator.models.pull_rows import build_pull_row
 from coordinator.models.pull_values import PullStage
 from coordinator.models.settings import HubSettings
@@ -230,6 +231,20 @@ async def test_a_contradiction_in_a_pull_is_counted(pool: Pool) -> None:
     with pytest.raises(InvariantError):
         pool.controller.handle_frame(A, ModelOrderProgress(1, ModelOrderPhase.DOWNLOADING))
     assert pool.illegal_events == IllegalEventCounts() | {"pull": 1}
+
+
+async def test_the_newest_ended_pulls_stay_listed(pool: Pool, tmp_path: Path) -> None:
+    ended: list[str] = []
+    for number in range(MAX_ENDED_RECORDS + 3):
+        record = pool.controller.start_pull(replace_commit(f"{number:02}"), (A,), "key")
+        pool.controller.cancel_pull(record.id)
+        ended.append(record.id)
+    last = pool.controller.start_pull(MANIFEST, (A,), "key")
+    listed = [*ended[-MAX_ENDED_RECORDS:], last.id]
+    assert list(pool.controller.pulls) == listed
+    restarted = Pool(tmp_path, epoch=2)
+    assert set(restarted.controller.pulls) == set(listed)
+    restarted.controller.close()
 
 
 async def test_a_pull_starts_although_an_old_record_cannot_be_deleted(

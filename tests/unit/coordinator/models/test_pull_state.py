@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.models.pull_state import (
+    FIRST_RETRY_SECONDS,
     MAX_RETRIES,
     MIRROR_START_SECONDS,
     UNLINKED_SECONDS,
@@ -199,6 +200,17 @@ def test_a_hub_that_cannot_be_reached_is_retried_a_bounded_number_of_times() -> 
     assert len(waits) == MAX_RETRIES
     assert waits == sorted(waits)
     assert pull.state.nodes[A].message == "the hub does not answer"
+
+
+def test_a_hub_that_fails_again_after_progress_is_retried_soon_and_without_end() -> None:
+    pull = Pull(A)
+    for number in range(1, 3 * MAX_RETRIES):
+        pull.progress(A, done=number, total=100, fetched=1)
+        pull.end(A, ModelOrderCode.SOURCE_LOST, message="the hub closed the connection", fetched=1)
+        assert find_deadline(pull.state) == pull.now + FIRST_RETRY_SECONDS
+        pull.now += FIRST_RETRY_SECONDS
+        pull.apply(TimePassed())
+    assert pull.stages() == [PullStage.PULLING]
 
 
 def test_content_that_differs_is_fetched_from_the_hub_and_from_there_is_a_failure() -> None:

@@ -472,6 +472,22 @@ def test_an_idle_model_is_unloaded_and_rests_until_the_next_request():
     assert sorted(pool.loads()) == [("a", "m"), ("b", "m")]
 
 
+def test_the_idle_time_of_a_model_begins_at_the_end_of_its_load():
+    pool = WishPool([node("a")], [Wish("m", idle_unload_seconds=60.0)])
+    (load,) = pool.plan().actions
+    pool.begin(load)
+    pool.now += 50.0
+    pool.end(load)
+    pool.refresh()
+    pool.now += 59.0
+    pool.refresh()
+    assert pool.plan().actions == ()
+    pool.now += 1.0
+    pool.refresh()
+    (unload,) = pool.plan().actions
+    assert isinstance(unload, UnloadWish)
+
+
 def test_a_model_in_use_is_not_idle():
     pool = WishPool([node("a", 24, "m")], [Wish("m", idle_unload_seconds=10.0)])
     pool.nodes[A].in_use = {"m"}

@@ -127,6 +127,41 @@ async def test_a_model_of_a_running_request_is_not_unloaded_for_a_wish(port: Por
         await asyncio.gather(asking, return_exceptions=True)
 
 
+async def test_models_of_several_requests_on_one_node_are_not_unloaded_for_a_wish(port: Port):
+    others = tuple(a_model(name, weights=16 * GIB) for name in ("first", "second"))
+    studio = await node(port, "studio", big(weights=12 * GIB), *others)
+    async with port.client("infer") as client:
+        asking: list[asyncio.Task[Any]] = []
+        for other in others:
+            body = {"model": other.name, "messages": [{"role": "user", "content": "hello"}]}
+            asking.append(asyncio.create_task(client.post("/v1/chat/completions", json=body)))
+            generate = await studio.until(Generate)
+            studio.send(Admitted(generate.request, 10))
+        await want(port)
+        plan = await read_plan(port)
+        assert (plan["running"], plan["next"]) == ([], [])
+        for task in asking:
+            task.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+
+
+async def test_a_queued_request_ends_the_rest_of_a_wish(port: Port):
+    who = port.member("studio")
+    line = await port.link(who, report(big(), room=1 * GIB))
+    await port.until(lambda: port.state(who) == "ready")
+    await want(port, load_at_boot=False)
+    wishes = port.application.wishes
+    assert wishes.take_snapshot().replicas == {BIG: (0, 0)}
+    async with port.client("infer") as client:
+        body = {"model": BIG, "messages": [{"role": "user", "content": "hello"}]}
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        await port.until(lambda: port.application.dispatcher.count_queued() == 1)
+        line.send(report(big(), room=1 * GIB))
+        await port.until(lambda: wishes.take_snapshot().replicas == {BIG: (1, 0)}, 10.0)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+
+
 async def test_a_load_refused_for_memory_is_repeated_when_the_node_has_more(port: Port):
     studio = await node(port, "studio", big())
     await want(port)
@@ -196,6 +231,15 @@ async def test_wishes_are_listed_shown_and_ended_and_the_audit_log_names_them(po
         acts = (await client.get("/api/v1/audit")).json()["acts"]
     assert [act["action"] for act in acts][-2:] == ["want_model", "unwant_model"]
     assert acts[-1]["subject"] == BIG
+
+
+async def test_a_model_that_no_node_has_gets_one_wish_in_every_case_of_its_name(port: Port):
+    async with port.client("admin") as client:
+        for path, replicas in ((PATH, 1), (f"{PATH[:-5]}MODEL", 2)):
+            made = await client.put(path, json={"replicas": replicas})
+            assert made.json()["wish"]["model"] == BIG
+        (wish,) = (await client.get("/api/v1/models/wishes")).json()["wishes"]
+    assert (wish["model"], wish["replicas"]) == (BIG, 2)
 
 
 @pytest.mark.parametrize(

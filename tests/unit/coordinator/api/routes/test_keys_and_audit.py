@@ -152,6 +152,16 @@ async def test_usage_is_listed_by_day_too(built: Application, admin: httpx.Async
         assert (await one.get("/api/v1/usage?daily=true&since=2026-01-01")).json()["usage"] == daily
 
 
+async def test_own_usage_begins_at_the_wanted_day(built: Application, admin: httpx.AsyncClient):
+    made = await make(admin)
+    for day, tokens in (("2026-01-31", 3), ("2026-02-01", 4)):
+        built.store.usage.add(made["id"], "tiny", day, UsageTotals(1, completion_tokens=tokens))
+    async with client(built, made["key"]) as one:
+        answer = (await one.get("/api/v1/usage?since=2026-02-01")).json()
+    assert answer["since"] == "2026-02-01"
+    assert [row["completion_tokens"] for row in answer["usage"]] == [4]
+
+
 async def test_a_key_is_renamed_and_keeps_all_else(built: Application, admin: httpx.AsyncClient):
     made = await make(admin, concurrency=3)
     path = f"/api/v1/keys/{made['id']}/name"

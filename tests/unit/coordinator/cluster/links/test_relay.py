@@ -8,9 +8,11 @@ from typing import cast
 
 import pytest
 
+from coordinator.cluster.links import relay as relay_module
 from coordinator.cluster.links.relay import (
     MAX_STREAMS,
     MAX_WAITING,
+    RETRY_SECONDS,
     RelayPace,
     RelayServer,
     RelayStream,
@@ -31,12 +33,13 @@ RATE = 1_000_000.0
 
 
 class RecordedTransport(asyncio.Transport):
-    """Transport without a network. `reads` is set while the protocol accepts bytes."""
+    """Transport without a network. `reads` is set while the protocol accepts bytes, `closed` after a close."""
 
     def __init__(self) -> None:
         super().__init__()
         self.written = b""
         self.ends: list[str] = []
+        self.closed = asyncio.Event()
         self.reads = asyncio.Event()
         self.reads.set()
         self.protocol: asyncio.BaseProtocol | None = None
@@ -62,6 +65,7 @@ class RecordedTransport(asyncio.Transport):
 
     def close(self) -> None:
         self.ends.append("close")
+        self.closed.set()
 
     def abort(self) -> None:
         self.ends.append("abort")
@@ -178,6 +182,20 @@ async def test_a_connection_that_ended_while_it_waited_is_joined_with_none(relay
     assert again.written == other.written == JOINED
     again.lose()
     other.lose()
+
+
+async def test_only_connections_that_still_wait_are_refused_after_the_timeout(
+    relay: Relay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_module, "JOIN_TIMEOUT_SECONDS", 0.01)
+    joined = relay.connect(serves=False)
+    relay.connect(serves=True)
+    waiting = relay.connect(serves=False)
+    await asyncio.wait_for(waiting.closed.wait(), 30)
+    assert waiting.written == encode(
+        Denied("no_server", "the node that serves has no connection within 0 s", retry_after=RETRY_SECONDS)
+    )
+    assert (joined.written, joined.ends) == (JOINED, [])
 
 
 async def test_only_open_connections_count_for_the_limits_of_the_relay(relay: Relay) -> None:

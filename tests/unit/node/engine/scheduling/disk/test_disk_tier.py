@@ -23,7 +23,7 @@ from tests.support.cluster.engine_pool import link
 from tests.support.engine.disk import BRIEF, answer, fill_and_kill, get_disk, open_driver, words, write_all
 from tests.support.engine.text_engine import Driver
 from wire.capacity.fairness import WeightedKey
-from wire.frames import Admitted, ClearCache, Finished, GenerationParams, Refusal
+from wire.frames import Admitted, ClearCache, Finished, GenerationParams, Message, Refusal
 from wire.report import Memory
 
 COUNT = 1000
@@ -147,6 +147,19 @@ def test_another_key_finds_nothing(filled: tuple[Path, list[int]]):
     assert isinstance(end, Finished)
     assert end.cached_tokens == 0
     assert driver.engine.report(0.0).cache.disk_hits == 0
+
+
+def test_a_shared_system_prompt_is_restored_for_another_key(folder: Path):
+    system, cached = Message("system", words(FEW)), list[int]()
+    for key in ("alice", "bob"):
+        driver = open_driver(models.path("llama"), folder)
+        messages = (system, Message("user", f"I am {key}"))
+        end = driver.end(driver.ask("", BRIEF, messages=messages, owner=WeightedKey(key), shared=True))
+        assert isinstance(end, Finished)
+        cached.append(end.cached_tokens)
+        write_all(driver)
+        driver.engine.close()
+    assert cached == [0, 3 * BLOCK_TOKENS]
 
 
 def test_other_weights_under_the_name_find_nothing(filled: tuple[Path, list[int]], tmp_path: Path):
