@@ -66,9 +66,9 @@ class WiredCheck:
         self._leaks.update(now)
 
     async def compare(self, wired: WiredReadings) -> bool:
-        """Compare the wired memory with that before the start of an ended engine, within `settle` seconds.
+        """Return whether more memory is wired, `settle` seconds after the end of an engine, than before its start.
 
-        Return whether the engine leaked; a leak is counted and logged. Return False at once when the agent stops.
+        Return False as soon as the memory has returned or the agent stops. A leak is counted and logged.
         """
         deadline = time.monotonic() + self._timeouts.settle
         while wired.compute_leaked_bytes(after := self._read_wired()) and time.monotonic() < deadline:
