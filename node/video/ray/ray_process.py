@@ -1,7 +1,7 @@
 """`ray start --head --block` as a child process, confined to loopback.
 
-The child is an interpreter of ours that becomes Ray's command line and exits when its standard input ends. Its output
-is kept until Ray is up; afterwards Ray writes logs into its own folder.
+The child is this Python interpreter, which runs Ray's command line and exits when its standard input ends. The output
+of the child is kept until Ray is up; afterwards Ray writes logs into its own folder.
 """
 
 import asyncio

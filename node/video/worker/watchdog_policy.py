@@ -13,7 +13,7 @@ outlives the actor.
 A sign of progress is a new phase, a step or a computed transformer block. The `beat` event of the worker alone is no
 sign, because its thread continues while a GPU hangs. A step of a large picture takes twenty minutes; a block never
 takes five. The footprint is read from the kernel; the worker's own memory numbers are ignored. A worker can exceed its
-lease between two checks, by the allocations of 200 ms. A prediction therefore has a margin.
+lease between two checks, by the allocations of 200 ms. The predicted footprint of a job therefore has a margin.
 """
 
 from dataclasses import dataclass, replace

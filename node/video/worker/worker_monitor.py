@@ -150,8 +150,8 @@ class WorkerMonitor:
 
     `folder` is the folder of the lease. `start_timeout` is the maximum number of seconds until the worker starts.
     `grace` is the time in seconds between SIGTERM and SIGKILL. `record` is the stored lease, `job` the state of its
-    job. `worker` and `state`, that of the watchdog, are None before the worker starts. `footprint` is the bytes of the
-    worker's processes at the last check; 0 if they cannot be read.
+    job, `state` the state of the watchdog. `worker` and `state` are None before the worker starts. `footprint` is the
+    bytes of the worker's processes at the last check; 0 if they cannot be read.
     """
 
     def __init__(
