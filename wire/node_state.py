@@ -1,4 +1,4 @@
-"""States of a node in the cluster, stages of its engine process, and the sets of states that matter."""
+"""States of a node in the cluster, stages of its engine process, and sets of the states of a node."""
 
 from enum import StrEnum
 

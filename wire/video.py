@@ -126,7 +126,7 @@ class LeaseState(WireStruct, frozen=True, array_like=True, gc=False):
     """`granting`, `granted` (no worker), `starting`, `loading`, `denoising`, `decoding`, `saving`, `ending` (the worker
     is being stopped) or `ended` (released; kept until the coordinator acknowledges it)."""
     progress: Natural = 0
-    """Percent of the job."""
+    """Completed percent of the job."""
     step: Natural = 0
     """Current denoising step of `steps`."""
     steps: Natural = 0

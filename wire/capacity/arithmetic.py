@@ -205,7 +205,7 @@ def exceeds_headroom(memory: Memory, estimate: int) -> bool:
 
 
 def build_shed_refusal(memory: Memory, over: int) -> Refused:
-    """Return the refusal for a running request that is preempted or ended, because its node is over its cap − leases.
+    """Return the refusal for a running request that is preempted or ended, because the engine is above cap − leases.
 
     `over` is the number of bytes above that limit.
     """

@@ -39,7 +39,7 @@ class MemoryLimits(Frame, frozen=True, array_like=True, gc=False):
     leases: Size = 0
     """Bytes leased to video jobs."""
     number: Number = 0
-    """Sequence number, which grows with every frame. `EngineReport.limits_number` is that of the limits in force."""
+    """Sequence number, which grows with every frame. `EngineReport.limits_number` repeats it once it is in force."""
     margin_auto: bool = False
     """Whether the margin is a default, which a profile of the loaded models may replace."""
 

@@ -47,7 +47,7 @@ class ModelOrderCode(StrEnum):
     CONTENT_MISMATCH = "content_mismatch"
     """The content does not have the digest of the manifest."""
     INVALID = "invalid"
-    """The order cannot be performed: an unsafe manifest, a folder that is not the node's to change."""
+    """The order cannot be performed: an unsafe manifest, or a folder that the node may not change."""
     IN_USE = "in_use"
     """The model is loaded, another order works on the same repository, or memory is leased already."""
     INTERRUPTED = "interrupted"
