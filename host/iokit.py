@@ -15,7 +15,7 @@ CORE = "/System/Library/Frameworks/CoreFoundation.framework/CoreFoundation"
 CAN_SLEEP, WILL_SLEEP, POWERED_ON = 0xE0000270, 0xE0000280, 0xE0000300
 """Messages of IOKit: an idle sleep may be refused, a sleep begins, and the machine is awake again."""
 ANSWER_TIMEOUT_SECONDS = 2.0
-"""Longest delay of a sleep by this module, and longest wait for the start and the end of the thread."""
+"""Maximum seconds by which this module delays a sleep; also the timeout of the start and the end of the thread."""
 
 _CALLBACK = CFUNCTYPE(None, c_void_p, c_uint32, c_uint32, c_void_p)
 
