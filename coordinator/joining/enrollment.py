@@ -83,7 +83,7 @@ class EnrollmentServer:
         self._limit = limit or RateLimit()
 
     def start_enrollment(self, address: str, now: float, wake: Callable[[], object]) -> "EnrollmentConnection | Denied":
-        """Begin an enrolment of a peer at `address` (without port). Return `Denied` at its rate limit.
+        """Begin an enrolment of a peer at `address` (without port). Return `Denied` above the rate limit.
 
         `now` is in monotonic seconds. `wake` is called when `EnrollmentConnection.poll` has frames to send before the
         deadline.
