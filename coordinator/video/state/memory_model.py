@@ -30,7 +30,7 @@ MARGIN_BYTES = 6 * GIB
 WIDENED_FROM = (0, 18, 17)
 """First engine version that holds weights stored at 8 bits in 16 bits.
 
-Source: its code, and loads with both versions.
+Source: the code of the engine, and loads with this version and an earlier one.
 """
 WIDENED_BITS = 8
 """Bits of the stored weights that such an engine widens."""
