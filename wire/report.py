@@ -352,7 +352,7 @@ class CacheState(WireStruct, frozen=True, gc=False):
     disk_quota: Size = 0
     """Bytes that the files may have now (setting `engine.mlx.disk_cache_size`)."""
     disk_budget: Size = 0
-    """Bytes that may be written now: a share of the disk per day, of which the unused part of one day is kept."""
+    """Bytes that may be written now: a share of the disk per day. Unused bytes add up to at most one day."""
     models: Annotated[tuple[ModelCache, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Cached prefixes by model."""
 
