@@ -48,7 +48,7 @@ class RunStatistics:
     seconds: float
     """Virtual time in seconds at which the last request ended; 0 if any request is still open."""
     ratio_p50: float = math.nan
-    """`ttft_p50` as a multiple of the clairvoyant's."""
+    """`ttft_p50` divided by the `ttft_p50` of the clairvoyant router; NaN before the comparison."""
     ratio_p95: float = math.nan
     ratio_p99: float = math.nan
 
