@@ -38,14 +38,14 @@ _NO_PONG = Pong(0)
 
 @dataclass(frozen=True, slots=True)
 class ChildCommand:
-    """How to start an engine process."""
+    """Command line, environment and settings with which an engine process is started."""
 
     arguments: Sequence[str]
     """Program and arguments, without those for socket and shared page."""
     environment: Mapping[str, str]
     """All environment variables of the process."""
     settings: NodeSettings
-    """Settings that the child receives first."""
+    """Settings, which are sent to the child before any other frame."""
 
 
 @dataclass(slots=True, eq=False)

@@ -187,7 +187,7 @@ Event = StartDue | ChildStarted | OfChild | ChildExited | LeaksExceeded | RestRe
 
 @dataclass(frozen=True, slots=True)
 class EndChild:
-    """Action: ask the child to end, and kill it after the time of this urgency."""
+    """Action: ask the child to end, and kill the child after the timeouts of this urgency."""
 
     urgency: ExitUrgency
 

@@ -13,7 +13,7 @@ from enum import Enum, auto
 
 
 class ExitUrgency(Enum):
-    """Reason for which a child must end, which decides how long it may take."""
+    """Reason for which a child must end. The reason decides how long the end may take."""
 
     GRACEFUL = auto()
     """A healthy child is replaced, or a child violated the protocol. The child may finish its native call."""

@@ -60,7 +60,7 @@ class WiredCheck:
         return WiredReadings(self._read_wired())
 
     def observe(self, wired: WiredReadings) -> None:
-        """Read the wired memory during the lifetime of an engine. Leaks whose memory has returned are forgotten."""
+        """Read the wired memory during the lifetime of an engine. Leaks whose memory has returned no longer count."""
         now = self._read_wired()
         wired.observe(now)
         self._leaks.update(now)

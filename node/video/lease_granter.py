@@ -1,4 +1,4 @@
-"""Grant of a lease in two phases: judge it, lower the ceiling, and wait until the engine holds the lower limits."""
+"""Grant of a lease in two phases: judge the lease; lower the ceiling and wait until the engine holds to it."""
 
 import os
 import time
@@ -126,7 +126,8 @@ class LeaseGranter:
         return leases.refuse(request, code, other, leases.HELD_RETRY_SECONDS) if other else None
 
     async def _judge_with_room(self, request: LeaseRequest) -> LeaseRefused | None:
-        """Return a refusal, or None if the lease fits, if necessary after the engine was asked once to free memory."""
+        """Return a refusal; None if the lease fits. Before a refusal for lack of memory, ask the engine once to free
+        it."""
         refused = self._judge(request)
         if refused is None or refused.headroom is None:
             return refused

@@ -80,12 +80,12 @@ class LeaseStore:
             self.delete(old)
 
     def drop(self, record: LeaseRecord) -> None:
-        """Remove a lease from the ledger, but delete no files. The newest generation of its job stays in the ledger."""
+        """Remove a lease from the ledger, but delete no files. The newest generation of its job is kept."""
         self._ledger = self._ledger.drop(record.lease, record.generation)
         self._save()
 
     def delete(self, record: LeaseRecord) -> None:
-        """Remove a lease from the ledger, and delete its folder. Files that cannot be deleted stay until `load`."""
+        """Remove a lease from the ledger, and delete its folder. Files that cannot be deleted are left to `load`."""
         self.drop(record)
         shutil.rmtree(self.get_folder(record), ignore_errors=True)
 

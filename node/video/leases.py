@@ -61,7 +61,7 @@ class LeasePhase(StrEnum):
     SAVING = "saving"
     """The worker writes and checks the clip."""
     ENDING = "ending"
-    """The worker is being ended, or its memory has not come back."""
+    """The worker is being ended, or its memory is not returned yet."""
     ENDED = "ended"
     """The lease has ended, and the coordinator has not acknowledged that."""
 
@@ -134,7 +134,7 @@ class LeaseLedger(Struct, frozen=True, kw_only=True):
         return replace(self, leases=(*others, record), newest=tuple(newest.items())[-MAX_JOBS_REMEMBERED:])
 
     def drop(self, lease: str, generation: int) -> "LeaseLedger":
-        """Return a ledger without this lease. The generation of its job stays stored."""
+        """Return a ledger without this lease. The newest generation of its job is kept."""
         left = tuple(record for record in self.leases if (record.lease, record.generation) != (lease, generation))
         return replace(self, leases=left)
 

@@ -55,7 +55,7 @@ def find_packages(folders: tuple[str, ...], hub: Path | None) -> dict[str, Packa
     """Return all packages of the model folders and the Hugging Face cache `hub` (None: no cache) by name.
 
     Packages that cannot be used are included; their `cause` has the reason. Packages whose names are invalid are left
-    out. Of equal names the first wins.
+    out. Of packages with equal names the first is returned.
     """
     packages: dict[str, Package] = {}
     for name, folder in _find_folders(folders, hub):

@@ -169,7 +169,7 @@ async def _kill_ray_actor(lease: str) -> None:
 
 
 async def _serve_socket(descriptor: int) -> None:
-    """Serve, then exit at once: the shutdown of Ray, or its start, may take seconds."""
+    """Serve the agent, then exit without a shutdown of Ray, which may take seconds."""
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
     try:
         await Driver(writer).serve(reader)

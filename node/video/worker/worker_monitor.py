@@ -67,7 +67,7 @@ CODES = frozenset(
 )
 """Failure codes that a worker may report."""
 KEPT = ("PATH", "USER", "LANG", "LC_ALL")
-"""Variables that a worker inherits. Every other variable is set explicitly."""
+"""Environment variables that a worker inherits. Every other variable is set explicitly."""
 
 
 def build_worker_environment(inherited: Mapping[str, str], scratch: Path) -> dict[str, str]:
@@ -172,7 +172,7 @@ class WorkerMonitor:
         self._gone_at = 0.0
 
     def open(self, grant: LeaseGrant) -> None:
-        """Create the folder of the lease in place of an existing one, and lock it as guarded. The worker may start
+        """Create the folder of the lease in place of an existing one, and lock its `guard` file. The worker may start
         after that.
 
         Raise `OSError` if that fails.
