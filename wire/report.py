@@ -34,7 +34,7 @@ from wire.units import MIB
 CACHE_STEP_TOKENS = 256
 """Tokens by which the KV caches of mlx-lm grow (`KVCache.step`)."""
 MAX_WASTE_BYTES = 256 * MIB
-"""Bytes of padding below which a second batch does not pay, unless memory is short."""
+"""Maximum of `KvParameters.waste`, in bytes: less padding costs less than a second decode batch."""
 
 
 class WireStruct(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -82,7 +82,7 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     active: Size = 0
     """Active memory of MLX."""
     recent: Size = 0
-    """Recent peak: highest reading of the last seconds."""
+    """Recent peak: highest memory in use in the last seconds."""
     current: Size | None = None
     """Maximum of `active`, `phys` and `recent`."""
     reserved: Size = 0
@@ -272,7 +272,7 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     failures: Natural = 0
     """Requests that ended because of an error in the engine."""
     sheds: Natural = 0
-    """Requests that the engine ended because the agent found the engine above its cap; not for embeddings."""
+    """Requests, except for embeddings, that the engine ended because the agent found the engine above its cap."""
     evictions: Natural = 0
     """Idle models that were unloaded for memory."""
     shrinks: Natural = 0
@@ -365,7 +365,7 @@ class EngineState(WireStruct, frozen=True, array_like=True, gc=False):
     state: Word = "starting"
     """`starting`, `ready`, `hung`, `restarting` or `failed`."""
     cause: Text = ""
-    """Reason of the state."""
+    """Reason of the last end, hang or replacement of a process; empty before the first."""
     restarts: Natural = 0
     """Number of times that the process died. Replacements of a healthy process count in `recycles`."""
     running: Natural = 0
@@ -383,7 +383,7 @@ class EngineState(WireStruct, frozen=True, array_like=True, gc=False):
     wired: Size = 0
     """Bytes that MLX may keep wired; 0 for none."""
     leaked: Difference = 0
-    """Wired bytes that ended engines left behind. Only a restart of the machine frees them."""
+    """Wired bytes that ended engines left behind. Often only a restart of the machine frees them."""
 
 
 class Sharing(WireStruct, frozen=True, array_like=True, gc=False):

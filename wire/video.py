@@ -131,7 +131,7 @@ class LeaseState(WireStruct, frozen=True, array_like=True, gc=False):
     """Current denoising step of `steps`."""
     steps: Natural = 0
     footprint: Size = 0
-    """Footprint of the worker's processes, now."""
+    """Footprint of the worker's processes at the last check."""
     peak: Size = 0
     """Highest footprint of the worker's processes that was read."""
 

@@ -141,7 +141,7 @@ class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
     """Bias by token id."""
     logprobs: bool = False
     top_logprobs: Natural = 0
-    """Alternatives for each token, if `logprobs` is set."""
+    """Number of alternatives for each token, if `logprobs` is set."""
     one_call: bool = False
     """Whether an answer ends after its first tool call."""
     grammar: GrammarSpec | None = None

@@ -256,7 +256,7 @@ class LinkEndpoint:
         """Send queue of the connection; None before the connection is made."""
 
     def _call_soon(self, then: Callable[[], None]) -> None:
-        """Call a function at the end of this turn; on a busy link at most once in COALESCE_SECONDS."""
+        """Call a function in the next turn of the loop; on a busy link at most once in COALESCE_SECONDS."""
         now = self._clock.time()
         self._due = max(self._due, now - IMMEDIATE_WRITES * COALESCE_SECONDS) + COALESCE_SECONDS
         if self._due <= now:
