@@ -39,7 +39,7 @@ class SleepNotificationListener:
         Return False also if the registration takes longer than ANSWER_TIMEOUT_SECONDS.
 
         The listener's thread calls `on_sleep` before a sleep, with a function that permits the sleep, and `on_wake`
-        after it. Without permission the sleep begins after ANSWER_TIMEOUT_SECONDS.
+        after the sleep. Without permission the sleep begins after ANSWER_TIMEOUT_SECONDS.
         """
         try:
             iokit, core = (ctypes.CDLL(path) for path in self._paths)

@@ -84,8 +84,8 @@ class PrefixMemory:
         return _fits(memory, need)
 
     def evict_until(self, enough: Callable[[], bool]) -> None:
-        """Release histories, then the least recently used entries, then queued parts, until `enough()` or nothing more
-        can be released."""
+        """Release histories, then the least recently used entries, then queued parts, until `enough()` is true or
+        nothing more can be released."""
         released = True
         while self.nbytes and released and not enough():
             released = self._release(1)

@@ -34,7 +34,8 @@ MAX_EVICTIONS_REPORTED = 64
 
 @dataclass(slots=True, eq=False)
 class DiskCopy:
-    """Copy of a stored sequence on the disk. Its eviction is reported once neither memory nor disk has it."""
+    """Copy of a stored sequence on the disk. The eviction of the sequence is reported once neither memory nor disk has
+    it."""
 
     prompt_hash: bytes
     """Hash of the prompt, as in `CachedPrefix`."""

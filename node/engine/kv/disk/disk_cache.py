@@ -7,7 +7,7 @@ Rules
 - A lookup guarantees nothing. A missing or invalid file ends the restoration; the prompt is then looked up again.
 - Only prefixes are written whose prefill takes at least `min_seconds` longer than their reading.
 - One process writes to a folder, under a lock; a second one only reads.
-- Files belong to a model by its fingerprint, and to a scope: a key finds only its own and the shared ones.
+- Files belong to a model by its fingerprint, and to a scope: a key finds only files of its own scope and shared files.
 - The folder holds prompts in a form from which their text can be recovered. Only the user can read it.
 """
 

@@ -2,7 +2,7 @@
 
     layers that hold all tokens      a part for each block of 256 tokens
     layers with a sliding window     a part for each block whose tokens are recorded (`window_history`)
-    all other layers                 a state at the end of a stored sequence, with the tokens after its last whole block
+    layers with a state              a state at the end of a stored sequence, with the tokens after its last whole block
 
 Caches with other layers are not stored. Arrays pass to numpy without a copy; numpy has no bfloat16, and arrays of
 that type pass as integers of two bytes.
