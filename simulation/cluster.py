@@ -2,8 +2,7 @@
 
 Frames travel one way in `latency` seconds and keep their order. A period of reports has `SLOTS` moments: each node
 reports at one of them. Reports of one moment reach the router as one view. An idle node reports once a second.
-Each member has the production state machine; the
-self-suspicion of the coordinator is not simulated.
+Each member has the production state machine. The self-suspicion of the coordinator is not simulated.
 """
 
 import asyncio

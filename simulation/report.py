@@ -25,7 +25,7 @@ class RunStatistics:
     served: int
     """Number of complete answers."""
     ttft_p50: float
-    """Time from arrival to the first token; infinite for a request without complete answer."""
+    """Median time from arrival to the first token. A request without a complete answer counts as infinite."""
     ttft_p95: float
     ttft_p99: float
     refused: int
@@ -35,13 +35,13 @@ class RunStatistics:
     failed: int
     """Number of requests that failed, or did not end."""
     whole_p50: float
-    """Time from arrival to the last token; infinite for a request without complete answer."""
+    """Median time from arrival to the last token. A request without a complete answer counts as infinite."""
     whole_p95: float
     wait_p50: float
-    """Time from arrival to the last try before the first token, of complete answers."""
+    """Median time from arrival to the last try before the first token, of complete answers."""
     wait_p95: float
     loads: int
-    """Number of models that were loaded during the run."""
+    """Number of model loads that were requested during the run."""
     preemptions: int
     jain: float
     """Fairness among API keys, as `compute_jain_index` returns it."""

@@ -45,7 +45,7 @@ def build_demand(turn: ConversationTurn) -> ResourceDemand:
 
 
 def build_messages(turn: ConversationTurn) -> tuple[Message, ...]:
-    """Return messages that begin with those of the conversation's earlier turns, with four characters for each token.
+    """Return the messages of a turn, earlier turns of the conversation first, with four characters for each token.
 
     Return no messages for a turn without shared texts.
     """

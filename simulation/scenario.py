@@ -27,7 +27,7 @@ Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9.-]{0,40}\Z")]
 
 
 class ScenarioError(ValueError):
-    """The scenario is invalid or cannot be read. The text has location and reason."""
+    """Raised for a scenario that is invalid or cannot be read. The text has the location and the reason."""
 
 
 class _StrictTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -73,8 +73,8 @@ F = TypeVar("F", bound=Frame)
 
 
 class WireError(Exception):
-    """Violation of the protocol by the peer. The connection must close. Also raised for a frame that is too long to
-    send."""
+    """Raised for a violation of the protocol by the peer, after which the connection must close. Also raised for a
+    frame that is too long to send."""
 
 
 def encode(frame: Frame) -> bytes:

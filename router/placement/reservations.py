@@ -32,7 +32,7 @@ from wire.identity import NodeId
 
 
 class LedgerError(AssertionError):
-    """Inconsistent reservations, which only a bug can cause: never a consequence of a node's or client's action."""
+    """Raised for inconsistent reservations, which only a bug can cause, never the action of a node or client."""
 
 
 class Reservation(msgspec.Struct, gc=False):

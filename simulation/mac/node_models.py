@@ -36,7 +36,7 @@ class SimulatedModel:
     loading: bool = False
     """Whether the model is being loaded, or waits for its turn to load."""
     holds: int = 0
-    """Number of its requests that have not ended."""
+    """Number of requests for this model that have not ended."""
 
     @property
     def idle(self) -> bool:
