@@ -117,7 +117,7 @@ class LeaseState(WireStruct, frozen=True, array_like=True, gc=False):
     lease: Word
     """Id of the lease."""
     generation: Number
-    """Sequence number of the lease among those of the job."""
+    """Sequence number of the lease among the leases of the job."""
     job: Word = ""
     """Id of the job."""
     size: Size = 0

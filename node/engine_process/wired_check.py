@@ -66,9 +66,10 @@ class WiredCheck:
         self._leaks.update(now)
 
     async def compare(self, wired: WiredReadings) -> bool:
-        """Return whether more memory is wired, `settle` seconds after the end of an engine, than before its start.
+        """Return whether an ended engine leaked wired memory, which has not returned within `settle` seconds.
 
-        Return False as soon as the memory has returned or the agent stops. A leak is counted and logged.
+        `WiredReadings.compute_leaked_bytes` has the thresholds. Return False as soon as the memory has returned or the
+        agent stops. A leak is counted and logged.
         """
         deadline = time.monotonic() + self._timeouts.settle
         while wired.compute_leaked_bytes(after := self._read_wired()) and time.monotonic() < deadline:

@@ -103,7 +103,7 @@ class LeaseGranter:
         return refused
 
     def _read_spec(self, request: LeaseRequest) -> LeaseRefused | JobSpec:
-        """Check everything but the fit of the lease into memory. Return the parsed job, or a refusal."""
+        """Check the request, but not whether the lease fits now. Return the parsed job, or a refusal."""
         refused = (
             leases.check_name(request)
             or leases.check_generation(request, self._store.ledger)

@@ -92,7 +92,7 @@ class WorkerGroup(Struct, frozen=True, kw_only=True):
 class LeaseRecord(Struct, frozen=True, kw_only=True):
     """Lease as stored on the disk, from before the ceiling is lowered until its end is acknowledged.
 
-    `lease`, `generation` and `job` are those of the `LeaseRequest`, `model` is the name of the video package. `size` is
+    `lease`, `generation` and `job` are as in the `LeaseRequest`, `model` is the name of the video package. `size` is
     in bytes. `worker` is None before the worker starts. `ended` is None while the lease is held.
     """
 
@@ -159,8 +159,8 @@ def check_name(request: LeaseRequest) -> LeaseRefused | None:
 def check_generation(request: LeaseRequest, ledger: LeaseLedger) -> LeaseRefused | None:
     """Return the refusal of an old generation, or of a second lease while one is held; None if the request passes.
 
-    A generation is old if the ledger has the same or a newer one of the job, except for the same lease. The first
-    generation of a job is 1.
+    A generation is old if the ledger has the same or a newer generation of the job, except for the same lease. The
+    first generation of a job is 1.
     """
     newest = dict(ledger.newest).get(request.job, 0)
     if request.generation < newest or (request.generation == newest and not _is_known(request, ledger)):

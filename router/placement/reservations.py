@@ -249,7 +249,7 @@ class ReservationLedger:
     def remove_node(self, node: NodeId) -> None:
         """Remove the holds and the model swap of a node that is no longer a member, and its account.
 
-        The account stays while requests are on the node, because their release needs it.
+        The account is kept while requests are on the node, because their release needs it.
         """
         if not self.count_in_flight(node):
             self._accounts.pop(node, None)

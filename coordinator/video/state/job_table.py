@@ -33,15 +33,15 @@ class JobRules:
     attempts: int = 2
     """Maximum restarts of a job."""
     lease_seconds: float = 30.0
-    """Longest wait for the answer of a node to a lease request."""
+    """Maximum seconds until a node answers a lease request."""
     start_seconds: float = 90.0
-    """Longest time from the grant of a lease to the start of the worker."""
+    """Maximum seconds from the grant of a lease to the start of the worker."""
     away_seconds: float = 60.0
-    """Longest absence of a node with a running job."""
+    """Maximum seconds for which a node with a running job may be away."""
     headroom_seconds: float = 3600.0
-    """Longest wait of the first queued job for memory while no other job runs."""
+    """Maximum seconds for which the first queued job waits for memory while no other job runs."""
     keep_seconds: float = 86400.0
-    """Lifetime of the files of a job, from its end."""
+    """Seconds for which the files of a job are kept after its end."""
     keep_count: int = 50
     """Maximum number of jobs with files."""
     keep_bytes: int = 50 * 2**30
