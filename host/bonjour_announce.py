@@ -37,7 +37,7 @@ class Announcement:
 
     `advert` has the TXT fields of the record, `port` is the announced TCP port. `name` is a display name. `identity`,
     the id of cluster or machine, makes the name of the record unique. `interfaces` are the addresses to announce; None
-    for those of this machine. The addresses are checked every `look_every` seconds.
+    for all addresses of this machine. The addresses are checked every `look_every` seconds.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ The limit is above 256 KiB, because a read of a TLS connection allocates that mu
 TRIM_THRESHOLD_BYTES = 2 * 1024 * 1024
 """Free bytes at the end of the heap above which they are returned to the system.
 
-Below a few such reads, each read would extend the heap and shrink it again.
+With a limit of only a few reads of a TLS connection, each read would extend the heap and shrink it again.
 """
 
 

@@ -15,7 +15,7 @@ CORE = "/System/Library/Frameworks/CoreFoundation.framework/CoreFoundation"
 CAN_SLEEP, WILL_SLEEP, POWERED_ON = 0xE0000270, 0xE0000280, 0xE0000300
 """Messages of IOKit: an idle sleep may be refused, a sleep begins, and the machine is awake again."""
 ANSWER_TIMEOUT_SECONDS = 2.0
-"""Longest delay of a sleep by this module, and longest wait for the start and the end of the thread."""
+"""Maximum seconds by which this module delays a sleep; also the timeout of the start and the end of the thread."""
 
 _CALLBACK = CFUNCTYPE(None, c_void_p, c_uint32, c_uint32, c_void_p)
 
@@ -39,7 +39,7 @@ class SleepNotificationListener:
         Return False also if the registration takes longer than ANSWER_TIMEOUT_SECONDS.
 
         The listener's thread calls `on_sleep` before a sleep, with a function that permits the sleep, and `on_wake`
-        after it. Without permission the sleep begins after ANSWER_TIMEOUT_SECONDS.
+        after the sleep. Without permission the sleep begins after ANSWER_TIMEOUT_SECONDS.
         """
         try:
             iokit, core = (ctypes.CDLL(path) for path in self._paths)

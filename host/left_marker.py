@@ -15,5 +15,5 @@ def has_left(node: Path) -> bool:
 
 
 def delete_left_mark(node: Path) -> None:
-    """Delete the mark of `mark_left`, because the node joins again or is started. Raise OSError if that fails."""
+    """Delete the file of `mark_left`, because the node joins again or is started. Raise OSError if that fails."""
     (node / "left").unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """Limit repeated log events, because a flood of events would fill the disk.
 
-An event of a logger about the same subject is admitted at most BURST_EVENTS times in WINDOW_SECONDS. The subject are
-the event's fields such as node, peer, address and reason. The first event of the next window has the number of events
-that were left out. Pure: time is an argument.
+An event of a logger about the same subject is admitted at most BURST_EVENTS times in WINDOW_SECONDS. The subject is the
+set of the event's fields such as node, peer, address and reason. The first event of the next window has the number of
+events that were left out. Pure: time is an argument.
 """
 
 from collections.abc import Mapping

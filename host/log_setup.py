@@ -34,7 +34,7 @@ def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
     """Write the log events of this process to `file`, and warnings to standard error.
 
     `level` is the lowest level in the file, such as `info`. `tap` gets each event that is written to the file.
-    Missing folders are created, that of the file with mode 0700. Raise OSError if the file cannot be opened.
+    Missing folders are created, the folder of the file with mode 0700. Raise OSError if the file cannot be opened.
     """
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     lines = _PrivateRotatingHandler(file, maxBytes=MAX_LOG_BYTES, backupCount=MAX_LOG_FILES)
@@ -57,7 +57,7 @@ def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
 def hide_warnings() -> None:
     """Write only errors to standard error from now on, because warnings of an orderly stop need no action.
 
-    The file still gets all events.
+    The log file still gets all events.
     """
     for handler in logging.getLogger().handlers:
         if isinstance(handler, _StderrHandler):
@@ -65,8 +65,8 @@ def hide_warnings() -> None:
 
 
 def log_to_stderr() -> None:
-    """Write log events of this child process from the level `info` to standard error, which its parent stores in a
-    file.
+    """Write log events of this child process, of level `info` or higher, to standard error, which its parent stores in
+    a file.
 
     Secrets are hidden.
     """
@@ -88,8 +88,8 @@ def log_to_stderr() -> None:
 class _StderrHandler(logging.StreamHandler[Any]):
     """Handler for standard error.
 
-    Under launchd, standard error is a file without rotation. The handler empties it above MAX_LOG_BYTES; the journal
-    has the same events. Child processes append to the same file.
+    Under launchd, standard error is a file without rotation. The handler empties that file above MAX_LOG_BYTES; the
+    journal has the same events. Child processes append to the same file.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

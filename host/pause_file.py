@@ -1,6 +1,6 @@
 """File with the pause that a person set for a node.
 
-`cluster pause` on the Mac writes it, or the node on request of the coordinator. The node reads it.
+The file is written by `cluster pause` on the Mac, or by the node on request of the coordinator. The node reads it.
 """
 
 from pathlib import Path

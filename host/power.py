@@ -15,7 +15,7 @@ from typing import Protocol, cast
 import psutil
 
 TOOL_TIMEOUT_SECONDS = 5.0
-"""Longest run of a tool."""
+"""Maximum seconds that a tool may run."""
 TOUCHED = ("/usr/sbin/ioreg", "-rd1", "-c", "IOHIDSystem")
 """Command that prints the idle time of macOS."""
 

@@ -1,6 +1,6 @@
 """Remove secrets, prompts and answers from log events. Pure.
 
-Events of this project contain no prompt, key or token. Redaction is a second line of defence, because exceptions quote
+Events of this project contain no prompt, key or token. Redaction is a second protection, because exceptions quote
 values and libraries log requests. Fields of an event are redacted by their names, the rendered line by the patterns of
 secrets.
 

@@ -4,8 +4,8 @@ Pure: the caller reads files and environment. Precedence: TOML file < MACPOOL_* 
 errors. A settings type is a tree of msgspec structs. The key of a leaf is its dotted path (`memory.cap`), its name in
 the environment is MACPOOL_MEMORY__CAP. Coordinator and node read the same file and skip each other's sections by name.
 
-A table is a setting of named entries, such as `[router.aliases]`. The key of an entry is that of its table and the
-entry's name. A name with other characters than letters, digits, `_` and `-` is in quotes, as in TOML.
+A table is a setting of named entries, such as `[router.aliases]`. The key of an entry is the key of its table, a
+dot and the name of the entry. A name with other characters than letters, digits, `_` and `-` is in quotes, as in TOML.
 """
 
 import difflib
@@ -187,7 +187,8 @@ def find_invalid_settings(
 ) -> list[InvalidSetting]:
     """Return all invalid settings of a layer, each checked separately.
 
-    The entries of tables are checked together, because one may name another: the key is that of the whole entry.
+    The entries of tables are checked together, because an entry may name another one. `InvalidSetting.key` is
+    then the key of the whole entry.
     `rule` raises SettingsError for values that types cannot restrict. `others` are keys or sections of another process,
     which are skipped.
     """
@@ -245,7 +246,7 @@ def _find_invalid_entries(kind: type[T], flat: Flat, known: Mapping[str, Setting
 def build_setting_rows(resolved: ResolvedSettings[T]) -> tuple[dict[str, object], ...]:
     """Return all settings in force as dictionaries with `key`, `value`, `origin` and `description`.
 
-    The origin of a default is `default`. The origin of a table is that of its first entry.
+    The origin of a default is `default`. A table has the origin of its first entry.
     """
     rows: list[dict[str, object]] = []
     for setting in list_settings(type(resolved.value)):
@@ -263,7 +264,7 @@ def build_setting_rows(resolved: ResolvedSettings[T]) -> tuple[dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class SettingDrift:
-    """Setting whose value in a running process (`running`) differs from that in the file (`now`)."""
+    """Setting whose value in a running process (`running`) differs from the value in the file (`now`)."""
 
     key: str
     running: object

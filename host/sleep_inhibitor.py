@@ -21,7 +21,7 @@ END_TIMEOUT_SECONDS = 2.0
 class SleepInhibitor:
     """Assertion that prevents idle sleep of this machine while it is held.
 
-    `command` replaces `caffeinate`; it gets the process id as last argument. Empty: nothing is held.
+    `command` replaces `caffeinate`; it gets the process id as last argument. Empty: no assertion is held.
     """
 
     def __init__(self, command: tuple[str, ...] | None = None) -> None:

@@ -20,7 +20,7 @@ log = structlog.get_logger("host.sleep_watch")
 POLL_INTERVAL_SECONDS = 2.0
 """Seconds between two checks of the clocks."""
 MIN_SLEEP_SECONDS = 3.0
-"""Shortest difference of the clocks that counts as a sleep."""
+"""Minimum change of the difference between the two clocks that counts as a sleep."""
 
 Acknowledge = Callable[[], None]
 """Function that permits an announced sleep."""
@@ -79,8 +79,8 @@ class SleepWatch:
     """Detector of sleep and wake-up of this machine. All callbacks run on the event loop of `start`.
 
     `on_sleep` is called before an announced sleep, with a function that permits the sleep. `on_wake` is called after a
-    sleep with its duration in seconds, `on_look` at every check. `notices` and `clocks` replace those of the system in
-    tests.
+    sleep with its duration in seconds, `on_look` at every check. In tests, `notices` and `clocks` replace the source
+    and the clocks of the system.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Arrivals of a simulation: the turns of conversations in order, each after the answer to the one before."""
+"""Arrivals of a simulation: the turns of conversations in order, each after the answer to the previous turn."""
 
 import asyncio
 from collections import deque

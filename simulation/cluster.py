@@ -1,8 +1,8 @@
 """Simulated pool around the router: links, reports, membership, faults, and the result of every request.
 
-Frames travel one way in `latency` seconds and keep their order. Reports come at fixed moments of a period: each node
-has its own, of `SLOTS` in total. Reports of one moment reach the router as one view. An idle node reports once a
-second. Membership is the production state machine without its suspicion of itself.
+Frames travel one way in `latency` seconds and keep their order. A period of reports has `SLOTS` moments: each node
+reports at one of them. Reports of one moment reach the router as one view. An idle node reports once a second.
+Each member has the production state machine. The self-suspicion of the coordinator is not simulated.
 """
 
 import asyncio
@@ -45,7 +45,8 @@ GIVE_UP_SECONDS = 3600.0
 
 
 class SimulatedRouter(Protocol):
-    """Router under test: the production dispatcher, a router with the rule of another project, or the clairvoyant."""
+    """Router under test: the production dispatcher, a router with the rule of another project, or the clairvoyant
+    one."""
 
     def set_view(self, view: ClusterView) -> None:
         """Apply a new cluster view."""
@@ -76,8 +77,8 @@ class SimulatedRouter(Protocol):
 class SimulatedPool:
     """Nodes, links, membership and arrivals of one simulation, without the router.
 
-    `conversations` are in order of arrival. `seed` is for the loss of reports. `log` receives one line for each notable
-    event; None disables the log.
+    `conversations` are in order of arrival. `seed` decides which reports are lost. `log` receives one line for each
+    notable event; None disables the log.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ def simulate(scenario: str, policies: tuple[str, ...], seed: int | None, as_json
 
 
 def _convert_row(row: "RunStatistics") -> dict[str, object]:
-    """Convert a row for JSON, which has no infinity: null means never."""
+    """Convert a row for JSON. Infinity (never) and NaN (no value) become null."""
     return {
         name: value if not isinstance(value, float) or math.isfinite(value) else None
         for name, value in asdict(row).items()

@@ -25,7 +25,7 @@ class RunStatistics:
     served: int
     """Number of complete answers."""
     ttft_p50: float
-    """Time from arrival to the first token; infinite for a request without complete answer."""
+    """Median time from arrival to the first token. A request without a complete answer counts as infinite."""
     ttft_p95: float
     ttft_p99: float
     refused: int
@@ -35,20 +35,20 @@ class RunStatistics:
     failed: int
     """Number of requests that failed, or did not end."""
     whole_p50: float
-    """Time from arrival to the last token; infinite for a request without complete answer."""
+    """Median time from arrival to the last token. A request without a complete answer counts as infinite."""
     whole_p95: float
     wait_p50: float
-    """Time from arrival to the last try before the first token, of complete answers."""
+    """Median time from arrival to the last try before the first token, of complete answers."""
     wait_p95: float
     loads: int
-    """Number of models that were loaded during the run."""
+    """Number of model loads that were requested during the run."""
     preemptions: int
     jain: float
     """Fairness among API keys, as `compute_jain_index` returns it."""
     seconds: float
     """Virtual time in seconds at which the last request ended; 0 if any request is still open."""
     ratio_p50: float = math.nan
-    """`ttft_p50` as a multiple of the clairvoyant's."""
+    """`ttft_p50` divided by the `ttft_p50` of the clairvoyant router; NaN before the comparison."""
     ratio_p95: float = math.nan
     ratio_p99: float = math.nan
 

@@ -35,7 +35,7 @@ from wire.refusals import FailureCode
 MAX_TRIES = 5
 """Maximum number of times that `PeerRouter` sends a request to a node."""
 BACKOFF, BACKOFF_FACTOR = 0.05, 1.5
-"""Seconds from the first refusal to the next try, and factor for each further one."""
+"""Seconds from the first refusal to the next try, and factor for each further try."""
 _MOST_MESSAGE = 4
 
 
@@ -45,7 +45,7 @@ def build_demand(turn: ConversationTurn) -> ResourceDemand:
 
 
 def build_messages(turn: ConversationTurn) -> tuple[Message, ...]:
-    """Return messages that begin with those of the conversation's earlier turns, with four characters for each token.
+    """Return the messages of a turn, earlier turns of the conversation first, with four characters for each token.
 
     Return no messages for a turn without shared texts.
     """
@@ -298,7 +298,8 @@ class OracleRouter:
             self._waiting = [turn for turn in self._waiting if not self._place(turn, nodes)]
 
     def _place(self, turn: ConversationTurn, nodes: Collection[NodeId]) -> bool:
-        """Send a turn to the soonest of these nodes that has room. Return whether there was one."""
+        """Send a turn to the node of `nodes` that has room and the earliest first token. Return False if none has
+        room."""
         machines, now = self._pool.machines, self._pool.loop.time()
         able = [
             (machine.forecast.estimate_first_token(turn, now), number, node)

@@ -27,7 +27,7 @@ Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9.-]{0,40}\Z")]
 
 
 class ScenarioError(ValueError):
-    """The scenario is invalid or cannot be read. The text has location and reason."""
+    """Raised for a scenario that is invalid or cannot be read. The text has the location and the reason."""
 
 
 class _StrictTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -45,7 +45,7 @@ class ModelSpec(_StrictTable, frozen=True):
     active: Positive
     """Active parameters per token in billions, which scale the speeds."""
     context: Tokens = 32_768
-    """Most tokens of prompt and answer."""
+    """Maximum tokens of prompt and answer together."""
     usual: Tokens = 256
     """Output tokens that nodes report to the router as expected."""
     transient: str = "256MiB"
@@ -67,7 +67,7 @@ class NodeSpec(_StrictTable, frozen=True):
     loaded: tuple[Name, ...] = ()
     """Models in memory at the start; they must be on the disk."""
     batch: Count = 32
-    """Most rows of a node."""
+    """Maximum rows that decode on a node at once."""
     disk: str = "3GB"
     """Bytes that the disk reads per second, as a size."""
 
@@ -154,7 +154,7 @@ class Scenario(_StrictTable, frozen=True):
     latency: NotNegative = 0.002
     """One-way delay of a link, in seconds."""
     queue_timeout_seconds: Positive = 30.0
-    """Longest wait of a request in the queue of the router."""
+    """Maximum wait of a request in the queue of the router, in seconds."""
     queue_limit: Annotated[int, Meta(ge=0)] = 0
     """Maximum queued requests; 0: the default of the setting `router.queue_limit`."""
     policies: tuple[str, ...] = ()

@@ -19,9 +19,9 @@ from simulation.scenario import Lengths, LoadSpec, Scenario, ScenarioError, roun
 BYTES_PER_TOKEN = 4.0
 """Median of the bytes per prompt token."""
 TOKEN_BYTES_SIGMA = 0.08
-"""Sigma of the logarithm of the bytes per prompt token. The router estimates them, the node counts tokens."""
+"""Sigma of the logarithm of the bytes per prompt token. The router estimates tokens from bytes."""
 MAX_REQUESTS = 500_000
-"""Most conversations of a scenario."""
+"""Maximum conversations of a scenario."""
 
 
 @dataclass(slots=True, eq=False)
@@ -123,7 +123,7 @@ def _compute_pace(scenario: Scenario, load: LoadSpec) -> float:
 
 
 def _compute_mean(lengths: Lengths) -> float:
-    """Return the mean of the drawn values from 999 quantiles, because the limit `most` changes it."""
+    """Return the mean of the drawn values from 999 quantiles, because the limits change the mean."""
     normal = NormalDist()
     drawn = (lengths.median * math.exp(lengths.sigma * normal.inv_cdf(part / 1000)) for part in range(1, 1000))
     return sum(min(lengths.most, max(lengths.least, request)) for request in drawn) / 999

@@ -106,7 +106,7 @@ def rank_addresses(pairs: Iterable[tuple[str, str]]) -> list[str]:
 
     Order: private IPv4, link-local IPv4 (a Thunderbolt cable between two Macs), other IPv4, unique-local IPv6, global
     IPv6. Link-local IPv6 is left out because it needs a scope that only the dialling machine knows. Loopback, multicast
-    and invalid addresses, and those of virtual interfaces and VPNs, are left out as well.
+    and invalid addresses, and all addresses of virtual interfaces and VPNs, are left out as well.
     """
     ranked = {address: rank for interface, address in pairs if (rank := _rank(interface, address)) is not None}
     return sorted(ranked, key=lambda address: (ranked[address], address))

@@ -73,8 +73,8 @@ F = TypeVar("F", bound=Frame)
 
 
 class WireError(Exception):
-    """Violation of the protocol by the peer. The connection must close. Also raised for a frame that is too long to
-    send."""
+    """Raised for a violation of the protocol by the peer, after which the connection must close. Also raised for a
+    frame that is too long to send."""
 
 
 def encode(frame: Frame) -> bytes:
@@ -124,7 +124,8 @@ def decode_request_number(body: bytes | memoryview) -> int:
 class Splitter:
     """Parser of the bytes of one connection: yields pairs of tag and body, and joins fragments.
 
-    `longest` is the maximum length of a frame in bytes, `longest_joined` that of all fragments in progress.
+    `longest` is the maximum length of a frame in bytes. `longest_joined` is the maximum length of all fragments in
+    progress together, in bytes.
     """
 
     def __init__(self, longest: int = MAX_FRAME_BYTES, longest_joined: int = MAX_JOINED_BYTES) -> None:

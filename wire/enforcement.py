@@ -19,7 +19,8 @@ class Enforcement(WireStruct, frozen=True, array_like=True, gc=False):
     """Highest footprint of the engine's process since its start in bytes, by the kernel; None if unknown. For
     display."""
     interval: Size | None = None
-    """Highest footprint in bytes since the last reset of the kernel's mark; None if unknown. For display."""
+    """Highest footprint in bytes since the last reset of the kernel's high-water mark; None if unknown. For
+    display."""
     cap_bound_by: Word = ""
     """Name of the term that sets the cap."""
     remedy: Text = ""

@@ -1,7 +1,7 @@
 """Join tokens, and the proofs that bind a certificate request to a token or to a member.
 
 The secret of a join token is never sent. The node sends HMAC-SHA256(SHA-256(secret), CSR); the coordinator stores only
-the SHA-256.
+the SHA-256 of the secret.
 """
 
 import base64
@@ -19,7 +19,7 @@ class JoinToken:
     """Join token, with which a machine joins a cluster. As text: `mpj1.<pin, base32>.<id>.<secret, base32>`."""
 
     pin: bytes
-    """SHA-256 of the CA, 32 bytes."""
+    """SHA-256 of the certificate of the CA in DER, 32 bytes."""
     id: str
     """Id under which the coordinator stores the token."""
     secret: bytes

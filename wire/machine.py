@@ -12,9 +12,9 @@ class SystemMemory(WireStruct, frozen=True, array_like=True, gc=False):
     pressure: Word = ""
     """Memory pressure of the system: `normal`, `warn`, `critical`, or empty if unknown."""
     source: Word = ""
-    """Source of both values."""
+    """Source of `available` and `pressure`."""
     age: Seconds = 0.0
-    """Age of both values in seconds when the report was written."""
+    """Age of `available` and `pressure` in seconds when the report was written."""
     worker: Size = 0
     """Footprint of the node's video worker in bytes; 0 without one."""
 

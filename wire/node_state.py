@@ -1,4 +1,4 @@
-"""States of a node in the cluster, stages of its engine process, and the sets of states that matter."""
+"""States of a node in the cluster, stages of its engine process, and sets of the states of a node."""
 
 from enum import StrEnum
 
@@ -29,13 +29,13 @@ class EngineStage(StrEnum):
     """Stage of the engine process of a node, in `EngineState.state`."""
 
     STARTING = "starting"
-    """The first process starts."""
+    """A process starts, and has not reported with memory limits in force."""
     READY = "ready"
-    """The process has reported that its gate is armed."""
+    """The process has reported with memory limits in force, and accepts requests."""
     HUNG = "hung"
     """The process does not answer pings, or exceeds the time of a call, and is ended."""
     RESTARTING = "restarting"
-    """The process has ended, and another one starts."""
+    """The process has ended or is being ended. Another process starts after a delay."""
     FAILED = "failed"
     """The process died several times in a row and starts again after the longest delay, or ended engines left too much
     wired memory behind."""

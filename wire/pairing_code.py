@@ -1,4 +1,4 @@
-"""Six digits that both machines show while a node joins without a token, and the commitment behind them.
+"""Short code of six digits that both machines show while a node joins without a token, and the node's commitment.
 
 The code covers every value that an attacker in the middle would have to change. The node commits to its nonce and its
 request before it receives the nonce of the coordinator. An attacker therefore cannot search for a colliding code.
@@ -19,7 +19,8 @@ def compute_commitment(nonce: bytes, csr: bytes) -> bytes:
 def compute_short_code(ca: bytes, csr: bytes, node_nonce: bytes, coordinator_nonce: bytes) -> str:
     """Return the six digits that both machines show while a node joins without a token.
 
-    They are derived from the CA and the certificate request (both DER) and the nonces of both sides.
+    The digits are derived from the certificate of the CA and the certificate request (both DER), and from the nonces of
+    both sides.
     """
     digest = hashlib.sha256(b"macpool code")
     for part in (ca, csr, node_nonce, coordinator_nonce):

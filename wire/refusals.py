@@ -120,7 +120,7 @@ class MemoryNumbers(WireStruct, frozen=True, array_like=True, gc=False):
     """current + reserved + estimate + margin; None if the footprint is unknown."""
     ceiling: Estimate = 0
     current: Estimate | None = None
-    """Memory in use, in a check without the bytes that the engine frees before a refusal; None if the footprint is
+    """Memory in use; without `Memory.reusable`, except in the refusal of a running request. None if the footprint is
     unknown."""
     reserved: Estimate = 0
     """Bytes that are reserved on the node or by the router, and not in use yet."""

@@ -34,7 +34,7 @@ from wire.units import MIB
 CACHE_STEP_TOKENS = 256
 """Tokens by which the KV caches of mlx-lm grow (`KVCache.step`)."""
 MAX_WASTE_BYTES = 256 * MIB
-"""Bytes of padding below which a second batch does not pay, unless memory is short."""
+"""Maximum of `KvParameters.waste`, in bytes: less padding costs less than a second decode batch."""
 
 
 class WireStruct(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -82,7 +82,7 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     active: Size = 0
     """Active memory of MLX."""
     recent: Size = 0
-    """Recent peak: highest reading of the last seconds."""
+    """Recent peak: highest memory in use in the last seconds."""
     current: Size | None = None
     """Maximum of `active`, `phys` and `recent`."""
     reserved: Size = 0
@@ -149,7 +149,7 @@ class TransientModel(WireStruct, frozen=True, array_like=True, gc=False):
     step_seen: Real = 0.0
     """Decode step: for each row and each token of the longest row."""
     window: Natural = 0
-    """Most tokens that a token attends to, if all layers have a sliding window; else 0."""
+    """Maximum tokens that a token attends to, if all layers have a sliding window; else 0."""
     floor: Tokens = 0
     """Smallest prefill chunk when memory is short, in tokens."""
 
@@ -214,13 +214,13 @@ class Model(WireStruct, frozen=True, array_like=True, gc=True, dict=True):  # fo
     progress: Real = 0.0
     """Share of the weights that a load in progress has read, 0 to 1; 0 without one."""
     residual: Estimate = 0
-    """Most bytes by which a forward exceeded its estimate."""
+    """Maximum bytes by which a measured forward exceeded its estimate."""
     covered: Natural = 0
     """Tokens of the largest prefill chunk that was measured."""
     covered_rows: Natural = 0
     """Rows of the widest decode step that was measured."""
     uncovered: Estimate = 0
-    """Bytes charged to a wider step, for which the margin in force is too small; 0 if it covers all widths."""
+    """Bytes charged to a decode step of more than `covered_rows` rows; 0 if the margin in force covers all steps."""
     pinned: bool = False
     """Whether the model is preloaded and never unloaded for another one."""
     content: Word = ""
@@ -272,7 +272,7 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     failures: Natural = 0
     """Requests that ended because of an error in the engine."""
     sheds: Natural = 0
-    """Requests, but none for embeddings, that the engine ended because the agent found it above its cap."""
+    """Requests, except for embeddings, that the engine ended because the agent found the engine above its cap."""
     evictions: Natural = 0
     """Idle models that were unloaded for memory."""
     shrinks: Natural = 0
@@ -286,7 +286,7 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     prefill_tokens: Natural = 0
     """Prompt tokens that forwards have computed. Tokens from the prefix cache are not among them."""
     returned_tokens: Natural = 0
-    """Tokens of rows that were preempted or in a broken batch, at their return."""
+    """Tokens of rows that returned to a batch after a preemption or after their batch broke."""
     recomputed_tokens: Natural = 0
     """Tokens of `returned_tokens` that forwards have computed again. The rest came from the prefix cache."""
 
@@ -303,7 +303,7 @@ class ModelCache(WireStruct, frozen=True, gc=False):
     hits: Natural = 0
     """Number of requests that reused a prefix in memory."""
     disk_bytes: Size = 0
-    """Bytes of the files. Models with the same files share them; the first name counts them."""
+    """Bytes of the files on the disk. Files of several models with equal content count for the first name only."""
     disk_files: Natural = 0
     disk_hits: Natural = 0
     """Number of prompts that were restored from the disk."""
@@ -352,7 +352,7 @@ class CacheState(WireStruct, frozen=True, gc=False):
     disk_quota: Size = 0
     """Bytes that the files may have now (setting `engine.mlx.disk_cache_size`)."""
     disk_budget: Size = 0
-    """Bytes that may be written now: a share of the disk per day, of which at most one day is saved up."""
+    """Bytes that may be written now: a share of the disk per day. Unused bytes add up to at most one day."""
     models: Annotated[tuple[ModelCache, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Cached prefixes by model."""
 
@@ -365,7 +365,7 @@ class EngineState(WireStruct, frozen=True, array_like=True, gc=False):
     state: Word = "starting"
     """`starting`, `ready`, `hung`, `restarting` or `failed`."""
     cause: Text = ""
-    """Reason of the state."""
+    """Reason of the last end, hang or replacement of a process; empty before the first."""
     restarts: Natural = 0
     """Number of times that the process died. Replacements of a healthy process count in `recycles`."""
     running: Natural = 0
@@ -383,7 +383,7 @@ class EngineState(WireStruct, frozen=True, array_like=True, gc=False):
     wired: Size = 0
     """Bytes that MLX may keep wired; 0 for none."""
     leaked: Difference = 0
-    """Wired bytes that ended engines left behind. Only a restart of the machine frees them."""
+    """Wired bytes that ended engines left behind. Often only a restart of the machine frees them."""
 
 
 class Sharing(WireStruct, frozen=True, array_like=True, gc=False):

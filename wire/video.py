@@ -117,7 +117,7 @@ class LeaseState(WireStruct, frozen=True, array_like=True, gc=False):
     lease: Word
     """Id of the lease."""
     generation: Number
-    """Sequence number of the lease among those of the job."""
+    """Sequence number of the lease among the leases of the job."""
     job: Word = ""
     """Id of the job."""
     size: Size = 0
@@ -126,12 +126,12 @@ class LeaseState(WireStruct, frozen=True, array_like=True, gc=False):
     """`granting`, `granted` (no worker), `starting`, `loading`, `denoising`, `decoding`, `saving`, `ending` (the worker
     is being stopped) or `ended` (released; kept until the coordinator acknowledges it)."""
     progress: Natural = 0
-    """Percent of the job."""
+    """Completed percent of the job."""
     step: Natural = 0
     """Current denoising step of `steps`."""
     steps: Natural = 0
     footprint: Size = 0
-    """Footprint of the worker's processes, now."""
+    """Footprint of the worker's processes at the last check."""
     peak: Size = 0
     """Highest footprint of the worker's processes that was read."""
 

@@ -6,8 +6,8 @@ waiting one. Two waiting nodes never share a code. After three wrong codes, deci
 monotonic seconds.
 
 One address cannot exclude another, because each address has a small part of both limits. The queue may be full when a
-node arrives from an address with fewer requests. Then the oldest request of the address with the most is removed. A
-machine with a token does not wait here.
+node arrives from an address with fewer requests. Then the oldest request of the address with the most requests is
+removed. A machine with a token does not wait here.
 """
 
 from collections import Counter, deque
@@ -25,7 +25,7 @@ MAX_WAITING = 16
 MAX_WAITING_PER_ADDRESS = 4
 """Maximum waiting requests of one address."""
 MAX_NEW_CODES = 256
-"""Maximum new codes within `APPROVAL_TIMEOUT_SECONDS`. One of them is a waiting code with a chance of 1 in 4,000."""
+"""Maximum new codes within `APPROVAL_TIMEOUT_SECONDS`. The chance that one matches a given code is 1 in 4,000."""
 MAX_NEW_CODES_PER_ADDRESS = 8
 """Maximum new codes of one address within `APPROVAL_TIMEOUT_SECONDS`."""
 MAX_WRONG_CODES = 3
@@ -113,7 +113,7 @@ class ApprovalQueue:
 
     @property
     def requests(self) -> Mapping[str, ApprovalRequest]:
-        """Requests to join that wait for a decision, by code. Expired ones stay until the next call with `now`."""
+        """Requests to join that wait for a decision, by code, with expired ones until the next call with `now`."""
         return self._requests
 
     def enqueue(

@@ -1,8 +1,8 @@
 """Join tokens: created by a person, redeemed by a node that proves the secret without sending it.
 
-A peer receives `token_expired`, `token_used` or `token_unknown` only after it proved the secret. Without the proof it
-receives `token_wrong` or `token_unknown`. The log has the real reason, with the token's id only. Check and countdown
-are one call on the loop that owns the store, which prevents a second use.
+A peer that proved the secret receives `token_expired`, `token_used`, or `token_unknown` for a revoked token. Any other
+peer receives `token_wrong`, or `token_unknown` for an unknown id. The log has the real reason, with the token's id
+only. Check and countdown are one call on the loop that owns the store, which prevents a second use.
 """
 
 import hmac

@@ -259,7 +259,8 @@ class VideoApp:
 
 
 def _get_owner(key: ApiKey) -> str:
-    """Return the owner of jobs of a key. The local key changes at every start, hence it maps to a fixed owner."""
+    """Return `VideoJob.key` for jobs of an API key: its id, or the name of the local key, whose id changes at each
+    start."""
     return key.name if key.name == LOCAL_KEY_NAME else key.id
 
 

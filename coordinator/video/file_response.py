@@ -1,7 +1,7 @@
 """Answers with a finished video file: complete or one range (RFC 9110 §14), in chunks, as the client reads.
 
 A request for several ranges receives the complete file, which the standard allows. Otherwise one request could ask for
-the file a thousand times. A client that stops reading loses its connection, without delay for any other.
+the file a thousand times. A client that stops reading loses its connection and delays no other client.
 """
 
 import asyncio

@@ -19,7 +19,7 @@ RETRY_SECONDS = 2.0
 class JobFiles:
     """Fetches and removals in progress. `on_result` receives the result of a fetch.
 
-    `is_awaited` returns whether a job still waits for its files; a fetch that failed is repeated only then.
+    `is_awaited` returns whether a job still waits for its files; an interrupted fetch is repeated only then.
     """
 
     def __init__(

@@ -38,14 +38,14 @@ _NO_PONG = Pong(0)
 
 @dataclass(frozen=True, slots=True)
 class ChildCommand:
-    """How to start an engine process."""
+    """Command line, environment and settings with which an engine process is started."""
 
     arguments: Sequence[str]
     """Program and arguments, without those for socket and shared page."""
     environment: Mapping[str, str]
     """All environment variables of the process."""
     settings: NodeSettings
-    """Settings that the child receives first."""
+    """Settings, which are sent to the child before any other frame."""
 
 
 @dataclass(slots=True, eq=False)
@@ -139,7 +139,7 @@ class EngineChild(asyncio.Protocol):
             self.write(encode(Ping(self.nonce)))
 
     def store_pong(self, pong: Pong, now: float) -> None:
-        """Store the answer to the last ping, which arrived at `now`. Its nonce is not compared."""
+        """Store a pong that arrived at `now` as the answer to the pending ping. The nonce is not compared."""
         self.pinged, self.pong, self.ponged = None, pong, now
 
     def measure_silence(self, now: float) -> float:
@@ -154,7 +154,8 @@ class EngineChild(asyncio.Protocol):
     def end(self, urgency: ExitUrgency, timeouts: SupervisorTimeouts, cause: str) -> None:
         """Ask the process to end, and start a task that sends signals later. Do not wait for the end.
 
-        An end under way is only replaced by an earlier deadline. `cause` is the reason for the log.
+        If the child was asked to end before, only an earlier SIGKILL replaces the running task. `cause` is the reason
+        for the log.
         """
         now = time.monotonic()
         busy = self.pong.busy + (now - self.ponged) if self.pong.busy else 0.0

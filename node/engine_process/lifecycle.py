@@ -14,7 +14,7 @@ Invariants
 - A child that was asked to end is not asked by a later event to end more slowly; the supervisor keeps the earlier
   deadline.
 - A replaced child counts as no failure: it delays no restart.
-- While the engine rests, a new child loads no model.
+- While the engine rests (`EngineLife.resting`), a new child loads no model.
 """
 
 from collections.abc import Mapping
@@ -46,7 +46,7 @@ class ChildLife:
     recycled: bool = False
     """Whether the agent ends a healthy child to replace it."""
     resting: bool = False
-    """Whether the child was started without preloaded models, or has no model loaded."""
+    """Whether the child was started during a rest, without preloaded models, or ran when a rest began."""
     attempted: frozenset[str] = frozenset()
     """Models that the child has loaded or begun to load."""
 
@@ -110,7 +110,7 @@ class ChildReported:
     """Event: a report of the child arrived. `loaded` and `loading` are names of models."""
 
     armed: bool = True
-    """Whether limits are in force. A report before them has a closed gate."""
+    """Whether memory limits are in force. Before the first limits, the gate of the child is closed."""
     loaded: frozenset[str] = frozenset()
     loading: frozenset[str] = frozenset()
     broken: frozenset[str] = frozenset()
@@ -187,7 +187,7 @@ Event = StartDue | ChildStarted | OfChild | ChildExited | LeaksExceeded | RestRe
 
 @dataclass(frozen=True, slots=True)
 class EndChild:
-    """Action: ask the child to end, and kill it after the time of this urgency."""
+    """Action: ask the child to end, and kill the child after the timeouts of this urgency."""
 
     urgency: ExitUrgency
 
@@ -247,8 +247,8 @@ TABLE: Mapping[type, Mapping[EngineStage, frozenset[EngineStage]]] = {
 def step(life: EngineLife, event: Event, timeouts: SupervisorTimeouts) -> Step:
     """Apply one event. Return the new state and the actions in order.
 
-    Raise `IllegalEventError` if `TABLE` does not allow the event. Raise the same for an event of a child if none runs,
-    and for a start while one runs. Raise `InvariantError` for a new state that `TABLE` or `check` does not allow.
+    Raise `IllegalEventError` if `TABLE` or the state of the child, such as a missing one, does not allow the event.
+    Raise `InvariantError` for a new state that `TABLE` or `check` does not allow.
     """
     allowed = TABLE[type(event)].get(life.stage)
     if allowed is None:
@@ -307,7 +307,7 @@ def _start_child(life: EngineLife, event: ChildStarted) -> Step:
 
 
 def _apply_report(life: EngineLife, child: ChildLife, event: ChildReported) -> Step:
-    """Update the models to load again, and make the child ready, or replace it if only that returns its memory."""
+    """Update the models to load again. Make the child ready, or replace it if only its end frees its memory."""
     attempted = child.attempted | event.loaded | event.loading
     missing = life.models - event.broken
     models = event.loaded | {name for name in missing if name in event.loading or name not in attempted}
@@ -323,9 +323,9 @@ def _apply_report(life: EngineLife, child: ChildLife, event: ChildReported) -> S
 
 
 def _is_replaceable(life: EngineLife, child: ChildLife, event: ChildReported) -> bool:
-    """Return whether only a new process returns this child's memory, and no client would notice the replacement.
+    """Return whether only the end of this child frees its memory, and no client would notice the replacement.
 
-    With preloaded models a client would notice: a new child loads them again, even those that a user had unloaded.
+    With preloaded models a client would notice, because a new child loads them again, even after a user unloaded them.
     """
     used = event.busy or (life.preloads and not child.resting) or event.loaded or event.loading
     return event.unreturned > 0 and child.ready and bool(child.attempted) and not used
@@ -345,7 +345,7 @@ def _apply_exit(life: EngineLife, child: ChildLife, event: ChildExited, timeouts
 
 
 def _begin_rest(life: EngineLife) -> Step:
-    """Replace a child that has loaded a model or will load one, because only that returns its memory."""
+    """Replace a child that has loaded a model or will load one, because only its end frees all its memory."""
     resting, child = replace(life, resting=True), life.child
     if child is None or child.resting:
         return resting, ()
@@ -363,7 +363,7 @@ def _wake(life: EngineLife) -> Step:
 
 
 def _recycle(life: EngineLife, child: ChildLife, cause: str) -> Step:
-    """End a healthy child to replace it. Only store `child` if it ends already."""
+    """End a healthy child to replace it. If it was asked to end before, store `child` and end nothing."""
     if child.ending:
         return replace(life, child=child), ()
     return _restart(

@@ -36,7 +36,7 @@ class OpenRequests:
 
     @property
     def numbers(self) -> frozenset[int]:
-        """Requests that were sent to the engine and have neither ended nor been cancelled."""
+        """Numbers of the requests that were sent to the engine and have neither ended nor been cancelled."""
         return frozenset(self._open)
 
     def __bool__(self) -> bool:
@@ -59,15 +59,15 @@ class OpenRequests:
             await asyncio.wait_for(self._added.wait(), seconds)
 
     def refuse(self, request: int, refused: Refused) -> None:
-        """Pass the refusal of a request that is not sent to the engine to `on_frame`."""
+        """Call `on_frame` with the refusal of a request that is not sent to the engine."""
         self._deliver(Refusal(request, refused), request)
 
     def forward_deltas(self, tag: int, body: bytes) -> None:
-        """Forward a frame of the engine with the tokens of a step."""
+        """Forward a `Deltas` frame of the engine, which holds the tokens of one decode step."""
         self._on_frame(tag, _HEADER.pack(len(body) + 1, tag) + body, 0)
 
     def forward_answer(self, kind: type[Frame], tag: int, body: bytes) -> None:
-        """Forward a frame of the engine about one request. A frame that ends the request removes it.
+        """Forward a frame of the engine about one request. A frame of `ENDS` removes the request from `numbers`.
 
         Raise `WireError` if the body does not begin with the number of a request.
         """
@@ -79,9 +79,9 @@ class OpenRequests:
     def fail_all(self, cause: str, record: CrashRecord | None, *, stopping: bool) -> None:
         """End every open request by a `Failed` frame, because the engine has ended. Log the numbers of the requests.
 
-        `record` is the native call in which the engine died; None if it was in none. The request whose prompt was in
-        that call may be the cause, and gets its own code. A decode step holds the rows of all requests. `stopping`: the
-        agent stops.
+        `record` is the native call in which the engine died; None if it was in none. The request of that call may be
+        the cause and gets `ENGINE_CRASHED`, except in a decode step, which holds the rows of many requests. Every other
+        request gets `ENGINE_LOST`. If `stopping`, the agent stops and every request gets `NODE_STOPPING`.
         """
         numbers, self._open = sorted(self._open), set()
         failing = record.request if record is not None and record.doing is not NativeCallKind.DECODE else 0

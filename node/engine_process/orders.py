@@ -50,7 +50,7 @@ class EngineReports:
 
 
 class EngineOrders:
-    """Orders to the engine. `write` sends an encoded frame to the current child, and discards it without one."""
+    """Orders to the engine. `write` sends an encoded frame to the current child, or discards it if no child runs."""
 
     def __init__(self, write: Callable[[bytes], None]) -> None:
         self._write = write

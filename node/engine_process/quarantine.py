@@ -12,7 +12,7 @@ MAX_CRASHES = 2
 WINDOW_SECONDS = 600.0
 """Seconds within which crashes are counted together."""
 QUARANTINE_SECONDS = 600.0
-"""Seconds of quarantine."""
+"""Seconds for which a model stays in quarantine after `MAX_CRASHES` crashes."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Quarantine:
         return True
 
     def describe_crash(self, call: str, model: str, now: float) -> str:
-        """Record a crash, and return a text on it to append to the cause. `call` is the kind of native call."""
+        """Record a crash, and return the text to append to its cause. `call` is the kind of native call."""
         text = f"; it was in the {call} of {model}"
         if self.record_crash(model, now):
             text += ", for the second time: loading the model is blocked for 10 minutes"

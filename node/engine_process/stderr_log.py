@@ -9,9 +9,9 @@ from wire.units import MIB
 MAX_LOG_BYTES = 8 * MIB
 """Bytes from which a log is rotated; one older log is kept."""
 TAIL_BYTES = 2048
-"""Bytes of the log that the cause of a crash may quote."""
+"""Bytes at the end of the log from which the cause of a crash is quoted."""
 TAIL_LINES = 3
-"""Lines of the log that the cause of a crash quotes."""
+"""Maximum lines of the log that the cause of a crash quotes."""
 
 
 class EngineLog:

@@ -13,7 +13,7 @@ sockets and the process, passes events to the rules, and performs their actions.
 A child counts as hung in two cases. It answers pings, and its inference thread has been in one native call for more
 than max(10 s, 5 × the expected duration). Or it has answered no ping for 30 s.
 
-After each end the wired memory of the machine is compared with that before the start of the child (`wired_check`).
+After each end of a child, `wired_check` compares the wired memory of the machine with its value before the start.
 After the second leak no engine is started until the memory has returned.
 """
 
@@ -147,7 +147,7 @@ class Supervisor:
 
     @property
     def live(self) -> frozenset[int]:
-        """Requests that were sent to the engine and have neither ended nor been cancelled."""
+        """Numbers of the requests that were sent to the engine and have neither ended nor been cancelled."""
         return self._requests.numbers
 
     @property
@@ -203,7 +203,7 @@ class Supervisor:
         self._write(encoded)
 
     def end(self, cause: str) -> None:
-        """End the current child, if any, quickly, because it is above its cap. Another starts as after a crash."""
+        """End the current child, if any, quickly, because it is above its cap. A new child starts as after a crash."""
         if self._child is not None:
             self._apply(lifecycle.CapExceeded(cause))
 
@@ -379,6 +379,6 @@ class Supervisor:
 
 
 def _describe_death(code: int | None, tail: str) -> str:
-    """Describe a death in a sentence: the signal or the exit code, and the last line of the log."""
+    """Describe a death in a sentence: the signal or the exit code, and `tail`, the last lines of the log."""
     text = f"the engine process {describe_exit(code)}"
     return f"{text}: {tail}" if tail else text

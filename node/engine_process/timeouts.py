@@ -13,12 +13,12 @@ from enum import Enum, auto
 
 
 class ExitUrgency(Enum):
-    """Reason for which a child must end, which decides how long it may take."""
+    """Reason for which a child must end. The reason decides how long the end may take."""
 
     GRACEFUL = auto()
-    """A healthy child is replaced, or it violated the protocol: it may finish its native call."""
+    """A healthy child is replaced, or a child violated the protocol. The child may finish its native call."""
     AGENT_STOPS = auto()
-    """As `GRACEFUL`, within the time that the agent has itself."""
+    """As `GRACEFUL`, but within `SupervisorTimeouts.stopping` seconds, because the agent stops."""
     OVER_CAP = auto()
     """The child holds more memory than its cap."""
     UNRESPONSIVE = auto()
@@ -68,7 +68,7 @@ class SupervisorTimeouts:
     stopping: float = 15.0
     """Time to end the engine while the agent stops. Services give the agent 45 s, of which requests have 20 s."""
     settle: float = 10.0
-    """Time for the system to count the pages of an ended process as free. "Within seconds" for 424 GiB (oMLX#2184)."""
+    """Time for the system to count the pages of an ended process as free; oMLX#2184: "within seconds" for 424 GiB."""
     look: float = 0.25
     """Interval of the wired-memory readings during `settle`."""
 
@@ -77,12 +77,11 @@ class SupervisorTimeouts:
         return min(self.longest, self.first * 2.0 ** min(failures - 1, 32))
 
     def is_hung(self, busy: float, expected: float) -> bool:
-        """Return whether a native call counts as hung that has lasted `busy` seconds, with `expected` seconds
-        expected."""
+        """Return whether a native call that has lasted `busy` of `expected` seconds counts as hung."""
         return busy > self._compute_longest_call(expected)
 
     def compute_seconds_until_hung(self, busy: float, expected: float) -> float:
-        """Return the seconds until a native call counts as hung that has lasted `busy` of `expected` seconds; 0 if
+        """Return the seconds until a native call that has lasted `busy` of `expected` seconds counts as hung; 0 if
         hung."""
         return max(0.0, self._compute_longest_call(expected) - busy)
 

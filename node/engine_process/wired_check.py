@@ -60,15 +60,16 @@ class WiredCheck:
         return WiredReadings(self._read_wired())
 
     def observe(self, wired: WiredReadings) -> None:
-        """Read the wired memory during the lifetime of an engine. Leaks whose memory has returned are forgotten."""
+        """Read the wired memory during the lifetime of an engine. Leaks whose memory has returned no longer count."""
         now = self._read_wired()
         wired.observe(now)
         self._leaks.update(now)
 
     async def compare(self, wired: WiredReadings) -> bool:
-        """Compare the wired memory with that before the start of an ended engine, within `settle` seconds.
+        """Return whether an ended engine leaked wired memory, which has not returned within `settle` seconds.
 
-        Return whether the engine leaked; a leak is counted and logged. Return False at once when the agent stops.
+        `WiredReadings.compute_leaked_bytes` has the thresholds. Return False as soon as the memory has returned or the
+        agent stops. A leak is counted and logged.
         """
         deadline = time.monotonic() + self._timeouts.settle
         while wired.compute_leaked_bytes(after := self._read_wired()) and time.monotonic() < deadline:

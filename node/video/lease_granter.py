@@ -1,4 +1,4 @@
-"""Grant of a lease in two phases: judge it, lower the ceiling, and wait until the engine holds the lower limits."""
+"""Grant of a lease in two phases: judge the lease; lower the ceiling and wait until the engine holds to it."""
 
 import os
 import time
@@ -64,7 +64,7 @@ class LeaseGranter:
         self._lessor.return_memory()
 
     def restore(self) -> None:
-        """Restore the ceiling, and remove the lease that has not ended from the ledger, if any. Its files stay."""
+        """Restore the ceiling, and remove the lease that has not ended from the ledger, if any. Delete no files."""
         self.return_memory()
         record = self._store.ledger.holding
         if record is not None:
@@ -77,7 +77,7 @@ class LeaseGranter:
 
         A granted lease is stored. After a refusal the ceiling is as before, and nothing is stored.
 
-        `refuse_now()` returns a refusal for reasons that arose meanwhile; None without one.
+        `refuse_now()` returns a refusal for reasons that arose while the ceiling was lowered; None without one.
         """
         spec = self._read_spec(request)
         if isinstance(spec, LeaseRefused):
@@ -103,7 +103,7 @@ class LeaseGranter:
         return refused
 
     def _read_spec(self, request: LeaseRequest) -> LeaseRefused | JobSpec:
-        """Check the request without a reading of the memory. Return its job."""
+        """Check the request, but not whether the lease fits now. Return the parsed job, or a refusal."""
         refused = (
             leases.check_name(request)
             or leases.check_generation(request, self._store.ledger)
@@ -126,7 +126,8 @@ class LeaseGranter:
         return leases.refuse(request, code, other, leases.HELD_RETRY_SECONDS) if other else None
 
     async def _judge_with_room(self, request: LeaseRequest) -> LeaseRefused | None:
-        """Judge the lease. Where it does not fit, ask the engine once to make room, and judge again."""
+        """Return a refusal; None if the lease fits. Before a refusal for lack of memory, ask the engine once to free
+        it."""
         refused = self._judge(request)
         if refused is None or refused.headroom is None:
             return refused
@@ -161,7 +162,7 @@ class LeaseGranter:
                 return _refuse_for_new_requests(request, failure)
 
     def _open(self, record: LeaseRecord, spec: JobSpec) -> WorkerMonitor:
-        """Create the lease's folder for its worker."""
+        """Create the folder of the lease, and return the monitor of its worker. Raise `OSError` if that fails."""
         settings, package = self._settings.worker, self._offer.packages[record.model]
         bounds = WorkerBounds(
             record.size, spec.stall or settings.stall_timeout_seconds, spec.timeout or settings.job_timeout_seconds
@@ -190,7 +191,7 @@ class LeaseGranter:
 
 
 def _refuse_for_new_requests(request: LeaseRequest, failure: LeaseFailure) -> LeaseRefused:
-    """Return the refusal of a lease that requests prevented. The headroom is that before the ceiling was lowered."""
+    """Return the refusal of a lease that requests prevented. The headroom is as before the ceiling was lowered."""
     assert failure.refused is not None  # noqa: S101  it has the numbers
     numbers = failure.refused.numbers
     headroom = numbers.headroom if numbers is not None else None

@@ -32,7 +32,7 @@ class LeaseStage(StrEnum):
     HELD = "held"
     """The lease is granted, with or without a worker."""
     ENDING = "ending"
-    """The worker ends, and its memory has not come back."""
+    """The worker ends, and its memory is not returned yet."""
 
 
 @dataclass(frozen=True, slots=True)

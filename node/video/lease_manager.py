@@ -1,9 +1,10 @@
 """Manager of leases: leases memory to video jobs, one at a time.
 
-`node.video.lease_life` has the states of a lease, `node.video.leases` decides whether one fits, `lease_granter` grants,
-`lease_store` stores. This module runs the task of a lease, and sends its answers. It keeps the artifacts until the
-coordinator has them. Not covered: the start of a worker (`node.video.ray.local_ray`,
-`node.video.worker.worker_parent`), the job (`node.video.worker.job_spec`) and the packages (`node.video.capability`).
+`node.video.lease_life` has the states of a lease, `node.video.leases` decides whether a lease fits, `lease_granter`
+grants it and `lease_store` stores it. This module runs the task of a lease and answers the coordinator. Artifacts are
+kept until the coordinator acknowledges the end of their lease. Not covered: the start of a worker
+(`node.video.ray.local_ray`, `node.video.worker.worker_parent`), the job (`node.video.worker.job_spec`) and the packages
+(`node.video.capability`).
 
 A restarted agent finds its lease on the disk. It ends the remaining processes of the worker, and reports that the job
 was lost. The worker's parent has usually ended them before, because the agent's lock is gone. The ceiling stays lowered
@@ -125,8 +126,8 @@ class LeaseManager:
     def handle_request(self, request: LeaseRequest) -> None:
         """Grant or refuse a lease. Send the answer to the coordinator, at once or within seconds.
 
-        A repeated request gets the earlier answer again. While its lease is still being granted, it is refused until
-        the lease is stored, and then gets no answer.
+        A repeated request gets the earlier answer again. A request that is repeated during the grant is refused before
+        the lease is stored, and gets no answer afterwards.
         """
         record = self._store.ledger.find(request.lease, request.generation)
         if record is None:
@@ -205,9 +206,9 @@ class LeaseManager:
     # lifecycle of a lease
 
     async def start(self) -> None:
-        """Recover the state of an earlier agent.
+        """Read the leases of an earlier agent from the disk.
 
-        End its worker, return its leased memory, and send that its job is lost.
+        If a lease has not ended, end its worker, restore the ceiling, and report its job as lost.
 
         Raise `OSError` if the folder of the leases cannot be used.
         """

@@ -80,19 +80,19 @@ class LeaseStore:
             self.delete(old)
 
     def drop(self, record: LeaseRecord) -> None:
-        """Remove a lease from the ledger, but not its files. The newest generation of its job stays."""
+        """Remove a lease from the ledger, but delete no files. The newest generation of its job is kept."""
         self._ledger = self._ledger.drop(record.lease, record.generation)
         self._save()
 
     def delete(self, record: LeaseRecord) -> None:
-        """Remove a lease from the ledger, and delete its folder. Files that cannot be deleted stay until `load`."""
+        """Remove a lease from the ledger, and delete its folder. Files that cannot be deleted are left to `load`."""
         self.drop(record)
         shutil.rmtree(self.get_folder(record), ignore_errors=True)
 
     def clean(self, record: LeaseRecord) -> None:
-        """Delete the grant of a lease, so that no worker of an earlier agent can begin, and its scratch folder.
+        """Delete the grant of a lease and its scratch folder.
 
-        Raise `OSError` if the grant cannot be deleted.
+        Without the grant no worker of an earlier agent can begin. Raise `OSError` if the grant cannot be deleted.
         """
         (self.get_folder(record) / GRANT).unlink(missing_ok=True)
         shutil.rmtree(self.get_folder(record) / SCRATCH, ignore_errors=True)
@@ -109,7 +109,7 @@ class LeaseStore:
         return self.get_folder(record) / OUT / file if record is not None and known else None
 
     def is_full(self) -> bool:
-        """Return whether the disk has no room even for the text of an error; False if its room cannot be read."""
+        """Return whether the disk has less than `MIN_FREE_DISK_BYTES` free; False if the free bytes cannot be read."""
         with suppress(OSError):
             return shutil.disk_usage(self._folder).free < MIN_FREE_DISK_BYTES
         return False

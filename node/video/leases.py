@@ -13,8 +13,8 @@ bytes, and the job never takes memory that the engine holds. The node alone deci
 
 A node holds one lease at a time. Of two generations of a job the older is void, and its output is discarded. Every path
 returns the memory, after all processes of the worker have ended. A lease is judged like a request: `size` bytes in
-addition to all memory in use. `headroom` stays ≥ 0 after the grant. Nothing in use is ended for a lease. With the guard
-off there is no lease, because no process would watch the rest.
+addition to all memory in use. `headroom` stays ≥ 0 after the grant. Nothing in use is ended for a lease. With
+`memory.guard` off there is no lease, because no process would enforce it.
 """
 
 import re
@@ -61,7 +61,7 @@ class LeasePhase(StrEnum):
     SAVING = "saving"
     """The worker writes and checks the clip."""
     ENDING = "ending"
-    """The worker is being ended, or its memory has not come back."""
+    """The worker is being ended, or its memory is not returned yet."""
     ENDED = "ended"
     """The lease has ended, and the coordinator has not acknowledged that."""
 
@@ -92,7 +92,7 @@ class WorkerGroup(Struct, frozen=True, kw_only=True):
 class LeaseRecord(Struct, frozen=True, kw_only=True):
     """Lease as stored on the disk, from before the ceiling is lowered until its end is acknowledged.
 
-    `lease`, `generation` and `job` are those of the `LeaseRequest`, `model` is the name of the video package. `size` is
+    `lease`, `generation` and `job` are as in the `LeaseRequest`, `model` is the name of the video package. `size` is
     in bytes. `worker` is None before the worker starts. `ended` is None while the lease is held.
     """
 
@@ -134,7 +134,7 @@ class LeaseLedger(Struct, frozen=True, kw_only=True):
         return replace(self, leases=(*others, record), newest=tuple(newest.items())[-MAX_JOBS_REMEMBERED:])
 
     def drop(self, lease: str, generation: int) -> "LeaseLedger":
-        """Return a ledger without this lease. The generation of its job stays stored."""
+        """Return a ledger without this lease. The newest generation of its job is kept."""
         left = tuple(record for record in self.leases if (record.lease, record.generation) != (lease, generation))
         return replace(self, leases=left)
 
@@ -159,8 +159,8 @@ def check_name(request: LeaseRequest) -> LeaseRefused | None:
 def check_generation(request: LeaseRequest, ledger: LeaseLedger) -> LeaseRefused | None:
     """Return the refusal of an old generation, or of a second lease while one is held; None if the request passes.
 
-    A generation is old if the ledger has the same or a newer one of the job, except for the same lease. The first
-    generation of a job is 1.
+    A generation is old if the ledger has the same or a newer generation of the job, except for the same lease. The
+    first generation of a job is 1.
     """
     newest = dict(ledger.newest).get(request.job, 0)
     if request.generation < newest or (request.generation == newest and not _is_known(request, ledger)):

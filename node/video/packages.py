@@ -2,9 +2,9 @@
 
 A package is a folder with `model_index.json` whose `_class_name` the worker supports; all other folders are ignored. An
 entry in `model_index.json` does not prove that the component exists. Components count only with files of their own, and
-those of a quantized package have no configs. Sizes therefore come from the weights, and quantization from their
-headers. The shape comes from configs where they exist. Otherwise it comes from the engine's catalogue, which knows a
-package with two experts and one with one.
+the components of a quantized package have no configs. Sizes therefore come from the files of the weights, and
+quantization from the headers of these files. The shape comes from configs where they exist. Otherwise it comes from the
+engine's catalogue, which has two entries: packages with one expert, and packages with two.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ def find_packages(folders: tuple[str, ...], hub: Path | None) -> dict[str, Packa
     """Return all packages of the model folders and the Hugging Face cache `hub` (None: no cache) by name.
 
     Packages that cannot be used are included; their `cause` has the reason. Packages whose names are invalid are left
-    out. Of equal names the first wins.
+    out. Of packages with equal names the first is returned.
     """
     packages: dict[str, Package] = {}
     for name, folder in _find_folders(folders, hub):

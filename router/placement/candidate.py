@@ -184,7 +184,7 @@ class AttemptHistory(msgspec.Struct, frozen=True, gc=False):
     version: ModelVersion | None = None
     """Only version of the model that may take the request; None allows any.
 
-    It is the model that began the answer, or the served model of a name with several.
+    It is the version that began the answer, or the served one of a name with several versions.
     """
 
 
@@ -193,7 +193,7 @@ FIRST = AttemptHistory()
 
 
 class HeadroomCorrection(msgspec.Struct, frozen=True, gc=False):
-    """Maximum headroom in bytes of a node that refused a request although its view had room.
+    """Maximum headroom in bytes of a node that refused a request although there was room by the node's view.
 
     `reported_at` is the arrival of the report to which the correction applies; the next report ends it.
     """

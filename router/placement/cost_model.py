@@ -1,11 +1,11 @@
 """Cost model of placement: the expected times of a request on a node, and the delay that it adds there.
 
-The time of a node is its expected time to the first token plus two costs. The first cost is the added wait of the
-prompts queued behind it. The second, with less weight, is the duration of its answer next to the running rows, and the
-time for which those rows stall. Prompts on a node alternate between the shortest and the oldest, and prefill is slower
-while rows decode. A short prompt therefore does not wait for a long one. Its time is not the sum of all prompts in
-front of it (simulated, a household: the median wait falls from 10.8 s to 3.9 s). When all decode rows are taken, enough
-requests have to end first, and they end one at a time.
+The time of a node is the expected time to the first token of the request, plus two costs. The first cost is the wait
+that the request adds to the prompts queued behind it. The second, with less weight, is the duration of the answer next
+to the running rows, and the time for which those rows stall. Prompts on a node alternate between the shortest and the
+oldest, and prefill is slower while rows decode. A short prompt therefore does not wait for a long one. Its time is not
+the sum of all prompts in front of it (simulated, a household: the median wait falls from 10.8 s to 3.9 s). When all
+decode rows are taken, enough requests have to end first, and they end one at a time.
 
 A model that is not loaded costs its load time.
 """
@@ -56,8 +56,8 @@ def estimate_prefill_wait(
     prompts.
 
     The prompts of a node alternate between the shortest and the oldest. `tokens_ahead` is the number of tokens in
-    front. It covers the rest of the account's unfinished prompts; any surplus belongs to unknown prompts, which count
-    as long ones. `speed` is in prompt tokens per second.
+    front. They belong to the account's unfinished prompts; any surplus belongs to unknown prompts, which count as long
+    ones. `speed` is in prompt tokens per second.
     """
     mine, others, known = prefill_tokens / speed, tokens_ahead / speed, account.pending_tokens
     if not known or others < _NOISE_SECONDS:

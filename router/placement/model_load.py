@@ -40,7 +40,7 @@ class LoadPlacement(msgspec.Struct, frozen=True, gc=False):
     node: NodeId
     name: str
     loaded: bool = False
-    """Whether the node has the model already, according to its report."""
+    """Whether the node has the model loaded already, according to its report."""
 
 
 def choose_load_node(

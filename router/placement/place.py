@@ -193,7 +193,7 @@ def _build_excluded(node: NodeView, why: str, code: RefusalCode) -> Candidate:
 
 
 def _compute_overstated_bytes(node: NodeView, ledger: ReservationLedger, correction: HeadroomCorrection) -> int:
-    """Return the bytes by which the view still overstates a node that has just refused."""
+    """Return the bytes by which the view still overstates the headroom of a node that has just refused."""
     if correction.reported_at != node.reported_at:
         return 0
     memory = node.memory

@@ -171,7 +171,7 @@ class PrefixAffinity:
         self, node: NodeId, engine_instance: int, evictions: int, evicted: Sequence[bytes], store: str = ""
     ) -> None:
         """Remove the entries that a node's report shows to be evicted. Remove all entries of the node if
-        `engine_instance` has changed, because its cache was lost with the old engine process. The entries stay if
+        `engine_instance` has changed, because its cache was lost with the old engine process. The entries are kept if
         the new process has the same disk cache (`store`), which an engine reports as soon as it is ready.
 
         `evicted` holds the hashes of the newest evictions; the last of them is number `evictions`. If the report lacks

@@ -37,7 +37,7 @@ def build_refusal(
     trials: AttemptHistory,
     rates: Mapping[str, float],
 ) -> NoPlacement:
-    """Build the refusal of a request for which none of `candidates` is feasible, with the node that alone can decide.
+    """Build the refusal of a request for which none of `candidates` is feasible, and choose `NoPlacement.candidate`.
 
     `trials` are the earlier attempts of the request. `rates` are the expected requests per second of each model.
     """

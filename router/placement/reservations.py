@@ -18,8 +18,8 @@ releases nothing.
 A reservation includes the weights of a model that the request makes its node load. From the first report that shows the
 running load, that report counts the weights and the reservation does not.
 
-A hold reserves room for a request that still waits in the queue, because smaller requests behind it would take all of
-it. A node has at most one hold, because two waiting requests would keep each other out of an empty node. A key has at
+A hold reserves room for a request that still waits in the queue, because smaller requests behind it would take that
+room. A node has at most one hold, because two waiting requests would keep each other out of an empty node. A key has at
 most one hold, because a key with many waiting requests would keep all other keys out of all nodes. Requests that have
 lost a node, and requests for which a node swaps models, have a hold in addition.
 """
@@ -32,7 +32,7 @@ from wire.identity import NodeId
 
 
 class LedgerError(AssertionError):
-    """Inconsistent reservations, which only a bug can cause: never a consequence of a node's or client's action."""
+    """Raised for inconsistent reservations, which only a bug can cause, never the action of a node or client."""
 
 
 class Reservation(msgspec.Struct, gc=False):
@@ -130,7 +130,7 @@ _EMPTY = NodeReservations()
 
 
 class SwapTurn(msgspec.Struct, frozen=True, gc=False):
-    """Model swap on a node: no new requests for the models in the way, and no load of a third model."""
+    """Model swap on a node. The node takes no new requests for the models to unload, and loads no third model."""
 
     node: NodeId
     name: str
@@ -249,7 +249,7 @@ class ReservationLedger:
     def remove_node(self, node: NodeId) -> None:
         """Remove the holds and the model swap of a node that is no longer a member, and its account.
 
-        The account stays while requests are on the node, because their release needs it.
+        The account is kept while requests are on the node, because their release needs it.
         """
         if not self.count_in_flight(node):
             self._accounts.pop(node, None)

@@ -1,6 +1,6 @@
 """Weights and limits of placement: each with its unit, its meaning and the command that chose it.
 
-The commands are `python -m tests.bench simulation`, which plays the scenarios of `tests/sim/scenarios`, and `cluster
+The commands are `python -m tests.bench simulation`, which runs the scenarios of `tests/sim/scenarios`, and `cluster
 simulate household` and `lab` with seeds 1 to 3. A value without a command follows from its meaning.
 """
 

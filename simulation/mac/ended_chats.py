@@ -6,7 +6,7 @@ from typing import NamedTuple
 from wire.report import CacheState
 
 CACHE_SHARE = 0.15
-"""Share of the cap without weights that is used for ended chats."""
+"""Maximum bytes of all ended chats, as a share of the cap minus the loaded weights."""
 MAX_EVICTIONS_REPORTED = 64
 """Maximum keys of evicted chats in a report."""
 MAX_KEY_BYTES = 32

@@ -1,9 +1,9 @@
 """Speeds and memory of Macs, as far as placement needs them: prefill, decode, Metal's share of the memory.
 
-Speeds are measurements of llama.cpp's users for a model of 7 billion parameters in 4 bits on Apple chips. Source: its
-public table of Apple Silicon, with prompts of 512 tokens and answers of 128. MLX differs by some tens of per cent, as
-do machines; the ratio between them matters here. Prefill is bound by compute: it scales with the active parameters.
-Decode is bound by memory reads: the same parameters, and the cached rows.
+Speeds are measurements of llama.cpp's users for a model of 7 billion parameters in 4 bits on Apple chips. Source: the
+public table of llama.cpp for Apple Silicon, with prompts of 512 tokens and answers of 128. MLX differs by some tens of
+per cent, as do machines; the ratio between them matters here. Prefill is bound by compute: it scales with the active
+parameters. Decode is bound by memory reads: the same parameters, and the cached rows.
 """
 
 from collections.abc import Mapping

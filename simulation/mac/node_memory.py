@@ -29,8 +29,8 @@ class NodeMemory:
     def read(self, now: float, *, reported: bool = False) -> Memory:
         """Return the memory at `now`.
 
-        With `reported`, the KV of tokens computed so far counts as active memory, as in a report. Without, it counts as
-        reserved, and the sum is the same. With `reported`, also update `highest`, and count chats as reusable.
+        With `reported`, the KV of tokens computed so far counts as active memory, as in a report. Otherwise it counts
+        as reserved, and the sum is the same. With `reported`, also update `highest`, and count chats as reusable.
         """
         written = promised = 0
         for model in self._models:

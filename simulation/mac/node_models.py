@@ -32,11 +32,11 @@ class SimulatedModel:
     used: float = 0.0
     """Time of the last begin or end of a request; 0 before the first."""
     ready_at: float = 0.0
-    """Time at which the load of this model ends; 0 unless it runs."""
+    """Time at which the running load of this model ends; 0 if no load of this model runs."""
     loading: bool = False
     """Whether the model is being loaded, or waits for its turn to load."""
     holds: int = 0
-    """Number of its requests that have not ended."""
+    """Number of requests for this model that have not ended."""
 
     @property
     def idle(self) -> bool:

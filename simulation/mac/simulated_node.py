@@ -287,7 +287,7 @@ class SimulatedNode:
         return granted
 
     def stop(self) -> None:
-        """Cancel the timer of the next event, at the end of this node's life."""
+        """Cancel the timer of the next event, because the node stops."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -50,7 +50,7 @@ RESIDUAL_FACTOR = 12 / 10.6
 MIN_PROFILED_MARGIN_SHARE = 0.02
 """Minimum margin divided by the cap, if every loaded model has a profile."""
 KV_GROWTH_TOKENS = 64
-"""Tokens by which the memory of a row grows when its answer exceeds the expected length."""
+"""Tokens by which the commitment of a row grows when its answer exceeds the expected length."""
 DEFAULT_ROW_TOKENS = 2048
 """Tokens of a row in `compute_max_batch`."""
 MAX_LOGITS_BYTES = 16 * MIB
@@ -99,7 +99,7 @@ def compute_current(active: int, phys: int | None, recent: int) -> int | None:
 def compute_headroom(ceiling: int, margin: int, now: int | None, reserved: int) -> int | None:
     """Return ceiling − margin − `now` − reserved in bytes, negative above the limit.
 
-    `now` is the memory in use in bytes (`compute_current`). Return None if it is None, because it cannot be read.
+    `now` is the memory in use in bytes (`compute_current`). Return None if `now` is None.
     """
     return None if now is None else ceiling - margin - now - reserved
 
@@ -205,7 +205,7 @@ def exceeds_headroom(memory: Memory, estimate: int) -> bool:
 
 
 def build_shed_refusal(memory: Memory, over: int) -> Refused:
-    """Return the refusal for a running request that is preempted or ended, because its node is over its cap − leases.
+    """Return the refusal for a running request that is preempted or ended, because the engine is above cap − leases.
 
     `over` is the number of bytes above that limit.
     """

@@ -8,15 +8,15 @@ that key. First come, first served would let a key with a hundred short requests
 Simulated time to first token of a chat at the same time: 140 s first come, first served, 4 s with this rule. Rows are
 not reserved for absent keys.
 
-Prefill. Turns alternate between the shortest and the oldest prompt. That order has the lowest mean, but a key with more
-than CROWDED_PROMPTS prompts would delay the long prompts of other keys. On such a node the second turn goes by key: to
-the lowest number of prefilled tokens divided by weight, counted while other keys waited. Simulated median time to first
-token of an agent during a batch: 324 s without, 87 s with this rule.
+Prefill. Turns alternate between the shortest and the oldest prompt. That order has the lowest mean time to first
+token. A key with more than CROWDED_PROMPTS prompts would however delay the long prompts of other keys. On such a node
+the second turn goes by key: to the lowest number of prefilled tokens divided by weight, counted while other keys
+waited. Simulated median time to first token of an agent during a batch: 324 s without, 87 s with this rule.
 
 Preemption. Long answers of one key can hold all rows for minutes. A waiting request therefore preempts the youngest
-requests of the key that holds most for its weight (`choose_preemptions`). That key keeps at least as much as the
-waiting key then has, so that the shares become more equal and no exchange is reversed. The rule holds for rows and for
-bytes.
+requests of the key that holds most for its weight (`choose_preemptions`). For its weight, that key keeps at least as
+much as the waiting key then has. The shares therefore become more equal, and no exchange is reversed. The rule holds
+for rows and for bytes.
 """
 
 from collections import Counter, deque
@@ -29,7 +29,8 @@ from wire.report import WireStruct
 CROWDED_PROMPTS = 8
 """Prompts of one key on a node above which the second prefill turn alternates between keys.
 
-Simulated p95 time to first token of a household with an agent, eight seeds: 54 s never, 57 s always, 51 s with this.
+Simulated p95 time to first token of a household with an agent, eight seeds: 51 s with this number. If the turn never
+alternated, the time was 54 s; if it always did, 57 s.
 """
 
 
@@ -127,7 +128,7 @@ class PrefillFairness:
 
         The oldest prompt is next, unless a key has more than CROWDED_PROMPTS prompts. Then the oldest prompt of the key
         with the fewest prefilled tokens per weight is next. Keys without a waiting prompt lose their count, and new
-        keys start at the lowest one. `waiting` must not be empty.
+        keys start at the lowest count. `waiting` must not be empty.
         """
         prompts = Counter(key.name for key in waiting)
         least = min((self._read[name] for name in prompts if name in self._read), default=0.0)

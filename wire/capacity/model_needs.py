@@ -80,7 +80,7 @@ class ModelNeeds:
         return row_bytes + highest
 
     def _add_measured(self, highest: int, prompt: int, width: int) -> int:
-        """Return the transient bytes with those of a prefill, and those charged to a decode step of `width` rows."""
+        """Return the highest transient bytes with a prefill, plus `Model.uncovered` if `width` is not covered."""
         if self._forward.floor and prompt:
             highest = max(highest, self._estimate_prefill(prompt))
         return highest + self._model.uncovered if width > self._model.covered_rows else highest

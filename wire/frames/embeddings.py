@@ -44,7 +44,7 @@ class Embed(Frame, frozen=True, array_like=True, gc=False):
     query: Long = ""
     """Query that the documents are scored for; empty for embeddings."""
     max_tokens: Tokens = 0
-    """Tokens of each document at which it is cut; 0: no cut."""
+    """Maximum tokens of each document, at which a longer document is cut; 0: no cut."""
     cache_scope: Word = ""
     """Scope of cached prefixes, as in Generate."""
 

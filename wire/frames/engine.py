@@ -39,7 +39,7 @@ class MemoryLimits(Frame, frozen=True, array_like=True, gc=False):
     leases: Size = 0
     """Bytes leased to video jobs."""
     number: Number = 0
-    """Sequence number, which grows with every frame. `EngineReport.limits_number` is that of the limits in force."""
+    """Sequence number, which grows with every frame. `EngineReport.limits_number` has the number in force."""
     margin_auto: bool = False
     """Whether the margin is a default, which a profile of the loaded models may replace."""
 
@@ -69,7 +69,7 @@ class ReclaimMemory(Frame, frozen=True, array_like=True, gc=False):
     number: Number
     """Sequence number, which the engine repeats in `EngineReport.freed_order`."""
     size: Size
-    """Bytes."""
+    """Bytes that must fit."""
 
 
 class ModelBan(WireStruct, frozen=True, array_like=True, gc=False):

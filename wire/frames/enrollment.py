@@ -37,8 +37,8 @@ class EnrollAuthority(Frame, frozen=True, array_like=True, gc=False):
 class Enroll(Frame, frozen=True, array_like=True, gc=False):
     """Node → coordinator, over a connection verified with the CA: request a certificate.
 
-    With a token, the frame has `token` and `mac`. Without one, it has `opening`, and a person approves the short code.
-    A former member sends `certificate` and `proof`.
+    With a token, the frame has `token` and `mac`. Without a token, it has `opening`, and a person approves the short
+    code. A former member sends `certificate` and `proof`.
     """
 
     csr: Blob

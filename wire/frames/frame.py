@@ -1,11 +1,12 @@
 """Base of all frames, and the format of frames.
 
-A frame is `u32 length | u8 tag | msgpack array` (`wire.codec`). Both sockets use the same table, because the agent
-forwards frames of the engine and decodes only their first field, `request`. Fields are only appended; a field that was
-not in protocol 1 has a default. `wire.frames.registry` has the tags.
+A frame is `u32 length | u8 tag | msgpack array` (`wire.codec`). The link and the socket of the engine have the
+same tags, because the agent forwards frames of the engine. The agent decodes only their first field, `request`. Fields
+are only appended; a field that was not in protocol 1 has a default. `wire.frames.registry` has the tags.
 
 Sizes are bytes, times are seconds. `request` is the coordinator's number of a request. It is unique across restarts
-because its upper half is the epoch. `seq` grows with every Generate; a report acknowledges the newest one it counts.
+because its upper half is the epoch. `seq` grows with every Generate; a report acknowledges the highest `seq` whose
+memory it counts.
 """
 
 from wire.bounds import (

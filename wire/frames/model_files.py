@@ -47,13 +47,13 @@ class ModelOrderCode(StrEnum):
     CONTENT_MISMATCH = "content_mismatch"
     """The content does not have the digest of the manifest."""
     INVALID = "invalid"
-    """The order cannot be performed: an unsafe manifest, a folder that is not the node's to change."""
+    """The order cannot be performed: an unsafe manifest, or a folder that the node may not change."""
     IN_USE = "in_use"
     """The model is loaded, another order works on the same repository, or memory is leased already."""
     INTERRUPTED = "interrupted"
     """A signal ended the process of the order. The received pieces stay on the disk."""
     NAME_TAKEN = "name_taken"
-    """The node has a model of the name of the result."""
+    """The node already has a model with the name of the result."""
     NO_MEMORY = "no_memory"
     """The order needs more memory than the node can lease now, or used more than its lease."""
     FAILED = "failed"
@@ -105,7 +105,7 @@ class RemoveModel(Frame, frozen=True, array_like=True, gc=False):
 class QuantizeModel(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → node: quantize the weights of a model and store the result as another model on the disk.
 
-    The node leases memory for the order. A repeated order for the same result attaches to the running one.
+    The node leases memory for the order. A repeated order for the same result attaches to the running order.
     """
 
     order: Number

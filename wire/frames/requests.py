@@ -88,7 +88,7 @@ class GrammarKind(StrEnum):
     CHOICE = "choice"
     """One of several texts."""
     LARK = "lark"
-    """Text of a grammar in Lark's notation, or of a short one in GBNF."""
+    """Text of a grammar in Lark's notation, or of a short grammar in GBNF."""
 
 
 class CallConstraint(StrEnum):
@@ -113,7 +113,7 @@ class GrammarSpec(WireStruct, frozen=True, array_like=True, gc=False):
     value: Long = ""
     """Schema, pattern or grammar; for `choice` a JSON array of texts."""
     whitespace: Text = ""
-    """Pattern of the white space in JSON; empty for a few characters of any kind."""
+    """Pattern of the white space in JSON; empty for a few white-space characters of any kind."""
     calls: Word = CallConstraint.NONE
     """A `CallConstraint`. Arguments of strict tools follow their schema."""
     tool: Word = ""
@@ -141,7 +141,7 @@ class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
     """Bias by token id."""
     logprobs: bool = False
     top_logprobs: Natural = 0
-    """Alternatives for each token, if `logprobs` is set."""
+    """Number of alternatives for each token, if `logprobs` is set."""
     one_call: bool = False
     """Whether an answer ends after its first tool call."""
     grammar: GrammarSpec | None = None
@@ -181,13 +181,13 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     fingerprint: Word = ""
     """Fingerprint of the model that began a resumed answer and must continue it; empty for any."""
     cache_scope: Word = ""
-    """Scope of cached prefixes that the request may reuse and adds to; empty for that of `owner`."""
+    """Scope of cached prefixes that the request may reuse and adds to; empty for the scope of `owner`."""
     shared: bool = False
     """Whether the first message is a system prompt whose tokens all keys may reuse."""
     content: Word = ""
     """Content hash of the model that began a resumed answer; empty if unknown."""
     context_limit: Tokens = 0
-    """Most tokens of prompt and answer together; 0: the context of the model."""
+    """Maximum tokens of prompt and answer together; 0: the context of the model."""
 
     def get_known_ids(self, choice: int) -> tuple[int, ...]:
         """Return the token ids that another node has generated for a choice (from 0); empty if there are none."""
@@ -197,7 +197,7 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
 class CountTokens(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → engine: count the tokens of a prompt.
 
-    The fields have the meaning of their namesakes in Generate. The answer is Finished with `prompt_tokens`, or Refusal.
+    The fields mean the same as in Generate. The answer is Finished with `prompt_tokens`, or Refusal.
     The model need not be loaded; nothing is computed or reserved.
     """
 

@@ -77,7 +77,7 @@ class Welcome(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → node: the link is accepted."""
 
     epoch: Number
-    """Grows with every start of the coordinator."""
+    """Number that grows with every start of the coordinator."""
     cluster: Word
     """Id of the cluster."""
     cluster_name: Word
@@ -88,7 +88,7 @@ class Welcome(Frame, frozen=True, array_like=True, gc=False):
     addresses: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Addresses of the coordinator (`host:port`) for later connections."""
     generation: Number = 0
-    """Grows with every restore of a backup."""
+    """Number that grows with every restore of a backup."""
     seal: Blob = b""
     """Signature of the generation by the CA."""
 

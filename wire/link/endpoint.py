@@ -1,6 +1,7 @@
 """Both ends of a link: send queue, asyncio protocol and socket options.
 
-Short frames (tokens, reports, refusals) are written at the end of the turn, on a busy link within COALESCE_SECONDS.
+Short frames (tokens, reports, refusals) are written in the next turn of the event loop, on a busy link within
+COALESCE_SECONDS.
 Long frames and long answers are queued as pieces. Pieces are written one at a time, and only while the transport is not
 paused. A token therefore waits for at most one piece and the transport's buffer (64 KiB, about 5 ms at 100 Mbit/s).
 
@@ -255,7 +256,7 @@ class LinkEndpoint:
         """Send queue of the connection; None before the connection is made."""
 
     def _call_soon(self, then: Callable[[], None]) -> None:
-        """Call a function at the end of this turn; on a busy link at most once in COALESCE_SECONDS."""
+        """Call a function in the next turn of the loop; on a busy link at most once in COALESCE_SECONDS."""
         now = self._clock.time()
         self._due = max(self._due, now - IMMEDIATE_WRITES * COALESCE_SECONDS) + COALESCE_SECONDS
         if self._due <= now:
@@ -276,7 +277,8 @@ class LinkEndpoint:
     def on_lost(self, reason: str) -> None:
         """Handle the end of the connection; called once. `reason` is a text for the log.
 
-        It is the reason of this end if it closed the connection, else that of the transport.
+        If this end closed the connection, `reason` is the reason given to `close` or `abort`, else the error of the
+        transport.
         """
         raise NotImplementedError
 

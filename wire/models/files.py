@@ -80,7 +80,7 @@ class ModelSource(WireStruct, frozen=True, array_like=True, gc=False):
     kind: Word
     """A `SourceKind`, or the kind of a newer coordinator, which the node skips."""
     url: Text
-    """Base URL of the server, without a path; empty for a relay, which the node reaches where it links."""
+    """Base URL of the server, without a path; empty for a relay: the node dials the address of its link."""
     token: Text = ""
     """Secret for this source: the token of the hub, or the token of the transfer; empty for none."""
     node: Word = ""

@@ -21,7 +21,7 @@ class HubQuery(msgspec.Struct, frozen=True, kw_only=True):
     revision: str = ""
     """Branch, tag or commit; empty for `main`."""
     timeout_seconds: float = QUERY_TIMEOUT_SECONDS
-    """Longest duration of the query."""
+    """Maximum duration of the query in seconds."""
 
 
 class SkippedFile(msgspec.Struct, frozen=True):

@@ -115,7 +115,10 @@ def _check_size(
 
 
 def _check_ready(view: ClusterView, model: str) -> Problem | None:
-    """Return a 503 problem if every node with the model is ready and cannot use it. An absent node may return."""
+    """Return a 503 problem if all nodes with the model are `READY` and none can make videos now.
+
+    Return None if a node with the model is in another state, because that node may return.
+    """
     nodes = [node for node, _ in find_packages(view, model)]
     here = [node for node in nodes if node.state == NodeState.READY]
     if len(here) < len(nodes):

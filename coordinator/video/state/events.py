@@ -1,6 +1,6 @@
 """Events of the video job table (input of `transitions.advance`) and actions for the controller (its output). Pure.
 
-In the fields, `job`, `node` and `lease` are ids, unless the type is that of an object.
+In the fields, `job`, `node` and `lease` are ids, unless their type is a class.
 """
 
 from dataclasses import dataclass

@@ -1,12 +1,13 @@
 """Table of all video jobs and their memory. Pure; `coordinator.video.state.transitions` advances it.
 
-The first queued job gets a lease on one node. From then on three parties act on it. The node leases the memory and
+The first queued job gets a lease on one node. From then on three parties act on the job. The node leases the memory and
 watches the worker, Ray starts the worker, and a client may cancel. Messages cross, nodes disconnect and return, and
 this process may restart. Two concepts handle this:
 
-- The generation. Every lease of a job has the next number, and the job's number grows again when it leaves that lease.
+- The generation. Every lease of a job has the next number, and the job's number grows again when the job is requeued
+  or cancelled.
   A message about an older generation does not change the job. A node that still holds such a lease must release it.
-- The hold. Memory requested from a node counts as leased until the node reports its end, refuses it, no longer lists
+- The hold. Memory requested from a node counts as leased until the node ends or refuses the lease, no longer lists
   it, or is gone. If the job ends earlier, its hold remains, and no job is sent to that node.
 
 Invariants
@@ -32,15 +33,15 @@ class JobRules:
     attempts: int = 2
     """Maximum restarts of a job."""
     lease_seconds: float = 30.0
-    """Longest wait for the answer of a node to a lease request."""
+    """Maximum seconds until a node answers a lease request."""
     start_seconds: float = 90.0
-    """Longest time from the grant of a lease to the start of the worker."""
+    """Maximum seconds from the grant of a lease to the start of the worker."""
     away_seconds: float = 60.0
-    """Longest absence of a node with a running job."""
+    """Maximum seconds for which a node with a running job may be away."""
     headroom_seconds: float = 3600.0
-    """Longest wait of the first queued job for memory while no other job runs."""
+    """Maximum seconds for which the first queued job waits for memory while no other job runs."""
     keep_seconds: float = 86400.0
-    """Lifetime of the files of a job, from its end."""
+    """Seconds for which the files of a job are kept after its end."""
     keep_count: int = 50
     """Maximum number of jobs with files."""
     keep_bytes: int = 50 * 2**30
@@ -86,7 +87,7 @@ class JobTable:
 
     @property
     def head(self) -> VideoJob | None:
-        """Job that may be placed now; None if the queue is empty or a node has yet to answer."""
+        """Job that may be placed now; None if the queue is empty or a node has not answered a lease request."""
         if any(job.state == JobState.LEASING for job in self.jobs.values()):
             return None
         return next(iter(self.waiting), None)

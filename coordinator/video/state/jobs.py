@@ -136,7 +136,7 @@ class VideoJob(msgspec.Struct, frozen=True):
     sequence: int
     """Permanent position in the queue."""
     key: str
-    """Owner: the id of the API key of the request, or the name of the local key."""
+    """Id of the API key of the request, or the name of the local key."""
     created: float
     wanted: RequestedClip
     size: int

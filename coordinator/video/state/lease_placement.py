@@ -2,7 +2,7 @@
 
 The coordinator only chooses the node; the node alone grants. First choice is a node where the lease fits now, by
 `wire.capacity.arithmetic.judge`. Second choice is a node where it could fit after idle models are unloaded; the node
-knows these models. A node that refused is skipped for its stated time.
+knows these models. A node that refused is skipped for the time that its refusal states.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

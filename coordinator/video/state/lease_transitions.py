@@ -12,7 +12,7 @@ from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.video import LeaseEndCode, LeaseState, ReleaseCause
 
 MAX_MISSED_REPORTS = 2
-"""Consecutive reports without a lease after which the lease counts as lost. The first may have crossed the request."""
+"""Consecutive reports without a lease after which the lease counts as lost. The first may precede the request."""
 LOST = frozenset({LeaseEndCode.WORKER_LOST, LeaseEndCode.NODE_PAUSED})
 """Codes of ends that the job has not caused. The job may be restarted."""
 

@@ -2,7 +2,7 @@
 
 The denoiser's weights and the runtime are constant. One part grows with the pixels of a frame: the slices that the
 decoder works on. Measured on a 14-billion-parameter pair of experts at 8 bits in low-memory mode, with one expert
-loaded (the project's first case): `peak = 17.5 + 0.0029 × spatial tokens` GiB. A token is a square of 16 × 16 pixels (8
+loaded: `peak = 17.5 + 0.0029 × spatial tokens` GiB. A token is a square of 16 × 16 pixels (8
 of the decoder times 2 of a patch). The margin is 6 GiB. Frames and steps had no effect up to 121 and 50. Other
 influences are bounded by the limits below, and by the worker's watchdog, which ends a job that exceeds its lease.
 
@@ -30,7 +30,7 @@ MARGIN_BYTES = 6 * GIB
 WIDENED_FROM = (0, 18, 17)
 """First engine version that holds weights stored at 8 bits in 16 bits.
 
-Source: its code, and loads with both versions.
+Source: the code of the engine, and loads with this version and an earlier one.
 """
 WIDENED_BITS = 8
 """Bits of the stored weights that such an engine widens."""

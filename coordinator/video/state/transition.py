@@ -1,4 +1,4 @@
-"""Transition of the job table in progress: working copy of the table, and the actions. Pure.
+"""One transition of the job table: a working copy of the table, and the actions to carry out. Pure.
 
 Methods of `Transition` are the steps that several events share: fail a job, requeue a job, release a hold.
 """

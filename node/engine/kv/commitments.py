@@ -1,12 +1,12 @@
-"""Commitments: KV reserved for admitted rows, and the part of it that is written.
+"""Commitments: KV of admitted rows, which their caches store already or which is reserved for them.
 
 A decode batch is padded: a group of rows takes rows × longest row. Groups are computed by *committed* length. From its
 admission a row counts with all tokens that it may reach:
 
-    written + reserved = Σ rows × bytes of the longest committed row
+    stored + reserved = Σ rows × bytes of the longest committed row
 
-Only `commit` and `extend` raise that sum, and the gate judges their costs first. A write moves bytes from reserved to
-written and never exceeds the sum. Unfinished prompts therefore cannot deadlock. A row in prefill has a cache of its own
+Only `commit` and `extend` raise that sum, and the gate judges their costs first. A forward moves bytes from reserved to
+stored and never exceeds the sum. Unfinished prompts therefore cannot deadlock. A row in prefill has a cache of its own
 without padding; from its join it counts as padded.
 
 This module is the only writer of these numbers. Other modules call the methods of `Commitment` and `CommitmentLedger`.
@@ -22,16 +22,16 @@ from wire.report import BatchGroup, KvParameters
 
 @dataclass(slots=True, eq=False)
 class Commitment:
-    """KV tokens that are committed to one row, and the part of them that is written."""
+    """KV tokens that are committed to one row, and the part of them that the row's cache holds."""
 
     committed_tokens: int
     """Committed tokens."""
     stored_tokens: int = 0
-    """Tokens written so far."""
+    """Tokens that the cache of the row, or its row of the decode batch, holds now."""
     is_joined: bool = False
     """Whether the row is in the decode batch."""
     capacity_tokens: int = 0
-    """Tokens for which the growing layers of the row's own cache have room during prefill, written ones included; 0
+    """Tokens for which the growing layers of the row's own cache have room during prefill, stored ones included; 0
     after the join."""
 
     def record_prefill(self, stored_tokens: int, capacity_tokens: int) -> None:
@@ -54,7 +54,8 @@ class Commitment:
         self.stored_tokens += tokens
 
     def reset(self) -> None:
-        """Record that the row holds nothing, because its tokens are prefilled again. Its committed tokens stay."""
+        """Record that the row holds nothing, because its tokens are prefilled again. Its committed tokens do not
+        change."""
         self.stored_tokens, self.is_joined, self.capacity_tokens = 0, False, 0
 
     def extend(self, tokens: int) -> None:
@@ -71,7 +72,7 @@ class _PaddedGroup:
         return _build_group([row.committed_tokens for row in self.rows])
 
     def compute_stored_bytes(self, kv: KvParameters) -> int:
-        """Return the written bytes of all rows. Runs before every forward, hence one pass."""
+        """Return the stored bytes of all rows. Runs before every forward, hence one pass."""
         own = joined = longest = 0
         for row in self.rows:
             if not row.is_joined:
@@ -120,17 +121,17 @@ class CommitmentLedger:
         return tuple(batch.to_batch_group() for batch in self._batches)
 
     def compute_stored_bytes(self) -> int:
-        """Return the written bytes of all rows, padding included."""
+        """Return the stored bytes of all rows, padding included."""
         return sum(batch.compute_stored_bytes(self.kv) for batch in self._batches)
 
     def compute_reserved_bytes(self) -> int:
-        """Return the committed bytes of all rows that are not yet written, padding included."""
+        """Return the committed bytes of all rows that are not yet stored, padding included."""
         return sum(
             batch.compute_committed_bytes(self.kv) - batch.compute_stored_bytes(self.kv) for batch in self._batches
         )
 
     def compute_committed_bytes(self) -> int:
-        """Return the committed bytes of all rows, written or not, padding included."""
+        """Return the committed bytes of all rows, stored or not, padding included."""
         return sum(batch.compute_committed_bytes(self.kv) for batch in self._batches)
 
     def compute_cost(self, length: int, rows: int) -> int:
@@ -159,7 +160,7 @@ class CommitmentLedger:
 
     def compute_joined_bytes(self, row: Commitment, rows: int) -> int:
         """Return the KV bytes of the decode batch of `row` after `rows` more rows have joined, padding included. Each
-        of these rows has as many written tokens as `row`."""
+        of these rows has as many stored tokens as `row`."""
         joined = [other.stored_tokens for other in self._find_batch(row).rows if other.is_joined]
         return compute_padded_bytes(_build_group([*joined, *[row.stored_tokens] * rows]), self.kv)
 
@@ -183,7 +184,7 @@ class CommitmentLedger:
         self.kv = replace(self.kv, waste=waste)
 
     def release(self, row: Commitment) -> None:
-        """Remove the commitment of a row. Its committed and written bytes are no longer counted."""
+        """Remove the commitment of a row. Its committed and stored bytes are no longer counted."""
         batch = self._find_batch(row)
         batch.rows.remove(row)
         if not batch.rows:

@@ -101,8 +101,8 @@ def grow_cache(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> bo
     """Double, at once, the first layer's cache that will soon have no room for another `tokens`, up to room for
     `max_tokens`. Return whether there was such a layer.
 
-    While other rows decode, each layer is copied in a separate iteration. No gap between their tokens is then as long
-    as the copies of all layers.
+    While other rows decode, each layer is copied in a separate iteration. The pause between two of their tokens then
+    contains the copy of one layer only.
     """
     growing = list(_iterate_growing(layers))
     for layer in growing:
@@ -135,8 +135,8 @@ def _iterate_growing(layers: Iterable[LayerCache]) -> Iterator[Any]:
 def measure_kv_parameters(layers: Iterable[LayerCache]) -> KvParameters:
     """Return the parameters of the bytes of a row, from a cache that a short forward has filled.
 
-    Layers with keys and values take bytes per token. Layers with a `max_size` do only within their window. All other
-    layers (states of hybrids) have a fixed size.
+    Layers with keys and values take bytes per token. Layers with a `max_size` take them only within their window. All
+    other layers (states of hybrids) have a fixed size.
     """
     fixed = per_token = windowed = window = 0
     for layer in _iterate_leaves(layers):

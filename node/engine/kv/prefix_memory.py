@@ -1,8 +1,8 @@
 """Memory of the prefix cache: room for new entries, and eviction for the engine.
 
 Cached bytes are evicted before any request is refused. Histories of prefills in progress (`window_history`) and parts
-in the queue of the disk cache count as cached. Histories are released before any entry, and parts after the last one:
-they are soon written, and free their memory then.
+in the queue of the disk cache count as cached. Histories are released before any entry. Parts are
+released after the last entry, because they are soon written and free their memory then.
 """
 
 from collections.abc import Callable
@@ -84,16 +84,16 @@ class PrefixMemory:
         return _fits(memory, need)
 
     def evict_until(self, enough: Callable[[], bool]) -> None:
-        """Release histories, then the least recently used entries, then queued parts, until `enough()` or nothing more
-        can be released."""
+        """Release histories, then the least recently used entries, then queued parts, until `enough()` is true or
+        nothing more can be released."""
         released = True
         while self.nbytes and released and not enough():
             released = self._release(1)
 
     def _release(self, size: int) -> bool:
         """Release histories of prefills in progress. Then release entries until `size` bytes are free or none is left,
-        and then the queued parts. Return whether anything was released: the part that is being written stays, however
-        long that takes."""
+        and then the queued parts. Return whether memory was released. The part that is being written is not
+        released."""
         released = self.histories.clear()
         if released < size:
             released += self._store.evict(size - released)

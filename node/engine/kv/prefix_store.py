@@ -34,7 +34,8 @@ MAX_EVICTIONS_REPORTED = 64
 
 @dataclass(slots=True, eq=False)
 class DiskCopy:
-    """Copy of a stored sequence on the disk. Its eviction is reported once neither memory nor disk has it."""
+    """Copy of a stored sequence on the disk. The eviction of the sequence is reported once neither memory nor disk has
+    it."""
 
     prompt_hash: bytes
     """Hash of the prompt, as in `CachedPrefix`."""
@@ -89,10 +90,10 @@ class CachedPrefix(Generic[V]):
     scope: str = ""
     """Name of the API key, or the scope of all keys."""
     cuts: Cuts | None = None
-    """Lengths in tokens to which the cache can be cut, besides its own; None: the mode of the model's caches
+    """Lengths in tokens to which the cache can be cut, besides its full length; None: the mode of the model's caches
     (`CacheTrimMode`) decides."""
     copy: DiskCopy | None = None
-    """Its copy on the disk; None if the disk cache has not written it."""
+    """Copy of the entry on the disk; None if the disk cache has not written the entry."""
 
     @property
     def length(self) -> int:
@@ -148,7 +149,7 @@ class PrefixStore(Protocol[V]):
     def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> PrefixHit[V]:
         """Return the longest stored prefix of a prompt in a scope. `key` has the packed ids of the prompt.
 
-        `cut`: the model's caches can be cut. Without, only a sequence that is wholly a prefix of the prompt is usable.
+        `cut`: the model's caches can be cut. If False, only a sequence that is wholly a prefix of the prompt is usable.
         """
         ...
 

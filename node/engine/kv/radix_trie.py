@@ -78,7 +78,7 @@ class RadixTrie(Generic[V]):
         return not self._root.children and self._root.value is None
 
     def put(self, key: bytes, value: V) -> None:
-        """Store a value; it replaces one with the same key."""
+        """Store a value in place of an earlier value with the same key."""
         node, at = self._root, 0
         while at < len(key):
             child = node.find_child(key, at)

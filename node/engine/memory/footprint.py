@@ -54,7 +54,7 @@ class EngineMemory:
         """Read the footprint now, and return the `Memory` that the gate judges and the report carries. The reading
         counts in the recent peak.
 
-        `reserved` is the committed but unwritten memory in bytes, `now` the monotonic time.
+        `reserved` is the committed memory that is not yet in use, in bytes, `now` the monotonic time.
         """
         reading, known = self._read_footprint(), self._known_bytes()
         active, cache = mx.get_active_memory(), mx.get_cache_memory()

@@ -53,7 +53,7 @@ class MlxCounters:
     recent: int
     """Recent peak of the memory (`RecentPeak`)."""
     reserved: int
-    """Bytes committed and not yet written."""
+    """Bytes committed and not yet in use."""
     cache: int = 0
     """MLX's free buffers."""
     peak: int = 0

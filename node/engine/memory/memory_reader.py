@@ -10,7 +10,7 @@ from wire.report import Memory
 
 class MemoryReader:
     """Reader of the memory that the gate judges. `reserved()` returns the bytes that are committed and not yet
-    written."""
+    in use."""
 
     def __init__(self, footprint: EngineMemory, gate: MemoryGate, reserved: Callable[[], int]) -> None:
         self.gate = gate

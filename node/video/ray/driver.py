@@ -2,8 +2,8 @@
 `python -m node.video.ray.driver DESCRIPTOR`, with one end of a socket pair.
 
 The driver is a process of its own because Ray ends a driver that has lost its cluster. Its actors are detached: they
-outlive it, and the next driver finds them by the name of their lease. It asks Ray for actors and nothing else; the
-agent follows a job through the files of its lease.
+outlive the driver, and the next driver finds them by the id of their lease. The driver asks Ray for actors and nothing
+else; the agent follows a job through the files of its lease.
 
 The process ends within a second of the end of its socket. Its working folder is empty, because Ray puts that folder
 first on the import path of its workers.
@@ -39,7 +39,7 @@ NAMESPACE = "macpool"
 RESOURCE = "video_lease_gib"
 """Name of Ray's resource for leases, in GiB."""
 CONNECT_TIMEOUT_SECONDS = 45.0
-"""Longest time to connect to Ray, in seconds."""
+"""Maximum seconds to connect to Ray. After that the driver exits with `FAILED`."""
 CLOSED, FAILED = 3, 4
 """Exit codes: the agent closed the socket; Ray could not be used."""
 
@@ -169,7 +169,7 @@ async def _kill_ray_actor(lease: str) -> None:
 
 
 async def _serve_socket(descriptor: int) -> None:
-    """Serve, then exit at once: the shutdown of Ray, or its start, may take seconds."""
+    """Serve the agent, then exit without a shutdown of Ray, which may take seconds."""
     reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
     try:
         await Driver(writer).serve(reader)

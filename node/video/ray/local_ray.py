@@ -2,7 +2,7 @@
 
 Ray starts and ends the actors of video jobs on this Mac, and nothing else. Its cluster has one machine, and all of its
 sockets are on loopback. The coordinator runs no Ray (docs/decisions/0027). A Mac without an environment, a package, or
-the permission of an administrator starts nothing.
+the permission of an administrator starts no Ray.
 
 The lease of a job limits its memory. Ray's own memory monitor is therefore off, as are its dashboard, metrics and log
 monitor. Its object store has 80 MB. Every process of Ray demands a token from a file of mode 0600.
@@ -11,7 +11,7 @@ Its ports begin at `worker.ray_ports`:
     +0 node manager   +1 objects   +2 agent (gRPC)   +3 agent (HTTP)   +4 environments   +5 metrics   +6 tables
     +10 to +59 workers
 
-The children exit when the agent does, however it ends.
+The children exit when the agent ends, for any reason.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ def describe_missing() -> str:
 
 
 def build_command(ports: int, folder: Path, gib: int) -> list[str]:
-    """Return the command line of Ray: an interpreter of ours that becomes `ray start --head`. `ports` is the first of
+    """Return the command line of Ray: this Python interpreter, which runs `ray start --head`. `ports` is the first of
     `PORTS` ports. `gib` is the amount of Ray's resource for leases, in GiB."""
     numbers = {
         "node-manager-port": ports,
@@ -276,7 +276,7 @@ class LocalRay:
         )
 
     def _store_output(self, output: bytes) -> None:
-        """Keep the output until Ray was up; later output is in the logs of its session."""
+        """Write the output of Ray's start to the log file. Later output is in the logs of Ray's session."""
         create_private_folder(self._log_file.parent)
         write_private(self._log_file, output)
 
@@ -290,8 +290,8 @@ class LocalRay:
 class DriverProcess:
     """Manager of the driver's process, which runs between `start` and `stop` and is restarted after each end.
 
-    Requests without an answer are sent again to the next driver. `failed` is called with the lease and the reason when
-    its actor could not be started.
+    A `CreateActor` without an answer is sent again to the next driver. `failed` is called with the id of the lease and
+    the reason when the actor of a lease could not be started.
     """
 
     def __init__(self, files: Path, failed: Callable[[str, str], None]) -> None:

@@ -1,7 +1,7 @@
 """`ray start --head --block` as a child process, confined to loopback.
 
-The child is an interpreter of ours that becomes Ray's command line and exits when its standard input ends. Its output
-is kept until Ray is up; afterwards Ray writes logs into its own folder.
+The child is this Python interpreter, which runs Ray's command line and exits when its standard input ends. The output
+of the child is kept until Ray is up; afterwards Ray writes logs into its own folder.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ QUIET = ("--disable-usage-stats", "--include-log-monitor=false", "--include-dash
 HOST = "127.0.0.1"
 """Address of all sockets of Ray, which no other machine can reach."""
 KEPT = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
-"""Variables that Ray's processes inherit."""
+"""Environment variables that Ray's processes inherit."""
 SLIM = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
@@ -53,7 +53,7 @@ SLIM = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "PYTHONUNBUFFERED": "1",
 }
-"""Settings of every process of Ray.
+"""Environment variables of every process of Ray.
 
 The actor ends its worker: if Ray ended the worker first, that end would look like a crash. Without a "cluster" Ray uses
 loopback as the address of the machine, on Linux as on macOS.

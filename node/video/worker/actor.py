@@ -16,7 +16,7 @@ import ray
 from node.video.worker.worker_parent import LeaseFenced, WorkerParent
 
 LINGER_SECONDS = 15.0
-"""Seconds that the actor stays after its worker's end to answer `wait`.
+"""Seconds after the end of its worker during which the actor can answer `wait`. Then its process exits.
 
 The process that would end the actor may be gone. Without this limit the actor would hold its resources for as long as
 Ray runs.

@@ -1,19 +1,20 @@
 """Watchdog of a video worker: decide whether the worker has to be ended, and why. Pure functions.
 
-`node.video.worker.worker_monitor` calls `step` several times a second. It runs in the agent, because the agent
+`node.video.worker.worker_monitor` calls `step` several times a second. The monitor runs in the agent, because the agent
 outlives the actor.
 
     footprint of all of the worker's processes > lease      killed at once        memory_lease_exceeded
     the footprint cannot be read three times in a row       killed at once        monitor_failed
     the parent process of the worker has ended              killed at once        worker_lost
     the worker has ended, and has reported no result        nothing to end        worker_crashed, worker_lost
-    no sign of progress for `stall` seconds                 ended after a grace   worker_stalled
-    not done `timeout` seconds after it was started         ended after a grace   job_timeout
+    no sign of progress for `stall` seconds                 SIGTERM, then SIGKILL worker_stalled
+    not done `timeout` seconds after it was started         SIGTERM, then SIGKILL job_timeout
 
 A sign of progress is a new phase, a step or a computed transformer block. The `beat` event of the worker alone is no
-sign, because its thread continues while a GPU hangs. A step of a large picture takes twenty minutes; a block never
-takes five. The footprint is read from the kernel; the worker's own memory numbers are ignored. A worker can exceed its
-lease between two checks, by the allocations of 200 ms. A prediction therefore has a margin.
+sign, because its thread continues while a GPU hangs. A denoising step of a large picture can take twenty minutes, a
+block less than five. The footprint is read from the kernel; the worker's own memory numbers are ignored. A worker can
+exceed its lease between two checks, by the allocations of 200 ms. The predicted footprint of a job therefore has a
+margin.
 """
 
 from dataclasses import dataclass, replace

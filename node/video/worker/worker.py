@@ -34,7 +34,7 @@ from typing import Any
 VERSION = 1
 """Version of the events, in their field `v`."""
 UNWIRED_BYTES = 2 * 1024**3
-"""Bytes of the lease that may not be wired: Python, torch's text encoder, and memory that the system holds for the
+"""Bytes of the lease that are not wired: Python, torch's text encoder, and memory that the system holds for the
 worker."""
 MAX_CACHE_BYTES = 10**9
 """Maximum bytes of free buffers in MLX's cache."""
@@ -184,7 +184,7 @@ def _override_known(known: Mapping[str, Any], overrides: Mapping[str, Any]) -> d
 def set_memory_limits(mx: Any, size: int, *, wire: bool = True) -> int:
     """Set the limits of MLX for a lease of `size` bytes. Call before any weight is loaded.
 
-    Return the wired limit in bytes; 0 without `wire`, because none is set then.
+    Return the wired limit in bytes; 0 without `wire`, because then no wired limit is set.
     """
     mx.set_memory_limit(size)
     mx.set_cache_limit(min(MAX_CACHE_BYTES, size // 8))

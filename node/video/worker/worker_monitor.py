@@ -67,7 +67,7 @@ CODES = frozenset(
 )
 """Failure codes that a worker may report."""
 KEPT = ("PATH", "USER", "LANG", "LC_ALL")
-"""Variables that a worker inherits. Every other variable is set explicitly."""
+"""Environment variables that a worker inherits. Every other variable is set explicitly."""
 
 
 def build_worker_environment(inherited: Mapping[str, str], scratch: Path) -> dict[str, str]:
@@ -150,8 +150,8 @@ class WorkerMonitor:
 
     `folder` is the folder of the lease. `start_timeout` is the maximum number of seconds until the worker starts.
     `grace` is the time in seconds between SIGTERM and SIGKILL. `record` is the stored lease, `job` the state of its
-    job. `worker` and `state`, that of the watchdog, are None before the worker starts. `footprint` is the bytes of the
-    worker's processes at the last check; 0 if they cannot be read.
+    job, `state` the state of the watchdog. `worker` and `state` are None before the worker starts. `footprint` is the
+    bytes of the worker's processes at the last check; 0 if they cannot be read.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class WorkerMonitor:
         self._gone_at = 0.0
 
     def open(self, grant: LeaseGrant) -> None:
-        """Create the folder of the lease in place of an existing one, and lock it as guarded. The worker may start
+        """Create the folder of the lease in place of an existing one, and lock its `guard` file. The worker may start
         after that.
 
         Raise `OSError` if that fails.

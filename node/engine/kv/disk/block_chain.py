@@ -2,8 +2,9 @@
 
     root = blake2b(format, fingerprint of the model, versions, scope),  hₙ = blake2b(hₙ₋₁ ‖ tokens of block n)
 
-A hash therefore names all tokens up to its block, for one model and one scope. States belong to any number of tokens.
-Their names hold the last whole block and the number of further tokens, so that a prompt finds them by their names.
+A hash therefore names all tokens up to its block, for one model and one scope. A state (`BlockPart.STATE`)
+can follow any number of tokens. Its name has the hash of the last whole block and the number of further tokens. The
+states of a prompt can therefore be looked up by name.
 """
 
 import re

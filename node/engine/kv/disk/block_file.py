@@ -5,7 +5,7 @@
 A digest is the first 16 bytes of SHA-256, for which processors have instructions: 1,430 MiB/s against 564 MiB/s of
 blake2b. The header is msgpack with plain numbers and words: version, chain, part, tokens, and the type and shape of
 each array. The body is the arrays one after another. A file is data: no name of a class and no code is read from it. A
-file that was cut off, changed or written for another place is refused with `InvalidBlockError`.
+file that was cut off, changed or written for another chain or part is refused with `InvalidBlockError`.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""Index of the files of the disk cache, least recently used first. Any thread may use it.
+"""Index of the files of the disk cache, least recently used first. Its methods may be called from any thread.
 
-The index is built from the names at start and holds no content. A prompt is looked up by its chain: one dictionary
-access for each block of 256 tokens.
+The index is built from the names of the files at start and holds no content. A prompt is looked up by its chain: one
+dictionary access for each block of 256 tokens.
 """
 
 import os
@@ -45,10 +45,10 @@ class BlockIndex:
         self._lock = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._states: dict[bytes, dict[int, set[str]]] = {}
-        """Files of states by the block before them and their number of tokens."""
+        """Files of states, by the hash of the last whole block before the state and the number of tokens after it."""
         self._nbytes = 0
         self.removed: deque[str] = deque(maxlen=MAX_REMOVED)
-        """Names of the newest files that were removed, until the disk cache takes them."""
+        """Names of the files that were removed last, until `DiskCache.take_lost` takes them."""
         self._models: dict[str, list[int]] = {}
         """Files and bytes of each model, by its fingerprint."""
 
@@ -109,7 +109,8 @@ class BlockIndex:
             return [file for file in self._sizes if file.startswith(f"{model}/")]
 
     def mark_used(self, files: Sequence[str]) -> None:
-        """Mark files as used, the first ones last, because the other blocks are of no use without the first."""
+        """Mark files as used. The first file becomes the most recently used, because the later ones are useless without
+        it."""
         with self._lock:
             for file in reversed(files):
                 if file in self._sizes:

@@ -1,7 +1,7 @@
 """Reader of the disk cache: a thread reads the files of one prompt ahead, and the engine builds a cache from them.
 
 The thread makes no call of MLX, and is at most two parts ahead. A file that is missing, cut off, changed or of another
-place ends the reading. The engine then removes this file from the index and looks the prompt up again.
+chain ends the reading. The engine then removes this file from the index and looks the prompt up again.
 """
 
 import queue
@@ -55,8 +55,8 @@ class ReadPart(NamedTuple):
 
 
 class BlockReader:
-    """Thread that reads the files of a plan in `folder` ahead. It ends after the last file, the first invalid one, or
-    `close`."""
+    """Thread that reads the files of a plan in `folder` ahead. The thread ends after the last file, the first
+    invalid file, or `close`."""
 
     def __init__(self, folder: Path, plan: ReadPlan) -> None:
         self._folder = folder

@@ -1,7 +1,8 @@
 """Writer of the disk cache: a thread that writes complete files, and the queue of the parts that wait for it.
 
-The thread makes no call of MLX. A file is written under another name and then renamed, so that no reader sees a part of
-one. Older files are deleted by the same thread right before a new one. `disk_budget` limits sizes and writes.
+The thread makes no call of MLX. A file is written under another name and then renamed, so that no reader sees an
+incomplete file. Older files are deleted by the same thread right before a new one. `disk_budget` limits sizes and
+writes.
 """
 
 import contextlib
@@ -56,7 +57,7 @@ class BlockWriter:
         self.writing = ""
         """File of the part that is being written; empty if there is none."""
         self._discard = False
-        """Whether that part is removed."""
+        """Whether the file that is being written is deleted once it is complete."""
         self._resume_at = 0.0
         self.quota = quota()
         """Bytes that all files may have, as of the last write."""

@@ -11,7 +11,7 @@ import structlog
 from wire.units import MIB
 
 DAILY_DISK_SHARE = 0.07
-"""Share of the disk that may be written per day: a disk of 1 TB lasts for 600 of its sizes in 23 years."""
+"""Share of the disk that may be written per day: a disk that endures 600 times its size in writes lasts 23 years."""
 SECONDS_PER_DAY = 86_400.0
 BUSY_WRITE_INTERVAL_SECONDS, BUSY_WRITE_SPEED = 1.0, 12 * MIB
 """Maximum seconds between the copies of two parts while requests run, and the bytes per second for smaller parts."""
@@ -47,7 +47,7 @@ class WriteBudget:
 
 
 def compute_quota(setting: str | int, folder: Path, used: int) -> int:
-    """Return the bytes that the files of the cache in `folder` may have, of which `used` are there.
+    """Return the bytes that the files of the cache in `folder` may have. `used` is their bytes now.
 
     `setting` is `disk_cache_size`: bytes or `auto`. `auto` is half of the space that would be free without the cache,
     at most a fifth of the disk. A twentieth of the disk is always left free. Return 0 if the disk cannot be read.

@@ -7,7 +7,7 @@ Rules
 - A lookup guarantees nothing. A missing or invalid file ends the restoration; the prompt is then looked up again.
 - Only prefixes are written whose prefill takes at least `min_seconds` longer than their reading.
 - One process writes to a folder, under a lock; a second one only reads.
-- Files belong to a model by its fingerprint, and to a scope: a key finds only its own and the shared ones.
+- Files belong to a model by its fingerprint, and to a scope: a key finds only files of its own scope and shared files.
 - The folder holds prompts in a form from which their text can be recovered. Only the user can read it.
 """
 
@@ -168,7 +168,7 @@ class DiskCache:
         return self._index.list_models()
 
     def clear(self, model: str) -> None:
-        """Delete the files of the model with the fingerprint `model`, or of all models if it is empty. Drop all entries
+        """Delete the files of the model with the fingerprint `model`; an empty `model` stands for all. Drop all entries
         and parts that wait to be written, also of other models. Without `model`, the folder gets a new identity.
 
         Raise `OSError` if files cannot be deleted, `BlockingIOError` if another process writes to the folder.
@@ -297,7 +297,7 @@ class DiskCache:
 
 
 def clear_folder(folder: Path, model: str) -> None:
-    """Delete the files of the model with the fingerprint `model`, or of all models if it is empty.
+    """Delete the files of the model with the fingerprint `model`, or of all models if `model` is empty.
 
     No disk cache of this process may use the folder. Do nothing if the folder does not exist.
 
@@ -314,7 +314,7 @@ def clear_folder(folder: Path, model: str) -> None:
 
 
 def delete_files(folder: Path, model: str) -> None:
-    """Delete the subfolder of the model with the fingerprint `model`. If it is empty, delete the subfolders of all
+    """Delete the subfolder of the model with the fingerprint `model`. If `model` is empty, delete the subfolders of all
     models and the identity of the folder. Raise `OSError` if files cannot be deleted."""
     for path in list(folder.iterdir()):
         if path.is_dir() and not path.is_symlink() and model in ("", path.name):
@@ -328,7 +328,7 @@ def _list_blocks(model: str, chain: list[bytes], first: int, last: int, part: Bl
 
 
 def _read_identity(file: Path) -> str:
-    """Return the identity of a folder. Make one if it has none."""
+    """Return the identity that the file has. Create the file with a random identity if it is missing."""
     if not file.exists():
         write_private(file, secrets.token_hex(8).encode())
     return file.read_text(errors="replace")[:32]

@@ -2,10 +2,10 @@
 
     layers that hold all tokens      a part for each block of 256 tokens
     layers with a sliding window     a part for each block whose tokens are recorded (`window_history`)
-    all other layers                 a state at the end of a stored sequence, with the tokens after its last whole block
+    layers with a state              a state at the end of a stored sequence, with the tokens after its last whole block
 
-Caches with other layers are not stored. Arrays pass to numpy without a copy; numpy has no bfloat16, so that these pass
-as integers of two bytes.
+Caches with other layers are not stored. Arrays pass to numpy without a copy; numpy has no bfloat16, and arrays of
+that type pass as integers of two bytes.
 """
 
 from collections.abc import Sequence
@@ -94,8 +94,8 @@ def _begin_copies(arrays: Sequence[mx.array]) -> LaunchedCut | None:
 
 
 class LayerBuilder:
-    """Cache of a row that is put together from parts, in the order of their tokens. `cache` is empty at first, and
-    `length` is the number of tokens that it will have."""
+    """Builder of the cache of a row from parts, in the order of their tokens. `cache` is empty at first, and `length`
+    is the number of tokens that it will have."""
 
     def __init__(self, cache: Layers, length: int) -> None:
         self._cache = cache

@@ -44,7 +44,7 @@ class CacheShape(NamedTuple):
 
 
 class PendingEntry(NamedTuple):
-    """Queued entry, of which some parts are not launched yet. Parts that are on the disk already are skipped."""
+    """Queued entry, whose parts are not all copied yet. Parts that are on the disk already are skipped."""
 
     entry: CachedPrefix[Layers]
     parts: Iterator[tuple[BlockName, int, int]]
@@ -96,7 +96,7 @@ class WriteQueue:
         """Parts whose copies were launched, for the writer."""
         self._next_at = 0.0
         self._stalled_at = ""
-        """File that was being written when the last wait of `flush` was in vain."""
+        """File that was being written when the last wait of `flush` timed out."""
 
     def __len__(self) -> int:
         return len(self._pending)
