@@ -1,9 +1,10 @@
 """Enrollment of peers without a certificate: the coordinator's side of the protocol, without its socket.
 
     EnrollStart ──► EnrollAuthority           (first connection, unverified: the node compares the CA with its pin)
-    EnrollStart ──► EnrollAuthority           (second connection, verified with that CA) Enroll      ──► Enrolled |
-    Denied         with a token Enroll      ──► EnrollPending … Enrolled | Denied    without a token: a person compares
-    the codes (join_approvals.py)
+    EnrollStart ──► EnrollAuthority           (second connection, verified with that CA)
+    Enroll      ──► Enrolled | Denied         with a token
+    Enroll      ──► EnrollPending … Enrolled | Denied    without a token: a person compares the codes
+                                                         (join_approvals.py)
 
 The peer is not trusted: it may send 16 KiB in total, has 5 s, and its connections are rate-limited. None of its claims
 is trusted before its token or code is verified. After that, only its key, a valid name and its machine id are trusted.
