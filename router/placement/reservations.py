@@ -346,19 +346,21 @@ class ReservationLedger:
     def check(self) -> None:
         """Check that every account is the sum of its reservations. Raise `LedgerError` otherwise."""
         for node, account in self._accounts.items():
-            mine = {number: promise for number, promise in self._reservations.items() if promise.node == node}
-            open_ = {number: promise for number, promise in mine.items() if not promise.settled}
+            mine = {
+                number: reservation for number, reservation in self._reservations.items() if reservation.node == node
+            }
+            open_ = {number: reservation for number, reservation in mine.items() if not reservation.settled}
             if account.requests != mine.keys() or account.open_requests != open_.keys():
-                raise LedgerError(f"{node}: nodes of account and reservations differ")
-            if account.rows != sum(promise.rows for promise in mine.values()):
+                raise LedgerError(f"{node}: requests of account and reservations differ")
+            if account.rows != sum(reservation.rows for reservation in mine.values()):
                 raise LedgerError(f"{node}: {account.rows} rows on account, reservations differ")
             if not account.pending_prefills.keys() <= mine.keys():
                 raise LedgerError(f"{node}: unprefilled prompts of requests that do not exist")
             if account.pending_tokens != sum(prompt.tokens for prompt in account.pending_prefills.values()):
                 raise LedgerError(f"{node}: {account.pending_tokens} unprefilled tokens on account, prompts differ")
-            if account.need != sum(promise.need for promise in open_.values()):
+            if account.need != sum(reservation.need for reservation in open_.values()):
                 raise LedgerError(f"{node}: {account.need} bytes on account, reservations differ")
-            if account.tokens != sum(promise.tokens for promise in open_.values()):
+            if account.tokens != sum(reservation.tokens for reservation in open_.values()):
                 raise LedgerError(f"{node}: {account.tokens} tokens on account, reservations differ")
-        if any(promise.node not in self._accounts for promise in self._reservations.values()):
+        if any(reservation.node not in self._accounts for reservation in self._reservations.values()):
             raise LedgerError("a reservation without an account")

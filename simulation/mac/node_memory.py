@@ -32,20 +32,20 @@ class NodeMemory:
         With `reported`, the KV of tokens computed so far counts as active memory, as in a report. Otherwise it counts
         as reserved, and the sum is the same. With `reported`, also update `highest`, and count chats as reusable.
         """
-        written = promised = 0
+        stored = committed = 0
         for model in self._models:
             if len(model.ledger):
-                promised += model.ledger.compute_committed_bytes()
+                committed += model.ledger.compute_committed_bytes()
                 if reported:
-                    written += model.ledger.compute_stored_bytes()
+                    stored += model.ledger.compute_stored_bytes()
             if model.loaded:
-                written += model.model.weights
-                promised += model.model.weights
+                stored += model.model.weights
+                committed += model.model.weights
             elif model.loading:
-                written += int(model.model.weights * model.compute_progress(now))
-                promised += model.model.weights
-        active = written + self._chats.nbytes
-        ceiling, phys, reserved = max(1, self._cap - self._leases), active + BASE, promised - written
+                stored += int(model.model.weights * model.compute_progress(now))
+                committed += model.model.weights
+        active = stored + self._chats.nbytes
+        ceiling, phys, reserved = max(1, self._cap - self._leases), active + BASE, committed - stored
         if reported:
             self.highest = max(self.highest, phys)
         return Memory(
