@@ -250,7 +250,8 @@ def test_objects_that_a_module_leaves_are_not_collected_in_later_modules(tmp_pat
     shutil.copy(HERE / "conftest.py", tests)
     (tests / "test_1.py").write_text(dedent(MODULE_THAT_KEEPS))
     (tests / "test_2.py").write_text(dedent(MODULE_AFTER_IT))
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("CI", "PYTEST_", "MACPOOL_"))}
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly", "tests"]
+    done = subprocess.run(command, cwd=tmp_path, env=kept, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 passed" in done.stdout
