@@ -9,7 +9,7 @@ running request is aborted.
                    └ dropped: no request waits, the node is away, memory no longer suffices, or timeout
 
 A request waits for a swap if every node that could hold it must unload models first. Memory alone is then in the way
-(`RefusalCode.NO_ROOM`), and ceiling − margin − base − weights of the models that stay ≥ need. A request that fits next
+(`RefusalCode.NO_ROOM`), and ceiling − margin − base − weights of the remaining models ≥ need. A request that fits next
 to all loaded models waits for rows to end, as usual, and no node swaps models for it.
 
 Rules
@@ -21,12 +21,12 @@ the slice of that model has ended. Every request for the model in use that has w
 
 A slice begins when the model is loaded. It lasts `MIN_SLICE_SECONDS` plus `SLICE_LOAD_FACTOR` times the load, because
 each slice costs a load. It lasts up to `MAX_SLICE_KEYS` times as long in proportion to the keys (by priority) that use
-the model to unload. It lasts at most a quarter of the longest wait.
+the model to unload. It lasts at most a quarter of the timeout of a turn.
 
 The oldest request goes first. It gets the node where the fewest keys lose the last node with their model. Among these
 it gets the node that is ready soonest: running answers, then the load.
 
-A turn is dropped after the longest wait, and the models to unload begin another slice.
+A turn is dropped at its timeout, and the models to unload begin another slice.
 
 `step` computes actions from its input and the times of loads, and the dispatcher executes them.
 """
@@ -53,7 +53,7 @@ SLICE_LOAD_FACTOR = 8
 MAX_SLICE_KEYS = 4
 """Maximum factor of a slice for a model that more keys use."""
 WAIT_SLICES = 4
-"""Divisor of the longest wait that bounds a slice."""
+"""Divisor of the timeout of a turn: the quotient is the maximum slice."""
 
 
 class ModelUse(msgspec.Struct, frozen=True, gc=False):
@@ -234,7 +234,7 @@ class SwapPlanner:
         )
 
     def compute_slice_seconds(self, name: str, model_to_load: str, node: NodeView, snapshot: SwapInput) -> float:
-        """Return the minimum seconds that the model `name` stays on a node while requests for `model_to_load` wait."""
+        """Return the minimum slice of the model `name` on a node, in seconds, while requests wait for `model_to_load`."""
         load = max(node.models[name].load_seconds, node.models[model_to_load].load_seconds)
         mine = {
             use.weighted_key.name: use.weighted_key.weight for use in snapshot.running.get(node.id, {}).get(name, ())

@@ -103,7 +103,7 @@ class AliasCandidates:
         self.results: list[Placement | NoPlacement] = []
         """Placement of each candidate, in order, from the last attempt at which none could start; empty before."""
         self.reasons: dict[str, str] = {}
-        """Reason for which each model was passed over."""
+        """Newest reason for which each model was passed over, by model."""
 
     def add_unused(self, spec: RequestSpec, demand: ResourceDemand, lost: set[NodeId]) -> None:
         """Add all candidates but the first one as unused. `spec` and `demand` belong to the first candidate.

@@ -59,8 +59,8 @@ class UpstreamGate:
     ) -> None:
         """Record the end of request `number` at the upstream `name`, with its prompt and generated tokens.
 
-        `outcome` is one of `router.dispatch.counters.UPSTREAM_OUTCOMES`. `fault` is the sentence of a failure that
-        counts against the upstream; empty for any other end.
+        `outcome` is one of `router.dispatch.counters.UPSTREAM_OUTCOMES`. `fault` is the message of a failure that
+        counts as a fault of the upstream; empty for any other end.
         """
         self._counters.count_upstream(name, outcome, prompt, completion)
         if fault:

@@ -66,8 +66,8 @@ class Losses:
     def handle_failure(self, request: ActiveRequest, node: NodeId, frame: Failed) -> None:
         """Resume elsewhere, or end, a request for which its node sent `Failed`.
 
-        A code of no loss ends the request (`classify_loss`). A fault of the engine counts for the node's circuit
-        breaker. The node is excluded until its next report, or until it is ready again if it stops. After
+        A code that `classify_loss` does not count as a loss ends the request. A fault of the engine counts for the
+        node's circuit breaker. The node is excluded until its next report, or until it is ready again if it stops. After
         `FailureCode.LINK_LOST` it is not excluded, because it has another link.
         """
         if is_fault(frame.code):

@@ -17,7 +17,7 @@ from wire.identity import NodeId
 from wire.report import ROW_COST
 
 MAX_REQUESTS_EXAMINED, MAX_NODES_EXAMINED = 4, 32
-"""Oldest requests examined for each model, and nodes examined for each request."""
+"""Maximum requests examined for each model, the oldest first, and maximum nodes examined for each request."""
 
 
 def build_swap_input(
