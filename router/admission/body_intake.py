@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _KeyIntake:
-    """Bytes reserved by a key's bodies, of at most `most` bytes, and its waiting bodies."""
+    """Reserved bytes of one key, at most `most` for more than one body, and the waiting bodies of the key."""
 
     most: int
     taken: int = 0
