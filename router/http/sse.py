@@ -1,8 +1,8 @@
 """Server-sent events: output of a stream, and the pump that fills it from a request.
 
 A token passes through `Dispatcher.receive` → `StreamedAnswer.flush` → `StreamPump.pump` → `EventStream.push` → the
-transport, in one synchronous call. When the transport is full, `push` leaves the rest to a callback. Deltas then wait
-in the request, whose bound ends a stream that is not read.
+transport, in one synchronous call. When the write buffer of the transport is full, a callback completes the `push`.
+Deltas then wait in the request, whose bound ends a stream that is not read.
 """
 
 import asyncio

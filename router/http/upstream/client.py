@@ -25,7 +25,7 @@ MAX_REASON_CHARS = 300
 """Maximum characters of an upstream's own message in an error."""
 MAX_CONNECTIONS = 64
 ABOUT_REQUEST = frozenset({400, 404, 413, 422})
-"""Statuses that blame the request, whose message of the upstream is passed on."""
+"""Statuses for a fault of the request. For these, the message of the upstream is passed on to the client."""
 
 
 class UpstreamError(Exception):
