@@ -234,7 +234,7 @@ class SwapPlanner:
         )
 
     def compute_slice_seconds(self, name: str, model_to_load: str, node: NodeView, snapshot: SwapInput) -> float:
-        """Return the minimum slice of the model `name` on a node, in seconds, while requests wait for `model_to_load`."""
+        """Return the slice of the model `name` on a node in seconds, while requests wait for `model_to_load`."""
         load = max(node.models[name].load_seconds, node.models[model_to_load].load_seconds)
         mine = {
             use.weighted_key.name: use.weighted_key.weight for use in snapshot.running.get(node.id, {}).get(name, ())

@@ -67,8 +67,8 @@ class Losses:
         """Resume elsewhere, or end, a request for which its node sent `Failed`.
 
         A code that `classify_loss` does not count as a loss ends the request. A fault of the engine counts for the
-        node's circuit breaker. The node is excluded until its next report, or until it is ready again if it stops. After
-        `FailureCode.LINK_LOST` it is not excluded, because it has another link.
+        node's circuit breaker. The node is excluded until its next report, or until it is ready again if it stops.
+        After `FailureCode.LINK_LOST` it is not excluded, because it has another link.
         """
         if is_fault(frame.code):
             self._breakers.record_fault(node, frame.request, self._clock(), frame.message)
