@@ -85,7 +85,7 @@ class PullState:
     mirror: Mirror | None = None
     """Mirror from which other nodes get the files; None without one."""
     no_mirror: frozenset[NodeId] = field(default_factory=frozenset[NodeId])
-    """Nodes that could not open a mirror."""
+    """Nodes that could not open a mirror, or whose mirror failed."""
 
     @property
     def has_ended(self) -> bool:

@@ -4,8 +4,8 @@ Theory. A round compares the wishes with the newest view and returns actions. Th
 them in the history. The next round starts from the new view. No plan is kept between rounds: a changed wish, a lost
 node or a request of a client changes the next round.
 
-A round serves the wishes by falling eviction cost. Each missing replica goes to the best node that can load the model
-now. `replica_search` evaluates the nodes, with the arithmetic of placement for a request of one token.
+A round serves the wishes in order of falling eviction cost. Each missing replica goes to the best node that can load
+the model now. `replica_search` evaluates the nodes, with the arithmetic of placement for a request of one token.
 
 Rules
 

@@ -66,18 +66,19 @@ class NodeOption(msgspec.Struct, frozen=True):
     obstacle: Obstacle | None = None
     """Why the node does not act now; None if it does."""
     why: str = ""
-    """Details of the obstacle for a person, after the node's name; the refusal with the name for `BACKOFF`."""
+    """Details of the obstacle, to follow the node's name. For `BACKOFF`: the refusal, which includes the name."""
     action: WishAction | None = None
     """Next action on the node; None with an obstacle."""
     rank: tuple[int, int, bool, float, int, str] = (0, 0, False, 0.0, 0, "")
-    """Order among able nodes, best first: eviction cost and number of models to unload, no earlier replica, seconds of
-    all loads, negative headroom, name."""
+    """Sort key among the nodes that can act, lowest first: maximum eviction cost and number of the models to unload,
+    whether the node had no replica before, seconds of all loads, negative headroom, name.
+    """
     victims: tuple[str, ...] = ()
     """Models to unload."""
     need: int = 0
     """Bytes that a replica needs."""
     obtainable: int = 0
-    """Bytes of headroom with all models unloaded that may be unloaded."""
+    """Bytes of headroom once all models that may be unloaded are unloaded."""
 
     @property
     def waits(self) -> bool:
