@@ -166,7 +166,8 @@ def summarize_run(tokens: int, finished: Sequence[Finished]) -> BenchmarkRun:
     """Return the speeds of requests that ran at the same time, with prompts of `tokens` tokens.
 
     The duration of prefill is the maximum, over the requests, of the wait on the node plus the prefill. The duration of
-    decode is the maximum decode time of a request. The first token of an answer belongs to prefill. `finished` must not be empty.
+    decode is the maximum decode time of a request. The first token of an answer belongs to prefill. `finished` must
+    not be empty.
     """
     prefill = max(answer.timings.waiting + answer.timings.prefill for answer in finished)
     decode = max(answer.timings.decode for answer in finished)
