@@ -126,9 +126,9 @@ def _is_deletable(member: Member, now: float) -> bool:
 def _update_self_suspicion(pool: Membership, now: float) -> Membership:
     """Start or end the coordinator's suspicion of itself.
 
-    It starts when at least half of two or more living nodes fell within `CORRELATION_WINDOW_SECONDS`. It ends
-    when fewer than half of them are missing, or after `DELETE_AFTER_SECONDS`. By then the fault is the nodes',
-    or a person has checked.
+    It starts when at least half of two or more living nodes fell silent within `CORRELATION_WINDOW_SECONDS`. It ends
+    when fewer than half of them are silent, or after `DELETE_AFTER_SECONDS`. After that time the nodes are assumed to
+    be at fault.
     """
     since = now if pool.self_suspect_since is None else pool.self_suspect_since
     fallen = sum(

@@ -15,7 +15,7 @@ from wire.identity import NodeId
 from wire.report import Sharing
 
 PAUSE_TIMEOUT_SECONDS = 10.0
-"""Longest wait for a node's report that it is paused or resumed, in seconds."""
+"""Maximum wait for a node's report that it is paused or resumed, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from wire.units import MIB
 
 MAX_BYTES_PER_SECOND = 64.0 * MIB
 JOIN_TIMEOUT_SECONDS = 5.0
-"""Longest time in seconds for which a node that gets files waits for a connection of the node that serves."""
+"""Maximum seconds for which a node that gets files waits for a connection of the node that serves."""
 MAX_WAITING = 8
 """Maximum waiting connections of a transfer, on the side of the serving node and on the other side."""
 MAX_STREAMS = 64
