@@ -167,7 +167,7 @@ class AdmissionQueue(Generic[T]):
     def _may_exceed_share(self, key: str, nodes: int, now: float, deadline: float) -> bool:
         """Return whether a key may have queued requests beyond its share.
 
-        No other key may be waiting, and a share's worth of places must stay free. At the recent pace all requests
+        No other key may be waiting, and more than `compute_share` places must be free. At the recent pace all requests
         before the new one must leave by its deadline.
         """
         alone = self.count_queued(key) == self._count < self.compute_limit(nodes) - self.compute_share(nodes)

@@ -32,8 +32,8 @@ QUOTING = {
 
 
 class Accounting:
-    """Recorder of ended requests for usage, limits, counters and history. It refunds the unused part of a key's
-    charge."""
+    """Recorder of ended requests for usage, limits, counters and history. The recorder refunds the unused part
+    of a key's charge."""
 
     def __init__(self, counters: Counters, usage: UsageCounter, history: DecisionLog) -> None:
         self._counters = counters

@@ -21,7 +21,7 @@ DELTA_BYTES = 256
 LOGPROB_BYTES = 96
 """Bytes charged for one token's log probability, or one alternative, in addition to the token."""
 MAX_DELTAS_TAKEN = 256
-"""Maximum deltas returned at once: a slow reader that still reads then shows progress."""
+"""Maximum deltas that one call of `take_deltas` returns: a slow reader that still reads then shows progress."""
 MAX_ANSWER_CHARS = 32 * 1024 * 1024
 """Maximum characters of one answer that is not streamed; log probabilities count with their cost."""
 
@@ -73,7 +73,7 @@ class Answer:
                 waiter.set_result(None)
 
     def end(self, outcome: Outcome) -> None:
-        """Set the outcome and notify the reader. An outcome that is already set stays."""
+        """Set the outcome and notify the reader. Do nothing if an outcome is set already."""
         if self.outcome is None:
             self.outcome = outcome
             self.flush()

@@ -160,7 +160,7 @@ class Counters:
     queue_seconds: float = 0.0
     """Seconds in the queue, of all waits together."""
     prompt_tokens: int = 0
-    """Prompt tokens of complete answers of nodes. This and the next two fields leave out other ends and upstreams."""
+    """Prompt tokens of complete answers of nodes. This and the next two fields do not count failures and upstreams."""
     cached_tokens: int = 0
     completion_tokens: int = 0
     first_tokens: int = 0

@@ -150,7 +150,7 @@ class ReplayResult(msgspec.Struct, frozen=True):
     same: int
     """Number of decisions in which the other policy gives its choice and the chosen node the same score."""
     refused: int
-    """Number of decisions that chose no node. They are not compared."""
+    """Number of decisions that chose no node. These decisions are not compared."""
     instead: tuple[tuple[str, str, str], ...]
     """Disagreements as (request id, node taken, node of the other policy)."""
     waits: tuple[float, float]

@@ -266,7 +266,7 @@ def fits_next_to_loaded(node: NodeView, candidate: Candidate) -> bool:
 def _needs_no_swap(queued: SwapCandidate, snapshot: SwapInput, turns: Mapping[NodeId, SwapTurn]) -> bool:
     """Return whether a request needs no swap.
 
-    It needs none if it fits next to all models of some node, now or later, or if its model is being loaded.
+    A request needs no swap if it fits next to all models of some node, now or later, or if its model is being loaded.
     """
     for candidate in queued.candidates:
         node, turn = snapshot.nodes[candidate.node], turns.get(candidate.node)

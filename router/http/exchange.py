@@ -16,7 +16,7 @@ from wire.identity import is_valid_request_id
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 ReserveBody = Callable[[int], Awaitable[Problem | None]]
-"""Function that waits until a body of the given bytes may be received. It returns the problem if that is refused."""
+"""Function that waits until a body of the given bytes may be received, or returns the problem for a refused body."""
 
 _JSON = (b"content-type", b"application/json")
 _PROCESS = secrets.token_hex(6)

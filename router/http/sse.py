@@ -84,7 +84,7 @@ class EventSource(Protocol):
     def take_deltas(self) -> list[Delta]:
         """Return pending deltas in order, and reset `keepalive_due`.
 
-        The list may not have all of them: `pending` then stays true.
+        The list may not have all of them: `pending` is then still true.
         """
         ...
 
@@ -93,7 +93,7 @@ class EventStream:
     """Streamed answer of an exchange, with status 200.
 
     `busy` is True while a push waits for the transport. `done` is a Future that is done when the stream has ended.
-    It has the exception of a transport that failed.
+    If the transport fails, `done` has the exception.
     """
 
     __slots__ = ("_last", "_ready", "_send", "_stepper", "busy", "done")

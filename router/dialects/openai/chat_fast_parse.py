@@ -8,8 +8,8 @@ A duplicate key must be refused, but msgspec takes the last one. Each key is fol
 quote before a colon has a backslash before it. Where the number of colons after an unescaped quote equals the number of
 parsed keys, no key is duplicate. A null counts as a missing key and therefore leaves a surplus colon.
 
-Tools are most of an agent's body and the same in each of its requests. They stay bytes here, are looked up in a cache,
-and are cut out of the counted text.
+Tools are most of an agent's body and the same in each of its requests. They are therefore kept as bytes, looked up in
+a cache, and cut out of the text whose keys are counted.
 """
 
 from collections.abc import Callable

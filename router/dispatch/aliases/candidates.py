@@ -65,7 +65,7 @@ class UnusedCandidate:
 
 
 class AliasCandidates:
-    """Candidates of the alias `name` for one request, with `models` in order. The first one is in use at first.
+    """Candidates of the alias `name` for one request, with `models` in order. At first, the first model is in use.
 
     `upstream` is the last candidate, empty without one. `forbidden` is why the upstream can never take this request;
     empty if it may.

@@ -22,7 +22,7 @@ from wire.identity import NodeId
 from wire.refusals import RefusalCode
 
 MAX_NODES_IN_A_ROW = 4
-"""Maximum nodes asked at once for one request before it is queued."""
+"""Maximum nodes to which a request is sent, one directly after the other, before it is queued."""
 
 
 class Assignment:

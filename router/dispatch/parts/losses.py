@@ -2,7 +2,7 @@
 
 Requests resume from the received token ids, by the rules of `router.placement.recovery`. The text that the client has
 received stays valid. A request without room waits in the queue, which never refuses it, and memory is held for it at
-once. It ends with the reason if the deadline passes. It ends at once where no other node has that model.
+once. The request ends with the reason at its deadline, or at once if no other node has its model.
 """
 
 from collections.abc import Callable
@@ -114,7 +114,7 @@ class Losses:
 def _build_stranded_failure(request: ActiveRequest, cause: RequestFailure, others: list[Model]) -> RequestFailure:
     """Return the failure of a request that no other node can continue.
 
-    It says where other nodes hold a different model under the same name.
+    If other nodes have a different model with the same name, the message says so.
     """
     if not request.version.fingerprint or all(request.version.is_same(model.version) for model in others):
         return cause

@@ -170,9 +170,9 @@ class Placer:
     def _restrict_to_one_model(
         self, trials: AttemptHistory, name: str, marked: ClusterView | None = None
     ) -> AttemptHistory:
-        """Restrict a request to one version of a model with several. `marked` is the view of all nodes, if known.
+        """Restrict a request to one version of a model with several. `marked` has all nodes (`mark_failing_nodes`).
 
-        It is the version that began the answer, or the one served by the nodes that the request has not lost.
+        The version is that of the begun answer, or the served version of the nodes that the request has not lost.
         """
         if trials.version is not None:
             return trials

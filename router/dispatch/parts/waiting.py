@@ -158,7 +158,7 @@ class QueuedRequests:
     def _settle_over_all_nodes(self, request: ActiveRequest, part: NoPlacement) -> bool:
         """Decide over all nodes where the changed nodes show that waiting may be useless; return whether it settled.
 
-        It may be useless if the model can no longer be loaded there, or only after other models are unloaded.
+        Waiting may be useless if the model can no longer be loaded there, or only after other models are unloaded.
         """
         if part.candidate is None and part.refused.code is not RefusalCode.LOAD_FAILED:
             return False
