@@ -147,7 +147,7 @@ class PullController:
         return self.pulls[record.id]
 
     def cancel_pull(self, pull: str) -> bool:
-        """Cancel a pull. Received pieces stay on the disks. Return False if there is no open pull of this id."""
+        """Cancel a pull. Received pieces are kept on the disks. Return False if there is no open pull of this id."""
         record = self.pulls.get(pull)
         if record is None or record.ended is not None:
             return False

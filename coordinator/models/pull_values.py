@@ -191,7 +191,7 @@ Event = NodeLinked | NodeUnlinked | PullNodeRemoved | OrderProgressed | OrderEnd
 
 @dataclass(frozen=True, slots=True)
 class SendPull:
-    """Action: send PullModel to a node. `mirror` has the mirror if `source` is one; None for the hub."""
+    """Action: send PullModel to a node. `mirror` is the source if `source` is `MIRROR`; None for the hub."""
 
     node: NodeId
     order: int

@@ -33,7 +33,7 @@ from wire.units import MIB
 RECENT_USE_SECONDS = 60.0
 """Seconds after its last request for which a model is not evicted for a wish."""
 MIN_HEADROOM_GROWTH_BYTES = 64 * MIB
-"""Growth of the headroom after which a node gets a load again that it refused for memory."""
+"""Minimum growth of the headroom after which a load that a node refused for memory is sent to that node again."""
 HEADROOM_GROWTH_SHARE = 0.05
 """Growth of the headroom as a share of the weights, which applies if it is more than `MIN_HEADROOM_GROWTH_BYTES`."""
 
@@ -102,7 +102,7 @@ def has_served_version(model: Model, view: ClusterView) -> bool:
 class ReplicaSearch:
     """Search for nodes that can load or unload replicas, for all wishes of one round of the reconciler.
 
-    It records the nodes that act in this round already, and the replicas that are unloaded in it.
+    The search records which nodes already act in this round, and which replicas this round unloads.
     """
 
     def __init__(self, states: tuple[WishState, ...], pool: PoolState, history: ActionHistory) -> None:

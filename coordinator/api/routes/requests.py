@@ -158,7 +158,7 @@ class RequestRoutes:
 class WallClock:
     """Converter of the dispatcher's times to Unix seconds.
 
-    Repeated calls with one time return the same value, until the system's clock has moved by `MAX_DRIFT_SECONDS`."""
+    Calls with the same time return the same value, until the system's clock has moved by `MAX_DRIFT_SECONDS`."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now

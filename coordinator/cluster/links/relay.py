@@ -223,7 +223,7 @@ class RelayServer:
         return transfer
 
     def add(self, transfer: RelayTransfer, transport: asyncio.Transport, *, serves: bool) -> None:
-        """Take over an admitted connection: join it with a waiting one, or let it wait.
+        """Take over an admitted connection: join it with a waiting connection, or add it to the waiting connections.
 
         A connection of a node that gets files waits at most JOIN_TIMEOUT_SECONDS, and is refused then.
         """
