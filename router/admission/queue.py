@@ -30,13 +30,13 @@ MAX_OVERTAKES = 8
 HOLD_HEADROOM_AFTER_SECONDS = 5.0
 """Seconds in the queue after which room is kept for a request."""
 MIN_QUEUE_LENGTH = 64
-"""Minimum length of the queue."""
+"""Minimum number of requests that the queue can hold."""
 ENTRIES_PER_NODE = 4
-"""Requests per node in the default length of the queue."""
+"""Requests per node that the queue can hold, above `MIN_QUEUE_LENGTH`."""
 KEY_SHARE_DIVISOR = 4
-"""Divisor of the queue's length for the share of one key."""
+"""Divisor of the queue's maximum length for the share of one key."""
 MIN_KEY_SHARE = 16
-"""Minimum share of one key."""
+"""Minimum share of one key, in queued requests."""
 PACE_ROUNDS = 4
 """Divisor of the moving average of the pace (seconds per placed request): a new pace has the weight 1/`PACE_ROUNDS`."""
 

@@ -66,7 +66,7 @@ class ModelUse(msgspec.Struct, frozen=True, gc=False):
 
 
 class SwapCandidate(msgspec.Struct, frozen=True, gc=False):
-    """Queued request with the arithmetic of the nodes that serve its model. `request` is the number of the request."""
+    """Queued request with the candidates for it: the nodes that serve its model. `request` is its number."""
 
     request: int
     weighted_key: WeightedKey
@@ -365,7 +365,7 @@ def _sum_last_node_weights(node: NodeView, busy: frozenset[str], snapshot: SwapI
 
 
 def _find_candidate(queued: SwapCandidate, node: NodeId) -> Candidate | None:
-    """Return the arithmetic of one node, unless something other than memory excludes the node."""
+    """Return the candidate of one node; None if something other than memory excludes the node."""
     return next((at for at in queued.candidates if at.node == node and at.code in (None, RefusalCode.NO_ROOM)), None)
 
 
@@ -376,7 +376,7 @@ def _compute_hold_bytes(node: NodeView, candidate: Candidate, leaving: frozenset
 
 
 def _find_ready_candidate(turn: SwapTurn, snapshot: SwapInput) -> Candidate | None:
-    """Return the arithmetic for sending a turn's request, once it fits in place of the unused models; None before."""
+    """Return the candidate for sending a turn's request, once it fits in place of the unused models; None before."""
     entry = next((queued for queued in snapshot.waiting if queued.request == turn.request), None)
     if turn.sent_at is not None or entry is None:
         return None

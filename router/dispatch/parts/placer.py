@@ -155,14 +155,14 @@ class Placer:
         return result
 
     def judge_on_node(self, request: ActiveRequest, node: NodeView) -> Candidate:
-        """Compute the arithmetic of a request on one node, which its earlier attempts may exclude."""
+        """Evaluate one node for a request. Earlier attempts of the request may exclude the node."""
         trials = self._restrict_to_one_model(request.get_attempt_history(), request.demand.model)
         return evaluate_node(
             node, request.demand, self._ledger, self._clock(), self._corrections, trials, request.cached_shares
         )
 
     def judge_as_new(self, request: ActiveRequest, node: NodeView) -> Candidate:
-        """Compute the arithmetic of a request on one node as if the request were new, without its earlier attempts."""
+        """Evaluate one node for a request as if the request were new, without its earlier attempts."""
         return evaluate_node(
             node, request.demand, self._ledger, self._clock(), self._corrections, FIRST, request.cached_shares
         )

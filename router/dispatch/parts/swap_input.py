@@ -29,8 +29,7 @@ def build_swap_input(
 ) -> SwapInput:
     """Build the input of `SwapPlanner.step`.
 
-    `queued` requests are given oldest first, `live` requests are on nodes. `judge` computes the arithmetic of a node
-    for a request.
+    `queued` requests are given oldest first, `live` requests are on nodes. `judge` evaluates a node for a request.
     """
     nodes = {node.id: node for node in view.nodes}
     served: dict[str, list[NodeView]] = {}
