@@ -35,7 +35,7 @@ class Membership(msgspec.Struct, frozen=True):
 
     members: Mapping[NodeId, Member] = msgspec.field(default_factory=dict[NodeId, Member])
     self_suspect_since: float | None = None
-    """Monotonic time since which the coordinator suspects its own network; None if it does not."""
+    """Time, in monotonic seconds, since which the coordinator suspects its own network; None if it does not."""
 
     @property
     def self_suspect(self) -> bool:
@@ -106,7 +106,7 @@ def tick(pool: Membership, now: float) -> tuple[Membership, tuple[Action, ...]]:
 
 
 def next_deadline(pool: Membership, now: float) -> float | None:
-    """Return the monotonic time at which `tick` is due next, not before `now`. None if time changes nothing."""
+    """Return the monotonic seconds at which `tick` is due next, not before `now`. None if time changes nothing."""
     may_delete = not pool.self_suspect
     deadlines = [
         deadline
