@@ -70,8 +70,10 @@ class NodeOption(msgspec.Struct, frozen=True):
     action: WishAction | None = None
     """Next action on the node; None with an obstacle."""
     rank: tuple[int, int, bool, float, int, str] = (0, 0, False, 0.0, 0, "")
-    """Sort key among the nodes that can act, lowest first: maximum eviction cost and number of the models to unload,
-    whether the node had no replica before, seconds of all loads, negative headroom, name.
+    """Sort key among the nodes that can act, lowest first.
+
+    Maximum eviction cost and number of the models to unload, whether the node had no replica before, seconds of all
+    loads, negative headroom, name.
     """
     victims: tuple[str, ...] = ()
     """Models to unload."""

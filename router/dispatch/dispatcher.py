@@ -133,9 +133,7 @@ class Dispatcher:
             perform[type(action)](request, action)
 
     def _start_attempt(self, request: ActiveRequest, action: StartAttempt) -> None:
-        """Reserve the resources of an attempt, send its request, and apply `Delivered` or `Undelivered`.
-        A request that was neither queued nor on another node gets no `Delivered`.
-        """
+        """Reserve the resources of an attempt, send its request, and apply the event of the result, if there is one."""
         self._attempts.reserve(request, action)
         sent = False
         try:

@@ -114,7 +114,7 @@ class Losses:
 def _build_stranded_failure(request: ActiveRequest, cause: RequestFailure, others: list[Model]) -> RequestFailure:
     """Return the failure of a request that no other node can continue.
 
-    If other nodes have a different model with the same name, the message says so.
+    The message also names the cause if other nodes have a different model with the same name.
     """
     if not request.version.fingerprint or all(request.version.is_same(model.version) for model in others):
         return cause
