@@ -60,7 +60,7 @@ class Condition:
 
 
 Listener = Callable[[Condition, bool], None]
-"""Called with a condition and True at its begin, False at its end."""
+"""Function that is called with a condition, and with True at its begin or False at its end."""
 _Key = tuple[str, Labels]
 
 

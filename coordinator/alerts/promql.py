@@ -54,7 +54,7 @@ class SampleHistory:
     def add_sample(self, sample: Sample, now: float) -> None:
         """Replace the newest sample by one taken at `now` (Unix seconds), and record the increases of counters.
 
-        Forget counters that are absent from the new sample, and increases before the longest window.
+        Remove counters that are absent from the new sample, and increases before the longest window.
         """
         self.sample, self.now = sample, now
         present = {(name, labels) for name in self._windows for labels in sample.get(name, {})}

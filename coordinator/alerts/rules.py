@@ -60,7 +60,7 @@ class AlertRule:
 
 
 def format_summary(text: str, labels: Labels) -> str:
-    """Replace the label names in braces in a summary by their values. Names without a label stay as they are."""
+    """Replace the label names in braces in a summary by their values. Names without a label are not replaced."""
     for label, value in labels:
         text = text.replace("{" + label + "}", value)
     return text

@@ -5,7 +5,7 @@ HTTPS is allowed to any address except unspecified, multicast and reserved ones.
 user name and no unusual characters, because two parsers could read them differently.
 
 The host name is resolved once per attempt. Every address must be allowed, and the connection uses a checked address.
-Redirects are not followed. The path of a webhook is often its password: only the host is logged. A message contains
+Redirects are not followed. The path of a webhook is often a secret: only the host is logged. A message contains
 only the condition.
 
 The receiver may be slow: one message is sent at a time, with `MAX_ATTEMPTS` attempts. At most `MAX_QUEUED_MESSAGES` are
@@ -31,7 +31,7 @@ from coordinator.alerts.evaluator import Condition
 TIMEOUT_SECONDS = 5.0
 """Timeout of the connection, and of each read and write on it, in seconds."""
 MAX_ATTEMPTS = 4
-"""Attempts to send a message."""
+"""Maximum attempts to send a message."""
 FIRST_RETRY_SECONDS = 2.0
 """Seconds before the second attempt; doubled for each further attempt."""
 MAX_QUEUED_MESSAGES = 64

@@ -25,7 +25,7 @@ BODY_TIMEOUT_SECONDS = 10.0
 _DIGITS = 18
 """Maximum digits of a Content-Length."""
 PLAIN_TEXT_PATTERN = r"^[^\x00-\x1f\x7f-\x9f]*$"
-"""Pattern of a text without control characters, which a terminal would obey."""
+"""Pattern of a text without control characters, which a terminal would interpret."""
 
 
 class Body(BaseModel):
@@ -58,7 +58,8 @@ class StrictRoute(APIRoute):
     FastAPI reads bodies before it resolves dependencies. The key check is therefore not a dependency, because the body
     of a request without a valid key must not be read.
 
-    A route is built at its first request or description. The start of the coordinator then takes a tenth less CPU time.
+    A route is built at its first request or description, because the coordinator then starts with a tenth less CPU
+    time.
     """
 
     check: Callable[[Request], Awaitable[None]] | None = None

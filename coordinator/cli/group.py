@@ -43,8 +43,8 @@ MOVED: dict[tuple[str, ...], tuple[str, str]] = {
     ("lease", "list"): ("video", "leases"),
     ("lease",): ("video", "leases"),
 }
-"""Old spelling → new. An old spelling is refused with the complete new command: an alias would stay as long as scripts
-use it."""
+"""Old spelling → new. An old spelling is refused with the complete new command, because an alias that scripts use could
+never be removed."""
 
 
 class CommandGroup(click.Group):

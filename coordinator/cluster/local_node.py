@@ -18,7 +18,7 @@ from host.left_marker import has_left
 log = structlog.get_logger("coordinator.cluster.local_node")
 
 RESTART_DELAYS_SECONDS = (0.5, 30.0)
-"""First and longest delay before a restart, in seconds. A run longer than 60 s resets the delay."""
+"""First and maximum delay before a restart, in seconds. A run longer than 60 s resets the delay."""
 EXIT_USAGE, EXIT_DENIED, EXIT_OTHER_CLUSTER = 2, 4, 6
 """Exit codes after which a restart is useless: wrong settings; removed after a join; node of another cluster."""
 TERMINATE_GRACE_SECONDS = 10.0

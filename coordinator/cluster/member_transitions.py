@@ -55,7 +55,7 @@ LOST_AFTER_SECONDS = 10.0
 RETURN_AFTER_REPORTS = 2
 """Consecutive reports, less than `SUSPECT_AFTER_SECONDS` apart, that end the state suspect."""
 DELETE_AFTER_SECONDS = 600.0
-"""Seconds for which a node that is not a member stays listed."""
+"""Seconds for which a node that has left or was removed is still listed."""
 
 _GOODBYE: Mapping[str, tuple[NodeState, str]] = {
     GoodbyeReason.ASLEEP: (NodeState.ASLEEP, "asleep"),

@@ -35,7 +35,7 @@ class Membership(msgspec.Struct, frozen=True):
 
     members: Mapping[NodeId, Member] = msgspec.field(default_factory=dict[NodeId, Member])
     self_suspect_since: float | None = None
-    """Monotonic time since which the coordinator suspects its own network; None if it does not."""
+    """Time, in monotonic seconds, since which the coordinator suspects its own network; None if it does not."""
 
     @property
     def self_suspect(self) -> bool:
@@ -106,7 +106,7 @@ def tick(pool: Membership, now: float) -> tuple[Membership, tuple[Action, ...]]:
 
 
 def next_deadline(pool: Membership, now: float) -> float | None:
-    """Return the monotonic time at which `tick` is due next, not before `now`. None if time changes nothing."""
+    """Return the monotonic seconds at which `tick` is due next, not before `now`. None if time changes nothing."""
     may_delete = not pool.self_suspect
     deadlines = [
         deadline
@@ -126,9 +126,9 @@ def _is_deletable(member: Member, now: float) -> bool:
 def _update_self_suspicion(pool: Membership, now: float) -> Membership:
     """Start or end the coordinator's suspicion of itself.
 
-    It starts when at least half of two or more living nodes fell within `CORRELATION_WINDOW_SECONDS`. It ends
-    when fewer than half of them are missing, or after `DELETE_AFTER_SECONDS`. By then the fault is the nodes',
-    or a person has checked.
+    It starts when at least half of two or more living nodes fell silent within `CORRELATION_WINDOW_SECONDS`. It ends
+    when fewer than half of them are silent, or after `DELETE_AFTER_SECONDS`. After that time the nodes are assumed to
+    be at fault.
     """
     since = now if pool.self_suspect_since is None else pool.self_suspect_since
     fallen = sum(

@@ -155,7 +155,7 @@ def _may_cache(node: NodeView, model: str) -> bool:
 
 
 def _build_old_node_refusal(node: NodeView) -> Refused:
-    """Return the refusal for a node that would ignore the command, so that its result would never come."""
+    """Return the refusal for a node that would ignore the command and therefore never send a result."""
     text = f"the macpool on {node.name} is older than this command: update macpool there"
     return Refused(RefusalCode.UNSUPPORTED, text, None, None, node.name)
 

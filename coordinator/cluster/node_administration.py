@@ -15,7 +15,7 @@ from wire.identity import NodeId
 from wire.report import Sharing
 
 PAUSE_TIMEOUT_SECONDS = 10.0
-"""Longest wait for a node's report that it is paused or resumed, in seconds."""
+"""Maximum wait for a node's report that it is paused or resumed, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class NodeAdministration:
     async def pause_node(self, node: NodeId, seconds: float | None, by: str) -> Sharing | None:
         """Order a node to pause or to resume, and return its sharing state once its report confirms that.
 
-        `seconds` is the duration of the pause; None: until a resume; 0: resume now. `by` names the person for the
-        node's owner. Return None if no report confirms the order within `PAUSE_TIMEOUT_SECONDS`. Raise `LookupError` if
-        the node is not linked or cannot be paused remotely.
+        `seconds` is the duration of the pause; None: until a resume; 0: resume now. `by` names the person who orders
+        the pause, as text for the node's owner. Return None if no report confirms the order within
+        `PAUSE_TIMEOUT_SECONDS`. Raise `LookupError` if the node is not linked or cannot be paused remotely.
         """
         if not self._get_sharing(node).when:
             raise LookupError("it has not reported yet, or runs a macpool that cannot be paused from here: drain it")

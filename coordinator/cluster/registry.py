@@ -1,8 +1,8 @@
 """Registry of members: feeds events of links and of administrators into membership, and publishes the cluster view.
 
-All of this has one owner on one event loop. `membership` decides (pure), `NodeRecords` has the newest reports, the link
-table transports, the dispatcher places requests. Every path by which a node goes ends in `_delete_node`, which deletes
-the node from the records and from the listener.
+All of this runs on one event loop. `membership` decides (pure), `NodeRecords` has the newest reports, the link
+table transports, the dispatcher places requests. Every removal of a node ends in `_delete_node`, which deletes the
+node from the records and from the listener.
 """
 
 import asyncio

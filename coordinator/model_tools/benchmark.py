@@ -74,9 +74,9 @@ class Benchmark:
     async def measure(self, host: tuple[str, str, str]) -> BenchmarkRecord | Refused | RequestFailure:
         """Load the model if necessary, and measure it. `host` is chip, operating system and version of Macpool.
 
-        A run that the node refuses for its size or for its memory is recorded as skipped. Return the refusal or error
-        of another request that ends the measurement. Return a refusal also if the node or the model leaves the pool
-        meanwhile.
+        A run that the node refuses for its size or for its memory is recorded as skipped. Any other refusal or failure
+        of a request ends the measurement and is returned. Return a refusal also if the node or the model leaves the
+        pool meanwhile.
         """
         try:
             return await self._measure_runs(host)
@@ -165,8 +165,9 @@ async def _wait(request: ActiveRequest) -> Outcome:
 def summarize_run(tokens: int, finished: Sequence[Finished]) -> BenchmarkRun:
     """Return the speeds of requests that ran at the same time, with prompts of `tokens` tokens.
 
-    Prefill lasts until the last request has waited for its prefill and completed it. Decode lasts as long as the decode
-    of the slowest request. The first token of an answer belongs to prefill. `finished` must not be empty.
+    The duration of prefill is the maximum, over the requests, of the wait on the node plus the prefill. The duration of
+    decode is the maximum decode time of a request. The first token of an answer belongs to prefill. `finished` must
+    not be empty.
     """
     prefill = max(answer.timings.waiting + answer.timings.prefill for answer in finished)
     decode = max(answer.timings.decode for answer in finished)

@@ -13,7 +13,7 @@ from host.private_files import write_private
 from wire.identity import NodeId
 
 MAX_RECORDS = 1000
-"""Records that are kept; the oldest ones are deleted."""
+"""Maximum number of records; the oldest records above it are deleted."""
 
 log = structlog.get_logger("coordinator.model_tools.benchmark_records")
 
@@ -28,9 +28,9 @@ class BenchmarkRun(msgspec.Struct, frozen=True, kw_only=True):
     generated: int = 0
     """Generated tokens of all requests."""
     prefill_speed: float = 0.0
-    """0 if the run was skipped."""
+    """Prompt tokens per second; 0 if the run was skipped."""
     decode_speed: float = 0.0
-    """0 if the answers were too short to be measured, or the run was skipped."""
+    """Generated tokens per second; 0 if the answers were too short to be measured, or the run was skipped."""
     skipped: str = ""
     """Reason why the node did not take these requests; empty if it did."""
 
@@ -52,7 +52,7 @@ class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
     measured: float
     """End of the measurement, in Unix seconds."""
     max_prompt: int
-    """Longest prompt in tokens that fits into the memory of the idle node."""
+    """Maximum prompt tokens that fit into the memory of the idle node."""
     runs: tuple[BenchmarkRun, ...]
 
     @property

@@ -23,7 +23,7 @@ from wire.identity import NodeId
 MAX_OPEN = 16
 """Maximum quantizations that have not ended."""
 MAX_ENDED = 50
-"""Ended quantizations that are kept when another one starts."""
+"""Maximum ended quantizations. The oldest ones above it are deleted when another quantization starts."""
 RETURN_TIMEOUT_SECONDS = 30.0
 """Seconds after the return of a node within which it must report a quantization that continues there."""
 
@@ -71,7 +71,7 @@ class QuantizationRecord:
     stored: int = 0
     """Bytes of the weights of the quantized model."""
     peak: int = 0
-    """Highest footprint of the process that quantized; 0 if unknown."""
+    """Maximum memory footprint of the process that quantized; 0 if unknown."""
     is_linked: bool = True
     """Whether the node is linked."""
 
@@ -150,9 +150,10 @@ class Quantizations:
         return self._all.get(quantization)
 
     def start(self, node: NodeId, model: str, bits: int, name: str, actor: str) -> QuantizationRecord:
-        """Start a quantization on a node and return it. A running one with the same result is returned instead.
+        """Start a quantization on a node and return it.
 
-        Delete the oldest ended ones above `MAX_ENDED`. Without a link the quantization fails at once. Raise
+        If a quantization with the same model, bits and name runs on the node, return that one instead.
+        Delete the oldest ended quantizations above `MAX_ENDED`. Without a link the quantization fails at once. Raise
         TooManyQuantizationsError if `MAX_OPEN` are open.
         """
         opened = self._list_open()

@@ -14,9 +14,9 @@ from wire.frames import ModelOrderCode
 from wire.models.hub_query import QUERY_TIMEOUT_SECONDS, HubAnswer, HubQuery, HubRefusal
 
 CHILD_TIMEOUT_SECONDS = QUERY_TIMEOUT_SECONDS + 15.0
-"""Maximum seconds of a child, which ends itself after `QUERY_TIMEOUT_SECONDS`."""
+"""Maximum run time of a child process in seconds. The child ends itself after `QUERY_TIMEOUT_SECONDS`."""
 MAX_QUERIES = 2
-"""Maximum queries at once; further ones wait."""
+"""Maximum concurrent queries; further queries wait."""
 MAX_TOKEN_BYTES = 4096
 
 log = structlog.get_logger("coordinator.models.hub_client")

@@ -59,7 +59,7 @@ from wire.units import show_size
 MODEL_ORDER_FRAMES = (ModelOrderProgress, ModelOrderEnded)
 MAX_OPEN_PULLS = 16
 PULL_BITS = 20
-"""Bits of an order number that count within one pull."""
+"""Number of low bits of an order number that number the orders of one pull."""
 
 log = structlog.get_logger("coordinator.models.pull_controller")
 
@@ -121,8 +121,9 @@ class PullController:
     def start_pull(self, manifest: ModelManifest, nodes: Sequence[NodeId], actor: str) -> PullRecord:
         """Start a pull on nodes, the first of which downloads from the hub. Return its record, which is on the disk.
 
-        An open pull of the same files to these nodes, and maybe more, is returned instead. The oldest ended records
-        above `MAX_ENDED_RECORDS` are deleted. Raise TooManyPullsError, or OSError if the record cannot be written.
+        If an open pull has the same files and includes all these nodes, that pull is returned instead. The oldest
+        ended records above `MAX_ENDED_RECORDS` are deleted. Raise TooManyPullsError, or OSError if the record cannot be
+        written.
         """
         opened = [record for record in self.pulls.values() if record.ended is None]
         same = next(
@@ -146,7 +147,7 @@ class PullController:
         return self.pulls[record.id]
 
     def cancel_pull(self, pull: str) -> bool:
-        """Cancel a pull. Received pieces stay on the disks. Return False if there is no open pull of this id."""
+        """Cancel a pull. Received pieces are kept on the disks. Return False if there is no open pull of this id."""
         record = self.pulls.get(pull)
         if record is None or record.ended is not None:
             return False
@@ -163,7 +164,7 @@ class PullController:
                 log.warning("pull not deleted", pull=pull, why=str(error))
 
     def find_waiting_refusal(self, model: str) -> Refused | None:
-        """Return the refusal of a request for a model that a node pulls now, with progress and time; None without.
+        """Return the refusal of a request for a model that a node pulls now, with progress and time; None otherwise.
 
         The refusal is not final: the request waits for the model in the queue.
         """

@@ -14,7 +14,9 @@ from wire.units import GIB, show_size
 MIN_CONTEXT_TOKENS = 4096
 """Minimum context, in tokens, that a node must have room for, to be chosen for a pull."""
 MAX_RESERVE_BYTES, RESERVE_SHARE = 5 * GIB, 0.05
-"""Disk space that stays free: a share of the disk, at most these bytes. As in `node.hub.download.disk_space`."""
+"""Disk space that a pull must leave free: a share of the disk, at most these bytes. `node.hub.download.disk_space` has
+the same values.
+"""
 
 
 class NodeSelection(StrEnum):
@@ -41,7 +43,7 @@ class NodePlan:
     free: int
     """Free bytes of the disk; 0 if unknown."""
     context: int
-    """Longest row in tokens that fits into the memory of the idle node; 0 if none does."""
+    """Maximum tokens of one row that fit into the memory of the idle node; 0 if the model does not fit."""
     reason: str
     """Why the node is not chosen, or a warning about a chosen node; empty without one."""
 

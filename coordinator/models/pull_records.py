@@ -12,7 +12,7 @@ from host.private_files import create_private_folder, write_private
 from wire.models.files import ModelManifest
 
 MAX_ENDED_RECORDS = 50
-"""Ended pulls that are kept."""
+"""Maximum number of records of ended pulls."""
 _ID = re.compile(r"pull-[0-9a-f]{12}")
 
 log = structlog.get_logger("coordinator.models.pull_records")

@@ -48,13 +48,13 @@ MAX_MIRROR_RETRIES = 2
 """Retries without progress after which a node gets the files from the hub although a mirror listens."""
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 300.0
 MAX_RATE_LIMIT_SECONDS = 3600.0
-"""Longest wait that a rate limit of the hub may demand; a longer one fails the pull."""
+"""Maximum wait in seconds after a rate limit of the hub. If the hub requires a longer wait, the pull fails."""
 UNLINKED_SECONDS = 60.0
 """Seconds after which another node takes the place of the downloading node whose link is lost."""
 MIRROR_START_SECONDS = 20.0
-"""Longest time in seconds for a node to open its mirror."""
+"""Maximum seconds for a node to open its mirror."""
 _FATAL = frozenset({ModelOrderCode.NOT_FOUND, ModelOrderCode.GATED, ModelOrderCode.INVALID})
-"""Faults of the repository if the hub reports them. Every node would meet them."""
+"""Codes that are faults of the repository if they come from the hub. They would occur on every node."""
 
 
 def restore_pull(state: PullState, next_order: int) -> PullState:

@@ -85,7 +85,7 @@ class PullState:
     mirror: Mirror | None = None
     """Mirror from which other nodes get the files; None without one."""
     no_mirror: frozenset[NodeId] = field(default_factory=frozenset[NodeId])
-    """Nodes that could not open a mirror."""
+    """Nodes that could not open a mirror, or whose mirror failed."""
 
     @property
     def has_ended(self) -> bool:
@@ -191,7 +191,7 @@ Event = NodeLinked | NodeUnlinked | PullNodeRemoved | OrderProgressed | OrderEnd
 
 @dataclass(frozen=True, slots=True)
 class SendPull:
-    """Action: send PullModel to a node. `mirror` has the mirror if `source` is one; None for the hub."""
+    """Action: send PullModel to a node. `mirror` is the source if `source` is `MIRROR`; None for the hub."""
 
     node: NodeId
     order: int

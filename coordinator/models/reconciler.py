@@ -4,8 +4,8 @@ Theory. A round compares the wishes with the newest view and returns actions. Th
 them in the history. The next round starts from the new view. No plan is kept between rounds: a changed wish, a lost
 node or a request of a client changes the next round.
 
-A round serves the wishes by falling eviction cost. Each missing replica goes to the best node that can load the model
-now. `replica_search` evaluates the nodes, with the arithmetic of placement for a request of one token.
+A round serves the wishes in order of falling eviction cost. Each missing replica goes to the best node that can load
+the model now. `replica_search` evaluates the nodes, with the arithmetic of placement for a request of one token.
 
 Rules
 
@@ -18,7 +18,8 @@ Rules
 5. A node that refused a load for memory gets it again when its headroom has grown, or after the wait. After another
    failure it gets the load after the wait.
 6. After a swap, a node makes no other swap for as long as both loads of the swap take.
-7. A replica that serves stays where it is. Surplus replicas are unloaded for memory only, or when the model is idle.
+7. A ready replica is never moved to another node. Surplus replicas are unloaded for memory only, or when the model is
+   idle.
 8. A replica on a node that went away is replaced after `RETURN_SECONDS`. After the start of the coordinator, members
    have `START_SECONDS` to connect before replicas are loaded in their place.
 

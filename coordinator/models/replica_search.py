@@ -33,7 +33,7 @@ from wire.units import MIB
 RECENT_USE_SECONDS = 60.0
 """Seconds after its last request for which a model is not evicted for a wish."""
 MIN_HEADROOM_GROWTH_BYTES = 64 * MIB
-"""Growth of the headroom after which a node gets a load again that it refused for memory."""
+"""Minimum growth of the headroom after which a load that a node refused for memory is sent to that node again."""
 HEADROOM_GROWTH_SHARE = 0.05
 """Growth of the headroom as a share of the weights, which applies if it is more than `MIN_HEADROOM_GROWTH_BYTES`."""
 
@@ -66,18 +66,21 @@ class NodeOption(msgspec.Struct, frozen=True):
     obstacle: Obstacle | None = None
     """Why the node does not act now; None if it does."""
     why: str = ""
-    """Details of the obstacle for a person, after the node's name; the refusal with the name for `BACKOFF`."""
+    """Details of the obstacle, to follow the node's name. For `BACKOFF`: the refusal, which includes the name."""
     action: WishAction | None = None
     """Next action on the node; None with an obstacle."""
     rank: tuple[int, int, bool, float, int, str] = (0, 0, False, 0.0, 0, "")
-    """Order among able nodes, best first: eviction cost and number of models to unload, no earlier replica, seconds of
-    all loads, negative headroom, name."""
+    """Sort key among the nodes that can act, lowest first.
+
+    Maximum eviction cost and number of the models to unload, whether the node had no replica before, seconds of all
+    loads, negative headroom, name.
+    """
     victims: tuple[str, ...] = ()
     """Models to unload."""
     need: int = 0
     """Bytes that a replica needs."""
     obtainable: int = 0
-    """Bytes of headroom with all models unloaded that may be unloaded."""
+    """Bytes of headroom once all models that may be unloaded are unloaded."""
 
     @property
     def waits(self) -> bool:
@@ -101,7 +104,7 @@ def has_served_version(model: Model, view: ClusterView) -> bool:
 class ReplicaSearch:
     """Search for nodes that can load or unload replicas, for all wishes of one round of the reconciler.
 
-    It records the nodes that act in this round already, and the replicas that are unloaded in it.
+    The search records which nodes already act in this round, and which replicas this round unloads.
     """
 
     def __init__(self, states: tuple[WishState, ...], pool: PoolState, history: ActionHistory) -> None:

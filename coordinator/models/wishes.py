@@ -14,7 +14,7 @@ MAX_REPLICAS = 1000
 MAX_EVICTION_COST = 1000
 """Maximum eviction cost of a wish."""
 DEFAULT_EVICTION_COST = 10
-"""Eviction cost of a wish without a given cost. Lower costs stay free for models that may be evicted first."""
+"""Eviction cost of a wish without a given cost. Lower costs are for models that should be evicted first."""
 
 
 class Wish(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ WishAction = LoadWish | UnloadWish
 
 
 class Shortfall(msgspec.Struct, frozen=True):
-    """Reason why a wish is not met. `text` contains the missing number."""
+    """Reason why a wish is not met. `text` contains the missing nodes or bytes, and the next step."""
 
     model: str
     text: str

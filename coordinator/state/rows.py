@@ -66,7 +66,7 @@ class KeyRow:
     scopes: tuple[str, ...]
     """Any of `infer`, `admin` and `metrics`."""
     digest: bytes
-    """Digest of the secret."""
+    """Digest of the key's text (`router.admission.api_keys.compute_digest`)."""
     created: float
     expires: float | None = None
     """Time from which the key is not valid; None: never."""

@@ -12,8 +12,8 @@ from coordinator.state.store_errors import StoreError
 def open_database(path: Path, migrations: Sequence[str]) -> sqlite3.Connection:
     """Open a database (mode 0600, WAL, synchronous=FULL) and apply the missing `migrations`.
 
-    `migrations` has one SQL script per schema version, oldest first. Before a change of the schema, keep a copy of the
-    database next to it.
+    `migrations` has one SQL script per schema version, oldest first. Before a change of the schema, copy the database
+    to the file `NAME.schema-VERSION` next to it.
 
     Raise `StoreError` if the database cannot be opened, is damaged, or was written by a newer macpool. Raise it also if
     the copy cannot be written.

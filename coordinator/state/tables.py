@@ -19,7 +19,7 @@ from wire.identity import NodeId
 from wire.report import Hardware
 
 MAX_AUDIT_ENTRIES = 10_000
-"""Most entries of the audit log."""
+"""Maximum entries of the audit log."""
 Key = TypeVar("Key")
 Row = TypeVar("Row")
 

@@ -1,4 +1,4 @@
-"""Bound the long request bodies that are received and parsed at once, for each API key.
+"""Bound the bytes of long request bodies that are received and parsed concurrently, for each API key.
 
 Without a bound, two hundred connections that send half of 8 MiB and wait hold 800 MiB for a minute. A body reserves its
 announced length before the rest of the body is read. If the limit of its key is reached, the body waits in order of
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _KeyIntake:
-    """Bytes reserved by a key's bodies, of at most `most` bytes, and its waiting bodies."""
+    """Reserved bytes of one key, at most `most` for more than one body, and the waiting bodies of the key."""
 
     most: int
     taken: int = 0

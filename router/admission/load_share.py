@@ -5,8 +5,9 @@ from wire.capacity.fairness import WeightedKey
 FAIR_SHARE_FACTOR = 2
 """Multiple of its share of the work above which a key is greedy.
 
-Requests of a greedy key are queued before nodes are full of them, and are refused there while other keys have open
-requests. Of two keys with equal priority neither can exceed the factor, because each has a share of one half. A
+Requests of a greedy key are queued before nodes are full of them. At their deadline they are refused where memory is
+scarce. Both apply only while other keys have open requests. Of two keys with equal priority neither can exceed the
+factor, because each has a share of one half. A
 low-priority key next to a normal one exceeds it above two fifths of the work.
 """
 

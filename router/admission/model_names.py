@@ -28,7 +28,7 @@ class ModelTarget(msgspec.Struct, frozen=True, gc=False):
     """Models that a client means with a name."""
 
     candidates: tuple[str, ...]
-    """Models in order, at least one; one without an alias."""
+    """Models in order, at least one; exactly one if the name is not an alias."""
     permitted: str
     """Name by which the key may use them: the alias, or a model."""
     alias: str = ""

@@ -9,8 +9,8 @@ otherwise be overtaken without end.
 
 The queue is short on purpose: max(64, 4 × nodes) requests, a quarter of that per key but at least 16. A longer queue
 only turns a refusal now into a refusal after the deadline. A key that waits alone may have three quarters of the queue,
-as long as the recent pace serves all its requests in time. Simulated, bursts of thirty by one key: a third fewer are
-refused.
+as long as the recent pace serves all its requests in time. In simulated bursts of 30 requests by one key,
+a third fewer are refused.
 """
 
 import math
@@ -22,21 +22,23 @@ from typing import Generic, TypeVar
 from wire.refusals import RefusalCode, Refused
 
 QUANTUM_TOKENS = 256
-"""Tokens that a key of weight 1 earns per round: with normal priority, whose weight is 4, a common request."""
+"""Tokens that a key of weight 1 earns per round. A key of normal priority has weight 4: it earns 1,024 tokens, which is
+a common request.
+"""
 MAX_OVERTAKES = 8
 """Number of overtakes after which room is kept for a request."""
 HOLD_HEADROOM_AFTER_SECONDS = 5.0
 """Seconds in the queue after which room is kept for a request."""
 MIN_QUEUE_LENGTH = 64
-"""Minimum length of the queue."""
+"""Minimum number of requests that the queue can hold."""
 ENTRIES_PER_NODE = 4
-"""Requests per node in the default length of the queue."""
+"""Requests per node that the queue can hold, above `MIN_QUEUE_LENGTH`."""
 KEY_SHARE_DIVISOR = 4
-"""Divisor of the queue's length for the share of one key."""
+"""Divisor of the queue's maximum length for the share of one key."""
 MIN_KEY_SHARE = 16
-"""Minimum share of one key."""
+"""Minimum share of one key, in queued requests."""
 PACE_ROUNDS = 4
-"""Rounds over which the pace of the queue is averaged: a new pace counts for one part in this number."""
+"""Divisor of the moving average of the pace (seconds per placed request): a new pace has the weight 1/`PACE_ROUNDS`."""
 
 T = TypeVar("T")
 
@@ -165,7 +167,7 @@ class AdmissionQueue(Generic[T]):
     def _may_exceed_share(self, key: str, nodes: int, now: float, deadline: float) -> bool:
         """Return whether a key may have queued requests beyond its share.
 
-        No other key may be waiting, and a share's worth of places must stay free. At the recent pace all requests
+        No other key may be waiting, and more than `compute_share` places must be free. At the recent pace all requests
         before the new one must leave by its deadline.
         """
         alone = self.count_queued(key) == self._count < self.compute_limit(nodes) - self.compute_share(nodes)
@@ -181,7 +183,7 @@ class AdmissionQueue(Generic[T]):
     def _compute_retry_after(self, before: int, now: float) -> float:
         """Return the seconds until `before` requests have left at the recent pace, at least 1 and at most 60.
 
-        Without a known pace it is half the time until the earliest deadline.
+        Without a known pace, return half the time until the earliest deadline, within the same limits.
         """
         oldest = min((lane.entries[0].deadline for lane in self._lanes.values()), default=now)
         return min(60.0, max(1.0, (oldest - now) / 2 if self._pace is None else self._estimate_wait(before, now)))
@@ -263,7 +265,7 @@ class AdmissionQueue(Generic[T]):
     def _choose_next(self, untried: dict[str, deque[QueuedRequest[T]]]) -> tuple[QueuedRequest[T], int] | None:
         """Return the next request, and the number of rounds that every key must earn first.
 
-        Nothing changes: a turn without a placement costs no key anything.
+        This method changes no credit: only a placed request is charged (`_charge_placed`).
         """
         heads = [untried[key][0] for key in self._lanes if untried.get(key)]
         if not heads:

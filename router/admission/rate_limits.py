@@ -4,8 +4,8 @@ Every key, with or without limits, has bounds on its open requests, prompt token
 (`router.max_*_per_key`). They are far above the needs of a household and keep one key from filling the coordinator's
 memory.
 
-Theory. Requests and tokens per minute are buckets that fill evenly: one minute's worth may come at once after a quiet
-minute. A request is charged an estimate on arrival: its prompt and its limit of answer tokens, or
+Theory. Requests and tokens per minute are token buckets: after a minute without requests, the amount of a whole minute
+may be used in one burst. A request is charged an estimate on arrival: its prompt and its limit of answer tokens, or
 `DEFAULT_ANSWER_TOKENS` without a limit. At its end the difference to the tokens used is refunded or charged. A key can
 therefore not exceed its rate by sending requests before the first answers. A request larger than a whole minute's
 tokens is admitted when the bucket is full, and leaves a debt.

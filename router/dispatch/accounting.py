@@ -20,7 +20,7 @@ TEMPLATE_TOKENS = 4096
 """Tokens that a chat template may add to a prompt, in addition to `MESSAGE_TOKENS` for each message."""
 MESSAGE_TOKENS = 32
 INPUT_TOKENS = 512
-"""Tokens that a model may add to each text for embeddings: its prompt, its first and its last token."""
+"""Maximum tokens that a model adds to each text of an embeddings request: an instruction, a first and a last token."""
 UNSENT_TOKENS = 8
 """Tokens of one choice that are generated and never sent: the end token and tokens held back for a stop string."""
 QUOTING = {
@@ -32,8 +32,8 @@ QUOTING = {
 
 
 class Accounting:
-    """Recorder of ended requests for usage, limits, counters and history. It refunds the unused part of a key's
-    charge."""
+    """Recorder of ended requests for usage, limits, counters and history. The recorder refunds the unused part
+    of a key's charge."""
 
     def __init__(self, counters: Counters, usage: UsageCounter, history: DecisionLog) -> None:
         self._counters = counters

@@ -31,9 +31,10 @@ MAX_STEPS = 64
 class ActiveRequest:
     """Request of a client in the dispatcher.
 
-    `number` orders requests by arrival at `now` (monotonic seconds). `demand` and `params` are taken from `spec` unless
-    given. `charged` is the charge of its key's quota in tokens; None if the quota refused the request or is not
-    charged. `rates` is the state of the key's rates after the charge. `chain` has the hashes of its prompt; None if
+    `number` orders requests by arrival. `now` is the time of arrival in monotonic seconds. `demand` and `params` are
+    taken from `spec` unless given. `charged` is the number of tokens charged to the key's quota; None if the quota
+    refused the request or is not charged. `rates` is the state of the key's rates after the charge.
+    `chain` has the hashes of the prompt; None if
     placement does not use them. `cached_shares` maps nodes to the share of the prompt in their prefix cache. `alias`
     has the candidates of the alias that the client named; None without an alias.
 
@@ -101,15 +102,17 @@ class ActiveRequest:
         self.tried: TriedNodes = TriedNodes()
         self.life = RequestLife(now)
         self.node: NodeId | None = None
-        """Node of the current attempt, as in `life`: read for every token."""
+        """Copy of `life.node`, because this is read for every token; None without an attempt."""
         self.streaming = False
-        """Whether the current attempt has its first token, as in `life`: read for every token."""
+        """Whether the current attempt has its first token. Derived from `life.state`, because this is read for every
+        token.
+        """
         self.version = UNKNOWN_VERSION
         """Version of the model that generates the answer, or is to generate it; unknown before the first attempt."""
         self.prompt_counts: tuple[int, int] = (0, 0)
         """Prompt tokens and the cached tokens among them, for usage."""
         self.entry: QueuedRequest[ActiveRequest] | None = None
-        """Place in the queue; None outside of it."""
+        """Place in the queue; None if the request is not queued."""
         self.deadline: float | None = None
         """End of the wait in the queue, in monotonic seconds; None before the first wait."""
         self.swap = ""
@@ -164,8 +167,9 @@ class ActiveRequest:
         assert (self.node is not None) == (self.state in ON_NODE), self  # noqa: S101  an invariant
 
     def add_step(self, now: float, event: str, node: str = "") -> None:
-        """Record a step at `now` (monotonic seconds) for a person. `node` is the name of its node, empty without one.
-        Beyond `MAX_STEPS` the middle step is removed."""
+        """Record a step at `now` (monotonic seconds) for the history of the request.
+        `node` is the name of the step's node; empty without one. Beyond `MAX_STEPS` the middle step is removed.
+        """
         if len(self.steps) >= MAX_STEPS:
             del self.steps[MAX_STEPS // 2]
         self.steps.append((now - self.arrived, event, node))
@@ -222,7 +226,9 @@ class ActiveRequest:
         return self.answer.add(delta)
 
     def prepare_resume(self) -> None:
-        """Set `demand.known_tokens` to the number of received tokens, before another node resumes the answer."""
+        """Set `demand.known_tokens` to the number of received tokens of the longest choice.
+        Call this before another node resumes the answer.
+        """
         self.demand = replace(self.demand, known_tokens=self.tokens.longest)
 
     def restart(self) -> None:
@@ -244,7 +250,7 @@ class ActiveRequest:
     def record_prefill(self, prompt: int, cached: int) -> None:
         """Record the prompt tokens and cached tokens of an admitted attempt. A later wait has a new deadline.
 
-        For embeddings and scores, `prompt` is the sum over all texts, and the prompt tokens of the demand stay.
+        For embeddings and scores, `prompt` is the sum over all texts, and the demand's prompt tokens do not change.
         """
         if self.spec.embed is None:
             self.set_prompt_tokens(prompt)

@@ -21,7 +21,7 @@ DELTA_BYTES = 256
 LOGPROB_BYTES = 96
 """Bytes charged for one token's log probability, or one alternative, in addition to the token."""
 MAX_DELTAS_TAKEN = 256
-"""Maximum deltas returned at once: a slow reader that still reads then shows progress."""
+"""Maximum deltas that one call of `take_deltas` returns: a slow reader that still reads then shows progress."""
 MAX_ANSWER_CHARS = 32 * 1024 * 1024
 """Maximum characters of one answer that is not streamed; log probabilities count with their cost."""
 
@@ -73,7 +73,7 @@ class Answer:
                 waiter.set_result(None)
 
     def end(self, outcome: Outcome) -> None:
-        """Set the outcome and notify the reader. An outcome that is already set stays."""
+        """Set the outcome and notify the reader. Do nothing if an outcome is set already."""
         if self.outcome is None:
             self.outcome = outcome
             self.flush()
@@ -98,7 +98,7 @@ class Answer:
         self._sink = None
 
     def wait(self) -> asyncio.Future[None]:
-        """Return a Future that is done at the next flush without a sink. Only the last returned Future is served."""
+        """Return a Future that is done at the next flush without a sink. Only the newest Future is completed."""
         self._waiter = asyncio.get_running_loop().create_future()
         return self._waiter
 
@@ -117,7 +117,7 @@ class StreamedAnswer(Answer):
         self.pending: list[Delta] = []
         """Deltas that the reader has not taken yet, in order."""
         self.blocked = True
-        """Whether the transport to the client is full, or no reader has come yet."""
+        """Whether the write buffer of the client's transport is full, or no reader has started yet."""
         self.keepalive_due = False
         """Whether a keep-alive was requested since the last `take_deltas`."""
         self.takes = 0
@@ -147,7 +147,7 @@ class StreamedAnswer(Answer):
         self.flush()
 
     def mark_opened(self) -> None:
-        """Record that the client has the status of the answer: a refusal can no longer be a plain answer."""
+        """Record that the client has the status of the answer: a later refusal can no longer set the HTTP status."""
         self.opened = True
 
     def set_blocked(self, blocked: bool) -> None:

@@ -1,7 +1,7 @@
 """Circuit breakers: stop sending requests to a node whose engine keeps failing, and probe it with one request later.
 
-A breaker counts only faults: an engine that died or broke a request. A refusal is an answer, a lost link belongs to
-membership, and a cancelled request shows nothing.
+A breaker counts only faults: an engine that died or broke a request. A refusal is an answer, membership handles a lost
+link, and a cancelled request does not show the state of the engine.
 
     closed ──MAX_FAULTS in a row─────► open ──its time is over──► half open: one request, the probe
       ▲                                 ▲                             │
@@ -15,7 +15,7 @@ Only the probe closes or reopens a breaker that is not closed, because earlier r
 probe that is refused, cancelled or moved has no result, and the next request is the probe. A probe that runs for
 `PROBE_SUCCESS_SECONDS` succeeds.
 
-Times are in seconds of `now`, which never goes back.
+Times are in monotonic seconds.
 """
 
 from collections.abc import Hashable
@@ -48,7 +48,7 @@ class BreakerState:
     until: float
     """End of the open time, in monotonic seconds."""
     opened: int
-    """Number of openings in a row."""
+    """Number of openings since the breaker was last closed."""
 
 
 @dataclass(slots=True)

@@ -50,7 +50,7 @@ async def count_prompt_tokens(dispatcher: Dispatcher, request: CountTokens, key:
 
 
 def _choose_model(dispatcher: Dispatcher, target: ModelTarget, limits: KeyLimits) -> str:
-    """Return the first candidate that some node could count with; the first of all without one."""
+    """Return the first candidate that some node could count with; the first candidate if there is none."""
     labels_only = replace(limits, models=())
     able = (model for model in target.candidates if _list_counting_nodes(dispatcher, model, labels_only))
     return next(able, target.candidates[0])

@@ -138,7 +138,7 @@ class Counters:
     answers: dict[int, int] = field(default_factory=dict[int, int])
     """HTTP answers of the model routes by status; 499 is a client that left before an answer."""
     refusals: dict[str, int] = field(default_factory=dict[str, int])
-    """Refusals by nodes, by code; a request may meet several and still be answered."""
+    """Refusals by nodes, by code. A request may be refused by several nodes and still be answered."""
     attempts: int = 0
     """Attempts to send a request to a node, those without a link included."""
     retries: int = 0
@@ -150,7 +150,7 @@ class Counters:
     moves: int = 0
     """Requests moved off a node that drains or fell silent, or moved to an idle node."""
     swaps: dict[str, int] = field(default_factory=lambda: {"done": 0, "dropped": 0})
-    """Model swaps, `done` and `dropped`."""
+    """Ended model swaps by result: `done` or `dropped`."""
     illegal_events: IllegalEventCounts = field(default_factory=IllegalEventCounts)
     """Illegal events by state machine. Any number but 0 is a bug."""
     slow_clients: int = 0
@@ -160,7 +160,7 @@ class Counters:
     queue_seconds: float = 0.0
     """Seconds in the queue, of all waits together."""
     prompt_tokens: int = 0
-    """Prompt tokens of complete answers of nodes. This and the next two fields leave out other ends and upstreams."""
+    """Prompt tokens of complete answers of nodes. This and the next two fields do not count failures and upstreams."""
     cached_tokens: int = 0
     completion_tokens: int = 0
     first_tokens: int = 0

@@ -20,11 +20,11 @@ from wire.identity import NodeId
 from wire.refusals import Refused
 
 MAX_REQUESTS_KEPT = 1000
-"""Ended requests in the history."""
+"""Maximum ended requests in the history."""
 MAX_INVALID_KEPT = 500
-"""Invalid requests in the history."""
+"""Maximum invalid requests in the history."""
 MAX_DECISIONS_KEPT = 1000
-"""Placement decisions in the history."""
+"""Maximum placement decisions in the history."""
 MAX_CANDIDATES_KEPT = 16
 """Maximum nodes of each decision: enough to explain it, bounded in a large cluster."""
 MAX_LINE_BYTES = 4 * 2**20
@@ -150,7 +150,7 @@ class ReplayResult(msgspec.Struct, frozen=True):
     same: int
     """Number of decisions in which the other policy gives its choice and the chosen node the same score."""
     refused: int
-    """Number of decisions that chose no node. They are not compared."""
+    """Number of decisions that chose no node. These decisions are not compared."""
     instead: tuple[tuple[str, str, str], ...]
     """Disagreements as (request id, node taken, node of the other policy)."""
     waits: tuple[float, float]
@@ -160,7 +160,8 @@ class ReplayResult(msgspec.Struct, frozen=True):
 def remove_quoted_text(message: str, param: str) -> str:
     """Return an error message without quoted text of the request, because a prompt in a wrong place must not be stored.
 
-    Names stay. `param` is the path of the wrong field: keys in the path that are no names are removed as well.
+    Quoted names are kept. `param` is the path of the wrong field: keys in the path that are no names are removed as
+    well.
     """
     for step in re.split(r"[.\[\]]+", param):
         if step and not _NAME.fullmatch(step):

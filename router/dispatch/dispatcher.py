@@ -57,9 +57,9 @@ class Dispatcher:
     """Dispatcher of one router: places requests on nodes and tracks them to their end.
 
     `send` writes a frame to a node's link and returns whether there is a link. It must not call the dispatcher.
-    `numbers` returns the next request number and sequence number. `draw` is the only source of chance, with numbers in
-    [0, 1). `policy` overrides the policy of the settings. Without `counters`, `quotas` or `scopes`, new ones are
-    created. `on_failure` is called for a request that failed on its node, with the failure code.
+    `numbers` returns the next request number and sequence number. `draw` is the only source of randomness and returns
+    numbers in [0, 1). `policy` overrides the policy of the settings. Without `counters`, `quotas` or `scopes`, new ones
+    are created. `on_failure` is called for a request that failed on its node, with the failure code.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Dispatcher:
             perform[type(action)](request, action)
 
     def _start_attempt(self, request: ActiveRequest, action: StartAttempt) -> None:
-        """Reserve the resources of an attempt, send its request, and apply whether there was a link."""
+        """Reserve the resources of an attempt, send its request, and apply the event of the result, if there is one."""
         self._attempts.reserve(request, action)
         sent = False
         try:
@@ -236,7 +236,7 @@ class Dispatcher:
             request.remove_node(node)
 
     def migrate_node(self, node: NodeId) -> int:
-        """Migrate the requests of a live node to other nodes. Return the number of requests that stay (`Migration`)."""
+        """Migrate the requests of a live node to other nodes. Return the number of requests left (`Migration`)."""
         return self._parts.migration.migrate_node(node)
 
     async def wait_drained(self, node: NodeId, seconds: float) -> int:
@@ -323,7 +323,7 @@ class Dispatcher:
     def sweep(self) -> None:
         """Advance model swaps and deadlines, move requests off silent nodes and to idle ones, and check streams.
 
-        Runs several times per second while requests are open. One sweep checks all of them; they have no own timers.
+        Runs several times per second while requests are open. One sweep checks all requests, which have no own timers.
         """
         self._timer = None
         now, parts = self._clock(), self._parts

@@ -9,7 +9,7 @@ running request is aborted.
                    └ dropped: no request waits, the node is away, memory no longer suffices, or timeout
 
 A request waits for a swap if every node that could hold it must unload models first. Memory alone is then in the way
-(`RefusalCode.NO_ROOM`), and ceiling − margin − base − weights of the models that stay ≥ need. A request that fits next
+(`RefusalCode.NO_ROOM`), and ceiling − margin − base − weights of the remaining models ≥ need. A request that fits next
 to all loaded models waits for rows to end, as usual, and no node swaps models for it.
 
 Rules
@@ -21,12 +21,12 @@ the slice of that model has ended. Every request for the model in use that has w
 
 A slice begins when the model is loaded. It lasts `MIN_SLICE_SECONDS` plus `SLICE_LOAD_FACTOR` times the load, because
 each slice costs a load. It lasts up to `MAX_SLICE_KEYS` times as long in proportion to the keys (by priority) that use
-the model to unload. It lasts at most a quarter of the longest wait.
+the model to unload. It lasts at most a quarter of the timeout of a turn.
 
 The oldest request goes first. It gets the node where the fewest keys lose the last node with their model. Among these
 it gets the node that is ready soonest: running answers, then the load.
 
-A turn is dropped after the longest wait, and the models to unload begin another slice.
+A turn is dropped at its timeout, and the models to unload begin another slice.
 
 `step` computes actions from its input and the times of loads, and the dispatcher executes them.
 """
@@ -53,7 +53,7 @@ SLICE_LOAD_FACTOR = 8
 MAX_SLICE_KEYS = 4
 """Maximum factor of a slice for a model that more keys use."""
 WAIT_SLICES = 4
-"""Divisor of the longest wait that bounds a slice."""
+"""Divisor of the timeout of a turn: the quotient is the maximum slice."""
 
 
 class ModelUse(msgspec.Struct, frozen=True, gc=False):
@@ -66,7 +66,7 @@ class ModelUse(msgspec.Struct, frozen=True, gc=False):
 
 
 class SwapCandidate(msgspec.Struct, frozen=True, gc=False):
-    """Queued request with the arithmetic of the nodes that serve its model. `request` is the number of the request."""
+    """Queued request with the candidates for it: the nodes that serve its model. `request` is its number."""
 
     request: int
     weighted_key: WeightedKey
@@ -234,7 +234,7 @@ class SwapPlanner:
         )
 
     def compute_slice_seconds(self, name: str, model_to_load: str, node: NodeView, snapshot: SwapInput) -> float:
-        """Return the minimum seconds that the model `name` stays on a node while requests for `model_to_load` wait."""
+        """Return the slice of the model `name` on a node in seconds, while requests wait for `model_to_load`."""
         load = max(node.models[name].load_seconds, node.models[model_to_load].load_seconds)
         mine = {
             use.weighted_key.name: use.weighted_key.weight for use in snapshot.running.get(node.id, {}).get(name, ())
@@ -266,7 +266,7 @@ def fits_next_to_loaded(node: NodeView, candidate: Candidate) -> bool:
 def _needs_no_swap(queued: SwapCandidate, snapshot: SwapInput, turns: Mapping[NodeId, SwapTurn]) -> bool:
     """Return whether a request needs no swap.
 
-    It needs none if it fits next to all models of some node, now or later, or if its model is being loaded.
+    A request needs no swap if it fits next to all models of some node, now or later, or if its model is being loaded.
     """
     for candidate in queued.candidates:
         node, turn = snapshot.nodes[candidate.node], turns.get(candidate.node)
@@ -365,7 +365,7 @@ def _sum_last_node_weights(node: NodeView, busy: frozenset[str], snapshot: SwapI
 
 
 def _find_candidate(queued: SwapCandidate, node: NodeId) -> Candidate | None:
-    """Return the arithmetic of one node, unless something other than memory excludes the node."""
+    """Return the candidate of one node; None if something other than memory excludes the node."""
     return next((at for at in queued.candidates if at.node == node and at.code in (None, RefusalCode.NO_ROOM)), None)
 
 
@@ -376,7 +376,7 @@ def _compute_hold_bytes(node: NodeView, candidate: Candidate, leaving: frozenset
 
 
 def _find_ready_candidate(turn: SwapTurn, snapshot: SwapInput) -> Candidate | None:
-    """Return the arithmetic for sending a turn's request, once it fits in place of the unused models; None before."""
+    """Return the candidate for sending a turn's request, once it fits in place of the unused models; None before."""
     entry = next((queued for queued in snapshot.waiting if queued.request == turn.request), None)
     if turn.sent_at is not None or entry is None:
         return None

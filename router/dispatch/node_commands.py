@@ -30,9 +30,9 @@ from wire.identity import NodeId
 from wire.refusals import FailureCode, RefusalCode, Refused
 
 MAX_OPEN_COMMANDS = 64
-"""Maximum open commands about models, and maximum open counts."""
+"""Maximum open commands about models, and maximum open token counts."""
 MAX_COUNTS_PER_KEY = 16
-"""Maximum open counts of one API key: the rest is for other keys."""
+"""Maximum open token counts of one API key: the rest is for other keys."""
 COMMAND_TIMEOUT_SECONDS = 3600.0
 """Timeout in seconds: a load of half a terabyte from a slow disk ends within it. The node's agent detects a hanging
 engine much sooner.
@@ -65,7 +65,7 @@ class _OpenCommand:
 
     @property
     def doing(self) -> str:
-        """Text for the node's activity, to follow its name."""
+        """Text about the node's activity, for a message that names the node before it."""
         return f"while it {_DID[self.kind]} {self.model or 'all models'}"
 
 

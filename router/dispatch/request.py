@@ -78,7 +78,7 @@ class CompleteAnswer(msgspec.Struct, frozen=True, gc=False):
     texts: Mapping[tuple[int, int], str]
     """Texts by choice and channel."""
     calls: Mapping[int, Sequence[str]]
-    """Tool calls by choice, in the nodes' JSON."""
+    """Tool calls by choice, each as JSON text from the node."""
     logprobs: Mapping[int, Sequence[Logprob]]
     """Log probabilities by choice."""
     fingerprint: str = ""

@@ -21,7 +21,9 @@ class OfAttempt(Event, frozen=True, gc=False):
 
 
 class Placed(Event, frozen=True, gc=False):
-    """Event: placement has chosen a node. `attempt` and `seq` are new numbers, `need` is the reservation in bytes."""
+    """Event: placement has chosen a node. `attempt` is the number of the new attempt.
+    `seq` is the sequence number of its frame, `need` the reservation in bytes.
+    """
 
     attempt: int
     seq: int
@@ -32,7 +34,7 @@ class Placed(Event, frozen=True, gc=False):
 class Moved(Placed, frozen=True, gc=False):
     """Event: placement has chosen another node for a request that is on a node.
 
-    The old node loses the request when the new one has got its frame.
+    The old node loses the request when the link of the new node has accepted the frame (`Delivered`).
     """
 
     is_loss: bool = True
@@ -96,7 +98,7 @@ class AttemptLost(OfAttempt, frozen=True, gc=False):
 
 
 class AttemptEnded(OfAttempt, frozen=True, gc=False):
-    """Event: the node finished the request, or broke it for good."""
+    """Event: the request finished on its node, or failed there and is not tried again."""
 
     outcome: Outcome
 

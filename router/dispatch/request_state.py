@@ -24,7 +24,7 @@ Invariants
 - A request has exactly one of a place in the queue (QUEUED), an attempt on a node (SENT, ADMITTED, STREAMING) and an
   outcome (ENDED). At an upstream (UPSTREAM) it has none. It is NEW only within one call of the dispatcher.
 - An attempt has a reservation from `StartAttempt` to `Release`. While a move is in delivery (`origin`), the earlier
-  attempt keeps its own.
+  attempt keeps its reservation.
 - Numbers of attempts only grow. An event of an earlier attempt is ignored.
 - ENDED is final: the outcome never changes, and the quota is settled once.
 """
@@ -113,13 +113,13 @@ class RequestLife(msgspec.Struct, frozen=True, gc=False):
     attempts: int = 0
     """Number of attempts, undelivered ones included."""
     in_a_row: int = 0
-    """Number of attempts since the arrival, the last wait in the queue, or the last loss."""
+    """Number of attempts since the newest of these: arrival, wait in the queue, loss. A move sets the number to 1."""
     losses: int = 0
     """Number of losses: of its node, of memory there, and moves that count as a loss. At most `recovery.MAX_LOSSES` are
     recovered.
     """
     crashes: int = 0
-    """Number of engine crashes that the request has met."""
+    """Number of attempts that ended with a crash of the engine."""
     lost_by: RequestFailure | None = None
     """Why the last attempt was lost; None without a loss. The queue never refuses a request with a loss."""
     first_at: float | None = None
@@ -353,4 +353,6 @@ _HANDLERS: Mapping[type[Event], Handler] = {
 _RULES: Mapping[type[Event], tuple[Mapping[RequestState, frozenset[RequestState]], Handler, bool]] = {
     kind: (TABLE[kind], handle, issubclass(kind, OfAttempt)) for kind, handle in _HANDLERS.items()
 }
-"""For each event: its row of `TABLE`, its handler, and whether it is an event of one attempt. One access for all."""
+"""For each event: its row of `TABLE`, its handler, and whether it is an event of one attempt. One lookup returns
+all three.
+"""

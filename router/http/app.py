@@ -201,7 +201,8 @@ class RouterApp:
     async def _read_parsed(
         self, exchange: Exchange, key: ApiKey, parse: Callable[[bytes], P | Problem]
     ) -> P | Problem | None:
-        """Read and parse a body, within its key's room when it is long; return None when the client left."""
+        """Read and parse a body; return None if the client left. A long body counts towards the limit of its key
+        (`BodyIntake`)."""
         taken = 0
 
         async def reserve(size: int) -> Problem | None:

@@ -16,12 +16,12 @@ from wire.identity import is_valid_request_id
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 ReserveBody = Callable[[int], Awaitable[Problem | None]]
-"""Function that waits until a body of the given bytes may be received. It returns the problem if that is refused."""
+"""Function that waits until a body of the given bytes may be received, or returns the problem for a refused body."""
 
 _JSON = (b"content-type", b"application/json")
 _PROCESS = secrets.token_hex(6)
 _numbers = itertools.count(1)
-"""Request ids are unique, not secret."""
+"""Counter for new request ids, which are unique but not secret."""
 MAX_INLINE_BYTES = 64 * 1024
 """Maximum body that is parsed on the event loop, in bytes."""
 CLIENT_CLOSED = 499
@@ -86,7 +86,7 @@ class Exchange:
         Return a problem if the body is too long (413) or too slow (408), and None if the client left before its end.
         An invalid `content-length` counts as too long. When more than `MAX_INLINE_BYTES` have arrived, `reserve` is
         awaited once with the maximum size of the body. A problem that `reserve` returns ends the reception and is
-        returned. The time for the body stops during `reserve` and starts again after it.
+        returned. The timeout of the body is suspended during `reserve` and then starts again in full.
         """
         limit = settings.max_body_bytes
         length = self.get_header(b"content-length")

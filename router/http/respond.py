@@ -89,7 +89,7 @@ async def _send_complete(
 async def _send_stream(
     exchange: Exchange, parsed: ParsedRequest, request: Answered, answer: StreamedAnswer | MergedStream
 ) -> None:
-    """Answer with events; until the first delta (or a long silence) a plain refusal is still possible."""
+    """Answer with events. Until the first delta or keep-alive, an error can still set the HTTP status."""
     while not answer.ready:
         await answer.wait()
     outcome = answer.outcome

@@ -1,8 +1,8 @@
 """Server-sent events: output of a stream, and the pump that fills it from a request.
 
 A token passes through `Dispatcher.receive` → `StreamedAnswer.flush` → `StreamPump.pump` → `EventStream.push` → the
-transport, in one synchronous call. When the transport is full, `push` leaves the rest to a callback. Deltas then wait
-in the request, whose bound ends a stream that is not read.
+transport, in one synchronous call. When the write buffer of the transport is full, a callback completes the `push`.
+Deltas then wait in the request, whose bound ends a stream that is not read.
 """
 
 import asyncio
@@ -84,7 +84,7 @@ class EventSource(Protocol):
     def take_deltas(self) -> list[Delta]:
         """Return pending deltas in order, and reset `keepalive_due`.
 
-        The list may not have all of them: `pending` then stays true.
+        The list may not have all of them: `pending` is then still true.
         """
         ...
 
@@ -93,7 +93,7 @@ class EventStream:
     """Streamed answer of an exchange, with status 200.
 
     `busy` is True while a push waits for the transport. `done` is a Future that is done when the stream has ended.
-    It has the exception of a transport that failed.
+    If the transport fails, `done` has the exception.
     """
 
     __slots__ = ("_last", "_ready", "_send", "_stepper", "busy", "done")

@@ -106,7 +106,7 @@ class KeyRoutes:
         return await self._confirm_change(key, self._admin.set_key_limits(key, _parse_limits(body.limits)))
 
     async def rename_key(self, key: str, body: KeyNameBody) -> dict[str, Any]:
-        """Rename a key, and return its id. Its secret, limits and usage stay; names of keys are unique.
+        """Rename a key, and return its id. Its secret, limits and usage do not change; names of keys are unique.
 
         Raise `ProblemError`: 400 for a reserved name, 404 for an unknown key, 409 for a name in use. Raise `StoreError`
         (503) if the change cannot be stored.

@@ -240,7 +240,7 @@ class NodeRoutes:
     async def remove(self, node: str) -> dict[str, Any]:
         """Revoke a node's certificate at once and remove the node from the pool. Return the node's id.
 
-        The node's link ends. The node stays listed for a while.
+        The node's link ends. The node is still listed for 10 minutes.
         Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the change
         cannot be stored.
         """

@@ -70,7 +70,7 @@ class QuantizationRoutes:
         return self._build_answer(started)
 
     async def quantizations(self) -> dict[str, Any]:
-        """List the quantizations since the start of the coordinator, the newest first, with their progress in bytes."""
+        """List the open quantizations and the newest ended ones, the newest first, with their progress in bytes."""
         rows = [record.to_row(self._nodes.directory.get_name) for record in reversed(self._quantizations.list_all())]
         return {"schema": 1, "quantizations": rows}
 

@@ -29,7 +29,7 @@ from wire.refusals import Refused
 JSON_LINES_TYPE = "application/jsonl"
 """Media type of JSON lines."""
 MIN_DECODE_SECONDS = 0.05
-"""Decode time in seconds below which tokens per second are meaningless."""
+"""Minimum decode time in seconds for which tokens per second are computed."""
 MAX_DRIFT_SECONDS = 1.0
 """Change of the offset between monotonic and Unix time, in seconds, above which `WallClock` updates its offset."""
 
@@ -158,7 +158,7 @@ class RequestRoutes:
 class WallClock:
     """Converter of the dispatcher's times to Unix seconds.
 
-    Repeated calls with one time return the same value, until the system's clock has moved by `MAX_DRIFT_SECONDS`."""
+    Calls with the same time return the same value, until the system's clock has moved by `MAX_DRIFT_SECONDS`."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -217,7 +217,7 @@ def get_phase(request: ActiveRequest) -> str:
 
 
 def _build_open_row(request: ActiveRequest, now: float) -> dict[str, Any]:
-    """Return an open request as a row. `now` is on the clock of requests."""
+    """Return an open request as a row. `now` is in monotonic seconds of the dispatcher."""
     return {
         "request_id": request.spec.request_id,
         "key": request.spec.key,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
 FOLLOW_TIMEOUT_SECONDS = 86400.0
-"""Seconds of silence after which a follower stops."""
+"""Seconds without data after which a command with `--follow` ends."""
 BAR_COLUMNS, NARROW_BAR_COLUMNS = 24, 8
 """Characters of a node's bar on a wide screen, and on one of 80 characters."""
 WIDE_SCREEN_COLUMNS = 132

@@ -20,7 +20,7 @@ from wire.units import show_size
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,62}")
 """Pattern of a valid label of a node: 1 to 63 characters, the first a letter or digit."""
 MAX_MODELS_SHOWN = 6
-"""Most names of models that `status` prints."""
+"""Maximum names of models that `status` prints."""
 
 
 @click.command()

@@ -53,7 +53,7 @@ def install(
     """Install the service, or repair it. Running it again changes nothing.
 
     The service runs `cluster up` if a cluster was created here, and `cluster join` if a node has joined. Join once by
-    hand first. ARGUMENTS after `--` are passed on, as in `cluster service install -- --lan`.
+    hand first. ARGUMENTS after `--` are passed to that command, as in `cluster service install -- --lan`.
 
     Exit codes: 4 not root, 5 no cluster and no joined node is here, 6 files of another program are in the way. Also: 7
     the service does not stay up (the previous state is restored).

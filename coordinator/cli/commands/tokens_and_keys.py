@@ -240,7 +240,7 @@ def _format_value(value: list[str] | tuple[str, ...] | str | int) -> str:
 def key_limit(session: ApiSession, key_: str, cleared: tuple[str, ...], **options: Any) -> None:
     """Change the given limits of a key at once.
 
-    Print the limits before and after. Other limits stay.
+    Print the limits before and after. Other limits do not change.
     """
     row, changes = find_object(session, "key", key_), select_limits(options)
     names = set(CLEARABLE) if "all" in cleared else {name.replace("-", "_") for name in cleared}
@@ -269,7 +269,7 @@ def key_limit(session: ApiSession, key_: str, cleared: tuple[str, ...], **option
 @click.argument("name")
 @session_options
 def key_rename(session: ApiSession, key_: str, name: str) -> None:
-    """Rename a key. Its secret, limits and usage stay."""
+    """Rename a key. Its secret, limits and usage do not change."""
     row = find_object(session, "key", key_)
     answer = call_route(session, "PUT", f"/api/v1/keys/{quote(row['id'], safe='')}/name", {"name": name})
     session.print_answer(answer, lambda _: click.echo(f"{_format_title(row)} is now {name}"))

@@ -136,7 +136,7 @@ def up(
 def _should_start_node(folder: Path, requested: bool | None) -> bool:
     """Return whether to start the node of this machine: `requested`, or by default true unless the node has left.
 
-    If `requested` is true, delete the mark that the node has left.
+    If `requested` is true, delete the file that marks the node as having left.
     """
     from host.left_marker import delete_left_mark, has_left
 

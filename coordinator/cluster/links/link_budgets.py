@@ -17,21 +17,21 @@ from wire.frames import (
 )
 
 FRAMES_PER_SECOND, FRAMES_BURST = 10_000.0, 5_000.0
-"""Frames of all kinds a second, and at once."""
+"""Maximum frames of all kinds per second, and in one burst."""
 REPORTS_PER_SECOND, REPORTS_BURST = 60.0, 240.0
-"""Reports a second, and at once."""
+"""Maximum reports per second, and in one burst."""
 REPORT_BYTES_PER_SECOND, REPORT_BYTES_BURST = 1.0 * 2**20, 2.0 * 2**20
-"""Bytes of reports a second, and at once."""
+"""Maximum bytes of reports per second, and in one burst."""
 RENEWALS_PER_SECOND, RENEWALS_BURST = 0.1, 5.0
-"""Renewals of certificates a second, and at once."""
+"""Maximum renewals of certificates per second, and in one burst."""
 LOGGED_PER_SECOND, LOGGED_BURST = 20.0, 100.0
-"""Frames a second, and at once, of the kinds of which each frame writes a line to the log."""
+"""Maximum frames per second, and in one burst, of the kinds of which each frame writes a line to the log."""
 PROGRESS_PER_SECOND, PROGRESS_BURST = 100.0, 400.0
-"""Frames `ModelOrderProgress` a second, and at once. A node sends 2 a second for each order."""
+"""Maximum frames `ModelOrderProgress` per second, and in one burst. A node sends 2 per second for each order."""
 LINKS_PER_SECOND, LINKS_BURST = 1.0, 30.0
-"""New links a second, and at once."""
+"""Maximum new links per second, and in one burst."""
 QUERIES_PER_SECOND, QUERIES_BURST = 10.0, 60.0
-"""Queries and connections for relays a second, and at once."""
+"""Maximum queries and connections for relays per second, and in one burst."""
 BUDGET_RETRY_SECONDS = 5.0
 """Seconds of `retry_after` for a node that exceeded a budget."""
 _TAG_OF = {kind: tag for tag, kind in TAGS.items()}
@@ -43,7 +43,7 @@ BUDGETED = _LOGGED | {_REPORT, _RENEW, _PROGRESS}
 
 
 class LinkBudget:
-    """Token bucket for frames or links of one node: `burst` tokens at once, refilled with `rate` tokens a second.
+    """Token bucket for frames or links of one node: at most `burst` tokens, refilled with `rate` tokens per second.
 
     `subject` is the name of the limited units in error texts, such as `frames`.
     """

@@ -354,7 +354,7 @@ class Connection(LinkEndpoint):
     ) -> None:
         """Make this connection the link `number` of a node, within the budgets of that node.
 
-        `deliver` is called with node, number and each frame but chunks of fetches.
+        `deliver` is called with node, number and each frame, except the chunks of fetches.
         """
         self.node, self.hello, self.number, self.budgets, self._deliver = node, hello, number, budgets, deliver
         if self._deadline is not None:

@@ -193,7 +193,7 @@ class LinkServer:
             connection.send_answer(answer)
 
     def answer_relay(self, connection: Connection, peer: PeerIdentity, join: JoinRelay) -> None:
-        """Use a connection for the transfer of model files that `join` names, or refuse it."""
+        """Use a connection for the transfer of model files that `join` names, or refuse the connection."""
         assert peer.node is not None  # noqa: S101  checked by the connection
         why = self._budgets.setdefault(peer.node, NodeBudgets()).charge_query(self._loop.time())
         answer = Denied("too_many", why, retry_after=BUDGET_RETRY_SECONDS) if why else None

@@ -1,7 +1,7 @@
 """Table of the open links of nodes: the newest link of each node, and older links that a takeover has retired.
 
-The newest connection of a node wins. A second link of the same agent instance with `takeover` leaves the first open,
-until the node closes the first or opens a third.
+A new connection of a node replaces and closes the older one. With `takeover` from the same agent instance, the older
+connection stays open until the node closes it or opens a third one.
 """
 
 from coordinator.cluster.links.link_connection import Connection

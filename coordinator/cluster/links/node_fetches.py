@@ -1,6 +1,6 @@
 """Fetches from nodes over their links: logs, metrics and files, in windows that the consumer paces.
 
-No answer is longer than its request asked for, and only the node that was asked can answer.
+An answer has at most the requested bytes, and only the requested node can send it.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from wire.frames import FetchChunk, FetchRequest, Frame
 from wire.identity import NodeId
 
 FETCH_WINDOW_BYTES = 1024 * 1024
-"""Maximum bytes that one `FetchRequest` asks for. A longer answer needs several."""
+"""Maximum bytes that one `FetchRequest` requests. A longer answer needs several requests."""
 MIN_CHUNK_BYTES = 4096
 """Minimum bytes of an answer's pieces, except the last piece of a window. Limits the number of pieces."""
 FETCH_TIMEOUT_SECONDS = 10.0
@@ -20,7 +20,7 @@ FETCH_TIMEOUT_SECONDS = 10.0
 
 
 class _FetchWindow:
-    """Limits for one node's answer to one question: the requested bytes, and the pieces that they need."""
+    """Limits for a node's answer to one `FetchRequest`: the requested bytes, and the pieces that they need."""
 
     def __init__(self, limit: int) -> None:
         self.queue: asyncio.Queue[FetchChunk] = asyncio.Queue()

@@ -22,7 +22,7 @@ from wire.units import MIB
 
 MAX_BYTES_PER_SECOND = 64.0 * MIB
 JOIN_TIMEOUT_SECONDS = 5.0
-"""Longest time in seconds for which a node that gets files waits for a connection of the node that serves."""
+"""Maximum seconds for which a node that gets files waits for a connection of the node that serves."""
 MAX_WAITING = 8
 """Maximum waiting connections of a transfer, on the side of the serving node and on the other side."""
 MAX_STREAMS = 64
@@ -223,7 +223,7 @@ class RelayServer:
         return transfer
 
     def add(self, transfer: RelayTransfer, transport: asyncio.Transport, *, serves: bool) -> None:
-        """Take over an admitted connection: join it with a waiting one, or let it wait.
+        """Take over an admitted connection: join it with a waiting connection, or add it to the waiting connections.
 
         A connection of a node that gets files waits at most JOIN_TIMEOUT_SECONDS, and is refused then.
         """

@@ -53,7 +53,7 @@ def join_texts(content: str | Sequence[TextBlock] | None, joint: str = "\n") -> 
 
 
 def _group_runs(messages: list[Message]) -> Iterable[tuple[str, Iterable[Message]]]:
-    """Group neighbours of one role; each tool result stays alone."""
+    """Group neighbours of one role; each tool result is a group of its own."""
     for role, run in groupby(messages, key=lambda message: message.role):
         if role == "tool":
             yield from ((role, (message,)) for message in run)

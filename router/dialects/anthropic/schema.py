@@ -180,7 +180,7 @@ class ToolChoice(StrictPart):
 class ThinkingOptions(StrictPart):
     """Reasoning options. `budget_tokens` has no effect.
 
-    The types `enabled` and `disabled` set the template's `enable_thinking`; the other types leave it to the template.
+    The types `enabled` and `disabled` set the template's `enable_thinking`; the other types do not set it.
     With `display: omitted` the answer has no reasoning.
     """
 

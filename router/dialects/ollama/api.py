@@ -36,7 +36,7 @@ _ZERO = re.compile(r"-?0+(\.0*)?(ns|us|ms|s|m|h)?")
 LOADING = (Message("user", "Hello"),)
 """Conversation of a request that only loads a model. Its answer of one token is left out."""
 MAX_WAITING_CALLS = 2 * MAX_CALLS
-"""Maximum calls without a result to which results of an Ollama conversation are matched; the newest stay."""
+"""Maximum calls without a result to which results of an Ollama conversation are matched; the newest are kept."""
 
 
 class OllamaRequest(ConversationRequest, frozen=True, gc=False):

@@ -14,5 +14,5 @@ UNSUPPORTED_ROUTES = frozenset(_HINTS)
 
 
 def build_unsupported_route(path: str) -> Problem:
-    """Build the 501 problem for an unsupported route of Ollama. It names the command of Macpool for the purpose."""
+    """Build the 501 problem for an unsupported route of Ollama. Its message names Macpool's command for the purpose."""
     return Problem(501, "unsupported_operation", f"{path} is not supported: {_HINTS.get(path, _LOAD)}")

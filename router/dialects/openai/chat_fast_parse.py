@@ -5,11 +5,11 @@ several times faster, and returns None for any other body. A property test compa
 gives the same request there.
 
 A duplicate key must be refused, but msgspec takes the last one. Each key is followed by a colon, and within a text a
-quote before a colon has a backslash before it. Where the number of colons after a bare quote equals the number of
+quote before a colon has a backslash before it. Where the number of colons after an unescaped quote equals the number of
 parsed keys, no key is duplicate. A null counts as a missing key and therefore leaves a surplus colon.
 
-Tools are most of an agent's body and the same in each of its requests. They stay bytes here, are looked up in a cache,
-and are cut out of the counted text.
+Tools are most of an agent's body and the same in each of its requests. They are therefore kept as bytes, looked up in
+a cache, and cut out of the text whose keys are counted.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,9 @@ MAX_BODY_BYTES = 64 * 1024
 """Maximum bytes of a body for this parser."""
 _WHITESPACE = b" \t\n\r"
 _BEGINNING = 64
-"""Bytes that locate the tools in their body: their quotes are bare, and no text contains the same bytes."""
+"""Number of first bytes of the tools' JSON that locate the tools in the body.
+Quotes in the JSON are not escaped, so that no string in the body contains the same bytes.
+"""
 _INT64 = 2**63 - 1
 _NO_PENALTIES = (None, None, None)
 _NONE_GIVEN: frozenset[str] = frozenset()

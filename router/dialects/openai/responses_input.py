@@ -51,8 +51,8 @@ def convert_items(items: str | Iterable[Item], origins: Mapping[str, ClientTool]
 def _is_same_turn(turn: Sequence[Message], message: Message, calls: int) -> bool:
     """Return whether a message belongs to the turn before it.
 
-    A model's item continues its reasoning or text until a call. A text after a call begins a new turn, and a text after
-    a text as well.
+    A tool call always continues the turn. Reasoning and text continue the turn only if it has no tool call yet and its
+    last message has no text.
     """
     if not turn or turn[0].role != "assistant" or message.role != "assistant":
         return False

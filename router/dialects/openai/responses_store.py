@@ -2,7 +2,7 @@
 
 The store is bounded by count and by bytes, for each key and for all keys together. A key over its own limits loses its
 oldest answers; over the limits of all, the oldest answers of any key are removed. Nothing survives the process. A
-client that must be sure sends the whole conversation.
+client that must not depend on the store sends the whole conversation.
 """
 
 from collections import OrderedDict

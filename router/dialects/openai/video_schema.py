@@ -53,7 +53,7 @@ def _parse_number(value: object) -> object:
 
 
 WholeNumber = Annotated[int, BeforeValidator(_parse_whole_number), Field(ge=-(10**12), le=10**12)]
-"""Whole number. Its real limits, with their reasons, are in `coordinator.video.state.memory_model`."""
+"""Whole number. The limits of each field, with their reasons, are in `coordinator.video.state.memory_model`."""
 Seed = Annotated[int, BeforeValidator(_parse_whole_number), Field(ge=0, le=MAX_SEED)]
 Guidance = Annotated[float, BeforeValidator(_parse_number), Field(ge=0, le=30)]
 Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS, pattern=r"\S")]

@@ -63,7 +63,7 @@ class Chunks(Protocol):
     """Encoder of one streamed answer into the bytes of a dialect."""
 
     def encode_keepalive(self, why: str) -> bytes:
-        """Encode a keep-alive, which no client takes for a part of the answer.
+        """Encode a keep-alive, which clients do not treat as a part of the answer.
 
         `why` is the reason of the wait, empty without a special reason. Formats with comments send the reason.
         """

@@ -1,7 +1,7 @@
 """Variables of a model's chat template: the allowed names, and the effect of the dialects' own fields on them.
 
 A template comes with its model, never with a request: a client's template could run without end. Variables are an
-allow-list, because each name becomes an argument of the render call, where a name may mean something to the program.
+allow-list, because each name becomes an argument of the render call, which has options of its own.
 """
 
 from collections.abc import Mapping

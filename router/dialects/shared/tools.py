@@ -56,7 +56,7 @@ class ToolSet(NamedTuple):
     """All tools of a request, as `collect_tools` returns them."""
 
     text: str = ""
-    """JSON of the functions for `wire.frames.Generate`; empty if the model is not shown any."""
+    """JSON of the functions for `wire.frames.Generate`; empty if the prompt contains none."""
     names: tuple[str, ...] = ()
     """Names of the functions."""
     strict: bool = False

@@ -98,7 +98,7 @@ def _build_unknown(loc: tuple[str | int, ...], known: Collection[str]) -> Proble
 
 
 def _render_path(loc: tuple[str | int, ...]) -> str:
-    """Render `messages[0].content[1].text` without the names of union branches and marks of keys.
+    """Render `messages[0].content[1].text` without the names of union branches and without pydantic's step `[key]`.
 
     The branches of parts end in `_part`, which no field does.
     """

@@ -65,7 +65,7 @@ class UnusedCandidate:
 
 
 class AliasCandidates:
-    """Candidates of the alias `name` for one request, with `models` in order. The first one is in use at first.
+    """Candidates of the alias `name` for one request, with `models` in order. At first, the first model is in use.
 
     `upstream` is the last candidate, empty without one. `forbidden` is why the upstream can never take this request;
     empty if it may.
@@ -103,7 +103,7 @@ class AliasCandidates:
         self.results: list[Placement | NoPlacement] = []
         """Placement of each candidate, in order, from the last attempt at which none could start; empty before."""
         self.reasons: dict[str, str] = {}
-        """Reason for which each model was passed over."""
+        """Newest reason for which each model was passed over, by model."""
 
     def add_unused(self, spec: RequestSpec, demand: ResourceDemand, lost: set[NodeId]) -> None:
         """Add all candidates but the first one as unused. `spec` and `demand` belong to the first candidate.

@@ -1,4 +1,4 @@
-"""Context limit of a profile: the most tokens of prompt and answer together."""
+"""Context limit of a profile: the maximum number of tokens of prompt and answer together."""
 
 from router.dispatch.request import RequestSpec
 from wire.refusals import RefusalCode, Refused

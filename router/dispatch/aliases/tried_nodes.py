@@ -36,7 +36,7 @@ class TriedNodes:
         self.lost.add(node)
 
     def readmit(self, node: NodeId) -> None:
-        """Stop excluding a node that was lost with the request and is ready again. Exclusions by refusals stay."""
+        """Stop excluding a node that was lost with the request and is ready again. Exclusions by refusals are kept."""
         self.lost.discard(node)
 
     def remove_node(self, node: NodeId) -> None:

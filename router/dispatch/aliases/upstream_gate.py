@@ -1,4 +1,4 @@
-"""Upstreams in the dispatcher: whether one may take a request now, and the counts of the requests that it took.
+"""Upstreams in the dispatcher: whether an upstream may take a request now, and counts of the requests taken.
 
 An upstream is used only as the last candidate of an alias, when no model before it can start now. The HTTP side passes
 the request on (`router.http.upstream`).
@@ -39,7 +39,7 @@ class UpstreamGate:
         return self._labels[name]
 
     def find_obstacle(self, name: str) -> str:
-        """Return why an upstream takes no request now; empty if it takes one."""
+        """Return why an upstream takes no request now; empty if it takes requests."""
         state = self._breakers.get_state(name, self._clock())
         if state is None or state.state == "half open":
             return ""
@@ -50,7 +50,7 @@ class UpstreamGate:
         self._breakers.record_attempt(name, number, self._clock())
 
     def end_request(self, request: ActiveRequest, outcome: Outcome) -> None:
-        """End a request that an upstream took. A request that has ended stays as it is."""
+        """End a request that an upstream took. Do nothing if the request has ended."""
         if request.outcome is None:
             self._apply(request, UpstreamEnded(outcome))
 
@@ -59,8 +59,8 @@ class UpstreamGate:
     ) -> None:
         """Record the end of request `number` at the upstream `name`, with its prompt and generated tokens.
 
-        `outcome` is one of `router.dispatch.counters.UPSTREAM_OUTCOMES`. `fault` is the sentence of a failure that
-        counts against the upstream; empty for any other end.
+        `outcome` is one of `router.dispatch.counters.UPSTREAM_OUTCOMES`. `fault` is the message of a failure that
+        counts as a fault of the upstream; empty for any other end.
         """
         self._counters.count_upstream(name, outcome, prompt, completion)
         if fault:

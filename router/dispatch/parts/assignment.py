@@ -1,7 +1,7 @@
 """Assignment of a request to a node: nodes are asked in turn, then the request is queued or ended.
 
-A refused request asks the next node at once, at most `MAX_NODES_IN_A_ROW` in a row, then it is queued. It ends if the
-refusal is final in the cluster. A refusal is never a failure.
+After a refusal, the request is sent to the next node at once. After `MAX_NODES_IN_A_ROW` nodes in a row it is queued.
+The request ends if the refusal is final in the cluster. A refusal is never a failure.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from wire.identity import NodeId
 from wire.refusals import RefusalCode
 
 MAX_NODES_IN_A_ROW = 4
-"""Maximum nodes asked at once for one request before it is queued."""
+"""Maximum nodes to which a request is sent, one directly after the other, before it is queued."""
 
 
 class Assignment:

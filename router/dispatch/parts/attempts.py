@@ -133,7 +133,8 @@ class Attempts:
     def release(self, _: ActiveRequest, action: Release) -> None:
         """End an attempt, and release its reservation; no other place releases one.
 
-        Mark the node as changed, end waits for its drain if it is empty, and end the probe of its breaker.
+        Mark the node as changed. End the waits for its drain if no request is left on it. If the attempt was the probe
+        of the node's breaker, end the probe.
         """
         self.live.pop(action.attempt, None)
         self._ledger.release(action.attempt)

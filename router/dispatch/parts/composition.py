@@ -67,7 +67,7 @@ class Surroundings:
     clock: Callable[[], float]
     """Function that returns monotonic seconds."""
     draw: Callable[[], float]
-    """Only source of chance: a function that returns numbers in [0, 1)."""
+    """Only source of randomness: a function that returns numbers in [0, 1)."""
     settings: RouterSettings
     counters: Counters
     quotas: RateLimits

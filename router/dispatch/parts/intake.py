@@ -21,7 +21,7 @@ from wire.refusals import Refused
 MIN_AFFINITY_BYTES = 1024
 """Minimum bytes of a prompt for prefix affinity: a shorter prompt is prefilled in an instant."""
 SEEDS = 1 << 53
-"""Number of seeds that the router draws: one for each number of `draw`, a float."""
+"""Number of different seeds that the router draws: `draw` returns floats with 53 random bits."""
 
 
 class Intake:

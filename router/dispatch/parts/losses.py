@@ -2,7 +2,7 @@
 
 Requests resume from the received token ids, by the rules of `router.placement.recovery`. The text that the client has
 received stays valid. A request without room waits in the queue, which never refuses it, and memory is held for it at
-once. It ends with the reason if the deadline passes. It ends at once where no other node has that model.
+once. The request ends with the reason at its deadline, or at once if no other node has its model.
 """
 
 from collections.abc import Callable
@@ -66,9 +66,9 @@ class Losses:
     def handle_failure(self, request: ActiveRequest, node: NodeId, frame: Failed) -> None:
         """Resume elsewhere, or end, a request for which its node sent `Failed`.
 
-        A code of no loss ends the request (`classify_loss`). A fault of the engine counts for the node's circuit
-        breaker. The node is excluded until its next report, or until it is ready again if it stops. After
-        `FailureCode.LINK_LOST` it is not excluded, because it has another link.
+        A code that `classify_loss` does not count as a loss ends the request. A fault of the engine counts for the
+        node's circuit breaker. The node is excluded until its next report, or until it is ready again if it stops.
+        After `FailureCode.LINK_LOST` it is not excluded, because it has another link.
         """
         if is_fault(frame.code):
             self._breakers.record_fault(node, frame.request, self._clock(), frame.message)
@@ -114,7 +114,7 @@ class Losses:
 def _build_stranded_failure(request: ActiveRequest, cause: RequestFailure, others: list[Model]) -> RequestFailure:
     """Return the failure of a request that no other node can continue.
 
-    It says where other nodes hold a different model under the same name.
+    The message also names the cause if other nodes have a different model with the same name.
     """
     if not request.version.fingerprint or all(request.version.is_same(model.version) for model in others):
         return cause

@@ -85,10 +85,10 @@ class Migration:
         return self._ledger.count_in_flight(node)
 
     def migrate_from_silent_nodes(self, now: float) -> None:
-        """Migrate requests off nodes that are silent for too long.
+        """Migrate requests off nodes that are silent for too long (`compute_silence_limit_seconds`).
 
-        A migration starts at the second check only. After a stall of this event loop, the waiting socket data is
-        processed first.
+        Requests move only at the second check in a row that finds the node silent. After a stall of this event loop,
+        the waiting socket data is therefore processed first.
         """
         silent = {node.id: node.reported_at for node in self._placer.view.nodes if node.state == NodeState.SUSPECT}
         for node, reported_at in silent.items():
@@ -129,7 +129,8 @@ class Migration:
     def _migrate_request(self, request: ActiveRequest, silent: float | None = None) -> bool:
         """Move a request to another node with room for it; return whether it moved.
 
-        Where the node has been `silent` for some seconds, the move must also pay.
+        `silent` is the time since the node's last report in seconds; None for a drain. A request leaves a silent node
+        only if this time is at least `compute_silence_limit_seconds` for the other node.
         """
         restarts = request.tokens.unbegun and not request.answer.begun
         if not (restarts or request.resumable) or not can_recover(LossKind.NODE, request.life.losses + 1, 0):

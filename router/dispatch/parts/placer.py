@@ -155,14 +155,14 @@ class Placer:
         return result
 
     def judge_on_node(self, request: ActiveRequest, node: NodeView) -> Candidate:
-        """Compute the arithmetic of a request on one node, which its earlier attempts may exclude."""
+        """Evaluate one node for a request. Earlier attempts of the request may exclude the node."""
         trials = self._restrict_to_one_model(request.get_attempt_history(), request.demand.model)
         return evaluate_node(
             node, request.demand, self._ledger, self._clock(), self._corrections, trials, request.cached_shares
         )
 
     def judge_as_new(self, request: ActiveRequest, node: NodeView) -> Candidate:
-        """Compute the arithmetic of a request on one node as if the request were new, without its earlier attempts."""
+        """Evaluate one node for a request as if the request were new, without its earlier attempts."""
         return evaluate_node(
             node, request.demand, self._ledger, self._clock(), self._corrections, FIRST, request.cached_shares
         )
@@ -170,9 +170,9 @@ class Placer:
     def _restrict_to_one_model(
         self, trials: AttemptHistory, name: str, marked: ClusterView | None = None
     ) -> AttemptHistory:
-        """Restrict a request to one version of a model with several. `marked` is the view of all nodes, if known.
+        """Restrict a request to one version of a model with several. `marked` has all nodes (`mark_failing_nodes`).
 
-        It is the version that began the answer, or the one served by the nodes that the request has not lost.
+        The version is that of the begun answer, or the served version of the nodes that the request has not lost.
         """
         if trials.version is not None:
             return trials

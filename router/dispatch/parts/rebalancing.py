@@ -6,8 +6,8 @@ up, or finishes sooner than expected. Rebalancing gives that machine a part of t
 A node is idle when it has prefilled every prompt and has a free decode row. Requests that wait on other nodes without a
 first token may then restart there, the oldest first, each once. The move must pay, because the prefill done on the old
 node is lost. The wait on the old node must be `MIN_SPEEDUP` times as long as on the new node, plus `MIN_GAIN_SECONDS`.
-Simulated: a batch of 70, half of which still waits when a second Mac joins, is done after 4.5 minutes instead of 8. The
-waits of a household and of a lab, where no machine joins, stay the same.
+Simulated: a batch of 70, half of which still waits when a second Mac joins, is done after 4.5 minutes instead of 8. In
+the scenarios of a household and of a lab, where no machine joins, the waits do not change.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ from wire.node_state import NodeState
 MIN_GAIN_SECONDS = 5.0
 """Minimum gain of a move, and minimum age of the request, in seconds."""
 MIN_SPEEDUP = 3
-"""Minimum ratio of the waits: the expected times are no more accurate.
+"""Minimum ratio of the wait on the old node to the wait on the new node, because expected times are inaccurate.
 
 Simulated: with 2 the slowest requests wait longer where machines come and go.
 """

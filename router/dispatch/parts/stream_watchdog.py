@@ -1,6 +1,6 @@
 """Watchdog of answers: keep-alives for silent streams, and the end of readers that fall behind.
 
-Only the stream of that reader is ended and cancelled.
+Only the request of such a reader is ended and cancelled.
 """
 
 from collections.abc import Callable, Container
@@ -31,8 +31,8 @@ class _Progress:
 class StreamWatchdog:
     """Watchdog of all answers. `apply` applies an event to a request; `interval` is the time between checks in seconds.
 
-    A reader without progress for `slow_seconds` is ended, and one without news for `keepalive_seconds` gets a
-    keep-alive.
+    A stream whose reader makes no progress for `slow_seconds` is ended. A reader that got no event for
+    `keepalive_seconds` gets a keep-alive.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StreamWatchdog:
     def end_oversized(self, request: ActiveRequest) -> None:
         """End a stream that is not read, or a collected answer of more than `MAX_ANSWER_CHARS` characters.
 
-        The caller has found that `buffered` is above `slow_client_bytes`. A shorter collected answer stays.
+        The caller has found that `buffered` is above `slow_client_bytes`. A shorter collected answer continues.
         """
         if isinstance(request.answer, StreamedAnswer):
             self._end_slow(request)

@@ -17,7 +17,7 @@ from wire.identity import NodeId
 from wire.report import ROW_COST
 
 MAX_REQUESTS_EXAMINED, MAX_NODES_EXAMINED = 4, 32
-"""Oldest requests examined for each model, and nodes examined for each request."""
+"""Maximum requests examined for each model, the oldest first, and maximum nodes examined for each request."""
 
 
 def build_swap_input(
@@ -29,8 +29,7 @@ def build_swap_input(
 ) -> SwapInput:
     """Build the input of `SwapPlanner.step`.
 
-    `queued` requests are given oldest first, `live` requests are on nodes. `judge` computes the arithmetic of a node
-    for a request.
+    `queued` requests are given oldest first, `live` requests are on nodes. `judge` evaluates a node for a request.
     """
     nodes = {node.id: node for node in view.nodes}
     served: dict[str, list[NodeView]] = {}

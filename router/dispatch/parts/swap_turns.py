@@ -1,4 +1,4 @@
-"""Model swaps under way: performs the actions of `model_swaps.SwapPlanner` on the queue and the reservations."""
+"""Execution of model swaps: performs the actions of `model_swaps.SwapPlanner` on the queue and the reservations."""
 
 from collections.abc import Callable, Iterable, Mapping
 

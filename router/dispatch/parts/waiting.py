@@ -144,8 +144,9 @@ class QueuedRequests:
         return isinstance(result, Placement) and self._start_request(request)
 
     def _start_request(self, request: ActiveRequest) -> bool:
-        """Send a queued request to the best of all nodes, unless it is better off in the queue; return whether it was
-        sent."""
+        """Send a queued request to the best of all nodes, unless it must wait for fairness (`CrowdRules.must_wait`).
+        Return whether it was sent.
+        """
         result = self._placer.judge(request, self._placer.view, request.demand)
         if not isinstance(result, Placement) or self._crowds.must_wait(request, result.chosen):
             return False
@@ -157,7 +158,7 @@ class QueuedRequests:
     def _settle_over_all_nodes(self, request: ActiveRequest, part: NoPlacement) -> bool:
         """Decide over all nodes where the changed nodes show that waiting may be useless; return whether it settled.
 
-        It may be useless if the model can no longer be loaded there, or only after other models are unloaded.
+        Waiting may be useless if the model can no longer be loaded there, or only after other models are unloaded.
         """
         if part.candidate is None and part.refused.code is not RefusalCode.LOAD_FAILED:
             return False
@@ -170,9 +171,9 @@ class QueuedRequests:
         return self._assignment.start_at_decider(request, result)
 
     def _hold_memory(self, request: ActiveRequest, result: NoPlacement) -> None:
-        """Hold room on the node that lacks least, unless the request has a hold on a node that is still ready.
+        """Hold room on the node that lacks the fewest bytes, unless the request has a hold on a node that is ready.
 
-        Where a model is in the way, nothing can be held before the slice of that model has ended.
+        Nothing is held on a node that must unload a model for the request, swaps models, or has a hold already.
         """
         nodes = {node.id: node for node in self._placer.view.nodes}
         held = nodes.get(self._ledger.find_hold_node(request.number) or NodeId(""))
@@ -195,7 +196,7 @@ class QueuedRequests:
     def expire(self, now: float) -> None:
         """Send or end the requests whose deadline has passed at `now` (monotonic seconds).
 
-        A request does not pass its deadline while the model that it needs is being pulled.
+        The deadline of a request is extended while the model that it needs is being pulled.
         """
         for entry in self._queue.list_entries():
             if entry.deadline <= now and self._placer.find_pull(entry.item.demand.model) is not None:

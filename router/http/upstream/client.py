@@ -25,11 +25,11 @@ MAX_REASON_CHARS = 300
 """Maximum characters of an upstream's own message in an error."""
 MAX_CONNECTIONS = 64
 ABOUT_REQUEST = frozenset({400, 404, 413, 422})
-"""Statuses that blame the request, whose message of the upstream is passed on."""
+"""Statuses for a fault of the request. For these, the message of the upstream is passed on to the client."""
 
 
 class UpstreamError(Exception):
-    """Failure of an upstream. The text is one sentence with its name."""
+    """Failure of an upstream. The text is one sentence with the name of the upstream."""
 
     def __init__(self, message: str, outcome: str = "failed", status: int = 502, retry_after: float | None = None):
         super().__init__(message)
@@ -82,8 +82,8 @@ def create_clients(upstreams: Mapping[str, UpstreamSettings]) -> dict[str, "Upst
 def create_tls_context(authority: str | None) -> ssl.SSLContext:
     """Return a context that verifies an upstream's certificate, by the file `authority` or by the system's authorities.
 
-    It ignores `SSLKEYLOGFILE`: the secrets in that file decrypt recorded requests with the API key. Raise `OSError` for
-    a file that cannot be used.
+    The context ignores `SSLKEYLOGFILE`: the secrets in that file decrypt recorded requests with the API key. Raise
+    `OSError` for a file that cannot be used.
     """
     context = ssl.create_default_context(cafile=authority)
     cast("Any", context).keylog_filename = None
