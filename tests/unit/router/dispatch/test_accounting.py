@@ -2,7 +2,7 @@
 twice."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
@@ -22,22 +22,6 @@ from wire.refusals import RefusalCode, Refused
 from wire.units import MIB
 
 TIMINGS = Timings(0.5, 1.0, 2.0)
-
-
-@pytest.fixture
-async def one() -> AsyncIterator[Cluster]:
-    cluster = Cluster(A)
-    yield cluster
-    cluster.dispatcher.shutdown()
-    cluster.settled()
-
-
-@pytest.fixture
-async def two() -> AsyncIterator[Cluster]:
-    cluster = Cluster(A, B)
-    yield cluster
-    cluster.dispatcher.shutdown()
-    cluster.settled()
 
 
 def ask(cluster: Cluster, *, key: str = "k", stream: bool = True, **params: object) -> ActiveRequest:

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -142,22 +142,6 @@ class Cluster:
             request.check()
         assert self.dispatcher.ledger.empty
         assert len(self.dispatcher.queue) == 0
-
-
-@pytest.fixture
-async def one() -> AsyncIterator[Cluster]:
-    cluster = Cluster(A)
-    yield cluster
-    cluster.dispatcher.shutdown()
-    cluster.settled()
-
-
-@pytest.fixture
-async def two() -> AsyncIterator[Cluster]:
-    cluster = Cluster(A, B)
-    yield cluster
-    cluster.dispatcher.shutdown()
-    cluster.settled()
 
 
 def full(cluster: Cluster, *nodes: NodeId) -> None:

@@ -1,7 +1,5 @@
 """Requests whose node stops."""
 
-from collections.abc import AsyncIterator
-
 import pytest
 
 from tests.support.cluster.loopback_cluster import a_memory
@@ -9,14 +7,6 @@ from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
 from wire.frames import Failed, Finished
 from wire.refusals import FailureCode
 from wire.units import GIB
-
-
-@pytest.fixture
-async def two() -> AsyncIterator[Cluster]:
-    cluster = Cluster(A, B)
-    yield cluster
-    cluster.dispatcher.shutdown()
-    cluster.settled()
 
 
 @pytest.mark.parametrize("begun", [False, True])

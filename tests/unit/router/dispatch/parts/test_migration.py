@@ -1,20 +1,8 @@
 """Requests that leave a node while it drains."""
 
-from collections.abc import AsyncIterator
-
-import pytest
-
 from router.placement.recovery import MAX_LOSSES
-from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
+from tests.unit.router.dispatch.test_dispatcher import Cluster
 from wire.frames import Finished
-
-
-@pytest.fixture
-async def two() -> AsyncIterator[Cluster]:
-    cluster = Cluster(A, B)
-    yield cluster
-    cluster.dispatcher.shutdown()
-    cluster.settled()
 
 
 async def test_a_request_that_moved_as_often_as_allowed_finishes_where_it_is(two: Cluster) -> None:
