@@ -30,8 +30,8 @@ class LeakCheck:
     next_check_at: float | None = None
     """Monotonic time of the next comparison in seconds; None: none is due."""
     unreturned: int = 0
-    """Bytes that were not returned by the last comparison; 0 if they were tolerated, before the first comparison, or
-    after a load."""
+    """Bytes that had not been returned at the last comparison; 0 if they were tolerated, before the first comparison,
+    or after a load."""
 
     def on_unload(self, weights: int, now: float) -> None:
         """Record the unload of a model with `weights` bytes, and schedule a comparison. `now` is the monotonic time."""
