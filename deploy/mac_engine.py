@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MODEL = ROOT / "node" / "models" / "macpool-tiny"
 """Folder of the embedded model."""
 ENGINE_TIMEOUT_SECONDS = 180.0
-"""Longest run of the engine process, in seconds."""
+"""Maximum time of the engine process, in seconds."""
 MAX_GROWTH_BYTES = 64 * MIB
 """Bytes by which the footprint may grow more than MLX's own count during the answers."""
 

@@ -28,7 +28,7 @@ BLOCKED_ERRNO = 65
 CONNECT_TIMEOUT_SECONDS = 3.0
 """Timeout of a connection, in seconds."""
 ANSWER_TIMEOUT_SECONDS = 10.0
-"""Longest wait for an answer, in seconds."""
+"""Maximum wait for an answer, in seconds."""
 NONCE = 7
 """Number in the ping and in its answer."""
 

@@ -17,7 +17,7 @@ MAX_HELP_CPU_SECONDS = 0.15
 RUNS = 5
 """Number of measured runs."""
 START_TIMEOUT_SECONDS = 60.0
-"""Longest wait for the start message of `cluster up`, in seconds."""
+"""Maximum wait for the start message of `cluster up`, in seconds."""
 STOP_TIMEOUT_SECONDS = 30.0
 """Seconds between SIGTERM and SIGKILL for `cluster up`."""
 

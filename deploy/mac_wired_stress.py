@@ -26,7 +26,7 @@ MODEL_VARIABLE = "MACPOOL_CHECK_MODEL"
 RUN_SECONDS = 240.0
 """Duration of each of the two runs after the model load: more than twice the time to the panic."""
 LOAD_TIMEOUT_SECONDS = 1800.0
-"""Longest load of the model, in seconds."""
+"""Maximum time to load the model, in seconds."""
 WORDS = 12_000
 """Words of a prompt."""
 ANSWERS = (16, 400)

@@ -37,9 +37,9 @@ UNCHECKED = (
 )
 """Files that are generated from checked ones, quote the words, or come from other projects."""
 MAX_WORDS = 25
-"""Most words of a sentence."""
+"""Maximum words of a sentence."""
 MAX_SHOWN = 40
-"""Most findings of a room that are printed on failure."""
+"""Maximum findings of a room that are printed on failure."""
 VERBS = re.compile(r"\s*(?:give|say|take in|let|hear|tell|look|note|see)\b", re.IGNORECASE)
 """First words of a docstring that say nothing: rule 1."""
 SIZES = (

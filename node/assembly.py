@@ -62,9 +62,9 @@ def assemble(
 ) -> Node:
     """Construct the parts of a node and connect them. Nothing is started.
 
-    `state` is the state folder. `on_ready` is called with the coordinator's address (`host:port`), possibly often, when
-    the node is linked and its engine is ready. Tests replace the command of the engine process and the timeouts. Raise
-    `OSError` or `ssl.SSLError` if the certificate of the identity cannot be loaded.
+    `state` is the state folder. `on_ready` is called with the coordinator's address (`host:port`) when the node is
+    linked and its engine is ready, possibly several times. Tests replace the command of the engine process and the
+    timeouts. Raise `OSError` or `ssl.SSLError` if the certificate of the identity cannot be loaded.
     """
     settings = add_own_folder(settings, state)
     links, engine_changed, video_changed = CoordinatorLinks(), Notifier(), Notifier()

@@ -54,7 +54,7 @@ from wire.join_token import JoinToken, parse_token
 from wire.report import Hardware
 
 DRAIN_TIMEOUT_SECONDS = 20.0
-"""Longest wait for running requests when the node stops, in seconds."""
+"""Maximum wait for running requests when the node stops, in seconds."""
 FIND_TIMEOUT_SECONDS = 5.0
 """Duration of the search for a coordinator by Bonjour, in seconds."""
 

@@ -35,7 +35,7 @@ class ProfileSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     chat_template_kwargs: dict[str, TemplateValue] = msgspec.field(default_factory=dict[str, TemplateValue])
     """Arguments of the chat template, as in the body of a chat."""
     context_limit: Annotated[int, Meta(ge=1, le=MAX_TOKENS)] | None = None
-    """Most tokens of prompt and answer together; None for the context of the model."""
+    """Maximum tokens of prompt and answer together; None for the context of the model."""
 
     def apply_to_params(
         self, params: GenerationParams, set_penalties: frozenset[str], *, default_limit: bool

@@ -23,14 +23,14 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
     ] = "balanced"
     queue_limit: Annotated[int, Meta(ge=0, description="Maximum requests in the queue; 0: max(64, 4 x nodes).")] = 0
     queue_timeout_seconds: Annotated[
-        float, Meta(gt=0, description="Longest time in the queue. After it the answer is 503 with Retry-After.")
+        float, Meta(gt=0, description="Maximum time in the queue. After it the answer is 503 with Retry-After.")
     ] = 30.0
     swap_timeout_seconds: Annotated[
         float,
         Meta(
             gt=0,
             description=(
-                "Longest wait for a model that fits only after other models are unloaded; the queue timeout "
+                "Maximum wait for a model that fits only after other models are unloaded; the queue timeout "
                 "does not run meanwhile. While requests for another model wait, a model in use stays loaded "
                 "for at most a quarter of this time."
             ),
@@ -61,8 +61,7 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
         Meta(
             ge=1,
             description=(
-                "Maximum prompt bytes in all open requests of one API key, and maximum bytes of its long "
-                "bodies in transfer. A single request is always allowed."
+                "Maximum prompt bytes in all open requests of one API key. A single request is always allowed."
             ),
         ),
     ] = 32 * MIB
@@ -87,12 +86,12 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
             gt=0,
             le=8 * MIB,
             description=(
-                "Maximum bytes of a request body. A longer body is refused with 413. At most 8 MiB, the limit "
-                "of a link to a node."
+                "Maximum bytes of a request body, and of all long bodies of one API key that are received at the "
+                "same time. A longer body is refused with 413. At most 8 MiB, the limit of a link to a node."
             ),
         ),
     ] = 8 * MIB
-    body_timeout_seconds: Annotated[float, Meta(gt=0, description="Longest time to receive a request body.")] = 60.0
+    body_timeout_seconds: Annotated[float, Meta(gt=0, description="Maximum time to receive a request body.")] = 60.0
     slow_client_bytes: Annotated[
         int, Meta(gt=0, description="Maximum unsent bytes of a stream. Beyond it the stream of a slow client is ended.")
     ] = 4 * MIB
@@ -100,7 +99,7 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
         float,
         Meta(
             gt=0,
-            description="Longest time without progress of a stream with unsent text. After it the stream is ended.",
+            description="Maximum time without progress of a stream with unsent text. After it the stream is ended.",
         ),
     ] = 60.0
     aliases: Annotated[

@@ -30,11 +30,11 @@ class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     proxy: str = ""
     """URL of a proxy; empty for none. Environment variables are not used."""
     connect_seconds: Seconds = 5.0
-    """Longest time to connect."""
+    """Maximum time to connect. After it the request ends with an error."""
     idle_seconds: Seconds = 60.0
-    """Longest time without a byte of a stream."""
+    """Maximum time without a byte of the answer. After it the request ends with an error."""
     total_seconds: Seconds = 600.0
-    """Longest time of a request."""
+    """Maximum time of a request. After it the request ends with an error."""
     stream_usage: bool = True
     """Whether streams are requested with their token counts (`stream_options.include_usage`)."""
 

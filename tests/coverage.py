@@ -32,7 +32,7 @@ TESTS = ("-n", "2", "--dist", "worksteal", "-m", "not hosts", "tests/unit", "tes
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Files, and the least share of their branches in percent that tests must take."""
+    """Files, and the minimum share of their branches in percent that tests must take."""
 
     name: str
     files: tuple[str, ...]

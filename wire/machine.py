@@ -12,7 +12,7 @@ class SystemMemory(WireStruct, frozen=True, array_like=True, gc=False):
     pressure: Word = ""
     """Memory pressure of the system: `normal`, `warn`, `critical`, or empty if unknown."""
     source: Word = ""
-    """Source of `available` and `pressure`."""
+    """Name of the source of `available` and `pressure`: `psutil`, or `pretended` for a simulated machine."""
     age: Seconds = 0.0
     """Age of `available` and `pressure` in seconds when the report was written."""
     worker: Size = 0

@@ -4,7 +4,7 @@ r"""Format of a backup: one file, read in one pass, with a digest for every part
 
 The members follow in the order and with the sizes of the manifest, each with its SHA-256, and then the file ends. No
 content is used before its digest was verified. The format has no links, no modes and no paths except those of `NAMES`,
-hence no entry can point outside. With a passphrase, all of this is encrypted (`encryption`).
+hence no entry can point outside the state folder. With a passphrase, all of this is encrypted (`encryption`).
 """
 
 import hashlib
@@ -45,12 +45,13 @@ class ArchiveMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a backup, at its beginning: the cluster when it was made, and the files in their order."""
+    """Description of a backup, at its beginning: the cluster at the time of the backup, and the files in their
+    order."""
 
     format: int
     """Version of the format, `FORMAT`."""
     macpool: str
-    """Version of macpool that made the backup."""
+    """Version of Macpool that made the backup."""
     made: float
     """Time of the backup, in Unix seconds."""
     cluster: str

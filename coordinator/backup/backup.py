@@ -62,7 +62,7 @@ def create_backup(state: Path, file: Path, *, artifacts: bool = False, passphras
     `artifacts` includes the files of video jobs. With `passphrase`, the file is encrypted. Raise `BackupError` if the
     folder has no cluster or an interrupted restore, or a file cannot be read or written. Raise it also if `file` exists
     and is not a backup; an encrypted file is a backup if `passphrase` decrypts it to a backup. Raise it also if a file
-    of the folder does not belong to macpool, or changes meanwhile.
+    of the folder does not belong to Macpool, or changes meanwhile.
     """
     if not (state / DATABASE).exists() or not (state / "authority" / "authority.pem").exists():
         raise BackupError(f"there is no cluster in {state}: make the backup on the coordinator's machine")

@@ -40,9 +40,9 @@ SALT_BYTES = 16
 NONCE_BYTES = 16
 FILE_KEY_BYTES = 16
 COST = 17
-"""Binary logarithm of the work of scrypt: 128 MiB of memory."""
+"""Binary logarithm of the work factor N of scrypt, which then needs 128 MiB of memory."""
 MAX_COST = 20
-"""Highest cost that is accepted in a file: 1 GiB of memory."""
+"""Maximum `COST` that is accepted in a file: 1 GiB of memory."""
 MAX_HEADER_BYTES = 4096
 _HEADER = re.compile(
     rb"age-encryption\.org/v1\n-> scrypt ([A-Za-z0-9+/]{22}) ([1-9][0-9]?)\n([A-Za-z0-9+/]{43})\n"

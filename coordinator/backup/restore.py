@@ -42,7 +42,8 @@ from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
 from host.private_files import create_private_folder
 
 SCHEMAS = {DATABASE: MIGRATIONS, VIDEOS: VIDEO_MIGRATIONS}
-"""Migrations of each database. Their number is the newest schema version that this macpool reads."""
+"""Migrations of each database. The number of migrations is the newest schema version that this version of Macpool
+reads."""
 _BESIDES = ("", "-wal", "-shm")
 RESERVED_EPOCHS = 1000
 """Epochs reserved for starts of the other coordinator since the backup.
@@ -73,7 +74,8 @@ class ExistingState:
 
 @dataclass(frozen=True, slots=True)
 class RestoredCounts:
-    """Numbers of members, API keys, join tokens and video jobs in a restored state; removed and revoked not counted."""
+    """Numbers of members, API keys, join tokens and video jobs in a restored state. Removed members, and revoked keys
+    and tokens, are not counted."""
 
     members: int
     keys: int

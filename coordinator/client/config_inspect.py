@@ -18,9 +18,9 @@ from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import CommandError
 
 CHILD_TIMEOUT_SECONDS = 20.0
-"""Longest run of the process that reads the node's settings."""
+"""Maximum duration of the process that reads the node's settings, in seconds."""
 ANSWER_TIMEOUT_SECONDS = 5.0
-"""Longest wait for the settings of the running coordinator."""
+"""Maximum wait for the settings of the running coordinator, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RunningProcesses:
     roles: tuple[str, ...]
     """Running processes: `coordinator`, `node`, both or none."""
     rows: tuple[dict[str, Any], ...]
-    """Their settings as rows: key, value, origin, description."""
+    """Settings of these processes as rows: key, value, origin, description."""
     drifts: tuple[dict[str, Any], ...]
     """Settings that differ in the file since the start: `host.settings_loader.SettingDrift`, as dictionaries."""
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import ssl
 
 PIECE_BYTES = 65_536
-"""Largest piece of a body that is read at once."""
+"""Maximum bytes of a body that are read at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from wire.identity import PROTOCOL as SPOKEN
 from wire.identity import build_coordinator_uri
 
 CONNECT_TIMEOUT_SECONDS = 5.0
-"""Longest wait for the connection and for each read, in seconds."""
+"""Maximum wait for the connection and for each read, in seconds."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """Bytes of an answer after which no more is read; a longer answer counts as invalid."""
 

@@ -22,7 +22,7 @@ from host.power import PowerState, read_power
 from host.settings_loader import OUTSIDE
 
 TOOL_TIMEOUT_SECONDS = 2.5
-"""Longest run of a tool, in seconds."""
+"""Maximum duration of a tool's run, in seconds."""
 CHILD_MARGIN_SECONDS = 0.7
 """Seconds by which a child process must end before the whole examination."""
 DIAL_TIMEOUT_SECONDS = 1.5

@@ -25,7 +25,7 @@ MIN_MODEL_DISK_BYTES = 20 * GIB
 MIN_STATE_DISK_BYTES = GIB
 """Free bytes on the disk of the state folder below which the check fails."""
 MIN_OPEN_FILES = 1024
-"""Least limit of open files that a process needs."""
+"""Minimum limit of open files that a process needs."""
 MAX_PANIC_AGE_DAYS = 30
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
@@ -44,7 +44,7 @@ def check_system(here: HostProbe) -> Finding:
 
 
 def check_python(here: HostProbe) -> Finding:
-    """Check that the interpreter is native and supported, else fail. Warn about the one that Xcode updates replace."""
+    """Check that the interpreter is native and supported, else fail. Warn about one that Xcode replaces."""
     text = f"Python {platform.python_version()}, {platform.machine()}"
     if here.mac and platform.machine() != "arm64":
         translated = here.run_tool("/usr/sbin/sysctl", "-n", "sysctl.proc_translated").strip() == "1"

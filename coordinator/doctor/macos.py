@@ -13,7 +13,7 @@ NO_ROUTE = 65
 REFUSED = (61, 111)
 """ECONNREFUSED, on macOS and on Linux: the machine exists and answers."""
 MIN_MACOS_VERSION = 14
-"""First macOS that nodes run on."""
+"""First version of macOS on which nodes run."""
 
 MAX_PANIC_CHARS = 120
 GPU_PANICS = r"IOGPU|completeMemory\(\)|prepare count underflow|\b(?:un)?wired?\b"

@@ -11,14 +11,14 @@ from coordinator.doctor.host_probe import HostProbe
 BONJOUR_GROUP = ("224.0.0.251", 5353)
 """Multicast group and port of Bonjour."""
 MULTICAST_TIMEOUT_SECONDS = 1.0
-"""Longest wait for the own query to return, in seconds."""
+"""Maximum wait for the own query to return, in seconds."""
 
 
 def check_local_network(here: HostProbe) -> Finding:
     """Check that macOS's local network privacy does not block this process, which would resemble a network fault.
 
-    Fail if it does (`macos.is_blocked`). Warn if no other machine answers. The check does not apply if none is known,
-    and on other systems.
+    Fail if it does (`macos.is_blocked`). Warn if no other machine answers. The check does not apply if no other machine
+    is known, and on other systems.
     """
     if not here.mac:
         return not_here("only macOS blocks programs from the local network")

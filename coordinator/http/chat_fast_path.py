@@ -3,7 +3,7 @@
 Uvicorn serves every route; `FastPathProtocol` only checks first. A complete `POST /v1/chat/completions` in the buffer
 with a valid key and body is answered here. No task, ASGI scope or copy of the headers is made (docs/decisions/0041 has
 the measured times). All else passes on unchanged to the ASGI app: another route, a body in pieces, a wrong key, an
-impossible parameter. Only the app refuses invalid requests. Answers and dispatcher errors are the same on both paths.
+invalid parameter. Only the app refuses invalid requests. Answers and dispatcher errors are the same on both paths.
 
 Rules
 - Bytes are examined here only between two requests, while uvicorn's parser is idle.
@@ -41,7 +41,7 @@ from wire.identity import is_valid_request_id
 REQUEST_START = b"POST /v1/chat/completions HTTP/1.1\r\n"
 _HEAD_START_BYTES = len(REQUEST_START) - 2  # the empty line may begin with the line break of the first line
 MAX_CACHED_HEADS = 512
-"""Most cached heads. A client repeats the same head with every request."""
+"""Maximum cached heads. A client repeats the same head with every request."""
 MAX_HEAD_BYTES = 8192
 """Maximum bytes of a head on the fast path. The app answers requests with a longer head."""
 _COMPLETE_RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"

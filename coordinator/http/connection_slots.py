@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 MAX_CONNECTIONS = 4096
-"""Most connections in total."""
+"""Maximum connections in total."""
 RESERVED_FILES = 512
 """Descriptors reserved for the nodes' links, the database, the log and child processes."""
 MAX_HANDSHAKES = 256
-"""Most concurrent TLS handshakes, over all addresses."""
+"""Maximum concurrent TLS handshakes, over all addresses."""
 MAX_NEW_CONNECTIONS = 128
-"""Default for the most connections of an address without a valid key. The setting is
+"""Default for the maximum connections of an address without a valid key. The setting is
 `http.max_connections_without_key`."""
 MAX_KNOWN_ADDRESSES = 4096
-"""Most addresses remembered for their valid key."""
+"""Maximum origins (`get_origin`) that are remembered because a client presented a valid key."""
 
 
 def compute_max_connections(files: int) -> int:

@@ -26,12 +26,12 @@ from coordinator.http.request_heads import MALFORMED
 from router.errors import Problem
 
 HEAD_TIMEOUT_SECONDS = 10.0
-"""Seconds for a complete request head."""
+"""Maximum seconds until a request head is complete."""
 MAX_HEAD_BYTES = 32 * 1024
-"""Most bytes of a request head."""
+"""Maximum bytes of a request head."""
 MAX_PIPELINED_BYTES = 64 * 1024
-"""Most bytes that a client may send ahead of the answer to its last request. With more, the connection ends after that
-answer."""
+"""Maximum bytes that a client may send ahead of the answer to its last request. With more, the connection ends after
+that answer."""
 SLICE_BYTES = 512
 """Bytes parsed at once at a possible start of a head: at most 18 of the shortest requests."""
 VERSIONS = frozenset({"1.0", "1.1"})

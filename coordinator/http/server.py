@@ -21,20 +21,21 @@ from router.errors import Problem
 log = structlog.get_logger("coordinator.http.server")
 
 BACKLOG = 2048
-"""Most connections that wait in the kernel for acceptance."""
+"""Maximum connections that wait in the kernel for acceptance."""
 ACCEPT_PAUSE_SECONDS = 0.1
 """Delay after a failed accept; descriptors become free when other connections end."""
 HTTP_STARTS = (b"GET /", b"POST /", b"HEAD /", b"PUT /", b"DELETE /", b"OPTIONS", b"PATCH /")
 """First bytes of a request without TLS."""
 HANDSHAKE_TIMEOUT_SECONDS = 10.0
-"""Seconds for a TLS handshake, from the connection on."""
+"""Maximum seconds from the acceptance of a connection to the end of its TLS handshake."""
 
 
 class Server(uvicorn.Server):
     """Uvicorn server without signal handling, because `coordinator.run` decides when to stop.
 
     The server adds a deadline for handshakes and a slot for each connection, because no protocol class sees a
-    connection before its handshake. It omits uvicorn's ten ticks a second: only the check for the end would apply here.
+    connection before its handshake. The server omits uvicorn's ten ticks a second, of which only the check for the end
+    would apply here.
     """
 
     def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, slots: ConnectionSlots) -> None:

@@ -3,7 +3,7 @@
 Invariants
 - A label value is from a closed set, or the name of a member, a valid API key, or a model of a member.
 - At most `MAX_MODELS_PER_NODE` models of a node have series.
-- No request, id or secret of a key, address or error text is ever a label.
+- No request, no id or secret of a key, no address and no error text is ever a label.
 - A value that is not finite is omitted: a node with invalid values loses its own series, never the scrape.
 - All series of one scrape come from one snapshot, because sums and differences over them must be consistent.
 """

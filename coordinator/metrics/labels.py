@@ -1,7 +1,7 @@
 """Limits for label values that nodes send. A node that changes its texts in every report creates no new series.
 
 Texts of a node (model names; chip, system and version together) are admitted in order of arrival. Their number is
-bounded for the coordinator's run. A later text becomes `OTHER`, or has no series.
+bounded for as long as the coordinator runs. A later text becomes `OTHER`, or has no series.
 """
 
 from collections.abc import Hashable, Iterable
@@ -14,7 +14,7 @@ from wire.report import Model
 MAX_HOST_LABELS = 4
 """Maximum combinations of chip, system and version of a node, which change with updates."""
 HostLabels = tuple[str, str, str]
-"""Chip, operating system and version of macpool."""
+"""Chip, operating system and version of Macpool."""
 T = TypeVar("T", bound=Hashable)
 
 

@@ -25,7 +25,7 @@ class NodeSnapshot:
     wall: float
     """Current time."""
     host: tuple[str, str, str] = ("", "", "")
-    """Chip, operating system and version of macpool."""
+    """Chip, operating system and version of Macpool."""
     models: tuple[Model, ...] = ()
     """Models with their own series."""
     measures: NodeMeasures | None = None
@@ -35,8 +35,8 @@ class NodeSnapshot:
 def sanitize_measures(measures: NodeMeasures) -> NodeMeasures:
     """Return a node's measurements with impossible numbers replaced or limited.
 
-    Negative counts become 0 and large ones `MAX_COUNT`. An invalid histogram becomes empty. Only the first 64 checks
-    and refusals remain.
+    Negative counts become 0 and large ones `MAX_COUNT`. An impossible CPU time becomes 0. An invalid histogram becomes
+    empty. Only the first 64 checks and refusals remain.
     """
     gate = measures.gate
     return NodeMeasures(

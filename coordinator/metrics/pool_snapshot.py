@@ -15,7 +15,7 @@ class ProcessMetrics:
     """Metrics of the coordinator's process."""
 
     started: float
-    """Unix time in seconds."""
+    """Start of the process, in Unix seconds."""
     cpu_seconds: float
     peak_bytes: int
     """Peak of resident memory, in bytes."""
@@ -47,7 +47,7 @@ class PoolSnapshot:
     """
 
     version: str
-    """Version of macpool."""
+    """Version of Macpool."""
     python: str
     """Version of Python."""
     wall: float

@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 SCRAPE_SECONDS = 5
 """Default scrape interval in seconds.
 
-An unused gate is reported within half a minute: two scrapes, two evaluations, and the delay of the alert.
+A node that runs forward passes without a check by its gate is reported within half a minute. That is the time of two
+scrapes, two evaluations, and the delay of the alert.
 """
 
 

@@ -45,7 +45,7 @@ class NodeLoad:
     first_tokens: int = 0
     """Requests that have received their first token."""
     first_token_seconds: float = 0.0
-    """Sum of their times to first token, in seconds."""
+    """Sum of the times to first token of these requests, in seconds."""
     in_flight: int = 0
     """Requests on the node."""
     memory: int | None = None

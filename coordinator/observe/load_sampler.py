@@ -15,7 +15,8 @@ from wire.node_state import NodeState
 
 log = structlog.get_logger("coordinator.load")
 MEASURED_STATES = frozenset({NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING})
-"""States in which the pool uses the memory of a node and the report of the node is current."""
+"""States in which the memory and the cap of a node are recorded. In other states the pool does not use the memory, or
+has no recent report of the node."""
 
 
 def read_load(registry: Registry, dispatcher: Dispatcher, at: float) -> LoadReading:

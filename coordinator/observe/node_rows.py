@@ -23,7 +23,7 @@ class NodeFacts:
     reported: bool
     """Whether the node has sent a report since the coordinator started."""
     version: str
-    """Version of macpool that the node runs; empty if unknown."""
+    """Version of Macpool that the node runs; empty if unknown."""
     protocol: int
     """Protocol number of the node; 0 if unknown."""
     in_flight: int

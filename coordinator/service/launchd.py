@@ -100,8 +100,9 @@ def render_property_list(properties: dict[str, Any]) -> str:
 def find_faults(content: bytes) -> list[str]:
     """Return the faults of a property list that launchd would refuse or silently ignore; an empty list if valid.
 
-    Faults are unknown keys and wrong types. Without these, also missing keys, relative paths, words and variables that
-    are no strings, variables that launchd does not expand, and unknown process types.
+    Faults are unknown keys and wrong types. If there are none, the values are checked. Faults are then missing keys,
+    relative paths, words and variables that are no strings, variables that launchd does not expand, and unknown process
+    types.
     """
     properties = _parse_property_list(content)
     if properties is None:

@@ -12,9 +12,10 @@ UNIT = "macpool.service"
 MODULE = "coordinator.cli"
 """Module that every service runs. A systemd unit without it was not written by this program."""
 STOP_TIMEOUT_SECONDS = 45
-"""Seconds from the stop signal to a kill. Longer than both drains: requests end, then the local node does."""
+"""Seconds from the stop signal to a kill. Longer than the two drains together, because first the requests end and then
+the local node."""
 THROTTLE_SECONDS = 10
-"""Least seconds between two starts."""
+"""Minimum seconds between two starts."""
 MAX_OPEN_FILES = 8192
 """Limit of open files of the service."""
 

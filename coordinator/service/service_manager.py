@@ -15,7 +15,7 @@ from coordinator.service import launchd, systemd
 from coordinator.service.plan import LABEL, UNIT, WIRED_LABEL, ServicePlan, ServiceState
 
 TOOL_TIMEOUT_SECONDS = 60.0
-"""Longest run of a tool, in seconds."""
+"""Maximum duration of a tool's run, in seconds."""
 TOOLS = {
     "launchctl": "/bin/launchctl",
     "plutil": "/usr/bin/plutil",

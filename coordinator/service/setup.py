@@ -26,7 +26,7 @@ from coordinator.service.plan import WIRED_LABEL, ServicePlan, ServiceState
 from coordinator.service.service_manager import ServiceError, ServiceHost, find_account
 
 READY_TIMEOUT_SECONDS = 45.0
-"""Longest wait for the service to run, in seconds."""
+"""Maximum wait for the service to run, in seconds."""
 STEADY_SECONDS = 3.0
 """Seconds with one process id after which a service counts as running."""
 POLL_INTERVAL_SECONDS = 0.25

@@ -39,7 +39,7 @@ RENEWAL_INTERVAL_SECONDS = 60.0
 USAGE_INTERVAL_SECONDS = 10.0
 """Seconds between two writes of usage to disk, each with a return of free memory to the system."""
 LOCAL_NODE_TIMEOUT_SECONDS = 60.0
-"""Longest wait for the node on this machine before the coordinator reports ready, in seconds. An engine starts in 2 to
+"""Maximum wait for the node on this machine before the coordinator reports ready, in seconds. An engine starts in 2 to
 20 s."""
 
 

@@ -51,7 +51,7 @@ class Endpoint:
     socket: socket.socket
     """Listening socket of the endpoint."""
     tls: HttpsCa | ssl.SSLContext | None
-    """TLS of the endpoint: its own authority, the context of given files, or None."""
+    """TLS of the endpoint: an authority of its own, or the context of given files; None for plain HTTP."""
     base_url: str
     """URL for clients on other machines, without a path."""
     local_url: str
@@ -89,7 +89,8 @@ async def serve_http(
     endpoint: Endpoint,
     stack: AsyncExitStack,
 ) -> None:
-    """Create the routes and serve them. Start the samples of load and conditions. `stack` stops all of this.
+    """Create the routes and serve them. Start to sample the load and to evaluate the conditions. `stack` stops all of
+    this.
 
     Raise `SettingsError` for an upstream's key file that cannot be used, and `AuthorityError` for an invalid webhook.
     """
@@ -174,7 +175,7 @@ def _start_observability(
     endpoint: Endpoint,
     stack: AsyncExitStack,
 ) -> Observability:
-    """Start the samples of load and conditions, and return the observed state of the pool."""
+    """Start to sample the load and to evaluate the conditions. Return the observed state of the pool."""
     conditions = ConditionEvaluator()
     metrics = MetricsService(
         cluster.nodes,

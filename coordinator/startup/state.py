@@ -28,7 +28,7 @@ class CoordinatorState:
     """Open and locked state folder of the coordinator, with the objects that use its files."""
 
     state: Path
-    """The folder."""
+    """State folder."""
     log_file: Path
     events: EventLog
     """Newest entries of the log, in memory."""
@@ -40,7 +40,7 @@ class CoordinatorState:
     epoch: int
     """Number of this start, higher than the number of every earlier start."""
     version: str
-    """Installed version of macpool."""
+    """Installed version of Macpool."""
 
 
 def open_state(

@@ -34,7 +34,7 @@ class ClusterSettings(Section, frozen=True, kw_only=True):
 class HttpSettings(Section, frozen=True, kw_only=True):
     """Section `http`: settings of the endpoint for clients."""
 
-    drain_seconds: Annotated[float, Meta(ge=0, description="Longest wait at shutdown for running requests to end.")] = (
+    drain_seconds: Annotated[float, Meta(ge=0, description="Maximum wait at shutdown for running requests to end.")] = (
         20.0
     )
     tls: Annotated[

@@ -42,7 +42,7 @@ log = structlog.get_logger()
 CA_VALIDITY_SECONDS = 3650 * 24 * 3600.0
 """Validity of the CA, in seconds."""
 MAX_REQUEST_BYTES = 4096
-"""Most bytes of a certificate request. A request for P-256 has about 200."""
+"""Maximum bytes of a certificate request. A request for P-256 has about 200."""
 
 _SUBJECT = re.compile(r"macpool cluster ([A-Za-z0-9-]{1,36})")
 
@@ -58,9 +58,9 @@ class CertificateRequestError(ValueError):
 class ClusterCa:
     """CA of one cluster, with the coordinator's own certificate. Both are created in `folder` on first use.
 
-    An own certificate that is damaged or that another CA issued is replaced. `clock` returns Unix seconds. `node_life`
-    is the validity of node certificates, in seconds. Raise `AuthorityError` if the CA's file is damaged, and `OSError`
-    if a file cannot be written.
+    A coordinator certificate that is damaged or that another CA issued is replaced. `clock` returns Unix seconds.
+    `node_life` is the validity of node certificates, in seconds. Raise `AuthorityError` if the CA's file is damaged,
+    and `OSError` if a file cannot be written.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float], node_life: float = LEAF_VALIDITY_SECONDS) -> None:

@@ -183,7 +183,7 @@ class HttpsCa:
 
 def read_certificate_validity(pem: Path) -> tuple[float, float]:
     """Return issue and expiry of the first certificate in a file, in Unix seconds. Raise `AuthorityError` if there is
-    none."""
+    none, or if the file cannot be read."""
     try:
         certificate = x509.load_pem_x509_certificate(pem.read_bytes())
     except (OSError, ValueError) as error:

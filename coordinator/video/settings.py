@@ -35,16 +35,16 @@ class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Meta(description="Action for a job whose node or worker is lost: fail, or restart it from the beginning."),
     ] = "fail"
     node_loss_timeout_seconds: Annotated[
-        float, Meta(gt=0, description="Longest absence of a node with a running job. After it the job counts as lost.")
+        float, Meta(gt=0, description="Maximum absence of a node with a running job. After it the job counts as lost.")
     ] = 60.0
     lease_ack_timeout_seconds: Annotated[
-        float, Meta(gt=0, description="Longest wait for the answer of a node to a lease request.")
+        float, Meta(gt=0, description="Maximum wait for the answer of a node to a lease request.")
     ] = 30.0
     start_timeout_seconds: Annotated[
-        float, Meta(gt=0, description="Longest time from the lease to the start of the worker.")
+        float, Meta(gt=0, description="Maximum time from the lease to the start of the worker.")
     ] = 90.0
     queue_timeout_seconds: Annotated[
-        float, Meta(gt=0, description="Longest wait of the first queued job for memory while no other job runs.")
+        float, Meta(gt=0, description="Maximum wait of the first queued job for memory while no other job runs.")
     ] = 3600.0
     keep_hours: Annotated[float, Meta(gt=0, description="Hours for which a clip is kept.")] = 24.0
     keep_count: Annotated[int, Meta(ge=1, description="Maximum clips that are kept. The oldest is deleted first.")] = 50

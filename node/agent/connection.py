@@ -1,4 +1,5 @@
-"""Node's end of the link: one TLS connection that the node dialed. Counterpart: `cluster.links.link_server`."""
+"""Node's end of the link: one TLS connection that the node dialed. Counterpart:
+`coordinator.cluster.links.link_server`."""
 
 import asyncio
 import ssl

@@ -190,7 +190,8 @@ def store_address(identity: NodeIdentity, address: str) -> NodeIdentity:
 
 
 def remove_address(identity: NodeIdentity, address: str) -> NodeIdentity:
-    """Remove the stored address of a superseded coordinator. Return the new identity, the same one if it is not stored.
+    """Remove the stored address of a superseded coordinator. Return the new identity, or the same one if the address is
+    not stored.
 
     Raise `OSError` if the identity cannot be written.
     """

@@ -90,7 +90,8 @@ class CoordinatorLinks:
             link.requests.discard(request)
 
     def fail_all(self, reason: str) -> Iterator[int]:
-        """End every request as `node_stopping` with `reason`. Yield the number of each before its end.
+        """End every request with the failure `node_stopping` and the message `reason`. Yield the number of each before
+        its end.
 
         A request ends only when the caller takes the next number.
         """

@@ -2,8 +2,8 @@
 
 Without a token the identity is used, or its error is reported. With a token, a person wants this machine in that
 cluster. An identity that is copied, damaged, or denied by the coordinator at the first frame is then replaced. An
-identity of another cluster is not replaced, because its node would silently vanish there. A node that was removed while
-it ran does not join again, because the token of its first join does not request that.
+identity of another cluster is not replaced, because that cluster would lose the node without a goodbye. A node that was
+removed while it ran does not join again, because the token of its first join does not request that.
 """
 
 import hashlib

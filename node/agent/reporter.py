@@ -109,7 +109,7 @@ class Reporter:
         self._next_report.set(loop.time() + due)
 
     def send_soon(self) -> None:
-        """Schedule a report if a value has changed that concerns the coordinator. Generated tokens do not.
+        """Schedule a report if a value has changed that concerns the coordinator. Generated tokens cause no report.
 
         The report comes at least `MIN_REPORT_GAP_SECONDS` after the last one. Do nothing without a link.
         """

@@ -96,8 +96,11 @@ class OrderChild:
                 self._killer.cancel()
 
     def cancel(self) -> None:
-        """Send SIGTERM to the child, and SIGKILL after `TERMINATE_TIMEOUT_SECONDS`. `run` returns the end of the order.
-        Before the start of the child, the signal is sent at the start."""
+        """Send SIGTERM to the child, and SIGKILL after `TERMINATE_TIMEOUT_SECONDS`. If the child has not started yet,
+        send SIGTERM when it starts.
+
+        `run` returns `cancelled`, unless the child reports another end.
+        """
         self._cancelled = True
         if self._process is not None and self._killer is None:
             self._send_sigterm()

@@ -1,8 +1,8 @@
 """Child process that looks up a repository on the hub: `python -m node.hub.query`.
 
 The standard input has one JSON document (`HubQuery`), the standard output gets `HubAnswer` or `HubRefusal`. Logs and
-texts of libraries go to the standard error.
-Nothing is written to the cache. The library of the hub is imported here only. It reads the environment at import.
+texts of libraries go to the standard error. Nothing is written to the cache. Only this module imports the library of
+the hub, which reads the environment at import.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Start of a connection that the coordinator joins with one of another node, for the files of a model."""
+"""Start of a connection that the coordinator joins with a connection of another node, for the files of a model."""
 
 import socket
 import ssl

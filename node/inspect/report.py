@@ -207,8 +207,9 @@ def report_identity(folder: Path, machine: str) -> dict[str, Any]:
 def dial_coordinator(known: NodeIdentity, address: str) -> dict[str, Any]:
     """Connect to `host:port`, verify the coordinator by the cluster's CA, and close without sending a frame.
 
-    Return a dictionary: `address`, `seconds` to connect, `errno` of the connection (0: none), `proven` and `expires`
-    (Unix seconds) of the certificate, and `error`. Values are None if they are unknown. Errors are not raised.
+    Return a dictionary: `address`, `seconds` to connect, `errno` of the connection (0: none), and `error`. `proven` is
+    whether the certificate is the coordinator's, and `expires` its expiry in Unix seconds. Values are None if they are
+    unknown. Errors are not raised.
     """
     report: dict[str, Any] = {
         "address": address,

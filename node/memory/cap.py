@@ -7,12 +7,12 @@
     ceiling = max(1, min(cap, dynamic) − leases)
 
 Invariants
-- Cap and ceiling are never 0. Earlier projects used 0 for "no guard". Arithmetic could produce 0.
+- Cap and ceiling are never 0: a 0 from arithmetic could be taken for "no guard".
 - An unknown value never counts as unlimited.
 - The limiting term is named, with advice for a person.
 
 All inputs are read at each check. A setting above the limits of this machine is an error at start. If a limit falls
-later, the lower limit applies, with a warning that stays.
+later, the lower limit applies, with a warning for as long.
 """
 
 import re
@@ -61,7 +61,8 @@ METAL_SHARES = (
 
 16 GiB: https://github.com/AlexsJones/llmfit/pull/754, 128: https://github.com/antirez/ds4/pull/893, 32 to 64: the
 device line of llama.cpp in public logs of macOS 26 and 27, 8 and 512 (macOS 15):
-https://github.com/ollama/ollama/pull/17367. The entry `metal-share` of the macOS checklist compares them."""
+https://github.com/ollama/ollama/pull/17367. The entry `metal-share` of the macOS checklist compares them with a Mac.
+"""
 METAL_SHARES_SINCE = 26
 """Major version of macOS from which `METAL_SHARES` applies."""
 METAL_SHARE_BEFORE, METAL_SHARE_BEFORE_SMALL, METAL_SMALL = 0.75, 2 / 3, 36 * GIB
@@ -177,7 +178,8 @@ def with_device(bounds: MachineBounds, device: MetalDevice | None) -> MachineBou
 
 
 def compute_safe_wired_limit(tier: str, total: int) -> int:
-    """Return the highest wired limit in bytes that leaves the system the reserve of the tier and 5 % of the RAM.
+    """Return the highest wired limit in bytes that leaves the system the reserve of the tier, and at least 5 % of the
+    RAM.
 
     `total` is the RAM in bytes.
     """

@@ -1,8 +1,8 @@
 """Leases of memory to a process other than the engine: lower the ceiling, and wait until the engine holds the limits.
 
 A node has one lease at a time. The caller checks first whether the memory fits, and then calls `lower_ceiling`. That
-method refuses the lease if a lease of another kind began meanwhile. The caller returns the memory after its process has
-ended.
+method refuses the lease if a lease of another kind began meanwhile. The caller returns the memory after the process
+that used the lease has ended.
 """
 
 import asyncio

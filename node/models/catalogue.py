@@ -112,8 +112,8 @@ class ModelCatalogue:
     def find_fresh(self, name: str) -> ModelDescriptor | None:
         """Return a model by its name; None if it is unknown.
 
-        An unknown name causes a new scan, because the model may just have been downloaded. Scans are at least
-        `SCAN_VALID_SECONDS` apart.
+        An unknown name causes a new scan, because the model may just have been downloaded. Such a scan begins at least
+        `SCAN_VALID_SECONDS` after the last one.
         """
         if self.find(name) is None:
             with self._scanning:
@@ -145,7 +145,8 @@ class ModelCatalogue:
     def is_unchanged(self, descriptor: ModelDescriptor) -> bool:
         """Read the files of a model again, without a scan, and return whether its fingerprint is the same.
 
-        Return False if the files are missing, unreadable or invalid. A new fingerprint changes the catalogue.
+        Return False if the files are missing, unreadable or invalid. If the fingerprint differs, the catalogue has the
+        new description from now on.
         """
         try:
             newest = self._describe(descriptor.name, Path(descriptor.folder))
@@ -157,10 +158,8 @@ class ModelCatalogue:
         return newest is not None and newest.fingerprint == descriptor.fingerprint
 
     def refresh(self) -> bool:
-        """Scan again if the last scan is older than `SCAN_INTERVAL_SECONDS`. Return whether the models have changed.
-
-        Return False without a scan.
-        """
+        """Scan again if the last scan is older than `SCAN_INTERVAL_SECONDS`. Return whether the models have changed;
+        False if no scan was due."""
         if time.monotonic() - self._scanned < SCAN_INTERVAL_SECONDS:
             return False
         before = self._known

@@ -50,7 +50,7 @@ class DenseLayer:
 
 @dataclass(frozen=True, slots=True)
 class AnswerTokens:
-    """Tokens whose logits after a query and a document are the score of the document: a decoder's yes and no."""
+    """Tokens whose logits after a query and a document give the score of the document: `yes` and `no` of a decoder."""
 
     true: int
     """Token of a relevant document."""

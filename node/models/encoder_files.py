@@ -22,7 +22,7 @@ FAMILIES: Mapping[str, EncoderFamily] = {
 }
 """Families of encoders that Macpool runs, by `model_type`."""
 ENCODERS = frozenset({*FAMILIES, "distilbert", "mpnet", "nomic_bert", "new", "deberta-v2", "electra", "albert"})
-"""Types of encoders. Those outside of `FAMILIES` cannot be served."""
+"""Values of `model_type` of encoders. Those outside of `FAMILIES` cannot be served."""
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "classifier_activation")
 _CLASSIFIER = "ForSequenceClassification"
 MASK_BYTES = 4.0

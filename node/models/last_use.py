@@ -11,7 +11,8 @@ import structlog
 FILE = "last-use.json"
 """Name of the file."""
 STORE_INTERVAL_SECONDS = 3600.0
-"""Seconds by which a last use must be later than the stored one before it is stored. The inference thread writes."""
+"""Seconds by which a last use must be later than the stored one before it is stored, because the inference thread
+writes the file."""
 MAX_MODELS = 1024
 """Maximum models with a stored last use; above it, the oldest entry is dropped."""
 

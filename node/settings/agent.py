@@ -35,7 +35,7 @@ class WorkerSettings(Section, frozen=True):
         Meta(
             ge=1,
             le=10**6,
-            description=("Longest time of a job that sets no other limit. Then its worker is ended."),
+            description=("Maximum time of a job that sets no other limit. Then its worker is ended."),
         ),
     ] = 7200.0
     stall_timeout_seconds: Annotated[
@@ -43,7 +43,7 @@ class WorkerSettings(Section, frozen=True):
         Meta(
             ge=1,
             le=10**6,
-            description=("Longest time without a step, a phase or a transformer block. Then the worker is ended."),
+            description=("Maximum time without a step, a phase or a transformer block. Then the worker is ended."),
         ),
     ] = 300.0
     start_timeout_seconds: Annotated[
@@ -51,7 +51,7 @@ class WorkerSettings(Section, frozen=True):
         Meta(
             ge=1,
             le=10**4,
-            description=("Longest time that a granted lease waits for its worker. Then the lease is released."),
+            description=("Maximum time that a granted lease waits for its worker. Then the lease is released."),
         ),
     ] = 90.0
     terminate_grace_seconds: Annotated[
@@ -173,7 +173,7 @@ class SharingSettings(Section, frozen=True):
             ge=0,
             le=86400,
             description=(
-                "Longest time that running requests without another node continue after this Mac stops sharing."
+                "Maximum time that running requests without another node continue after this Mac stops sharing."
             ),
         ),
     ] = 30.0
@@ -183,7 +183,7 @@ class SharingSettings(Section, frozen=True):
             ge=0,
             le=86400,
             description=(
-                "Longest time that a video job continues after this Mac stops sharing. Then the job ends as "
+                "Maximum time that a video job continues after this Mac stops sharing. Then the job ends as "
                 "video.on_node_loss defines."
             ),
         ),

@@ -10,7 +10,7 @@ class UsageTotals(msgspec.Struct, gc=False):
 
     requests: int = 0
     failed: int = 0
-    """Requests of `requests` that were refused, failed or cancelled after their admission."""
+    """Requests of `requests` that ended without a complete answer: refused, failed or cancelled."""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Tokens of `prompt_tokens` that came from the prefix cache."""

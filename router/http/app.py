@@ -226,9 +226,9 @@ class RouterApp:
 
     def _build_too_many_bytes(self, size: int) -> Problem:
         most, seconds = show_size(self._settings.max_body_bytes), self._settings.body_timeout_seconds
-        text = f"the limit of this API key is {most} of long bodies in transfer; this one of {show_size(size)} waited"
+        text = f"this API key may send {most} of long bodies at the same time; this body of {show_size(size)} waited"
         return Problem(
-            429, RefusalCode.RATE_LIMITED, f"{text} {seconds:g} s: send fewer at the same time", retry_after=1.0
+            429, RefusalCode.RATE_LIMITED, f"{text} {seconds:g} s: send fewer bodies at once", retry_after=1.0
         )
 
     # other routes

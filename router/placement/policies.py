@@ -45,7 +45,7 @@ class Balanced:
 
 
 class MostHeadroom:
-    """Policy `most_headroom`: the node with most bytes of headroom wins."""
+    """Policy `most_headroom`: the node with the most bytes of headroom wins."""
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Rank by headroom in bytes, then requests in flight."""

@@ -51,6 +51,7 @@ MAX_TEXT_CHARS = 300
 MAX_BYTES = 2**60
 """Maximum size in bytes: a sum of a few sizes must stay a 64-bit integer."""
 MAX_QUANTIZATION_CHARS = 20
+"""Maximum characters of the name of a quantization."""
 MAX_EVICTIONS, MAX_HASH_BYTES = 64, 32
 """Maximum evictions of a node's prefix cache read from one report, and maximum bytes of each hash."""
 MAX_WARNINGS = 8
@@ -60,8 +61,10 @@ MAX_KV_STEP = 65_536
 MAX_PACKAGES, MAX_LEASES = 64, 16
 """Maximum video packages and leases read from one report."""
 MAX_SIDE, MAX_FRAMES, MAX_FPS = 1024, 64, 1000
+"""Maximum pixels per side and frames of one token of a video package, and maximum frames per second."""
 _LEASE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _RATIOS = (0.25, 64.0)
+"""Minimum and maximum of a plausible ratio of text bytes to prompt tokens."""
 
 
 def build_node_view(

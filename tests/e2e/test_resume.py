@@ -26,7 +26,7 @@ TOKENS = 250 if IS_NIGHTLY else 120
 """Tokens of an answer. The nightly run has a node that sleeps for seconds during the answers."""
 NODES = ("one", "two")
 NOTICED = 1.0
-"""Longest silence in seconds that a client may see, apart from the time to prefill its prompt and text again."""
+"""Maximum silence in seconds that a client may see, apart from the time to prefill its prompt and text again."""
 SUSPECTED = 3.0
 """Seconds of a node's silence after which its streams resume elsewhere."""
 

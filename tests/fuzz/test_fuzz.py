@@ -7,7 +7,7 @@ from tests.fuzz.groups import groups
 
 SHARE = 50 if IS_NIGHTLY else 100
 MIN_COUNT = 100 if IS_NIGHTLY else 2
-"""Least inputs of a group, for the one whose inputs are killed processes. Each takes 4 s of CPU."""
+"""Minimum inputs of a group: those of the group whose inputs are killed processes. Each takes 4 s of CPU."""
 
 
 @pytest.mark.timeout(3600 if IS_NIGHTLY else 240)

@@ -28,7 +28,7 @@ class QuantizationBody(Body):
     bits: Annotated[int, Field(ge=1, le=64)] = 4
     """Bits of a weight, one of `BITS`."""
     node: Annotated[str | None, Field(min_length=1, max_length=100)] = None
-    """Name or id of the node; None for the linked node that has the model and most free memory."""
+    """Name or id of the node; None for the linked node that has the model and the most free memory."""
     name: Annotated[str | None, Field(min_length=1, max_length=200)] = None
     """Name of the result; None for the name of the model with the bits at its end, as in `MODEL-4bit`."""
 
@@ -94,7 +94,7 @@ class QuantizationRoutes:
         return self._build_answer(self._find(quantization))
 
     def _choose_node(self, body: QuantizationBody) -> NodeView:
-        """Return the named node, or the linked node that has the model and most free memory. Raise ProblemError."""
+        """Return the named node, or the linked node that has the model and the most free memory. Raise ProblemError."""
         if body.node is not None:
             view = self._nodes.registry.get_node_view(find_node(self._nodes.directory, body.node))
             if view.state not in LINKED:

@@ -221,7 +221,7 @@ def deny_video(session: ApiSession, node: str) -> None:
 
 @node.command()
 @click.argument("node")
-@click.option("--wait", type=Duration(), help="Longest wait until the node has no requests (30s, 5m).")
+@click.option("--wait", type=Duration(), help="Maximum wait until the node has no requests (30s, 5m).")
 @session_options
 def drain(session: ApiSession, node: str, wait: float | None) -> None:
     """Cordon a node and move its running requests to other nodes. Clients see at most a short pause.

@@ -125,7 +125,7 @@ def replay(file: BinaryIO, policy: str, output: str) -> None:
     type=click.FloatRange(0, 3600),
     default=60.0,
     show_default=True,
-    help="Longest wait for a starting node, in seconds.",
+    help="Maximum wait for a starting node, in seconds.",
 )
 @session_options
 def chat(session: ApiSession, prompt: tuple[str, ...], model: str | None, max_tokens: int | None, wait: float) -> None:

@@ -29,7 +29,7 @@ class CoordinatorIdentity:
     name: str
     """Name of the cluster."""
     version: str
-    """Version of macpool."""
+    """Version of Macpool."""
     epoch: int
     """Number of this start, higher than the number of every earlier start."""
 

@@ -99,7 +99,7 @@ class EmbeddingForward(ABC):
         self._held += above - peak.measure_peak_drop()
 
     def remove_request(self, request: EmbeddingRequest) -> None:
-        """Remove a request that has ended; the forward computes its texts in vain."""
+        """Remove a request that has ended. The forward still computes the texts of the request, without a use."""
         if request in self.requests:
             self.requests.remove(request)
 

@@ -72,7 +72,7 @@ class EmbeddingHead:
 
     @property
     def layers(self) -> int:
-        """Number of its layers: the most parts of a forward."""
+        """Number of layers of the model, which is the maximum number of parts of a forward."""
         return self.run_layers.shape.layers if isinstance(self.run_layers, Encoder) else count_layers(self.run_layers)
 
     def build(
@@ -108,7 +108,7 @@ class EmbeddingHead:
         """Return the vectors of texts whose tokens were all added, shape (texts, dimensions), in single precision,
         lazily.
 
-        Those of a model for rerank are the scores, from 0 to 1.
+        A model that computes scores returns the scores as its vectors, from 0 to 1.
         """
         vectors = pooled.compute()
         for layer, weights in zip(self.layout.dense, self.dense, strict=True):

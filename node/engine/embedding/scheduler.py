@@ -35,10 +35,10 @@ from wire.frames import Failed, Frame, Refusal
 from wire.refusals import FailureCode, RefusalCode, Refused
 
 PART_PER_STEP = 0.25
-"""Seconds of a part of a forward per second of a decode step. It bounds the gaps between tokens."""
+"""Seconds of a part of a forward per second of a decode step, which bound the gaps between tokens."""
 MAX_PARTS = 8
-"""Parts for which the texts of a forward are chosen while rows decode. More texts share one reading of the weights; a
-later request waits longer. A text that takes longer has more parts."""
+"""Maximum time of a forward over several texts while rows decode, in parts of `PART_PER_STEP` decode steps. With more
+texts, the weights are read less often per text, but a later request waits longer. One long text may take more parts."""
 
 log = structlog.get_logger("engine.embedding")
 

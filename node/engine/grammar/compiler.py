@@ -202,9 +202,8 @@ class CompiledGrammar:
 def build_marker_layout(tokenizer: Tokenizer, spec: GrammarSpec, prompt: TokenizedPrompt) -> MarkerLayout:
     """Return the markers of a model's thoughts and calls, and the places in the answer where they may occur.
 
-    An answer may open a thought only if the model's marker is a single token. It may not after a prompt without a
-    template. It may not after a prompt that has just closed a thought either, because templates do that to forbid
-    thoughts.
+    An answer may open a thought only if the model's marker is a single token. No thought may follow a prompt without a
+    template, or a prompt that has just closed a thought, because templates do that to forbid thoughts.
     """
     think, call_format = tokenizer.think, tokenizer.tool_call_format
     start = ReasoningStart.NONE

@@ -20,7 +20,7 @@ from wire.refusals import RefusalCode, Refused
 from wire.report import Memory
 
 NOT_READY_RETRY_SECONDS = 1.0
-"""Delay after which a client may retry before the agent's first limits, in seconds; they arrive within that time."""
+"""Retry-After of a refusal because there are no limits yet, in seconds. The first limits usually arrive sooner."""
 
 
 class GateSite(StrEnum):

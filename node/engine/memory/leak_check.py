@@ -15,10 +15,10 @@ from wire.units import MIB
 SETTLE_SECONDS = 1.0
 """Seconds from an unload to the comparison, because some memory is returned with a delay."""
 TOLERATED_BYTES = 64 * MIB
-"""Missing bytes that are always tolerated."""
+"""Bytes not returned that are always tolerated."""
 TOLERATED_SHARE = 0.1
-"""Share of the unloaded weights that may be missing; `TOLERATED_BYTES` applies if it is more. Tokenizers and compiled
-kernels stay in memory."""
+"""Share of the unloaded weights' bytes, 0 to 1, that need not be returned; `TOLERATED_BYTES` applies if it is more.
+Tokenizers and compiled kernels stay in memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,8 +30,8 @@ class LeakCheck:
     next_check_at: float | None = None
     """Monotonic time of the next comparison in seconds; None: none is due."""
     unreturned: int = 0
-    """Bytes that were missing at the last comparison; 0 if they were tolerated, before the first comparison, or after
-    a load."""
+    """Bytes that had not been returned at the last comparison; 0 if they were tolerated, before the first comparison,
+    or after a load."""
 
     def on_unload(self, weights: int, now: float) -> None:
         """Record the unload of a model with `weights` bytes, and schedule a comparison. `now` is the monotonic time."""
@@ -44,10 +44,11 @@ class LeakCheck:
         self.next_check_at, self.unreturned = None, 0
 
     def check(self, phys: int | None, base: int) -> int:
-        """Compare the footprint of an engine without models with `base`, its footprint before the first load; both in
-        bytes.
+        """Compare the footprint of an engine without models (`phys`) with `base`, its footprint before the first load;
+        both in bytes. End the schedule, and set `unreturned`.
 
-        `phys` is None if unreadable. Return the missing bytes; 0 if they are within the tolerance or unknown.
+        `phys` is None if unreadable. Return the bytes that were not returned; 0 if the tolerance covers them, or if
+        `phys` is unreadable.
         """
         missing = 0 if phys is None else phys - base
         self.unreturned = missing if missing > max(TOLERATED_BYTES, TOLERATED_SHARE * self.weights) else 0

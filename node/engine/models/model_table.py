@@ -50,14 +50,14 @@ class ModelTable:
         return self._load.loaded_bytes if self._load is not None and self._load.name == name else 0
 
     def compute_known_bytes(self) -> int:
-        """Return the known bytes in memory: weights as far as they are loaded, and the written bytes of all rows."""
+        """Return the known bytes in memory: weights as far as they are loaded, and the stored bytes of all rows."""
         rows = sum(
             loaded_model.weights + loaded_model.ledger.compute_stored_bytes() for loaded_model in self._loaded.values()
         )
         return rows + (0 if self._load is None else self._load.loaded_bytes)
 
     def compute_reserved_bytes(self) -> int:
-        """Return the committed bytes that are not yet written, of all rows, and the bytes of the weights still to
+        """Return the committed bytes of all rows that are not stored yet, and the bytes of the weights still to
         load."""
         reserved = sum(loaded_model.ledger.compute_reserved_bytes() for loaded_model in self._loaded.values())
         return reserved + (0 if self._load is None else self._load.bytes_left)
@@ -74,7 +74,8 @@ class ModelTable:
 
 
 def compute_worst_residual(loaded_models: Iterable[LoadedModel], floor: int) -> int | None:
-    """Return the worst residual of these models in bytes: the most by which a measured forward exceeded its estimate.
+    """Return the worst residual of these models in bytes: the largest number of bytes by which a measured forward
+    exceeded its estimate.
 
     `floor` is the smallest prefill chunk in tokens. Return None without models, or if a model has no profile that
     covers a chunk of `floor` tokens.

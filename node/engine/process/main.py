@@ -45,8 +45,8 @@ MAX_UNSENT_BYTES = 64 * 1024 * 1024
 MAX_SETTINGS_BYTES = 1024 * 1024
 """Maximum bytes of the settings."""
 EXIT_TIMEOUT_SECONDS = 5.0
-"""Seconds for a native call in flight to return and for memory to be released. A server with 373 GB of wired weights
-took up to 4.1 s to release them (oMLX#2184)."""
+"""Maximum seconds until a native call in flight has returned and the memory is released. A server with 373 GB of wired
+weights took up to 4.1 s to release them (oMLX#2184)."""
 EXIT_SETTINGS = 78
 EXIT_FAILED = 70
 """Exit codes for settings that cannot be used, such as an unknown engine kind, and for a failure of a thread or of the

@@ -72,8 +72,8 @@ class PackedPrefill:
         return len(prefill.ids) > 1 and prefill.stored_tokens < MAX_CACHED_SHARE * len(prefill.ids)
 
     def select_fitting(self, members: list[Prefill]) -> list[Prefill]:
-        """Return the first of the members that pass the gate in one forward: all, or half, halved as often as
-        necessary.
+        """Return the leading members that pass the gate in one forward. After each refusal, the first half of the
+        remaining members is tried.
 
         Return an empty list if no two prompts pass. Each refusal is counted (`GatedForwards.count_shrink`).
         """

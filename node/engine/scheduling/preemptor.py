@@ -141,8 +141,8 @@ class Preemptor:
         return started + sum(row.commitment.is_joined for row in sequence.iterate_active_rows())
 
     def preempt_for_key(self, owner: WeightedKey, need: int, missing_bytes: int) -> bool:
-        """Preempt requests of the keys that hold most memory, for a request of the key `owner`. Return whether any was
-        preempted.
+        """Preempt requests of the keys that hold the most memory, for a request of the key `owner`. Return whether any
+        was preempted.
 
         `need` is the memory of that request in bytes, `missing_bytes` the part without room. No request is preempted if
         fair shares do not allow enough preemptions.

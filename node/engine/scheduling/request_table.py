@@ -34,7 +34,8 @@ class RequestTable:
 
     @property
     def preempted(self) -> list[Sequence]:
-        """Requests without memory that return once there is room. The caller does not change the list."""
+        """Preempted requests, which hold no memory and are prefilled again once there is room. The caller does not
+        change the list."""
         return self._preempted
 
     def __contains__(self, sequence: Sequence) -> bool:

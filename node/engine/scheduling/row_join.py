@@ -22,7 +22,7 @@ from node.engine.scheduling.rules.row_state import RowEvent
 from wire.refusals import Refused
 
 FIRST_JOIN_SECONDS = 10.0
-"""Seconds that a join is expected to take at most, because the first one compiles kernels."""
+"""Maximum expected duration of a join in seconds: the first one compiles kernels."""
 
 
 class RowJoin:

@@ -124,7 +124,7 @@ class Scheduler:
 
     @property
     def preempted(self) -> tuple[Sequence, ...]:
-        """Requests without memory that return once there is room."""
+        """Preempted requests, which hold no memory and are prefilled again once there is room."""
         return tuple(self._requests.preempted)
 
     def get_batches(self, model: str) -> Mapping[int, DecodeBatch[Row]]:
@@ -221,8 +221,8 @@ class Scheduler:
         return ended
 
     def preempt_for_key(self, owner: WeightedKey, need: int, missing_bytes: int) -> bool:
-        """Preempt requests of the keys that hold most memory, for a request of the key `owner`. Return whether any was
-        preempted.
+        """Preempt requests of the keys that hold the most memory, for a request of the key `owner`. Return whether any
+        was preempted.
 
         `need` is the memory of that request in bytes, `missing_bytes` the part without room. No request is preempted if
         fair shares do not allow enough preemptions.
@@ -252,7 +252,7 @@ class Scheduler:
         self._requests.record_ends(now)
 
     def _share_rows(self) -> None:
-        """Preempt requests of the key that holds most rows for the next one of a key that holds fewer."""
+        """Preempt requests of the key that holds the most rows for the next one of a key that holds fewer."""
         if len({sequence.owner.name for sequence in self._requests.live.values()}) < 2:
             return
         first = self._queue.find_next_unstarted()

@@ -1,4 +1,4 @@
-"""Requests of the scripted engine: their sizes, their answers, and the words that make it refuse or crash."""
+"""Requests of the scripted engine: their sizes, their answers, and the words that make the engine refuse or crash."""
 
 from node.engine.kv.commitments import CommitmentLedger
 from node.engine.requests import preflight

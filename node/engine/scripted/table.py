@@ -33,7 +33,7 @@ class ScriptedTable:
 
     @property
     def preempted(self) -> Sequence[ScriptedSequence]:
-        """Requests without memory that return once there is room."""
+        """Preempted requests, which hold no memory. A request returns to the queue once there is room for it."""
         return self._preempted
 
     @property

@@ -35,7 +35,8 @@ class DiskSpace:
             raise self.build_error(needed)
 
     def build_error(self, needed: int) -> ModelFileError:
-        """Return the error of a disk on which `needed` more bytes do not fit. Raise `OSError` if it cannot be read."""
+        """Return the error of a disk on which `needed` more bytes do not fit. Raise `OSError` if the disk cannot be
+        read."""
         usage = shutil.disk_usage(self._folder)
         reserve = compute_reserve(usage.total, self._reserve)
         return ModelFileError(

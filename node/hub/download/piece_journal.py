@@ -50,7 +50,7 @@ def count_pieces(size: int, piece_bytes: int) -> int:
 
 
 def compute_piece_checksum(data: bytes | bytearray | memoryview) -> int:
-    """Return the CRC-32 of a piece. It detects lost writes; the digest of the file detects everything else."""
+    """Return the CRC-32 of a piece, which detects lost writes. The digest of the file detects everything else."""
     return zlib.crc32(data)
 
 

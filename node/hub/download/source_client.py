@@ -3,7 +3,7 @@
 Rules
 - The token goes to the scheme, host and port of the source only. A redirect to another host does not get it.
 - A redirect leads from `https` to `https`. A source with `http` may redirect to both.
-- A mirror never opens its port again. A refused connection therefore loses it at once.
+- A mirror never opens its port again. After a refused connection, the mirror therefore counts as lost at once.
 - Before a mirror gets a request, its certificate is verified: by the CA of the cluster, with the URI of its node. The
   address is not checked, because addresses change. A mirror never redirects.
 - A relay is the same mirror, through the coordinator: TLS ends there, and both nodes prove themselves to it.
@@ -44,7 +44,8 @@ class SourceClient:
     """Client of a source. Its methods may be called by several threads at once. `connections` is the number of parallel
     requests; the client opens at most twice as many connections, because redirects lead to other hosts.
 
-    Raise `ValueError` if the address of the source cannot be used, `OSError` for the certificates of this node.
+    Raise `ValueError` if the address of the source cannot be used, `OSError` if the certificates of this node cannot be
+    loaded.
     """
 
     def __init__(self, source: ModelSource, cluster: ClusterFiles, *, connections: int) -> None:

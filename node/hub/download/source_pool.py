@@ -22,7 +22,7 @@ HUB_TIMEOUT_SECONDS = 60.0
 MIRROR_TIMEOUT_SECONDS = 15.0
 """Seconds without progress after which a mirror or a relay is lost."""
 PENDING_TIMEOUT_SECONDS = 600.0
-"""Seconds for which a mirror may wait for its own download."""
+"""Seconds without progress after which a mirror is lost that still downloads the requested piece itself."""
 _TELLING = (ModelOrderCode.GATED, ModelOrderCode.NOT_FOUND, ModelOrderCode.RATE_LIMITED)
 """Codes of a source that say more than that it is lost."""
 

@@ -28,7 +28,7 @@ MAX_SPAN_PIECES = 32
 """Maximum pieces that one worker fetches in a row."""
 POLL_SECONDS = 0.2
 END_SECONDS = 1.0
-"""Seconds for the threads to end. A thread that waits for a source longer ends with the process."""
+"""Maximum seconds to wait for the end of the threads. A thread that waits for a source longer ends with the process."""
 
 
 class _TransferOver(Exception):

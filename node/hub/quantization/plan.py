@@ -28,11 +28,11 @@ from wire.frames.model_files import ModelOrderCode
 from wire.identity import is_valid_model
 
 TEMPORARY = ".quantizing-"
-"""Prefix of temporary folders."""
+"""Prefix of the temporary folder in which a result is written."""
 OTHER_CONFIG = "hf_quant_config.json"
 """File in which exports of ModelOpt describe their quantization."""
 DEFAULT_RESERVE = -1
-"""Value of `DiskSpace` for the default reserve."""
+"""Value of `reserve` in `DiskSpace` for the default reserve."""
 
 
 @dataclass(frozen=True, slots=True)

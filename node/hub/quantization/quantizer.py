@@ -53,7 +53,7 @@ log = structlog.get_logger("node.hub.quantization")
 
 
 class Quantizer:
-    """Quantizations of models on this node, one at a time. Call every method on the event loop of the memory poll.
+    """Quantizer of models on this node, one at a time. Call every method on the event loop of the memory poll.
 
     `state` is the state folder. `environment` has the variables that locate the cache.
     """

@@ -1,6 +1,6 @@
 """TLS between nodes: both ends show the certificate of their node, which the CA of the cluster has signed.
 
-The URI in the SAN identifies a node, not its address. The client checks it before it sends a request.
+The URI in the SAN identifies a node, not its address. The client checks this URI before it sends a request.
 """
 
 import ssl

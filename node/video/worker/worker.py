@@ -56,6 +56,7 @@ TRANSFORMER = (
 )
 """Keys of a transformer's config that describe its shape."""
 EXIT_NO_JOB, EXIT_FAILED, EXIT_UNNEEDED = 2, 3, 4
+"""Exit codes: no valid job on stdin, a failed job, and an end of stdin during the job."""
 
 
 class EventWriter:

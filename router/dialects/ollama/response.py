@@ -17,7 +17,8 @@ Line = dict[str, object]
 
 
 def encode_error(problem: Problem, request_id: str) -> bytes:
-    """Encode an error in Ollama's shape, a text. Macpool adds `code`, `param`, `request_id` and, if known, `memory`."""
+    """Encode an error as JSON in Ollama's shape: `error` is the message. Macpool adds `code`, `param`, `request_id`
+    and, if known, `memory`."""
     error: Line = {"error": problem.message, "code": problem.code, "param": problem.param, "request_id": request_id}
     if problem.memory is not None:
         error["memory"] = msgspec.structs.asdict(problem.memory)

@@ -153,7 +153,10 @@ def _make_distinct(offered: Iterable[OfferedTool]) -> Iterator[OfferedTool]:
 
 
 def decode_input(call: AnswerToolCall) -> str:
-    """Return the input of a call to a custom tool. Arguments of another shape are returned unchanged."""
+    """Return the input of a call to a custom tool: the text `input` of its arguments, a JSON object.
+
+    Arguments of another shape are returned unchanged.
+    """
     try:
         return msgspec.json.decode(call.arguments, type=_Input).input
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

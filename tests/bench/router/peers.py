@@ -24,7 +24,7 @@ from tests.support.processes import ROOT, environment, until
 NGINX, SGLANG, MLX = "nginx", "sglang-router", "mlx_lm.server"
 SGLANG_WHEEL = f"{SGLANG}==0.3.2"
 APART = 50
-"""Least microseconds of a mock node between the events of a step for two requests; 80 including the wake-up.
+"""Minimum microseconds of a mock node between the events of a step for two requests; 80 including the wake-up.
 
 The threads of mlx_lm.server write their events some 100 µs apart (`python -m tests.bench apart`). A node that writes
 all events at one instant would favour a peer that wakes up once for a whole step.

@@ -11,7 +11,7 @@ from tests.bench.engine.torture import lay_out
 pytestmark = pytest.mark.slow
 
 SECONDS = 60.0
-"""Most seconds until requests have waited, rows have returned, and files were evicted and restored."""
+"""Maximum seconds until requests have waited, rows have returned, and files were evicted and restored."""
 
 
 @pytest.mark.nightly

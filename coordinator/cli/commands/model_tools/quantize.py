@@ -25,7 +25,7 @@ _PATH = "/api/v1/quantizations"
 @model.command("quantize")
 @click.argument("name", metavar="MODEL")
 @click.option("--bits", type=click.Choice(BITS), default="4", show_default=True, help="Bits of a weight.")
-@click.option("--node", help="On this node; default: the one that has the model and most free memory.")
+@click.option("--node", help="On this node; default: the one that has the model and the most free memory.")
 @click.option(
     "--name", "result", metavar="NEW", help="Name of the result; default: MODEL with the bits, as MODEL-4bit."
 )

@@ -119,7 +119,7 @@ def cancel(session: ApiSession, video: str) -> None:
 
 @video.command()
 @click.argument("video")
-@click.option("--timeout", type=Duration(), help="Longest wait (30s, 2h).")
+@click.option("--timeout", type=Duration(), help="Maximum wait (30s, 2h).")
 @session_options
 def wait(session: ApiSession, video: str, timeout: float | None) -> None:
     """Wait until a video is complete, and show its progress.

@@ -31,7 +31,7 @@ from wire.report import CacheState, ModelCache
 READ_TIMEOUT_SECONDS = 0.02
 """Seconds that a turn waits for the next part."""
 MAX_PARTS_PER_TURN = 4
-"""Maximum parts that are cut out in a turn to be written. One more must fit into the memory."""
+"""Maximum parts that are cut out in a turn to be written. The memory must have room for one more."""
 
 
 class DiskTier:

@@ -32,8 +32,8 @@ MIN_CHUNK_TOKENS = 4
 """Tokens of the smallest chunk: prefill makes progress even if a chunk takes longer than its time."""
 
 MAX_CACHED_SHARE = 0.5
-"""Share of a prompt's tokens. A prompt of which the prefix cache holds this share or more is prefilled alone, after
-those tokens; otherwise a packed prefill costs less."""
+"""Share of a prompt's tokens, 0 to 1, from which its cached tokens are used: the prompt is then prefilled alone, after
+them. Below this share, a packed prefill of the whole prompt costs less."""
 MAX_PADDING_SHARE = 0.15
 """Largest share of padding in a shared forward: about the saving of a shared forward in its worst case."""
 

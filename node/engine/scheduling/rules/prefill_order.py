@@ -10,8 +10,8 @@ from wire.capacity.fairness import WaitingRequest, WeightedKey, compute_service_
 
 COALESCE_SECONDS, MAX_COALESCE_SECONDS, AFTER_BURST_SECONDS = 0.01, 0.03, 30.0
 """Seconds for packing prompts while no row decodes. `COALESCE_SECONDS`: wait after each arrival for the next prompt.
-`MAX_COALESCE_SECONDS`: longest wait in all. `AFTER_BURST_SECONDS`: time after several concurrent requests during which
-waiting is worthwhile, because such clients send in bursts."""
+`MAX_COALESCE_SECONDS`: maximum wait in total. `AFTER_BURST_SECONDS`: time after several concurrent requests during
+which waiting is worthwhile, because such clients send in bursts."""
 
 
 class QueuedPrompt(Protocol):

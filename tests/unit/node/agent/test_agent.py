@@ -58,7 +58,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 ROUNDS = 4
 DIALS = 3
-"""Most connections in one round: to the last address, to verify a discovered address, to use it."""
+"""Maximum connections in one round: to the last address, to verify a discovered address, to use it."""
 LEAST_PAUSE = 0.25
 
 

@@ -9,7 +9,7 @@ from router.dialects.shared.strict_json import encode_json, read_object
 from router.errors import Problem
 
 CHARACTERS = MAX_TEXT_BYTES // 4
-"""Most characters that are read if one of them needs four bytes."""
+"""Maximum characters that are read if one of them needs four bytes."""
 
 
 def message_of(body: bytes, max_values: int = 100) -> str:
