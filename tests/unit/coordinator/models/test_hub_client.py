@@ -1,7 +1,14 @@
 """Queries to the hub whose child process fails."""
 
+import asyncio
+import os
+import sys
 from pathlib import Path
 
+import psutil
+import pytest
+
+from coordinator.models import hub_client
 from coordinator.models.hub_client import HubClient
 from coordinator.models.settings import HubSettings
 from wire.frames import ModelOrderCode
@@ -13,3 +20,40 @@ async def test_a_child_that_cannot_be_started_is_a_refusal(tmp_path: Path) -> No
     assert isinstance(answer, HubRefusal)
     assert answer.code == ModelOrderCode.FAILED
     assert "cannot be started (No such file or directory)" in answer.message
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("import sys; print('one', file=sys.stderr); sys.exit('two')", "failed: two; install Macpool"),
+        ("import sys; sys.exit(3)", "failed: exit code 3; install Macpool"),
+        ("print('{}')", "failed: exit code 0; install Macpool"),
+    ],
+)
+async def test_the_last_line_of_a_child_that_fails_is_the_reason(program: str, reason: str) -> None:
+    answer = await HubClient(HubSettings(), (sys.executable, "-c", program)).query("pub/model", "")
+    assert isinstance(answer, HubRefusal)
+    assert (answer.code, reason in answer.message) == (ModelOrderCode.FAILED, True), answer.message
+
+
+async def test_a_token_file_that_cannot_be_used_refuses_the_query_before_the_child_starts(tmp_path: Path) -> None:
+    token, started = tmp_path / "token", tmp_path / "started"
+    token.write_text("two words")
+    token.chmod(0o600)
+    program = (sys.executable, "-c", f"open({str(started)!r}, 'w')")
+    answer = await HubClient(HubSettings(token_file=str(token)), program).query("pub/model", "")
+    assert answer == HubRefusal(
+        code=ModelOrderCode.INVALID, message=f"hub.token_file {token} does not contain a token in one line"
+    )
+    assert not started.exists()
+
+
+async def test_a_child_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_client, "CHILD_TIMEOUT_SECONDS", 0.5)
+    children = set(psutil.Process(os.getpid()).children())
+    program = (sys.executable, "-c", "import signal; signal.pause()")
+    query = asyncio.create_task(HubClient(HubSettings(), program).query("pub/model", ""))
+    answer = await asyncio.wait_for(query, 30)
+    assert isinstance(answer, HubRefusal)
+    assert answer.code == ModelOrderCode.SOURCE_LOST
+    assert set(psutil.Process(os.getpid()).children()) <= children

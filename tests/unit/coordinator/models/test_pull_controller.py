@@ -12,7 +12,7 @@ import pytest
 from coordinator.cluster.links.relay import RelayTransfers
 from coordinator.models import pull_controller
 from coordinator.models.hub_client import HubClient, TokenFileError
-from coordinator.models.pull_controller import MAX_OPEN_PULLS, PullController, TooManyPullsError
+from coordinator.models.pull_controller import MAX_OPEN_PULLS, PULL_BITS, PullController, TooManyPullsError
 from coordinator.models.pull_records import MAX_ENDED_RECORDS
 from coordinator.models.pull_rows import build_pull_row
 from coordinator.models.pull_values import PullStage
@@ -34,7 +34,7 @@ from wire.identity import PROTOCOL, NodeId
 from wire.models.files import ModelFile, ModelManifest, SourceKind
 from wire.state_machine import IllegalEventCounts, InvariantError
 
-A, B = NodeId("a"), NodeId("b")
+A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 MANIFEST = ModelManifest("pub/model", "c" * 40, (ModelFile("config.json", 5, "a" * 64),))
 
 
@@ -43,6 +43,7 @@ class Pool:
 
     def __init__(self, folder: Path, epoch: int = 1, token_file: str = "") -> None:
         self.sent: list[tuple[NodeId, Frame]] = []
+        self.has_sent = asyncio.Event()
         self.linked = {A, B}
         hub = HubClient(HubSettings(endpoint="http://hub.test", token_file=token_file))
         self.transfers = RelayTransfers()
@@ -54,10 +55,17 @@ class Pool:
 
     def send(self, node: NodeId, frame: Frame) -> bool:
         self.sent.append((node, frame))
+        self.has_sent.set()
         return node in self.linked
 
+    async def wait_for_frames(self, count: int) -> None:
+        """Wait until `count` frames were sent since the last `take`."""
+        while len(self.sent) < count:
+            self.has_sent.clear()
+            await self.has_sent.wait()
+
     def show(self, *linked: NodeId, epoch: int = 1) -> None:
-        nodes = [NodeView(name, name, "ready" if name in linked else "lost", epoch=epoch) for name in (A, B)]
+        nodes = [NodeView(name, name, "ready" if name in linked else "lost", epoch=epoch) for name in (A, B, C)]
         self.controller.apply_view(ClusterView(tuple(nodes)))
 
     def take(self) -> list[tuple[NodeId, Frame]]:
@@ -261,3 +269,123 @@ async def test_a_pull_starts_although_an_old_record_cannot_be_deleted(
     pool.take()
     pool.controller.start_pull(MANIFEST, (A, B), "key")
     assert [(node, type(frame)) for node, frame in pool.take()] == [(A, PullModel)]
+
+
+async def test_a_pull_without_linked_nodes_and_its_end_are_on_the_disk(pool: Pool, tmp_path: Path) -> None:
+    pool.show()
+    record = pool.controller.start_pull(MANIFEST, (A,), "key")
+    restarted = Pool(tmp_path, epoch=2)
+    ((_, order),) = restarted.take()
+    assert isinstance(order, PullModel)
+    restarted.controller.handle_frame(A, ModelOrderEnded(order.order, ModelOrderCode.COMPLETED))
+    restarted.controller.close()
+    again = Pool(tmp_path, epoch=3)
+    assert again.take() == [], "the pull has ended"
+    row = build_pull_row(again.controller.pulls[record.id], str)
+    assert (row["state"], row["started"], row["ended"], row["actor"]) == ("completed", 1000.0, 1000.0, "key")
+    again.controller.close()
+
+
+async def test_order_numbers_after_a_restart_are_higher_than_all_before(pool: Pool, tmp_path: Path) -> None:
+    for digit in "def":
+        pool.controller.start_pull(replace_commit(digit), (A, B), "key")
+    before = [frame.order for _, frame in pool.take() if isinstance(frame, PullModel)]
+    pool.controller.close()
+    restarted = Pool(tmp_path, epoch=2)
+    after = [frame.order for _, frame in restarted.take() if isinstance(frame, PullModel)]
+    assert (len(before), len(after)) == (3, 3)
+    assert min(after) > max(before)
+    assert len({order >> PULL_BITS for order in after}) == 3, "the orders of two pulls never have the same number"
+    restarted.controller.close()
+
+
+async def test_every_pull_is_resumed_at_its_own_time(pool: Pool) -> None:
+    orders: dict[NodeId, int] = {}
+    for node, digit, wait in ((A, "d", 0.2), (B, "e", 0.02)):
+        pool.controller.start_pull(replace_commit(digit), (node,), "key")
+        ((_, order),) = pool.take()
+        assert isinstance(order, PullModel)
+        orders[node] = order.order
+        ended = ModelOrderEnded(order.order, ModelOrderCode.SOURCE_LOST, "the hub does not answer", retry_after=wait)
+        pool.controller.handle_frame(node, ended)
+    assert pool.take() == []
+    await asyncio.wait_for(pool.wait_for_frames(2), 10)
+    resumed = [(node, frame.order > orders[node]) for node, frame in pool.take() if isinstance(frame, PullModel)]
+    assert resumed == [(B, True), (A, True)]
+
+
+async def test_a_closed_controller_sends_nothing_more(pool: Pool, tmp_path: Path) -> None:
+    other = Pool(tmp_path / "other")
+    for one, wait in ((pool, 0.02), (other, 0.1)):
+        one.controller.start_pull(MANIFEST, (A,), "key")
+        ((_, order),) = one.take()
+        assert isinstance(order, PullModel)
+        ended = ModelOrderEnded(order.order, ModelOrderCode.SOURCE_LOST, retry_after=wait)
+        one.controller.handle_frame(A, ended)
+    pool.controller.close()
+    await asyncio.wait_for(other.wait_for_frames(1), 10)
+    assert pool.take() == []
+    other.controller.close()
+
+
+async def test_the_refusal_is_that_of_a_pull_in_progress(pool: Pool) -> None:
+    pool.show(B)
+    waiting = pool.controller.start_pull(replace_commit("d"), (A,), "key")
+    assert pool.controller.find_waiting_refusal("pub/model") is None, "no node pulls"
+    pool.controller.start_pull(MANIFEST, (B,), "key")
+    refused = pool.controller.find_waiting_refusal("pub/model")
+    assert refused is not None
+    assert "pub/model is being pulled (it begins): wait" in refused.message
+    assert refused.retry_after == 30.0
+    assert waiting.ended is None
+
+
+@pytest.mark.parametrize(("speed", "wait"), [(1.0, 60.0), (1000.0, 5.0), (10.0, 9.0)])
+async def test_the_wait_of_a_refusal_is_between_5_and_60_seconds(pool: Pool, speed: float, wait: float) -> None:
+    pool.controller.start_pull(MANIFEST, (A, B), "key")
+    ((_, order),) = pool.take()
+    assert isinstance(order, PullModel)
+    frame = ModelOrderProgress(order.order, ModelOrderPhase.DOWNLOADING, 10, 100, speed=speed)
+    pool.controller.handle_frame(A, frame)
+    refused = pool.controller.find_waiting_refusal("pub/model")
+    assert refused is not None
+    assert refused.retry_after == wait
+    assert f"10% of 0.1 KiB, about {90 / speed:.0f} s left" in refused.message
+
+
+async def test_frames_links_and_removed_nodes_reach_the_quantizations(pool: Pool, tmp_path: Path) -> None:
+    quantizations = pool.controller.quantizations
+    first, second = (quantizations.start(node, "pub/model", 4, "small", "key") for node in (A, B))
+    pool.controller.handle_frame(A, ModelOrderEnded(first.order.order, ModelOrderCode.COMPLETED, stored=7))
+    pool.show(A)
+    found = quantizations.find(second.id)
+    assert found is not None
+    assert not found.is_linked
+    pool.controller.remove_node(B)
+    assert [(one.stage, one.stored) for one in quantizations.list_all()] == [("completed", 7), ("failed", 0)]
+    restarted = Pool(tmp_path, epoch=2)
+    assert [one.stage for one in restarted.controller.quantizations.list_all()] == ["completed", "failed"]
+    restarted.controller.close()
+
+
+async def test_a_mirror_that_moves_to_another_node_gets_its_own_token(tmp_path: Path) -> None:
+    pool = Pool(tmp_path)
+    pool.show(A, B)
+    pool.controller.start_pull(MANIFEST, (A, B, C), "key")
+    first = next(one for _, one in pool.take() if isinstance(one, PullModel))
+    pool.controller.handle_frame(A, ModelOrderEnded(first.order, ModelOrderCode.COMPLETED))
+    serve = next(one for _, one in pool.take() if isinstance(one, ServeModel))
+    frame = ModelOrderProgress(serve.order, ModelOrderPhase.SERVING, addresses=("https://10.0.0.1:9000",))
+    pool.controller.handle_frame(A, frame)
+    second = next(one for _, one in pool.take() if isinstance(one, PullModel))
+    pool.controller.handle_frame(B, ModelOrderEnded(second.order, ModelOrderCode.COMPLETED))
+    pool.show(A, B, C)
+    follow = next(one for node, one in pool.take() if node == C and isinstance(one, PullModel))
+    pool.controller.handle_frame(C, ModelOrderEnded(follow.order, ModelOrderCode.SOURCE_LOST, retry_after=60.0))
+    pool.show(B, C)
+    ((node, moved),) = [(name, one) for name, one in pool.take() if isinstance(one, ServeModel)]
+    assert node == B
+    assert moved.token != serve.token
+    assert pool.transfers.find(C, JoinRelay(PROTOCOL, C, "m1", serve.token, serves=False)) is None
+    assert pool.transfers.find(C, JoinRelay(PROTOCOL, C, "m2", moved.token, serves=False)) is not None
+    pool.controller.close()

@@ -62,3 +62,39 @@ def test_a_node_whose_version_cannot_pull_is_not_chosen() -> None:
     found = plan(replace(node("a"), disk=Disk()))
     assert found.chosen == ()
     assert found.explain() == ("no node can get the model: a: its version of Macpool cannot pull models: update it")
+
+
+def test_explain_names_only_nodes_with_a_reason_and_an_empty_pool() -> None:
+    assert plan().explain() == "no node can get the model: the pool has no nodes"
+    found = plan(node("a"), node("b"), selection=NodeSelection.NAMED, named=("a",))
+    assert found.explain() == "no node can get the model: b: was not named"
+
+
+def test_the_disk_must_hold_the_files_and_its_reserve() -> None:
+    for free, total in ((12 * GIB, 40 * GIB), (SIZE + 5 * GIB, 500 * GIB)):  # 5 % of a disk, at most 5 GiB
+        assert plan(replace(node("a"), disk=Disk(free, total, "/cache"))).chosen == ("a",)
+        assert plan(replace(node("a"), disk=Disk(free - 1, total, "/cache"))).chosen == ()
+
+
+def test_a_node_of_unknown_cap_is_chosen_and_one_without_room_for_the_whole_context_is_not() -> None:
+    short = a_model("pub/model", loaded=False, weights=SIZE, context=512)
+    view = ClusterView((node("a", cap=0), node("b", cap=12 * GIB)))
+    found = plan_pull(view, short, SIZE, NodeSelection.AUTO)
+    assert found.chosen == ("a",)
+    assert "with 512 tokens" in reasons(found)["b"]
+
+
+def test_to_row_has_every_value() -> None:
+    row = plan(node("a", free=12 * GIB)).nodes[0].to_row()
+    context = row.pop("max_context")
+    assert isinstance(context, int)
+    assert context > 4096
+    assert row == {
+        "id": "a",
+        "name": "a",
+        "state": "ready",
+        "chosen": False,
+        "has_model": False,
+        "disk_free": 12 * GIB,
+        "reason": "needs 10.0 GiB of disk, has 12.0 GiB free and keeps 5.0 GiB",
+    }

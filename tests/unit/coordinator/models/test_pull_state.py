@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -20,6 +21,7 @@ from coordinator.models.pull_values import (
     ENDED,
     Action,
     Event,
+    Mirror,
     NodeLinked,
     NodePull,
     NodeUnlinked,
@@ -38,7 +40,7 @@ from coordinator.models.pull_values import (
 from wire.frames import ModelOrderCode, ModelOrderEnded, ModelOrderPhase, ModelOrderProgress
 from wire.identity import NodeId
 from wire.models.files import SourceKind
-from wire.state_machine import IllegalEventError
+from wire.state_machine import IllegalEventError, InvariantError
 
 A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 
@@ -228,6 +230,7 @@ def test_content_that_differs_is_fetched_from_the_hub_and_from_there_is_a_failur
 def test_without_a_mirror_every_node_uses_the_hub() -> None:
     pull = Pull(A, B)
     pull.progress(A, done=1)
+    assert find_deadline(pull.state) == pull.now + MIRROR_START_SECONDS
     pull.now += MIRROR_START_SECONDS
     assert pull.apply(TimePassed()) == [SendCancel(A, 2), SendPull(B, 3, SourceKind.HUB)]
 
@@ -310,6 +313,137 @@ def test_restore_continues_where_the_pull_was() -> None:
     pull.state = state
     assert pull.apply(NodeLinked(A)) == []
     assert pull.apply(NodeLinked(B)) == [SendServe(A, 1000)]
+
+
+def test_a_change_of_stage_or_message_is_stored_and_progress_is_not() -> None:
+    pull = Pull(A, B)
+    assert sum(isinstance(action, StorePull) for action in pull.sent) == 1, "the order of the first node"
+    stored: list[bool] = []
+    for act in (
+        lambda: pull.progress(A, done=5, total=10, fetched=5),
+        lambda: pull.progress(A, done=6, total=10, fetched=6, message="the hub is slow"),
+        lambda: pull.progress(A, done=7, total=10, fetched=7, message="the hub is slow"),
+        lambda: pull.end(A, fetched=10),
+    ):
+        pull.sent.clear()
+        act()
+        stored.append(any(isinstance(action, StorePull) for action in pull.sent))
+    assert stored == [False, True, False, True]
+
+
+def test_a_node_that_ended_keeps_its_stage_when_it_is_removed() -> None:
+    pull = Pull(A, B)
+    pull.end(A)
+    assert pull.apply(PullNodeRemoved(A)) == [SendPull(B, 3, SourceKind.HUB)], "without the mirror"
+    assert pull.stages() == [PullStage.COMPLETED, PullStage.PULLING]
+
+
+def test_a_mirror_whose_node_links_again_is_opened_anew() -> None:
+    pull = Pull(A, B)
+    pull.end(A)
+    pull.open_mirror()
+    assert pull.apply(NodeLinked(A)) == [], "B has an order, which ends without the mirror"
+    assert pull.state.mirror is None
+    assert pull.end(B, ModelOrderCode.SOURCE_LOST) == [SendServe(A, 4)]
+
+
+def test_a_mirror_stays_open_when_another_node_comes_or_goes() -> None:
+    pull = Pull(A, B, C)
+    follow(pull)
+    mirror = pull.state.mirror
+    assert pull.apply(NodeUnlinked(B)) == []
+    assert pull.apply(NodeLinked(B)) == [SendPull(B, 5, SourceKind.MIRROR, mirror)]
+    assert pull.apply(PullNodeRemoved(C)) == []
+    assert pull.state.mirror == mirror
+
+
+def test_a_mirror_that_fails_is_not_opened_again() -> None:
+    pull = Pull(A, B)
+    follow(pull)
+    end_mirror(pull, ModelOrderCode.FAILED)
+    assert pull.end(B, ModelOrderCode.SOURCE_LOST) == []
+    pull.now += 2.0
+    assert pull.apply(TimePassed()) == [SendPull(B, 4, SourceKind.HUB)]
+
+
+def test_another_completed_node_replaces_a_mirror_in_the_same_step() -> None:
+    pull = Pull(A, B, C)
+    pull.end(A)
+    pull.open_mirror()
+    pull.end(B)
+    pull.apply(NodeUnlinked(C))
+    pull.apply(NodeLinked(C))
+    before = pull.state.mirror
+    assert before is not None
+    pull.end(C, ModelOrderCode.SOURCE_LOST)
+    assert pull.apply(NodeUnlinked(A)) == [SendServe(B, before.order + 4)]
+    assert pull.state.mirror is not None
+    assert pull.state.mirror.node == B
+
+
+def test_a_node_without_a_link_is_not_due_until_it_returns() -> None:
+    pull = Pull(A)
+    pull.end(A, ModelOrderCode.SOURCE_LOST)
+    assert pull.apply(NodeUnlinked(A)) == []
+    assert find_deadline(pull.state) is None
+    pull.now += 5.0
+    assert pull.apply(NodeLinked(A)) == [SendPull(A, 2, SourceKind.HUB)]
+
+
+def test_a_completed_mirror_is_opened_again_for_a_node_that_needs_it() -> None:
+    pull = Pull(A, B)
+    pull.end(A)
+    pull.open_mirror()
+    end_mirror(pull, ModelOrderCode.COMPLETED)
+    assert pull.end(B, ModelOrderCode.SOURCE_LOST) == [SendServe(A, 4)]
+
+
+def test_frames_about_a_former_order_change_nothing() -> None:
+    pull = Pull(A)
+    pull.progress(A, done=5, total=10, fetched=5)
+    pull.apply(NodeLinked(A))
+    before = pull.state
+    for frame in (ModelOrderProgress(1, ModelOrderPhase.DOWNLOADING, 9, 10), ModelOrderProgress(3, "verifying", 9, 10)):
+        pull.apply(OrderProgressed(A, frame))
+    assert pull.state == before
+
+
+def test_fetched_is_the_sum_of_all_orders() -> None:
+    pull = Pull(A)
+    pull.end(A, ModelOrderCode.SOURCE_LOST, fetched=5)
+    pull.now += FIRST_RETRY_SECONDS
+    pull.apply(TimePassed())
+    pull.progress(A, done=8, total=10, fetched=3)
+    assert pull.state.nodes[A].fetched == 8
+    pull.end(A, fetched=4)
+    assert pull.state.nodes[A].fetched == 9
+
+
+def test_the_end_of_an_order_stops_the_clock_of_its_node() -> None:
+    pull = Pull(A)
+    pull.progress(A, done=5, total=10, fetched=5, speed=3.0)
+    assert pull.state.nodes[A].speed == 3.0
+    pull.end(A, ModelOrderCode.SOURCE_LOST)
+    assert (pull.state.nodes[A].speed, pull.state.nodes[A].phase) == (0.0, "")
+
+
+@pytest.mark.parametrize(
+    ("state", "fault"),
+    [
+        ({"nodes": {A: NodePull(stage=PullStage.PULLING)}}, "pulling without an order"),
+        ({"nodes": {A: NodePull(order=7), B: NodePull(order=7)}}, "an order number twice"),
+        ({"nodes": {A: NodePull(order=10)}}, "an order number from the future"),
+        ({"nodes": {A: NodePull(order=7)}, "mirror": Mirror(A, 8, 0.0)}, "a mirror without files"),
+        ({"nodes": {A: NodePull(stage=PullStage.COMPLETED)}, "mirror": Mirror(A, 8, 0.0)}, "a mirror after the end"),
+        (
+            {"nodes": {name: NodePull(stage=PullStage.PULLING, order=at) for at, name in enumerate((A, B), 1)}},
+            "two nodes download from the hub although a mirror is possible",
+        ),
+    ],
+)
+def test_check_names_each_contradiction(state: dict[str, Any], fault: str) -> None:
+    with pytest.raises(InvariantError, match=fault):
+        PullState(next_order=10, **state).check()
 
 
 @dataclass
