@@ -8,6 +8,8 @@ import difflib
 import math
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
 from router.placement.candidate import (
     GRAMMAR,
     SAMPLING,
@@ -143,9 +145,12 @@ def _refuse_permanently(
     if len(failures) == len(serving):
         return failures[0]
     best = max(offers, key=lambda candidate: candidate.most_bytes)
+    need, final = _compute_idle_need(best, request), trials.never.get(best.node)
+    if final is not None and need <= best.most_bytes:  # the node also counts memory for a load and for tokenization
+        return replace(final, message=f"{best.name}: {final.message}", node=best.name)
     return Refused(
         RefusalCode.TOO_LARGE,
-        f"needs {show_size(_compute_idle_need(best, request))} on an idle node, the largest node can give "
+        f"needs {show_size(need)} on an idle node, the largest node can give "
         f"{show_size(best.most_bytes)} ({best.name}): shorten the prompt, lower max_tokens or use a smaller "
         f"variant of {request.model}",
         best.build_memory_numbers(),

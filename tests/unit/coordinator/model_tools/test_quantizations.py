@@ -185,3 +185,60 @@ async def test_a_quantization_that_its_node_no_longer_has_fails_after_a_restart(
 def test_a_broken_file_has_no_quantizations(tmp_path: Path):
     (tmp_path / "quantizations.json").write_text("{")
     assert Orders(tmp_path).all.list_all() == ()
+
+
+def test_a_row_has_every_value_while_it_runs_and_after_the_end(orders: Orders):
+    one = orders.start()
+    orders.all.handle_frame(A, ModelOrderProgress(7, "quantizing", done=25, total=100, speed=8.0))
+    running = {
+        "id": one.id,
+        "node": {"id": "a", "name": "a", "linked": True},
+        "model": "big",
+        "bits": 4,
+        "name": "big-4bit",
+        "state": "running",
+        "phase": "quantizing",
+        "done": 25,
+        "total": 100,
+        "speed": 8.0,
+        "seconds_left": 9.4,
+        "code": "",
+        "message": "",
+        "stored": 0,
+        "peak": 0,
+        "started": 1000.0,
+        "ended": None,
+        "actor": "key",
+    }
+    assert orders.row(one) == running
+    orders.all.handle_frame(A, ModelOrderEnded(7, ModelOrderCode.COMPLETED, stored=90, peak=300))
+    assert orders.row(one) == running | {
+        "state": "completed",
+        "phase": "",
+        "speed": 0.0,
+        "seconds_left": None,
+        "code": "completed",
+        "stored": 90,
+        "peak": 300,
+        "ended": 1000.0,
+    }
+
+
+async def test_closed_quantizations_do_not_fail_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    orders, loop = Orders(tmp_path), asyncio.get_running_loop()
+    monkeypatch.setattr(quantizations, "RETURN_TIMEOUT_SECONDS", 0.01)
+    one = orders.start()
+    orders.all.apply_links((), [A])
+    orders.all.close()
+    later = loop.create_future()
+    loop.call_later(0.03, later.set_result, None)
+    await later
+    assert orders.row(one)["state"] == "running"
+
+
+async def test_a_failure_is_on_the_disk(tmp_path: Path):
+    orders = Orders(tmp_path)
+    orders.start()
+    orders.all.remove_node(A)
+    (stored,) = Orders(tmp_path).all.list_all()
+    assert (stored.stage, stored.message, stored.ended) == ("failed", "the node has left the pool", 1000.0)

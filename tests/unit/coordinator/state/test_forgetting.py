@@ -16,7 +16,7 @@ from router.dispatch.request import RequestSpec
 from router.placement.candidate import ResourceDemand
 from router.placement.cluster_view import ClusterView
 from tests.support.cluster.application import application
-from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster
+from tests.support.cluster.manual_pool import A, B, C, Cluster
 from wire.frames import Admitted, Failed, GenerationParams, Message
 from wire.identity import NodeId
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
+from tests.support.cluster.manual_pool import A, B, Cluster
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from router.dispatch.answer import StreamedAnswer
 from router.dispatch.request import SLOW, RequestFailure, RequestSpec
 from router.placement.candidate import ResourceDemand
 from tests.support.cluster.loopback_cluster import a_memory
-from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster, full, roomy, turn
+from tests.support.cluster.manual_pool import A, B, Cluster, full, roomy, turn
 from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, GenerationParams, Message, Refusal, Timings
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused

@@ -24,7 +24,7 @@ from router.placement.place import place
 from router.placement.policies import POLICIES
 from router.placement.reservations import ReservationLedger
 from tests.support.cluster.loopback_cluster import a_memory, a_model
-from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
+from tests.support.cluster.manual_pool import A, B, Cluster
 from wire.frames import Admitted
 from wire.identity import NodeId
 from wire.refusals import RefusalCode

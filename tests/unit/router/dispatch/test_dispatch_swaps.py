@@ -13,7 +13,7 @@ from router.dispatch.parts.composition import SWEEP_INTERVAL_SECONDS
 from router.dispatch.request import RequestSpec
 from router.placement.candidate import ResourceDemand
 from tests.support.cluster.loopback_cluster import a_memory, a_model
-from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
+from tests.support.cluster.manual_pool import A, B, Cluster
 from wire.frames import Delta, Deltas, Finished, GenerationParams, Message, Refusal
 from wire.refusals import RefusalCode, Refused
 from wire.units import GIB

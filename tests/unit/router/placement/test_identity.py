@@ -15,8 +15,8 @@ from router.placement.candidate import Placement, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.model_load import LoadPlacement
 from tests.support.cluster.loopback_cluster import a_model
+from tests.support.cluster.manual_pool import A, B, C, Cluster, taken
 from tests.support.requests import list_visible
-from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster, taken
 from tests.unit.router.placement.test_recovery import lose, models, say
 from wire.frames import Admitted, GenerationParams, Message
 from wire.identity import NodeId

@@ -37,7 +37,7 @@ from wire.capacity.arithmetic import (
 from wire.identity import NodeId
 from wire.models.kind import ModelKind
 from wire.models.version import ModelVersion
-from wire.refusals import RefusalCode, Refused
+from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import BatchGroup, EngineState, Memory, Model, Sharing
 from wire.units import GIB, MIB
 from wire.video import VideoPackage, VideoState
@@ -1057,10 +1057,28 @@ def test_a_final_refusal_of_every_serving_node_is_final():
     trials = AttemptHistory(never={NodeId("a"): Refused(RefusalCode.CONTEXT, "too long")})
     assert refused(decide(node("a"), trials=trials)).code is RefusalCode.CONTEXT
     assert chosen(decide(node("a"), node("b"), trials=trials)) == "b"
+
+
+def test_a_node_that_can_never_hold_what_the_router_would_place_there_is_quoted():
+    numbers = MemoryNumbers(headroom=9)
+    quoted = Refused(RefusalCode.TOO_LARGE, "8000000 bytes of text need up to 30.0 GiB for tokenization", numbers)
+    other = Refused(RefusalCode.TOO_LARGE, "needs 30.0 GiB for its weights")
+    trials = AttemptHistory(never={NodeId("a"): quoted, NodeId("b"): other})
+    answer = refused(decide(node("a"), node("b", a_memory(0, 12 * GIB)), trials=trials))
+    assert answer == Refused(
+        RefusalCode.TOO_LARGE,
+        "a: 8000000 bytes of text need up to 30.0 GiB for tokenization",
+        numbers,
+        None,
+        "a",
+    )
+    assert answer.status == 400
+
+
+def test_a_node_that_the_router_would_not_place_it_on_either_gets_the_router_s_numbers():
     trials = AttemptHistory(never={NodeId("a"): Refused(RefusalCode.TOO_LARGE, "the node's own words")})
-    answer = refused(decide(node("a"), trials=trials))
-    assert answer.code is RefusalCode.TOO_LARGE
-    assert answer.message.startswith("needs 1.1 GiB on an idle node, the largest node can give 22.0 GiB (a)")
+    answer = refused(decide(node("a", None, a_model(kv_per_token=1 * GIB)), trials=trials))
+    assert "GiB on an idle node, the largest node can give 22.0 GiB (a): shorten the prompt" in answer.message
 
 
 def test_nodes_that_are_all_away_are_named():

@@ -22,7 +22,7 @@ from router.placement.recovery import (
     is_fault,
 )
 from tests.support.cluster.loopback_cluster import a_model
-from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster, full, roomy, taken, turn
+from tests.support.cluster.manual_pool import A, B, C, Cluster, full, roomy, taken, turn
 from wire.capacity.arithmetic import KV_GROWTH_TOKENS
 from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, Generate, GenerationParams, Refusal
 from wire.identity import NodeId

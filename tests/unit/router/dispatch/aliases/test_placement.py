@@ -15,7 +15,7 @@ from router.placement.place import place
 from router.placement.reservations import ReservationLedger
 from router.profiles import ProfileSettings
 from tests.support.cluster.loopback_cluster import a_memory, a_model
-from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
+from tests.support.cluster.manual_pool import A, B, Cluster
 from wire.frames import Admitted, Finished, GenerationParams, Message
 from wire.refusals import RefusalCode, Refused
 from wire.units import GIB

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.support.cluster.loopback_cluster import a_memory
-from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
+from tests.support.cluster.manual_pool import A, B, Cluster
 from wire.frames import Failed, Finished
 from wire.refusals import FailureCode
 from wire.units import GIB

@@ -1,7 +1,7 @@
 """Requests that leave a node while it drains."""
 
 from router.placement.recovery import MAX_LOSSES
-from tests.unit.router.dispatch.test_dispatcher import Cluster
+from tests.support.cluster.manual_pool import Cluster
 from wire.frames import Finished
 
 

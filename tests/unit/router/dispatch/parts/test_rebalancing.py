@@ -12,8 +12,8 @@ from router.placement.candidate import Candidate, ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.reservations import ReservationLedger
 from tests.support.cluster.loopback_cluster import a_model
+from tests.support.cluster.manual_pool import A, B, Cluster
 from tests.support.requests import send, speak
-from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Cancel, GenerationParams, Message
 from wire.identity import NodeId

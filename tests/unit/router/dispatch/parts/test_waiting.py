@@ -7,7 +7,7 @@ import pytest
 
 from router.dispatch.request import PULL
 from tests.support.cluster.loopback_cluster import a_model
-from tests.unit.router.dispatch.test_dispatcher import A, Cluster
+from tests.support.cluster.manual_pool import A, Cluster
 from wire.refusals import RefusalCode, Refused
 
 PULLING = Refused(RefusalCode.NOT_READY, "tiny is being pulled (25% of 4.0 GiB)", None, 12.0)
