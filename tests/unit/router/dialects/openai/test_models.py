@@ -3,11 +3,14 @@
 import hashlib
 import json
 
+import pytest
+
 from router.dialects.ollama import models as ollama_models
 from router.dialects.openai import models
 from router.errors import Problem
 from router.placement.cluster_view import ClusterView
 from router.placement.sanitize_report import build_node_view
+from router.settings import RouterSettings
 from tests.support.answers import CREATED
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.requests import list_visible
@@ -159,3 +162,53 @@ def test_ollama_show_lists_capabilities():
     missing = ollama_models.show_model(list_visible(view()), b'{"model": "nothing"}', CREATED)
     assert isinstance(missing, Problem)
     assert (missing.status, missing.code) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(("kind", "capability"), [("embed", "embedding"), ("rerank", "rerank")])
+def test_other_kinds_than_chat_have_one_capability(kind: str, capability: str):
+    other = a_model("other", features=(kind,))
+    shown = ollama_models.show_model(list_visible(view(other)), b'{"model": "other"}', CREATED)
+    assert isinstance(shown, bytes)
+    assert json.loads(shown)["capabilities"] == [capability]
+    listed = {one["id"]: one for one in json.loads(models.list_models(list_visible(view(other)), CREATED))["data"]}
+    assert listed["other"]["features"] == [kind]
+
+
+def test_show_needs_a_name():
+    for body, field in ((b"{}", "model"), (b'{"name": ""}', "name")):
+        problem = ollama_models.show_model(list_visible(view()), body, CREATED)
+        assert isinstance(problem, Problem)
+        assert (problem.status, problem.param) == (400, field)
+
+
+def test_ollama_version_is_the_emulated_one():
+    assert json.loads(ollama_models.encode_version()) == {"version": ollama_models.OLLAMA_VERSION}
+
+
+def test_aliases_are_listed_with_the_properties_of_their_first_candidate_that_a_node_serves():
+    settings = RouterSettings(aliases={"best": ("missing", "on-disk", "loaded"), "none": ("missing",)})
+    visible = list_visible(view(), settings)
+    rows = {row["id"]: row for row in json.loads(models.list_models(visible, CREATED))["data"]}
+    assert list(rows) == ["loaded", "on-disk", "best", "none"]
+    assert rows["best"] == rows["on-disk"] | {
+        "id": "best",
+        "owned_by": "macpool-alias",
+        "alias": {"candidates": ["missing", "on-disk", "loaded"]},
+    }
+    assert rows["none"] == {
+        "id": "none",
+        "object": "model",
+        "created": CREATED,
+        "owned_by": "macpool-alias",
+        "alias": {"candidates": ["missing"]},
+    }
+    one = models.get_model(visible, "best", CREATED)
+    assert isinstance(one, bytes)
+    assert json.loads(one) == rows["best"]
+    tags = json.loads(ollama_models.list_models(visible, CREATED))["models"]
+    assert [tag["name"] for tag in tags] == ["loaded", "on-disk", "best"]
+    listed = json.loads(models.list_anthropic_models(visible, CREATED))
+    assert ([row["id"] for row in listed["data"]], listed["last_id"]) == (["loaded", "on-disk", "best"], "best")
+    problem = models.get_anthropic_model(visible, "none", CREATED)
+    assert isinstance(problem, Problem)
+    assert (problem.status, problem.code) == (404, "model_not_found")

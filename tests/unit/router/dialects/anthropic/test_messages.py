@@ -1,0 +1,121 @@
+"""Conversion of Anthropic's messages to the messages of a frame."""
+
+import json
+from typing import Any
+
+import pytest
+
+from router.admission.request_limits import MAX_CALLS
+from router.dialects.anthropic.api import MessagesRoute
+from router.errors import Problem
+from tests.support.answers import asked
+from wire.frames import Message, ToolCall
+
+USE = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Ulm"}}
+CALL = ToolCall("t1", "weather", '{"city":"Ulm"}')
+
+
+def convert(*messages: tuple[str, object], **body: object) -> tuple[Message, ...]:
+    turns = [{"role": role, "content": content} for role, content in messages]
+    return asked(MessagesRoute(), max_tokens=9, messages=turns, **body)[1].messages
+
+
+def refused(**body: Any) -> Problem:
+    problem = MessagesRoute().parse(json.dumps({"model": "tiny", "max_tokens": 9, **body}).encode(), "k1")
+    assert isinstance(problem, Problem)
+    return problem
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+def test_texts_of_one_role_become_one_message():
+    blocks = [text("one"), text("two")]
+    assert convert(("user", blocks), ("user", "three"), ("assistant", blocks), system=blocks) == (
+        Message("system", "one\n\ntwo"),
+        Message("user", "one\ntwo\nthree"),
+        Message("assistant", "onetwo"),
+    )
+
+
+def test_reasoning_text_and_calls_of_a_turn_become_one_message():
+    thoughts = [{"type": "thinking", "thinking": value, "signature": "s"} for value in ("let me", "look")]
+    assert convert(("user", "hi"), ("assistant", [*thoughts, text("I look."), USE])) == (
+        Message("user", "hi"),
+        Message("assistant", "I look.", tool_calls=(CALL,), reasoning="let me\nlook"),
+    )
+
+
+def test_each_result_is_a_message_of_its_own_and_texts_behind_are_the_user_s():
+    results: list[dict[str, object]] = [
+        {"type": "tool_result", "tool_use_id": "t1", "content": [text("sun"), text("rain")]},
+        {"type": "tool_result", "tool_use_id": "t2", "content": "noon"},
+        {"type": "tool_result", "tool_use_id": "t3"},
+    ]
+    assert convert(("user", "hi"), ("assistant", [USE]), ("user", [*results, text("and?")]))[2:] == (
+        Message("tool", "sun\nrain", tool_call_id="t1"),
+        Message("tool", "noon", tool_call_id="t2"),
+        Message("tool", "", tool_call_id="t3"),
+        Message("user", "and?"),
+    )
+
+
+def test_an_empty_content_is_an_empty_message():
+    assert convert(("user", "hi"), ("assistant", [])) == (Message("user", "hi"), Message("assistant"))
+
+
+@pytest.mark.parametrize(
+    ("role", "block", "only"),
+    [
+        ("user", USE, "assistant"),
+        ("user", {"type": "thinking", "thinking": "x", "signature": "s"}, "assistant"),
+        ("assistant", {"type": "tool_result", "tool_use_id": "t1", "content": "x"}, "user"),
+    ],
+)
+def test_a_block_in_the_wrong_role_is_refused_with_its_path(role: str, block: dict[str, Any], only: str):
+    messages = [{"role": "user", "content": "hi"}, {"role": role, "content": [text("x"), block]}]
+    problem = refused(messages=messages)
+    assert (problem.status, problem.param) == (400, "messages[1].content[1].type")
+    assert f"only messages with the role {only} can have {block['type']}" in problem.message
+
+
+def test_the_number_of_calls_of_a_message_is_bounded():
+    most = [{**USE, "id": f"t{at}"} for at in range(MAX_CALLS)]
+    assert len(convert(("user", "hi"), ("assistant", most))[1].tool_calls) == MAX_CALLS
+    problem = refused(messages=[{"role": "assistant", "content": [*most, USE]}])
+    assert (problem.status, problem.param) == (400, "messages[0].content")
+
+
+@pytest.mark.parametrize(
+    ("last", "continued"),
+    [
+        (("assistant", "The answer is"), True),
+        (("assistant", [text("The answer is")]), True),
+        (("user", "hi"), False),
+        (("assistant", ""), False),
+        (("assistant", [text("I look."), USE]), False),
+    ],
+)
+def test_an_answer_that_the_client_has_begun_is_continued(last: tuple[str, object], continued: bool):
+    turns = [{"role": "user", "content": "hi"}, {"role": last[0], "content": last[1]}]
+    template = asked(MessagesRoute(), max_tokens=9, messages=turns)[1].template
+    assert (json.loads(template) if template else {}) == ({"continue_final_message": True} if continued else {})
+
+
+@pytest.mark.parametrize(("choice", "refuses"), [("auto", True), ("any", True), ("none", False)])
+def test_a_choice_of_tools_needs_tools(choice: str, refuses: bool):
+    body = {"messages": [{"role": "user", "content": "hi"}], "tool_choice": {"type": choice}}
+    if refuses:
+        assert refused(**body).param == "tool_choice"
+    else:
+        assert asked(MessagesRoute(), max_tokens=9, **body)[1].tools == ""
+
+
+@pytest.mark.parametrize(
+    ("metadata", "session"),
+    [(None, ""), ({}, ""), ({"user_id": "u" * 64}, "u" * 64), ({"user_id": 7}, ""), ({"user_id": "u" * 100_000}, "")],
+)
+def test_the_session_is_the_client_s_user_id(metadata: object, session: str):
+    _, job = asked(MessagesRoute(), max_tokens=9, messages=[{"role": "user", "content": "hi"}], metadata=metadata)
+    assert job.session == session
