@@ -62,6 +62,7 @@ class Application:
     load: LoadHistory
     wishes: WishRunner
     pulls: PullController
+    approvals: ApprovalQueue
     superseded: list[SupersededMark]
     """Proofs of newer coordinators that nodes have sent."""
 
@@ -171,7 +172,19 @@ async def application(
         reconciling = asyncio.create_task(wishes.run())
         try:
             yield Application(
-                door, api, admin, authority, store, nodes, dispatcher, conductor, load, wishes, pulls, superseded
+                door,
+                api,
+                admin,
+                authority,
+                store,
+                nodes,
+                dispatcher,
+                conductor,
+                load,
+                wishes,
+                pulls,
+                approvals,
+                superseded,
             )
         finally:
             reconciling.cancel()

@@ -1,18 +1,9 @@
 """Benchmarks through the API of the coordinator, with nodes on real links."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import pytest
 
-from tests.support.cluster.cluster_port import Port, a_report, opened
+from tests.support.cluster.cluster_port import Port, a_report
 from wire.report import EngineState
-
-
-@pytest.fixture
-async def port(tmp_path: Path) -> AsyncIterator[Port]:
-    async with opened(tmp_path) as made:
-        yield made
 
 
 @pytest.mark.parametrize(("running", "waiting"), [(1, 1), (2, 0), (0, 2)])

@@ -1,23 +1,18 @@
 """Quantizations through the API of the coordinator, with nodes on real links."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
-from tests.support.cluster.cluster_port import Line, Port, a_report, opened
+from coordinator.model_tools.quantizations import MAX_OPEN
+from tests.support.cluster.cluster_port import Line, Port, a_report
 from tests.support.cluster.loopback_cluster import a_memory, a_model
-from wire.frames import QuantizeModel
+from wire.frames import CancelModelOrder, ModelOrderCode, ModelOrderEnded, QuantizeModel
 from wire.machine import Disk
 from wire.units import GIB
 
 BIG = "publisher/big-model"
-
-
-@pytest.fixture
-async def port(tmp_path: Path) -> AsyncIterator[Port]:
-    async with opened(tmp_path) as made:
-        yield made
 
 
 async def node(port: Port, name: str, headroom: int, cause: str = "") -> Line:
@@ -39,3 +34,65 @@ async def test_a_quantization_goes_to_the_node_with_most_free_memory_whose_copy_
     assert answer.json()["quantization"]["node"]["name"] == "studio"
     order = await studio.until(QuantizeModel)
     assert (order.model, order.bits, order.name) == (BIG, 4, f"{BIG}-4bit")
+
+
+async def quantize(boss: httpx.AsyncClient, status: int = 200, **body: Any) -> dict[str, Any]:
+    answer = await boss.post("/api/v1/quantizations", json={"model": BIG, **body})
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def test_a_quantization_is_started_followed_and_cancelled(port: Port, boss: httpx.AsyncClient):
+    line = await node(port, "studio", 8)
+    await node(port, "mini", 4)
+    started = (await quantize(boss, node="mini", bits=8, name="publisher/small"))["quantization"]
+    assert (started["node"]["name"], started["bits"], started["name"]) == ("mini", 8, "publisher/small")
+    other = (await quantize(boss, node="studio"))["quantization"]
+    order = await line.until(QuantizeModel)
+    assert (order.bits, order.name) == (4, f"{BIG}-4bit")
+    listed = (await boss.get("/api/v1/quantizations")).json()["quantizations"]
+    assert [row["id"] for row in listed] == [other["id"], started["id"]], "the newest first"
+    path = f"/api/v1/quantizations/{other['id']}"
+    assert (await boss.delete(path)).json()["quantization"]["state"] == "running", "until the node has ended it"
+    assert (await line.until(CancelModelOrder)).order == order.order
+    line.send(ModelOrderEnded(order.order, ModelOrderCode.CANCELLED))
+    quantizations = port.application.pulls.quantizations
+    await port.until(lambda: (one := quantizations.find(other["id"])) is not None and one.ended is not None)
+    assert (await boss.get(path)).json()["quantization"]["state"] == "cancelled"
+    again = await boss.delete(path)
+    assert (again.status_code, again.json()["error"]["code"]) == (409, "quantization_ended")
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+async def test_an_unknown_quantization_is_a_404(boss: httpx.AsyncClient, method: str):
+    answer = await boss.request(method, "/api/v1/quantizations/quantize-0123456789ab")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "quantization_not_found")
+
+
+async def test_a_quantization_that_cannot_run_is_refused(port: Port, boss: httpx.AsyncClient):
+    line = await node(port, "studio", 8)
+    for body, status, code in (
+        ({"bits": 7}, 400, "invalid_request"),
+        ({"name": "bad\nname"}, 400, "invalid_request"),
+        ({"node": "nowhere"}, 404, "node_not_found"),
+        ({"model": "other"}, 404, "model_not_found"),
+        ({"model": "other", "node": "studio"}, 404, "model_not_found"),
+    ):
+        error = (await quantize(boss, status, **body))["error"]
+        assert error["code"] == code, error
+    for number in range(MAX_OPEN):
+        await quantize(boss, name=f"publisher/{number}")
+    assert (await quantize(boss, 429))["error"]["code"] == "too_many_quantizations"
+    line.close()
+    (who,) = port.application.registry.pool.members
+    await port.until(lambda: port.application.registry.pool.members[who].state.value != "ready")
+    assert (await quantize(boss, 409, node="studio"))["error"]["code"] == "node_away"
+    assert (await quantize(boss, 404))["error"]["code"] == "model_not_found"
+
+
+async def test_a_node_that_reports_no_disk_is_too_old(port: Port, boss: httpx.AsyncClient):
+    who = port.member("old")
+    await port.link(who, a_report(models=(a_model(BIG, loaded=False),)))
+    await port.until(lambda: port.state(who) == "ready")
+    assert (await quantize(boss, 409, node="old"))["error"]["code"] == "node_outdated"
+    assert (await quantize(boss, 404))["error"]["code"] == "model_not_found"
