@@ -63,6 +63,7 @@ class Application:
     wishes: WishRunner
     pulls: PullController
     approvals: ApprovalQueue
+    benchmarks: BenchmarkRecords
     superseded: list[SupersededMark]
     """Proofs of newer coordinators that nodes have sent."""
 
@@ -145,6 +146,7 @@ async def application(
             conductor.take_snapshot,
             wishes.take_snapshot,
         )
+        benchmarks = BenchmarkRecords(folder)
         visitors, load = BrowserSessions(ring, pepper, time.time), LoadHistory()
         api = ControlApi(
             nodes,
@@ -156,7 +158,7 @@ async def application(
             wishes,
             conductor,
             pulls,
-            BenchmarkRecords(folder),
+            benchmarks,
             facts,
             build_openapi_paths(),
             visitors,
@@ -184,6 +186,7 @@ async def application(
                 wishes,
                 pulls,
                 approvals,
+                benchmarks,
                 superseded,
             )
         finally:

@@ -1,7 +1,9 @@
 """Benchmarks through the API of the coordinator, with nodes on real links."""
 
+import httpx
 import pytest
 
+from coordinator.model_tools.benchmark_records import BenchmarkRecord, BenchmarkRun
 from tests.support.cluster.cluster_port import Port, a_report
 from wire.report import EngineState
 
@@ -17,3 +19,30 @@ async def test_requests_that_only_the_node_knows_make_it_busy(port: Port, runnin
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (409, "node_busy")
     assert "studio is busy with 2 requests" in error["message"]
+
+
+async def test_benchmarks_are_listed_the_newest_first_and_by_model(port: Port, boss: httpx.AsyncClient):
+    studio = port.member("studio")
+    await port.link(studio)
+    await port.until(lambda: port.state(studio) == "ready")
+    run = BenchmarkRun(prompt_tokens=512, parallel=1, generated=128, prefill_speed=1000.0, decode_speed=50.0)
+    records = port.application.benchmarks
+    for at, model in enumerate(("tiny", "other", "tiny")):
+        records.store(
+            BenchmarkRecord(
+                node=studio.node,
+                model=model,
+                fingerprint="tiny-1",
+                system=f"macOS {at}",
+                measured=100.0 + at,
+                max_prompt=9,
+                runs=(run,),
+            )
+        )
+    found = (await boss.get("/api/v1/benchmarks")).json()["benchmarks"]
+    assert [(row["model"], row["measured"]) for row in found] == [("tiny", 102.0), ("other", 101.0), ("tiny", 100.0)]
+    assert found[0]["node"] == {"id": studio.node, "name": "studio"}
+    one = (await boss.get("/api/v1/benchmarks", params={"model": "other"})).json()["benchmarks"]
+    assert [row["model"] for row in one] == ["other"]
+    (tiny,) = (await boss.get("/api/v1/models")).json()["models"]
+    assert tiny["nodes"][0]["benchmark"]["measured"] == 102.0

@@ -1,0 +1,157 @@
+"""Models and commands about them through the API of the coordinator, with nodes on real links."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.cluster.cluster_port import Line, Port, a_report
+from tests.support.cluster.loopback_cluster import a_memory, a_model
+from wire.frames import Failed, Finished, Frame, LoadModel, ProfileModel, Refusal, UnloadModel
+from wire.identity import NodeId
+from wire.refusals import RefusalCode, Refused
+from wire.report import Model
+from wire.units import GIB
+
+MEASURED = a_model(
+    "tiny", profiled=True, max_context=7777, max_batch=3, kv_per_token=5, observed=6, residual=7, covered=8
+)
+
+
+async def node(port: Port, name: str, *models: Model) -> tuple[NodeId, Line]:
+    who = port.member(name)
+    line = await port.link(who, a_report(models=models, memory=a_memory(8 * GIB)))
+    await port.until(lambda: port.state(who) == "ready")
+    return who.node, line
+
+
+def known(**fields: Any) -> Model:
+    return a_model("tiny", **{"loaded": False, **fields})
+
+
+async def command(
+    boss: httpx.AsyncClient, verb: str, answers: list[tuple[Line, Any]], kind: type[Any], **body: Any
+) -> httpx.Response:
+    """Send a command; each line answers the frame of this kind with `make(number)`."""
+    asking = asyncio.create_task(boss.post(f"/api/v1/models/{verb}", json={"model": "tiny", **body}))
+    for line, make in answers:
+        frame = await line.until(kind)
+        assert frame.model == "tiny"
+        line.send(make(frame.request))
+    return await asking
+
+
+def finish(number: int) -> Frame:
+    return Finished(number, (), 0, 0)
+
+
+def rows(answer: httpx.Response) -> list[dict[str, Any]]:
+    """Return the rows of the nodes without their times."""
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    listed = found["nodes"] if "nodes" in found else [found["node"]]
+    for row in listed:
+        assert 0.0 <= row.pop("seconds") < 60.0
+    return listed
+
+
+async def test_a_model_is_loaded_on_the_named_node(port: Port, boss: httpx.AsyncClient):
+    await node(port, "studio", known())
+    mini, line = await node(port, "mini", known())
+    answer = await command(boss, "load", [(line, finish)], LoadModel, node="mini")
+    assert rows(answer) == [{"id": mini, "name": "mini", "already": False}]
+
+
+async def test_a_loaded_model_is_not_loaded_again(port: Port, boss: httpx.AsyncClient):
+    studio, _ = await node(port, "studio", known(loaded=True))
+    answer = await command(boss, "load", [], LoadModel, node="studio")
+    assert rows(answer) == [{"id": studio, "name": "studio", "already": True}]
+
+
+async def test_a_load_that_fails_has_the_status_and_the_text_of_the_node(port: Port, boss: httpx.AsyncClient):
+    _, line = await node(port, "studio", known())
+    refused = Refused(RefusalCode.TOO_LARGE, "needs 43.5 GB, this node can give 31.0 GB")
+    answer = await command(boss, "load", [(line, lambda number: Refusal(number, refused, None))], LoadModel)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, RefusalCode.TOO_LARGE.value)
+    assert "43.5 GB" in answer.json()["error"]["message"]
+    failed = await command(
+        boss, "load", [(line, lambda number: Failed(number, "engine_died", "it crashed"))], LoadModel, node="studio"
+    )
+    assert failed.status_code >= 500
+    assert "it crashed" in failed.json()["error"]["message"]
+
+
+async def test_a_model_is_unloaded_from_every_node_that_has_it(port: Port, boss: httpx.AsyncClient):
+    studio, first = await node(port, "studio", known(loaded=True))
+    mini, second = await node(port, "mini", known(loaded=True))
+    await node(port, "other", known())
+    answer = await command(boss, "unload", [(first, finish), (second, finish)], UnloadModel)
+    assert rows(answer) == [
+        {"id": studio, "name": "studio", "already": False},
+        {"id": mini, "name": "mini", "already": False},
+    ]
+
+
+async def test_a_fault_of_one_node_names_the_nodes_that_succeeded(port: Port, boss: httpx.AsyncClient):
+    _, first = await node(port, "studio", known(loaded=True))
+    _, second = await node(port, "mini", known(loaded=True))
+    busy = Refused(RefusalCode.NOT_READY, "tiny is in use")
+    answers = [(first, finish), (second, lambda number: Refusal(number, busy, None))]
+    answer = await command(boss, "unload", answers, UnloadModel)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == "mini: tiny is in use; unloaded on studio"
+
+
+async def test_a_profile_has_the_measured_values(port: Port, boss: httpx.AsyncClient):
+    studio, line = await node(port, "studio", known(loaded=True))
+    finished = [(line, lambda number: Finished(number, (), 0, 0, measured=MEASURED))]
+    (row,) = rows(await command(boss, "profile", finished, ProfileModel))
+    assert row == {
+        "id": studio,
+        "name": "studio",
+        "already": False,
+        "measured": {
+            "max_context": 7777,
+            "max_batch": 3,
+            "kv_per_token": 5,
+            "transient": 6,
+            "residual": 7,
+            "covered": 8,
+        },
+    }
+
+
+@pytest.mark.parametrize("verb", ["load", "unload", "profile"])
+async def test_commands_for_unknown_models_and_nodes_are_refused(port: Port, boss: httpx.AsyncClient, verb: str):
+    await node(port, "studio", known())
+    for body, status, code in (
+        ({"model": "bad\nname"}, 400, "invalid_request"),
+        ({"model": "tiny", "node": "nowhere"}, 404, "node_not_found"),
+        ({"model": "other"}, 404, "model_not_found"),
+    ):
+        answer = await boss.post(f"/api/v1/models/{verb}", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), body
+
+
+async def test_models_have_their_state_and_version_on_each_node(port: Port, boss: httpx.AsyncClient):
+    studio, _ = await node(port, "studio", known(loaded=True, prefill_speed=100.04, decode_speed=20.05))
+    mini, _ = await node(port, "mini", known(fingerprint="tiny-2", cause="its files are damaged"), known_other())
+    found = (await boss.get("/api/v1/models")).json()
+    names = [row["name"] for row in found["models"]]
+    assert (names, found["aliases"]) == (["other", "tiny"], [])
+    tiny = found["models"][1]
+    assert (tiny["kind"], tiny["weights"], tiny["context"], tiny["fingerprint"]) == ("chat", GIB, 4096, "tiny-1")
+    loaded, damaged = tiny["nodes"]
+    assert (loaded["id"], loaded["name"], loaded["state"]) == (studio, "studio", "ready")
+    assert (loaded["model"], loaded["progress"], loaded["identity"]) == ("loaded", 1.0, "sampled")
+    assert (loaded["prefill_speed"], loaded["decode_speed"]) == (100.0, 20.1)
+    assert (loaded["measured"], loaded["benchmark"]) == (None, None)
+    assert (damaged["id"], damaged["model"], damaged["cause"]) == (mini, "failed", "its files are damaged")
+    assert damaged["identity"] != loaded["identity"]
+
+
+def known_other() -> Model:
+    return a_model(
+        "other", loaded=False, loading=True, progress=0.5, profiled=True, max_context=9, quantization="4-bit"
+    )

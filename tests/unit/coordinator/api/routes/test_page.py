@@ -1,0 +1,21 @@
+"""Sign-in to the page through the API of the coordinator."""
+
+import httpx
+
+from tests.support.cluster.cluster_port import Port
+
+
+async def test_a_link_signs_in_once_and_the_session_ends(port: Port, boss: httpx.AsyncClient):
+    link = (await boss.post("/api/v1/page/links")).json()
+    code = link["url"].partition("#in=")[2]
+    assert (link["seconds"], link["url"].startswith("http://127.0.0.1:8080/#in=")) == (120.0, True)
+    entered = await boss.post("/api/v1/page/visits", json={"code": code})
+    assert entered.json()["key"]
+    again = await boss.post("/api/v1/page/visits", json={"code": code})
+    assert (again.status_code, again.json()["error"]["code"]) == (401, "link_used_up")
+    async with port.client_of(entered.json()["key"]) as visitor:
+        assert (await visitor.get("/api/v1/status")).status_code == 200
+        assert (await visitor.delete("/api/v1/page/visit")).json() == {"schema": 1}
+        assert (await visitor.get("/api/v1/status")).status_code == 401
+    other = await boss.delete("/api/v1/page/visit")
+    assert (other.status_code, other.json()["error"]["code"]) == (404, "no_session")
