@@ -2,21 +2,25 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from node.engine.embedding.forward import EmbeddingForward
 from node.engine.embedding.layer_states import choose_pauses, count_layers, record_layers
 from node.engine.kv.kv_cache import evaluate
+from node.engine.memory.footprint import MlxPeakTracker
 from node.engine.memory.gate import GateSite
 from tests.models import TRAINED
 from tests.support.engine.embedders import make_embedder, make_reranker
 from tests.support.engine.encoders import LAYERS as ENCODER_LAYERS
 from tests.support.engine.encoders import make_encoder
 from tests.support.engine.text_engine import Driver
-from wire.frames import Failed, Finished, GenerationParams, Refusal, Vectors
+from wire.frames import Failed, Finished, Frame, GenerationParams, Refusal, Vectors
+from wire.units import MIB
 
 LAYERS = 2
 TEXTS = ("a text of some words " * 3, "hello", "what is the capital of France?", "x y z")
@@ -209,3 +213,46 @@ def test_a_fault_in_a_later_part_ends_its_request(driver: Driver, monkeypatch: p
 
 def _raise_fault(*arrays: mx.array) -> None:
     raise RuntimeError("the GPU is gone")
+
+
+class PlainForward(EmbeddingForward):
+    """Forward of arrays without a model."""
+
+    def complete(self) -> list[Frame]:
+        """Return no frames."""
+        return []
+
+
+def test_the_need_of_the_remaining_parts_is_without_the_bytes_that_are_held():
+    requests = [cast("Any", SimpleNamespace(number=number)) for number in (7, 8)]
+    forward = PlainForward(requests, 9, 10 * MIB, [["first"], ["second"], ["third"]])
+    assert (forward.number, PlainForward(requests[:1], 9, 0, []).number) == (0, 7)
+    assert (forward.need, forward.has_begun, forward.has_ended) == (10 * MIB, False, False)
+    peak, held = MlxPeakTracker(), list[mx.array]()
+    for size, needs in ((2 * MIB, 8 * MIB), (16 * MIB, 0)):
+        peak.mark()
+        assert forward.take_arrays(rest=False)
+        transient = mx.ones((4 * MIB,), mx.uint8)
+        held.append(mx.ones((size,), mx.uint8))
+        evaluate([transient, held[-1]])
+        del transient
+        forward.record_part(0.25, peak)
+        assert abs(forward.need - needs) < MIB // 8
+    assert (forward.seconds, forward.has_begun, forward.has_ended) == (0.5, True, False)
+    assert forward.take_arrays(rest=True) == ["third"]
+    assert forward.has_ended
+
+
+def test_the_rest_of_a_forward_is_its_last_arrays():
+    forward = PlainForward([cast("Any", SimpleNamespace(number=7))], 9, 0, [["first"], ["second"], ["third"]])
+    assert forward.take_arrays(rest=True) == ["third"]
+    assert forward.has_ended
+
+
+def test_a_request_that_does_not_belong_to_a_forward_is_not_removed_from_it():
+    one, other = (cast("Any", SimpleNamespace(number=number)) for number in (7, 8))
+    forward = PlainForward([one], 9, 0, [])
+    forward.remove_request(other)
+    assert forward.requests == [one]
+    forward.remove_request(one)
+    assert forward.requests == []
