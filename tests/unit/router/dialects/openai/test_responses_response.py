@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from router.dialects.openai.responses import ResponsesRoute
+from router.dispatch.request import CompleteAnswer
 from router.errors import Problem
 from tests.support.answers import CALL, CREATED, CROWDED, CUT, FINISHED, SAID, asked, events, streamed, whole
 from wire.frames import Channel, Finished, Message
@@ -157,3 +158,27 @@ def test_failed_stream_keeps_its_text_and_has_the_reason(broken: Problem, code: 
     assert found[-2][0] == "response.output_item.done"
     assert found[-2][1]["item"]["status"] == "incomplete"
     assert failed["output"][0]["content"] == REASONING
+
+
+PATCH = '{"index":0,"id":"call_1","name":"patch","arguments":"{\\"input\\":\\"+ x\\"}"}'
+
+
+def test_a_call_of_a_custom_tool_is_a_custom_call_with_its_text():
+    tools = [{"type": "custom", "name": "patch"}]
+    answer = CompleteAnswer({}, {0: (PATCH,)}, {}, "tiny-1")
+    (item,) = whole(ResponsesRoute(), answer, input="hi", tools=tools)["output"]
+    expected = {"type": "custom_tool_call", "call_id": "call_1", "name": "patch", "input": "+ x", "status": "completed"}
+    assert item == expected | {"id": item["id"]}
+    shown = [
+        data for _, data in events(streamed(ResponsesRoute(), (Channel.TOOL_CALL, PATCH), input="hi", tools=tools))
+    ]
+    added = next(data for data in shown if data["type"] == "response.output_item.added")
+    assert added["item"] == expected | {"id": added["item"]["id"], "input": "", "status": "in_progress"}
+    where = {"item_id": added["item"]["id"], "output_index": 0}
+    filled = [data for data in shown if "custom_tool_call_input" in data["type"]]
+    assert [{key: value for key, value in data.items() if key != "sequence_number"} for data in filled] == [
+        {"type": "response.custom_tool_call_input.delta", "delta": "+ x", **where},
+        {"type": "response.custom_tool_call_input.done", "input": "+ x", **where},
+    ]
+    done = next(data for data in shown if data["type"] == "response.output_item.done")
+    assert done["item"] == expected | {"id": added["item"]["id"]}
