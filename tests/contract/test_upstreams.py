@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from router.admission.rate_limits import KeyLimits
+from router.dispatch.circuit_breaker import MAX_FAULTS, SAME_FAULT_SECONDS
 from router.dispatch.counters import UPSTREAM_OUTCOMES
 from router.profiles import ProfileSettings
 from router.settings import RouterSettings
@@ -393,3 +394,68 @@ async def test_proxies_of_the_environment_are_not_used(server: str, key_file: Pa
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     async with served(server, key_file) as cluster, library(cluster) as client:
         assert (await client.chat.completions.create(model="coder", messages=MESSAGES)).model == "upstream:home/far"
+
+
+async def test_faults_of_requests_do_not_pause_the_upstream(server: str, key_file: Path):
+    async with served(server, key_file, "status-400") as cluster, plain(cluster) as client:
+        cluster.nodes["studio"].models = (a_model("other"),)  # pyright: ignore
+        cluster.report()
+        body = {"model": "coder", "messages": MESSAGES}
+        for _ in range(MAX_FAULTS + 1):
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert "the upstream home answered 400: bad request" in answer.text
+            await asyncio.sleep(SAME_FAULT_SECONDS + 0.01)
+        assert counts(cluster) == {"refused": MAX_FAULTS + 1}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_uncounted_answer_is_counted_by_its_size(server: str, key_file: Path, stream: bool):
+    async with served(server, key_file, "uncounted") as cluster, plain(cluster) as client:
+        messages = [{"role": "user", "content": "x" * 4000}]
+        body = {"model": "coder", "messages": messages, "stream": stream}
+        answer = await client.post("/v1/chat/completions", json=body)
+        (record,) = cluster.dispatcher.history.records
+        assert record.prompt_tokens is not None
+        assert 1000 <= record.prompt_tokens < 1050, "a token has 4 bytes"
+        if stream:
+            assert record.completion_tokens == 4
+        else:
+            assert record.completion_tokens == pytest.approx(len(answer.content) / 4, abs=10)
+        totals = cluster.dispatcher.counters.upstreams["home"]
+        assert (totals.prompt_tokens, totals.completion_tokens) == (record.prompt_tokens, record.completion_tokens)
+
+
+async def test_token_ids_of_a_prompt_are_counted_as_they_are(server: str, key_file: Path):
+    async with served(server, key_file, "uncounted") as cluster, plain(cluster) as client:
+        answer = await client.post("/v1/completions", json={"model": "coder", "prompt": list(range(1, 401))})
+        assert answer.status_code == 200, answer.text
+        (record,) = cluster.dispatcher.history.records
+        assert record.prompt_tokens == 400
+
+
+async def test_tokens_of_a_failed_answer_are_counted_after_its_first_byte(server: str, key_file: Path):
+    body = {"model": "coder", "messages": [{"role": "user", "content": "x" * 4000}], "stream": True}
+    for fault, completion in (("status-500", 0), ("not-json", 1)):
+        async with served(server, key_file, fault) as cluster, plain(cluster) as client:
+            await client.post("/v1/chat/completions", json=body)
+            totals = cluster.dispatcher.counters.upstreams["home"]
+            assert totals.completion_tokens == completion, fault
+            assert (1000 <= totals.prompt_tokens < 1050) if completion else totals.prompt_tokens == 0, fault
+
+
+async def test_a_stream_that_ends_before_its_first_event_is_one_error(key_file: Path):
+    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + b'data: {"choices"')
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(cut, "127.0.0.1", 0)
+    async with server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        async with served(url, key_file) as cluster, plain(cluster) as client:
+            body = {"model": "coder", "messages": MESSAGES, "stream": True}
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_failed")
+            assert "ended its stream in the middle of the answer" in answer.text
+            assert counts(cluster) == {"failed": 1}

@@ -71,3 +71,16 @@ def test_template_arguments_of_the_request_win():
 )
 def test_a_fault_is_one_sentence(profiles: dict[str, ProfileSettings], fault: str):
     assert find_profile_fault(profiles) == fault
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [
+        ProfileSettings(),
+        ProfileSettings(max_tokens=100),
+        ProfileSettings(context_limit=100),
+        ProfileSettings(chat_template_kwargs={"enable_thinking": False}),
+    ],
+)
+def test_a_profile_may_have_any_part(profile: ProfileSettings):
+    assert find_profile_fault({"fast": profile}) == ""

@@ -46,3 +46,10 @@ def test_a_model_fits_into_a_header(model: str):
 
 def test_the_label_names_upstream_and_model():
     assert get_upstream_label("home", UpstreamSettings(url="https://h/v1", model="gpt")) == "upstream:home/gpt"
+
+
+@pytest.mark.parametrize(
+    "url", ["https://example.com/v1\x7f", "https://example.com/\u202ev1", "https://example.com/v 1"]
+)
+def test_a_url_has_only_characters_that_can_be_read(url: str):
+    assert fault(url) == "the url of the upstream home must be https://HOST/v1"

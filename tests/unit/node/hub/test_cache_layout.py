@@ -1,6 +1,7 @@
 """The layout of a repository in the cache: nothing is written outside of its folder."""
 
 import hashlib
+import threading
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,42 @@ def test_remove_parts_leaves_files_of_other_tools(folder: RepositoryFolder):
     other.touch()
     folder.remove_parts()
     assert sorted(path.name for path in folder.blobs.iterdir()) == [ETAG, other.name]
+
+
+def test_a_repository_is_locked_beside_the_locks_of_other_tools(folder: RepositoryFolder):
+    other_tool = folder.hub / ".locks" / folder.root.name / f"{ETAG}.lock"
+    other_tool.parent.mkdir(parents=True)
+    other_tool.touch()
+    with folder.lock():
+        assert RepositoryFolder(folder.hub, "a/b").is_locked()
+    assert other_tool.exists()
+
+
+def test_is_locked_writes_nothing(folder: RepositoryFolder):
+    assert not folder.is_locked()
+    assert [path.name for path in folder.hub.iterdir()] == [folder.root.name]
+
+
+def test_the_lock_is_never_opened_through_a_link(folder: RepositoryFolder, tmp_path: Path):
+    folder.lock_file.parent.mkdir(parents=True)
+    folder.lock_file.symlink_to(tmp_path / "outside")
+    with pytest.raises(OSError, match="symbolic links"), folder.lock():
+        pass
+    assert not (tmp_path / "outside").exists()
+
+
+def test_lock_waits_for_a_holder_that_ends_soon(folder: RepositoryFolder):
+    held, free = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with folder.lock():
+            held.set()
+            free.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert held.wait(20)
+    threading.Timer(0.2, free.set).start()
+    with RepositoryFolder(folder.hub, "a/b").lock():
+        assert free.is_set()
+    holder.join()

@@ -149,3 +149,11 @@ def test_hash_file_returns_none_if_the_file_changes_meanwhile(tmp_path: Path):
     file.write_bytes(CONTENT)
     assert hash_file(file, lambda _: None) == record_digest(file, SHA256)
     assert hash_file(file, lambda _: file.write_bytes(b"longer than before")) is None
+
+
+def test_the_lock_of_the_store_is_private_and_can_be_taken_again(tmp_path: Path):
+    store = DigestStore(tmp_path / "state" / "digests.json")
+    for _ in range(2):
+        store.add({})
+    (lock,) = (path for path in (tmp_path / "state").iterdir() if path.name.endswith(".lock"))
+    assert stat.S_IMODE(lock.stat().st_mode) == 0o600

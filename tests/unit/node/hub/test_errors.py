@@ -31,3 +31,11 @@ def test_describe_refusal_names_cause_and_next_step(
 @pytest.mark.parametrize("status", [200, 206, 429, 500, 503])
 def test_describe_refusal_ignores_other_statuses(status: int):
     assert describe_refusal(status, "", "a/b", has_token=False) is None
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_describe_refusal_takes_a_removed_file_for_a_missing_one(status: int):
+    error = describe_refusal(status, "EntryNotFound", "x of a/b", has_token=False)
+    assert error is not None
+    assert (error.code, error.retry_after) == (ModelOrderCode.NOT_FOUND, 0.0)
+    assert error.message == str(error) == "x of a/b does not exist: check its revision and file names"

@@ -1,13 +1,16 @@
 """Places of models, and their removal: nothing outside of the model's own folder is deleted."""
 
 import os
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from node.hub.cache_layout import RepositoryFolder
 from node.hub.errors import ModelFileError
 from node.hub.model_places import locate_model, remove_model
+from node.models.folders import find_snapshots
 from node.settings import ModelSettings
 from wire.frames.model_files import ModelOrderCode
 
@@ -150,3 +153,45 @@ def test_locate_model_refuses_unknown_names(disk: Disk, name: str):
 
 def test_locate_model_refuses_the_embedded_model(disk: Disk):
     disk.refuse("macpool-tiny", ModelOrderCode.INVALID)
+
+
+class Interruption:
+    """Fault of the disk, which refuses to remove one path. Python never removes an audit hook: use one instance."""
+
+    path = ""
+
+    def __init__(self) -> None:
+        sys.addaudithook(self._audit)
+
+    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self.path and event in ("os.remove", "shutil.rmtree") and str(arguments[0]) == self.path:
+            raise OSError("the disk is gone")
+
+
+INTERRUPTION = Interruption()
+
+
+def interrupt(disk: Disk, name: str, folder: Path, decisive: set[str]) -> None:
+    """Interrupt the removal of a model at its last entry that is not decisive for its name."""
+    names = [path.name for path in folder.iterdir()]
+    while names[-1] in decisive:
+        (folder / f"more-{len(names)}").write_bytes(b"x")
+        names = [path.name for path in folder.iterdir()]
+    INTERRUPTION.path = str(folder / names[-1])
+    with pytest.raises(OSError, match="the disk is gone"):
+        disk.remove(name)
+    INTERRUPTION.path = ""
+
+
+def test_a_model_whose_removal_was_interrupted_is_removed_by_the_next(disk: Disk):
+    interrupt(disk, "me/tiny", disk.model, {"config.json"})
+    assert locate_model(disk.settings, "me/tiny", disk.environment).folder == disk.model
+    disk.remove("me/tiny")
+    assert not disk.model.exists()
+
+
+def test_a_repository_whose_removal_was_interrupted_is_no_model_any_more(disk: Disk):
+    interrupt(disk, "hub/tiny", disk.repository.root, {"refs", "snapshots"})
+    assert list(find_snapshots(disk.hub)) == []
+    disk.remove("hub/tiny")
+    assert not disk.repository.root.exists()

@@ -4,6 +4,7 @@ import hashlib
 import random
 from pathlib import Path
 
+import psutil
 import pytest
 
 from node.hub.cache_layout import RepositoryFolder
@@ -107,3 +108,36 @@ def test_discard_begins_with_an_empty_file(folder: RepositoryFolder):
     part.discard()
     assert (list_pieces(part), part.received_bytes) == ([], 0)
     assert list_pieces(open_part(folder)) == []
+
+
+def test_pieces_survive_several_interruptions(folder: RepositoryFolder):
+    write(open_part(folder), 3, 1)
+    write(open_part(folder), 0)
+    part = open_part(folder)
+    assert (list_pieces(part), part.received_bytes) == ([0, 1, 3], 2500)
+
+
+def test_pieces_of_a_smaller_size_begin_again(folder: RepositoryFolder):
+    write(open_part(folder, 500), 0, 6)
+    part = open_part(folder, 3000)
+    assert (list_pieces(part), part.received_bytes) == ([], 0)
+
+
+def test_read_piece_returns_each_piece_alone(folder: RepositoryFolder):
+    part = open_part(folder)
+    write(part, 0, 1, 2, 3)
+    assert [part.read_piece(piece) for piece in range(4)] == [CONTENT[at : at + PIECE] for at in range(0, 3500, PIECE)]
+
+
+def test_every_end_releases_the_descriptors(folder: RepositoryFolder):
+    process = psutil.Process()
+    before = process.num_fds()
+    part = open_part(folder)
+    part.discard()
+    part.close()
+    part.close()
+    assert process.num_fds() == before
+    part = open_part(folder)
+    write(part, 0, 1, 2, 3)
+    part.finish()
+    assert process.num_fds() == before

@@ -1,6 +1,8 @@
 """Files that serving needs."""
 
-from node.hub.prediction.file_selection import select_files
+import pytest
+
+from node.hub.prediction.file_selection import is_weight_file, select_files
 from wire.models.files import ModelFile
 
 
@@ -44,3 +46,18 @@ def test_select_files_skips_code_other_formats_and_pictures():
 
 def test_select_files_keeps_other_safetensors_without_weights_of_the_usual_name():
     assert split("config.json", "weights.safetensors") == (["config.json", "weights.safetensors"], [])
+
+
+@pytest.mark.parametrize(
+    ("path", "is_weight"),
+    [
+        ("model.safetensors", True),
+        ("model-00001-of-00002.safetensors", True),
+        ("model-fp8/part.safetensors", False),
+        ("original/model.safetensors", False),
+        ("Model.safetensors", False),
+        ("model.safetensors.index.json", False),
+    ],
+)
+def test_only_files_next_to_the_config_are_weights(path: str, is_weight: bool):
+    assert is_weight_file(path) == is_weight

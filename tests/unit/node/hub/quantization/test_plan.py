@@ -217,3 +217,13 @@ def test_tensors_without_offsets_or_shape_are_a_refusal(tmp_path: Path, entry: d
     with pytest.raises(ModelFileError, match=r"model\.safetensors: ") as caught:
         read_tensors(tmp_path)
     assert caught.value.code == ModelOrderCode.INVALID
+
+
+def test_prepare_creates_the_folders_of_a_new_publisher(models: Models):
+    plan = models.plan(name="new/group/tiny")
+    plan.prepare()
+    assert plan.target.parent == models.folder / "new" / "group"
+    assert plan.target.parent.is_dir()
+    plan.discard()
+    assert not (models.folder / "new").exists()
+    assert models.folder.is_dir()

@@ -2,6 +2,8 @@
 
 import asyncio
 import hashlib
+import json
+import os
 import random
 import threading
 from pathlib import Path
@@ -12,7 +14,7 @@ import pytest
 from node.hub.cache_layout import RepositoryFolder
 from node.hub.download.part_file import PartFile
 from node.hub.serving.served_repository import CacheRepository
-from node.hub.serving.server import PENDING, HubServer
+from node.hub.serving.server import PENDING, READ_BYTES, SEND_BYTES, HubServer
 from wire.models.files import ModelFile, ModelManifest
 
 PIECE = 1000
@@ -57,9 +59,10 @@ class Answer:
         self.complete = not message.get("more_body", False)
 
 
-def get(server: HubServer, path: str, method: str = "GET", **headers: str) -> Answer:
+def get(server: HubServer, path: str, method: str = "GET", answer: Answer | None = None, **headers: str) -> Answer:
+    answer, received = answer or Answer(), [{"type": "http.request"}]
+
     async def run() -> Answer:
-        answer = Answer()
         path_only, _, query = path.partition("?")
         scope = {
             "type": "http",
@@ -71,6 +74,8 @@ def get(server: HubServer, path: str, method: str = "GET", **headers: str) -> An
         }
 
         async def receive() -> dict[str, Any]:
+            if received:
+                return received.pop()
             await asyncio.sleep(60)
             return {"type": "http.disconnect"}
 
@@ -208,3 +213,111 @@ def test_measure_idle_is_zero_during_a_request(folder: RepositoryFolder):
     reader.join()
     reader.join(0.05)
     assert 0 < server.measure_idle() < 30
+
+
+def test_an_empty_file_is_sent(tmp_path: Path):
+    folder = RepositoryFolder(tmp_path / "hub", "a/b")
+    folder.prepare()
+    empty = ModelFile("empty.txt", 0, hashlib.sha256(b"").hexdigest())
+    manifest = ModelManifest("a/b", "c" * 40, (empty,))
+    server = HubServer(CacheRepository(folder.hub, manifest).find, wait_seconds=0.1)
+    folder.get_blob(empty.etag).touch()
+    answer = get(server, "/a/b/resolve/main/empty.txt")
+    assert (answer.status, answer.body, answer.complete) == (200, b"", True)
+    assert answer.headers["content-length"] == "0"
+    assert get(server, "/a/b/resolve/main/empty.txt", range="bytes=0-").status == 416
+
+
+@pytest.mark.parametrize("start", [2000, 2500, 2999])
+def test_a_range_that_begins_in_a_missing_piece_gets_503(server: HubServer, folder: RepositoryFolder, start: int):
+    part = PartFile(folder, FILE, PIECE)
+    part.open()
+    for piece in (0, 1, 3):
+        first, end = part.get_extent(piece)
+        part.write_piece(piece, CONTENT[first:end])
+    assert get(server, PATH, range=f"bytes={start}-3499").status == 503
+    part.close()
+
+
+def test_a_missing_file_is_named_with_its_state(server: HubServer, folder: RepositoryFolder):
+    idle = "model.safetensors is not complete, and no download is in progress here"
+    assert get(server, PATH).headers["x-error-message"] == idle
+    with folder.lock():
+        message = get(server, PATH).headers["x-error-message"]
+    assert message == "model.safetensors is still being downloaded here"
+
+
+def test_a_fault_of_the_disk_gets_500_with_its_name(server: HubServer, folder: RepositoryFolder, tmp_path: Path):
+    folder.lock_file.parent.mkdir(parents=True)
+    (tmp_path / "outside").touch()
+    folder.lock_file.symlink_to(tmp_path / "outside")
+    answer = get(server, PATH)
+    assert (answer.status, answer.complete) == (500, True)
+    assert "symbolic links" in answer.headers["x-error-message"]
+    assert answer.body == b'{"error":"%s"}' % answer.headers["x-error-message"].encode()
+
+
+def test_other_protocols_get_no_answer(server: HubServer):
+    answer = Answer()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.disconnect"}
+
+    for kind in ("lifespan", "websocket"):
+        asyncio.run(server({"type": kind}, receive, answer.send))
+    assert (answer.status, answer.body) == (0, b"")
+
+
+def test_a_file_that_becomes_shorter_ends_its_body_early(server: HubServer, folder: RepositoryFolder):
+    put_blob(folder)
+
+    class Cutter(Answer):
+        """Answer during which another program cuts the file."""
+
+        async def send(self, message: Any) -> None:
+            if message["type"] == "http.response.start":
+                os.truncate(folder.get_blob(FILE.etag), 1500)
+            await super().send(message)
+
+    answer = get(server, PATH, answer=Cutter())
+    assert (answer.status, answer.body, answer.complete) == (200, CONTENT[:1500], False)
+    assert server.sent_bytes == 1500
+    assert server.measure_idle() > 0
+
+
+def test_bodies_longer_than_a_block_are_sent_whole(tmp_path: Path):
+    folder = RepositoryFolder(tmp_path / "hub", "a/b")
+    folder.prepare()
+    content = random.Random(4).randbytes(2 * READ_BYTES + SEND_BYTES + 5)
+    large = ModelFile("model.safetensors", len(content), hashlib.sha256(content).hexdigest())
+    folder.get_blob(large.etag).write_bytes(content)
+    server = HubServer(CacheRepository(folder.hub, ModelManifest("a/b", "c" * 40, (large,))).find)
+    answer = get(server, PATH, range="bytes=7-")
+    assert answer.body == content[7:]
+    assert (answer.status, answer.complete, server.sent_bytes) == (206, True, len(content) - 7)
+
+
+def test_the_api_describes_repository_and_tree(server: HubServer):
+    plain = json.loads(get(server, "/api/models/a/b").body)
+    assert (plain["id"], plain["sha"]) == ("a/b", MANIFEST.commit)
+    assert plain["siblings"] == [{"rfilename": FILE.path}, {"rfilename": SMALL.path}]
+    for value in ("true", "True", "1"):
+        path = f"/api/models/a/b/revision/{MANIFEST.commit}?blobs={value}"
+        assert json.loads(get(server, path).body)["siblings"] == [
+            {
+                "rfilename": FILE.path,
+                "size": FILE.size,
+                "blobId": "0" * 40,
+                "lfs": {"sha256": FILE.sha256, "size": FILE.size, "pointerSize": 135},
+            },
+            {"rfilename": SMALL.path, "size": SMALL.size, "blobId": SMALL.git_sha1},
+        ]
+    assert json.loads(get(server, "/api/models/a/b/revision/main?blobs=false").body) == plain
+    tree = json.loads(get(server, "/api/models/a/b/tree/main").body)
+    assert [(one["type"], one["path"], one["size"]) for one in tree] == [
+        ("file", file.path, file.size) for file in MANIFEST.files
+    ]
+    assert (tree[0]["lfs"]["oid"], tree[1]["oid"]) == (FILE.sha256, SMALL.git_sha1)
+    whole, head = (get(server, "/api/models/a/b", method) for method in ("GET", "HEAD"))
+    assert whole.headers["content-length"] == str(len(whole.body))
+    assert (head.status, head.body, head.headers) == (200, b"", whole.headers)

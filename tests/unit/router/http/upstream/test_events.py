@@ -92,3 +92,16 @@ def test_only_valid_token_counts_are_read(usage: object, found: Usage | None):
 def test_a_chunk_with_a_finish_reason_ends_a_choice():
     assert is_finished([{"finish_reason": None}, {"finish_reason": "stop"}])
     assert not is_finished([{"finish_reason": None}, "x"])
+
+
+def test_feed_refuses_a_large_event_that_arrives_at_once():
+    line = b"data: " + b"x" * (MAX_EVENT_BYTES // 2) + b"\n"
+    assert len(EventReader().feed(line + b"\n" + line + b"\n")) == 2
+    with pytest.raises(UpstreamStreamError, match="more than 1048576 bytes"):
+        EventReader().feed(line + line + b"\n")
+
+
+def test_objects_and_their_choices_are_returned():
+    assert parse_object(b'{"a": [1]}') == {"a": [1]}
+    assert check_answer({"choices": [{"index": 0}], "error": None}) == [{"index": 0}]
+    assert check_answer({"choices": []}) == []
