@@ -24,6 +24,7 @@ class Request:
     path: str
     range: str
     authorization: str
+    headers: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -143,6 +144,12 @@ class Hub:
         for key in [key for key in self._repositories if key[0] == repo]:
             del self._repositories[key]
 
+    def reset(self) -> None:
+        """Forget all repositories, faults and requests."""
+        self._repositories.clear()
+        self.faults, self.sent_bytes = Faults(), 0
+        self.requests.clear()
+
     def count_bytes(self) -> int:
         """Return the bytes of all requested ranges."""
         return sum(request.size for request in self.requests)
@@ -155,7 +162,8 @@ class Hub:
             return
         headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         path = scope["path"]
-        self.requests.append(Request(scope["method"], path, headers.get("range", ""), headers.get("authorization", "")))
+        own = (headers.get("range", ""), headers.get("authorization", ""))
+        self.requests.append(Request(scope["method"], path, *own, headers))
         answer = next((one for one in self.faults.answers if one.times > 0 and one.path in path), None)
         if answer is not None:
             answer.times -= 1

@@ -67,6 +67,9 @@ class World:
         self.loading: dict[NodeId, set[str]] = {}
         self.states: dict[NodeId, str] = {}
         self.waiting: list[tuple[int, WeightedKey, str, float]] = []
+        self.demands: dict[int, ResourceDemand] = {}
+        self.refused: dict[int, frozenset[NodeId]] = {}
+        self.load_seconds: dict[NodeId, float] = {}
         self.running: dict[NodeId, dict[str, list[ModelUse]]] = {}
         self.ledger = ReservationLedger()
         self.swaps = SwapPlanner(LONGEST)
@@ -88,7 +91,12 @@ class World:
     def view(self, node: NodeId) -> NodeView:
         loading, loaded = self.loading.get(node, set[str]()), self.loaded[node]
         models = {
-            name: msgspec.structs.replace(one, loaded=name in loaded, loading=name in loading)
+            name: msgspec.structs.replace(
+                one,
+                loaded=name in loaded,
+                loading=name in loading,
+                load_seconds=self.load_seconds.get(node, one.load_seconds),
+            )
             for name, one in self.models.items()
         }
         taken = sum(self.models[name].weights for name in loaded | loading) + GIB
@@ -109,10 +117,11 @@ class World:
         waiting: list[model_swaps.SwapCandidate] = []
         keys: dict[str, dict[str, int]] = {}
         for ticket, owner, name, since in sorted(self.waiting, key=lambda one: one[3]):
-            demand = ResourceDemand(name, 400, 100)
+            demand = self.demands.get(ticket, ResourceDemand(name, 400, 100))
             trials = msgspec.structs.replace(FIRST, waiting=ticket)
             seen = tuple(evaluate_node(node, demand, self.ledger, self.now, {}, trials, {}) for node in nodes.values())
-            waiting.append(model_swaps.SwapCandidate(ticket, owner, name, since, seen))
+            refused = self.refused.get(ticket, frozenset())
+            waiting.append(model_swaps.SwapCandidate(ticket, owner, name, since, seen, refused))
             keys.setdefault(name, {})[owner.name] = owner.weight
         return SwapInput(nodes, waiting, keys, self.running, self.ledger.turns)
 
@@ -316,23 +325,46 @@ def test_slice_ends_before_the_deadline_of_a_waiting_request():
     assert world.begun(0.2) == [(N1, "b", {"a"})]
 
 
-def test_a_swap_ends_when_no_request_waits_or_the_node_is_lost_or_another_has_headroom():
-    for case in ("left", "away", "elsewhere", "smaller"):
-        world = busy()
-        world.waits("b", "eve")
-        world.step(SLICE)
-        if case == "left":
-            world.waiting.clear()
-        elif case == "away":
-            world.states[N1] = "suspect"
-        elif case == "elsewhere":
-            world.node(N2, "b")
-        else:
-            world.room = 9 * GIB
-        (ended,) = world.step(0.1)
-        assert isinstance(ended, EndTurn), case
-        assert ended.why, case
-        assert not world.ledger.turns
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ("left", "no request needs it any more"),
+        ("another model", "no request needs it any more"),
+        ("another node", "no request needs it any more"),
+        ("elsewhere", "no request needs it any more"),
+        ("smaller", "no request needs it any more"),
+        ("away", "the node is unavailable"),
+        ("removed", "the node is unavailable"),
+        ("deleted", "the node is unavailable"),
+    ],
+)
+def test_a_swap_ends_when_no_request_waits_or_the_node_is_lost_or_another_has_headroom(case: str, why: str):
+    world = busy()
+    world.models["c"] = model("c")
+    second = world.waits("b", "eve")
+    world.step(SLICE)
+    if case == "left":
+        world.waiting.clear()
+    elif case == "another model":
+        world.waiting.clear()
+        world.waits("c")
+    elif case == "another node":
+        del world.waiting[0]
+        world.demands[second] = ResourceDemand("b", 400, 100, node=N2)
+    elif case == "elsewhere":
+        world.node(N2, "b")
+    elif case == "smaller":
+        world.room = 9 * GIB
+    elif case == "away":
+        world.states[N1] = "suspect"
+    elif case == "removed":
+        del world.loaded[N1]
+    else:
+        del world.models["b"]
+    (ended,) = world.step(0.1)
+    assert isinstance(ended, EndTurn)
+    assert ended.why == why
+    assert not world.ledger.turns
 
 
 def test_swap_continues_for_the_next_request_after_a_cancel():
@@ -344,6 +376,7 @@ def test_swap_continues_for_the_next_request_after_a_cancel():
     assert isinstance(changed, BeginTurn)
     assert changed.turn.request == second
     assert changed.turn.began == world.now - 0.1
+    assert changed.hold == world.picture().waiting[0].candidates[0].need - 10 * GIB
 
 
 def test_a_refused_request_is_sent_again():
@@ -357,10 +390,48 @@ def test_a_refused_request_is_sent_again():
     assert [type(action) for action in actions] == [BeginTurn, SendRequest]
 
 
+def test_a_refused_request_is_not_sent_again_before_the_next_report():
+    world = busy()
+    world.step(SLICE)
+    world.running.clear()
+    world.refused[2] = frozenset({N1})
+    assert world.step(0.1) == []
+    world.refused.clear()
+    (asked,) = world.step(0.1)
+    assert isinstance(asked, SendRequest)
+
+
+def test_a_swap_ends_when_another_request_loads_the_model():
+    world = busy()
+    world.step(SLICE)
+    world.running.clear()
+    world.step(0.1)
+    world.running = {N1: {"b": [ModelUse(9, WeightedKey("eve", 4), 5.0)]}}
+    world.waits("b")
+    (ended,) = world.step(0.1)
+    assert isinstance(ended, EndTurn)
+    assert ended.why == "no request needs it any more"
+
+
+def test_the_request_of_a_turn_is_sent_and_not_an_older_one_for_another_node():
+    world = World("a", "b", "c")
+    world.node(N1, "a")
+    world.runs(N1, "a")
+    world.demands[world.waits("c", since=START - 1.0)] = ResourceDemand("c", 400, 100, node=N2)
+    world.waits("b")
+    world.step(SLICE)
+    world.running.clear()
+    (asked,) = world.step(0.1)
+    assert isinstance(asked, SendRequest)
+    assert asked.candidate.model is not None
+    assert asked.candidate.model.name == "b"
+
+
 def test_slow_swap_ends_and_begins_another_slice():
     world = busy()
     assert world.begun(SLICE)
-    (ended,) = world.step(LONGEST + 0.1)
+    assert world.step(LONGEST) == []
+    (ended,) = world.step(0.1)
     assert isinstance(ended, EndTurn)
     assert "300 s" in ended.why
     assert world.begun(SLICE - 1.0) == []
@@ -408,6 +479,147 @@ def test_an_idle_pinned_model_is_not_unloaded_for_a_request():
     world.running.clear()
     (asked,) = world.step(1.0)
     assert isinstance(asked, SendRequest)
+
+
+def test_a_request_swaps_and_is_sent_where_the_memory_just_suffices():
+    world = busy()
+    world.room = need = world.picture().waiting[0].candidates[0].need
+    assert world.begun(SLICE) == [(N1, "b", {"a"})]
+    assert world.step(0.1) == []
+    world.running.clear()
+    (asked,) = world.step(0.1)
+    assert isinstance(asked, SendRequest)
+    world = busy()
+    world.room = need - 1
+    assert world.begun(SLICE) == []
+
+
+def test_only_the_weights_of_loaded_idle_models_make_room():
+    world = World("a", "b", "on disk")
+    world.node(N1, "a")
+    world.runs(N1, "a")
+    world.waits("b")
+    assert world.begun(SLICE) == [(N1, "b", {"a"})]
+    assert world.step(1.0) == [], "model a is in use"
+    world = World("a", "b", room=21 * GIB)
+    world.node(N1, "a", "b")
+    world.runs(N1, "a")
+    world.demands[world.waits("b")] = ResourceDemand("b", 0, 16000)
+    assert world.begun(SLICE) == [(N1, "b", {"a"})]
+    assert world.step(1.0) == [], "the request needs its own model, and model a is in use"
+
+
+@pytest.mark.parametrize(
+    ("uses", "leaves"),
+    [
+        ([("a", "ada", 5.0)], "b"),
+        ([("b", "ada", 5.0)], "a"),
+        ([("a", "ada", 1.0), ("a", "eve", 1.0), ("b", "ada", 90.0)], "b"),
+        ([("a", "ada", 90.0), ("a", "ada", 1.0), ("b", "eve", 20.0)], "b"),
+    ],
+)
+def test_the_model_leaves_that_is_idle_or_that_fewest_keys_use_or_that_is_free_soonest(
+    uses: list[tuple[str, str, float]], leaves: str
+):
+    world = World("a", "b", "c", room=24 * GIB)
+    world.node(N1, "a", "b")
+    for name, key, seconds in uses:
+        world.runs(N1, name, key, seconds)
+    world.waits("c")
+    assert world.begun(MAX_SLICE_KEYS * SLICE) == [(N1, "c", {leaves})]
+
+
+def test_a_model_that_is_being_loaded_stays_until_it_is_loaded():
+    world = World("loading", "b")
+    world.node(N1)
+    world.loading[N1] = {"loading"}
+    world.waits("b")
+    plan = world.swaps.step(world.picture(), world.now + LONGEST)
+    assert (plan.actions, plan.waits) == ((), {"b": None})
+    world.loading.clear()
+    world.node(N1, "loading")
+    assert world.begun(SLICE) == [(N1, "b", {"loading"})]
+
+
+def test_an_idle_model_leaves_before_one_that_is_being_loaded():
+    world = World("loading", "idle", "b", room=24 * GIB)
+    world.node(N1, "idle")
+    world.loading[N1] = {"loading"}
+    world.waits("b")
+    assert world.begun() == [(N1, "b", {"idle"})]
+
+
+def test_a_model_that_is_being_loaded_leaves_before_one_in_use():
+    world = World("loading", "used", "b", room=24 * GIB)
+    world.node(N1, "used")
+    world.runs(N1, "used")
+    world.loading[N1] = {"loading"}
+    world.waits("b")
+    assert world.begun(LONGEST) == [], "it is not unloaded before it is loaded"
+    world.loading.clear()
+    world.node(N1, "loading", "used")
+    assert world.begun(SLICE) == [(N1, "b", {"loading"})]
+
+
+@pytest.mark.parametrize(
+    ("spare", "leaving"),
+    [
+        (GIB - 1, {"1 GiB", "2 GiB", "10 GiB"}),
+        (GIB, {"2 GiB", "10 GiB"}),
+        (2 * GIB, {"1 GiB", "10 GiB"}),
+        (10 * GIB - 1, {"10 GiB"}),
+    ],
+)
+def test_no_model_leaves_that_a_larger_one_makes_unnecessary(spare: int, leaving: set[str]):
+    """`spare` bytes are left once all models have made room for the request."""
+    world = World("1 GiB", "2 GiB", "10 GiB", "b")
+    for name in ("1 GiB", "2 GiB"):
+        world.models[name] = model(name, weights=int(name[0]) * GIB)
+    world.node(N1, "1 GiB", "2 GiB", "10 GiB")
+    world.waits("b")
+    world.room = world.picture().waiting[0].candidates[0].need + spare
+    assert world.begun() == [(N1, "b", leaving)]
+
+
+def test_requests_wait_for_a_swap_where_one_will_be_possible_only():
+    world = busy()
+    world.models["c"] = model("c")
+    world.step(SLICE)
+    world.waits("c")
+    plan = world.swaps.step(world.picture(), world.now)
+    assert plan.waits == {"b": world.ledger.turns[N1], "c": None}, "the node swaps to model b first"
+    world = busy()
+    world.models["a"] = model("a", pinned=True)
+    assert world.swaps.step(world.picture(), world.now + LONGEST).waits == {}
+
+
+def test_the_time_of_a_swap_is_the_longest_answer_and_the_load():
+    world = World("a", "b")
+    for node, uses in ((N1, (60.0, 5.0)), (N2, (20.0,))):
+        world.node(node, "a")
+        for seconds in uses:
+            world.runs(node, "a", seconds=seconds)
+    world.waits("b")
+    assert world.begun(SLICE) == [(N2, "b", {"a"})]
+    world = World("a", "b")
+    for node, load, seconds in ((N1, 20.0, 5.0), (N2, 2.0, 10.0)):
+        world.node(node, "a")
+        world.load_seconds[node] = load
+        world.runs(node, "a", seconds=seconds)
+    world.waits("b")
+    assert world.begun(LONGEST) == [(N2, "b", {"a"})]
+
+
+def test_an_idle_model_leaves_before_one_that_is_in_use_for_half_a_second():
+    world = World("a", "b", "idle", "pinned")
+    world.models["pinned"] = model("pinned", pinned=True)
+    world.node(N1, "a")
+    world.runs(N1, "a", seconds=0.5)
+    world.node(N2, "idle")
+    world.node(N3, "a", "pinned")
+    world.step(SLICE)
+    world.waits("b", since=START)
+    assert world.begun() == [(N2, "b", {"idle"})], "no key loses the last model a, and still it takes longer"
 
 
 # views

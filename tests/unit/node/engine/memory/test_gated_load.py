@@ -230,6 +230,17 @@ def test_a_lease_ends_a_load_that_no_request_waits_for(driver: Driver, waits: bo
         assert isinstance(driver.end(ORDER), Finished)
 
 
+def test_only_a_running_request_ends_a_load(driver: Driver):
+    number, manager = running(driver), driver.engine.parts.model_manager
+    begun(driver)
+    squeeze(driver, 0)
+    assert not manager.free_for_forward(GateSite.PREFLIGHT, 8 * MIB)
+    assert manager.is_loading("grown")
+    assert manager.free_for_forward(GateSite.GROW, 8 * MIB)
+    assert not manager.is_loading("grown")
+    driver.cancel(number)
+
+
 def test_an_unload_ends_a_load_that_is_read_or_queued(driver: Driver, tmp_path: Path):
     shutil.copytree(tmp_path / "grown", tmp_path / "second")
     driver.engine.parts.catalogue.scan()

@@ -1,9 +1,11 @@
-"""Illegal events, which are errors of this program: each ends one request, and the engine keeps running."""
+"""Faults of a request or a batch: each ends or rebuilds its own requests, and the engine keeps running."""
 
 import json
+import time
 
 import pytest
 
+from node.engine.memory.gate import GateSite
 from node.engine.scheduling.rules.row_state import RowEvent, RowState
 from tests import models
 from tests.support.engine.text_engine import Driver
@@ -78,3 +80,48 @@ def test_a_request_in_any_state_is_released(driver: Driver):
     driver.cancel(number)
     assert driver.engine.parts.scheduler.live == {}
     assert driver.engine.report(0.0).memory.reserved == 0
+
+
+def test_a_sampler_that_raises_is_a_fault_of_the_engine(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("node.engine.scheduling.prefill.create_sampler", lambda *_: lambda logprobs: 1 / 0)
+    end = driver.end(driver.ask("hello", ENDLESS))
+    assert isinstance(end, Failed)
+    assert (end.code, "ZeroDivisionError" in end.message) == ("engine_error", True)
+    assert driver.engine.report(0.0).counts.failures == 1
+
+
+def test_a_batch_that_is_discarded_twice_is_rebuilt_once_without_its_ended_and_failing_rows(driver: Driver):
+    ended, failing, other = decoding(driver, 3)
+    scheduler, loaded_model = driver.engine.parts.scheduler, driver.resident()
+    (number,) = driver.batches()
+    (row,), (broken,) = scheduler.live[ended].rows, scheduler.live[failing].rows
+    row.finish("stop")
+    for _ in range(2):
+        scheduler.recovery.rebuild_batch(loaded_model, number, RuntimeError("native fault"), [broken])
+    assert [prefill.sequence.number for prefill in scheduler.prefills] == [other]
+    scheduler.recovery.fail_request(scheduler.live[failing], "engine_error", "a fault")
+    scheduler.recovery.end_rows(loaded_model, [row], time.monotonic())
+    for request in (ended, other):
+        assert isinstance(driver.end(request), Finished)
+
+
+def test_preempted_and_resumed_requests_are_prefilled_before_new_ones(driver: Driver):
+    (number,) = decoding(driver, 1)
+    scheduler = driver.engine.parts.scheduler
+    scheduler.preemptor.preempt(scheduler.live[number])
+    driver.gate.refuses = lambda site, need: site is GateSite.PREFILL
+    new = driver.ask("hello", ENDLESS)
+    resumed = driver.ask("hello", ENDLESS, resume=(tuple(driver.ids[number, 0]),))
+    driver.until(lambda: len(scheduler.prefills) == 3)
+    answered = {prefill.sequence.number: prefill.answered for prefill in scheduler.prefills}
+    assert answered == {number: True, new: False, resumed: True}
+    driver.gate.refuses = lambda site, need: False
+    assert isinstance(driver.end(number), Finished)
+
+
+def test_a_cancel_is_a_use_of_the_model_and_unknown_requests_are_not_cancelled(driver: Driver):
+    (number,) = decoding(driver, 1)
+    scheduler, later = driver.engine.parts.scheduler, time.monotonic() + 100.0
+    assert scheduler.cancel(number, later)
+    assert driver.resident().usage.used_at == later
+    assert not scheduler.cancel(number, later)

@@ -172,6 +172,10 @@ def test_what_a_sampler_or_processor_raises_stays_with_its_row(llama: TextModel)
     assert sorted(row for row, error in batch.list_errors() if str(error) == "boom") == ["processor", "sampler"]
 
 
+def test_greedy_rows_share_one_sampler():
+    assert RowSampler(choose_greedily, ()).sampler is RowSampler(choose_greedily, ()).sampler is choose_greedily
+
+
 def test_an_empty_batch_gives_nothing():
     batch: DecodeBatch[str] = DecodeBatch(boom)  # type: ignore[arg-type]
     assert batch.step() == []

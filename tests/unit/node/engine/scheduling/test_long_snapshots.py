@@ -62,6 +62,15 @@ def test_a_cancelled_prompt_leaves_no_snapshot(model: Path):
     assert driver.engine.report(0.0).cache.nbytes == 0
 
 
+def test_a_cancelled_request_leaves_the_snapshots_of_another_prompt(model: Path):
+    driver = open_engine(model)
+    driver.ask(words(COUNT), BRIEF)
+    driver.until(lambda: list_lengths(driver))
+    before = list_lengths(driver)
+    driver.cancel(driver.ask("Hello!", BRIEF))
+    assert list_lengths(driver) == before
+
+
 def test_a_failed_prompt_leaves_no_snapshot_and_no_file(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     driver = open_engine(model, disk_cache_size="1GiB", disk_cache_min_seconds=0.0, disk_folder=tmp_path / "cache")
     number = driver.ask(words(COUNT), BRIEF)

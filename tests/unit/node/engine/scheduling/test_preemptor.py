@@ -8,6 +8,7 @@ Growing a row may preempt the last row of another batch. That batch then disappe
 import json
 import time
 
+import mlx.core as mx
 import pytest
 from msgspec.structs import replace
 
@@ -21,6 +22,7 @@ from tests import models
 from tests.effort import thin_cases
 from tests.support.engine.text_engine import ROOMY, Driver
 from wire.frames import Failed, Finished, GenerationParams, MemoryLimits
+from wire.refusals import RefusalCode, Refused
 from wire.report import EngineCounters
 from wire.units import GIB, MIB
 
@@ -204,3 +206,53 @@ def test_a_preempted_row_begins_with_what_the_prefix_cache_holds_and_its_usage_s
     assert sequence.cached == cached
     assert isinstance(driver.end(last), Finished)
     driver.cancel(first)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_an_answer_without_room_is_preempted_only_where_another_request_could_free_memory(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, others: int
+):
+    monkeypatch.setattr(GatedForwards, "find_peak_expiry", lambda self: None)
+    started = [start(driver, "short", ANSWER) for _ in range(others + 1)]
+    scheduler, newest = driver.engine.parts.scheduler, started[-1]
+    refused = Refused(RefusalCode.NO_ROOM, "no room by script")
+    scheduler.preemptor.release_memory(scheduler.live[newest], refused)
+    assert len(scheduler.live) == others + (1 if others else 0)
+    assert (counts(driver).preemptions, mx.get_cache_memory()) == (others, 0)
+    end = driver.end(newest)
+    assert isinstance(end, Finished if others else Failed)
+    if isinstance(end, Failed):
+        assert (end.code, end.message) == ("no_headroom", "no room by script")
+
+
+def test_a_preempted_answer_that_will_never_fit_ends_with_the_numbers(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(GatedForwards, "find_peak_expiry", lambda self: None)
+    number = start(driver, "short", ANSWER)
+    scheduler = driver.engine.parts.scheduler
+    scheduler.preemptor.preempt(scheduler.live[number])
+    memory = driver.engine.report(time.monotonic()).memory
+    assert memory.current is not None
+    driver.take(MemoryLimits(8 * GIB, memory.current // 2, 0, "dynamic"))
+    end = driver.end(number)
+    assert isinstance(end, Failed)
+    assert end.code == "no_headroom"
+    assert "headroom is" in end.message
+
+
+def test_a_preempted_answer_waits_for_room_while_another_request_could_free_memory(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(GatedForwards, "find_peak_expiry", lambda self: None)
+    waits, other = start(driver, "short", ANSWER), start(driver, "short", ANSWER)
+    scheduler = driver.engine.parts.scheduler
+    scheduler.preemptor.preempt(scheduler.live[waits])
+    memory = driver.engine.report(time.monotonic()).memory
+    assert memory.current is not None
+    driver.take(MemoryLimits(8 * GIB, memory.current // 2, 0, "dynamic"))
+    for _ in range(5):
+        driver.turn()
+    assert driver.ended(waits) is None
+    assert not scheduler.prefills
+    driver.take(ROOMY)
+    for number in (waits, other):
+        assert isinstance(driver.end(number), Finished)

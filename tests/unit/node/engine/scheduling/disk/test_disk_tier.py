@@ -23,7 +23,7 @@ from tests.support.cluster.engine_pool import link
 from tests.support.engine.disk import BRIEF, answer, fill_and_kill, get_disk, open_driver, words, write_all
 from tests.support.engine.text_engine import Driver
 from wire.capacity.fairness import WeightedKey
-from wire.frames import Admitted, ClearCache, Finished, GenerationParams, Message, Refusal
+from wire.frames import Admitted, ClearCache, Failed, Finished, GenerationParams, Message, Refusal
 from wire.report import Memory
 
 COUNT = 1000
@@ -261,6 +261,15 @@ def test_a_failed_request_removes_its_own_files_only(filled: tuple[Path, list[in
     left = list_files(folder)
     assert left < files
     assert len(files) - len(left) == 10, "the blocks of the other prompt stay"
+
+
+def test_a_failed_request_without_a_prefix_cache_ends_alone(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    driver = Driver(models.path("llama"), disk_folder=folder, disk_cache_size="auto", prefix_cache_size="off")
+    assert driver.engine.parts.prefix_cache.disk.cache is not None
+    with monkeypatch.context() as patch:
+        patch.setattr("node.engine.scheduling.prefill_runner.run_forward", lambda *_, **__: 1 / 0)
+        assert isinstance(driver.end(driver.ask(words(FEW), BRIEF)), Failed)
+    assert isinstance(driver.end(driver.ask(words(FEW), BRIEF)), Finished)
 
 
 def test_only_what_saves_time_is_written(folder: Path):

@@ -1,0 +1,147 @@
+"""Which nodes may link, and which of the links of a node stays open."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.cluster.links import link_admission
+from coordinator.cluster.links.link_admission import ALIVE_REPORT_AGE_SECONDS, LinkAdmission
+from node.agent.identity import NodeIdentity
+from tests.support.cluster.cluster_port import Port, hello, opened
+from wire.frames import Denied, Welcome
+from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
+
+SECONDS = 1.0
+
+
+@pytest.fixture
+async def port(tmp_path: Path) -> AsyncGenerator[Port]:
+    async with opened(tmp_path) as made:
+        yield made
+
+
+def authorize(port: Port, who: NodeIdentity, peer: str = "", serial: str = "1", **changes: Any) -> Welcome | Denied:
+    """Ask whether a node with the certificate of `peer` may link."""
+    identity = PeerIdentity(port.application.authority.cluster, NodeId(peer or who.node))
+    return admission(port).authorize(identity, serial, hello(who, **changes))
+
+
+def admission(port: Port) -> LinkAdmission:
+    return port.application.nodes.admission
+
+
+def refuse(port: Port, who: NodeIdentity, **changes: Any) -> Denied:
+    answer = authorize(port, who, **changes)
+    assert isinstance(answer, Denied), answer
+    return answer
+
+
+async def test_a_member_is_welcomed_with_the_identity_of_the_coordinator(port: Port):
+    who, authority = port.member("studio"), port.application.authority
+    admission(port).set_addresses(("10.0.0.1:1",))
+    answer = authorize(port, who)
+    assert isinstance(answer, Welcome)
+    assert (answer.cluster, answer.addresses) == (authority.cluster, ("10.0.0.1:1",))
+    assert authority.is_sealed(answer.generation, answer.seal)
+
+
+async def test_a_certificate_of_another_node_is_refused_for_good_and_leaves_no_record(port: Port):
+    who, other = port.member("studio"), port.member("laptop")
+    denied = refuse(port, who, peer=other.node, version="9.9.9")
+    assert (denied.reason, denied.final) == ("identity", True)
+    records = port.application.nodes.administration.records
+    assert records.get_software(NodeId(who.node))[0] != "9.9.9"
+    assert isinstance(authorize(port, who, version="9.9.9"), Welcome)
+    assert records.get_software(NodeId(who.node)) == ("9.9.9", PROTOCOL)
+
+
+async def test_a_node_that_is_no_member_any_more_is_refused_for_good(port: Port):
+    who, revoked, marked, stays = (port.member(name) for name in ("studio", "laptop", "desk", "mini"))
+    port.application.nodes.administration.remove_node(who.node)
+    denied = refuse(port, who)
+    assert (denied.reason, denied.final) == ("removed", True)
+    port.application.store.deny_list.add_node(NodeId(revoked.node), 1.0, "stolen")
+    assert (refuse(port, revoked).reason, refuse(port, revoked).final) == ("removed", True)
+    members = port.application.store.members
+    members.put(dataclasses.replace(members[NodeId(marked.node)], removed=1.0))
+    assert refuse(port, marked).reason == "removed"
+    denied = refuse(port, stays, node="stranger", peer="stranger")
+    assert (denied.reason, denied.final) == ("removed", True)
+    assert port.application.nodes.administration.records.get_software(NodeId("stranger")) == ("", 0)
+    assert isinstance(authorize(port, stays), Welcome)
+
+
+async def test_an_identity_on_another_machine_is_refused_for_good(port: Port):
+    who = port.member("studio")
+    denied = refuse(port, who, machine="another")
+    assert (denied.reason, denied.final) == ("cloned", True)
+    assert "another machine (studio)" in denied.message
+    assert "cloned identity" in [entry["event"] for entry in port.logs]
+
+
+@pytest.mark.parametrize(("protocol", "older"), [(OLDEST_PROTOCOL - 1, "node"), (PROTOCOL + 1, "coordinator")])
+async def test_the_oldest_and_the_own_protocol_are_spoken_and_no_other(port: Port, protocol: int, older: str):
+    who = port.member("studio")
+    denied = refuse(port, who, protocol=protocol)
+    assert (denied.reason, denied.final) == ("protocol", True)
+    assert denied.message.endswith(f"update macpool on the {older}")
+    for spoken in (OLDEST_PROTOCOL, PROTOCOL):
+        assert isinstance(authorize(port, who, protocol=spoken), Welcome)
+
+
+async def test_a_coordinator_with_a_newer_generation_supersedes_this_one(port: Port):
+    who, authority = port.member("studio"), port.application.authority
+    assert isinstance(authorize(port, who, generation=7, seal=authority.seal_generation(8)), Welcome)
+    assert port.application.superseded == []
+    denied = refuse(port, who, generation=7, seal=authority.seal_generation(7), name="stu\x1bdio")
+    assert (denied.reason, denied.final) == ("superseded", False)
+    ((generation, node),) = [(mark.generation, mark.node) for mark in port.application.superseded]
+    assert generation == 7
+    assert node.isprintable()
+
+
+async def test_a_second_process_is_refused_while_the_first_one_reports(port: Port, monkeypatch: pytest.MonkeyPatch):
+    who = port.member("studio")
+    line = await port.dial(who)
+    line.send(hello(who))
+    await line.until(Welcome, SECONDS)
+    assert isinstance(authorize(port, who, instance="another"), Welcome), "the first one has not reported"
+    port.lines.remove(line)
+    line.close()
+    await port.until(lambda: not len(port.application.nodes.links.table), SECONDS)
+    await port.link(who)
+    await port.until(lambda: port.state(who) == "ready", SECONDS)
+    denied = refuse(port, who, instance="another")
+    assert (denied.reason, denied.final, denied.retry_after) == ("linked_elsewhere", False, ALIVE_REPORT_AGE_SECONDS)
+    assert "by another process, from 127.0.0.1" in denied.message
+    assert isinstance(authorize(port, who), Welcome), "the same process links again"
+    monkeypatch.setattr(link_admission, "ALIVE_REPORT_AGE_SECONDS", 0.0)
+    assert isinstance(authorize(port, who, instance="another"), Welcome), "its network broke"
+
+
+async def test_a_link_that_takes_over_leaves_one_older_link_of_its_process_open(port: Port):
+    table, who, other = port.application.nodes.links.table, port.member("studio"), port.member("laptop")
+    kept = [await port.link(other), await port.link(other, takeover=True)]
+    first = await port.link(who)
+    second = await port.link(who, takeover=True)
+    assert (len(table), table.retired) == (2, 2)
+    third = await port.link(who, takeover=True)
+    await first.ended(SECONDS)
+    await port.until(lambda: table.retired == 2, SECONDS)
+    newest = await port.link(who)
+    await third.ended(SECONDS)
+    await asyncio.sleep(0.02)
+    assert not any(line.reader.at_eof() for line in (second, newest, *kept))
+
+
+async def test_a_link_of_another_process_takes_nothing_over(port: Port, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(link_admission, "ALIVE_REPORT_AGE_SECONDS", 0.0)
+    table, who = port.application.nodes.links.table, port.member("studio")
+    first = await port.link(who)
+    await port.link(who, takeover=True, instance="another")
+    await first.ended(SECONDS)
+    assert (len(table), table.retired) == (1, 0)
