@@ -162,9 +162,13 @@ class SourceClient:
         return SourceFault(f"{self.url} answered {status} for {subject}")
 
     def _read_blocks(self, response: httpx2.Response, skipped: int, wanted: int) -> Iterator[bytes]:
-        """Yield the blocks of a body: without its first `skipped` bytes, and at most `wanted` bytes."""
+        """Yield the blocks of a body: without its first `skipped` bytes, and at most `wanted` bytes.
+
+        A body that is read to its end leaves its connection open for the next range.
+        """
         with self._convert_errors():
-            for block in response.iter_raw():
+            blocks, size = response.iter_raw(), skipped + wanted
+            for block in blocks:
                 if skipped >= len(block):
                     skipped -= len(block)
                     continue
@@ -172,6 +176,8 @@ class SourceClient:
                 wanted -= len(used)
                 yield used
                 if not wanted:
+                    if response.headers.get("content-length") == str(size):
+                        next(blocks, None)
                     return
 
     @contextmanager

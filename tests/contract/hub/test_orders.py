@@ -3,11 +3,13 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from node.hub.cache_layout import RepositoryFolder
+from node.hub.orders import MAX_ORDERS
 from tests.support.cluster.cluster_port import Line
 from tests.support.cluster.model_node import ModelNode, get_files, make_identity, wait_end, wait_ready
 from tests.support.hub.downloads import PIECE, download, hub_source, list_children
@@ -258,3 +260,64 @@ async def test_children_end_with_the_node_and_their_orders_get_no_end(hub: Hub, 
     assert list_children("node.hub") == []
     frames = await line.ended()
     assert [frame for frame in frames if isinstance(frame, ModelOrderEnded)] == [], "the order is sent again later"
+
+
+async def test_orders_with_wrong_names_or_without_a_token_are_refused_at_once(hub: Hub, node: ModelNode):
+    manifest = hub.add("tests/tiny", FILES)
+    line = await node.start()
+    for number, order in enumerate((RemoveModel(1, "a\nb"), VerifyModel(2, " "), ServeModel(3, manifest, "")), 1):
+        line.send(order)
+        end, _ = await wait_end(line, number)
+        assert end.code == ModelOrderCode.INVALID
+        wanted = "a mirror needs a token" if number == 3 else "is not the name of a model"
+        assert wanted in end.message
+
+
+async def test_an_order_that_is_cancelled_before_its_process_starts_none(node: ModelNode, tmp_path: Path):
+    folder = tmp_path / "me" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(bytes(1000))
+    line = await node.start()
+    line.send(VerifyModel(1, "me/tiny"), CancelModelOrder(1))
+    end, progress = await wait_end(line, 1)
+    assert (end.code, progress) == (ModelOrderCode.CANCELLED, [])
+    line.send(VerifyModel(2, "me/tiny"))
+    assert (await wait_end(line, 2))[0].code == ModelOrderCode.COMPLETED
+
+
+async def test_orders_for_other_models_are_independent_and_removals_of_one_are_not(node: ModelNode, tmp_path: Path):
+    for name in ("a", "b"):
+        repository = RepositoryFolder(tmp_path / "hub", f"tests/{name}")
+        repository.prepare()
+        (repository.blobs / "x").write_bytes(bytes(8192))
+    line = await node.start()
+    with RepositoryFolder(tmp_path / "hub", "tests/a").lock():
+        line.send(RemoveModel(1, "tests/a"), RemoveModel(2, "tests/a"), RemoveModel(3, "tests/b"))
+        ends = {end.order: end for end in [await line.until(ModelOrderEnded) for _ in range(3)]}
+    assert (ends[2].code, ends[2].message) == (
+        ModelOrderCode.IN_USE,
+        "another order works on tests/a: cancel it or wait for its end",
+    )
+    assert (ends[3].code, ends[3].freed) == (ModelOrderCode.COMPLETED, 8192)
+    assert (ends[1].code, "another process works on tests/a" in ends[1].message) == (ModelOrderCode.IN_USE, True)
+    line.send(RemoveModel(4, "tests/a"))
+    assert (await wait_end(line, 4))[0].code == ModelOrderCode.COMPLETED
+
+
+async def test_more_orders_than_the_limit_are_refused_until_others_end(node: ModelNode, tmp_path: Path):
+    line = await node.start()
+    with ExitStack() as held:
+        for number in range(MAX_ORDERS):
+            repository = RepositoryFolder(tmp_path / "hub", f"tests/{number}")
+            repository.prepare()
+            held.enter_context(repository.lock())
+            line.send(RemoveModel(number + 1, f"tests/{number}"))
+        line.send(VerifyModel(99, "tests/none"))
+        end = await line.until(ModelOrderEnded)
+        assert (end.order, end.code) == (99, ModelOrderCode.IN_USE)
+        assert end.message == f"{MAX_ORDERS} orders are in progress on this node: try again later"
+    for _ in range(MAX_ORDERS):
+        await line.until(ModelOrderEnded)
+    line.send(VerifyModel(100, "tests/none"))
+    assert (await wait_end(line, 100))[0].code == ModelOrderCode.NOT_FOUND

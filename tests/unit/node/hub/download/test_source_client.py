@@ -3,6 +3,7 @@
 import random
 import socket
 from collections.abc import Iterator
+from dataclasses import fields
 
 import httpx2
 import psutil
@@ -13,7 +14,7 @@ from node.hub.download.source_client import MAX_REDIRECTS, SourceClient, is_allo
 from node.hub.download.source_errors import SourceError, SourceFault, SourceLimited, SourcePending, SourceRefusal
 from node.hub.serving.server import PENDING
 from tests.support.hub.downloads import hub_source
-from tests.support.hub.hub import Answer, Hub, running_hub
+from tests.support.hub.hub import Answer, Faults, Hub, running_hub
 from tests.support.processes import until
 from wire.frames.model_files import ModelOrderCode
 from wire.models.files import ModelFile, ModelManifest, ModelSource, SourceKind
@@ -69,14 +70,24 @@ class Place:
         return error.code, str(error)
 
 
-@pytest.fixture
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    with running_hub() as hub:
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Place]:
+    """Return one hub and one client for all tests, because a client reads the authorities of the system."""
+    with pytest.MonkeyPatch.context() as patch, running_hub() as hub:
+        for name in ("NO_PROXY", "no_proxy"):
+            patch.setenv(name, "127.0.0.1")
         made = Place(hub)
         yield made
         made.client.close()
+
+
+@pytest.fixture
+def place(shared: Place) -> Place:
+    faults = shared.hub.faults
+    for field in fields(faults):
+        setattr(faults, field.name, getattr(Faults(), field.name))
+    shared.hub.requests.clear()
+    return shared
 
 
 def test_a_range_is_requested_with_the_token_and_without_compression(place: Place):
@@ -151,11 +162,14 @@ def test_other_statuses_are_faults_that_can_pass(place: Place, status: int, code
 
 @pytest.mark.parametrize("token", [TOKEN, ""])
 def test_a_refusal_says_whether_a_token_was_sent(place: Place, token: str):
-    place.client.close()
-    place.client = SourceClient(hub_source(place.hub.url, token), ClusterFiles(), connections=1)
+    client = SourceClient(hub_source(place.hub.url, token), ClusterFiles(), connections=1)
     place.hub.faults.answers = [Answer(WEIGHTS, 401, {"x-error-code": "GatedRepo"})]
     hint = "accept its terms on its page with the account of the token" if token else "it needs a token"
-    assert place.refuse() == (ModelOrderCode.GATED, f"{WEIGHTS} of tests/tiny is gated: {hint}")
+    with pytest.raises(SourceRefusal) as caught, client.open_range(place.manifest, place.get_file(WEIGHTS), 0, 1):
+        pass
+    client.close()
+    assert caught.value.code == ModelOrderCode.GATED
+    assert str(caught.value) == f"{WEIGHTS} of tests/tiny is gated: {hint}"
     assert place.hub.requests[0].authorization == (f"Bearer {token}" if token else "")
 
 
@@ -236,14 +250,19 @@ def test_a_body_that_is_not_read_to_its_end_releases_its_connection(place: Place
         found = psutil.Process().net_connections("tcp")
         return sum(bool(one.raddr) and one.raddr.port == port and one.status == "ESTABLISHED" for one in found)
 
-    with place.client.open_range(place.manifest, place.get_file(WEIGHTS), 0, 300_000) as blocks:
+    client = SourceClient(hub_source(place.hub.url), ClusterFiles(), connections=1)
+    before = count_connections()
+    with client.open_range(place.manifest, place.get_file(WEIGHTS), 0, 300_000) as blocks:
         next(blocks)
-        assert count_connections() == 1
-    until(lambda: count_connections() == 0, what="the end of the connection")
+        assert count_connections() == before + 1
+    until(lambda: count_connections() == before, what="the end of the connection")
     place.hub.faults.chunk_seconds = 0.0
-    assert place.read(0, 10) == CONTENT[:10]
-    place.client.close()
-    until(lambda: count_connections() == 0, what="the end of the kept connection")
+    for _ in range(2):
+        with client.open_range(place.manifest, place.get_file(WEIGHTS), 0, 10) as blocks:
+            assert b"".join(blocks) == CONTENT[:10]
+    assert count_connections() == before + 1, "the connection is used again"
+    client.close()
+    until(lambda: count_connections() == before, what="the end of the kept connection")
 
 
 @pytest.mark.parametrize(
