@@ -163,8 +163,8 @@ class Transfer:
         threads = [threading.Thread(target=self._guard, args=(work,), daemon=True) for work in works]
         for thread in threads:
             thread.start()
-        while any(thread.is_alive() for thread in threads) and not self._is_over():
-            threads[-1].join(POLL_SECONDS)
+        while (alive := [thread for thread in threads if thread.is_alive()]) and not self._is_over():
+            alive[-1].join(POLL_SECONDS)
             report()
         for thread in threads:
             thread.join(END_SECONDS / len(threads))
