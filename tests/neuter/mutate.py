@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import defaultdict
@@ -31,6 +32,8 @@ LIMIT_SECONDS = 10
 SLOWDOWN = 5
 KILLED, SURVIVED, IMPOSSIBLE = 1, 0, 4
 LOOK_SECONDS = 0.002
+TEMPORARY = "PYTEST_DEBUG_TEMPROOT"
+"""Environment variable with the folder for temporary files of pytest."""
 Key = tuple[str, int]
 """A function: its file and its first line."""
 
@@ -121,17 +124,19 @@ class Mutate:
     def _measure(self, session: pytest.Session) -> str:
         """Measure in a fork which tests call which function, and the seconds of each test; return the failures."""
         reading, writing = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(reading)
-            made = self._measured(session)
-            with os.fdopen(writing, "w") as pipe:
-                json.dump(made, pipe)
-            os._exit(0)
-        os.close(writing)
-        with os.fdopen(reading) as pipe:
-            text = pipe.read()
-        os.waitpid(child, 0)
+        with temporary_folder() as folder:
+            child = os.fork()
+            if child == 0:
+                os.close(reading)
+                os.environ[TEMPORARY] = folder
+                made = self._measured(session)
+                with os.fdopen(writing, "w") as pipe:
+                    json.dump(made, pipe)
+                os._exit(0)
+            os.close(writing)
+            with os.fdopen(reading) as pipe:
+                text = pipe.read()
+            os.waitpid(child, 0)
         if not text:
             return "the tests ended their process"
         made = json.loads(text)
@@ -185,24 +190,36 @@ class Mutate:
         limit: float,
     ) -> int:
         """Run the tests of one mutant in a fork; return KILLED, SURVIVED or IMPOSSIBLE."""
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            with suppress(BaseException):
-                os._exit(_noticed(session, function, mutant, live, tests))
-            os._exit(KILLED)
-        deadline = time.monotonic() + limit
-        status: int | None = None
-        while status is None and time.monotonic() < deadline:
-            ended, code = os.waitpid(child, os.WNOHANG)
-            status = os.waitstatus_to_exitcode(code) if ended else None
-            if status is None:
-                time.sleep(LOOK_SECONDS)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(child, signal.SIGKILL)
+        with temporary_folder() as folder:
+            child = os.fork()
+            if child == 0:
+                os.setsid()
+                os.environ[TEMPORARY] = folder
+                with suppress(BaseException):
+                    os._exit(_noticed(session, function, mutant, live, tests))
+                os._exit(KILLED)
+            return _wait(child, limit)
+
+
+def temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Create a folder for the files of a fork, which leaves them behind. It is deleted at the end of the block."""
+    return tempfile.TemporaryDirectory(prefix="mp-", ignore_cleanup_errors=True)
+
+
+def _wait(child: int, limit: float) -> int:
+    """Wait for a fork and end it after `limit` seconds; return KILLED, SURVIVED or IMPOSSIBLE."""
+    deadline = time.monotonic() + limit
+    status: int | None = None
+    while status is None and time.monotonic() < deadline:
+        ended, code = os.waitpid(child, os.WNOHANG)
+        status = os.waitstatus_to_exitcode(code) if ended else None
         if status is None:
-            os.waitpid(child, 0)
-        return status if status in (SURVIVED, IMPOSSIBLE) else KILLED
+            time.sleep(LOOK_SECONDS)
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child, signal.SIGKILL)
+    if status is None:
+        os.waitpid(child, 0)
+    return status if status in (SURVIVED, IMPOSSIBLE) else KILLED
 
 
 def _noticed(
