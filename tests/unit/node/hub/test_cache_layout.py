@@ -149,3 +149,31 @@ def test_lock_waits_for_a_holder_that_ends_soon(folder: RepositoryFolder):
     with RepositoryFolder(folder.hub, "a/b").lock():
         assert free.is_set()
     holder.join()
+
+
+def test_prepare_creates_the_folders_of_a_new_cache(tmp_path: Path):
+    folder = RepositoryFolder(tmp_path / "new" / "cache" / "hub", "a/b")
+    for _ in range(2):
+        folder.prepare()
+    assert {path.name for path in folder.root.iterdir()} == {"blobs", "refs", "snapshots"}
+
+
+def test_a_lock_that_was_released_is_not_locked(folder: RepositoryFolder):
+    for _ in range(2):
+        with folder.lock():
+            assert folder.is_locked()
+        assert not folder.is_locked()
+
+
+def test_rests_of_an_interruption_are_replaced(folder: RepositoryFolder, tmp_path: Path):
+    outside = tmp_path / "outside"
+    outside.write_text("kept")
+    snapshot = folder.get_snapshot(COMMIT)
+    snapshot.mkdir()
+    (snapshot / ".config.json.macpool-new").symlink_to(outside)
+    (folder.refs / ".main.macpool-new").symlink_to(outside)
+    folder.create_snapshot(MANIFEST)
+    folder.write_references(COMMIT, ("main",))
+    assert sorted(path.name for path in snapshot.iterdir()) == ["config.json", "x"]
+    assert [path.name for path in folder.refs.iterdir()] == ["main"]
+    assert outside.read_text() == "kept"

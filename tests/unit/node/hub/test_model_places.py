@@ -171,27 +171,27 @@ class Interruption:
 INTERRUPTION = Interruption()
 
 
-def interrupt(disk: Disk, name: str, folder: Path, decisive: set[str]) -> None:
-    """Interrupt the removal of a model at its last entry that is not decisive for its name."""
+def interrupt(disk: Disk, name: str, folder: Path, decisive: set[str], at: int) -> None:
+    """Interrupt the removal of a model at the first or last (-1) entry, which does not decide about its name."""
     names = [path.name for path in folder.iterdir()]
-    while names[-1] in decisive:
+    while names[at] in decisive:
         (folder / f"more-{len(names)}").write_bytes(b"x")
         names = [path.name for path in folder.iterdir()]
-    INTERRUPTION.path = str(folder / names[-1])
+    INTERRUPTION.path = str(folder / names[at])
     with pytest.raises(OSError, match="the disk is gone"):
         disk.remove(name)
     INTERRUPTION.path = ""
 
 
 def test_a_model_whose_removal_was_interrupted_is_removed_by_the_next(disk: Disk):
-    interrupt(disk, "me/tiny", disk.model, {"config.json"})
+    interrupt(disk, "me/tiny", disk.model, {"config.json"}, -1)
     assert locate_model(disk.settings, "me/tiny", disk.environment).folder == disk.model
     disk.remove("me/tiny")
     assert not disk.model.exists()
 
 
 def test_a_repository_whose_removal_was_interrupted_is_no_model_any_more(disk: Disk):
-    interrupt(disk, "hub/tiny", disk.repository.root, {"refs", "snapshots"})
+    interrupt(disk, "hub/tiny", disk.repository.root, {"refs", "snapshots"}, 0)
     assert list(find_snapshots(disk.hub)) == []
     disk.remove("hub/tiny")
     assert not disk.repository.root.exists()

@@ -1,0 +1,92 @@
+"""Hashing of models while a node is idle: the folders that are searched, and the time between two searches."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from node.hub.cache_layout import RepositoryFolder
+from node.hub.digests import STORE_NAME, DigestStore, find_content
+from node.hub.idle_hasher import MIN_IDLE_CHECKS, NEXT_SEARCH_CHECKS, IdleHasher
+from node.settings import ModelSettings
+
+
+class Node:
+    """A node without work, with a model folder and a cache."""
+
+    def __init__(self, folder: Path, *, hash_when_idle: bool = True, cache: bool = True) -> None:
+        self.models, self.cache = folder / "models", folder / "hub"
+        self.models.mkdir()
+        self.checks = 0
+        self.checked = asyncio.Event()
+        """Set after twice as many checks as a search needs."""
+        self.hashed = asyncio.Event()
+        self.store = DigestStore(folder / "state" / STORE_NAME)
+        settings = ModelSettings(
+            folders=(str(self.models),), use_huggingface_cache=cache, hash_when_idle=hash_when_idle
+        )
+        environment = {"HF_HUB_CACHE": str(self.cache)}
+        self.hasher = IdleHasher(settings, folder / "state", self.is_busy, self.hashed.set, environment, interval=0.005)
+
+    def is_busy(self) -> bool:
+        self.checks += 1
+        if self.checks >= 2 * MIN_IDLE_CHECKS:
+            self.checked.set()
+        return False
+
+    def add_model(self) -> Path:
+        folder = self.models / "tiny"
+        folder.mkdir()
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+        (folder / "model.safetensors").write_bytes(bytes(1000))
+        return folder
+
+    def add_cached(self) -> Path:
+        repository = RepositoryFolder(self.cache, "tests/cached")
+        repository.prepare()
+        snapshot = repository.get_snapshot("c" * 40)
+        snapshot.mkdir()
+        repository.write_references("c" * 40, ("main",))
+        (snapshot / "config.json").write_text('{"model_type": "llama"}')
+        (snapshot / "model.safetensors").write_bytes(bytes(1000))
+        return snapshot
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_models_of_the_cache_are_found_if_the_node_serves_it(tmp_path: Path, cache: bool):
+    node = Node(tmp_path, cache=cache)
+    assert node.hasher.find_unhashed() is None
+    cached = node.add_cached()
+    assert node.hasher.find_unhashed() == (cached if cache else None)
+    assert node.add_model() == node.hasher.find_unhashed(), "model folders come first"
+
+
+def test_a_folder_without_weights_is_left_out(tmp_path: Path):
+    node = Node(tmp_path)
+    folder = node.add_model()
+    assert node.hasher.find_unhashed() == folder
+    (folder / "model.safetensors").unlink()
+    assert node.hasher.find_unhashed() is None
+
+
+async def test_the_next_search_waits_after_one_without_a_result(tmp_path: Path):
+    node = Node(tmp_path)
+    node.hasher.start()
+    await asyncio.wait_for(node.checked.wait(), 20)
+    folder = node.add_model()
+    await asyncio.wait_for(node.hashed.wait(), 60)
+    assert find_content(folder, node.store)
+    assert node.checks >= MIN_IDLE_CHECKS + NEXT_SEARCH_CHECKS + MIN_IDLE_CHECKS
+    await node.hasher.stop()
+    checks = node.checks
+    await asyncio.sleep(0.05)
+    assert node.checks == checks, "a stopped hasher checks nothing"
+
+
+async def test_the_setting_ends_all_checks(tmp_path: Path):
+    node = Node(tmp_path, hash_when_idle=False)
+    node.add_model()
+    node.hasher.start()
+    await asyncio.sleep(0.1)
+    await node.hasher.stop()
+    assert node.checks == 0
