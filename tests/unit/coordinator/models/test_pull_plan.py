@@ -62,3 +62,14 @@ def test_a_node_whose_version_cannot_pull_is_not_chosen() -> None:
     found = plan(replace(node("a"), disk=Disk()))
     assert found.chosen == ()
     assert found.explain() == ("no node can get the model: a: its version of Macpool cannot pull models: update it")
+
+
+def test_a_node_with_a_damaged_copy_needs_disk_as_any_other() -> None:
+    damaged = a_model("pub/model", loaded=False, weights=SIZE, context=32_768, cause="a file is missing")
+    full, roomy = (
+        replace(node(name, free), models={MODEL.name: damaged}) for name, free in (("b", GIB), ("c", SIZE * 3))
+    )
+    found = plan(full, node("a"), roomy)
+    assert found.chosen == ("a", "c")
+    assert reasons(found)["b"].startswith("needs 10.0 GiB of disk, has 1.0 GiB free")
+    assert [one.has_model for one in found.nodes] == [False, False, False]
