@@ -222,6 +222,29 @@ def test_a_chat_outlives_a_view_and_a_reload_and_ends_with_signing_out(page: Pag
     assert page.evaluate("sessionStorage.getItem('macpool-chats')") is None
 
 
+@pytest.mark.parametrize("signs_out", [True, False], ids=["signed out", "key refused"])
+def test_an_answer_ends_with_the_key_of_the_page_and_leaves_no_chat(page: Page, home: Pool, signs_out: bool):
+    go(page, "Chat")
+    say(page, "secret " * 3000)
+    expect(page.locator(".answer").last).to_contain_text("secret secret")
+    if signs_out:
+        page.get_by_role("button", name="Sign out").click()
+    else:
+        page.evaluate("""async () => {
+            localStorage.setItem("macpool-key", "mp_wrong_key");
+            await (await import("/ui/pool.js")).call("GET", "/api/v1/status").catch(() => null);
+        }""")
+    expect(page.get_by_role("heading", name="Sign in to Macpool")).to_be_visible()
+    until(lambda: not home.get("/api/v1/status")["in_flight"])
+    assert home.get("/api/v1/requests?last=1")["requests"][0]["outcome"] == "cancelled"
+    assert page.evaluate("sessionStorage.getItem('macpool-chats')") is None
+    page.goto("about:blank")
+    page.goto(link(home))
+    expect(page.get_by_role("meter")).to_have_count(1)
+    go(page, "Chat")
+    expect(page.locator(".turn")).to_have_count(0)
+
+
 def test_system_prompt_and_parameters_are_sent(page: Page):
     go(page, "Chat")
     page.get_by_text("System prompt and parameters").click()

@@ -695,6 +695,33 @@ def test_a_pull_is_planned_for_the_chosen_macs_before_it_starts(page: Page, api:
     expect(card.get_by_role("alert")).to_have_count(0)
 
 
+def test_a_late_answer_to_an_earlier_choice_does_not_replace_the_plan(page: Page, api: Answers):
+    api.by_path["POST /api/v1/pulls"] = plan(plan_node("a"))
+    show(page, "models")
+    card = page.get_by_role("region", name="Pull a model")
+    card.get_by_label("Repository").fill("lab/qwen")
+    card.get_by_role("button", name="Show the plan").click()
+    expect(card.get_by_role("button", name="Pull to 1 Mac")).to_be_enabled()
+    held: list[Route] = []
+
+    def answer(route: Route) -> None:
+        if json.loads(route.request.post_data or "{}")["all"]:
+            held.append(route)
+        else:
+            route.fulfill(json=plan(plan_node("a"), plan_node("b"), plan_node("c")))
+
+    page.route("**/api/v1/pulls", answer)
+    with page.expect_request("**/api/v1/pulls"):
+        card.get_by_label("Every Mac with room, also those that are away").check()
+    card.get_by_label("Every linked Mac with room").check()
+    newest = card.get_by_role("button", name="Pull to 3 Macs")
+    expect(newest).to_be_enabled()
+    with page.expect_event("requestfinished", lambda request: request == held[0].request):
+        held[0].fulfill(json=plan(plan_node("a"), plan_node("b")))
+    page.evaluate(SETTLED)
+    expect(newest).to_be_enabled()
+
+
 def test_a_refused_plan_is_shown_as_the_sentence_of_the_coordinator(page: Page, api: Answers):
     api.by_path["POST /api/v1/pulls"] = "lab/gated is gated: accept its terms on its page, and set hub.token_file"
     show(page, "models")
@@ -1046,6 +1073,7 @@ def test_usage_is_summed_by_key_and_model_and_stacked_by_day(page: Page, api: An
             "usage": [
                 used(days[0]),
                 used(days[1], completion_tokens=30),
+                used(days[1], "k3", name="tool", prompt_tokens=90, cached_tokens=0, completion_tokens=1),
                 used(
                     days[1],
                     "k2",
@@ -1063,14 +1091,15 @@ def test_usage_is_summed_by_key_and_model_and_stacked_by_day(page: Page, api: An
     show(page, "keys")
     usage = page.get_by_role("region", name="Usage by day")
     rows = usage.get_by_role("row")
-    expect(rows).to_have_count(3)
+    expect(rows).to_have_count(4)
     assert [cells(row) for row in rows.all()[1:]] == [
         ["app", "qwen", "10", "2", "2,000", "800", "100"],
+        ["tool", "qwen", "5", "1", "90", "0", "1"],
         ["k2 (ended)", "(no model)", "1", "0", "9", "0", "3"],
     ]
-    expect(usage.locator("figcaption b")).to_have_text(f"{days[1]}: prompt 609, cached 400, generated 33")
+    expect(usage.locator("figcaption b")).to_have_text(f"{days[1]}: prompt 699, cached 400, generated 34")
     label = usage.get_by_role("img").get_attribute("aria-label") or ""
-    assert label.endswith(f"{days[0]} 1,070, {days[1]} 1,042")
+    assert label.endswith(f"{days[0]} 1,070, {days[1]} 1,133")
     usage.get_by_label("Key shown").select_option("k2")
     usage.get_by_label("Key shown").select_option("k2 (ended)")
     expect(rows).to_have_count(2)

@@ -157,6 +157,14 @@ async def test_template_variables_of_a_client_precede_those_of_its_profile(serve
             assert read_seen(server)[-1]["body"]["chat_template_kwargs"] == {"enable_thinking": sent}
 
 
+async def test_a_null_of_a_client_is_no_value_in_place_of_the_profiles(server: str, key_file: Path):
+    body: dict[str, Any] = {"model": "coder:calm", "messages": MESSAGES, "temperature": None, "max_tokens": None}
+    async with served(server, key_file) as cluster, plain(cluster) as client:
+        assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    sent = read_seen(server)[-1]["body"]
+    assert (sent["temperature"], sent["max_tokens"]) == (0.1, 9)
+
+
 async def test_a_model_that_fits_is_never_skipped(server: str, key_file: Path):
     async with served(server, key_file) as cluster, library(cluster) as client:
         cluster.nodes["studio"].memory = a_memory(80 * GIB, 96 * GIB)  # pyright: ignore
@@ -353,6 +361,15 @@ async def test_failing_upstream_is_paused(key_file: Path):
             assert answer.status_code == 404
             assert "upstream:home: not asked after failures in a row, the last one: the upstream home" in answer.text
             assert counts(cluster) == {"failed": 3}
+
+
+async def test_requests_that_an_upstream_refuses_for_their_faults_pause_it_for_nobody(server: str, key_file: Path):
+    async with served(server, key_file, "status-400") as cluster, plain(cluster) as client:
+        for _ in range(4):
+            answer = await client.post("/v1/chat/completions", json={"model": "coder", "messages": MESSAGES})
+            assert "the upstream home answered 400" in answer.text
+            await asyncio.sleep(1.01)  # faults within a second count as one
+        assert counts(cluster) == {"refused": 4}
 
 
 async def test_a_client_that_leaves_ends_the_request_of_the_upstream(server: str, key_file: Path):

@@ -75,14 +75,14 @@ function SignIn({ entered }) {
   </div></main>`;
 }
 
-function Page({ own, left }) {
+function Page({ own }) {
   const [view, ...rest] = useView();
   const [theme, setTheme] = useTheme();
   const pool = useLive(own.metrics);
   const [leave] = useAction(async () => {
     if (own.admin) await call("DELETE", "/api/v1/page/visit").catch(() => null);
     forget();
-    left();
+    dispatchEvent(new Event("macpool-out"));
   });
   const offered = Object.entries(VIEWS).filter(([, [, , allowed]]) => allowed(own));
   const name = offered.some(([id]) => id === view) ? view : own.metrics ? "pool" : "chat";
@@ -130,7 +130,7 @@ function App() {
     return () => clearTimeout(timer);
   }, [code, inside, own]);
   if (code || (inside && !own)) return html`<main class="sign-in" aria-busy="true"><p>Signing in …</p><${Wrong} text=${error} /></main>`;
-  if (inside) return html`<${Page} own=${own} left=${out} />`;
+  if (inside) return html`<${Page} own=${own} />`;
   return html`<${SignIn} entered=${() => { setError(""); setInside(true); }} /><div class="sign-in"><${Wrong} text=${error} /></div>`;
 }
 

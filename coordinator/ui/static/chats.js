@@ -34,7 +34,12 @@ function put(next, keep = true) {
   for (const read of readers) read({});
 }
 
-addEventListener("macpool-out", () => stop());
+// Signing out ends the answer in progress, and nothing of it is stored afterwards.
+addEventListener("macpool-out", () => {
+  stop();
+  running = null;
+  state = stored();
+});
 
 const change = (id, changes, keep) => put({ ...state, chats: state.chats.map((one) => one.id === id ? { ...one, ...changes } : one) }, keep);
 
@@ -76,8 +81,8 @@ function bodyOf(chat, model, turns) {
 export async function send(chat, model, text) {
   const asked = [...chat.turns, { role: "user", text }];
   change(chat.id, { turns: asked, error: "", model });
-  running = { chat: chat.id, stop: new AbortController() };
-  const signal = running.stop.signal;
+  const own = running = { chat: chat.id, stop: new AbortController() };
+  const { signal } = own.stop;
   const turn = { role: "assistant", text: "", thought: "", node: "", model };
   let timer = 0;
   const show = (keep = false) => { timer = 0; change(chat.id, { turns: [...asked, { ...turn }] }, keep); };
@@ -105,6 +110,7 @@ export async function send(chat, model, text) {
     else change(chat.id, { error: wrong.message });
   }
   clearTimeout(timer);
+  if (running !== own) return;
   running = null;
   if (turn.text || turn.thought) show(true);
   else put(state);

@@ -242,3 +242,37 @@ async def test_a_failure_is_on_the_disk(tmp_path: Path):
     orders.all.remove_node(A)
     (stored,) = Orders(tmp_path).all.list_all()
     assert (stored.stage, stored.message, stored.ended) == ("failed", "the node has left the pool", 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("node", "model", "bits", "name", "is_same"),
+    [
+        (A, "big", 4, "copy", True),
+        (B, "big", 4, "copy", False),
+        (A, "other", 4, "copy", False),
+        (A, "big", 8, "copy", False),
+        (A, "big", 4, "copy-2", False),
+    ],
+)
+def test_only_an_equal_quantization_that_runs_is_returned_again(
+    orders: Orders, node: NodeId, model: str, bits: int, name: str, is_same: bool
+):
+    running = orders.all.start(A, "big", 4, "copy", "key")
+    asked = orders.all.start(node, model, bits, name, "key")
+    assert (asked.id == running.id) is is_same
+    assert (asked.node, asked.order.model, asked.order.bits, asked.order.name) == (node, model, bits, name)
+    assert len(orders.sent) == (1 if is_same else 2)
+
+
+async def test_a_quantization_that_its_node_reports_after_a_new_link_continues(
+    orders: Orders, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(quantizations, "RETURN_TIMEOUT_SECONDS", 0.05)
+    reported, silent = orders.start(A), orders.start(B)
+    orders.all.apply_links((), (A,))
+    orders.all.handle_frame(A, ModelOrderProgress(7, "quantizing", done=50, total=100))
+    orders.all.apply_links((), (B,))
+    async with asyncio.timeout(30):
+        while orders.row(silent)["state"] == "running":  # noqa: ASYNC110  the record has no event
+            await asyncio.sleep(0.01)
+    assert (orders.row(reported)["state"], orders.row(reported)["done"]) == ("running", 50)

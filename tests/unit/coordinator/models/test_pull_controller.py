@@ -134,6 +134,19 @@ async def test_a_new_link_gets_the_order_again(pool: Pool) -> None:
     assert [type(frame) for _, frame in pool.take()] == [PullModel]
 
 
+async def test_a_node_that_linked_again_between_two_views_gets_its_order_again(pool: Pool) -> None:
+    pool.controller.start_pull(MANIFEST, (A,), "key")
+    ((_, first),) = pool.take()
+    pool.show(A, B, epoch=2)
+    ((node, again),) = pool.take()
+    assert isinstance(first, PullModel)
+    assert isinstance(again, PullModel)
+    assert (node, again.manifest) == (A, MANIFEST)
+    assert again.order > first.order
+    pool.show(A, B, epoch=2)
+    assert pool.take() == [], "the link is the same"
+
+
 async def test_the_same_pull_is_not_started_twice(pool: Pool) -> None:
     first = pool.controller.start_pull(MANIFEST, (A, B), "key")
     assert pool.controller.start_pull(MANIFEST, (B,), "key").id == first.id

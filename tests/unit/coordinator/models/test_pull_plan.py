@@ -98,3 +98,14 @@ def test_to_row_has_every_value() -> None:
         "disk_free": 12 * GIB,
         "reason": "needs 10.0 GiB of disk, has 12.0 GiB free and keeps 5.0 GiB",
     }
+
+
+def test_a_node_with_a_damaged_copy_needs_disk_as_any_other() -> None:
+    damaged = a_model("pub/model", loaded=False, weights=SIZE, context=32_768, cause="a file is missing")
+    full, roomy = (
+        replace(node(name, free), models={MODEL.name: damaged}) for name, free in (("b", GIB), ("c", SIZE * 3))
+    )
+    found = plan(full, node("a"), roomy)
+    assert found.chosen == ("a", "c")
+    assert reasons(found)["b"].startswith("needs 10.0 GiB of disk, has 1.0 GiB free")
+    assert [one.has_model for one in found.nodes] == [False, False, False]

@@ -424,8 +424,12 @@ def test_a_lost_node_may_return_within_a_minute_before_its_replica_is_replaced()
     assert [action.node for action in pool.plan().actions] == [B]
 
 
-@pytest.mark.parametrize("facts", [{"cordoned": True}, {"state": "asleep"}, {"state": "paused"}, {"state": "left"}])
-def test_a_replica_on_a_cordoned_asleep_paused_or_left_node_is_replaced_at_once(facts: dict[str, Any]):
+@pytest.mark.parametrize(
+    "facts",
+    [{"cordoned": True}, {"draining": True}, {"state": "asleep"}, {"state": "paused"}, {"state": "left"}],
+    ids=str,
+)
+def test_a_replica_on_a_node_that_takes_no_requests_for_long_is_replaced_at_once(facts: dict[str, Any]):
     pool = WishPool([node("a", 24, "m"), node("b")], [Wish("m")])
     pool.plan()
     pool.nodes[A].facts |= facts

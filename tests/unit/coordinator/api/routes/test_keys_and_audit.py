@@ -477,3 +477,48 @@ async def try_routes_without_disk(folder: Path, answers: list[tuple[str, int, st
                 assert "503" in paths[path][method.lower()]["responses"]
             for path in ("/api/v1/nodes/{node}/cordon", "/api/v1/nodes/{node}/drain", "/api/v1/models/load"):
                 assert "503" in paths[path]["post"]["responses"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [
+        ("PUT", "/api/v1/models/wishes/wanted", {"replicas": 2}),
+        ("DELETE", "/api/v1/models/wishes/wanted", None),
+        ("POST", "/api/v1/keys", {"name": "another"}),
+        ("PUT", "/api/v1/keys/KEY/limits", {"limits": {}}),
+        ("PUT", "/api/v1/keys/KEY/name", {"name": "renamed"}),
+        ("PUT", "/api/v1/keys/KEY/expiry", {"ttl_seconds": 60}),
+        ("POST", "/api/v1/keys/KEY/rotate", None),
+        ("DELETE", "/api/v1/keys/KEY", None),
+        ("POST", "/api/v1/tokens", {}),
+        ("DELETE", "/api/v1/tokens/TOKEN", None),
+    ],
+)
+async def test_a_change_is_not_confirmed_before_it_is_on_the_disk(
+    tmp_path: Path, method: str, path: str, body: dict[str, Any] | None
+):
+    answers = list[tuple[int, str]]()
+    with pytest.raises(StoreError):  # at the end, when the application closes its store
+        await change_without_disk(tmp_path, method, path, body, answers)
+    assert answers == [(503, "state_not_written")]
+
+
+async def change_without_disk(
+    folder: Path, method: str, path: str, body: dict[str, Any] | None, answers: list[tuple[int, str]]
+) -> None:
+    """Call one route whose write is the first that fails. Append the status and the error code of its answer."""
+    async with application(folder) as built:
+        key = built.admin.create_key("boss", ["admin"], None)["key"]
+        program = built.admin.create_key("program", ["infer"], None)["id"]
+        async with client(built, key) as http:
+            await http.put("/api/v1/models/wishes/wanted", json={"replicas": 1})
+            await http.post("/api/v1/tokens", json={})
+            (token,) = (row["id"] for row in (await http.get("/api/v1/tokens")).json()["tokens"])
+            await built.store.flush()
+            other = sqlite3.connect(folder / "cluster.db")
+            tables = [name for (name,) in other.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+            for name in {*tables} - {"meta", "audit", "sqlite_sequence"}:
+                other.execute(f"DROP TABLE {name}")
+            other.close()
+            answer = await http.request(method, path.replace("KEY", program).replace("TOKEN", token), json=body)
+            answers.append((answer.status_code, answer.json().get("error", {}).get("code", "")))

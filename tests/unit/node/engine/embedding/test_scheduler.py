@@ -106,6 +106,9 @@ def test_a_text_longer_than_the_context_is_refused_or_cut(tmp_path: Path):
     cut = driver.vectors(driver.embed(text, truncate=True))
     ids = driver.tokenizer().encode(text, plain=True)[:32]
     assert np.abs(cut - driver.vectors(driver.embed(ids=(ids,)))).max() < 1e-6
+    whole = driver.tokenizer().encode(text, plain=True)
+    assert isinstance(driver.end(driver.embed(ids=(whole,))), Refusal)
+    assert np.abs(cut - driver.vectors(driver.embed(ids=(whole,), truncate=True))).max() < 1e-6
 
 
 def test_prompts_and_dense_layers_follow_the_files(tmp_path: Path):
@@ -266,6 +269,26 @@ def test_the_time_before_the_first_forward_is_waiting(driver: Driver):
     assert isinstance(end, Finished)
     assert end.timings.waiting >= 0.3
     assert (end.timings.prefill > 0, end.timings.decode) == (True, 0)
+
+
+def test_a_model_is_in_use_until_its_last_request_for_embeddings_ends(driver: Driver):
+    driver.vectors(driver.embed("warm"))
+    before = time.monotonic()
+    driver.vectors(driver.embed("hello"))
+    usage = driver.resident().usage
+    assert usage.users == 0
+    assert before <= usage.used_at <= time.monotonic()
+
+
+def test_texts_for_two_models_get_the_vectors_of_their_own_models(tmp_path: Path):
+    for seed, name in enumerate(("one", "two")):
+        make_embedder(tmp_path / name, dense=((24, "torch.nn.modules.activation.Tanh"),), seed=seed)
+    driver = Driver(tmp_path)
+    alone = [driver.vectors(driver.embed("hello", model=name)) for name in ("one", "two")]
+    assert np.abs(alone[0] - alone[1]).max() > 1e-3, "the models differ"
+    together = [driver.embed("hello", model=name) for name in ("one", "two")]
+    for number, expected in zip(together, alone, strict=True):
+        assert np.abs(driver.vectors(number) - expected).max() < 1e-6
 
 
 def test_a_chat_is_refused_with_the_route(driver: Driver):

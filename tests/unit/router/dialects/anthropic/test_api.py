@@ -46,6 +46,7 @@ def test_a_forced_call_is_a_grammar(choice: dict[str, object] | None, grammar: G
         ({"type": "enabled", "budget_tokens": 1024}, {"enable_thinking": True}),
         ({"type": "disabled"}, {"enable_thinking": False}),
         ({"type": "adaptive"}, ""),
+        ({"type": "between_tools"}, ""),
     ],
 )
 def test_thinking_is_a_switch_of_the_template(thinking: dict[str, object] | None, template: object):

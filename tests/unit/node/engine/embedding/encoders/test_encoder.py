@@ -107,9 +107,12 @@ def test_a_document_is_cut_and_the_query_stays(tmp_path: Path, start: Any):
     for truncate, most, kept in ((True, 0, CONTEXT - 5), (False, 7, 7), (True, 7, 7), (True, CONTEXT, CONTEXT - 5)):
         found = driver.vectors(driver.embed(" ".join(words), query=QUERY, truncate=truncate, max_tokens=most))
         assert abs(found[0, 0] - reference.score(*pair(" ".join(words[:kept])))) < 1e-5
-    end = driver.end(driver.embed("w1", query=" ".join(words), truncate=True))
-    assert isinstance(end, Refusal)
-    assert "the query has" in end.refused.message
+    fits = " ".join(words[: CONTEXT - 4])
+    assert driver.vectors(driver.embed("w1", query=fits, truncate=True)).shape == (1, 1)
+    for query in (" ".join(words[: CONTEXT - 3]), " ".join(words)):
+        end = driver.end(driver.embed("w1", query=query, truncate=True))
+        assert isinstance(end, Refusal)
+        assert "the query has" in end.refused.message
 
 
 def test_a_text_that_is_cut_keeps_the_tokens_around_it(tmp_path: Path, start: Any):
