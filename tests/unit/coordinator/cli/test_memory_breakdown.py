@@ -106,6 +106,8 @@ def test_weakened_guard_has_the_warning_of_the_node_or_one_from_its_values():
     assert list_dangers(view(off, Enforcement(warnings=told))) == list(told)
     silent = list_dangers(view(off, Enforcement()))
     assert [text.split(":")[0] for text in silent] == ["memory.guard is off", "memory.margin is 0"]
+    others = list_dangers(view(off, Enforcement(warnings=("the cap is above the Metal limit",))))
+    assert others == ["the cap is above the Metal limit", *silent]
     assert list_dangers(view(Memory(cap=8 * GIB, margin=GIB), Enforcement())) == []
     assert list_dangers(view(Memory(), Enforcement())) == [], "a node has sent no report yet"
 

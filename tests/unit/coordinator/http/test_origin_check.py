@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator.http.origin_check import Message, OriginCheck, Receive, Scope, Send
+from coordinator.http.origin_check import Message, OriginCheck, PrivateResponses, Receive, Scope, Send
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,3 +78,25 @@ def test_only_requests_that_change_nothing_may_come_from_another_site(
 ):
     changes = method in ("POST", "DELETE")
     assert find_status(method, ("host", "localhost:8080"), *headers) == (403 if changes and is_foreign else 0)
+
+
+async def test_every_private_response_forbids_caches_and_sniffing():
+    sent: list[Message] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"Cache-Control", b"public"), (b"x-own", b"1")]
+        await send({"type": "http.response.start", "status": 201, "headers": headers})
+        await send({"type": "http.response.body", "body": b"hi"})
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await PrivateResponses(app)({"type": "http"}, receive, send)
+    marks = [(b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff")]
+    assert sent == [
+        {"type": "http.response.start", "status": 201, "headers": [(b"x-own", b"1"), *marks]},
+        {"type": "http.response.body", "body": b"hi"},
+    ]

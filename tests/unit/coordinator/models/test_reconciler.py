@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from coordinator.models.action_history import ActionHistory
-from coordinator.models.reconciler import plan_actions
+from coordinator.models.reconciler import find_ready_replicas, plan_actions
 from coordinator.models.wishes import LoadWish, Plan, UnloadReason, UnloadWish, Wish
 from router.placement.reservations import SwapTurn
 from tests.support.cluster.wish_pool import WishNode, WishPool
@@ -534,3 +534,25 @@ def test_a_model_that_a_node_cannot_load_is_named_with_the_cause():
     broken.disk["m"]["cause"] = "truncated file"
     plan = WishPool([broken], [Wish("m")]).settle()
     assert text(plan) == "needs 1 more node: a cannot load it: truncated file"
+
+
+def find_ready(pool: WishPool) -> set[NodeId]:
+    """Return the nodes with a ready replica of model m."""
+    return {node for node, model in find_ready_replicas(pool.wishes, pool.read(), pool.history) if model == "m"}
+
+
+def test_only_replicas_that_the_wish_allows_and_that_serve_requests_are_ready():
+    nodes = [node(name, 24, "m") for name in "abc"]
+    assert find_ready(WishPool(nodes, [Wish("m", deny=(A,))])) == {B, C}
+    for one, fingerprint in zip(nodes, ("new", "old", "new"), strict=True):
+        one.disk["m"]["fingerprint"] = fingerprint
+    assert find_ready(WishPool(nodes, [Wish("m", 3)])) == {A, C}
+
+
+def test_a_replica_is_ready_while_another_model_of_its_node_is_unloaded():
+    pool = WishPool([node("a", 32, "m", "x", m=8, x=8, n=16)], [Wish("m"), Wish("n")])
+    (unload,) = pool.plan().actions
+    assert isinstance(unload, UnloadWish)
+    assert unload.model == "x"
+    pool.begin(unload)
+    assert find_ready(pool) == {A}

@@ -1,4 +1,5 @@
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -122,3 +123,38 @@ def test_a_package_in_the_cache_of_downloads_is_found(tmp_path: Path):
     (tmp_path / "models--pub--wan" / "refs").mkdir()
     (tmp_path / "models--pub--wan" / "refs" / "main").write_text("abc")
     assert set(packages.find_packages((), tmp_path)) == {"pub/wan"}
+
+
+def test_a_package_with_one_expert_has_its_own_shape(tmp_path: Path):
+    package(tmp_path / "wan", {**WAN, "transformer_2": [None, None]}, two=False, bits=4)
+    one = found(tmp_path)["wan"].described
+    assert (one.bits, one.expert, one.experts, one.cause) == (4, 1000, 1, "")
+    assert (one.fps, one.steps, one.frames) == (24, 50, 121)
+
+
+def test_a_package_has_the_bits_of_its_widest_expert(tmp_path: Path):
+    folder = package(tmp_path / "wan", bits=8)
+    weights(folder / "transformer_2" / "0.safetensors", 900, {"quantization_level": "4", "mflux_version": "0.18.14"})
+    assert found(tmp_path)["wan"].described.bits == 8
+
+
+def test_a_package_without_experts_is_named_with_its_cause(tmp_path: Path):
+    folder = package(tmp_path / "wan")
+    for part in ("transformer", "transformer_2"):
+        shutil.rmtree(folder / part)
+    one = found(tmp_path)["wan"].described
+    assert (one.bits, one.expert, one.experts) == (0, 0, 1)
+    assert "transformer" in one.cause
+
+
+def test_the_order_of_an_index_does_not_change_the_fingerprint(tmp_path: Path):
+    package(tmp_path / "one")
+    package(tmp_path / "other", dict(reversed(WAN.items())))
+    one, other = (found(tmp_path)[name].described for name in ("one", "other"))
+    assert one.fingerprint == other.fingerprint
+
+
+def test_a_folder_without_an_index_or_with_endless_brackets_is_no_package(tmp_path: Path):
+    assert packages.describe_package("wan", tmp_path) is None
+    (tmp_path / "model_index.json").write_text("[" * 100_000)
+    assert packages.describe_package("wan", tmp_path) is None
