@@ -194,10 +194,8 @@ def test_a_stop_ends_the_transfer_and_its_pieces_stay(place: Place):
 def test_reports_come_while_the_transfer_waits(place: Place):
     place.hub.faults.chunk_seconds = 0.5
     run = place.open()
-    began = time.monotonic()
     assert run.run()
-    seconds = time.monotonic() - began
-    assert 2 <= len(run.received) <= seconds / POLL_SECONDS + 1
+    assert len(run.received) >= 2
     assert run.received == sorted(run.received)
 
 
