@@ -192,7 +192,7 @@ def test_a_stop_ends_the_transfer_and_its_pieces_stay(place: Place):
 
 
 def test_reports_come_while_the_transfer_waits(place: Place):
-    place.hub.faults.chunk_seconds = 0.5
+    place.hub.faults.chunk_seconds = 0.25
     run = place.open()
     began = time.monotonic()
     assert run.run()

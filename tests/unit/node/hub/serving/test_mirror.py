@@ -62,6 +62,7 @@ def test_a_mirror_without_a_usable_address_cannot_begin(tmp_path: Path, hosts: t
     assert end.code == ModelOrderCode.FAILED
     assert end.message.startswith("the mirror cannot begin: ")
     assert text in end.message
+    assert "Errno" not in end.message
 
 
 def test_a_mirror_without_certificates_cannot_begin(tmp_path: Path):
