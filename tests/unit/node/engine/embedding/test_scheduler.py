@@ -254,7 +254,7 @@ def test_a_request_is_ended_to_release_its_memory(driver: Driver):
 
 def test_the_newest_request_is_ended_first(driver: Driver):
     driver.vectors(driver.embed("warm"))
-    first, second = driver.embed("word " * 3000), driver.embed("word " * 3000)
+    first, second = driver.embed("word " * 700), driver.embed("word " * 700)
     driver.turn()
     assert driver.engine.parts.embeddings.end_newest(Refused(RefusalCode.NO_ROOM, "over the cap"), 0.0)
     assert isinstance(driver.end(second), Refusal)
