@@ -108,7 +108,7 @@ def refuse_too_long(frame: Generate | CountTokens | Embed, need: int, memory: Me
         RefusalCode.TOO_LARGE,
         (
             f"{count_text_bytes(frame)} bytes of text need up to {show_size(need)} for tokenization, "
-            f"this node can give {show_size(holds)}: shorten the prompt"
+            f"this node can give {show_size(holds)}: shorten the prompt or raise memory.cap"
         ),
         numbers,
     )

@@ -17,7 +17,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from node.engine.requests.prepared import PreparedRequest
-from node.engine.requests.tokenize_admission import TokenizeResult, UntokenizedPrompt, count_text_bytes
+from node.engine.requests.tokenize_admission import (
+    TokenizeResult,
+    UntokenizedPrompt,
+    count_text_bytes,
+    refuse_too_long,
+)
 from node.engine.requests.tokenize_queue import TokenizeQueue
 from node.engine.text.tokenizer import LONG_TEXT_CHARS
 from node.engine.text.tokenizer_errors import TooLong
@@ -48,6 +53,7 @@ from wire.frames import (
     ToolCall,
 )
 from wire.refusals import RefusalCode
+from wire.report import Memory
 from wire.units import GIB, MIB
 
 WORDS = "The whole history of the house was written down by its cook. "
@@ -418,3 +424,23 @@ def test_prompts_are_read_in_turns_between_keys(driver: Driver):
     queue.put(of("other", 12))
     waiting.join(10)
     assert [one.frame.request for one in taken] == [12]
+
+
+@pytest.mark.parametrize(("need", "refuses"), [(6 * GIB, False), (6 * GIB + 1, True)])
+def test_a_prompt_that_cannot_be_tokenized_on_the_idle_node_has_the_numbers_and_the_next_step(need: int, refuses: bool):
+    frame = Generate(1, 1, "r", "tiny", (Message("user", "hi"),), GenerationParams(), 0)
+    memory = Memory(current=5 * GIB, headroom=1 * GIB, cap=8 * GIB, ceiling=8 * GIB, margin=2 * GIB, bound_by="setting")
+    refused = refuse_too_long(frame, need, memory)
+    assert refuse_too_long(frame, need, replace(memory, guard=False)) is None
+    if not refuses:
+        assert refused is None
+        return
+    assert refused is not None
+    assert refused.message == (
+        "2 bytes of text need up to 6.0 GiB for tokenization, this node can give 6.0 GiB: shorten the prompt or raise "
+        "memory.cap"
+    )
+    numbers = refused.numbers
+    assert numbers is not None
+    assert (numbers.predicted, numbers.estimate, numbers.margin) == (need + 2 * GIB, need, 2 * GIB)
+    assert (numbers.ceiling, numbers.cap, numbers.current, numbers.headroom) == (8 * GIB, 8 * GIB, 5 * GIB, 1 * GIB)
