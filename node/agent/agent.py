@@ -59,7 +59,6 @@ from wire.frames import (
     VerifyModel,
     Welcome,
 )
-from wire.node_state import EngineStage
 from wire.refusals import RefusalCode, Refused
 from wire.report import Hardware
 
@@ -162,13 +161,14 @@ class Agent:
     # frames from the coordinator
 
     def _receive(self, link: CoordinatorLink, tag: int, body: bytes) -> None:
-        if TAGS.get(tag) in _FOR_ENGINE:
-            self._forward_to_engine(link, tag, body)
+        kind = TAGS.get(tag)
+        if kind in _FOR_ENGINE:
+            self._forward_to_engine(link, kind, tag, body)
         else:
             self._act(link, decode(tag, body))
 
-    def _forward_to_engine(self, link: CoordinatorLink, tag: int, body: bytes) -> None:
-        request, kind = decode_request_number(body), TAGS[tag]
+    def _forward_to_engine(self, link: CoordinatorLink, kind: type[Frame], tag: int, body: bytes) -> None:
+        request = decode_request_number(body)
         if not self._parts.sharing.sharing_state.shared and kind not in (UnloadModel, ClearCache):
             link.send(Refusal(request, self._build_paused_refusal()))
             return
@@ -233,5 +233,5 @@ class Agent:
 
     def _notify_ready(self) -> None:
         link = self._parts.links.current
-        if link is not None and self._parts.supervisor.state.state == EngineStage.READY:
+        if link is not None and self._parts.supervisor.ready is not None:
             self._on_ready(link.address)

@@ -23,8 +23,6 @@ class CoordinatorLinks:
         self._links: set[CoordinatorLink] = set()
         self._current: CoordinatorLink | None = None
         self._newest: CoordinatorLink | None = None
-        self.answer_due = Notifier()
-        """Notifies before the `Finished` frame of a request is sent."""
         self.request_ended = Notifier()
         """Notifies after the last frame of each request, but not after a cancel or the loss of its link."""
 
@@ -113,8 +111,6 @@ class CoordinatorLinks:
         if kind is Deltas:
             self._forward_step(encoded)
             return
-        if kind is Finished:
-            self.answer_due.notify()
         for link in tuple(self._links):
             if request in link.requests:
                 if kind is Admitted:

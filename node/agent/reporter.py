@@ -68,7 +68,6 @@ class Reporter:
         self._next_report = Timer(self.send)
         self._models: tuple[Model, ...] = ()
         self._draining = False
-        links.answer_due.subscribe(self._send_changed_models)
 
     def send(self) -> None:
         """Send a report now and schedule the next. Do nothing without a link."""
@@ -111,16 +110,17 @@ class Reporter:
     def send_soon(self) -> None:
         """Schedule a report if a value has changed that concerns the coordinator. Generated tokens cause no report.
 
-        The report comes at least `MIN_REPORT_GAP_SECONDS` after the last one. Do nothing without a link.
+        The report comes at least `MIN_REPORT_GAP_SECONDS` after the last one. After a load or unload it is sent now,
+        because the coordinator must know the models at the next answer. The engine reports them before it answers. Do
+        nothing without a link.
         """
-        if self._links.current is not None and self._last_report_key != self._compute_report_key():
-            now = asyncio.get_running_loop().time()
-            self._next_report.move_forward(max(now, self._reported_at + MIN_REPORT_GAP_SECONDS))
-
-    def _send_changed_models(self) -> None:
-        """Report before an answer if a model was loaded or unloaded. The coordinator then knows it at the answer."""
+        if self._links.current is None or self._last_report_key == self._compute_report_key():
+            return
         if self._reported_models != self._compute_models_key():
             self.send()
+        else:
+            now = asyncio.get_running_loop().time()
+            self._next_report.move_forward(max(now, self._reported_at + MIN_REPORT_GAP_SECONDS))
 
     def answer_ping(self, nonce: int) -> None:
         """Repeat the nonce of a ping in the following reports. Report now if the last report is older than half of
@@ -137,8 +137,9 @@ class Reporter:
 
     def is_busy(self) -> bool:
         """Return whether a request runs or is queued here, or memory is leased to another process."""
-        state = self._supervisor.state
-        return state.running + state.waiting > 0 or self._limiter.leases > 0
+        latest = self._supervisor.reports.latest
+        requests = latest.running + latest.waiting if latest is not None else 0
+        return requests > 0 or self._limiter.leases > 0
 
     def _compute_report_key(self) -> tuple[object, ...]:
         """Return the values whose change causes a report."""

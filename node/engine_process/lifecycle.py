@@ -311,8 +311,9 @@ def _apply_report(life: EngineLife, child: ChildLife, event: ChildReported) -> S
     attempted = child.attempted | event.loaded | event.loading
     missing = life.models - event.broken
     models = event.loaded | {name for name in missing if name in event.loading or name not in attempted}
-    child = replace(child, attempted=attempted)
-    life = replace(life, models=models, child=child)
+    if attempted != child.attempted or models != life.models:
+        child = replace(child, attempted=attempted)
+        life = replace(life, models=models, child=child)
     if event.armed and not child.ready and not child.ending:
         return replace(life, stage=EngineStage.READY, child=replace(child, ready=True)), (StateChanged(),)
     if _is_replaceable(life, child, event):
@@ -366,9 +367,8 @@ def _recycle(life: EngineLife, child: ChildLife, cause: str) -> Step:
     """End a healthy child to replace it. If it was asked to end before, store `child` and end nothing."""
     if child.ending:
         return replace(life, child=child), ()
-    return _restart(
-        replace(life, recycles=life.recycles + 1), replace(child, recycled=True), cause, ExitUrgency.GRACEFUL
-    )
+    recycling = replace(life, recycles=life.recycles + 1)
+    return _restart(recycling, replace(child, recycled=True), cause, ExitUrgency.GRACEFUL)
 
 
 def _restart(life: EngineLife, child: ChildLife, cause: str, urgency: ExitUrgency) -> Step:

@@ -63,7 +63,7 @@ from wire.frames import (
     UnloadModel,
     Vectors,
 )
-from wire.report import EngineState
+from wire.report import EngineState, Memory
 from wire.state_machine import IllegalEventError
 from wire.units import MIB, show_size
 
@@ -73,6 +73,7 @@ MAX_UNSENT_BYTES = 64 * MIB
 """Maximum bytes that wait in the agent because the child has not read them. Above that, new requests are refused."""
 
 log = structlog.get_logger("supervise")
+_NO_REPORT = EngineReport(Memory(), (), 0, 0)
 _BEGINS = (Generate, Embed, LoadModel, UnloadModel, ProfileModel, ClearCache, CountTokens)
 
 
@@ -123,8 +124,9 @@ class Supervisor:
     @property
     def state(self) -> EngineState:
         """State of the engine for the node's report, with the cause of the last end and the number of restarts."""
-        life, report, engine = self._life, self.reports.latest, self._settings.engine
-        state = EngineState(
+        life, engine = self._life, self._settings.engine
+        report = self.reports.latest or _NO_REPORT
+        return EngineState(
             kind=engine.kind,
             state=life.stage.value,
             cause=life.cause,
@@ -132,11 +134,6 @@ class Supervisor:
             recycles=life.recycles,
             rows=engine.mlx.max_batch_size if engine.kind == "mlx" else engine.scripted.max_batch_size,
             leaked=self._wired.leaked_bytes,
-        )
-        if report is None:
-            return state
-        return replace(
-            state,
             running=report.running,
             waiting=report.waiting,
             queued_tokens=report.queued_tokens,
@@ -193,14 +190,17 @@ class Supervisor:
         A request that the engine cannot accept now is refused at once through `on_frame`. Other frames are discarded
         without an engine.
         """
+        child, life = self._child, self._life.child
         if kind in _BEGINS:
-            if self._child is None or self.ready is None or self._child.count_unsent_bytes() > MAX_UNSENT_BYTES:
+            ready = child is not None and life is not None and life.ready
+            if child is None or not ready or child.count_unsent_bytes() > MAX_UNSENT_BYTES:
                 self._requests.refuse(request, lifecycle.refuse_not_ready(self._life, self._timeouts))
                 return
             self._requests.add(request)
         elif kind is Cancel:
             self._requests.remove(request)
-        self._write(encoded)
+        if child is not None:
+            child.write(encoded)
 
     def end(self, cause: str) -> None:
         """End the current child, if any, quickly, because it is above its cap. A new child starts as after a crash."""

@@ -353,13 +353,13 @@ class LinkEndpoint:
 
     def send_encoded(self, encoded: bytes) -> None:
         """Send an encoded frame; discard it if the connection is not open."""
-        if self.outbox is not None and self.open:
+        if self.outbox is not None:
             self.outbox.send_encoded(encoded)
 
     def send_with_next(self, encoded: bytes) -> None:
         """Send a short encoded frame together with the next frame, after ACCOMPANY_SECONDS at the latest. Discard the
         frame if the connection is not open."""
-        if self.outbox is not None and self.open:
+        if self.outbox is not None:
             self.outbox.send_with_next(encoded)
 
     def send_background(self, frames: Iterator[Frame]) -> None:

@@ -19,10 +19,12 @@ from node.engine.process.crash_recorder import CrashRecord
 from node.engine.process.interface import Engine, Halted, Work
 from node.engine.requests.tokenize_admission import UntokenizedPrompt
 from node.engine.requests.tokenize_queue import TokenizeQueue
-from wire.frames import Cancel, EngineReport, Failed, Finished, Frame, LoadModel, Refusal, UnloadModel
+from wire.frames import Admitted, Cancel, EngineReport, Failed, Finished, Frame, LoadModel, Refusal, UnloadModel
 
 MIN_REPORT_INTERVAL_SECONDS = 0.1
 """Minimum interval between two published reports, in seconds."""
+MAX_HELD_SECONDS = 0.02
+"""Maximum seconds for which an `Admitted` frame waits for other frames, so that one write sends them all."""
 
 TOKENIZE_EXPECTED_SECONDS = 60.0
 """Expected duration of tokenizing a prompt, in seconds: 8 MB take 9 s on a quiet machine."""
@@ -59,6 +61,9 @@ class EngineLoop:
         self._commands: set[int] = set()
         """Requests of open loads and unloads."""
         self._published_loads = 0
+        self._held: list[Frame] = []
+        """`Admitted` frames that leave with the next other frame, before the next step, or at `_held_until`."""
+        self._held_until = 0.0
         self._prompts, self._long_prompts = TokenizeQueue(), TokenizeQueue()
 
     def put(self, work: Work) -> None:
@@ -126,8 +131,9 @@ class EngineLoop:
         return work
 
     def _find_due_time(self, now: float) -> float | None:
-        times = [when for when in (self._engine.next_step_at(now), self._publish_at) if when is not None]
-        return min(times, default=None)
+        held_until = self._held_until if self._held else None
+        times = (self._engine.next_step_at(now), self._publish_at, held_until)
+        return min((when for when in times if when is not None), default=None)
 
     def _run_iteration(self, work: Sequence[Work]) -> None:
         now = time.monotonic()
@@ -136,6 +142,8 @@ class EngineLoop:
             self._route(self._engine.handle(piece, now))
         due = self._engine.next_step_at(now)
         worked = due is not None and due <= now
+        if worked or (self._held and now >= self._held_until):
+            self._send_with_held(())
         if worked:
             for frames in self._engine.step(now):
                 self._route(frames)
@@ -167,8 +175,22 @@ class EngineLoop:
                 self._commands.discard(answer.request)
                 self._publish(time.monotonic())
             frames.append(answer)
-        if frames:
-            self._send(frames)
+        if all(isinstance(frame, Admitted) for frame in frames):
+            self._hold(frames)
+        else:
+            self._send_with_held(frames)
+
+    def _hold(self, frames: Sequence[Frame]) -> None:
+        """Keep frames that are not urgent. Each write wakes the agent, which costs more than the frames."""
+        if frames and not self._held:
+            self._held_until = time.monotonic() + MAX_HELD_SECONDS
+        self._held += frames
+
+    def _send_with_held(self, frames: Sequence[Frame]) -> None:
+        """Send the held frames and `frames` together; nothing if there are none."""
+        together, self._held = [*self._held, *frames], []
+        if together:
+            self._send(together)
 
     def _publish(self, now: float) -> None:
         """Send a report, unless it equals the last one."""
@@ -177,7 +199,7 @@ class EngineLoop:
         report = self._engine.report(now)
         if report != self._published:
             self._published = report
-            self._send((report,))
+            self._send_with_held((report,))
 
     def _log_guard(self) -> None:
         """Log the guard's resolved settings once per change: after new limits, and when profiles change."""

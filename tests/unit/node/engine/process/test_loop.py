@@ -126,6 +126,35 @@ def test_frames_of_one_step_are_sent_together():
     thread.join(WAIT)
 
 
+def test_admissions_of_several_requests_are_sent_together_before_the_next_step():
+    engine, sent = ScriptedEngine(ScriptedSettings(step_ms=400), CrashRecorder()), Queue[Sequence[Frame]]()
+    loop = EngineLoop(engine, sent.put)
+    loop.put(LIMITS)
+    for number in (1, 2, 3):
+        loop.put(generate(number, 1))
+    thread = threading.Thread(target=loop.run)
+    thread.start()
+    writes = [sent.get(timeout=WAIT)]
+    while not any(isinstance(frame, Deltas) for frame in writes[-1]):
+        writes.append(sent.get(timeout=WAIT))
+    admitted = [[frame.request for frame in frames if isinstance(frame, Admitted)] for frames in writes]
+    assert [numbers for numbers in admitted if numbers] == [[1, 2, 3]]
+    assert not admitted[-1]
+    loop.stop()
+    thread.join(WAIT)
+
+
+def test_an_admission_without_a_step_is_sent_soon(running: Running):
+    running.loop.put(LIMITS)
+    running.loop.put(generate(1, 10_000))
+    running.until(lambda frame: isinstance(frame, Deltas))
+    running.engine.next_step_at = lambda now: now + WAIT
+    before = time.monotonic()
+    running.loop.put(generate(2, 1))
+    seen = running.until(lambda frame: isinstance(frame, Admitted))
+    assert seen[-1][0] - before < 1.0
+
+
 def test_a_report_shows_a_model_before_the_answers_of_the_request_that_loads_it(loading: Running):
     (model,) = (name.name for name in loading.engine.report(time.monotonic()).models)
     loading.loop.put(LIMITS)
