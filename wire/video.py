@@ -131,9 +131,9 @@ class LeaseState(WireStruct, frozen=True, array_like=True, gc=False):
     """Current denoising step of `steps`."""
     steps: Natural = 0
     footprint: Size = 0
-    """Footprint of the worker's processes at the last check."""
+    """Footprint of the worker's processes at the last check, in bytes."""
     peak: Size = 0
-    """Highest footprint of the worker's processes that was read."""
+    """Highest footprint of the worker's processes so far, in bytes."""
 
 
 class VideoState(WireStruct, frozen=True, array_like=True, gc=False):

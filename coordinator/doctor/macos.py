@@ -17,7 +17,7 @@ MIN_MACOS_VERSION = 14
 
 MAX_PANIC_CHARS = 120
 GPU_PANICS = r"IOGPU|completeMemory\(\)|prepare count underflow|\b(?:un)?wired?\b"
-"""Pattern of panics of the GPU and of wired memory (https://github.com/ml-explore/mlx/issues/3186)."""
+"""Regular expression for reports of panics that the GPU or wired memory caused (https://github.com/ml-explore/mlx/issues/3186)."""
 
 
 def parse_version(listing: str) -> tuple[str, str]:

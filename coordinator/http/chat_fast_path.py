@@ -322,7 +322,7 @@ class FastPathProtocol(DeadlineProtocol):
             self._stream.pause()
 
     def resume_writing(self) -> None:
-        """Resume the stream after the client has received enough."""
+        """Resume the stream: the client has received enough that the buffer of the transport has room again."""
         super().resume_writing()
         if self._stream is not None:
             self._stream.resume()

@@ -56,7 +56,7 @@ class ActionFailure(msgspec.Struct, frozen=True):
     count: int
     """Number of refusals or failures since the last success."""
     until: float
-    """End of the wait, in monotonic seconds."""
+    """Time before which the action is not tried again, in monotonic seconds."""
     why: str
     """Text of the last refusal or failure."""
     headroom: int | None = None

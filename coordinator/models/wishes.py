@@ -69,7 +69,8 @@ class UnloadWish(msgspec.Struct, frozen=True):
     wanted: str = ""
     """Model that needs the memory; empty for an idle model."""
     seconds: float = 0.0
-    """Expected seconds to load both models, the cost of this swap."""
+    """Cost of the swap in seconds: expected time to load `wanted` now, and later all models unloaded for it. 0 for an
+    idle model."""
 
 
 WishAction = LoadWish | UnloadWish

@@ -33,7 +33,8 @@ class CoordinatorLinks:
 
     @property
     def watched(self) -> CoordinatorLink | None:
-        """Link whose silence matters: the current one, else the newest open one; None without an open link."""
+        """Link that is ended if the coordinator sends nothing for too long: the current link, else the newest open one.
+        None without an open link."""
         candidates = (self._current, self._newest)
         return next((link for link in candidates if link is not None and link in self._links and link.open), None)
 

@@ -166,8 +166,8 @@ class ModelCommands:
     def take_ended_answers(self) -> list[Frame]:
         """Handle the loads that have ended since the last call. Return the answers to their orders and requests.
 
-        After a load, the requests that waited for the model are admitted or refused by the memory now. After a failed
-        load, they are refused with its reason.
+        After a load, the requests that waited for the model are admitted or refused by the memory that is free now.
+        After a failed load, they are refused with the reason of the failure.
         """
         return [frame for outcome in self._manager.take_ended() for frame in self._end_load(outcome)]
 

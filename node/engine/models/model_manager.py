@@ -5,10 +5,10 @@ without the run-time margin (`wire.capacity.arithmetic.judge_load`). It first un
 then checks the gate for all of the weights; weights still to load count as reserved. The gate runs again before each
 piece, on a fresh reading. The engine calls `tick` while `busy`, and decodes between the ticks.
 
-A load is aborted before any answer is. The reasons: the gate refuses its next piece, a running request needs room, or
-the engine is over its cap. A lease aborts a load while no request waits for the model. An order to unload the model
-aborts it as well. Loaded pieces are released at once, and the outcome is returned by `take_ended`. A load whose files
-change before its end is aborted, and the next request tries again.
+A load is aborted rather than a running answer. The reasons: the gate refuses its next piece, a running request needs
+room, or the engine is over its cap. A lease aborts a load while no request waits for the model. An order to unload the
+model aborts it as well. Loaded pieces are released at once, and the outcome is returned by `take_ended`. A load whose
+files change before its end is aborted, and the next request tries again.
 
 The phases of a load and their legal events are in `load_state`.
 """

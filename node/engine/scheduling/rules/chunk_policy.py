@@ -104,9 +104,10 @@ class ChunkPace:
         return max(MIN_CHUNK_TOKENS, min(most, int(2 * spare / max(first + root, 1e-9))))
 
     def learn(self, tokens: int, back: float, seconds: float) -> None:
-        """Record a chunk of `tokens` that took `seconds`: update `far` after a long past, else `each`. `fixed` stays.
+        """Record that a chunk of `tokens` took `seconds`, and update one term. `fixed` does not change.
 
-        Each token attended to `back` earlier tokens on average.
+        `back` is the mean number of earlier tokens that a token of the chunk attended to. From `NEAR_PAST_TOKENS` on,
+        update `far`, below it `each`.
         """
         rest = max(seconds - self.fixed, seconds / 4) / tokens
         if back < NEAR_PAST_TOKENS:
