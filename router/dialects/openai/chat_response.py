@@ -79,7 +79,7 @@ class ChatChunks:
                 if prefix is None:
                     events += self._encode_call(delta.choice, channel, text)
                 elif text:
-                    events += prefix + encode_basestring_ascii(text) + suffix
+                    events += f"{prefix}{encode_basestring_ascii(text)}{suffix}"
         return events.encode()
 
     def encode_end(self, finished: Finished) -> bytes:
