@@ -245,6 +245,52 @@ def test_an_answer_ends_with_the_key_of_the_page_and_leaves_no_chat(page: Page, 
     expect(page.locator(".turn")).to_have_count(0)
 
 
+def test_signing_out_in_one_tab_signs_out_the_other_tab_and_ends_its_chats(page: Page, home: Pool):
+    other = page.context.new_page()
+    other.goto(page.url)
+    go(other, "Chat")
+    say(other, "secret " * 3000)
+    expect(other.locator(".answer").last).to_contain_text("secret secret")
+    page.get_by_role("button", name="Sign out").click()
+    expect(other.get_by_role("heading", name="Sign in to Macpool")).to_be_visible()
+    until(lambda: not home.get("/api/v1/status")["in_flight"])
+    assert other.evaluate("sessionStorage.getItem('macpool-chats')") is None
+    page.goto("about:blank")
+    page.goto(link(home))
+    expect(other.get_by_role("button", name="Sign out")).to_be_visible()
+    expect(other.get_by_label("Message")).to_be_visible()
+    expect(other.locator(".turn")).to_have_count(0)
+
+
+def test_a_late_refusal_of_a_former_key_does_not_sign_out_the_present_one(page: Page):
+    refused = page.evaluate("""async () => {
+        const { call } = await import("/ui/pool.js");
+        const own = localStorage.getItem("macpool-key");
+        localStorage.setItem("macpool-key", "mp_wrong_key");
+        const late = call("GET", "/api/v1/status").catch((wrong) => wrong.status);
+        localStorage.setItem("macpool-key", own);
+        return late;
+    }""")
+    assert refused == 401
+    assert page.evaluate("localStorage.getItem('macpool-key')") is not None
+    expect(page.get_by_role("button", name="Sign out")).to_be_visible()
+
+
+def test_a_tab_that_was_asleep_while_another_person_signed_in_shows_no_chat_of_the_former_one(page: Page, home: Pool):
+    go(page, "Chat")
+    say(page, "remember me")
+    expect(page.locator(".answer").last).to_have_text("remember me")
+    kept = page.evaluate("sessionStorage.getItem('macpool-chats')")
+    page.get_by_role("button", name="Sign out").click()
+    page.goto("about:blank")
+    page.goto(link(home))
+    expect(page.get_by_role("meter")).to_have_count(1)
+    page.evaluate("chats => sessionStorage.setItem('macpool-chats', chats)", kept)
+    page.reload()
+    go(page, "Chat")
+    expect(page.locator(".turn")).to_have_count(0)
+
+
 def test_system_prompt_and_parameters_are_sent(page: Page):
     go(page, "Chat")
     page.get_by_text("System prompt and parameters").click()

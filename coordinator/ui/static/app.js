@@ -1,6 +1,6 @@
 // The shell: whose key this is, which view, and the one live stream that all views read.
 import { html, render, useEffect, useState } from "/ui/vendor/preact.js";
-import { Wrong, call, forget, keep, key, ownKey, useAction, useLive } from "/ui/pool.js";
+import { Wrong, call, forget, keep, key, ownKey, useAction, useLive, visit } from "/ui/pool.js";
 import { Chat } from "/ui/views/chat.js";
 import { Join } from "/ui/views/join.js";
 import { Keys } from "/ui/views/keys.js";
@@ -82,7 +82,6 @@ function Page({ own }) {
   const [leave] = useAction(async () => {
     if (own.admin) await call("DELETE", "/api/v1/page/visit").catch(() => null);
     forget();
-    dispatchEvent(new Event("macpool-out"));
   });
   const offered = Object.entries(VIEWS).filter(([, [, , allowed]]) => allowed(own));
   const name = offered.some(([id]) => id === view) ? view : own.metrics ? "pool" : "chat";
@@ -103,12 +102,15 @@ function Page({ own }) {
     <main aria-label=${title}><h2>${title}</h2><${View} pool=${pool} own=${own} rest=${rest} /></main>`;
 }
 
+// Name of the sign-in of this tab; empty without a key.
+const signedIn = () => key() && (visit() || "signed in");
+
 function App() {
-  const [inside, setInside] = useState(key() !== "");
+  const [inside, setInside] = useState(signedIn);
   const [own, setOwn] = useState(null);
   const [error, setError] = useState("");
   const [code, setCode] = useState(location.hash.startsWith("#in=") ? location.hash.slice(4) : "");
-  const out = () => { setInside(false); setOwn(null); };
+  const out = () => { setInside(signedIn()); setOwn(null); };
   useEffect(() => {
     addEventListener("macpool-out", out);
     return () => removeEventListener("macpool-out", out);
@@ -116,22 +118,24 @@ function App() {
   useEffect(() => {
     if (!code) return;
     history.replaceState(null, "", "/");
-    call("POST", "/api/v1/page/visits", { code }).then((given) => { keep(given.key); setInside(true); },
+    call("POST", "/api/v1/page/visits", { code }).then((given) => { keep(given.key); setInside(signedIn()); },
       (refused) => setError(refused.message)).finally(() => setCode(""));
   }, [code]);
   useEffect(() => {
     if (code || !inside || own) return;
     let timer = 0;
-    const find = () => ownKey().then(setOwn, (wrong) => {
+    let current = true;
+    const find = () => ownKey().then((found) => { if (current) setOwn(found); }, (wrong) => {
+      if (!current) return;
       setError(wrong.message);
       if (wrong.status !== 401) timer = setTimeout(find, 2000);
     });
     find();
-    return () => clearTimeout(timer);
+    return () => { current = false; clearTimeout(timer); };
   }, [code, inside, own]);
   if (code || (inside && !own)) return html`<main class="sign-in" aria-busy="true"><p>Signing in …</p><${Wrong} text=${error} /></main>`;
   if (inside) return html`<${Page} own=${own} />`;
-  return html`<${SignIn} entered=${() => { setError(""); setInside(true); }} /><div class="sign-in"><${Wrong} text=${error} /></div>`;
+  return html`<${SignIn} entered=${() => { setError(""); setInside(signedIn()); }} /><div class="sign-in"><${Wrong} text=${error} /></div>`;
 }
 
 render(html`<${App} />`, document.getElementById("app"));

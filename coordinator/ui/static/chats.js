@@ -1,7 +1,7 @@
 // The chats of this tab. They outlive a change of the view and a reload, and end with the tab or with signing out; an
 // answer continues to stream while another view is open.
 import { useEffect, useState } from "/ui/vendor/preact.js";
-import { CHATS, ask, events } from "/ui/pool.js";
+import { CHATS, ask, events, visit } from "/ui/pool.js";
 
 const MAX_CHATS = 20;
 const SHOW_MS = 50;
@@ -10,7 +10,7 @@ const fresh = () => ({ id: crypto.getRandomValues(new Uint32Array(2)).join("-"),
 function stored() {
   try {
     const found = JSON.parse(sessionStorage.getItem(CHATS) ?? "");
-    if (found.chats.length && found.chats.every((one) => Array.isArray(one.turns))) return found;
+    if (found.visit === visit() && found.chats.length && found.chats.every((one) => Array.isArray(one.turns))) return found;
   } catch {
     // nothing is kept yet, or not by us
   }
@@ -26,7 +26,7 @@ function put(next, keep = true) {
   state = next;
   if (keep) {
     try {
-      sessionStorage.setItem(CHATS, JSON.stringify(state));
+      sessionStorage.setItem(CHATS, JSON.stringify({ ...state, visit: visit() }));
     } catch {
       // the browser has no room: the chats live as long as the page
     }

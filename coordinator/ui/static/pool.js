@@ -2,6 +2,7 @@
 import { html, useEffect, useRef, useState } from "/ui/vendor/preact.js";
 
 const KEY = "macpool-key";
+const VISIT = "macpool-visit";
 export const CHATS = "macpool-chats";
 const GIB = 2 ** 30, MIB = 2 ** 20, KIB = 2 ** 10;
 const POINTS = 360;
@@ -9,11 +10,28 @@ const POINTS = 360;
 export const PRESENT = ["ready", "suspect", "draining"];
 
 export const key = () => localStorage.getItem(KEY) ?? "";
-export const keep = (text) => localStorage.setItem(KEY, text);
+// Random name of the current sign-in, which all tabs share. Chats of an earlier sign-in may be those of another person.
+export const visit = () => localStorage.getItem(VISIT) ?? "";
+export const keep = (text) => {
+  localStorage.setItem(VISIT, crypto.getRandomValues(new Uint32Array(2)).join("-"));
+  localStorage.setItem(KEY, text);
+};
+
+function endTab() {
+  sessionStorage.removeItem(CHATS);
+  dispatchEvent(new Event("macpool-out"));
+}
+
 export const forget = () => {
   localStorage.removeItem(KEY);
-  sessionStorage.removeItem(CHATS);
+  localStorage.removeItem(VISIT);
+  endTab();
 };
+
+// Another tab has signed out, or signed in with another key.
+addEventListener("storage", ({ key: name }) => {
+  if (name === KEY || name === null) endTab();
+});
 
 export class Refused extends Error {
   constructor(status, body) {
@@ -23,20 +41,18 @@ export class Refused extends Error {
   }
 }
 
-async function refused(answer) {
+async function refused(answer, used) {
   const body = await answer.json().catch(() => null);
-  if (answer.status === 401 && key()) {
-    forget();
-    dispatchEvent(new Event("macpool-out"));
-  }
+  if (answer.status === 401 && used === key()) forget();
   return new Refused(answer.status, body);
 }
 
 export async function ask(method, path, body, signal) {
-  const headers = { authorization: `Bearer ${key()}` };
+  const used = key();
+  const headers = { authorization: `Bearer ${used}` };
   if (body !== undefined) headers["content-type"] = "application/json";
   const answer = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body), signal });
-  if (!answer.ok) throw await refused(answer);
+  if (!answer.ok) throw await refused(answer, used);
   return answer;
 }
 
