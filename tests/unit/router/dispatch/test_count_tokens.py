@@ -2,9 +2,15 @@
 
 import asyncio
 
+import pytest
+from msgspec.structs import replace
+
+from router.admission.rate_limits import KeyLimits
+from router.dispatch import count_tokens
 from router.dispatch.count_tokens import count_prompt_tokens
 from router.dispatch.node_commands import MAX_COUNTS_PER_KEY
 from router.errors import Problem
+from router.settings import RouterSettings
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
 from wire.frames import CountTokens, Frame, Message
 from wire.identity import NodeId
@@ -106,4 +112,55 @@ async def test_one_key_does_not_take_all_counts():
     assert not other.done()
     cluster.dispatcher.handle_lost_node(node.id, "cut")
     await asyncio.gather(*counts, other)
+    assert cluster.dispatcher.quotas.count_open("k") == 0
+
+
+async def test_a_count_is_charged_its_prompt_only_and_refunded():
+    cluster = LoopbackCluster(LoopbackNode("a"))
+    cluster.limits = {"k": KeyLimits(tokens_per_minute=50, concurrency=1)}.get
+    for _ in range(3):
+        assert await count_prompt_tokens(cluster.dispatcher, ASKED, "k") == 11
+    (rate,) = cluster.dispatcher.quotas.list_rates("k", cluster.dispatcher.get_time())
+    assert (rate.unit, rate.remaining) == ("tokens", 50)
+
+
+async def test_a_count_beyond_the_requests_of_its_key_is_refused():
+    node = LoopbackNode("a")
+    cluster = LoopbackCluster(node)
+    cluster.limits = {"k": KeyLimits(requests_per_minute=1)}.get
+    assert await count_prompt_tokens(cluster.dispatcher, ASKED, "k") == 11
+    found = await count_prompt_tokens(cluster.dispatcher, ASKED, "k")
+    assert isinstance(found, Problem)
+    assert (found.status, found.code) == (429, RefusalCode.RATE_LIMITED)
+    assert counted(node) == 1
+
+
+async def test_an_alias_is_counted_with_its_first_model_that_a_node_has():
+    settings = RouterSettings(aliases={"coder": ("nowhere", "tiny"), "lonely": ("nowhere", "nothing")})
+    node = LoopbackNode("a", labels=frozenset({"lab"}))
+    cluster = LoopbackCluster(node, LoopbackNode("b"), settings=settings)
+    cluster.limits = {"k": KeyLimits(models=("coder", "lonely"), labels=("lab",))}.get
+    assert await count_prompt_tokens(cluster.dispatcher, replace(ASKED, model="coder"), "k") == 11
+    assert [frame.model for frame in node.heard if isinstance(frame, CountTokens)] == ["tiny"]
+    found = await count_prompt_tokens(cluster.dispatcher, replace(ASKED, model="lonely"), "k")
+    assert isinstance(found, Problem)
+    assert (found.status, found.message) == (404, "no node serves the model 'nowhere'")
+
+
+async def test_a_key_bound_to_labels_is_counted_on_these_nodes_only():
+    node = LoopbackNode("a")
+    cluster = LoopbackCluster(node)
+    cluster.limits = {"k": KeyLimits(labels=("lab",))}.get
+    found = await count_prompt_tokens(cluster.dispatcher, ASKED, "k")
+    assert isinstance(found, Problem)
+    assert (found.status, found.code) == (403, RefusalCode.NOT_ALLOWED)
+    assert counted(node) == 0
+
+
+async def test_a_node_that_counts_too_long_is_a_refusal_to_retry(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(count_tokens, "COUNT_TIMEOUT_SECONDS", 0.001)
+    cluster = Silent(LoopbackNode("a"))
+    found = await count_prompt_tokens(cluster.dispatcher, ASKED, "k")
+    assert isinstance(found, Problem)
+    assert (found.status, found.code, found.retry_after) == (503, RefusalCode.NOT_READY, 2.0)
     assert cluster.dispatcher.quotas.count_open("k") == 0

@@ -1134,3 +1134,25 @@ async def test_the_time_of_a_decision_is_measured():
     assert 1.0 <= after.total - before.total < 10.0, "readings of the clock within one decision"
     dispatcher.close(ticket)
     dispatcher.shutdown()
+
+
+async def test_an_ended_request_is_open_for_a_drain_until_its_reader_closes_it(one: Cluster):
+    assert one.dispatcher.idle
+    ended, running = one.submit(), one.submit()
+    one.say(lambda number: Finished(number, ("stop",), 25, 3), request=ended.attempt)
+    assert one.dispatcher.list_open_requests() == [running]
+    one.dispatcher.close(running)
+    assert one.dispatcher.list_open_requests() == []
+    assert not one.dispatcher.idle
+    one.dispatcher.close(ended)
+    assert one.dispatcher.idle
+
+
+async def test_queued_requests_are_counted(one: Cluster):
+    full(one, A)
+    one.submit()
+    assert one.dispatcher.count_queued() == 1
+    roomy(one, A)
+    await turn()
+    assert one.dispatcher.count_queued() == 0
+    one.finish()

@@ -63,3 +63,21 @@ async def test_a_lost_node_that_joins_as_a_new_member_takes_the_request(two: Clu
     await turn()
     assert [node for node, _ in two.generates()] == [lost, lost]
     two.finish()
+
+
+async def test_a_lost_node_that_is_ready_again_takes_its_request_back(two: Cluster) -> None:
+    request = two.submit()
+    lost, _ = two.last()
+    other = B if lost == A else A
+    two.speak("hello")
+    two.state[lost] = "lost"
+    two.report()
+    two.dispatcher.handle_lost_node(lost, "cable")
+    two.state[lost] = "ready"
+    two.report()
+    two.state[other] = "lost"
+    two.report()
+    two.dispatcher.handle_lost_node(other, "cable")
+    assert [node for node, _ in two.generates()] == [lost, other, lost]
+    two.finish()
+    assert isinstance(request.outcome, Finished)
