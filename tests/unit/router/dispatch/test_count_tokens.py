@@ -10,6 +10,7 @@ from router.dispatch import count_tokens
 from router.dispatch.count_tokens import count_prompt_tokens
 from router.dispatch.node_commands import MAX_COUNTS_PER_KEY
 from router.errors import Problem
+from router.profiles import ProfileSettings
 from router.settings import RouterSettings
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
 from wire.frames import CountTokens, Frame, Message
@@ -59,7 +60,7 @@ async def test_count_skips_cordoned_and_lost_nodes():
     node = LoopbackNode("a", state="lost")
     found = await count_prompt_tokens(LoopbackCluster(node).dispatcher, ASKED, "k")
     assert isinstance(found, Problem)
-    assert found.status == 503
+    assert (found.status, found.retry_after) == (503, 2.0)
     assert counted(node) == 0
 
 
@@ -164,3 +165,15 @@ async def test_a_node_that_counts_too_long_is_a_refusal_to_retry(monkeypatch: py
     assert isinstance(found, Problem)
     assert (found.status, found.code, found.retry_after) == (503, RefusalCode.NOT_READY, 2.0)
     assert cluster.dispatcher.quotas.count_open("k") == 0
+
+
+async def test_a_profile_of_the_model_applies_to_its_count():
+    settings = RouterSettings(profiles={"brief": ProfileSettings(chat_template_kwargs={"enable_thinking": False})})
+    node = LoopbackNode("a")
+    cluster = LoopbackCluster(node, settings=settings)
+    for model in ("tiny", "tiny:brief"):
+        assert await count_prompt_tokens(cluster.dispatcher, replace(ASKED, model=model), "k") == 11
+    assert [(frame.model, frame.template) for frame in node.heard if isinstance(frame, CountTokens)] == [
+        ("tiny", ""),
+        ("tiny", '{"enable_thinking":false}'),
+    ]

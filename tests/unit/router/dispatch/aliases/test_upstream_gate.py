@@ -27,7 +27,7 @@ async def cluster() -> AsyncIterator[Cluster]:
     """Yield a node with a loaded model that has no room for a request."""
     made = Cluster(
         A,
-        aliases={"coder": ("big", "upstream:home"), "lonely": ("nowhere", "upstream:home")},
+        aliases={"coder": ("big", "upstream:home"), "lonely": ("nowhere", "upstream:home"), "local": ("nowhere",)},
         upstreams={"home": UpstreamSettings(url="https://models.example/v1", model="far")},
     )
     made.models = (a_model("big"),)
@@ -105,6 +105,13 @@ async def test_a_forbidden_upstream_takes_no_request(
     assert refused.outcome.code is RefusalCode.NO_MODEL
     assert refused.outcome.message.endswith(f"upstream:home: {why}")
     assert set(cluster.dispatcher.counters.models) == {OTHER}, "no member has the model"
+
+
+async def test_the_refusal_of_an_alias_without_an_upstream_names_none(cluster: Cluster) -> None:
+    cluster.limits["k"] = KeyLimits(upstreams=False)
+    refused = ask(cluster, "local").outcome
+    assert isinstance(refused, Refused)
+    assert refused.message == "no candidate of local can start now: nowhere: no node serves nowhere"
 
 
 async def test_an_upstream_is_paused_after_faults_and_asked_again_with_one_request(cluster: Cluster) -> None:

@@ -2,12 +2,14 @@
 
 import pytest
 
-from router.dispatch.answer import CollectedAnswer
+from router.dispatch.answer import CollectedAnswer, StreamedAnswer
+from router.dispatch.request import RequestFailure
 from router.dispatch.request_state import RequestState
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.cluster.manual_pool import A, B, C, Cluster, full, turn
 from wire.frames import Failed, Finished
 from wire.refusals import FailureCode
+from wire.report import Model
 from wire.units import GIB
 
 
@@ -81,3 +83,35 @@ async def test_a_lost_node_that_is_ready_again_takes_its_request_back(two: Clust
     assert [node for node, _ in two.generates()] == [lost, other, lost]
     two.finish()
     assert isinstance(request.outcome, Finished)
+
+
+@pytest.mark.parametrize(
+    ("fingerprint", "others", "explained"),
+    [
+        ("tiny-1", (), False),
+        ("tiny-1", (a_model(fingerprint="tiny-2"),), True),
+        ("", (), False),
+        ("", (a_model(fingerprint="tiny-2"),), False),
+    ],
+)
+async def test_an_answer_that_no_node_can_resume_names_another_model_of_the_same_name(
+    fingerprint: str, others: tuple[Model, ...], explained: bool
+) -> None:
+    cluster = Cluster(A, B)
+    cluster.models = (a_model(fingerprint=fingerprint),)
+    cluster.report()
+    request = cluster.submit()
+    assert isinstance(request.answer, StreamedAnswer)
+    cluster.speak("hello")
+    request.answer.take_deltas()
+    lost, _ = cluster.last()
+    cluster.models = others
+    cluster.report(B if lost == A else A)
+    cluster.dispatcher.handle_lost_node(lost, "cable")
+    outcome = request.outcome
+    assert isinstance(outcome, RequestFailure)
+    assert outcome.code == FailureCode.NODE_LOST
+    assert f"node node-{lost} was lost during the answer (cable): retry" in outcome.message
+    assert ("a different model with the name tiny (`cluster models`)" in outcome.message) is explained
+    cluster.dispatcher.shutdown()
+    cluster.settled()
