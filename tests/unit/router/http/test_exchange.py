@@ -20,12 +20,14 @@ REFUSED = Problem(429, "rate_limited", "no room")
 class Client:
     """Client of an exchange, with the parts of its body and the messages of the answer."""
 
-    def __init__(self, *parts: bytes | None, method: str = "POST", ended: bool = True, **headers: str) -> None:
+    def __init__(
+        self, *parts: bytes | None, headers: dict[str, str] | None = None, method: str = "POST", ended: bool = True
+    ) -> None:
         self.parts = asyncio.Queue[Message]()
         for number, part in enumerate(parts, 1):
             self.put(part, more=not ended or number < len(parts))
         self.sent: list[Message] = []
-        named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+        named = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
         scope = {"method": method, "path": "/v1/models", "headers": named}
         self.exchange = Exchange(scope, self.parts.get, self._send)
 
@@ -59,7 +61,7 @@ class Client:
 async def test_a_body_is_received_up_to_the_limit(
     parts: list[bytes | None], length: str | None, received: bytes | Problem | None
 ):
-    client = Client(*parts, **({} if length is None else {"content_length": length}))
+    client = Client(*parts, headers=None if length is None else {"content-length": length})
     assert await client.exchange.receive_body(SETTINGS) == received
 
 
@@ -70,8 +72,8 @@ async def test_room_is_reserved_once_for_a_long_body_with_its_length():
         sizes.append(size)
 
     part = b"x" * (MAX_INLINE_BYTES // 2 + 1)
-    for length, size in (({}, LIMIT), ({"content_length": str(3 * len(part))}, 3 * len(part))):
-        client = Client(part, part, part, **length)
+    for headers, size in ((None, LIMIT), ({"content-length": str(3 * len(part))}, 3 * len(part))):
+        client = Client(part, part, part, headers=headers)
         assert await client.exchange.receive_body(SETTINGS, reserve) == 3 * part
         assert sizes == [size]
         sizes.clear()
@@ -109,7 +111,7 @@ async def test_a_slow_body_is_refused_but_the_wait_for_room_does_not_count():
 
 @pytest.mark.parametrize(("method", "sent"), [("GET", b'{"a":1}'), ("HEAD", b"")])
 async def test_an_answer_has_its_length_and_its_id(method: str, sent: bytes):
-    client = Client(method=method, x_request_id="mine-1")
+    client = Client(method=method, headers={"x-request-id": "mine-1"})
     assert client.exchange.status == CLIENT_CLOSED
     await client.exchange.answer(b'{"a":1}', 201, [(b"x-more", b"yes")])
     start, body = client.sent
@@ -134,9 +136,9 @@ async def test_a_problem_is_an_answer_with_its_status_and_headers():
 
 
 def test_only_a_valid_id_of_the_client_is_used():
-    assert Client(x_request_id="mine-1").exchange.request_id == "mine-1"
-    ids = [Client(x_request_id=name).exchange.request_id for name in ("", "two words", "x" * 1000)]
-    ids.append(Client(other="mine-1").exchange.request_id)
+    assert Client(headers={"x-request-id": "mine-1"}).exchange.request_id == "mine-1"
+    ids = [Client(headers={"x-request-id": name}).exchange.request_id for name in ("", "two words", "x" * 1000)]
+    ids.append(Client(headers={"other": "mine-1"}).exchange.request_id)
     assert len(set(ids)) == 4
     assert not {"", "two words", "x" * 1000, "mine-1"} & set(ids)
 
