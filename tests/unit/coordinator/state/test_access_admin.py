@@ -161,3 +161,10 @@ def test_the_pepper_is_private_and_is_created_once(tmp_path: Path):
     pepper = load_pepper(tmp_path)
     assert (len(pepper), stat.S_IMODE((tmp_path / "pepper").stat().st_mode)) == (32, 0o600)
     assert load_pepper(tmp_path) == pepper
+
+
+def test_every_answer_names_its_schema(office: Office):
+    admin = office.admin
+    answers = [admin.create_token(60.0, 1, ""), admin.list_tokens(), admin.create_key("a", ["infer"], None)]
+    answers += [admin.list_keys(), admin.list_audit_entries(1), admin.usage.sum()]
+    assert [answer["schema"] for answer in answers] == [1] * 6
