@@ -62,11 +62,11 @@ async def test_labels_and_the_permission_for_videos_last_and_are_seen_at_once(tm
         who, nodes = port.member("one"), port.application.nodes
         for labels, allowed in ((("lab", "fast"), True), (("slow",), False), (("slow",), True)):
             nodes.administration.set_labels(who.node, labels)
-            seen = nodes.registry.build_view().find_node(who.node)
+            seen = port.application.dispatcher.view.find_node(who.node)
             assert seen is not None
             assert seen.labels == frozenset(labels)
             nodes.administration.set_video_allowed(who.node, on=allowed)
-            seen = nodes.registry.build_view().find_node(who.node)
+            seen = port.application.dispatcher.view.find_node(who.node)
             assert seen is not None
             assert seen.video_allowed is allowed
     async with opened(tmp_path) as port:
