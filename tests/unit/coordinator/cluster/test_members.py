@@ -15,6 +15,7 @@ from tests.support.cluster.cluster_port import Port, a_report, hello, opened, th
 from tests.support.cluster.enrolment import HARDWARE
 from wire.certificate import LEAF_VALIDITY_SECONDS, read_certificate
 from wire.frames import CertificateRenewed, Goodbye, PauseNode, RenewCertificate, Welcome
+from wire.identity import NodeId
 from wire.report import Sharing
 
 
@@ -261,6 +262,10 @@ async def test_a_member_is_found_by_id_and_by_name_and_the_one_that_is_here_firs
     assert nodes.directory.find_member(str(old.node)) == old.node
     assert nodes.directory.find_member(str(new.node)) == new.node
     assert nodes.directory.find_member("nothing") is None
+    names = [nodes.directory.get_name(NodeId(str(node))) for node in (old.node, new.node, "nothing")]
+    assert names == ["studio", "studio", "nothing"], "a removed node keeps its name in the audit log"
+    row = nodes.directory.build_node_row(new.node, 3)
+    assert (row["name"], row["in_flight"], row["heard_seconds"]) == ("studio", 3, None)
 
 
 async def test_a_pause_is_sent_to_its_node_and_answered_by_its_report(port: Port, monkeypatch: pytest.MonkeyPatch):
