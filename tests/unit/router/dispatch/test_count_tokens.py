@@ -13,6 +13,7 @@ from router.errors import Problem
 from router.profiles import ProfileSettings
 from router.settings import RouterSettings
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
+from tests.support.cluster.manual_pool import turn
 from wire.frames import CountTokens, Frame, Message
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
@@ -123,6 +124,17 @@ async def test_a_count_is_charged_its_prompt_only_and_refunded():
         assert await count_prompt_tokens(cluster.dispatcher, ASKED, "k") == 11
     (rate,) = cluster.dispatcher.quotas.list_rates("k", cluster.dispatcher.get_time())
     assert (rate.unit, rate.remaining) == ("tokens", 50)
+    node = LoopbackNode("a")
+    silent = Silent(node)
+    silent.limits = cluster.limits
+    counting = asyncio.create_task(count_prompt_tokens(silent.dispatcher, ASKED, "k"))
+    await turn()
+    (rate,) = silent.dispatcher.quotas.list_rates("k", silent.dispatcher.get_time())
+    assert 50 - 20 <= rate.remaining < 50, "the prompt of 40 bytes and no answer"
+    silent.dispatcher.handle_lost_node(node.id, "cut")
+    await counting
+    (rate,) = silent.dispatcher.quotas.list_rates("k", silent.dispatcher.get_time())
+    assert rate.remaining == 50
 
 
 async def test_a_count_beyond_the_requests_of_its_key_is_refused():
