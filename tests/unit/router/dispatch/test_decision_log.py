@@ -104,6 +104,7 @@ def test_a_line_has_a_maximum_length():
     [
         ("top_k is 'many'", "top_k", "top_k is 'many'"),
         ("the model 'tiny' has no \"tools\"", "", "the model 'tiny' has no \"tools\""),
+        ("top_p is 'x!', then '!x'", "top_p", "top_p is '…', then '…'"),
         ("temperature is '!x' and \"a b\"", "temperature", "temperature is '…' and '…'"),
         ("stop is 'it\\'s secret'", "stop", "stop is '…'"),
         ("messages[0].my secret is no field", "messages[0].my secret", "messages[0].… is no field"),

@@ -1193,3 +1193,34 @@ async def test_a_drain_waits_for_the_last_request_of_the_node(one: Cluster):
         assert not draining.done()
         one.say(lambda number: Finished(number, ("stop",), 25, 3), request=request.attempt)
     assert await draining == 0
+
+
+@pytest.mark.parametrize("closed", [False, True])
+async def test_sweeps_end_with_the_last_request(closed: bool):
+    reads = 0
+
+    def clock() -> float:
+        nonlocal reads
+        reads += 1
+        return 100.0
+
+    settings = RouterSettings(slow_client_seconds=0.004)
+    dispatcher = Dispatcher(lambda *_: True, settings, numbers=lambda: (1, 1), clock=clock)
+    dispatcher.set_view(ClusterView((Cluster(A).seen(A),)))
+    request = dispatcher.submit(
+        RequestSpec(ResourceDemand("tiny", 100), "k", "r", (Message("user", "hi"),), GenerationParams(), 0, True)
+    )
+    before = reads
+    async with asyncio.timeout(5):
+        while reads == before:  # noqa: ASYNC110  a sweep has no event
+            await asyncio.sleep(0.001)
+    if closed:
+        dispatcher.close(request)
+    else:
+        dispatcher.shutdown()
+    await asyncio.sleep(0.003)
+    before = reads
+    await asyncio.sleep(0.01)
+    assert reads == before
+    dispatcher.close(request)
+    dispatcher.shutdown()

@@ -2,6 +2,8 @@
 
 import struct
 
+import pytest
+
 from router.dispatch.parts.assignment import MAX_NODES_IN_A_ROW
 from router.dispatch.request import EmbeddingInput, RequestFailure, RequestSpec
 from router.dispatch.request_state import RequestState
@@ -24,7 +26,8 @@ async def test_requests_on_other_nodes_are_untouched_by_a_loss(two: Cluster) -> 
     two.finish()
 
 
-async def test_vectors_of_a_lost_attempt_do_not_complete_the_next(two: Cluster) -> None:
+@pytest.mark.parametrize("drained", [False, True])
+async def test_vectors_of_a_lost_attempt_do_not_complete_the_next(two: Cluster, drained: bool) -> None:
     two.models = (a_model(features=("embed",)),)
     two.report()
     demand = ResourceDemand("tiny", 10, kind=ModelKind.EMBED)
@@ -37,7 +40,12 @@ async def test_vectors_of_a_lost_attempt_do_not_complete_the_next(two: Cluster) 
         two.dispatcher.receive(node, Vectors(frame.request, (place,), struct.pack("<f", 1)))
 
     answer(0)
-    two.dispatcher.handle_lost_node(two.sent[-1][0], "cable")
+    first, _ = two.sent[-1]
+    if drained:
+        assert two.dispatcher.migrate_node(first) == 0
+        two.sent = [(node, frame) for node, frame in two.sent if isinstance(frame, Embed)]
+    else:
+        two.dispatcher.handle_lost_node(first, "cable")
     answer(1)
     node, frame = two.sent[-1]
     assert isinstance(frame, Embed)
