@@ -33,3 +33,7 @@ async def test_an_earlier_check_replaces_a_later_one_and_not_the_reverse(monkeyp
     timer.cancel()
     await asyncio.sleep(0.005)
     assert len(ticks) == 2
+    timer.schedule(busy=False)
+    await asyncio.sleep(0.005)
+    assert len(ticks) == 2, "without an open job the next check is much later"
+    timer.cancel()
