@@ -160,6 +160,7 @@ async def test_a_prompt_is_counted_for_the_key():
     body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 40}]}
     counted = await call(cluster, "/v1/messages/count_tokens", "POST", body)
     assert (counted.status, counted.body) == (200, b'{"input_tokens":11}')
+    assert "x-macpool-ignored" not in counted.headers
     (frame,) = node.heard
     (key,) = cluster.keys.list()
     assert isinstance(frame, CountTokens)
