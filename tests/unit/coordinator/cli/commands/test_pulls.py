@@ -1,5 +1,6 @@
 """Output and exit codes of `cluster pull`, against a server with the answers of a coordinator."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,15 @@ def test_a_pull_that_every_node_completes_succeeds(server: Server):
     server.answer = {**PLAN, "pull": {"id": "p-1", "repo": "a/b", "state": "completed", "nodes": nodes}}
     done = server.run("pull", "a/b")
     assert (done.exit_code, done.stderr) == (0, "")
+
+
+def test_a_wait_prints_only_json_with_that_output(server: Server):
+    nodes = [place("mini", "failed", "full")]
+    server.answer = {"pull": {"id": "p-1", "repo": "a/b", "state": "failed", "nodes": nodes}}
+    done = server.run("pulls", "wait", "p-1", "-o", "json")
+    assert done.exit_code == REFUSED
+    assert json.loads(done.stdout)["pull"]["nodes"] == nodes
+    assert "mini: failed" not in done.stderr
 
 
 PULLING = {"done": GIB, "total": 4 * GIB, "speed": 2.0 * MIB, "seconds_left": 90.0, "source": "hub"}
