@@ -63,7 +63,8 @@ def test_a_revoked_token_is_not_listed(office: Office):
 def test_a_key_is_valid_at_once_and_after_a_restart(office: Office):
     limits = KeyLimits(models=("tiny",), requests_per_minute=5)
     made = office.admin.create_key("laptop", ["metrics", "infer"], 60.0, limits)
-    plain = office.admin.create_key("desk", ["infer"], None)
+    plain = office.admin.create_key("desk", ["infer"], None, KeyLimits())
+    assert office.store.keys[plain["id"]].limits is None
     office.restart()
     rows = office.admin.list_keys()["keys"]
     assert [(row["id"], row["name"], row["scopes"], row["created"], row["expires"]) for row in rows] == [
