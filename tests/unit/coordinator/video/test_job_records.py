@@ -36,6 +36,9 @@ async def test_a_measured_peak_is_stored_for_the_package_of_its_node(tmp_path: P
     await made.flush()
     made.close()
     again = records(tmp_path)
+    stored = VideoStore(tmp_path)
+    assert stored.jobs == (job,)
+    stored.close()
     assert (made.profiles, again.profiles) == ({key: expected}, {key: expected})
     assert expected.measured == 2
     assert expected.predict_peak(job.wanted.tokens) == 40 * GIB

@@ -706,3 +706,20 @@ def test_a_running_job_keeps_the_begin_of_its_lease_over_a_restart():
     assert hold is not None
     assert hold.since == running.started
     assert (story.job(1).away, story.job(1).due) == (True, story.now + story.board.rules.away_seconds)
+
+
+@pytest.mark.parametrize(
+    ("rule", "finalizing", "state", "code"),
+    [
+        ("fail", False, JobState.FAILED, "node_lost"),
+        ("requeue", False, JobState.QUEUED, ""),
+        ("requeue", True, JobState.FAILED, "artifact_lost"),
+    ],
+)
+def test_a_removed_node_ends_or_requeues_its_job(rule: Any, finalizing: bool, state: JobState, code: str):
+    story = Story(on_node_loss=rule)
+    job = story.running()
+    if finalizing:
+        story.end(job)
+    story.tell(NodeRemoved("a"))
+    assert (story.job(1).state, (story.job(1).fault or JobFault("", "")).code) == (state, code)
