@@ -188,3 +188,17 @@ async def test_an_invalid_request_is_recorded_with_its_key(path: str, body: obje
     (record,) = cluster.dispatcher.history.find_requests("mine")
     (key,) = cluster.keys.list()
     assert (answer.status, record.outcome, record.key) == (status, code, key.id)
+
+
+async def test_a_stored_response_is_read_and_deleted_by_its_key_only():
+    cluster = LoopbackCluster(LoopbackNode("studio"))
+    made = json.loads((await call(cluster, "/v1/responses", "POST", {"model": "tiny", "input": "hi"})).body)
+    path = f"/v1/responses/{made['id']}"
+    stranger = f"Bearer {cluster.make_key('infer')}"
+    for method in ("GET", "DELETE"):
+        assert (await call(cluster, path, method, authorization=stranger)).status == 404
+    found = await call(cluster, path)
+    assert (found.status, json.loads(found.body)["id"]) == (200, made["id"])
+    deleted = await call(cluster, path, "DELETE")
+    assert (deleted.status, json.loads(deleted.body)["deleted"]) == (200, True)
+    assert (await call(cluster, path)).status == 404
