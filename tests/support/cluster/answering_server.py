@@ -50,7 +50,7 @@ class Server:
         self.key = folder / "key"
         self.key.write_text("mp_a_b")
         self.options = ["--url", f"http://127.0.0.1:{self.http.server_port}", "--key-file", str(self.key)]
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()  # shutdown polls
 
     def run(self, *words: str) -> Result:
         return CliRunner().invoke(cluster, [*words, *self.options])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.cluster import local_node
-from coordinator.cluster.local_node import LocalNode
+from coordinator.cluster.local_node import LocalNode, LocalNodeElsewhereError, check_node_cluster
 from coordinator.state.store_errors import StoreError
 
 
@@ -36,3 +36,35 @@ async def test_a_restart_that_fails_is_tried_again(tmp_path: Path, monkeypatch: 
         assert not node.given_up.is_set()
     finally:
         await node.close()
+
+
+@pytest.mark.parametrize(
+    ("identity", "cluster", "words"),
+    [
+        (None, "c1", None),
+        ('{"cluster": "c1", "addresses": ["10.0.0.1:8081"]}', "c1", None),
+        (
+            '{"cluster": "c2", "addresses": ["10.0.0.1:8081", "10.0.0.2:8081"]}',
+            "c1",
+            "another cluster at 10.0.0.1:8081:",
+        ),
+        ('{"cluster": "c2", "addresses": null}', "c1", "another cluster:"),
+        ('{"cluster": "c2"}', "", "another cluster:"),
+        ('{"addresses": []}', "c1", None),
+        ("[]", "c1", None),
+        ("{", "c1", None),
+    ],
+)
+def test_a_node_of_another_cluster_is_not_started(
+    tmp_path: Path, identity: str | None, cluster: str, words: str | None
+):
+    if identity is not None:
+        file = tmp_path / "node" / "identity" / "identity.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(identity)
+    if words is None:
+        check_node_cluster(tmp_path, cluster)
+    else:
+        with pytest.raises(LocalNodeElsewhereError, match=words) as raised:
+            check_node_cluster(tmp_path, cluster)
+        assert "`cluster leave`" in str(raised.value)

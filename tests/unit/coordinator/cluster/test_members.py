@@ -15,6 +15,7 @@ from tests.support.cluster.cluster_port import Port, a_report, hello, opened, th
 from tests.support.cluster.enrolment import HARDWARE
 from wire.certificate import LEAF_VALIDITY_SECONDS, read_certificate
 from wire.frames import CertificateRenewed, Goodbye, PauseNode, RenewCertificate, Welcome
+from wire.identity import NodeId
 from wire.report import Sharing
 
 
@@ -62,11 +63,11 @@ async def test_labels_and_the_permission_for_videos_last_and_are_seen_at_once(tm
         who, nodes = port.member("one"), port.application.nodes
         for labels, allowed in ((("lab", "fast"), True), (("slow",), False), (("slow",), True)):
             nodes.administration.set_labels(who.node, labels)
-            seen = nodes.registry.build_view().find_node(who.node)
+            seen = port.application.dispatcher.view.find_node(who.node)
             assert seen is not None
             assert seen.labels == frozenset(labels)
             nodes.administration.set_video_allowed(who.node, on=allowed)
-            seen = nodes.registry.build_view().find_node(who.node)
+            seen = port.application.dispatcher.view.find_node(who.node)
             assert seen is not None
             assert seen.video_allowed is allowed
     async with opened(tmp_path) as port:
@@ -261,6 +262,10 @@ async def test_a_member_is_found_by_id_and_by_name_and_the_one_that_is_here_firs
     assert nodes.directory.find_member(str(old.node)) == old.node
     assert nodes.directory.find_member(str(new.node)) == new.node
     assert nodes.directory.find_member("nothing") is None
+    names = [nodes.directory.get_name(NodeId(str(node))) for node in (old.node, new.node, "nothing")]
+    assert names == ["studio", "studio", "nothing"], "a removed node keeps its name in the audit log"
+    row = nodes.directory.build_node_row(new.node, 3)
+    assert (row["name"], row["in_flight"], row["heard_seconds"]) == ("studio", 3, None)
 
 
 async def test_a_pause_is_sent_to_its_node_and_answered_by_its_report(port: Port, monkeypatch: pytest.MonkeyPatch):

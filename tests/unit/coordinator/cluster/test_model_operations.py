@@ -166,6 +166,7 @@ async def test_unload_skips_a_model_in_use_and_lists_the_rest(port: Port):
     [
         ("load", None, "nothing", 404, "model_not_found"),
         ("unload", None, BIG, 404, "model_not_found"),
+        ("profile", None, "nothing", 404, "model_not_found"),
         ("load", "nowhere", BIG, 404, "node_not_found"),
         ("load", None, "a\nb", 400, "invalid_request"),
     ],

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from coordinator.observe import event_log
-from coordinator.observe.event_log import MAX_EVENTS, MAX_QUEUED_EVENTS, EventLog
+from coordinator.observe.event_log import MAX_EVENTS, MAX_QUEUED_EVENTS, MAX_READERS, EventLog
 
 
 def tell(hub: EventLog, *numbers: int) -> None:
@@ -102,3 +102,31 @@ def test_an_event_after_the_end_of_the_loop_does_no_harm():
         return EventLog()
 
     tell(asyncio.run(make()), 1)
+
+
+async def test_a_reader_waits_again_after_each_event_and_numbers_begin_at_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(event_log, "KEEPALIVE_SECONDS", 0.001)
+    hub = EventLog()
+    reading = hub.stream_events(None, 0, follow=True)
+    assert await anext(reading) == b": still here\n\n"
+    for number in (1, 2):
+        tell(hub, number)
+        await settled()
+        assert (await anext(reading)).startswith(b"id: %d\ndata: {" % number)
+        assert await anext(reading) == b": still here\n\n"
+    await reading.aclose()
+
+
+async def test_the_log_is_full_with_its_maximum_of_readers():
+    hub = EventLog()
+    tell(hub, 1)
+    await settled()
+    readings = [hub.stream_events(None, 1, follow=True) for _ in range(MAX_READERS)]
+    for reading in readings:
+        assert not hub.full
+        await anext(reading)
+    assert hub.full
+    await readings[0].aclose()
+    assert not hub.full
+    for reading in readings:
+        await reading.aclose()

@@ -112,3 +112,13 @@ def test_load_reading_has_memory_for_current_reports_only(state: NodeState):
     assert (found.generated_tokens, found.in_flight) == (7, 2)
     measured = state in (NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING)
     assert (found.memory, found.cap) == ((GIB, 4 * GIB) if measured else (None, None))
+
+
+def test_a_row_has_the_time_of_the_newest_reading_and_the_cap_of_its_nodes():
+    history = LoadHistory()
+    assert (rows(history)["at"], rows(history)["interval_seconds"]) == (None, INTERVAL_SECONDS)
+    for at in (10.0, 20.0):
+        history.add_reading(LoadReading(at, {A: load(), B: NodeLoad(memory=GIB)}))
+    found = rows(history)
+    assert found["at"] == 20.0
+    assert [found["nodes"][node]["cap_bytes"] for node in (A, B)] == [[4 * GIB], [None]]

@@ -49,3 +49,10 @@ async def test_log_reader_follows_appends_and_restarts_with_a_new_file(tmp_path:
         file.write_bytes(b"again\n")
         assert await anext(reading) == b"again\n"
     await reading.aclose()
+
+
+async def test_a_line_that_begins_with_the_newest_bytes_is_read(tmp_path: Path):
+    file = tmp_path / "x.log"
+    file.write_bytes(b"".join(b"line %d\n" % number for number in range(9)))
+    for size, lines in ((14, b"line 7\nline 8\n"), (13, b"line 8\n"), (7, b"line 8\n")):
+        assert b"".join([piece async for piece in log_reader.read_log(file, size)]) == lines

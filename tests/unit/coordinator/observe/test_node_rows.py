@@ -12,6 +12,7 @@ from coordinator.observe.node_rows import (
     build_node_row,
     can_answer,
     get_measured_memory,
+    get_speeds,
     list_dangers,
     list_warnings,
 )
@@ -288,3 +289,8 @@ def test_get_measured_memory_returns_every_field():
         "covered": 6,
     }
     assert get_measured_memory(replace(model, profiled=False)) is None
+
+
+def test_speeds_have_one_decimal():
+    speeds = get_speeds(a_model(prefill_speed=1234.56, decode_speed=9.87))
+    assert speeds == {"prefill_speed": 1234.6, "decode_speed": 9.9}

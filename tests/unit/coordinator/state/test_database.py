@@ -236,3 +236,21 @@ def test_a_copy_before_a_migration_that_cannot_be_written_is_named(tmp_path: Pat
     (tmp_path / "cluster.db.schema-1.new").mkdir()
     with pytest.raises(StoreError, match="needs a newer schema, and its copy cannot be written"):
         Database(tmp_path)
+
+
+def test_changes_are_in_memory_at_once(tmp_path: Path) -> None:
+    store = Database(tmp_path)
+    store.create_cluster("c1", "lab")
+    assert (store.meta.cluster, store.meta.name) == ("c1", "lab")
+    store.tokens.put(TOKEN)
+    store.wishes.put(WISH)
+    assert (dict(store.tokens), dict(store.wishes)) == ({TOKEN.id: TOKEN}, {WISH.model: WISH})
+    store.tokens.delete(TOKEN.id)
+    store.tokens.delete("unknown")
+    assert (store.wishes.delete(WISH.model), store.wishes.delete(WISH.model)) == (True, False)
+    assert (dict(store.tokens), dict(store.wishes)) == ({}, {})
+    for number in range(1, 4):
+        store.audit.add(float(number), "local", "cordon", f"n{number}")
+    assert [row.subject for row in store.audit[1:]] == ["n2", "n3"]
+    assert (store.audit[0].subject, store.audit[-1].number, len(store.audit)) == ("n1", 3, 3)
+    store.close()

@@ -12,7 +12,16 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from coordinator.tls.cluster_ca import AuthorityError, CertificateRequestError, ClusterCa, extract_public_key
+from coordinator.tls.cluster_ca import (
+    CA_VALIDITY_SECONDS,
+    AuthorityError,
+    CertificateRequestError,
+    ClusterCa,
+    extract_public_key,
+    read_cluster_id,
+    read_key_pair,
+    write_key_pair,
+)
 from node.agent.identity import (
     NodeIdentity,
     create_authority_context,
@@ -24,6 +33,7 @@ from node.agent.identity import (
 from tests.support.cluster.enrolment import Wall
 from wire.certificate import LEAF_VALIDITY_SECONDS, read_certificate
 from wire.identity import NodeId, PeerIdentity, build_coordinator_uri, build_node_uri
+from wire.join_token import build_rejoin_text
 
 NODE = NodeId("0f0e0d0c")
 NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "anything")])
@@ -268,3 +278,91 @@ def test_the_authority_signs_leaves_alone_and_each_leaf_is_for_its_purposes(tmp_
     assert (ca.not_valid_after_utc.timestamp() - wall.now) == 3650 * 24 * 3600.0
     short = ClusterCa(tmp_path, wall, node_life=3600.0).sign_request(new_request("x").csr, NODE)
     assert read_certificate(short).expires == wall.now + 3600.0
+
+
+# proofs
+
+
+def prove(pem: Path, csr: bytes) -> tuple[bytes, bytes]:
+    """Return the certificate of a key pair's file (DER), and the proof by its key for a request."""
+    key, certificate = read_key_pair(pem)
+    return certificate.public_bytes(Encoding.DER), key.sign(build_rejoin_text(csr), ec.ECDSA(hashes.SHA256()))
+
+
+def issue(authority: ClusterCa, folder: Path, node: NodeId = NODE) -> Path:
+    """Write a key with its certificate as a node."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    request = x509.CertificateSigningRequestBuilder().subject_name(NAME).sign(key, hashes.SHA256())
+    signed = authority.sign_request(request.public_bytes(Encoding.DER), node, "studio")
+    pem = folder / f"{node}.pem"
+    write_key_pair(pem, key, x509.load_der_x509_certificate(signed))
+    return pem
+
+
+def test_the_key_of_a_members_certificate_proves_who_joins_again(tmp_path: Path) -> None:
+    wall = Wall()
+    authority = ClusterCa(tmp_path / "one", wall)
+    csr = new_request("studio").csr
+    certificate, proof = prove(issue(authority, tmp_path), csr)
+    member = (NODE, read_certificate(certificate).serial)
+    assert authority.identify_signer(certificate, csr, proof) == member
+    wall.now += 2 * LEAF_VALIDITY_SECONDS
+    assert authority.identify_signer(certificate, csr, proof) == member, "an expired certificate proves the key"
+    assert authority.identify_signer(certificate, new_request("studio").csr, proof) is None
+    other_certificate, other_proof = prove(issue(authority, tmp_path, NodeId("0a0b0c0d")), csr)
+    assert authority.identify_signer(certificate, csr, other_proof) is None
+    assert authority.identify_signer(other_certificate, csr, proof) is None
+    for broken in (
+        (b"", csr, proof),
+        (b"\x30\x00", csr, proof),
+        (certificate, csr, b""),
+        (certificate, csr, b"x" * 70),
+    ):
+        assert authority.identify_signer(*broken) is None
+
+
+def test_certificates_of_no_member_of_this_cluster_prove_nothing(tmp_path: Path) -> None:
+    authority, other = ClusterCa(tmp_path / "one", time.time), ClusterCa(tmp_path / "two", time.time)
+    csr = new_request("studio").csr
+    certificate, proof = prove(issue(other, tmp_path), csr)
+    assert other.identify_signer(certificate, csr, proof) is not None
+    assert authority.identify_signer(certificate, csr, proof) is None
+    certificate, proof = prove(tmp_path / "one" / "coordinator.pem", csr)
+    assert authority.identify_signer(certificate, csr, proof) is None, "it names no node"
+
+
+def test_a_generation_is_sealed_by_the_authority_of_its_cluster_alone(tmp_path: Path) -> None:
+    authority, other = ClusterCa(tmp_path / "one", time.time), ClusterCa(tmp_path / "two", time.time)
+    seal = authority.seal_generation(3)
+    assert authority.is_sealed(3, seal)
+    assert ClusterCa(tmp_path / "one", time.time).is_sealed(3, seal)
+    assert not authority.is_sealed(4, seal)
+    assert not other.is_sealed(3, seal)
+    assert not authority.is_sealed(3, b"")
+
+
+def test_validities_of_authority_and_coordinator_are_read_from_their_certificates(tmp_path: Path) -> None:
+    wall = Wall()
+    authority = ClusterCa(tmp_path, wall)
+    issued, expires = authority.ca_validity
+    assert issued < wall.now
+    assert expires == pytest.approx(wall.now + CA_VALIDITY_SECONDS, abs=1)
+    assert authority.validity[1] == pytest.approx(wall.now + LEAF_VALIDITY_SECONDS, abs=1)
+    assert wall.now < authority.renew_from < authority.validity[1]
+
+
+def test_the_cluster_is_read_from_the_file_of_its_authority_only(tmp_path: Path) -> None:
+    authority = ClusterCa(tmp_path, time.time)
+    assert read_cluster_id(tmp_path / "authority.pem") == authority.cluster
+    with pytest.raises(AuthorityError, match=r"coordinator\.pem is not a macpool authority"):
+        read_cluster_id(tmp_path / "coordinator.pem")
+
+
+def test_keys_are_for_signatures_of_certificates_or_of_connections_only(tmp_path: Path) -> None:
+    ClusterCa(tmp_path, time.time)
+    for name, uses in (("authority", {"key_cert_sign", "crl_sign"}), ("coordinator", {"digital_signature"})):
+        pem = tmp_path / f"{name}.pem"
+        usage = read_key_pair(pem)[1].extensions.get_extension_for_class(x509.KeyUsage)
+        names = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
+        found = {name for name in (*names, "key_cert_sign", "crl_sign") if getattr(usage.value, name)}
+        assert (usage.critical, found) == (True, uses)

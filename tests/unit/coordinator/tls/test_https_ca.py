@@ -1,6 +1,7 @@
 """TLS of the endpoint: names that its authority can certify, and names that it cannot."""
 
 import asyncio
+import contextlib
 import ipaddress
 import json
 import ssl
@@ -299,3 +300,20 @@ def test_a_renewal_whose_write_failed_is_tried_again(tmp_path: Path):
     file.rmdir()
     assert made.renew()
     assert made.validity[1] > clock.now
+
+
+@pytest.mark.parametrize("offered", [["h2", "http/1.1"], ["http/1.1"], []])
+def test_the_endpoint_speaks_http_1_1_only(tmp_path: Path, offered: list[str]) -> None:
+    server = HttpsCa(tmp_path, (), time.time, lambda: ()).context
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    if offered:
+        client.set_alpn_protocols(offered)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
+    for _ in range(3):
+        for side in sides:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                side.do_handshake()
+    assert sides[0].selected_alpn_protocol() == ("http/1.1" if offered else None)
+    assert sides[0].version() == "TLSv1.3"

@@ -1,12 +1,23 @@
 """Files of finished video jobs: the files that are fetched from a node, and the limits of their sizes."""
 
+import asyncio
 import hashlib
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from coordinator.video.artifacts import MAX_FILES, SLACK_BYTES, ArtifactFolder, compute_max_bytes, get_kind
+from coordinator.video.artifacts import (
+    MAX_FILES,
+    SLACK_BYTES,
+    THUMBNAIL,
+    VIDEO,
+    ArtifactFolder,
+    compute_max_bytes,
+    get_kind,
+    get_media_type,
+)
 from coordinator.video.state.jobs import JobFault, RequestedClip, StoredFile, VideoJob
 from wire.identity import NodeId
 from wire.video import Artifact
@@ -105,3 +116,22 @@ async def test_a_file_may_have_the_bytes_of_its_frames_without_compression(
     assert isinstance(largest, JobFault)
     assert largest.code == "artifact_broken"
     assert not folder.get_folder(JOB.id).exists()
+
+
+async def test_files_are_found_by_their_kind_and_unknown_ones_removed(tmp_path: Path):
+    folder = ArtifactFolder(tmp_path / "files", Node().fetch)
+    files = (StoredFile("thumb.webp", 1, "a"), StoredFile("clip.mp4", 2, "b"), StoredFile("second.mp4", 3, "c"))
+    job = replace(JOB, files=files)
+    found = folder.find_file(job, VIDEO)
+    assert found == (tmp_path / "files" / "video_1" / "clip.mp4", files[1])
+    assert (folder.find_file(job, THUMBNAIL) or (None, None))[1] == files[0]
+    assert folder.find_file(JOB, VIDEO) is None
+    assert (get_media_type("clip.mp4"), get_media_type("thumb.webp")) == ("video/mp4", "image/webp")
+    folder.remove_unknown(set())
+    for name in ("video_1", "video_2", "other"):
+        (tmp_path / "files" / name).mkdir(parents=True)
+        (tmp_path / "files" / name / "clip.mp4").touch()
+    folder.remove_unknown({"video_1"})
+    assert sorted(file.name for file in (tmp_path / "files").iterdir()) == ["other", "video_1"]
+    await asyncio.gather(folder.remove_files("video_1"), folder.remove_files("video_9"), folder.remove_files("../x"))
+    assert [file.name for file in (tmp_path / "files").iterdir()] == ["other"]

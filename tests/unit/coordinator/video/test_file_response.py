@@ -25,3 +25,10 @@ def test_parse_range_follows_rfc_9110(size: int, first: int, last: int):
         assert found == ByteRange(first, min(last, size - 1))
     tail = parse_range(f"bytes=-{last}", size)
     assert tail == ByteRange(max(0, size - last), size - 1) if last else isinstance(tail, Problem)
+
+
+def test_a_range_outside_of_the_file_names_its_size():
+    for header in ("bytes=5-", "bytes=5-9", "bytes=-0"):
+        problem = parse_range(header, 5)
+        assert isinstance(problem, Problem)
+        assert (problem.status, problem.message) == (416, "the file has 5 bytes")

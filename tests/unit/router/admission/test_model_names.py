@@ -123,3 +123,18 @@ def test_visible_aliases_have_their_upstream():
         {"coder": ("big",), "writer": ("big",)},
         {"coder": "cloud", "writer": ""},
     )
+
+
+def test_only_other_names_than_those_of_models_may_mean_an_upstream():
+    upstreams = {"home": UpstreamSettings(url="https://models.example/v1", model="far")}
+    names = ModelNames(RouterSettings(aliases={"coder": ("big", "upstream:home")}, upstreams=upstreams))
+    assert [names.may_mean_upstream(name, VIEW) for name in ("coder", "CODER", "nothing", "big")] == [True] * 3 + [
+        False
+    ]
+    assert not any(NAMES.may_mean_upstream(name, VIEW) for name in ("coder", "nothing", "big"))
+
+
+def test_a_profile_is_returned_by_its_exact_name():
+    assert NAMES.get_profile("Fast") == SETTINGS.profiles["Fast"]
+    with pytest.raises(KeyError):
+        NAMES.get_profile("fast")

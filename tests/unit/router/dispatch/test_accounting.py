@@ -2,22 +2,37 @@
 twice."""
 
 import asyncio
+import struct
 from collections.abc import Callable
 
 import pytest
 from msgspec.structs import replace
 
-from router.admission.rate_limits import KeyLimits
+from router.admission.rate_limits import DEFAULT_ANSWER_TOKENS, KeyLimits
 from router.admission.usage import UsageTotals
-from router.dispatch.accounting import QUOTING, UNSENT_TOKENS
+from router.dispatch.accounting import INPUT_TOKENS, QUOTING, UNSENT_TOKENS
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.answer import StreamedAnswer
-from router.dispatch.request import SLOW, RequestFailure, RequestSpec
+from router.dispatch.request import SLOW, EmbeddingInput, RequestFailure, RequestSpec
 from router.placement.candidate import ResourceDemand
-from tests.support.cluster.loopback_cluster import a_memory
+from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.cluster.manual_pool import A, B, Cluster, full, roomy, turn
-from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, GenerationParams, Message, Refusal, Timings
+from wire.frames import (
+    Admitted,
+    Cancel,
+    Delta,
+    Deltas,
+    Embed,
+    Failed,
+    Finished,
+    GenerationParams,
+    Message,
+    Refusal,
+    Timings,
+    Vectors,
+)
 from wire.identity import NodeId
+from wire.models.kind import ModelKind
 from wire.refusals import RefusalCode, Refused
 from wire.units import MIB
 
@@ -218,6 +233,24 @@ async def test_usage_of_a_node_is_bounded_by_the_request(one: Cluster):
     one.speak()
     finish(one, completion_tokens=10**9)
     assert one.dispatcher.usage.drain()["k", "tiny"].completion_tokens == max(256, 1 + UNSENT_TOKENS)
+
+
+async def test_reported_tokens_of_choices_without_a_limit_are_bounded_for_all_choices(one: Cluster):
+    ask(one, n=3)
+    finish(one, completion_tokens=10**9)
+    assert one.dispatcher.usage.drain()["k", "tiny"].completion_tokens == 3 * DEFAULT_ANSWER_TOKENS
+
+
+async def test_reported_tokens_of_embeddings_are_bounded_by_their_texts(one: Cluster):
+    one.models = (a_model(features=("embed",)),)
+    one.report()
+    embed = EmbeddingInput(("a" * 100, "b" * 60, "c" * 40))
+    demand = ResourceDemand("tiny", 100, other_bytes=100, kind=ModelKind.EMBED)
+    one.dispatcher.submit(RequestSpec(demand, "k", "r1", (), GenerationParams(), 0, False, embed=embed))
+    (number,) = (frame.request for _, frame in one.sent if isinstance(frame, Embed))
+    one.dispatcher.receive(A, Vectors(number, (0, 1, 2), struct.pack("<3f", 1, 2, 3)))
+    one.dispatcher.receive(A, Finished(number, (), 10**9, 0))
+    assert one.dispatcher.usage.drain()["k", "tiny"].prompt_tokens == 200 + 3 * INPUT_TOKENS
 
 
 async def test_unused_charge_is_returned_to_the_key(one: Cluster):

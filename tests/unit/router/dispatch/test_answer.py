@@ -1,13 +1,20 @@
-"""Content and counts that a request without a stream collects."""
+"""Content and counts of the answer of a request, and how its reader is notified."""
 
 import math
 import struct
 
 import pytest
 
-from router.dispatch.answer import DELTA_BYTES, CollectedAnswer, VectorsAnswer
-from router.dispatch.request import CompleteAnswer
-from wire.frames import Channel, Delta, Logprob, Vectors
+from router.dispatch.answer import (
+    DELTA_BYTES,
+    LOGPROB_BYTES,
+    MAX_DELTAS_TAKEN,
+    CollectedAnswer,
+    StreamedAnswer,
+    VectorsAnswer,
+)
+from router.dispatch.request import CANCELLED, CompleteAnswer
+from wire.frames import Channel, Delta, Finished, Logprob, Vectors
 
 
 def an_answer(*, logprobs: bool = False) -> CollectedAnswer:
@@ -43,6 +50,86 @@ def test_add_ignores_unrequested_choices():
     whole = an_answer()
     assert whole.add(Delta(1, 1, (7,), ((Channel.CONTENT, "a"),))) is False
     assert (whole.buffered, whole.build_answer().texts) == (0, {})
+
+
+# reader
+
+
+async def test_the_reader_is_woken_by_the_first_end_and_by_an_upstream():
+    answer, end = an_answer(), Finished(1, ("stop",), 1, 1)
+    waiting = answer.wait()
+    answer.end(end)
+    assert waiting.done()
+    waiting = answer.wait()
+    answer.end(CANCELLED)
+    assert (answer.outcome, waiting.done()) == (end, False)
+    answer.set_upstream("home")
+    assert (answer.upstream, waiting.done()) == ("home", True)
+    answer.flush()
+
+
+async def test_a_sink_is_called_in_place_of_the_future_until_it_is_detached():
+    answer, calls = StreamedAnswer(), list[str]()
+    waiting = answer.wait()
+    answer.attach(lambda: calls.append("flushed"))
+    answer.flush()
+    assert (calls, waiting.done()) == (["flushed"], False)
+    answer.detach()
+    answer.flush()
+    assert (calls, waiting.done()) == (["flushed"], True)
+
+
+async def test_a_cancelled_wait_is_left_alone():
+    answer = an_answer()
+    answer.wait().cancel()
+    answer.flush()
+
+
+def test_a_stream_is_ready_with_deltas_an_outcome_or_a_keepalive():
+    answer = StreamedAnswer()
+    assert not answer.ready
+    answer.request_keepalive()
+    assert answer.ready
+    assert (answer.take_deltas(), answer.begun, answer.takes, answer.ready) == ([], False, 1, False)
+    answer.add(delta(Channel.CONTENT, "a"))
+    assert answer.ready
+    answer.discard()
+    assert not answer.ready
+    answer.end(CANCELLED)
+    assert answer.ready
+
+
+def test_only_the_first_pending_delta_asks_for_a_flush():
+    answer, piece = StreamedAnswer(), delta(Channel.CONTENT, "a")
+    assert [answer.add(piece), answer.add(piece)] == [True, False]
+    assert answer.take_deltas() == [piece, piece]
+    assert answer.begun
+    assert answer.add(piece)
+
+
+def test_only_deltas_of_a_blocked_reader_are_counted_until_they_are_taken():
+    answer, piece = StreamedAnswer(), delta(Channel.CONTENT, "four")
+    answer.set_blocked(blocked=False)
+    answer.add(piece)
+    assert answer.buffered == 0
+    answer.set_blocked(blocked=True)
+    for _ in range(MAX_DELTAS_TAKEN + 1):
+        answer.add(piece)
+    assert answer.buffered == (MAX_DELTAS_TAKEN + 1) * (4 + DELTA_BYTES)
+    assert len(answer.take_deltas()) == MAX_DELTAS_TAKEN
+    assert answer.buffered == 2 * (4 + DELTA_BYTES)
+    answer.discard()
+    assert (answer.buffered, answer.pending) == (0, [])
+
+
+def test_log_probabilities_are_counted_with_their_alternatives():
+    logprob = Logprob(b"ab", -1.0, ((b"cde", -2.0), (b"f", -3.0)))
+    size = 3 * LOGPROB_BYTES + 2 + 3 + 1
+    whole, stream = an_answer(logprobs=True), StreamedAnswer()
+    for answer in (whole, stream):
+        answer.add(delta(Channel.CONTENT, "ab", logprobs=(logprob, logprob)))
+    assert whole.buffered == 2 + 2 * size
+    assert stream.buffered == 2 + DELTA_BYTES + 2 * size
 
 
 # vectors
@@ -93,3 +180,9 @@ def test_another_attempt_starts_without_vectors():
     answer.discard()
     answer.add_vectors(Vectors(2, (1,), packed(1)))
     assert not answer.complete
+
+
+def test_text_of_a_request_for_vectors_is_ignored():
+    answer = VectorsAnswer(1)
+    assert answer.add(delta(Channel.CONTENT, "text")) is False
+    assert (answer.buffered, answer.build_answer().texts) == (0, {})

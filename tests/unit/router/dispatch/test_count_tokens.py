@@ -2,10 +2,18 @@
 
 import asyncio
 
+import pytest
+from msgspec.structs import replace
+
+from router.admission.rate_limits import KeyLimits
+from router.dispatch import count_tokens
 from router.dispatch.count_tokens import count_prompt_tokens
 from router.dispatch.node_commands import MAX_COUNTS_PER_KEY
 from router.errors import Problem
+from router.profiles import ProfileSettings
+from router.settings import RouterSettings
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
+from tests.support.cluster.manual_pool import turn
 from wire.frames import CountTokens, Frame, Message
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
@@ -53,7 +61,7 @@ async def test_count_skips_cordoned_and_lost_nodes():
     node = LoopbackNode("a", state="lost")
     found = await count_prompt_tokens(LoopbackCluster(node).dispatcher, ASKED, "k")
     assert isinstance(found, Problem)
-    assert found.status == 503
+    assert (found.status, found.retry_after) == (503, 2.0)
     assert counted(node) == 0
 
 
@@ -107,3 +115,77 @@ async def test_one_key_does_not_take_all_counts():
     cluster.dispatcher.handle_lost_node(node.id, "cut")
     await asyncio.gather(*counts, other)
     assert cluster.dispatcher.quotas.count_open("k") == 0
+
+
+async def test_a_count_is_charged_its_prompt_only_and_refunded():
+    cluster = LoopbackCluster(LoopbackNode("a"))
+    cluster.limits = {"k": KeyLimits(tokens_per_minute=50, concurrency=1)}.get
+    for _ in range(3):
+        assert await count_prompt_tokens(cluster.dispatcher, ASKED, "k") == 11
+    (rate,) = cluster.dispatcher.quotas.list_rates("k", cluster.dispatcher.get_time())
+    assert (rate.unit, rate.remaining) == ("tokens", 50)
+    node = LoopbackNode("a")
+    silent = Silent(node)
+    silent.limits = cluster.limits
+    counting = asyncio.create_task(count_prompt_tokens(silent.dispatcher, ASKED, "k"))
+    await turn()
+    (rate,) = silent.dispatcher.quotas.list_rates("k", silent.dispatcher.get_time())
+    assert 50 - 20 <= rate.remaining < 50, "the prompt of 40 bytes and no answer"
+    silent.dispatcher.handle_lost_node(node.id, "cut")
+    await counting
+    (rate,) = silent.dispatcher.quotas.list_rates("k", silent.dispatcher.get_time())
+    assert rate.remaining == 50
+
+
+async def test_a_count_beyond_the_requests_of_its_key_is_refused():
+    node = LoopbackNode("a")
+    cluster = LoopbackCluster(node)
+    cluster.limits = {"k": KeyLimits(requests_per_minute=1)}.get
+    assert await count_prompt_tokens(cluster.dispatcher, ASKED, "k") == 11
+    found = await count_prompt_tokens(cluster.dispatcher, ASKED, "k")
+    assert isinstance(found, Problem)
+    assert (found.status, found.code) == (429, RefusalCode.RATE_LIMITED)
+    assert counted(node) == 1
+
+
+async def test_an_alias_is_counted_with_its_first_model_that_a_node_has():
+    settings = RouterSettings(aliases={"coder": ("nowhere", "tiny"), "lonely": ("nowhere", "nothing")})
+    node = LoopbackNode("a", labels=frozenset({"lab"}))
+    cluster = LoopbackCluster(node, LoopbackNode("b"), settings=settings)
+    cluster.limits = {"k": KeyLimits(models=("coder", "lonely"), labels=("lab",))}.get
+    assert await count_prompt_tokens(cluster.dispatcher, replace(ASKED, model="coder"), "k") == 11
+    assert [frame.model for frame in node.heard if isinstance(frame, CountTokens)] == ["tiny"]
+    found = await count_prompt_tokens(cluster.dispatcher, replace(ASKED, model="lonely"), "k")
+    assert isinstance(found, Problem)
+    assert (found.status, found.message) == (404, "no node serves the model 'nowhere'")
+
+
+async def test_a_key_bound_to_labels_is_counted_on_these_nodes_only():
+    node = LoopbackNode("a")
+    cluster = LoopbackCluster(node)
+    cluster.limits = {"k": KeyLimits(labels=("lab",))}.get
+    found = await count_prompt_tokens(cluster.dispatcher, ASKED, "k")
+    assert isinstance(found, Problem)
+    assert (found.status, found.code) == (403, RefusalCode.NOT_ALLOWED)
+    assert counted(node) == 0
+
+
+async def test_a_node_that_counts_too_long_is_a_refusal_to_retry(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(count_tokens, "COUNT_TIMEOUT_SECONDS", 0.001)
+    cluster = Silent(LoopbackNode("a"))
+    found = await count_prompt_tokens(cluster.dispatcher, ASKED, "k")
+    assert isinstance(found, Problem)
+    assert (found.status, found.code, found.retry_after) == (503, RefusalCode.NOT_READY, 2.0)
+    assert cluster.dispatcher.quotas.count_open("k") == 0
+
+
+async def test_a_profile_of_the_model_applies_to_its_count():
+    settings = RouterSettings(profiles={"brief": ProfileSettings(chat_template_kwargs={"enable_thinking": False})})
+    node = LoopbackNode("a")
+    cluster = LoopbackCluster(node, settings=settings)
+    for model in ("tiny", "tiny:brief"):
+        assert await count_prompt_tokens(cluster.dispatcher, replace(ASKED, model=model), "k") == 11
+    assert [(frame.model, frame.template) for frame in node.heard if isinstance(frame, CountTokens)] == [
+        ("tiny", ""),
+        ("tiny", '{"enable_thinking":false}'),
+    ]

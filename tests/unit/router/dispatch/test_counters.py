@@ -4,7 +4,7 @@ rows."""
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.dispatch.counters import ITL_BOUNDS, MAX_KEY_MODELS, MAX_MODELS, OTHER, Counters
+from router.dispatch.counters import ITL_BOUNDS, MAX_KEY_MODELS, MAX_MODELS, MAX_PACES, OTHER, Counters
 from wire.histogram import Histogram
 from wire.identity import NodeId
 
@@ -122,9 +122,9 @@ def test_an_end_is_counted_for_its_model_and_for_all_with_its_time():
 
 def test_usage_is_added_up_and_a_negative_count_of_a_node_takes_nothing_off():
     model = Counters().get_model("m")
-    for prompt, cached, written in ((10, 4, 3), (20, 0, 5), (-50, -50, -50)):
+    for prompt, cached, written in ((10, 4, 3), (20, 0, 5), (1, 1, 1), (-50, -50, -50)):
         model.add_tokens(prompt, cached, written)
-    assert (model.prompt_tokens, model.cached_tokens, model.completion_tokens) == (30, 4, 8)
+    assert (model.prompt_tokens, model.cached_tokens, model.completion_tokens) == (31, 5, 9)
     counters = Counters()
     counters.get_model("m")
     for tokens in (5, 7, -100):
@@ -174,3 +174,24 @@ def test_totals_of_keys_in_force_are_kept_when_another_is_revoked():
     counters.add_key_tokens("b", "m", 2)
     counters.retain_keys({"b"})
     assert counters.keys == {("b", "m"): 2}
+
+
+def test_ends_at_upstreams_are_added_up():
+    counters = Counters()
+    for outcome in ("ok", "ok", "failed"):
+        counters.count_upstream("home", outcome, 5, 2)
+    counters.count_upstream("other", "limited", 0, 0)
+    home = counters.upstreams["home"]
+    assert (home.outcomes, home.prompt_tokens, home.completion_tokens) == ({"ok": 2, "failed": 1}, 15, 6)
+    assert counters.upstreams["other"].outcomes == {"limited": 1}
+
+
+def test_steps_of_more_pairs_than_the_maximum_are_forgotten():
+    counters = Counters()
+    for number in range(MAX_PACES):
+        counters.record_decode_step(A, f"m{number}", 1, 1, 1.0)
+    counters.record_decode_step(A, "m0", 1, 1, 1.5)
+    assert gaps(counters, "m0") == (1, 0.5)
+    counters.record_decode_step(A, "one more", 1, 1, 2.0)
+    counters.record_decode_step(A, "m0", 1, 1, 2.5)
+    assert gaps(counters, "m0") == (1, 0.5)

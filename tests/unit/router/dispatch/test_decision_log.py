@@ -9,11 +9,13 @@ from router.dispatch.answer import StreamedAnswer
 from router.dispatch.decision_log import (
     MAX_CANDIDATES_KEPT,
     MAX_DECISIONS_KEPT,
+    MAX_LINE_BYTES,
     MAX_REQUESTS_KEPT,
     DecisionLog,
     PlacementDecision,
     RequestRecord,
     parse_line,
+    remove_quoted_text,
     replay,
 )
 from router.dispatch.request import RequestFailure
@@ -75,6 +77,7 @@ def test_decision_is_parsed_back_from_its_line():
         history.record_decision(1.0, "r", "k", ASK, result, 2)
     read = [parse_line(line) for line in history.encode_lines()]
     assert read == list(history.decisions)
+    assert read[0].candidates == placed.candidates, "a small cluster is recorded in the order of the decision"
     assert read[0].chosen == "fast"
     assert read[1].refused is not None
     assert read[1].refused.code is RefusalCode.NO_ROOM
@@ -84,6 +87,56 @@ def test_decision_is_parsed_back_from_its_line():
 def test_invalid_decision_line_is_an_error(line: bytes):
     with pytest.raises(ValueError, match=r"\w"):
         parse_line(line)
+
+
+def test_a_line_has_a_maximum_length():
+    history = DecisionLog()
+    history.record_decision(1.0, "r", "k", ASK, decided(FAST_AND_SMALL), 1)
+    (line,) = history.encode_lines()
+    longest = line.rstrip().ljust(MAX_LINE_BYTES)
+    assert parse_line(longest) == history.decisions[0]
+    with pytest.raises(ValueError, match=f"the line has {MAX_LINE_BYTES + 1} bytes, at most {MAX_LINE_BYTES}"):
+        parse_line(longest + b" ")
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "stored"),
+    [
+        ("top_k is 'many'", "top_k", "top_k is 'many'"),
+        ("the model 'tiny' has no \"tools\"", "", "the model 'tiny' has no \"tools\""),
+        ("top_p is 'x!', then '!x'", "top_p", "top_p is '…', then '…'"),
+        ("temperature is '!x' and \"a b\"", "temperature", "temperature is '…' and '…'"),
+        ("stop is 'it\\'s secret'", "stop", "stop is '…'"),
+        ("messages[0].my secret is no field", "messages[0].my secret", "messages[0].… is no field"),
+    ],
+)
+def test_only_quoted_names_of_an_invalid_request_are_stored(message: str, param: str, stored: str):
+    assert remove_quoted_text(message, param) == stored
+
+
+def test_the_newest_requests_include_invalid_ones_in_the_order_of_their_ends():
+    history = DecisionLog()
+    for name, arrived, seconds in (("short", 2.0, 1.0), ("long", 1.0, 9.0), ("last", 12.0, 1.0)):
+        history.records.append(RequestRecord(name, "k", "m", True, arrived, seconds, "ok", "", ()))
+    history.record_invalid(5.0, "invalid", "k", build_invalid("no", "n"))
+    assert [record.request_id for record in history.list_newest(9)] == ["short", "invalid", "long", "last"]
+    assert [record.request_id for record in history.list_newest(2)] == ["long", "last"]
+    assert [record.request_id for record in history.list_newest(1)] == ["last"]
+
+
+def test_a_request_is_found_by_its_id_with_invalid_requests_first():
+    history = DecisionLog()
+    for name in ("twice", "other"):
+        history.records.append(RequestRecord(name, "k", "m", True, 1.0, 1.0, "ok", "", ()))
+    for name in ("twice", "wrong"):
+        history.record_invalid(5.0, name, "k", build_invalid("no", "n"))
+    assert [record.outcome for record in history.find_requests("twice")] == ["invalid_request", "ok"]
+    assert history.find_requests("unknown") == []
+
+
+def test_replay_without_a_placement_has_no_waits():
+    result = replay(kept(decided(a_node("full", a_memory(0)))), POLICIES["balanced"], Random(1).random)
+    assert (result.decisions, result.same, result.refused, result.waits) == (1, 0, 1, (0.0, 0.0))
 
 
 def test_replay_repeats_decisions_and_compares_policies():

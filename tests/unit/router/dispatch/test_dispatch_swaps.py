@@ -10,7 +10,7 @@ from router.dispatch.active_request import ActiveRequest
 from router.dispatch.answer import StreamedAnswer
 from router.dispatch.model_swaps import MIN_SLICE_SECONDS
 from router.dispatch.parts.composition import SWEEP_INTERVAL_SECONDS
-from router.dispatch.request import RequestSpec
+from router.dispatch.request import SWAP, RequestSpec
 from router.placement.candidate import ResourceDemand
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.cluster.manual_pool import A, B, Cluster
@@ -159,6 +159,12 @@ async def test_a_stream_that_waits_for_a_swap_shows_a_sign_of_life(mac: Cluster)
     assert not other.answer.ready
     passes(mac, 2)
     assert other.answer.ready, "a keep-alive is due, although the request is queued"
+    assert other.answer.waits_for == SWAP
+    has(mac, "two")
+    mac.memory = {A: a_memory(0)}
+    mac.report()
+    passes(mac, 1)
+    assert (other.node, other.answer.waits_for) == (None, ""), "the request waits for memory alone"
 
 
 async def test_swap_ends_when_its_client_disconnects(mac: Cluster):

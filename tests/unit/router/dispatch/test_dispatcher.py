@@ -40,7 +40,7 @@ from wire.frames import (
     UnloadModel,
 )
 from wire.identity import NodeId
-from wire.refusals import RefusalCode, Refused
+from wire.refusals import FailureCode, RefusalCode, Refused
 from wire.report import EngineState
 from wire.state_machine import IllegalEventCounts
 from wire.units import GIB, MIB
@@ -292,6 +292,9 @@ async def test_crowding_key_is_queued_where_other_keys_start(one: Cluster):
     assert [ticket.node for ticket in greedy] == 4 * [A] + 6 * [None], "four of six are one's of three, 6 s in front"
     others += [one.submit(prompt_tokens=3000, key=key) for key in ("ada", "bob")]
     assert all(ticket.node == A for ticket in others), "with 8 and 11 seconds in front of them"
+    one.report()
+    await turn()
+    assert [ticket.node for ticket in greedy] == 4 * [A] + 6 * [None], "a report changes no share"
     for ticket in greedy[:4]:
         one.dispatcher.close(ticket)
     await turn()
@@ -1133,4 +1136,91 @@ async def test_the_time_of_a_decision_is_measured():
     assert taken == 1
     assert 1.0 <= after.total - before.total < 10.0, "readings of the clock within one decision"
     dispatcher.close(ticket)
+    dispatcher.shutdown()
+
+
+async def test_an_ended_request_is_open_for_a_drain_until_its_reader_closes_it(one: Cluster):
+    assert one.dispatcher.idle
+    ended, running = one.submit(), one.submit()
+    one.say(lambda number: Finished(number, ("stop",), 25, 3), request=ended.attempt)
+    assert one.dispatcher.list_open_requests() == [running]
+    one.dispatcher.close(running)
+    assert one.dispatcher.list_open_requests() == []
+    assert not one.dispatcher.idle
+    one.dispatcher.close(ended)
+    assert one.dispatcher.idle
+
+
+async def test_queued_requests_are_counted(one: Cluster):
+    full(one, A)
+    one.submit()
+    assert one.dispatcher.count_queued() == 1
+    roomy(one, A)
+    await turn()
+    assert one.dispatcher.count_queued() == 0
+    one.finish()
+
+
+async def test_a_drain_that_takes_too_long_ends_the_requests_on_their_nodes(one: Cluster):
+    request = one.submit()
+    one.speak()
+    await one.dispatcher.drain(0.001)
+    assert isinstance(request.outcome, RequestFailure)
+    assert request.outcome.code == FailureCode.SHUTTING_DOWN
+    assert one.sent[-1] == (A, Cancel(one.last()[1]))
+    one.dispatcher.close(request)
+
+
+async def test_a_queued_request_stays_queued_while_its_node_has_no_link(one: Cluster):
+    full(one, A)
+    request = one.submit()
+    one.cut = {A}
+    roomy(one, A)
+    await turn()
+    assert (request.node, one.dispatcher.count_queued()) == (None, 1)
+    one.cut.clear()
+    one.report()
+    await turn()
+    assert (request.node, one.dispatcher.count_queued()) == (A, 0)
+    one.finish()
+
+
+async def test_a_drain_waits_for_the_last_request_of_the_node(one: Cluster):
+    requests = [one.submit(), one.submit()]
+    draining = asyncio.create_task(one.dispatcher.wait_drained(A, 30.0))
+    for request in requests:
+        await turn()
+        assert not draining.done()
+        one.say(lambda number: Finished(number, ("stop",), 25, 3), request=request.attempt)
+    assert await draining == 0
+
+
+@pytest.mark.parametrize("closed", [False, True])
+async def test_sweeps_end_with_the_last_request(closed: bool):
+    reads = 0
+
+    def clock() -> float:
+        nonlocal reads
+        reads += 1
+        return 100.0
+
+    settings = RouterSettings(slow_client_seconds=0.004)
+    dispatcher = Dispatcher(lambda *_: True, settings, numbers=lambda: (1, 1), clock=clock)
+    dispatcher.set_view(ClusterView((Cluster(A).seen(A),)))
+    request = dispatcher.submit(
+        RequestSpec(ResourceDemand("tiny", 100), "k", "r", (Message("user", "hi"),), GenerationParams(), 0, True)
+    )
+    before = reads
+    async with asyncio.timeout(5):
+        while reads == before:  # noqa: ASYNC110  a sweep has no event
+            await asyncio.sleep(0.001)
+    if closed:
+        dispatcher.close(request)
+    else:
+        dispatcher.shutdown()
+    await asyncio.sleep(0.003)
+    before = reads
+    await asyncio.sleep(0.01)
+    assert reads == before
+    dispatcher.close(request)
     dispatcher.shutdown()

@@ -769,3 +769,47 @@ def test_any_swap_ends(
     world.running.clear()
     world.step(LONGEST + 1.0)
     assert not world.ledger.turns
+
+
+def test_keys_that_wait_do_not_shorten_the_slice_of_a_model():
+    world = busy()
+    for key in ("eve", "fay"):
+        world.waits("b", key)
+    assert world.begun(SLICE - 0.1) == []
+    assert world.begun(0.2) == [(N1, "b", {"a"})]
+
+
+def test_a_model_that_is_loaded_again_has_a_whole_slice():
+    world = busy()
+    world.waiting.clear()
+    world.step(SLICE)
+    world.loaded[N1] = set()
+    world.step(1.0)
+    world.loaded[N1] = {"a"}
+    world.waits("b", since=START)
+    assert world.begun(SLICE - 0.1) == []
+    assert world.begun(0.2) == [(N1, "b", {"a"})]
+
+
+def test_a_removed_node_that_joins_again_has_whole_slices_and_other_nodes_keep_theirs():
+    world = World("a", "b")
+    for node, seconds in ((N1, 1.0), (N2, 60.0)):
+        world.node(node, "a")
+        world.runs(node, "a", seconds=seconds)
+    world.step(SLICE)
+    world.swaps.remove_node(N1)
+    world.waits("b", since=START)
+    assert world.begun() == [(N2, "b", {"a"})], "node 1 would be free sooner, but has a new slice"
+
+
+def test_models_in_use_leave_together_when_all_their_slices_have_ended():
+    world = World("a", "b", "c", room=25 * GIB)
+    world.models["c"] = model("c", weights=20 * GIB)
+    world.node(N1, "a")
+    world.runs(N1, "a")
+    world.step(SLICE - 1.0)
+    world.loaded[N1].add("b")
+    world.runs(N1, "b")
+    world.waits("c", since=START)
+    assert world.begun(1.0) == []
+    assert world.begun(SLICE) == [(N1, "c", {"a", "b"})]

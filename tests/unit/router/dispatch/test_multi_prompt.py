@@ -4,16 +4,18 @@ import asyncio
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from router.admission.rate_limits import RateState
 from router.dispatch.active_request import ActiveRequest
+from router.dispatch.aliases.candidates import AliasCandidates
 from router.dispatch.answer import CollectedAnswer, StreamedAnswer
 from router.dispatch.multi_prompt import MergedRequest, MergedResponse, MergedStream
 from router.dispatch.request import RequestFailure, RequestSpec
 from router.placement.candidate import ResourceDemand
 from tests.support.requests import send
 from wire.capacity.fairness import WeightedKey
-from wire.frames import Delta, Finished, GenerationParams, Logprob
+from wire.frames import Delta, Finished, GenerationParams, Logprob, Timings
 from wire.models.version import ModelVersion
 
 BROKEN = RequestFailure("node_lost", "gone")
@@ -100,6 +102,11 @@ async def test_merged_request_is_woken_by_any_part():
     joined.take_deltas()
     say(tickets[0], 0, "y")
     assert called == [1]
+    waiting = joined.wait()
+    joined.detach()
+    joined.take_deltas()
+    say(tickets[1], 0, "z")
+    assert (called, waiting.done()) == ([1], True)
 
 
 def test_merged_request_forwards_reader_state_to_all_parts():
@@ -143,7 +150,32 @@ def test_the_headers_are_of_all_of_them_and_the_rates_of_the_last():
         for attempt in range(number + 1):
             send(ticket, node, attempt + 1)
         ticket.set_version(ModelVersion(f"tiny-{number}"))
+    waiting = MergedRequest([*tickets, ActiveRequest(a_job(True), WeightedKey(), 3, 0.0)])
+    assert (waiting.node_name, waiting.attempts) == ("studio,mini", 6), "a queued request has no node"
     assert (joined.node_name, joined.attempts, joined.fingerprint) == ("studio,mini", 6, "tiny-0")
     assert joined.rates == (RateState("tokens", 1000, 700, 6.0),)
     assert joined.demand is tickets[0].demand
     assert joined.spec.params.n == 6
+
+
+def test_the_models_of_an_alias_are_named_once_each():
+    alias = AliasCandidates("coder", ("big", "small"))
+    models = ("small", "big", "small")
+    tickets = [
+        ActiveRequest(
+            a_job(True), WeightedKey(), number, 0.0, demand=ResourceDemand(model), alias=alias if number == 0 else None
+        )
+        for number, model in enumerate(models)
+    ]
+    joined = MergedRequest(tickets)
+    assert (joined.alias, joined.model_names) == (alias, "small,big")
+
+
+def test_a_combined_end_has_the_timings_and_the_number_of_the_first():
+    tickets, timings = streams(2), Timings(0.5, 1.0, 2.0)
+    joined = MergedStream(tickets, 1)
+    tickets[0].end(replace(end(7, "stop"), timings=timings))
+    tickets[1].end(replace(end(8, "stop"), timings=Timings(9.0, 9.0, 9.0)))
+    whole = joined.outcome
+    assert isinstance(whole, Finished)
+    assert (whole.request, whole.timings) == (7, timings)

@@ -1,13 +1,20 @@
 """The router without a control app: connections that are no HTTP requests, and the keys of requests."""
 
 import asyncio
+import json
+from dataclasses import replace
+
+import pytest
 
 from router.admission.api_keys import ApiKey, KeyRing, create_anonymous_key, new_key
+from router.admission.rate_limits import KeyLimits
 from router.errors import NO_KEY, WRONG_KEY, Problem, build_missing_scope, build_wrong_method
 from router.http.app import authorize
-from router.http.exchange import Exchange
+from router.http.exchange import MAX_INLINE_BYTES, Exchange
 from router.http.sse import Message
-from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode
+from tests.support.cluster.asgi_call import Call
+from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
+from wire.frames import CountTokens
 
 PEPPER = b"0123456789abcdef"
 
@@ -67,3 +74,131 @@ def test_a_request_without_a_key_is_anonymous_only_where_that_is_set():
     assert check(ring, text) == key
     assert check(ring, "mp_unknown_secret") == WRONG_KEY
     assert check(ring, None, scope="metrics") == build_missing_scope("metrics")
+
+
+# other routes
+
+
+async def call(cluster: LoopbackCluster, path: str, method: str = "GET", body: object = b"", **headers: str) -> Call:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return await Call(cluster, body, path=path, method=method, headers=named).run()
+
+
+@pytest.mark.parametrize(("state", "status", "text"), [("ready", 200, "ok"), ("lost", 503, "unavailable")])
+async def test_health_names_the_reason_to_those_with_a_key_only(state: str, status: int, text: str):
+    cluster = LoopbackCluster(LoopbackNode("studio", state=state), LoopbackNode("mini", state="lost"))
+    with_key = await call(cluster, "/health")
+    ready = int(state == "ready")
+    found = json.loads(with_key.body)
+    assert (with_key.status, found.pop("status"), bool(found.pop("reason"))) == (status, text, not ready)
+    assert found == {"nodes_ready": ready, "waiting": 0}
+    for key in ("mp_wrong", ""):
+        without = await call(cluster, "/health", authorization=f"Bearer {key}")
+        assert (without.status, json.loads(without.body)) == (status, {"status": text})
+    assert (await call(cluster, "/health", "POST")).status == 405
+    assert cluster.dispatcher.counters.answers == {}, "health is no answer of a model route"
+
+
+async def test_livez_is_independent_of_nodes():
+    cluster = LoopbackCluster()
+    assert [(await call(cluster, "/livez", method)).status for method in ("GET", "HEAD", "POST")] == [200, 200, 405]
+
+
+async def test_models_are_listed_in_the_dialect_of_the_client():
+    cluster = LoopbackCluster(LoopbackNode("studio"))
+    for version, kind in (({}, "object"), ({"anthropic_version": "2023-06-01"}, "type")):
+        listed, one = await call(cluster, "/v1/models", **version), await call(cluster, "/v1/models/tiny", **version)
+        (row,) = json.loads(listed.body)["data"]
+        assert (listed.status, one.status, row["id"], row[kind]) == (200, 200, "tiny", "model")
+        assert json.loads(one.body)["id"] == "tiny"
+        assert (await call(cluster, "/v1/models/other", **version)).status == 404
+        assert (await call(cluster, "/v1/models", "POST", **version)).status == 405
+        assert (await call(cluster, "/v1/models", authorization="", **version)).status == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "method", "body", "status"),
+    [
+        ("/api/tags", "GET", b"", 200),
+        ("/api/tags", "POST", b"", 405),
+        ("/api/ps", "GET", b"", 200),
+        ("/api/version", "HEAD", b"", 200),
+        ("/api/show", "POST", {"model": "tiny"}, 200),
+        ("/api/show", "POST", {"model": "other"}, 404),
+        ("/api/show", "POST", b"{" + b" " * MAX_INLINE_BYTES, 413),
+        ("/api/show", "GET", b"", 405),
+        ("/api/pull", "POST", {"model": "tiny"}, 501),
+        ("/api/blobs/sha256:00", "HEAD", b"", 501),
+        ("/v1/responses/resp_1", "GET", b"", 404),
+        ("/v1/responses/resp_1", "DELETE", b"", 404),
+        ("/v1/responses/resp_1", "PUT", b"", 405),
+        ("/v1/other", "GET", b"", 404),
+    ],
+)
+async def test_routes_without_a_model_answer_check_method_and_key(path: str, method: str, body: object, status: int):
+    cluster = LoopbackCluster(LoopbackNode("studio"))
+    assert (await call(cluster, path, method, body)).status == status
+    if path != "/v1/other":
+        assert cluster.dispatcher.counters.answers == {status: 1}
+        assert (await call(cluster, path, method, body, authorization="")).status == (405 if status == 405 else 401)
+
+
+async def test_a_key_sees_its_models_only():
+    cluster = LoopbackCluster(LoopbackNode("studio", models=(a_model(), a_model("small"))))
+    (key,) = cluster.keys.list()
+    cluster.keys.put(replace(key, limits=KeyLimits(models=("small",))))
+    listed = [json.loads((await call(cluster, path)).body) for path in ("/v1/models", "/api/tags", "/api/ps")]
+    assert [row["id"] for row in listed[0]["data"]] == ["small"]
+    assert [[row["model"] for row in one["models"]] for one in listed[1:]] == [["small"], ["small"]]
+    assert (await call(cluster, "/v1/models/tiny")).status == 404
+    assert (await call(cluster, "/api/show", "POST", {"model": "tiny"})).status == 404
+
+
+async def test_a_prompt_is_counted_for_the_key():
+    node = LoopbackNode("studio")
+    cluster = LoopbackCluster(node)
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "x" * 40}]}
+    counted = await call(cluster, "/v1/messages/count_tokens", "POST", body)
+    assert (counted.status, counted.body) == (200, b'{"input_tokens":11}')
+    assert "x-macpool-ignored" not in counted.headers
+    (frame,) = node.heard
+    (key,) = cluster.keys.list()
+    assert isinstance(frame, CountTokens)
+    assert frame.owner.name == key.id
+    assert (await call(cluster, "/v1/messages/count_tokens", "GET")).status == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "code"),
+    [
+        ("/v1/chat/completions", b"{", 400, "invalid_request"),
+        ("/v1/messages/count_tokens", b"{", 400, "invalid_request"),
+        ("/v1/messages/count_tokens", {"model": "no", "messages": []}, 400, "invalid_request"),
+        (
+            "/v1/messages/count_tokens",
+            {"model": "no", "messages": [{"role": "user", "content": "x"}]},
+            404,
+            "model_not_found",
+        ),
+    ],
+)
+async def test_an_invalid_request_is_recorded_with_its_key(path: str, body: object, status: int, code: str):
+    cluster = LoopbackCluster(LoopbackNode("studio"))
+    answer = await call(cluster, path, "POST", body, x_request_id="mine")
+    (record,) = cluster.dispatcher.history.find_requests("mine")
+    (key,) = cluster.keys.list()
+    assert (answer.status, record.outcome, record.key) == (status, code, key.id)
+
+
+async def test_a_stored_response_is_read_and_deleted_by_its_key_only():
+    cluster = LoopbackCluster(LoopbackNode("studio"))
+    made = json.loads((await call(cluster, "/v1/responses", "POST", {"model": "tiny", "input": "hi"})).body)
+    path = f"/v1/responses/{made['id']}"
+    stranger = f"Bearer {cluster.make_key('infer')}"
+    for method in ("GET", "DELETE"):
+        assert (await call(cluster, path, method, authorization=stranger)).status == 404
+    found = await call(cluster, path)
+    assert (found.status, json.loads(found.body)["id"]) == (200, made["id"])
+    deleted = await call(cluster, path, "DELETE")
+    assert (deleted.status, json.loads(deleted.body)["deleted"]) == (200, True)
+    assert (await call(cluster, path)).status == 404

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 
 from router.dialects.openai.chat_response import ChatChunks
-from router.dispatch.answer import StreamedAnswer
+from router.dispatch.answer import MAX_DELTAS_TAKEN, StreamedAnswer
 from router.dispatch.request import SLOW, RequestFailure, RequestSpec
 from router.http.coroutine_driver import CoroutineDriver
 from router.http.sse import EventStream, Message, StreamPump
 from router.placement.candidate import ResourceDemand
+from tests.support.cluster.manual_pool import turn
 from wire.frames import Delta, Finished, GenerationParams
 
 FINISHED = Finished(1, ("stop",), 1, 1)
@@ -56,6 +57,7 @@ async def test_events_leave_in_the_call_that_brings_them():
     say(ticket, "one")
     assert len(transport.bodies) == 1
     assert b'"role":"assistant"' in transport.bodies[0]
+    assert not ticket.blocked
     say(ticket, "two")
     assert b'"content":"two"' in transport.bodies[1]
     assert b"role" not in transport.bodies[1]
@@ -98,6 +100,23 @@ async def test_a_full_transport_holds_this_stream_alone_and_order_is_kept():
     assert len(transport.bodies) > 2, "much is given out in pieces, so that a slow reader shows progress"
 
 
+async def test_a_blocked_transport_gets_no_second_part_before_the_first_and_is_then_free():
+    transport = Transport()
+    ticket, stream = StreamedAnswer(), EventStream(transport.send)
+    transport.free.clear()
+    for number in range(2 * MAX_DELTAS_TAKEN):
+        say(ticket, f"n{number}.")
+    StreamPump(ticket, ChatChunks(JOB), stream)
+    assert (ticket.blocked, ticket.takes, len(ticket.pending)) == (True, 1, MAX_DELTAS_TAKEN)
+    transport.free.set()
+    await turn()
+    say(ticket, "last")
+    text = b"".join(transport.bodies)
+    assert all(text.count(f'"n{number}."'.encode()) == 1 for number in range(2 * MAX_DELTAS_TAKEN))
+    assert not ticket.blocked
+    assert b'"content":"last"' in transport.bodies[-1]
+
+
 async def test_a_nudge_is_a_comment():
     transport = Transport()
     ticket, _ = pumped(transport)
@@ -136,7 +155,8 @@ async def test_a_transport_that_breaks_ends_this_stream_alone():
     transport = Transport()
     ticket, stream = pumped(transport)
     transport.broken = True
-    say(ticket, "one")
+    for text in ("one", "two"):  # the second failure raises nothing in the decode step of all streams
+        say(ticket, text)
     with pytest.raises(OSError, match="gone"):
         await stream.done
 

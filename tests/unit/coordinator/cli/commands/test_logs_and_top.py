@@ -72,3 +72,21 @@ def test_a_log_is_printed_whole_also_if_its_last_line_is_not_ended(
     cut = raw.index("ä".encode()) + 1  # within a character
     print_log(ApiSession(tmp_path, None, None, "json" if as_json else "text"), [raw[:cut], raw[cut:14], raw[14:]])
     assert capsys.readouterr().out == (lines if as_json else f"{lines}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "target"),
+    [
+        ((), "10.0.0.1:8080"),
+        (("--host", "pool.example"), "pool.example:8080"),
+        (("--host", "fd00::1"), "[fd00::1]:8080"),
+    ],
+)
+def test_prometheus_scrapes_the_named_host(server: Server, tmp_path: Path, words: tuple[str, ...], target: str) -> None:
+    server.answer = {"keys": [], "key": "mp_new_secret", "base_url": "http://10.0.0.1:8080/v1"}
+    done = server.run("metrics-config", "--folder", str(tmp_path / "p"), *words)
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "p" / "prometheus.yml").read_text()
+    assert target in text
+    assert text in done.stdout
+    assert ("10.0.0.1" in text) is (not words)

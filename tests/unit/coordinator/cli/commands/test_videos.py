@@ -1,9 +1,29 @@
-"""Arguments of `cluster video`."""
+"""Arguments, output and exit codes of `cluster video`."""
+
+from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
 
 from coordinator.cli.commands.video.videos import parse_sizes
+from coordinator.client.errors import REFUSED, TIMED_OUT
+from coordinator.video.state.jobs import JobFault, JobState, to_row
+from tests.support.cluster.answering_server import Server
+from tests.unit.coordinator.video.state.test_job_table import a_job
+from wire.units import GIB
+
+QUEUED = to_row(a_job(1, phase="waiting for \x1b[31mmemory"))
+COMPLETED = to_row(a_job(2, state=JobState.COMPLETED, phase="completed", ended=9.0, peak=GIB))
+FAILED = to_row(a_job(3, state=JobState.FAILED, ended=9.0, fault=JobFault("no_headroom", "no node has room")))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    made = Server(tmp_path)
+    yield made
+    made.http.shutdown()
+    made.http.server_close()
 
 
 def test_sizes_are_a_list_of_width_and_height():
@@ -14,3 +34,68 @@ def test_sizes_are_a_list_of_width_and_height():
 def test_a_size_without_width_or_height_is_refused(text: str):
     with pytest.raises(click.UsageError, match="is not a list of sizes"):
         parse_sizes(text)
+
+
+def test_videos_are_listed_with_their_error_or_phase(server: Server):
+    server.answer = {"data": [QUEUED, COMPLETED, FAILED]}
+    lines = [" ".join(line.split()) for line in server.run("video", "list", "--last", "3").stdout.splitlines()[1:]]
+    assert [line.split()[:7] for line in lines] == [
+        ["video_1", "queued", "0", "%", "wan", "384x224", "3.062"],
+        ["video_2", "completed", "100", "%", "wan", "384x224", "3.062"],
+        ["video_3", "failed", "0", "%", "wan", "384x224", "3.062"],
+    ]
+    assert "\x1b" not in lines[0]
+    assert lines[2].endswith("no node has room")
+    assert server.asked == [("/v1/videos?limit=3", None)]
+    assert server.run("video", "list", "--last", "0").exit_code == 2
+
+
+def test_a_video_is_shown_without_empty_fields(server: Server):
+    server.answer = COMPLETED
+    shown = dict(line.split(maxsplit=1) for line in server.run("video", "show", "video/2").stdout.splitlines())
+    assert (shown["status"], shown["peak"], shown["progress"]) == ("completed", "1.0 GiB", "100")
+    assert not {"object", "schema", "error", "warnings", "remixed_from_video_id"} & set(shown)
+    assert server.asked == [("/v1/videos/video%2F2", None)]
+
+
+def test_a_wait_ends_with_the_video_or_its_time(server: Server):
+    server.answer = COMPLETED
+    done = server.run("video", "wait", "video_2")
+    assert (done.exit_code, done.stdout) == (0, "video_2 completed\n")
+    server.answer = FAILED
+    done = server.run("video", "wait", "video_3")
+    assert (done.exit_code, done.stdout) == (REFUSED, "video_3 failed\n")
+    assert "video_3 failed: no_headroom: no node has room" in done.stderr
+    server.answer = QUEUED
+    done = server.run("video", "wait", "video_1", "--timeout", "0.001s")
+    assert done.exit_code == TIMED_OUT
+    assert "\x1b" not in done.stderr
+
+
+def test_a_video_is_cancelled(server: Server):
+    server.answer = FAILED
+    assert server.run("video", "cancel", "video_3").stdout == "video_3 failed\n"
+    assert server.asked == [("/v1/videos/video_3/cancel", None)]
+
+
+def test_only_given_fields_of_a_video_are_sent(server: Server):
+    server.answer = QUEUED | {"warnings": ["rounded"]}
+    done = server.run("video", "create", "a", "fox", "--model", "wan", "--size", "384x224", "--seed", "0")
+    assert (done.stdout, done.stderr) == ("video_1\n", "rounded\n")
+    body = {"prompt": "a fox", "model": "wan", "size": "384x224", "seed": 0}
+    assert server.asked == [("/v1/videos", body)]
+
+
+def test_a_video_is_written_into_its_file_as_a_whole(server: Server, tmp_path: Path):
+    server.answer = {"clip": "x" * 1000}
+    file = tmp_path / "clip.mp4"
+    done = server.run("video", "get", "video_2", "--output-file", str(file))
+    assert done.stdout.startswith(f"{file}: ")
+    assert len(file.read_bytes()) == len('{"clip": ""}') + 1000
+    assert [path.name for path in tmp_path.glob("clip*")] == ["clip.mp4"]
+    server.run("video", "get", "video_2", "--thumbnail", "--output-file", str(tmp_path / "thumb.webp"))
+    variants = [path.partition("?")[2] for path, _ in server.asked]
+    assert variants == ["variant=video", "variant=thumbnail"]
+    done = server.run("video", "get", "video_2", "--output-file", str(tmp_path / "none" / "x.mp4"))
+    assert done.exit_code == 1
+    assert "cannot be written" in done.stderr

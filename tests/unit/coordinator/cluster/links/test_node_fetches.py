@@ -1,11 +1,12 @@
-"""Fetches of logs, metrics and files: how long an answer of a node may be."""
+"""Fetches of logs, metrics and files: windows, additions, and how long an answer of a node may be."""
 
 import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
 
-from coordinator.cluster.links.node_fetches import MIN_CHUNK_BYTES, NodeFetches
+from coordinator.cluster.links import node_fetches
+from coordinator.cluster.links.node_fetches import FETCH_WINDOW_BYTES, MIN_CHUNK_BYTES, NodeFetches
 from wire.codec import WireError
 from wire.frames import FetchChunk, FetchRequest, Frame
 from wire.identity import NodeId
@@ -64,3 +65,98 @@ async def test_one_byte_or_one_piece_more_is_an_invalid_answer(fetch: Fetch, siz
         fetch.deliver(size)
     with pytest.raises(WireError, match=f"longer answer than the {MAX_BYTES} bytes"):
         fetch.deliver(sizes[-1])
+
+
+# windows
+
+
+class Node:
+    """A node whose source has `text`, and which answers requests in pieces of `piece` bytes."""
+
+    def __init__(self, text: bytes, piece: int = FETCH_WINDOW_BYTES) -> None:
+        self.text = text
+        self.piece = piece
+        self.requests: list[tuple[int, int]] = []
+        self.error = ""
+        self.linked = True
+        self.fetches = NodeFetches(self._send)
+
+    def _send(self, node: NodeId, frame: Frame) -> bool:
+        assert isinstance(frame, FetchRequest)
+        assert frame.source == "logs"
+        self.requests.append((frame.offset, frame.limit))
+        if not self.linked:
+            return False
+        start = max(0, len(self.text) + frame.offset) if frame.offset < 0 else frame.offset
+        part = self.text[start : start + frame.limit]
+        end = start + len(part)
+        pieces = [part[at : at + self.piece] for at in range(0, len(part), self.piece)] or [b""]
+        for number, piece in enumerate(pieces, 1):
+            chunk = FetchChunk(
+                frame.number,
+                piece,
+                last=number == len(pieces),
+                next=0 if end == len(self.text) else end,
+                end=end,
+                error=self.error,
+            )
+            self.fetches.deliver(NodeId("another"), chunk)
+            self.fetches.deliver(node, chunk)
+        return True
+
+    async def read(self, max_bytes: int) -> bytes:
+        return b"".join([piece async for piece in self.fetches.fetch_source(NODE, "logs", max_bytes)])
+
+
+async def test_a_long_source_is_fetched_in_windows():
+    text = bytes(range(256)) * 4096 * 2 + b"the end"
+    node = Node(text, MIN_CHUNK_BYTES)
+    assert await node.read(len(text) + 5) == text
+    assert node.requests == [
+        (-(len(text) + 5), FETCH_WINDOW_BYTES),
+        (FETCH_WINDOW_BYTES, FETCH_WINDOW_BYTES),
+        (2 * FETCH_WINDOW_BYTES, 12),
+    ]
+
+
+async def test_the_newest_bytes_are_fetched():
+    node = Node(b"older newest")
+    assert await node.read(6) == b"newest"
+    assert await node.read(0) == b""
+    assert node.requests == [(-6, 6)]
+
+
+async def test_an_empty_source_ends_the_fetch_whatever_the_node_says():
+    node = Node(b"")
+    assert await node.read(100) == b""
+    assert len(node.requests) == 1
+
+
+async def test_an_error_of_the_node_and_a_missing_link_are_raised():
+    node = Node(b"text")
+    node.error = "it has no logs"
+    with pytest.raises(LookupError, match="it has no logs"):
+        await node.read(100)
+    node.linked = False
+    with pytest.raises(LookupError, match="not linked"):
+        await node.read(100)
+
+
+async def test_a_silent_node_is_a_timeout(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(node_fetches, "FETCH_TIMEOUT_SECONDS", 0.001)
+    fetches = NodeFetches(lambda node, frame: True)
+    with pytest.raises(TimeoutError):
+        async for _ in fetches.fetch_source(NODE, "logs", 100):
+            pass
+
+
+async def test_additions_follow_the_newest_bytes():
+    node = Node(b"old new")
+    pieces = node.fetches.follow_source(NODE, "logs", 3, 0.0)
+    assert await anext(pieces) == b"new"
+    node.text += b" one"
+    assert await anext(pieces) == b" one"
+    node.text += b" two"
+    assert await anext(pieces) == b" two"
+    assert [offset for offset, _ in node.requests] == [-3, 7, 11]
+    await pieces.aclose()

@@ -43,7 +43,7 @@ from coordinator.video.state.jobs import (
     change_state,
     to_row,
 )
-from coordinator.video.state.transition import MAX_PAUSE_SECONDS
+from coordinator.video.state.transition import MAX_PAUSE_SECONDS, MIN_PAUSE_SECONDS
 from coordinator.video.state.transitions import advance
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.state_machine import IllegalEventError
@@ -634,3 +634,92 @@ def fenced(before: JobTable, after: JobTable, said: LeaseAnswered) -> None:
     newest = {(job.lease, job.generation, job.node) for job in before.jobs.values() if job.lease}
     if (said.frame.lease, said.frame.generation, said.node) not in newest:
         assert after.jobs == before.jobs
+
+
+def test_fewer_ended_jobs_than_the_maximum_are_all_kept():
+    story = Story(records=3)
+    story.submit(1, 2)
+    for number in (1, 2):
+        story.tell(JobCancelled(f"video_{number}"))
+    story.tell(JobTick())
+    assert list(story.board.jobs) == ["video_1", "video_2"]
+
+
+def test_every_transition_of_a_job_is_stored():
+    story = Story()
+    completed(story, 1)
+    saved = [action.job for action in story.actions if isinstance(action, SaveJob)]
+    states = [JobState.QUEUED, JobState.LEASING, JobState.IN_PROGRESS, JobState.FINALIZING, JobState.COMPLETED]
+    assert [state for state in dict.fromkeys(job.state for job in saved)] == states  # noqa: C416
+    assert saved[-1] == story.job(1)
+
+
+def test_a_node_that_goes_away_before_its_answer_returns_the_job_with_a_new_generation():
+    story = Story()
+    story.submit(1)
+    asked = story.place("a")
+    assert story.job(1).due == story.now + story.board.rules.lease_seconds
+    story.tell(NodeAway("a"))
+    job = story.job(1)
+    assert (job.state, job.node, job.lease, job.generation) == (JobState.QUEUED, "", "", asked.generation + 1)
+    assert story.board.holds == {}
+    again = story.place("b")
+    assert again.generation == asked.generation + 2
+
+
+def test_a_lease_request_is_due_before_the_deadline_for_headroom():
+    story = Story(lease_seconds=30.0, headroom_seconds=100.0)
+    story.submit(1)
+    story.tell(JobWaited("video_1", "waiting", busy=False))
+    story.now += 90.0
+    job = story.place("a")
+    assert job.due == story.now + 10.0
+
+
+def test_a_cancelled_job_whose_files_are_fetched_acknowledges_its_end():
+    story = Story()
+    job = story.running()
+    story.end(job)
+    assert story.tell(JobCancelled("video_1")) == [
+        ReleaseLease("a", job.lease, job.generation, ReleaseCause.ACKNOWLEDGED),
+        ExpireFiles("video_1"),
+    ]
+    assert story.job(1).state == JobState.FAILED
+
+
+@pytest.mark.parametrize(("asked", "pause"), [(0.5, MIN_PAUSE_SECONDS), (5.0, 5.0), (10**6, MAX_PAUSE_SECONDS)])
+def test_the_pause_of_a_node_that_refuses_has_bounds(asked: float, pause: float):
+    story = Story()
+    story.submit(1)
+    job = story.place("a")
+    story.tell(LeaseAnswered("a", LeaseRefused(job.lease, 1, "no_headroom", "no", retry_after=asked)))
+    assert story.board.pauses == {"a": story.now + pause}
+
+
+def test_a_running_job_keeps_the_begin_of_its_lease_over_a_restart():
+    story = Story()
+    running = story.running(1, "a")
+    assert running.started == story.now
+    story.now += 50.0
+    story.tell(CoordinatorRestarted())
+    hold = story.board.find_hold("a")
+    assert hold is not None
+    assert hold.since == running.started
+    assert (story.job(1).away, story.job(1).due) == (True, story.now + story.board.rules.away_seconds)
+
+
+@pytest.mark.parametrize(
+    ("rule", "finalizing", "state", "code"),
+    [
+        ("fail", False, JobState.FAILED, "node_lost"),
+        ("requeue", False, JobState.QUEUED, ""),
+        ("requeue", True, JobState.FAILED, "artifact_lost"),
+    ],
+)
+def test_a_removed_node_ends_or_requeues_its_job(rule: Any, finalizing: bool, state: JobState, code: str):
+    story = Story(on_node_loss=rule)
+    job = story.running()
+    if finalizing:
+        story.end(job)
+    story.tell(NodeRemoved("a"))
+    assert (story.job(1).state, (story.job(1).fault or JobFault("", "")).code) == (state, code)

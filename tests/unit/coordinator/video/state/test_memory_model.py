@@ -4,6 +4,8 @@ from hypothesis import strategies as st
 
 from coordinator.video.state.memory_model import (
     FIRST_MEASURED_PROFILE,
+    MAX_SIDE,
+    MIN_SIDE,
     Clip,
     ClipLimits,
     ClipRefusal,
@@ -185,3 +187,27 @@ def test_frames_and_seconds_together_are_refused():
     found = plan_clip(ClipRequest(seconds=3, frames=49), ClipLimits(), A14B, 20)
     assert isinstance(found, ClipRefusal)
     assert found.param == "frames"
+
+
+@pytest.mark.parametrize(("frames", "made"), [(1, 5), (2, 5), (5, 5), (6, 9), (81, 81)])
+def test_frames_are_rounded_up_to_groups_and_one(frames: int, made: int):
+    assert round_frames(frames, 4) == made
+
+
+def test_rounded_sizes_and_frames_and_long_clips_have_warnings():
+    package, limits = VideoPackage("wan"), ClipLimits(pixels=MAX_SIDE * MAX_SIDE)
+    for size in ((480, 272), (MIN_SIDE, MAX_SIDE), (MAX_SIDE, MIN_SIDE)):
+        made = plan_clip(ClipRequest(size=size, frames=81), limits, package, 20)
+        assert isinstance(made, Clip)
+        assert (made.width, made.height, made.warnings, made.seconds) == (*size, (), 81 / package.fps)
+    made = plan_clip(ClipRequest(size=(479, 271), frames=82), limits, package, 20)
+    assert isinstance(made, Clip)
+    assert [warning.split(":")[0] for warning in made.warnings] == [
+        "size 479x271 is made as 480x272",
+        "82 frames are made as 85",
+        "85 frames are more than the 81 that the model was trained on",
+    ]
+    for size in ((MIN_SIDE - 1, 272), (480, MIN_SIDE - 1), (MAX_SIDE + 1, 272), (480, MAX_SIDE + 1)):
+        refusal = plan_clip(ClipRequest(size=size), limits, package, 20)
+        assert isinstance(refusal, ClipRefusal)
+        assert refusal.param == "size"

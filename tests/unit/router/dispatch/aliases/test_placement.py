@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator
 import pytest
 
 from router.admission.rate_limits import KeyLimits
-from router.dispatch.aliases.candidates import MUST_WAIT, get_reason
+from router.dispatch.aliases.candidates import MUST_WAIT, CandidateState, get_reason
+from router.dispatch.aliases.tried_nodes import TriedNodes
 from router.dispatch.answer import StreamedAnswer
-from router.dispatch.request import RequestSpec
+from router.dispatch.request import RequestFailure, RequestSpec
 from router.dispatch.request_state import RequestState
 from router.placement.candidate import Placement, ResourceDemand
 from router.placement.place import place
@@ -193,14 +194,33 @@ async def test_a_stream_with_its_head_sent_stays_with_its_model(cluster: AliasCl
     await give_room(cluster, 4 * GIB)
     assert cluster.sent_models() == []
     assert request.demand.model == "big"
+    cluster.now += cluster.settings.queue_timeout_seconds + 1
+    cluster.report()
+    cluster.dispatcher.sweep()
+    assert cluster.sent_models() == []
+    assert isinstance(request.outcome, Refused)
+    assert request.demand.model == "big"
 
 
 async def test_a_removed_node_is_removed_from_all_candidates(cluster: AliasCluster):
-    fill(cluster)
+    cluster.nodes = (A,)
+    make_room(cluster)
     request = cluster.ask()
-    request.remove_node(A)
+    cluster.refuse(RefusalCode.TOO_LARGE)
     assert request.alias is not None
-    assert all(A not in state.tried.refused for state in request.alias.list_states())
+    assert [set(state.tried.never) for state in request.alias.list_states()] == [{A}]
+    request.remove_node(A)
+    assert [set(state.tried.never) for state in request.alias.list_states()] == [set()]
+    assert [set(state.tried.refused) for state in request.alias.list_states()] == [set()]
+
+
+async def test_the_prefix_cache_of_a_node_is_that_of_the_model_that_answered(cluster: AliasCluster):
+    cluster.ask("coder", size=2000)
+    node, _ = cluster.last()
+    cluster.say(lambda number: Admitted(number, 500, prompt_hash=b"h"))
+    cluster.finish()
+    assert cluster.sent_models() == ["small"]
+    assert set(cluster.ask("small", size=2000).cached_shares) == {node}
 
 
 async def test_a_key_may_use_the_candidates_through_the_alias_only(cluster: AliasCluster):
@@ -273,3 +293,57 @@ def test_a_candidate_with_room_was_passed_over_because_of_its_queue(cluster: Ali
     )
     assert isinstance(result, Placement)
     assert get_reason(result, "small") == MUST_WAIT
+
+
+async def test_a_crowding_key_waits_with_the_candidate_that_has_room(cluster: AliasCluster):
+    cluster.nodes, cluster.models = (A,), (SMALL,)
+    cluster.report()
+    for key in ("bob", "eve"):
+        cluster.ask("small", key=key)
+    crowding = [cluster.ask("coder", key="greedy", size=8000) for _ in range(12)]
+    waiting = [request for request in crowding if request.node is None]
+    assert 0 < len(waiting) < 12
+    request = waiting[0]
+    assert (request.state, request.demand.model) == (RequestState.QUEUED, "small")
+    assert request.alias is not None
+    assert request.alias.reasons["small"] == MUST_WAIT
+    assert cluster.ask("coder", key="alice", size=6000).node == A, "another key starts at once"
+
+
+@pytest.mark.parametrize(
+    ("opened", "taken", "models"),
+    [
+        (False, False, ["big", "small"]),
+        (True, False, ["big"]),
+        (False, True, ["big"]),
+    ],
+)
+async def test_an_unseen_answer_of_a_lost_node_begins_again_with_another_model(
+    cluster: AliasCluster, opened: bool, taken: bool, models: list[str]
+):
+    make_room(cluster)
+    request = cluster.ask()
+    cluster.models = (SMALL,)
+    cluster.report(B)
+    answer = request.answer
+    assert isinstance(answer, StreamedAnswer)
+    if opened:
+        answer.mark_opened()
+    cluster.speak("lost")
+    if taken:
+        answer.take_deltas()
+    cluster.dispatcher.handle_lost_node(A, "gone")
+    assert cluster.sent_models() == models
+    if len(models) == 1:
+        assert isinstance(request.outcome, RequestFailure)
+        return
+    assert cluster.generates()[-1][1].resume == ()
+    cluster.speak("new")
+    assert [text for delta in answer.take_deltas() for _, text in delta.pieces] == ["new"]
+
+
+def test_a_removed_node_has_no_share_of_the_prompt():
+    spec = RequestSpec(ResourceDemand("small"), "k", "r", (), GenerationParams(), 0, True)
+    state = CandidateState(spec, spec.demand, TriedNodes(), None, {A: 0.5, B: 0.25})
+    state.remove_node(A)
+    assert state.cached_shares == {B: 0.25}

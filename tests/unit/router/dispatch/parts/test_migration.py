@@ -1,7 +1,8 @@
 """Requests that leave a node while it drains."""
 
 from router.placement.recovery import MAX_LOSSES
-from tests.support.cluster.manual_pool import Cluster
+from tests.support.cluster.loopback_cluster import a_model
+from tests.support.cluster.manual_pool import A, B, Cluster, full
 from wire.frames import Finished
 
 
@@ -17,3 +18,27 @@ async def test_a_request_that_moved_as_often_as_allowed_finishes_where_it_is(two
     assert (two.last()[0], request.outcome) == (where, None)
     two.finish()
     assert isinstance(request.outcome, Finished)
+
+
+async def test_migrate_returns_the_requests_that_stay_without_room(two: Cluster) -> None:
+    request = two.submit()
+    here, _ = two.last()
+    there = B if here == A else A
+    full(two, there)
+    assert two.dispatcher.migrate_node(here) == 1
+    two.memory.clear()
+    two.report()
+    assert two.dispatcher.migrate_node(here) == 0
+    assert (request.node, two.dispatcher.counters.moves) == (there, 1)
+    two.finish()
+
+
+async def test_an_answer_that_cannot_resume_stays_although_its_client_has_nothing_yet(two: Cluster) -> None:
+    two.models = (a_model(fingerprint=""),)
+    two.report()
+    request = two.submit()
+    here, _ = two.last()
+    two.speak("hello")
+    assert two.dispatcher.migrate_node(here) == 1
+    assert (request.node, len(two.generates())) == (here, 1)
+    two.finish()

@@ -1,0 +1,85 @@
+"""Attempts of requests on nodes."""
+
+import struct
+
+import pytest
+
+from router.dispatch.parts.assignment import MAX_NODES_IN_A_ROW
+from router.dispatch.request import EmbeddingInput, RequestFailure, RequestSpec
+from router.dispatch.request_state import RequestState
+from router.placement.candidate import ResourceDemand
+from tests.support.cluster.loopback_cluster import a_model
+from tests.support.cluster.manual_pool import A, B, Cluster, roomy, turn
+from wire.frames import Embed, Finished, GenerationParams, Vectors
+from wire.identity import NodeId
+from wire.models.kind import ModelKind
+
+
+async def test_requests_on_other_nodes_are_untouched_by_a_loss(two: Cluster) -> None:
+    first, second = two.submit(), two.submit()
+    assert {first.node, second.node} == {A, B}
+    assert second.node is not None
+    two.dispatcher.handle_lost_node(second.node, "cable")
+    assert (first.attempts, second.attempts) == (1, 2)
+    assert first.node == second.node
+    two.dispatcher.close(first)
+    two.finish()
+
+
+@pytest.mark.parametrize("drained", [False, True])
+async def test_vectors_of_a_lost_attempt_do_not_complete_the_next(two: Cluster, drained: bool) -> None:
+    two.models = (a_model(features=("embed",)),)
+    two.report()
+    demand = ResourceDemand("tiny", 10, kind=ModelKind.EMBED)
+    embed = EmbeddingInput(("one", "two"))
+    request = two.dispatcher.submit(RequestSpec(demand, "k", "r", (), GenerationParams(), 0, False, embed=embed))
+
+    def answer(place: int) -> None:
+        node, frame = two.sent[-1]
+        assert isinstance(frame, Embed)
+        two.dispatcher.receive(node, Vectors(frame.request, (place,), struct.pack("<f", 1)))
+
+    answer(0)
+    first, _ = two.sent[-1]
+    if drained:
+        assert two.dispatcher.migrate_node(first) == 0
+        two.sent = [(node, frame) for node, frame in two.sent if isinstance(frame, Embed)]
+    else:
+        two.dispatcher.handle_lost_node(first, "cable")
+    answer(1)
+    node, frame = two.sent[-1]
+    assert isinstance(frame, Embed)
+    two.dispatcher.receive(node, Finished(frame.request, (), 2, 0))
+    assert isinstance(request.outcome, RequestFailure)
+    assert "did not send a valid vector for each text" in request.outcome.message
+
+
+async def test_a_node_without_a_link_is_a_step_and_the_next_node_is_tried(two: Cluster) -> None:
+    two.submit()
+    cut, _ = two.last()
+    two.finish()
+    two.cut = {cut}
+    request = two.submit()
+    assert request.node not in (None, cut)
+    assert [(what, node) for _, what, node in request.steps] == [
+        ("sent", f"node-{cut}"),
+        ("no link", f"node-{cut}"),
+        ("sent", f"node-{request.node}"),
+    ]
+    two.finish()
+
+
+async def test_a_request_that_all_nodes_refused_is_queued_and_sent_after_a_report() -> None:
+    cluster = Cluster(*map(NodeId, "abcdef"[:MAX_NODES_IN_A_ROW]))
+    request = cluster.submit()
+    for _ in range(MAX_NODES_IN_A_ROW):
+        assert request.state is RequestState.SENT
+        cluster.refuse()
+    assert request.state is RequestState.QUEUED
+    assert len({node for node, _ in cluster.generates()}) == MAX_NODES_IN_A_ROW
+    roomy(cluster, A)
+    await turn()
+    assert request.node == A
+    cluster.finish()
+    cluster.dispatcher.shutdown()
+    cluster.settled()

@@ -1,0 +1,44 @@
+"""Keep-alives and the end of readers that fall behind."""
+
+from router.dispatch.answer import StreamedAnswer
+from router.dispatch.parts.composition import SWEEP_INTERVAL_SECONDS
+from router.dispatch.request import SLOW
+from tests.support.cluster.manual_pool import A, Cluster
+
+
+def sweep(cluster: Cluster, seconds: float) -> None:
+    for _ in range(int(seconds / SWEEP_INTERVAL_SECONDS)):
+        cluster.dispatcher.sweep()
+
+
+async def test_a_keepalive_is_due_after_its_seconds_without_an_event() -> None:
+    cluster = Cluster(A, keepalive_seconds=10.0)
+    answer = cluster.submit().answer
+    assert isinstance(answer, StreamedAnswer)
+    for _ in range(3):
+        answer.take_deltas()
+        sweep(cluster, SWEEP_INTERVAL_SECONDS)
+        sweep(cluster, 10.0 - SWEEP_INTERVAL_SECONDS)
+        assert not answer.keepalive_due
+        sweep(cluster, SWEEP_INTERVAL_SECONDS)
+        assert answer.keepalive_due
+    cluster.finish()
+    cluster.dispatcher.shutdown()
+    cluster.settled()
+
+
+async def test_a_reader_ends_after_its_seconds_without_progress() -> None:
+    cluster = Cluster(A, slow_client_seconds=10.0)
+    request = cluster.submit()
+    answer = request.answer
+    assert isinstance(answer, StreamedAnswer)
+    answer.mark_opened()
+    for _ in range(2):
+        answer.take_deltas()
+        sweep(cluster, 10.0)
+        assert request.outcome is None, "the first sweep sees the progress"
+    sweep(cluster, SWEEP_INTERVAL_SECONDS)
+    assert request.outcome is SLOW
+    assert cluster.dispatcher.counters.slow_clients == 1
+    cluster.dispatcher.shutdown()
+    cluster.settled()
