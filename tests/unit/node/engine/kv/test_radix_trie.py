@@ -38,6 +38,9 @@ def test_a_walk_finds_what_a_search_finds(keys: list[list[int]], gone: list[int]
     if best:
         assert match.below in kept
         assert list(match.below)[:best] == asked[:best]
+    else:
+        assert match.below is None
+    assert trie.empty is (not kept)
     beginnings = {key for key in kept if key == tuple(asked[: len(key)])}
     assert match.exact == max((key for key in beginnings if len(key) <= most), key=len, default=None)
     assert set(trie.find_proper_prefixes(pack(asked))) == {key for key in beginnings if len(key) < len(asked)}
