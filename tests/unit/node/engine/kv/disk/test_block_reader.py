@@ -73,9 +73,8 @@ def test_parts_are_restored_in_order(tmp_path: Path, plan: ReadPlan, readers: Re
     run(restore)
     assert 0 < restore.seconds <= time.monotonic() - began
     assert (restore.invalid, restore.layers is None) == (None, False)
-    (layer,) = restore.layers or []
-    keys = layer.keys[0, 0, : PARTS * BLOCK_TOKENS : BLOCK_TOKENS, 0]  # type: ignore[attr-defined]
-    assert keys.tolist() == list(range(PARTS))
+    layer: Any = (restore.layers or [])[0]
+    assert layer.keys[0, 0, : PARTS * BLOCK_TOKENS : BLOCK_TOKENS, 0].tolist() == list(range(PARTS))
     wait_ended(readers())
 
 

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -39,7 +39,7 @@ def build_entry(shape: CacheShape, ids: Iterable[int], name: bytes = b"hash", sc
     if BlockPart.WINDOW in shape.parts:
         layers.append(StoredWindow(shape.window, (WindowPiece(0, values, values),)))
     if BlockPart.STATE in shape.parts:
-        state: Any = ArraysCache(1)
+        state = cast("Any", ArraysCache)(1)
         state[0] = mx.zeros((1, 3))
         layers.append(state)
     return CachedPrefix("m", key, layers, 2 * values.nbytes, name, scope=scope)
@@ -280,7 +280,7 @@ def test_a_prompt_is_lost_once_neither_memory_nor_disk_has_it(tmp_path: Path):
 
 
 def test_of_many_prompts_behind_one_block_the_newest_are_reported(tmp_path: Path):
-    disk, count = open_cache(tmp_path), MAX_EVICTIONS_REPORTED + 2
+    disk, count, state = open_cache(tmp_path), MAX_EVICTIONS_REPORTED + 2, CacheState()
     for number in range(count):
         entry = build_entry(PLAIN, [*IDS[:BLOCK_TOKENS], number], bytes([number]))
         state = write(disk, entry)
