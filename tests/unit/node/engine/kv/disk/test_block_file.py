@@ -95,6 +95,7 @@ def test_decode_block_refuses_a_header_with_a_right_digest(header: bytes, reason
         ([(1, 2), (1, 5)], "too short"),
         ([(1, 5)], "too long"),
         ([], "too long"),
+        ([(1, 6), (0, 2)], "an array of"),
         ([(1, 6)], ""),
     ],
 )
