@@ -16,6 +16,7 @@ from node.memory.sensor import open_sensor
 from node.memory.wired_leak import WiredReadings
 from wire.codec import TAG_OF, Splitter, encode
 from wire.frames import Cancel, Ping, Pong, StopEngine
+from wire.units import MIB
 
 
 async def test_frames_of_a_turn_are_sent_together_and_before_the_end(tmp_path: Path):
@@ -122,3 +123,29 @@ async def test_nothing_is_sent_to_a_closed_child(connected: Connected):
     await asyncio.wait_for(child.closed.wait(), 30)
     assert connected.engine_end.recv(4096) == b""
     assert child.count_unsent_bytes() == 0
+
+
+async def test_bytes_that_the_engine_has_not_read_are_counted_until_it_reads_them(connected: Connected):
+    child, engine_end, size = connected.child, connected.engine_end, 4 * MIB
+    child.write(bytes(size))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    left = child.count_unsent_bytes()
+    assert 0 < left < size, "the socket has taken a part"
+    child.write(bytes(100))
+    assert child.count_unsent_bytes() == left + 100
+    engine_end.setblocking(False)
+    read = 0
+    while read < size + 100:
+        read += len(await asyncio.wait_for(asyncio.get_running_loop().sock_recv(engine_end, MIB), 30))
+    assert (read, child.count_unsent_bytes()) == (size + 100, 0)
+
+
+async def test_no_frame_follows_the_request_to_end(connected: Connected):
+    child = connected.child
+    child.end(ExitUrgency.GRACEFUL, SupervisorTimeouts(), "the test ends it")
+    child.write(encode(Cancel(1)))
+    assert child.exit_task is not None
+    await child.exit_task
+    assert [tag for tag, _ in Splitter().feed(connected.engine_end.recv(4096))] == [TAG_OF[StopEngine]]
+    assert connected.engine_end.recv(4096) == b""
