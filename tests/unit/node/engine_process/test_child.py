@@ -2,10 +2,11 @@
 
 import asyncio
 import os
+import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -56,35 +57,62 @@ async def test_frames_of_a_turn_are_sent_together_and_before_the_end(tmp_path: P
 
 
 class Connected:
-    """A child of a test: an ended process, and the engine's end of its socket."""
+    """A child of a test, and the engine's end of its socket."""
 
     def __init__(self, child: EngineChild, engine_end: socket.socket, frames: list[int], faults: list[str]) -> None:
         self.child, self.engine_end, self.frames, self.faults = child, engine_end, frames, faults
 
+    def list_received(self) -> list[int]:
+        """Return the tags of the frames that the engine received before its socket was closed."""
+        return [tag for tag, _ in Splitter().feed(self.engine_end.recv(4096))]
+
+
+Connect = Callable[..., Awaitable[Connected]]
+
 
 @pytest.fixture
-async def connected(tmp_path: Path) -> AsyncIterator[Connected]:
-    own_end, engine_end = socket.socketpair()
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
-    await process.wait()
-    page, frames, faults = os.open(tmp_path, os.O_RDONLY), list[int](), list[str]()
-    child = EngineChild(
-        process,
-        open_sensor(os.getpid()),
-        time.monotonic(),
-        page,
-        lambda tag, body: frames.append(tag),
-        faults.append,
-        WiredReadings(None),
-    )
-    own_end.setblocking(False)
-    await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=own_end)
-    with engine_end:
-        yield Connected(child, engine_end, frames, faults)
-        assert child.transport is not None
-        child.transport.close()
-        child.sensor.close()
-        os.close(page)
+async def connect(tmp_path: Path) -> AsyncIterator[Connect]:
+    """Function that starts a program as a child. The program must write a line once it runs."""
+    made: list[Connected] = []
+
+    async def start(*command: str) -> Connected:
+        own_end, engine_end = socket.socketpair()
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+        assert process.stdout is not None
+        await process.stdout.readline()
+        page, frames, faults = os.open(tmp_path, os.O_RDONLY), list[int](), list[str]()
+        child = EngineChild(
+            process,
+            open_sensor(os.getpid()),
+            time.monotonic(),
+            page,
+            lambda tag, body: frames.append(tag),
+            faults.append,
+            WiredReadings(None),
+        )
+        own_end.setblocking(False)
+        await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=own_end)
+        made.append(Connected(child, engine_end, frames, faults))
+        return made[-1]
+
+    yield start
+    for one in made:
+        if one.child.process.returncode is None:
+            one.child.process.kill()
+        await one.child.process.wait()
+        assert one.child.transport is not None
+        one.child.transport.close()
+        one.child.sensor.close()
+        os.close(one.child.page)
+        one.engine_end.close()
+
+
+@pytest.fixture
+async def connected(connect: Connect) -> Connected:
+    """A child whose program has ended."""
+    one = await connect("true")
+    await one.child.process.wait()
+    return one
 
 
 async def test_after_an_invalid_frame_a_child_is_at_fault_once_and_not_heard_any_more(connected: Connected):
@@ -147,5 +175,49 @@ async def test_no_frame_follows_the_request_to_end(connected: Connected):
     child.write(encode(Cancel(1)))
     assert child.exit_task is not None
     await child.exit_task
-    assert [tag for tag, _ in Splitter().feed(connected.engine_end.recv(4096))] == [TAG_OF[StopEngine]]
+    assert connected.list_received() == [TAG_OF[StopEngine]]
     assert connected.engine_end.recv(4096) == b""
+
+
+SHORT = SupervisorTimeouts(over=0.05)
+WAITS = "echo ready; exec sleep 60"
+IGNORES = "trap '' TERM; echo ready; exec sleep 60"
+ENDS = "echo ready; exit 3"
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [(WAITS, -signal.SIGTERM), (IGNORES, -signal.SIGKILL), (ENDS, 3)],
+    ids=["waits", "ignores SIGTERM", "ends"],
+)
+async def test_a_process_that_does_not_end_is_terminated_and_then_killed(connect: Connect, script: str, code: int):
+    one = await connect("sh", "-c", script)
+    one.child.end(ExitUrgency.OVER_CAP, SHORT, "the test ends it")
+    assert one.child.exit_task is not None
+    await asyncio.wait_for(one.child.exit_task, 30)
+    assert await asyncio.wait_for(one.child.process.wait(), 30) == code
+
+
+async def test_only_an_earlier_end_replaces_the_one_that_is_under_way(connect: Connect):
+    one = await connect("sh", "-c", WAITS)
+    child, long = one.child, SupervisorTimeouts(over=30.0)
+    child.end(ExitUrgency.OVER_CAP, long, "first")
+    first = child.exit_task
+    child.end(ExitUrgency.OVER_CAP, SupervisorTimeouts(over=60.0), "later")
+    assert child.exit_task is first
+    child.end(ExitUrgency.OVER_CAP, SHORT, "earlier")
+    assert child.exit_task is not first
+    assert await asyncio.wait_for(child.process.wait(), 20) == -signal.SIGTERM
+    assert one.list_received() == [TAG_OF[StopEngine]], "the engine is asked once"
+
+
+async def test_a_healthy_child_may_end_the_call_that_it_is_in(connect: Connect):
+    child, timeouts = (await connect("sh", "-c", WAITS)).child, SupervisorTimeouts()
+    now = time.monotonic()
+    child.store_pong(Pong(1, busy=2.0, expected=10.0), now - 1.0)
+    child.end(ExitUrgency.GRACEFUL, timeouts, "the test ends it")
+    wanted = timeouts.choose_exit_timeouts(ExitUrgency.GRACEFUL, 3.0, 10.0).total
+    assert child.killed_at - now == pytest.approx(wanted, abs=0.5)
+    assert wanted > timeouts.choose_exit_timeouts(ExitUrgency.GRACEFUL, 0.0, 0.0).total + 5.0
+    assert child.exit_task is not None
+    child.exit_task.cancel()
