@@ -178,8 +178,11 @@ def test_a_second_cache_reads_and_writes_only_after_the_first_has_ended(tmp_path
     state = write(second, build_entry(PLAIN, [9] * BLOCK_TOKENS))
     assert (state.disk_saves, state.disk_waiting, state.disk_quota, state.disk_budget) == (0, 0, 0, 0)
     assert (state.disk_files, state.disk_bytes, second.clear_queue()) == (4, first.nbytes, 0)
+    assert (state.disk_evictions, state.disk_persisted, state.disk_drops, state.disk_errors) == (0, 0, 0, 0)
     with pytest.raises(BlockingIOError):
         second.clear("")
+    second.write_next(time.monotonic(), busy=False, room=1)
+    second.remove_entry(build_entry(PLAIN, [9] * BLOCK_TOKENS), PLAIN)
     plan = second.find(PLAIN, "", pack([*IDS, 1]))
     assert plan is not None
     second.remove_parts(plan.parts)
