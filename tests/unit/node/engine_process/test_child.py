@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from node.engine_process.child import EngineChild
+from node.engine_process.child import ChildCommand, EngineChild, start_child
+from node.engine_process.probe import EngineProbe
+from node.engine_process.stderr_log import EngineLog
 from node.engine_process.timeouts import ExitUrgency, SupervisorTimeouts
+from node.memory.reading import HighWaterMarks
 from node.memory.sensor import open_sensor
 from node.memory.wired_leak import WiredReadings
+from node.settings import NodeSettings
 from wire.codec import TAG_OF, Splitter, encode
 from wire.frames import Cancel, Ping, Pong, StopEngine
 from wire.units import MIB
@@ -221,3 +225,59 @@ async def test_a_healthy_child_may_end_the_call_that_it_is_in(connect: Connect):
     assert wanted > timeouts.choose_exit_timeouts(ExitUrgency.GRACEFUL, 0.0, 0.0).total + 5.0
     assert child.exit_task is not None
     child.exit_task.cancel()
+
+
+async def start_and_release(folder: Path, *command: str) -> EngineChild:
+    """Start a program as an engine, await its end and release it."""
+    child = await start_child(
+        ChildCommand(command, os.environ, NodeSettings()),
+        EngineLog(folder / "engine.log"),
+        WiredReadings(None),
+        on_frame=lambda *_: None,
+        on_fault=lambda _: None,
+    )
+    child.end(ExitUrgency.GRACEFUL, SupervisorTimeouts(), "the test ends it")
+    await asyncio.wait_for(child.closed.wait(), 30)
+    assert await child.wait_exit(30)
+    assert child.release(hung=False) is None, "the engine was in no native call"
+    assert child.exit_task is not None
+    await asyncio.wait([child.exit_task])
+    return child
+
+
+async def test_a_released_child_holds_no_descriptor_and_its_output_is_in_the_log(tmp_path: Path):
+    descriptors: list[list[str]] = []
+    for _ in range(2):
+        child = await start_and_release(tmp_path, "sh", "-c", "echo trouble >&2; exit 3")
+        assert child.process.returncode == 3
+        await asyncio.sleep(0)
+        descriptors.append(sorted(os.listdir("/dev/fd")))
+    assert descriptors[0] == descriptors[1]
+    assert (tmp_path / "engine.log").read_text() == "trouble\ntrouble\n"
+
+
+async def test_a_program_that_cannot_be_started_leaves_no_descriptor(tmp_path: Path):
+    await start_and_release(tmp_path, "true")
+    before = sorted(os.listdir("/dev/fd"))
+    with pytest.raises(OSError, match="gone"):
+        await start_and_release(tmp_path, str(tmp_path / "gone"))
+    assert sorted(os.listdir("/dev/fd")) == before
+
+
+async def test_without_a_child_nothing_is_known_and_nothing_is_sent(connected: Connected):
+    children: list[EngineChild] = []
+    probe = EngineProbe(lambda: children[0] if children else None, SupervisorTimeouts(turn_factor=4.0))
+    probe.ping()
+    reading = probe.read_footprint()
+    assert (reading.phys, reading.source, probe.call_until) == (None, "no engine", 0.0)
+    assert probe.read_high_water_marks() == HighWaterMarks()
+    children.append(connected.child)
+    for _ in range(2):
+        probe.ping()
+    connected.child.store_pong(Pong(1, busy=2.0, expected=0.5), 50.0)
+    assert probe.call_until == 50.0 - 2.0 + 4.0 * 0.5
+    assert probe.read_footprint().phys
+    assert probe.read_high_water_marks().lifetime
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert connected.engine_end.recv(4096) == encode(Ping(1))
