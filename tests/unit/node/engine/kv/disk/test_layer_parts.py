@@ -1,4 +1,4 @@
-"""Parts of caches: what is cut out of the layers of a row is put together again without a difference."""
+"""Parts of caches: parts that are cut out of the layers of a row are put together again without a difference."""
 
 from typing import Any, cast
 
