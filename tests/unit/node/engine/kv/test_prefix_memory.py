@@ -94,6 +94,8 @@ def test_histories_of_prefills_are_released_before_entries_and_entries_one_by_on
     assert (history.is_lost, len(cached.store)) == (True, 3)
     cached.memory.evict_until(lambda: cached.memory.nbytes < 240)
     assert [entry.key for entry in cached.store.entries] == [pack(range(20, 40)), pack(range(40, 60))]
+    cached.memory.evict_until(lambda: not cached.memory.nbytes)
+    assert cached.store.entries == ()
 
 
 @pytest.mark.parametrize(
