@@ -159,6 +159,17 @@ def test_a_materialized_cache_holds_its_tokens_alone():
     assert cache.keys.shape[2] == 256, "the source is as before"
 
 
+def test_windows_and_states_are_copied_whole():
+    window, state = layer(RotatingKVCache, 64), layer(ArraysCache, 1)
+    write(window, 0, 100)
+    state[0] = mx.array([1.0])
+    made: list[Any] = copy_prefix([window, state], 100)
+    assert made[0].keys[0, 0, :, 0].tolist() == window.keys[0, 0, :, 0].tolist()
+    write(made[0], 100, 1)
+    made[1][0] = mx.array([2.0])
+    assert (window.offset, state[0].tolist()) == (100, [1.0])
+
+
 def test_a_copied_prefix_is_another_row_s():
     cache = layer()
     write(cache, 0, 100)
