@@ -210,12 +210,13 @@ def test_ids_and_places_stay_within_the_weights(tmp_path: Path, start: Any, conf
     assert named in end.refused.message
 
 
-def test_layers_with_a_window_and_an_interval_are_those_of_the_config(tmp_path: Path, start: Any):
-    config = {"global_attn_every_n_layers": 2, "local_attention": 4}
+@pytest.mark.parametrize("window", [2, 8])
+def test_layers_with_a_window_and_an_interval_are_those_of_the_config(tmp_path: Path, start: Any, window: int):
+    config = {"global_attn_every_n_layers": 2, "local_attention": 2 * window}
     weights = make_encoder(tmp_path / "m", "modernbert", config, pooling="mean")
-    reference, driver = EncoderReference("modernbert", weights, window=2, interval=2), start(tmp_path)
+    reference, driver = EncoderReference("modernbert", weights, window=window, interval=2), start(tmp_path)
     texts = ("w1 w2", "w3 w4 w5", " ".join(f"w{number}" for number in range(1, 12)))
-    for texts_of_a_batch in (texts, texts[1:2]):
+    for texts_of_a_batch in (texts, texts[:2], texts[1:2]):
         for row, text in zip(driver.vectors(driver.embed(*texts_of_a_batch)), texts_of_a_batch, strict=True):
             expected = reference.states(tokens(text)).mean(axis=0)
             assert np.abs(row - expected / np.linalg.norm(expected)).max() < 1e-5
