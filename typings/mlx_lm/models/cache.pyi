@@ -23,5 +23,10 @@ class RotatingKVCache:
 class ArraysCache:
     cache: list[mx.array | None]
 
+class CacheList:
+    caches: tuple[Any, ...]
+
+class ChunkedKVCache: ...
+
 class BatchKVCache:
     def __init__(self, left_padding: list[int]) -> None: ...

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from node.engine_process import environment as tested
-from node.engine_process.environment import MALLOC, build_engine_environment
+from node.engine_process.environment import DIGESTS, DISK_CACHE, MALLOC, PROFILES, build_engine_environment
+from node.hub.digests import STORE_NAME
 
 
 def test_temporary_files_are_private_and_the_hub_is_offline(tmp_path: Path):
@@ -13,6 +14,11 @@ def test_temporary_files_are_private_and_the_hub_is_offline(tmp_path: Path):
     assert made["HF_HUB_OFFLINE"] == made["TRANSFORMERS_OFFLINE"] == "1"
     assert Path(made["TMPDIR"]).stat().st_mode & 0o777 == 0o700
     assert "LD_PRELOAD" not in made
+    assert made["TOKENIZERS_PARALLELISM"] == "false"
+    folder = tmp_path / "deep"
+    assert [made[name] for name in (PROFILES, DISK_CACHE, DIGESTS)] == [
+        str(folder / name) for name in ("profiles", "prefix-cache", STORE_NAME)
+    ]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="malloc's thresholds are glibc's")

@@ -14,6 +14,7 @@ from node.memory.linux import (
     read_container_free_bytes,
     read_container_limit,
     read_pressure,
+    read_process_identity,
     read_unevictable_bytes,
 )
 from node.memory.reading import HighWaterMarks
@@ -194,3 +195,82 @@ def test_a_group_is_its_living_processes():
     assert list_group_members(child.pid) == (), "a zombie holds nothing"
     child.communicate()
     assert list_group_members(child.pid) == ()
+
+
+def list_descriptors() -> list[str]:
+    return sorted(os.listdir("/proc/self/fd"))
+
+
+def test_the_lifetime_maximum_survives_the_intervals(tmp_path: Path):
+    folder = tmp_path / "7"
+    folder.mkdir()
+    (folder / "clear_refs").touch()
+    source = LinuxFootprint(7, tmp_path)
+
+    def mark(size: int) -> HighWaterMarks:
+        (folder / "status").write_text(f"Name:\tx\nVmHWM:\t{size} kB\nThreads:\t3\n")
+        return source.read_high_water_marks()
+
+    assert mark(100) == HighWaterMarks(100 * 1024, 100 * 1024)
+    assert mark(40) == HighWaterMarks(100 * 1024, 40 * 1024)
+    (folder / "status").write_text("VmHWM:\t300 kB\n")
+    assert source.begin_interval()
+    assert (folder / "clear_refs").read_text() == "5"
+    assert mark(50) == HighWaterMarks(300 * 1024, 50 * 1024), "the maximum before the reset counts"
+
+
+def test_a_closed_source_holds_no_descriptor_and_may_be_closed_again():
+    before = list_descriptors()
+    source = LinuxFootprint(os.getpid())
+    assert len(list_descriptors()) == len(before) + 1
+    for _ in range(2):
+        source.close()
+        assert list_descriptors() == before
+    assert source.read_footprint() is None
+
+
+def test_a_process_is_identified_by_boot_and_start_time(tmp_path: Path):
+    (tmp_path / "7").mkdir()
+    boot, stat = tmp_path / "sys/kernel/random/boot_id", tmp_path / "7/stat"
+    boot.parent.mkdir(parents=True)
+    boot.write_text("b-1\n")
+    fields = ["S", *("0" for _ in range(18)), "4711"]
+
+    def identify(*changed: str) -> str:
+        stat.write_text(f"7 (a) b (c)) {' '.join(changed)}")
+        return read_process_identity(7, tmp_path)
+
+    before = list_descriptors()
+    assert identify(*fields) == identify(*fields, "0") == "b-1:4711"
+    assert list_descriptors() == before
+    assert [identify(state, *fields[1:]) for state in ("R", "Z", "X")] == ["b-1:4711", "", ""]
+    assert identify(*fields[:-1]) == "", "a line without a start time"
+    boot.unlink()
+    assert identify(*fields) == ":4711"
+    assert read_process_identity(8, tmp_path) == ""
+
+
+def test_sizes_have_their_unit_and_the_pressure_its_line(proc: Path):
+    (proc / "meminfo").write_text("Unevictable:      2048\n")
+    assert read_unevictable_bytes(proc) == 2048
+    write(proc / "pressure", memory="full avg10=70.00 total=0\nsome avg10=20.00 total=0")
+    assert read_pressure(proc) == "warn"
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(2, 8), (8, 2)])
+def test_the_lowest_limit_and_the_least_free_memory_count_at_any_level(
+    proc: Path, tmp_path: Path, inner: int, outer: int
+):
+    (proc / "self" / "cgroup").write_text("0::/outer/inner\n")
+    cgroups = tmp_path / "cgroup"
+    write(cgroups / "outer" / "inner", memory__max=inner * GIB, memory__current=GIB)
+    write(cgroups / "outer", memory__max=outer * GIB, memory__current=GIB)
+    assert read_container_limit(proc, cgroups) == 2 * GIB
+    assert read_container_free_bytes(proc, cgroups) == GIB
+
+
+def test_limits_of_cgroups_for_other_controllers_do_not_count(proc: Path, tmp_path: Path):
+    (proc / "self" / "cgroup").write_text("3:cpu,cpuacct:/small\n4:memory:/box\n")
+    write(tmp_path / "cgroup" / "memory" / "small", memory__limit_in_bytes=MIB, memory__usage_in_bytes=0)
+    write(tmp_path / "cgroup" / "memory" / "box", memory__limit_in_bytes=GIB, memory__usage_in_bytes=0)
+    assert read_container_limit(proc, tmp_path / "cgroup") == GIB

@@ -157,3 +157,52 @@ def test_vectors_of_a_known_family_may_be_cut(tmp_path: Path, name: str, kind: s
     assert found is not None
     assert found.layout is not None
     assert found.layout.can_shorten is can
+
+
+def test_without_files_the_last_state_is_normalized_and_a_list_of_modules_needs_its_pooling(tmp_path: Path):
+    folder = make_embedder(tmp_path / "e")
+    (folder / "1_Pooling/config.json").unlink()
+    with pytest.raises(EmbeddingFilesError, match="choose no pooling"):
+        read_embedding_layout(folder, {})
+    (folder / "modules.json").unlink()
+    assert read_embedding_layout(folder, {}) == EmbeddingLayout((Pooling.LAST,), normalize=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "lengths"), [([64, 32, True, 0, -8, "16", 1], (1, 32, 64)), ([], ()), ("64", ()), (None, ())]
+)
+def test_the_lengths_of_shorter_vectors_are_the_counts_of_the_config(
+    tmp_path: Path, sizes: object, lengths: tuple[int, ...]
+):
+    layout = read_embedding_layout(tmp_path, {"matryoshka_dimensions": sizes})
+    assert (layout.lengths, layout.can_shorten) == (lengths, bool(lengths))
+
+
+def test_as_many_modules_and_bytes_as_allowed_are_followed(tmp_path: Path):
+    folder = make_embedder(tmp_path / "e", dense=((8, TANH), (6, TANH), (4, TANH)))
+    file = folder / "modules.json"
+    file.write_text(file.read_text().ljust(MAX_FILE_BYTES))
+    layout = read_embedding_layout(folder, {})
+    assert ([dense.outputs for dense in layout.dense], layout.normalize) == ([8, 6, 4], True)
+
+
+def test_a_dense_layer_has_a_bias_and_tanh_unless_its_config_says_otherwise(tmp_path: Path):
+    folder = make_embedder(tmp_path / "e", dense=((8, TANH), (4, TANH)))
+    write_json(folder / "2_Dense/config.json", {"in_features": 128, "out_features": 8})
+    identity = {"bias": False, "activation_function": "torch.nn.modules.linear.Identity"}
+    write_json(folder / "3_Dense/config.json", {"in_features": 8, "out_features": 4, **identity})
+    layers = read_embedding_layout(folder, {}).dense
+    assert [(layer.file, layer.bias, layer.activation) for layer in layers] == [
+        ("2_Dense/model.safetensors", True, Activation.TANH),
+        ("3_Dense/model.safetensors", False, Activation.IDENTITY),
+    ]
+
+
+@pytest.mark.parametrize("shape", [[0, 128], [8, 0], [True, 128]])
+def test_a_dense_layer_without_numbers_is_refused(tmp_path: Path, shape: list[int]):
+    folder = make_embedder(tmp_path / "e", dense=((8, TANH),))
+    header = json.dumps({"linear.weight": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    (folder / "2_Dense/model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    write_json(folder / "2_Dense/config.json", {"in_features": shape[1], "out_features": shape[0]})
+    with pytest.raises(EmbeddingFilesError, match="weights of the shape"):
+        read_embedding_layout(folder, {})

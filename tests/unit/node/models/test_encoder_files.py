@@ -7,9 +7,17 @@ from typing import Any
 import pytest
 
 from node.models.catalogue import describe_folder
+from node.models.embedding_files import EmbeddingFilesError
 from node.models.embedding_layout import EncoderFamily, Pooling
+from node.models.encoder_files import (
+    is_cross_encoder,
+    predict_encoder_transient,
+    read_classifier_pooling,
+    read_encoder_shape,
+)
 from tests.support.engine.encoders import CONTEXT, HEADS, HIDDEN, LAYERS, VOCABULARY, make_encoder
 from wire.models.kind import ModelKind
+from wire.report import TransientModel
 
 
 def change(folder: Path, **config: Any) -> None:
@@ -77,6 +85,8 @@ def test_rotary_positions_have_a_current_and_an_older_name(tmp_path: Path):
         ({"num_hidden_layers": 0}, "num_hidden_layers 0, which is no number above 0"),
         ({"hidden_size": "many"}, "hidden_size many"),
         ({"layer_norm_eps": -1}, "layer_norm_eps -1"),
+        ({"layer_norm_eps": "small"}, "layer_norm_eps small"),
+        ({"num_hidden_layers": True}, "num_hidden_layers True"),
     ],
     ids=str,
 )
@@ -116,3 +126,90 @@ def test_an_encoder_without_files_for_vectors_is_no_model(tmp_path: Path):
     for name in ("modules.json", "1_Pooling/config.json"):
         (tmp_path / "m" / name).unlink()
     assert describe_folder("m", tmp_path / "m") is None
+
+
+MINIMAL = {"num_hidden_layers": 3, "num_attention_heads": 4, "hidden_size": 32, "vocab_size": 60}
+"""Fields that every config of an encoder has."""
+
+
+@pytest.mark.parametrize(
+    ("config", "wanted"),
+    [
+        ({"model_type": "bert"}, {"first_position": 0, "context": 512, "epsilon": 1e-12, "window": 0}),
+        ({"model_type": "roberta"}, {"first_position": 2, "context": 510, "epsilon": 1e-12, "global_interval": 1}),
+        ({"model_type": "roberta", "pad_token_id": 0}, {"first_position": 1, "context": 511}),
+        (
+            {"model_type": "modernbert"},
+            {
+                "first_position": 0,
+                "context": 512,
+                "epsilon": 1e-5,
+                "window": 64,
+                "global_interval": 3,
+                "global_theta": 160_000.0,
+                "local_theta": 10_000.0,
+            },
+        ),
+        (
+            {
+                "model_type": "modernbert",
+                "norm_eps": 1e-6,
+                "layer_norm_eps": 1e-3,
+                "local_attention": 30,
+                "global_attn_every_n_layers": 2,
+                "rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": 7.0},
+                "local_rope_theta": 5,
+                "global_rope_theta": 9,
+            },
+            {
+                "epsilon": 1e-6,
+                "window": 15,
+                "global_interval": 2,
+                "global_theta": 9.0,
+                "local_theta": 5.0,
+            },
+        ),
+    ],
+    ids=["bert", "roberta", "roberta without padding", "modernbert", "modernbert with numbers"],
+)
+def test_numbers_that_a_config_omits_are_those_of_its_family(config: dict[str, Any], wanted: dict[str, float]):
+    shape = read_encoder_shape({**MINIMAL, "max_position_embeddings": 512, **config})
+    assert {name: getattr(shape, name) for name in wanted} == wanted
+    assert (shape.layers, shape.heads, shape.hidden, shape.vocabulary) == (3, 4, 32, 60)
+
+
+def test_a_negative_number_is_refused_although_the_config_may_omit_it():
+    with pytest.raises(EmbeddingFilesError, match="pad_token_id -1"):
+        read_encoder_shape({**MINIMAL, "model_type": "roberta", "pad_token_id": -1})
+
+
+@pytest.mark.parametrize(
+    ("config", "pooling"),
+    [
+        ({"model_type": "modernbert", "classifier_pooling": "mean"}, Pooling.MEAN),
+        ({"model_type": "modernbert", "classifier_pooling": "cls"}, Pooling.CLS),
+        ({"model_type": "modernbert"}, Pooling.CLS),
+        ({"model_type": "bert", "classifier_pooling": "mean"}, Pooling.CLS),
+    ],
+    ids=str,
+)
+def test_the_pooling_of_a_cross_encoder_follows_its_config(config: dict[str, Any], pooling: Pooling):
+    assert read_classifier_pooling(config) is pooling
+
+
+def test_a_forward_of_an_encoder_has_its_scores_twice_with_a_mask_and_neither_logits_nor_a_cache():
+    decoder = TransientModel(token=5.0, pair=3.0, seen=7.0, logits=11.0, window=64)
+    assert predict_encoder_transient(decoder) == TransientModel(token=5.0, pair=10.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "found"),
+    [
+        ("bert", "BertForSequenceClassification", True),
+        ("distilbert", "DistilBertForSequenceClassification", True),
+        ("bert", "BertForMaskedLM", False),
+        ("llama", "LlamaForSequenceClassification", False),
+    ],
+)
+def test_a_cross_encoder_is_an_encoder_with_a_classifier(kind: str, name: str, found: bool):
+    assert is_cross_encoder({"model_type": kind, "architectures": [name]}) is found

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from node.models.last_use import FILE, STORE_INTERVAL_SECONDS, LastUse
 
 
@@ -49,3 +51,30 @@ def test_an_unreadable_file_is_replaced(tmp_path: Path) -> None:
     assert use.find("m") == 0.0
     use.record("m", 0.0)
     assert LastUse(tmp_path, Wall()).find("m") == 1_000_000.0
+
+
+def test_the_folder_is_created_with_the_folders_above(tmp_path: Path) -> None:
+    folder = tmp_path / "state" / "node"
+    LastUse(folder, Wall()).record("m", 0.0)
+    assert LastUse(folder).find("m") == 1_000_000.0
+
+
+def test_without_a_folder_the_last_use_is_in_memory_only() -> None:
+    use = LastUse(None, Wall())
+    assert use.record("m", 100.0) == use.find("m") == 999_900.0
+
+
+def test_of_too_many_models_the_one_that_was_stored_longest_ago_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.models.last_use.MAX_MODELS", 2)
+    wall = Wall()
+    use = LastUse(tmp_path, wall)
+    for name in ("a", "b", "a", "c"):
+        wall.now += STORE_INTERVAL_SECONDS
+        use.record(name, 0.0)
+    assert [LastUse(tmp_path).find(name) for name in ("a", "b", "c")] == [
+        wall.now - STORE_INTERVAL_SECONDS,
+        0,
+        wall.now,
+    ]

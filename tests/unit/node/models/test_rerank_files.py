@@ -6,6 +6,7 @@ import pytest
 
 from node.models.catalogue import describe_folder
 from node.models.embedding_layout import AnswerTokens, Pooling
+from node.models.rerank_files import DECODERS
 from tests.support.engine.embedders import make_reranker, write_json
 from wire.models.kind import ModelKind
 
@@ -71,3 +72,34 @@ def test_other_tokens_are_another_model(tmp_path: Path):
     assert one is not None
     assert other is not None
     assert one.fingerprint != other.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("template", "has_template"),
+    [
+        ("{{ messages | selectattr('role', 'eq', 'query') }} {{ 'document' }}", True),
+        ('{{ messages | selectattr("role", "eq", "query") }} {{ "document" }}', True),
+        ("{{ messages | selectattr('role', 'eq', 'query') }}", False),
+        ("the query and the document", False),
+    ],
+)
+def test_a_template_has_both_roles_in_either_quotes(tmp_path: Path, template: str, has_template: bool):
+    found = describe_folder("m", make_reranker(tmp_path / "m", template=template))
+    assert found is not None
+    assert found.layout is not None
+    assert found.layout.answers == AnswerTokens(5, 9, has_template=has_template)
+
+
+@pytest.mark.parametrize("tokens", [(0, 9), (5, 0), (5, None)])
+def test_the_first_token_and_a_score_of_one_token_are_allowed(tmp_path: Path, tokens: tuple[int, int | None]):
+    found = describe_folder("m", make_reranker(tmp_path / "m", tokens))
+    assert found is not None
+    assert found.layout is not None
+    assert found.layout.answers == AnswerTokens(*tokens, has_template=True)
+
+
+@pytest.mark.parametrize("kind", sorted(DECODERS))
+def test_every_known_type_with_a_template_scores_documents(tmp_path: Path, kind: str):
+    found = describe_folder("m", make_reranker(tmp_path / "m", model_type=kind))
+    assert found is not None
+    assert (found.kind, found.cause) == (ModelKind.RERANK, "")

@@ -162,3 +162,21 @@ def test_after_a_fault_no_stored_beginning_is_used(driver: Driver):
     scores, _, cached = score(driver, *DOCUMENTS)
     assert cached == 0
     assert np.abs(scores - expected).max() < 1e-6
+
+
+def test_a_query_that_parts_from_a_stored_one_uses_what_they_share(driver: Driver):
+    one, other = (QUERY + f"and with its {name}? " * 3 for name in ("lakes", "towns"))
+    expected, alone, _ = score(driver, *OTHERS, query=other, owner=WeightedKey("other"))
+    score(driver, *DOCUMENTS, query=one)
+    scores, prefilled, cached = score(driver, *OTHERS, query=other)
+    assert cached > 60
+    assert prefilled == alone - cached
+    assert np.abs(scores - expected).max() < 1e-6
+
+
+def test_a_beginning_is_stored_once(driver: Driver):
+    score(driver, *DOCUMENTS)
+    before = driver.engine.report(0.0).cache
+    score(driver, *OTHERS)
+    after = driver.engine.report(0.0).cache
+    assert (after.stores, after.entries, after.hits) == (before.stores, before.entries, before.hits + 1)

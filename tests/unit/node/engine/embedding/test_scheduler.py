@@ -13,6 +13,7 @@ import pytest
 from node.engine.memory.gate import GateSite
 from tests.support.engine.embedders import make_embedder
 from tests.support.engine.text_engine import Driver
+from wire.capacity.fairness import CROWDED_PROMPTS, WeightedKey
 from wire.frames import Admitted, Failed, Finished, GenerationParams, Refusal, Vectors
 from wire.refusals import FailureCode, RefusalCode, Refused
 
@@ -297,3 +298,21 @@ def test_a_chat_is_refused_with_the_route(driver: Driver):
     assert end.refused.code is RefusalCode.UNSUPPORTED
     assert "/v1/embeddings" in end.refused.message
     assert driver.engine.report(0.0).models[0].features == ("embed",)
+
+
+def test_tokens_of_a_shared_forward_count_for_the_key_of_each_text(folder: Path):
+    driver = Driver(folder, prefill_step_size=80)
+    driver.vectors(driver.embed(ids=((1,),)))
+    lengths = {"busy": [(70,)] * (CROWDED_PROMPTS + 2), "many": [(*[8] * 6, 60)], "few": [(8, 60)]}
+    numbers = {
+        key: [
+            driver.embed(ids=tuple((place + 1,) * size for place, size in enumerate(sizes)), owner=WeightedKey(key))
+            for sizes in requests
+        ]
+        for key, requests in lengths.items()
+    }
+    driver.until(lambda: driver.said[numbers["many"][0]][1:] and driver.said[numbers["few"][0]][1:])
+    (many,), (few,) = numbers["many"], numbers["few"]
+    driver.until(lambda: driver.ended(many) or driver.ended(few))
+    assert driver.ended(few), "its key has fewer tokens, although its request came last"
+    assert not driver.ended(many)

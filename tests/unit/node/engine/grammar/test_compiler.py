@@ -302,3 +302,14 @@ def test_an_engine_without_grammars_refuses_them():
     assert found.code is RefusalCode.UNSUPPORTED
     offering = Model(asked.model, "f", True, 1, 1, context=100, features=("grammar",))
     assert refuse_impossible(asked, shape, offering, 4) is None
+
+
+def test_the_newest_refusals_are_remembered(tokenizer: Tokenizer, asked: Asked, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("node.engine.grammar.compiler.MAX_CACHED_REFUSALS", 2)
+    made, found = GrammarCompiler(asked), list[int]()
+    for number in (1, 2, 3, 2, 3, 1):
+        before = len(asked.grammars)
+        with pytest.raises(UnsupportedSchema):
+            made.compile(tokenizer, GrammarSpec("regex", f"({number}"), "", PROMPT, one_call=False)
+        found.append(len(asked.grammars) - before)
+    assert found == [1, 1, 1, 0, 0, 1], "the oldest one is asked again"

@@ -5,7 +5,14 @@ from typing import Any
 
 import pytest
 
-from node.engine.grammar.tool_arguments import MAX_ARGUMENTS, MAX_DEFINITION_CHARS, Argument, list_arguments
+from node.engine.grammar.tool_arguments import (
+    MAX_ARGUMENTS,
+    MAX_DEFINITION_CHARS,
+    Argument,
+    TextArgument,
+    list_arguments,
+    list_tool_variants,
+)
 from node.engine.grammar.tool_spec import ToolSpec, UnsupportedSchema
 
 
@@ -67,3 +74,91 @@ def test_shared_definitions_are_bounded_by_their_length_times_the_arguments_that
     fitting = MAX_DEFINITION_CHARS // 2 - len(json.dumps([empty.get("$defs"), empty.get("definitions")]))
     assert len(list_of(create(fitting))) == 3
     assert "share are too long in total" in refuse(create(fitting + 1))
+
+
+TEXT, NULL = {"type": "string"}, {"type": "null"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "wanted"),
+    [
+        ({"type": "string"}, TextArgument()),
+        ({"type": "string", "minLength": 1}, TextArgument(filled=True)),
+        ({"type": "string", "minLength": 0}, TextArgument()),
+        ({"type": "string", "minLength": 2}, None),
+        ({"type": "string", "maxLength": 9}, None),
+        ({"type": "string", "pattern": "a"}, None),
+        ({"type": ["string", "null"]}, TextArgument(nullable=True)),
+        ({"type": ["string", "integer"]}, None),
+        ({"type": "integer"}, None),
+        ({"type": "null"}, None),
+        ({}, None),
+        ({"enum": ["a", "b"]}, TextArgument(("a", "b"))),
+        ({"const": "a"}, TextArgument(("a",))),
+        ({"type": "string", "enum": ["a", None]}, TextArgument(("a",), nullable=True)),
+        ({"type": ["string", "null"], "enum": ["a"]}, TextArgument(("a",))),
+        ({"type": "string", "enum": [None]}, None),
+        ({"enum": [1, 2]}, None),
+        ({"enum": ["a", 1]}, None),
+        *(({"enum": ["a", text]}, None) for text in ("", " b", "b\n", "null", "NULL")),
+        ({"anyOf": [TEXT, NULL]}, TextArgument(nullable=True)),
+        ({"oneOf": [NULL, {"type": "string", "minLength": 1}]}, TextArgument(filled=True, nullable=True)),
+        ({"anyOf": [TEXT]}, TextArgument()),
+        ({"anyOf": [TEXT, {"type": "integer"}]}, None),
+        ({"anyOf": [NULL]}, None),
+        ({"anyOf": [True, NULL]}, None),
+        (
+            {"anyOf": [{"$ref": "#/$defs/a"}, NULL], "$defs": {"a": {"enum": ["x"]}}},
+            TextArgument(("x",), nullable=True),
+        ),
+        ({"$ref": "#/$defs/a", "$defs": {"a": TEXT}}, TextArgument()),
+    ],
+    ids=str,
+)
+def test_an_argument_is_unquoted_text_only_if_no_other_value_is_possible(
+    schema: dict[str, Any], wanted: TextArgument | None
+):
+    argument = Argument("city", is_required=True, schema=schema)
+    assert argument.find_text_constraints(nullable=True) == wanted
+    plain = None if wanted is None or wanted.nullable else wanted
+    assert argument.find_text_constraints(nullable=False) == plain, "a parser without null reads it as text"
+
+
+def declare(**properties: object) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": {"properties": properties, "$defs": DEFINED}}}
+
+
+DEFINED = {"number": {"type": "integer"}, "again": {"$ref": "#/$defs/number"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "kind"),
+    [
+        ({"anyOf": [{"type": "integer"}, NULL]}, "integer"),
+        ({"oneOf": [NULL, {"$ref": "#/$defs/again"}]}, "integer"),
+        ({"type": ["boolean", "null"]}, "boolean"),
+        ({"$ref": "#/$defs/number"}, "integer"),
+        ({"enum": ["a", None]}, "string"),
+        ({"type": ["boolean", "integer"]}, ""),
+        ({"anyOf": [{"type": "integer"}, {}]}, ""),
+        ({"type": "array"}, ""),
+        (True, ""),
+    ],
+    ids=str,
+)
+def test_a_parameter_with_one_type_besides_null_names_it_for_parsers(schema: object, kind: str):
+    tools: list[object] = [declare(value=schema, other={"type": "string"})]
+    variants = list_tool_variants(tools)
+    assert variants[-1] is tools
+    if kind:
+        (plain,) = variants[0]
+        assert isinstance(schema, dict)
+        assert plain == declare(value={**schema, "type": kind}, other={"type": "string"})
+    assert len(variants) == (2 if kind else 1)
+
+
+@pytest.mark.parametrize(
+    "tool", [1, None, {}, {"function": 1}, {"function": {"parameters": []}}, {"function": {}}], ids=str
+)
+def test_a_tool_that_is_none_is_left_as_it_is(tool: object):
+    assert list_tool_variants([tool]) == ([tool],)

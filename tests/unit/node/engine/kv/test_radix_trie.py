@@ -38,9 +38,25 @@ def test_a_walk_finds_what_a_search_finds(keys: list[list[int]], gone: list[int]
     if best:
         assert match.below in kept
         assert list(match.below)[:best] == asked[:best]
+    else:
+        assert match.below is None
+    assert trie.empty is (not kept)
     beginnings = {key for key in kept if key == tuple(asked[: len(key)])}
     assert match.exact == max((key for key in beginnings if len(key) <= most), key=len, default=None)
     assert set(trie.find_proper_prefixes(pack(asked))) == {key for key in beginnings if len(key) < len(asked)}
+
+
+def test_a_start_that_only_leads_to_longer_keys_hides_no_shorter_one():
+    trie: RadixTrie[str] = RadixTrie()
+    for ids, value in (([1, 2], "short"), ([1, 2, 3, 4], "one"), ([1, 2, 3, 5], "other")):
+        trie.put(pack(ids), value)
+    match = trie.match(pack([1, 2, 3, 9]), 9)
+    assert (match.shared, match.exact) == (3, "short")
+    assert match.below in ("one", "other")
+    assert trie.match(pack([1, 2, 3, 4]), 3).exact == "short", "the longer one is too long"
+    assert trie.find_proper_prefixes(pack([1, 2, 3, 4])) == ["short"]
+    trie.remove(pack([1, 2]))
+    assert trie.match(pack([1, 2, 3, 9]), 9).exact is None
 
 
 def test_what_is_not_stored_cannot_be_removed():

@@ -101,3 +101,34 @@ def test_histories_in_progress_are_counted_and_released(model: TextModel):
     histories.remove(histories.add(other := WindowHistory()))
     del other
     assert histories.nbytes == 0
+
+
+def test_a_history_is_cut_within_a_chunk_and_keeps_no_token_behind(model: TextModel):
+    cache, history = create_cache(model), WindowHistory()
+    assert not history.is_lost
+    read(model, cache, 0, 128, history)
+    layers = history.build_layers(cache, 100)
+    assert compute_cuts(layers) == ((0, 100),)
+    windows = [layer for layer in layers if hasattr(layer, "pieces")]
+    whole = [layer for layer in history.build_layers(cache, 128) if hasattr(layer, "pieces")]
+    assert [100 * one.nbytes // 128 for one in whole] == [one.nbytes for one in windows]
+
+
+def test_a_window_that_is_not_full_begins_at_the_first_token(model: TextModel):
+    cache, _ = prefilled(model, IDS[:40], CHUNK)
+    layers = begin_history(cache, 40).build_layers(cache, 40)
+    assert compute_cuts(layers) == ((0, 40),)
+    wanted = read(model, create_cache(model), 0, 100)
+    assert mx.allclose(read(model, restore_layers(layers, 40, copy=True), 40, 100), wanted, atol=1e-3)
+
+
+def test_a_removed_history_counts_no_more_although_it_is_used(model: TextModel):
+    histories = WindowHistories()
+    history, other = histories.add(WindowHistory()), histories.add(WindowHistory())
+    for one in (history, other):
+        read(model, create_cache(model), 0, 32, one)
+    assert histories.nbytes == history.nbytes + other.nbytes == 2 * history.nbytes > 0
+    histories.remove(history)
+    assert histories.nbytes == other.nbytes
+    assert histories.clear() == history.nbytes
+    assert (history.is_lost, history.nbytes > 0, other.is_lost) == (False, True, True)

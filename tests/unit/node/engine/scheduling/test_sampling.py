@@ -23,6 +23,8 @@ from tests.support.engine.text_engine import likeliest
 from wire.frames import GenerationParams
 
 ROW = mx.log(mx.array([[0.5, 0.25, 0.15, 0.1]]))
+KEYS = [12035550249420947055, 13309476754707697221, 9391409690812996836, 11984929618412882174, 3460257376661948410]
+"""Keys of some draws, which never change."""
 
 
 def kept(sampling: SamplingParameters) -> list[int]:
@@ -135,3 +137,27 @@ def test_a_strange_generation_config_is_read_as_far_as_it_makes_sense():
 def test_a_model_that_decodes_greedily_keeps_its_repetition_penalty():
     config = {"do_sample": False, "temperature": 0.6, "top_p": 0.9, "top_k": 20, "repetition_penalty": 1.2}
     assert parse_defaults(config) == SamplingDefaults(temperature=0.0, repetition=1.2)
+
+
+@pytest.mark.parametrize(
+    ("config", "defaults"),
+    [
+        ({"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0}, SamplingDefaults(temperature=0)),
+        ({"temperature": 10, "top_k": 2**20, "min_p": 1}, SamplingDefaults(temperature=10, top_k=2**20, min_p=1)),
+        ({"temperature": 10.1, "top_k": 2**20 + 1, "min_p": 1.1, "top_p": -0.1}, SamplingDefaults()),
+        ({"top_p": 0, "repetition_penalty": 0}, SamplingDefaults()),
+        ({"top_k": 40.0, "repetition_penalty": 10}, SamplingDefaults(top_k=40, repetition=10)),
+        ({"repetition_penalty": 11, "temperature": True, "do_sample": None}, SamplingDefaults()),
+    ],
+    ids=str,
+)
+def test_defaults_of_a_model_are_within_their_ranges(config: dict[str, object], defaults: SamplingDefaults):
+    found = parse_defaults(config)
+    assert found == defaults
+    assert isinstance(found.top_k, int)
+
+
+def test_the_key_of_a_draw_is_the_same_in_every_version():
+    """A resumed answer continues on another node, perhaps of another version, with the same draws."""
+    keys = [compute_draw_key(*numbers) for numbers in ((0, 0, 0), (7, 0, 0), (7, 1, 0), (7, 0, 1), (-1, 3, 99))]
+    assert keys == KEYS

@@ -1,7 +1,8 @@
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.text.stop_strings import StopStrings
+from node.engine.text.stop_strings import StopStrings, count_overlap
 
 LETTERS = st.text("ab", max_size=4)
 
@@ -48,3 +49,34 @@ def test_the_cut_is_where_searching_the_whole_text_would_cut(pieces: list[str], 
 
 def test_the_cut_does_not_depend_on_the_pieces():
     assert run(["abc"], ["abc", "b"]) == run(["a", "b", "c"], ["abc", "b"]) == ("a", True)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stops", "found"),
+    [
+        (["a b"], ["b", "a b"], "a b"),
+        (["xb", "c"], ["bc", "zz"], "bc"),
+        (["ab"], ["abc"], ""),
+        (["abc"], ["c", "b"], "b"),
+    ],
+)
+def test_the_stop_string_that_ended_the_row_is_named(pieces: list[str], stops: list[str], found: str):
+    matcher = StopStrings(stops)
+    for piece in pieces:
+        matcher.feed(piece)
+    assert matcher.found == found
+    assert not matcher.flush() or not found
+
+
+def test_held_back_text_is_flushed_once():
+    matcher = StopStrings(["<end>"])
+    assert matcher.feed("a <en") == ("a ", False)
+    assert (matcher.flush(), matcher.flush()) == ("<en", "")
+    assert matcher.feed("d>") == ("d>", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "length"), [("xab", "abc", 2), ("abc", "abc", 0), ("aa", "aaa", 2), ("", "a", 0), ("ab", "b", 0)]
+)
+def test_the_longest_start_of_a_stop_string_counts(text: str, stop: str, length: int):
+    assert count_overlap(text, stop) == length

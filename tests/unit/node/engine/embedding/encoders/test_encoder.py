@@ -8,7 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from node.engine.embedding.encoders.bert import list_bert_rows
+from node.engine.embedding.encoders.weights import EncoderWeights, list_layer_names
 from node.engine.memory.gate import GateSite
+from node.models.encoder_files import read_encoder_shape
 from tests.support.engine.encoders import CONTEXT, WORDS, EncoderReference, make_encoder
 from tests.support.engine.text_engine import Driver
 from wire.frames import Finished, ProfileModel, Refusal
@@ -205,3 +208,49 @@ def test_ids_and_places_stay_within_the_weights(tmp_path: Path, start: Any, conf
     assert isinstance(end, Refusal)
     assert end.refused.code is RefusalCode.LOAD_FAILED
     assert named in end.refused.message
+
+
+@pytest.mark.parametrize("window", [2, 8])
+def test_layers_with_a_window_and_an_interval_are_those_of_the_config(tmp_path: Path, start: Any, window: int):
+    config = {"global_attn_every_n_layers": 2, "local_attention": 2 * window}
+    weights = make_encoder(tmp_path / "m", "modernbert", config, pooling="mean")
+    reference, driver = EncoderReference("modernbert", weights, window=window, interval=2), start(tmp_path)
+    texts = ("w1 w2", "w3 w4 w5", " ".join(f"w{number}" for number in range(1, 12)))
+    for texts_of_a_batch in (texts, texts[:2], texts[1:2]):
+        for row, text in zip(driver.vectors(driver.embed(*texts_of_a_batch)), texts_of_a_batch, strict=True):
+            expected = reference.states(tokens(text)).mean(axis=0)
+            assert np.abs(row - expected / np.linalg.norm(expected)).max() < 1e-5
+
+
+def test_quantized_rows_and_layers_are_those_of_the_whole_numbers():
+    matrix = mx.random.normal((10, 64), key=mx.random.key(3))
+    ends, parts = ("weight", "scales", "biases"), mx.quantize(matrix, group_size=32, bits=4)
+    arrays = {f"model.m.{end}": part for end, part in zip(ends, parts, strict=True)}
+    whole = mx.dequantize(*parts, group_size=32, bits=4)
+    weights = EncoderWeights(arrays, list_layer_names("m", bias=None), (4, 32))
+    assert sorted(weights.arrays) == ["m.biases", "m.scales", "m.weight"]
+    assert mx.array_equal(weights.take_rows("m", mx.array([[3, 0], [9, 9]])), whole[mx.array([[3, 0], [9, 9]])])
+    states = mx.ones((2, 64))
+    assert mx.allclose(weights.apply_linear("m", states), states @ whole.T, atol=1e-4)
+    plain = EncoderWeights({"m.weight": matrix, "m.bias": mx.ones(10)}, list_layer_names("m"), None)
+    assert mx.array_equal(plain.take_rows("m", mx.array([7])), matrix[7:8])
+    assert mx.allclose(plain.apply_linear("m", states), states @ matrix.T + 1, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "classifier", "rows"),
+    [
+        ({"model_type": "bert"}, False, (60, 40, 1)),
+        ({"model_type": "bert"}, True, (60, 40, 2)),
+        ({"model_type": "roberta"}, False, (60, 40, 1)),
+        ({"model_type": "roberta"}, True, (60, 40, 1)),
+    ],
+)
+def test_an_embedding_needs_a_row_for_every_id_place_and_segment(
+    config: dict[str, Any], classifier: bool, rows: tuple[int, ...]
+):
+    numbers = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 4, "vocab_size": 60}
+    labels = {"architectures": ["XForSequenceClassification"], "num_labels": 1} if classifier else {}
+    shape = read_encoder_shape({**numbers, **config, **labels, "max_position_embeddings": 40})
+    found = list_bert_rows(shape)
+    assert tuple(found[f"embeddings.{name}_embeddings"] for name in ("word", "position", "token_type")) == rows

@@ -4,14 +4,17 @@ import struct
 from hashlib import sha256
 from random import Random
 
+import msgspec
 import numpy as np
 import pytest
 
 from node.engine.kv.disk.block_file import (
     DIGEST_BYTES,
+    FORMAT_VERSION,
     MAGIC,
     MAX_HEADER_BYTES,
     BlockArray,
+    BlockHeader,
     BlockPart,
     InvalidBlockError,
     decode_block,
@@ -83,3 +86,27 @@ def test_decode_block_refuses_a_header_with_a_right_digest(header: bytes, reason
     digest = sha256(header).digest()[:DIGEST_BYTES]
     with pytest.raises(InvalidBlockError, match=reason):
         decode_block(MAGIC + struct.pack("<I", len(header)) + header + digest, CHAIN, BlockPart.TOKENS, 4)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "reason"),
+    [
+        ([(1, 7)], "too short"),
+        ([(1, 2), (1, 5)], "too short"),
+        ([(1, 5)], "too long"),
+        ([], "too long"),
+        ([(1, 6), (0, 2)], "an array of"),
+        ([(1, 6)], ""),
+    ],
+)
+def test_a_body_has_exactly_the_arrays_of_its_header(shapes: list[tuple[int, ...]], reason: str):
+    body = np.arange(6, dtype=np.float32).tobytes()
+    arrays = [("float32", list(shape)) for shape in shapes]
+    header = msgspec.msgpack.encode(BlockHeader(FORMAT_VERSION, CHAIN, BlockPart.TOKENS.value, 4, arrays))
+    digests = [sha256(part).digest()[:DIGEST_BYTES] for part in (header, body)]
+    content = MAGIC + struct.pack("<I", len(header)) + header + digests[0] + body + digests[1]
+    if reason:
+        with pytest.raises(InvalidBlockError, match=reason):
+            decode_block(content, CHAIN, BlockPart.TOKENS, 4)
+    else:
+        assert decode_block(content, CHAIN, BlockPart.TOKENS, 4)[0].data.tolist() == [[0, 1, 2, 3, 4, 5]]

@@ -45,6 +45,50 @@ def test_other_files_have_no_name():
     assert parse_name("identity") is None
 
 
+@pytest.mark.parametrize(
+    "file",
+    [f"{'0' * 32}.t", f"m/{'A' * 32}.t", f"m/{'0 ' * 16}.t", f"m/{'0' * 32}-+1-{'0' * 32}.s", f"m/{'0' * 32}-1.s"],
+)
+def test_a_file_has_a_name_only_as_it_is_written(file: str):
+    assert parse_name(file) is None
+
+
+def test_a_file_that_is_written_again_replaces_its_size_and_an_unknown_one_is_not_removed():
+    index, name, other = BlockIndex(), block(1), block(2)
+    index.add(name, 10)
+    index.add(other, 1)
+    index.add(name, 25)
+    assert (index.nbytes, len(index), index.list_models()) == (26, 2, {"m": FolderSize(2, 26)})
+    assert [index.get_size(one) for one in (name, other, block(3))] == [25, 1, 0]
+    assert index.choose_evictions(0, 25) == [other.file], "it is the most recently used one"
+    assert [index.remove(file) for file in (name.file, name.file, "m/unknown")] == [True, False, False]
+    assert (list(index.removed), index.list_models()) == ([name.file], {"m": FolderSize(1, 1)})
+    index.remove(other.file)
+    assert (index.nbytes, index.list_models()) == (0, {})
+
+
+def test_files_are_listed_by_their_model():
+    index = BlockIndex()
+    names = [BlockName(model, BlockPart.TOKENS, CHAIN[1]) for model in ("m", "m2", "n")]
+    for name in names:
+        index.add(name, 1)
+    assert [index.list_files(name.model) for name in names] == [[name.file] for name in names]
+    index.mark_used([block(9).file, names[0].file])
+    assert index.choose_evictions(0, 0)[-1] == names[0].file, "a file that is gone is ignored"
+
+
+def test_a_removed_state_is_not_found_and_another_of_the_same_length_is():
+    index, key = BlockIndex(), pack(IDS[: BLOCK_TOKENS + 9])
+    tails = [pack([*IDS[BLOCK_TOKENS : BLOCK_TOKENS + 8], last]) for last in (IDS[BLOCK_TOKENS + 8], 7)]
+    names = [name_state("m", CHAIN[1], tail) for tail in tails]
+    for name in names:
+        index.add(name, 1)
+    index.remove(names[1].file)
+    assert index.find_state("m", CHAIN, key, len(IDS)) == (BLOCK_TOKENS + 9, names[0])
+    index.remove(names[0].file)
+    assert index.find_state("m", CHAIN, key, len(IDS)) is None
+
+
 def test_blocks_are_found_from_the_first_on():
     index = BlockIndex()
     for link in (CHAIN[1], CHAIN[3]):

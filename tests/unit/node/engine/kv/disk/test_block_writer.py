@@ -11,7 +11,7 @@ import pytest
 
 from node.engine.kv.disk.block_chain import BlockName
 from node.engine.kv.disk.block_file import BlockArray, BlockPart, decode_block
-from node.engine.kv.disk.block_index import BlockIndex
+from node.engine.kv.disk.block_index import MAX_EVICTIONS_PER_SAVE, BlockIndex
 from node.engine.kv.disk.block_writer import MAX_QUEUED_BYTES, BlockWriter
 from node.engine.kv.disk.disk_budget import WriteBudget
 from wire.units import GIB
@@ -89,7 +89,7 @@ def test_queued_parts_are_dropped_when_memory_is_short(tmp_path: Path):
     wait(made)
     assert dropped == made.drops * large[0].nbytes
     assert made.drops >= 1
-    assert made.persisted + made.drops == 4
+    assert (made.persisted + made.drops, len(made)) == (4, 0)
 
 
 @pytest.mark.parametrize("removed", [(1, 2, 3), (2,), (1,)])
@@ -112,7 +112,7 @@ def test_a_removed_part_is_not_written_although_it_is_being_written(tmp_path: Pa
     may.set()
     wait(made)
     assert [block(number) in index for number in (1, 2, 3)] == [number not in removed for number in (1, 2, 3)]
-    assert (made.persisted, len(made)) == (3 - len(removed), 0)
+    assert (made.persisted, len(made), made.drops) == (3 - len(removed), 0, len(set(removed) - {1}))
 
 
 def test_a_discarded_part_is_removed_although_it_is_being_written(tmp_path: Path):
@@ -137,3 +137,20 @@ def test_a_discarded_part_is_removed_although_it_is_being_written(tmp_path: Path
     made.put(block(3), ARRAYS)
     wait(made)
     assert len(index) == 1
+
+
+def test_a_quota_that_fell_is_reached_before_anything_is_written(tmp_path: Path):
+    quota = [GIB]
+    made, index = writer(tmp_path, lambda: quota[0])
+    for number in range(40):
+        made.put(block(number), ARRAYS)
+    wait(made)
+    quota[0] = size = index.nbytes // 40
+    made.put(block(40), ARRAYS)
+    wait(made)
+    assert (made.evictions, made.drops, len(index)) == (MAX_EVICTIONS_PER_SAVE, 1, 40 - MAX_EVICTIONS_PER_SAVE)
+    made.put(block(41), ARRAYS)
+    wait(made)
+    assert (made.evictions, made.drops, index.nbytes, block(41) in index) == (40, 1, size, True)
+    assert [file.name for file in tmp_path.glob("*/*")] == [Path(block(41).file).name]
+    assert made.quota == size

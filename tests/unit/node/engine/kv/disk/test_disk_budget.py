@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from node.engine.kv.disk.disk_budget import WriteBudget, compute_quota
+from node.engine.kv.disk.disk_budget import WriteBudget, compute_pause_seconds, compute_quota
+from wire.units import MIB
 
 
 def test_write_budget_saves_up_one_day_at_most():
@@ -19,7 +20,23 @@ def test_compute_quota_leaves_a_part_of_the_disk_free(tmp_path: Path, monkeypatc
     assert compute_quota("auto", tmp_path, 0) == 200
     assert compute_quota(10_000, tmp_path, 0) == 350
     assert compute_quota(100, tmp_path, 0) == 100
+    disk["free"] = 900
+    assert compute_quota("auto", tmp_path, 0) == 200, "a fifth of the disk"
+    disk["free"] = 300
+    assert compute_quota("auto", tmp_path, 0) == 150, "half of the free space"
     disk["free"] = 60
     assert compute_quota("auto", tmp_path, 20) == 30
     disk["free"] = 10
     assert compute_quota("auto", tmp_path, 20) == 0
+
+
+def test_a_disk_that_cannot_be_read_has_no_quota(tmp_path: Path):
+    assert compute_quota(100, tmp_path / "gone", 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "urgent", "seconds"),
+    [(6 * MIB, False, 0.5), (24 * MIB, False, 1), (4 * MIB, True, 0.125), (16 * MIB, True, 0.25)],
+)
+def test_parts_are_written_at_a_speed_and_large_ones_in_an_interval(size: int, urgent: bool, seconds: float):
+    assert compute_pause_seconds(size, urgent=urgent) == seconds

@@ -281,6 +281,28 @@ def test_only_what_saves_time_is_written(folder: Path):
     assert off.engine.report(0.0).cache.store == ""
 
 
+def test_the_disk_is_read_only_if_a_prefill_of_the_missing_tokens_takes_longer(filled: tuple[Path, list[int]]):
+    folder, _ = filled
+    driver = open_driver(models.path("llama"), folder, min_seconds=1e-9)
+    driver.ask(words(COUNT), BRIEF)
+    driver.until(lambda: driver.engine.parts.scheduler.prefills)
+    prefill, tier = driver.engine.parts.scheduler.prefills[0], driver.engine.parts.prefix_cache.disk
+    past = prefill.past
+    assert past is not None
+    plan = past.plan
+    assert plan is not None
+    reading, half = get_disk(driver).estimate_read_seconds(plan.nbytes), plan.length // 2
+    for seconds, cached, expected in (
+        (2 * reading, (0, half - 1, half + 1), [plan.length, plan.length, 0]),
+        (0.9 * reading, (0,), [0]),
+        (1.1 * reading, (0, plan.length - 1), [plan.length, 0]),
+    ):
+        for _ in range(100):  # the running mean of the speed
+            prefill.loaded_model.stats.record_prefill(plan.length, seconds, 0)
+        assert [tier.find(prefill, past, tokens) for tokens in cached] == expected
+        assert (past.plan is None) is (expected[-1] == 0)
+
+
 def test_queued_parts_go_before_a_request_is_refused(folder: Path):
     driver = open_driver(models.path("llama"), folder)
     answer(driver, words(2 * COUNT))

@@ -1,0 +1,314 @@
+"""The disk cache without an engine: lookups, counts, copies of entries, two caches on one folder, and removals."""
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.cache import ArraysCache, KVCache
+
+from node.engine.kv.disk.block_file import BlockPart
+from node.engine.kv.disk.disk_cache import FIRST_READ_SPEED, IDENTITY, LOCK, SPEED_WEIGHT, DiskCache, clear_folder
+from node.engine.kv.disk.write_queue import CacheShape
+from node.engine.kv.kv_cache import Layers
+from node.engine.kv.prefix_store import BLOCK_TOKENS, MAX_EVICTIONS_REPORTED, CachedPrefix
+from node.engine.kv.radix_trie import pack
+from node.engine.kv.window_history import StoredWindow, WindowPiece
+from wire.report import CacheState
+
+PLAIN = CacheShape("m", frozenset({BlockPart.TOKENS}), 0)
+WINDOWS = CacheShape("m", frozenset({BlockPart.TOKENS, BlockPart.WINDOW}), BLOCK_TOKENS + 1)
+STATES = CacheShape("m", frozenset({BlockPart.TOKENS, BlockPart.STATE}), 0)
+IDS = list(range(4 * BLOCK_TOKENS))
+
+
+def open_cache(folder: Path, min_seconds: float = 0.0) -> DiskCache:
+    return DiskCache(folder, "auto", min_seconds)
+
+
+def build_entry(shape: CacheShape, ids: Iterable[int], name: bytes = b"hash", scope: str = "") -> CachedPrefix[Layers]:
+    """Return an entry of these tokens with the layers of a shape."""
+    key = pack(ids)
+    values = mx.zeros((1, 1, len(key) // 4, 2))
+    layer: Any = KVCache()
+    layer.update_and_fetch(values, values)
+    layers: list[Any] = [layer]
+    if BlockPart.WINDOW in shape.parts:
+        layers.append(StoredWindow(shape.window, (WindowPiece(0, values, values),)))
+    if BlockPart.STATE in shape.parts:
+        state = cast("Any", ArraysCache)(1)
+        state[0] = mx.zeros((1, 3))
+        layers.append(state)
+    return CachedPrefix("m", key, layers, 2 * values.nbytes, name, scope=scope)
+
+
+def write(disk: DiskCache, *entries: CachedPrefix[Layers], shape: CacheShape = PLAIN) -> CacheState:
+    """Write all parts of entries, and return the state."""
+    for entry in entries:
+        disk.offer(entry, shape, 1.0)
+    until = time.monotonic() + 60
+    while disk.queue.get_next_write() is not None or disk.queued_bytes:
+        assert time.monotonic() < until
+        disk.write_next(time.monotonic(), busy=False, room=4, urgent=True)
+    return disk.describe(CacheState())
+
+
+def find(disk: DiskCache, shape: CacheShape, ids: Iterable[int], scope: str = "") -> list[tuple[str, int]]:
+    """Return kind and first position of each part of the plan for a prompt."""
+    plan = disk.find(shape, scope, pack(ids))
+    if plan is None:
+        return []
+    assert plan.length >= max(part.start for part in plan.parts)
+    return [(part.name.part.value, part.start) for part in plan.parts]
+
+
+# lookups
+
+
+def test_whole_blocks_are_found_up_to_the_last_token(tmp_path: Path):
+    disk = open_cache(tmp_path)
+    assert disk.find(PLAIN, "", pack(IDS)) is None
+    write(disk, build_entry(PLAIN, IDS[: 3 * BLOCK_TOKENS + 9]))
+    blocks = [("t", 0), ("t", BLOCK_TOKENS), ("t", 2 * BLOCK_TOKENS)]
+    assert find(disk, PLAIN, IDS) == find(disk, PLAIN, IDS[: 3 * BLOCK_TOKENS + 1]) == blocks
+    assert find(disk, PLAIN, IDS[: 3 * BLOCK_TOKENS]) == blocks[:2], "a forward computes the last token"
+    assert find(disk, PLAIN, [*IDS[: 2 * BLOCK_TOKENS], 7, *IDS]) == blocks[:2]
+    assert find(disk, PLAIN, [7, *IDS[1:]]) == find(disk, PLAIN, IDS, "other") == []
+    assert find(disk, PLAIN._replace(fingerprint="n"), IDS) == find(disk, PLAIN._replace(parts=frozenset()), IDS) == []
+    plan = disk.find(PLAIN, "", pack(IDS))
+    assert plan is not None
+    assert (plan.length, plan.nbytes) == (3 * BLOCK_TOKENS, sum(file.stat().st_size for file in tmp_path.glob("m/*")))
+    assert (disk.files, disk.nbytes) == (3, plan.nbytes)
+
+
+def test_a_prompt_with_windows_needs_the_blocks_of_its_window_only(tmp_path: Path):
+    disk = open_cache(tmp_path)
+    write(disk, build_entry(WINDOWS, IDS), shape=WINDOWS)
+    plan = disk.find(WINDOWS, "", pack([*IDS, 1]))
+    assert plan is not None
+    names = {(part.name.part.value, part.start): part for part in plan.parts}
+    windows, tokens = [("w", at * BLOCK_TOKENS) for at in (2, 3)], [("t", at * BLOCK_TOKENS) for at in range(4)]
+    assert list(names) == [*windows, *tokens], "two blocks hold a window of one block and a token"
+    disk.remove_parts([names["w", 3 * BLOCK_TOKENS]])
+    assert find(disk, WINDOWS, [*IDS, 1]) == [("w", BLOCK_TOKENS), ("w", 2 * BLOCK_TOKENS), *tokens[:3]]
+    disk.remove_parts([names["w", 2 * BLOCK_TOKENS]])
+    assert find(disk, WINDOWS, [*IDS, 1]) == [("w", 0), ("w", BLOCK_TOKENS), *tokens[:2]]
+    assert find(disk, WINDOWS, IDS[: BLOCK_TOKENS + 1]) == [("w", 0), ("t", 0)]
+
+
+def test_a_prompt_with_a_state_is_found_at_its_longest_state(tmp_path: Path):
+    disk = open_cache(tmp_path)
+    lengths = (40, BLOCK_TOKENS + 3, 2 * BLOCK_TOKENS)
+    write(disk, *(build_entry(STATES, IDS[:length]) for length in lengths), shape=STATES)
+    blocks = [("t", 0), ("t", BLOCK_TOKENS)]
+    for most, length, parts in (
+        (len(IDS), 2 * BLOCK_TOKENS, [*blocks, ("s", 2 * BLOCK_TOKENS)]),
+        (2 * BLOCK_TOKENS + 1, 2 * BLOCK_TOKENS, [*blocks, ("s", 2 * BLOCK_TOKENS)]),
+        (2 * BLOCK_TOKENS, BLOCK_TOKENS + 3, [blocks[0], ("s", BLOCK_TOKENS)]),
+        (41, 40, [("s", 0)]),
+        (40, 0, []),
+    ):
+        plan = disk.find(STATES, "", pack(IDS[:most]))
+        assert (0 if plan is None else plan.length) == length
+        assert find(disk, STATES, IDS[:most]) == parts
+
+
+# restorations
+
+
+def test_a_restoration_counts_as_a_hit_and_updates_the_speed_and_the_times_of_its_files(tmp_path: Path):
+    disk = open_cache(tmp_path)
+    write(disk, build_entry(PLAIN, IDS))
+    files = list(tmp_path.glob("m/*"))
+    for file in files:
+        os.utime(file, (1e9, 1e9))
+    plan = disk.find(PLAIN, "", pack([*IDS, 1]))
+    assert plan is not None
+    assert disk.estimate_read_seconds(int(FIRST_READ_SPEED)) == 1.0
+    cache: Any = KVCache()
+    restore = disk.begin_restore(plan, [cache])
+    while not restore.step(0.1):
+        assert restore.invalid is None
+    disk.end_restore(restore)
+    state = disk.describe(CacheState())
+    assert (state.disk_hits, state.disk_hit_tokens, state.disk_read_bytes) == (1, len(IDS), disk.nbytes)
+    assert (state.disk_errors, dict(disk.model_hits)) == (0, {"m": 1})
+    speed = FIRST_READ_SPEED + SPEED_WEIGHT * (plan.nbytes / restore.seconds - FIRST_READ_SPEED)
+    assert disk.estimate_read_seconds(1000) == pytest.approx(1000 / speed)
+    until = time.monotonic() + 60
+    while not all(file.stat().st_mtime > 1e9 for file in files):
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    times = [(tmp_path / part.name.file).stat().st_mtime_ns for part in plan.parts]
+    assert times == sorted(times, reverse=True), "the first file is the last to be evicted after a restart"
+
+
+def test_an_invalid_file_is_a_fault_and_is_deleted(tmp_path: Path):
+    disk = open_cache(tmp_path)
+    write(disk, build_entry(PLAIN, IDS))
+    plan = disk.find(PLAIN, "", pack([*IDS, 1]))
+    assert plan is not None
+    file = tmp_path / plan.parts[2].name.file
+    file.write_bytes(b"invalid")
+    cache: Any = KVCache()
+    restore = disk.begin_restore(plan, [cache])
+    while not restore.step(0.1):
+        continue
+    disk.end_restore(restore)
+    state = disk.describe(CacheState())
+    assert (state.disk_hits, state.disk_hit_tokens, state.disk_errors, disk.faults) == (0, 0, 1, 1)
+    assert not file.exists()
+    assert find(disk, PLAIN, [*IDS, 1]) == [("t", 0), ("t", BLOCK_TOKENS)]
+
+
+# two caches on one folder
+
+
+def test_a_second_cache_reads_and_writes_only_after_the_first_has_ended(tmp_path: Path):
+    first = open_cache(tmp_path)
+    write(first, build_entry(PLAIN, IDS))
+    unfinished = tmp_path / "m" / f"{'0' * 32}.t.new"
+    unfinished.write_bytes(b"x")
+    second = open_cache(tmp_path)
+    assert (first.writer is None, second.writer is None, second.store_id) == (False, True, first.store_id)
+    assert find(second, PLAIN, [*IDS, 1]) == find(first, PLAIN, [*IDS, 1])
+    state = write(second, build_entry(PLAIN, [9] * BLOCK_TOKENS))
+    assert (state.disk_saves, state.disk_waiting, state.disk_quota, state.disk_budget) == (0, 0, 0, 0)
+    assert (state.disk_files, state.disk_bytes, second.clear_queue()) == (4, first.nbytes, 0)
+    assert (state.disk_evictions, state.disk_persisted, state.disk_drops, state.disk_errors) == (0, 0, 0, 0)
+    with pytest.raises(BlockingIOError):
+        second.clear("")
+    second.write_next(time.monotonic(), busy=False, room=1)
+    second.remove_entry(build_entry(PLAIN, [9] * BLOCK_TOKENS), PLAIN)
+    plan = second.find(PLAIN, "", pack([*IDS, 1]))
+    assert plan is not None
+    second.remove_parts(plan.parts)
+    assert (second.files, len(list(tmp_path.glob("m/*.t")))) == (0, 4), "another process may use the files"
+    assert unfinished.exists()
+    first.close()
+    state = write(second, build_entry(PLAIN, [9] * BLOCK_TOKENS))
+    assert (state.disk_saves, state.disk_persisted, state.disk_files) == (1, 1, 1)
+    assert state.disk_quota > 0
+    assert state.disk_budget > 0
+
+
+def test_the_identity_of_a_folder_stays_until_all_models_are_cleared(tmp_path: Path):
+    disk = open_cache(tmp_path)
+    write(disk, build_entry(PLAIN, IDS))
+    write(disk, build_entry(PLAIN, IDS), shape=PLAIN._replace(fingerprint="n"))
+    assert {model: size.files for model, size in disk.list_models().items()} == {"m": 4, "n": 4}
+    store = disk.store_id
+    assert len(store) == 16
+    disk.clear("m")
+    assert (list(disk.list_models()), disk.store_id) == (["n"], store)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [IDENTITY, LOCK, "n"]
+    disk.close()
+    again = open_cache(tmp_path)
+    assert (again.store_id, again.files) == (store, 4)
+    again.offer(build_entry(PLAIN, [9] * BLOCK_TOKENS), PLAIN, 1.0)
+    again.clear("")
+    assert (again.files, again.nbytes, len(again.queue)) == (0, 0, 0)
+    assert again.store_id not in ("", store)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [IDENTITY, LOCK]
+    again.close()
+    (tmp_path / IDENTITY).write_text("x" * 100)
+    assert open_cache(tmp_path).store_id == "x" * 32
+
+
+def test_a_folder_without_a_cache_is_cleared_unless_another_process_writes_to_it(tmp_path: Path):
+    clear_folder(tmp_path / "gone", "")
+    assert not (tmp_path / "gone").exists()
+    disk = open_cache(tmp_path)
+    write(disk, build_entry(PLAIN, IDS))
+    write(disk, build_entry(PLAIN, IDS), shape=PLAIN._replace(fingerprint="n"))
+    with pytest.raises(BlockingIOError):
+        clear_folder(tmp_path, "")
+    disk.close()
+    clear_folder(tmp_path, "m")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [IDENTITY, LOCK, "n"]
+    clear_folder(tmp_path, "")
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+    clear_folder(tmp_path, "")
+    open_cache(tmp_path).close()
+
+
+# entries
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(0.5, 1), (0.499, 0)])
+def test_an_entry_is_written_if_its_prefill_takes_enough_longer_than_reading_it(
+    tmp_path: Path, seconds: float, count: int
+):
+    disk, entry = open_cache(tmp_path, 0.25), build_entry(PLAIN, IDS)
+    entry.nbytes = int(FIRST_READ_SPEED) // 4  # 0.25 s
+    disk.offer(entry, PLAIN, seconds)
+    disk.offer(entry, PLAIN._replace(parts=frozenset()), 9.0)
+    assert disk.describe(CacheState()).disk_waiting == count
+
+
+def test_a_removed_entry_leaves_no_file_and_nothing_in_the_queue(tmp_path: Path):
+    disk = open_cache(tmp_path)
+    other, written, waiting = (build_entry(PLAIN, ids) for ids in ([9] * BLOCK_TOKENS, IDS, [7] * (3 * BLOCK_TOKENS)))
+    write(disk, other, written)
+    disk.offer(build_entry(PLAIN, [5] * BLOCK_TOKENS), PLAIN, 1.0)
+    disk.offer(waiting, PLAIN, 1.0)
+    disk.write_next(time.monotonic(), busy=False, room=1)
+    assert (disk.queue.nbytes > 0, len(disk.queue)) == (True, 2)
+    for entry in (written, waiting):
+        disk.remove_entry(entry, PLAIN)
+    assert (disk.queue.nbytes, len(disk.queue), disk.queue.unwritten) == (0, 1, 0)
+    state = write(disk)
+    assert (state.disk_files, state.disk_drops) == (2, 0)
+    assert find(disk, PLAIN, [5] * 300) == [("t", 0)], "another entry is written"
+    assert find(disk, PLAIN, [9] * 300) == [("t", 0)], "other files stay"
+
+
+def test_a_prompt_is_lost_once_neither_memory_nor_disk_has_it(tmp_path: Path):
+    disk = open_cache(tmp_path)
+    entries = [build_entry(STATES, IDS[:length], bytes([length])) for length in (40, 41, 42)]
+    write(disk, *entries, shape=STATES)
+    for entry in entries[:2]:
+        assert entry.copy is not None
+        assert (entry.copy.in_memory, entry.copy.on_disk) == (True, True)
+        entry.copy.leave_memory()
+    assert disk.take_lost() == []
+    for entry in entries[1:]:
+        plan = disk.find(STATES, "", entry.key + pack([1]))
+        assert plan is not None
+        disk.remove_parts(plan.parts)
+    assert disk.take_lost() == [bytes([41])]
+    assert disk.take_lost() == []
+    assert [entry.copy and entry.copy.on_disk for entry in entries] == [True, False, False]
+
+
+def test_of_many_prompts_behind_one_block_the_newest_are_reported(tmp_path: Path):
+    disk, count, state = open_cache(tmp_path), MAX_EVICTIONS_REPORTED + 2, CacheState()
+    for number in range(count):
+        entry = build_entry(PLAIN, [*IDS[:BLOCK_TOKENS], number], bytes([number]))
+        state = write(disk, entry)
+        assert entry.copy is not None
+        entry.copy.leave_memory()
+    assert (state.disk_files, state.disk_persisted) == (1, 1)
+    plan = disk.find(PLAIN, "", pack(IDS))
+    assert plan is not None
+    disk.remove_parts(plan.parts)
+    assert disk.take_lost() == [bytes([number]) for number in range(2, count)]
+
+
+def test_above_the_limit_of_the_queue_the_oldest_entry_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("node.engine.kv.disk.write_queue.MAX_PENDING", 2)
+    disk = open_cache(tmp_path)
+    assert (disk.queue.get_next_bytes(), disk.queue.get_entry_bytes(), disk.queue.get_next_write()) == (0, 0, None)
+    entries = [build_entry(PLAIN, [number] * (number * BLOCK_TOKENS)) for number in (1, 2, 3)]
+    for number, entry in enumerate(entries, 1):
+        disk.offer(entry, PLAIN, 1.0)
+        assert disk.queue.get_entry_bytes() == entry.nbytes
+        assert disk.queue.get_next_bytes() == entry.nbytes // number, "a block"
+    disk.offer(build_entry(PLAIN, [5] * (BLOCK_TOKENS - 1)), PLAIN, 1.0)
+    assert (len(disk.queue), disk.queue.unwritten) == (2, 1), "an entry without a whole block is ignored"
+    state = write(disk)
+    assert (state.disk_files, state.disk_drops) == (5, 1)
+    assert find(disk, PLAIN, [1] * 300) == []
