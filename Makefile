@@ -12,16 +12,15 @@ READY := .venv/.ready
 # A process that may not keep its bytecode compiles all that it imports: an engine then takes 2.2 s of CPU to start, not 1.1.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test suite nightly other quick lint types rewritten models unit bench neuter mutants coverage fuzz docs screenshots clients walks manual lock clean mac-check
+.PHONY: demo test suite nightly other quick lint types rewritten rewritten-suite models unit bench neuter mutants coverage fuzz docs screenshots clients walks manual lock clean mac-check
 
 demo: $(READY)
 	$(BIN)/python -m tests.support.demo
 
 # pytest rewrites the assertions of a new clone once, beside other checks, and not once in every worker. The check of the types
-# uses one core for most of a minute, while many tests wait for processes.
+# uses one core for most of a minute, beside the rewriting and then beside tests that wait for processes.
 test: $(READY)
-	$(MAKE) -j 2 lint rewritten
-	$(MAKE) -j 2 types suite
+	$(MAKE) -j 2 rewritten lint types rewritten-suite
 	$(FAST) $(BIN)/python -m tests.neuter --changed --seconds 120
 
 # The suite as a scheduler may start it, with all drawn cases: no terminal, SIGINT ignored, both cores busy.
@@ -44,6 +43,9 @@ other: $(READY)
 # More workers than cores: many tests wait for processes.
 suite: $(READY)
 	$(SUITE) -n 4 --dist worksteal --durations 25 --durations-min 5 tests
+
+rewritten-suite: rewritten
+	$(MAKE) suite
 
 rewritten: $(READY)
 	$(PYTEST) --collect-only -q tests > .venv/collected.log || { tail -n 50 .venv/collected.log; exit 1; }

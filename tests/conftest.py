@@ -114,8 +114,9 @@ def pytest_collection_finish() -> None:
     """Exclude the collected tests from garbage collection.
 
     The engine triggers many full collections. Each would take 0.4 s for 630,000 objects of ten thousand tests.
+    Collection makes no garbage, and one full collection before the tests would take 0.5 s of CPU in each worker.
     """
-    _freeze_objects()
+    gc.freeze()
     gc.enable()
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from anthropic import Anthropic
 from openai import DefaultHttpxClient, OpenAI
 
 from tests.support.cluster.engine_pool import MLX
@@ -209,6 +208,8 @@ def with_openai(made: Pool, steps: tuple[str, ...], events: list[str]) -> Iterat
 
 def with_anthropic(made: Pool, steps: tuple[str, ...], events: list[str]) -> Iterator[Turn]:
     """Run the session with Anthropic's library; `events` gets those of the second turn."""
+    from anthropic import Anthropic  # takes 2 s of CPU, which a test of the other names would spend
+
     client, folder = (
         Anthropic(
             base_url=made.base,

@@ -8,9 +8,8 @@ import json
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx
 import httpx2
 import pytest
@@ -20,6 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from tests.models.conversations import TOOL_USES, TOOLS
 from tests.support.cluster.engine_pool import GREETING, HELLO, MLX, api
 from tests.support.processes import NO_TLS, Pool, pool
+
+if TYPE_CHECKING:
+    from anthropic import Anthropic
 
 pytestmark = pytest.mark.slow
 
@@ -42,10 +44,12 @@ def client(made: Pool) -> OpenAI:
 
 
 @pytest.fixture
-def claude(made: Pool) -> Iterator[anthropic.Anthropic]:
+def claude(made: Pool) -> "Iterator[Anthropic]":
+    from anthropic import Anthropic
+
     direct = httpx2.Client(trust_env=False, verify=NO_TLS, timeout=60)
     base = made.facts["base_url"].removesuffix("/v1")
-    with anthropic.Anthropic(base_url=base, api_key=made.key, max_retries=0, http_client=direct) as one:
+    with Anthropic(base_url=base, api_key=made.key, max_retries=0, http_client=direct) as one:
         yield one
 
 
@@ -75,7 +79,7 @@ def test_completions_go_on_with_a_rendered_prompt(client: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("use", [USE, BOTH], ids=["one call", "two calls"])
-def test_anthropics_library_calls_a_tool_and_is_answered(claude: anthropic.Anthropic, use: Any) -> None:
+def test_anthropics_library_calls_a_tool_and_is_answered(claude: "Anthropic", use: Any) -> None:
     asking: Any = {"model": NAME, "max_tokens": 200, "tools": theirs(), "extra_body": {"temperature": 0.0}}
     messages: list[Any] = [{"role": "user", "content": use.prompt}]
     counted = claude.messages.count_tokens(model=NAME, messages=messages, tools=theirs()).input_tokens
@@ -96,7 +100,7 @@ def test_anthropics_library_calls_a_tool_and_is_answered(claude: anthropic.Anthr
     assert after.stop_reason == "end_turn"
 
 
-def test_one_call_at_most(client: OpenAI, claude: anthropic.Anthropic) -> None:
+def test_one_call_at_most(client: OpenAI, claude: "Anthropic") -> None:
     every: Any = TOOLS
     answer = client.chat.completions.create(
         model=NAME, messages=[{"role": "user", "content": BOTH.prompt}], tools=every, parallel_tool_calls=False
@@ -113,7 +117,7 @@ def test_one_call_at_most(client: OpenAI, claude: anthropic.Anthropic) -> None:
     assert [block.type for block in said.content].count("tool_use") == 1
 
 
-def test_the_matched_stop_sequence_is_reported(claude: anthropic.Anthropic) -> None:
+def test_the_matched_stop_sequence_is_reported(claude: "Anthropic") -> None:
     answer = claude.messages.create(
         model=NAME, max_tokens=50, messages=[{"role": "user", "content": HELLO}], stop_sequences=["very"]
     )
@@ -180,7 +184,7 @@ class User(BaseModel):
     age: int = Field(ge=0, le=150)
 
 
-def test_an_answer_is_parsed_into_a_model(client: OpenAI, claude: anthropic.Anthropic):
+def test_an_answer_is_parsed_into_a_model(client: OpenAI, claude: "Anthropic"):
     said: Any = [{"role": "user", "content": "Say hello in French."}]
     answer = client.chat.completions.parse(
         model=NAME, messages=said, response_format=User, temperature=0, max_tokens=200
@@ -198,7 +202,7 @@ def test_an_answer_is_parsed_into_a_model(client: OpenAI, claude: anthropic.Anth
     assert isinstance(message.parsed_output, User)
 
 
-def test_a_call_is_made_because_it_is_required(client: OpenAI, claude: anthropic.Anthropic):
+def test_a_call_is_made_because_it_is_required(client: OpenAI, claude: "Anthropic"):
     said: Any = [{"role": "user", "content": "Hello!"}]
     tools: Any = TOOLS
     answer = client.chat.completions.create(

@@ -113,10 +113,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--random", action="store_true", help="do not train")
     parser.add_argument("--patient", action="store_true", help="train longer: right in later turns as well")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--each", nargs="+", choices=ARCHITECTURES, help="make OUT/ARCHITECTURE for each of these")
     chosen = parser.parse_args(arguments)
-    chosen.out.mkdir(parents=True, exist_ok=True)
     plan = None if chosen.random else PATIENT if chosen.patient else QUICK
-    make(chosen.out, chosen.arch, preset=chosen.preset, plan=plan, seed=chosen.seed)
+    folders = {arch: chosen.out / arch for arch in chosen.each} if chosen.each else {chosen.arch: chosen.out}
+    for arch, folder in folders.items():
+        folder.mkdir(parents=True, exist_ok=True)
+        make(folder, arch, preset=chosen.preset, plan=plan, seed=chosen.seed)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ LIBRARIES = (
     "pytest_asyncio",
     "pytest_timeout",
     "rich.console",
-    "schemathesis.pytest.plugin",
+    "schemathesis",
     "segno",
     "tokenizers",
     "uvicorn",

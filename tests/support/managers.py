@@ -8,6 +8,9 @@ Their rules are those of launchctl(1) of macOS 14 and 15, and of systemctl(1) of
 `systemctl show`: also answers for unknown units, with LoadState=not-found. `restart` of such a unit: 5.
 
 A job runs unless the file `broken` is in the same folder. Then the job ends at once with 1.
+
+A test starts these programs dozens of times. Hence they import only `os`: with json and pathlib, a start takes 46 ms of
+CPU, not 20 ms.
 """
 
 import sys
@@ -16,29 +19,30 @@ from pathlib import Path
 from coordinator.service.service_manager import ServiceHost
 
 LAUNCHCTL = """
-import json, os, pathlib, plistlib, stat
-here = pathlib.Path(__file__).parent
-book = here / "loaded.json"
-loaded = json.loads(book.read_text()) if book.exists() else {}
-open(here / "calls", "a").write("launchctl " + " ".join(sys.argv[1:]) + "\\n")
+import os
+here = os.path.dirname(__file__)
+book, broken, counted = here + "/loaded", os.path.exists(here + "/broken"), here + "/count"
+loaded = eval(open(book).read()) if os.path.exists(book) else {}
+open(here + "/calls", "a").write("launchctl " + " ".join(sys.argv[1:]) + "\\n")
 verb, rest = sys.argv[1], sys.argv[2:]
 def fail(code, text):
     sys.stderr.write(text + "\\n")
     sys.exit(code)
 def keep():
-    book.write_text(json.dumps(loaded))
+    open(book, "w").write(repr(loaded))
 if verb == "enable":
     sys.exit(0)
 if verb == "bootstrap":
-    file = pathlib.Path(rest[1])
-    if rest[0] != "system" or file.stat().st_uid != os.geteuid() or stat.S_IMODE(file.stat().st_mode) & 0o022:
+    import plistlib
+    file = os.stat(rest[1])
+    if rest[0] != "system" or file.st_uid != os.geteuid() or file.st_mode & 0o022:
         fail(5, "Bootstrap failed: 5: Input/output error")
-    job = plistlib.loads(file.read_bytes())
+    job = plistlib.loads(open(rest[1], "rb").read())
     if job["Label"] in loaded:
         fail(5, "Bootstrap failed: 5: Input/output error")
-    count = int((here / "count").read_text()) + 1 if (here / "count").exists() else 1
-    (here / "count").write_text(str(count))
-    loaded[job["Label"]] = {"pid": 1000 + count, "path": str(file)}
+    count = int(open(counted).read()) + 1 if os.path.exists(counted) else 1
+    open(counted, "w").write(str(count))
+    loaded[job["Label"]] = {"pid": 1000 + count, "path": rest[1]}
     keep()
     sys.exit(0)
 label = rest[-1].partition("/")[2]
@@ -51,7 +55,7 @@ elif verb == "kickstart":
     loaded[label]["pid"] += 100
     keep()
 elif verb == "print":
-    job, broken = loaded[label], (here / "broken").exists()
+    job = loaded[label]
     print(f"system/{label} = {{\\n\\tactive count = 1\\n\\tpath = {job['path']}\\n\\ttype = LaunchDaemon")
     print("\\tstate = " + ("spawn scheduled" if broken else "running"))
     print("\\n\\tprogram = /x\\n\\targuments = {\\n\\t\\tstate = 1\\n\\t}\\n")
@@ -71,25 +75,26 @@ except Exception as error:
 print(f"{sys.argv[2]}: OK")
 """
 SYSTEMCTL = """
-import json, pathlib
-here = pathlib.Path(__file__).parent
-units = here.parent / "etc" / "systemd" / "system"
-book = here / "units.json"
-known = json.loads(book.read_text()) if book.exists() else {}
-open(here / "calls", "a").write("systemctl " + " ".join(sys.argv[1:]) + "\\n")
+import os
+here = os.path.dirname(__file__)
+units = os.path.dirname(here) + "/etc/systemd/system"
+book, broken = here + "/units", os.path.exists(here + "/broken")
+known = eval(open(book).read()) if os.path.exists(book) else {}
+open(here + "/calls", "a").write("systemctl " + " ".join(sys.argv[1:]) + "\\n")
 words = [word for word in sys.argv[1:] if not word.startswith("-")]
 verb, name = words[0], (words[1] if len(words) > 1 else "")
 def keep():
-    book.write_text(json.dumps(known))
+    open(book, "w").write(repr(known))
 if verb == "daemon-reload":
-    known = {unit: state for unit, state in known.items() if state["pid"] or (units / unit).exists()}
-    for file in units.glob("*.service"):
-        known.setdefault(file.name, {"pid": 0, "count": 0})
+    files = os.listdir(units) if os.path.isdir(units) else []
+    known = {unit: state for unit, state in known.items() if state["pid"] or unit in files}
+    for name in files:
+        if name.endswith(".service"):
+            known.setdefault(name, {"pid": 0, "count": 0})
     keep()
     sys.exit(0)
 state = known.get(name)
 if verb == "show":
-    broken = (here / "broken").exists()
     pid = 0 if state is None or broken else state["pid"]
     print("LoadState=" + ("not-found" if state is None else "loaded"))
     print("ActiveState=" + ("active" if pid else "activating" if broken and state else "inactive"))

@@ -196,14 +196,17 @@ def _select_node_settings(pairs: tuple[str, ...]) -> list[str]:
 
 def _run_coordinator(options: "RunOptions", ready: Callable[[dict[str, Any]], None]) -> None:
     """Run the coordinator until a signal. Raise `CommandError` if a part cannot start, or the coordinator fails."""
-    import uvloop
+    from host.imports_without_gc import pause_collection
 
-    from coordinator.backup.generation_fence import SupersededError
-    from coordinator.cluster.local_node import LocalNodeElsewhereError
-    from coordinator.run import serve
-    from coordinator.state.store_errors import StoreError
-    from coordinator.tls.cluster_ca import AuthorityError
-    from host.settings_loader import SettingsError
+    with pause_collection():
+        import uvloop
+
+        from coordinator.backup.generation_fence import SupersededError
+        from coordinator.cluster.local_node import LocalNodeElsewhereError
+        from coordinator.run import serve
+        from coordinator.state.store_errors import StoreError
+        from coordinator.tls.cluster_ca import AuthorityError
+        from host.settings_loader import SettingsError
 
     try:
         uvloop.run(serve(options, ready))

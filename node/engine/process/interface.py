@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
+from host.imports_without_gc import pause_collection
 from node.engine.process.kinds import KINDS
 from node.engine.requests.prepared import PreparedEmbedding, PreparedRequest
 from node.engine.requests.tokenize_admission import TokenizeResult, UntokenizedPrompt
@@ -166,7 +167,8 @@ def import_builder(kind: str) -> EngineFactory:
     if module is None:
         raise EngineKindError(f"unknown engine kind {kind!r}: use {', '.join(KINDS)}")
     try:
-        return cast("EngineFactory", importlib.import_module(module).build)
+        with pause_collection():
+            return cast("EngineFactory", importlib.import_module(module).build)
     except ImportError as error:
         raise EngineKindError(
             f"engine.kind is {kind}, and {error.name} is not installed: install macpool[node], or start the "

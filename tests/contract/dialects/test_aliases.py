@@ -5,7 +5,6 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import anthropic
 import httpx
 import httpx2
 import openai
@@ -104,6 +103,8 @@ async def test_every_dialect_takes_an_alias_and_names_the_model_that_answered():
 
 
 async def test_anthropics_library_streams_from_an_alias():
+    import anthropic
+
     async with served() as cluster:
         direct = httpx2.AsyncClient(trust_env=False)
         client = anthropic.AsyncAnthropic(base_url=cluster.base_url, api_key=cluster.key, http_client=direct)
@@ -130,6 +131,8 @@ async def test_lists_of_models_have_the_aliases_with_their_candidates():
 
 
 async def test_anthropics_library_gets_an_alias_only_if_a_node_serves_a_candidate():
+    import anthropic
+
     async with served() as cluster:
         direct = httpx2.AsyncClient(trust_env=False)
         client = anthropic.AsyncAnthropic(base_url=cluster.base_url, api_key=cluster.key, http_client=direct)

@@ -3,9 +3,8 @@
 import contextlib
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import httpx2
 import pytest
 
@@ -13,6 +12,9 @@ from tests.contract.dialects.test_chat import plain, served
 from tests.support.cluster.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, a_model
 from wire.frames import Channel, CountTokens, Delta, Generate, Message, ToolCall
 from wire.refusals import RefusalCode, Refused
+
+if TYPE_CHECKING:
+    from anthropic import APIStatusError
 
 ALL = "".join(TEXT)
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -51,6 +53,8 @@ async def cluster() -> AsyncIterator[LoopbackCluster]:
 
 @contextlib.asynccontextmanager
 async def library(cluster: LoopbackCluster, key: str | None = None, token: str = "") -> AsyncIterator[Any]:
+    import anthropic
+
     direct = httpx2.AsyncClient(trust_env=False)
     options: dict[str, Any] = {"base_url": cluster.base_url, "max_retries": 0, "http_client": direct}
     credentials: dict[str, Any] = {"auth_token": token} if token else {"api_key": key or cluster.key}
@@ -58,7 +62,7 @@ async def library(cluster: LoopbackCluster, key: str | None = None, token: str =
         yield client
 
 
-def _error(raised: anthropic.APIStatusError) -> Any:
+def _error(raised: "APIStatusError") -> Any:
     body: Any = raised.body
     return body["error"]
 
@@ -251,6 +255,8 @@ async def test_an_exact_count_without_an_answer(cluster: LoopbackCluster):
 
 
 async def test_count_uses_another_node_while_one_is_lost(cluster: LoopbackCluster):
+    import anthropic
+
     cluster.cut(cluster.nodes[next(iter(cluster.nodes))])
     async with library(cluster) as client:
         assert (await client.messages.count_tokens(model="tiny", messages=HELLO)).input_tokens == 2
@@ -263,6 +269,8 @@ async def test_count_uses_another_node_while_one_is_lost(cluster: LoopbackCluste
 
 
 async def test_models_in_anthropics_shape(cluster: LoopbackCluster):
+    import anthropic
+
     async with library(cluster) as client:
         (model,) = [model async for model in client.models.list()]
         same = await client.models.retrieve("tiny")
@@ -283,6 +291,8 @@ async def test_models_in_anthropics_shape(cluster: LoopbackCluster):
     ],
 )
 async def test_keys(cluster: LoopbackCluster, key: str, status: int, kind: str):
+    import anthropic
+
     async with library(cluster, key or cluster.make_key("metrics")) as client:
         for call in (client.messages.create(**ASK), client.messages.count_tokens(model="tiny", messages=HELLO)):
             with pytest.raises(anthropic.APIStatusError) as caught:
@@ -298,6 +308,8 @@ async def test_a_bearer_token_is_a_key_too(cluster: LoopbackCluster):
 
 
 async def test_an_unknown_model(cluster: LoopbackCluster):
+    import anthropic
+
     async with library(cluster) as client:
         with pytest.raises(anthropic.NotFoundError) as caught:
             await client.messages.create(**ASK | {"model": "claude-sonnet-5"})
@@ -307,6 +319,8 @@ async def test_an_unknown_model(cluster: LoopbackCluster):
 
 
 async def test_no_room_is_an_overload_with_its_numbers():
+    import anthropic
+
     node = LoopbackNode("a", refuse=10**6, refusal=Refused(RefusalCode.UNSUPPORTED, "not this"))
     async with served(LoopbackCluster(node)) as cluster, library(cluster) as client:
         with pytest.raises(anthropic.BadRequestError) as caught:
@@ -315,6 +329,8 @@ async def test_no_room_is_an_overload_with_its_numbers():
 
 
 async def test_a_stream_that_breaks_ends_with_an_error_event(cluster: LoopbackCluster):
+    import anthropic
+
     play(cluster, step_seconds=0.05)
     async with library(cluster) as client:
         stream = await client.messages.create(**ASK, stream=True)

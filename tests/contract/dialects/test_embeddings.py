@@ -7,7 +7,6 @@ import struct
 from collections.abc import AsyncIterator
 from typing import Any
 
-import ollama
 import pytest
 
 from tests.contract.dialects.test_chat import library, plain, served, until
@@ -59,6 +58,8 @@ async def test_base64_and_numbers_are_equal_bit_for_bit(cluster: LoopbackCluster
 
 
 async def test_the_client_of_ollama_gets_the_vectors(cluster: LoopbackCluster):
+    import ollama
+
     client = ollama.AsyncClient(
         host=cluster.base_url, headers={"authorization": f"Bearer {cluster.key}"}, trust_env=False
     )

@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
-import ollama
 import pytest
 
 from router.dialects.ollama.schema import OPTIONS_INSTEAD
@@ -314,6 +313,8 @@ async def test_no_client_is_served_without_a_key(cluster: LoopbackCluster):
 
 
 async def test_its_own_library(cluster: LoopbackCluster):
+    import ollama
+
     client = ollama.AsyncClient(
         host=cluster.base_url, headers={"authorization": f"Bearer {cluster.key}"}, trust_env=False
     )

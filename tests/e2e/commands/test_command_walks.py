@@ -4,6 +4,7 @@ import json
 import re
 import signal
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,14 @@ pytestmark = pytest.mark.slow
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[Pool]:
     with pool(tmp_path) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Pool]:
+    """Start a coordinator for tests that leave it running, without a running node."""
+    with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as one:
+        one.up()
         yield one
 
 
@@ -76,13 +85,12 @@ def test_the_coordinators_own_mac_stays_left_until_a_person_wants_it_back(made: 
 # up
 
 
-def test_up_on_a_node_of_another_cluster_is_refused_with_the_ways_out(made: Pool, tmp_path: Path):
-    made.up()
-    made.join("studio").stop()
-    state = made.folder / "studio"
+def test_up_on_a_node_of_another_cluster_is_refused_with_the_ways_out(running: Pool, tmp_path: Path):
+    running.join("studio").stop()
+    state = running.folder / "studio"
     listen = ["--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0", "--set", "cluster.bonjour=false"]
     before = sorted(file.name for file in state.iterdir())
-    done = made.run("up", "--state", str(state), *listen)
+    done = running.run("up", "--state", str(state), *listen)
     assert done.returncode == 6
     for way in ("a node of another cluster at 127.0.0.1:", "`cluster join`", "`cluster leave`", "--state"):
         assert way in done.stderr
@@ -92,7 +100,7 @@ def test_up_on_a_node_of_another_cluster_is_refused_with_the_ways_out(made: Pool
         assert told.ready()["local_node_ready"] is None
     finally:
         told.close()
-    done = made.run("up", "--state", str(state), *listen)
+    done = running.run("up", "--state", str(state), *listen)
     assert (done.returncode, "a node of another cluster" in done.stderr) == (6, True), done.stderr
 
 
@@ -117,10 +125,9 @@ def test_a_start_that_cannot_work_creates_nothing(tmp_path: Path, arguments: lis
     assert not (tmp_path / "s").exists()
 
 
-def test_a_taken_port_creates_nothing(made: Pool, tmp_path: Path):
-    made.up()
-    port = made.base.rpartition(":")[2]
-    done = made.run(
+def test_a_taken_port_creates_nothing(running: Pool, tmp_path: Path):
+    port = running.base.rpartition(":")[2]
+    done = running.run(
         "up",
         "--state",
         str(tmp_path / "s"),
@@ -186,21 +193,20 @@ def test_a_chat_waits_for_a_node_that_starts(made: Pool):
 
 
 @pytest.mark.parametrize("verb", ["up", "join"])
-def test_ctrl_c_prints_only_stopped(made: Pool, verb: str):
+def test_ctrl_c_prints_only_stopped(running: Pool, tmp_path: Path, verb: str):
     if verb == "join":
-        made.up()
         command = [
             *CLI,
             "join",
-            made.facts["cluster_url"],
+            running.facts["cluster_url"],
             "--token-file",
-            made.token_file("one"),
+            running.token_file("stopped"),
             "--state",
-            str(made.folder / "one"),
+            str(tmp_path / "one"),
             "--set",
             "engine.kind=scripted",
             "--set",
-            "node.machine=one",
+            "node.machine=stopped",
         ]
         awaited = "Ctrl-C stops it"
     else:
@@ -208,7 +214,7 @@ def test_ctrl_c_prints_only_stopped(made: Pool, verb: str):
             *CLI,
             "up",
             "--state",
-            str(made.folder / "two"),
+            str(tmp_path / "two"),
             "--listen",
             "127.0.0.1:0",
             "--cluster-listen",
@@ -219,15 +225,15 @@ def test_ctrl_c_prints_only_stopped(made: Pool, verb: str):
             "cluster.bonjour=false",
         ]
         awaited = "Ctrl-C stops it"
-    out, err = made.folder / "out.txt", made.folder / "err.txt"
+    out, err = tmp_path / "out.txt", tmp_path / "err.txt"
     with out.open("wb") as first, err.open("wb") as second:
-        running = subprocess.Popen(command, stdout=first, stderr=second, env=environment(), cwd=ROOT)
+        process = subprocess.Popen(command, stdout=first, stderr=second, env=environment(), cwd=ROOT)
     try:
         until(lambda: awaited in out.read_text(), 30, awaited)
-        running.send_signal(signal.SIGINT)
-        assert running.wait(30) == 0
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
     finally:
-        running.kill()
-        running.wait()
+        process.kill()
+        process.wait()
     assert err.read_text().splitlines()[-1] == "stopped"
     assert not re.search(r"warning|\d{4}-\d\d-\d\dT", err.read_text()), err.read_text()

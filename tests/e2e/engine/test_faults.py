@@ -152,8 +152,19 @@ def kill_in_prefill(ward: Ward) -> tuple[list[BaseException], list[tuple[str, in
     return errors, answers, restarts, models
 
 
+@pytest.mark.nightly
 def test_killed_in_prefill(ward: Ward) -> None:
-    """The request in the crashed prefill fails for good. Requests that waited behind it are answered elsewhere."""
+    """The request in the crashed prefill fails for good. Requests that waited behind it are answered elsewhere.
+
+    CI has these tests, and kills of a real engine's Mac in the first one:
+
+    - `tests/e2e/test_resume.py::test_twelve_streams_are_complete_after_their_mac_is_killed`
+    - `tests/e2e/test_pool.py::test_an_engine_and_then_the_coordinator_is_killed_and_the_node_comes_back`
+    - `tests/contract/dialects/test_chat.py::test_an_engine_that_crashes_before_the_first_byte_is_a_500`
+    - `tests/unit/router/dispatch/test_dispatcher.py::test_engine_crash_retries_unrelated_requests_once`
+    - `tests/unit/node/engine_process/test_supervisor.py::test_only_the_request_in_the_forward_is_blamed`
+    - `tests/unit/node/engine_process/test_supervisor.py::test_loaded_models_are_loaded_again_after_a_crash`
+    """
     errors, answers, restarts, models = kill_in_prefill(ward)
     for _ in range(2):
         if not errors:  # the kill hit the gap between two chunks, where no call runs

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from node.video.ray import driver
 from node.video.ray.driver_link import (
     ActorCreated,
     ActorNotCreated,
@@ -34,6 +33,8 @@ driver.main()
 
 @pytest.mark.timeout(60)
 def test_a_driver_that_cannot_connect_yet_ends_with_its_agent():
+    from node.video.ray.driver import CLOSED
+
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
@@ -49,7 +50,7 @@ def test_a_driver_that_cannot_connect_yet_ends_with_its_agent():
             assert process.stdout is not None
             assert process.stdout.readline() == b"connecting\n"
             ours.close()
-            assert process.wait(20) == driver.CLOSED
+            assert process.wait(20) == CLOSED
         finally:
             process.kill()
 
@@ -66,12 +67,17 @@ class Sent:
 
 
 class Scene:
-    """A driver that reads the messages of a test, with its own start and end of actors."""
+    """A driver that reads the messages of a test, with its own start and end of actors.
+
+    It imports Ray, which takes 0.5 s of CPU that every worker would spend.
+    """
 
     def __init__(self, create: Callable[[CreateActor], Coroutine[Any, Any, None]]) -> None:
+        from node.video.ray.driver import Driver
+
         self.sent: Any = Sent()
         self.killed: list[str] = []
-        self.driver = driver.Driver(self.sent, create, self._kill)
+        self.driver = Driver(self.sent, create, self._kill)
         self._stream = asyncio.StreamReader()
         self._serving = asyncio.create_task(self.driver.serve(self._stream))
 
