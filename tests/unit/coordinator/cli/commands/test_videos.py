@@ -1,5 +1,6 @@
 """Arguments, output and exit codes of `cluster video`."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,3 +100,9 @@ def test_a_video_is_written_into_its_file_as_a_whole(server: Server, tmp_path: P
     done = server.run("video", "get", "video_2", "--output-file", str(tmp_path / "none" / "x.mp4"))
     assert done.exit_code == 1
     assert "cannot be written" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("show", "video_2"), ("cancel", "video_2"), ("wait", "video_2"), ("list",)])
+def test_json_of_videos_names_its_schema(server: Server, words: tuple[str, ...]):
+    server.answer = COMPLETED | {"data": []}
+    assert json.loads(server.run("video", *words, "-o", "json").stdout)["schema"] == 1

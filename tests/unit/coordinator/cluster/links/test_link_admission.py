@@ -145,3 +145,19 @@ async def test_a_link_of_another_process_takes_nothing_over(port: Port, monkeypa
     await port.link(who, takeover=True, instance="another")
     await first.ended(SECONDS)
     assert (len(table), table.retired) == (1, 0)
+
+
+async def test_links_denials_and_connections_before_a_hello_are_counted(port: Port):
+    server, who, removed = port.application.nodes.server, port.member("studio"), port.member("laptop")
+    port.application.nodes.administration.remove_node(removed.node)
+    await port.link(who)
+    waiting, refused = await port.dial(who), await port.dial(removed)
+    await port.until(lambda: server.count_unlinked() == 2, SECONDS)
+    refused.send(hello(removed))
+    assert [frame.reason for frame in await refused.ended(SECONDS) if isinstance(frame, Denied)] == ["removed"]
+    await port.until(lambda: server.count_unlinked() == 1, SECONDS)
+    assert (server.established, server.denied) == (1, 1)
+    assert port.application.nodes.links.table.get_address(NodeId(who.node)) == "127.0.0.1"
+    assert port.application.nodes.links.table.get_address(NodeId("unknown")) == ""
+    await server.close()
+    await waiting.ended(SECONDS)
