@@ -42,7 +42,7 @@ other: $(READY)
 
 # More workers than cores: many tests wait for processes.
 suite: $(READY)
-	$(SUITE) -n 4 --dist worksteal --durations 25 --durations-min 5 tests
+	$(SUITE) -n 5 --dist worksteal --durations 25 --durations-min 5 tests
 
 rewritten-suite: rewritten
 	$(MAKE) suite
