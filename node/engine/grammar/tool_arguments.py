@@ -256,7 +256,7 @@ def list_tool_variants(tools: list[object]) -> tuple[list[object], ...]:
     """Return the tools of a request in a form for parsers, and the original form if it differs. Never raise.
 
     Parsers read only `type`. If the type is a choice with null, a list or a reference, they read a number as text. In
-    the first form, parameters with a single type besides null therefore name it directly.
+    the first form, parameters with a single known type besides null therefore name it directly.
     """
     plain = [_simplify_tool(cast("Json", tool)) if isinstance(tool, dict) else tool for tool in tools]
     return (tools,) if plain == tools else (plain, tools)
@@ -277,7 +277,8 @@ def _simplify_schema(schema: object, root: Json) -> object:
     if not isinstance(schema, dict) or isinstance(cast("Json", schema).get("type"), str):
         return cast("object", schema)
     types = _find_types(cast("Json", schema), root, MAX_REFERENCE_STEPS) - {"null"}
-    return {**cast("Json", schema), "type": types.pop()} if len(types) == 1 else cast("object", schema)
+    known = len(types) == 1 and "?" not in types
+    return {**cast("Json", schema), "type": types.pop()} if known else cast("object", schema)
 
 
 def _find_types(schema: object, root: Json, steps: int) -> set[str]:

@@ -619,6 +619,15 @@ def test_a_parameter_that_may_be_null_is_read_by_the_type_that_it_has_else():
     assert call["arguments"] == {"count": 5, "word": "123", "mode": "1", "edits": [1], "either": 5}
 
 
+@pytest.mark.parametrize(("text", "value"), [("1.50", "1.50"), ('{"on": true}', {"on": True}), ("[1]", [1])])
+def test_a_parameter_of_unknown_type_is_read_as_json_only_if_it_is_an_object_or_a_list(text: str, value: object):
+    whole = {"type": "object", "properties": {"any": {"description": "anything"}}}
+    tools = list_tool_variants(json.loads(written({"look": whole}, strict=False)))[0]
+    parse = import_module("mlx_lm.tool_parsers.qwen3_coder").parse_tool_call
+    call = parse(f"<function=look>\n<parameter=any>\n{text}\n</parameter>\n</function>", tools)
+    assert call["arguments"] == {"any": value}
+
+
 def test_what_cannot_be_read_by_its_type_is_read_as_it_came():
     whole = {"type": "object", "properties": OPTIONAL, "$defs": MODE}
     parse = import_module("mlx_lm.tool_parsers.qwen3_coder").parse_tool_call
