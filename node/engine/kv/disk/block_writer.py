@@ -132,7 +132,7 @@ class BlockWriter:
                 self.writing = part.name.file
             try:
                 self._write(part)
-            except OSError as error:
+            except Exception as error:  # also an error of this program: the thread must not end with parts in its queue
                 self.errors += 1
                 self._resume_at = time.monotonic() + PAUSE_AFTER_ERROR_SECONDS
                 log.exception("not written", file=part.name.file, error=str(error))

@@ -79,6 +79,16 @@ def test_a_folder_that_is_gone_is_an_error_and_the_rest_is_dropped(tmp_path: Pat
     assert not made.can_accept(), "not at once again"
 
 
+def test_a_part_that_cannot_be_encoded_is_an_error_and_the_next_part_is_written(tmp_path: Path):
+    made, index = writer(tmp_path)
+    made.put(block(1), [BlockArray("float32", np.zeros((1, 0, 4, 8), np.float32))])
+    assert made.wait(10)
+    assert (made.errors, made.persisted, made.nbytes) == (1, 0, 0)
+    made.put(block(2), ARRAYS)
+    assert made.wait(10)
+    assert (made.persisted, len(index)) == (1, 1)
+
+
 def test_queued_parts_are_dropped_when_memory_is_short(tmp_path: Path):
     made, _ = writer(tmp_path)
     large = [BlockArray("float32", np.zeros((1, 1, 4, MAX_QUEUED_BYTES // 32), np.float32))]
