@@ -28,8 +28,14 @@ class _KeyIntake:
         self.taken -= size
 
     def admit_waiting(self) -> None:
-        while self.waiting and self.fits(self.waiting[0][0]):
-            size, turn = self.waiting.popleft()
+        while self.waiting:
+            size, turn = self.waiting[0]
+            if turn.cancelled():  # its task has not run since
+                self.waiting.popleft()
+                continue
+            if not self.fits(size):
+                return
+            self.waiting.popleft()
             self.reserve(size)
             turn.set_result(None)
 
@@ -60,11 +66,11 @@ class BodyIntake:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.cancelled():
+            if not turn.cancelled():  # admitted in the same step of the loop
+                self.release(key, size)
+            elif (size, turn) in lane.waiting:
                 lane.waiting.remove((size, turn))
-            else:  # admitted in the same step of the loop
-                lane.release(size)
-            self._admit_waiting(key, lane)
+                self._admit_waiting(key, lane)
             raise
 
     def release(self, key: str, size: int) -> None:

@@ -62,3 +62,29 @@ async def test_a_body_that_stops_waiting_takes_nothing(admitted: bool) -> None:
     assert await started(behind) == [True]
     intake.release("a", 10)
     assert not intake.keys
+
+
+async def test_a_body_that_stopped_waiting_is_passed_over_before_its_task_has_run() -> None:
+    intake = BodyIntake(10)
+    await intake.take("a", 10)
+    waiting, behind = asyncio.create_task(intake.take("a", 10)), asyncio.create_task(intake.take("a", 10))
+    await started(waiting)
+    waiting.cancel()
+    intake.release("a", 10)
+    assert await started(waiting, behind) == [True, True]
+    intake.release("a", 10)
+    assert not intake.keys
+
+
+async def test_a_body_that_stopped_waiting_leaves_the_reserved_bytes_of_a_later_one() -> None:
+    intake = BodyIntake(10)
+    await intake.take("a", 10)
+    waiting = asyncio.create_task(intake.take("a", 10))
+    await started(waiting)
+    waiting.cancel()
+    intake.release("a", 10)
+    await intake.take("a", 10)
+    assert await started(waiting) == [True]
+    assert intake.keys == {"a"}
+    intake.release("a", 10)
+    assert not intake.keys

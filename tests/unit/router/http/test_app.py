@@ -12,6 +12,7 @@ from router.errors import NO_KEY, WRONG_KEY, Problem, build_missing_scope, build
 from router.http.app import authorize
 from router.http.exchange import MAX_INLINE_BYTES, Exchange
 from router.http.sse import Message
+from router.settings import RouterSettings
 from tests.support.cluster.asgi_call import Call
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
 from wire.frames import CountTokens
@@ -202,3 +203,17 @@ async def test_a_stored_response_is_read_and_deleted_by_its_key_only():
     deleted = await call(cluster, path, "DELETE")
     assert (deleted.status, json.loads(deleted.body)["deleted"]) == (200, True)
     assert (await call(cluster, path)).status == 404
+
+
+async def test_a_long_body_that_waits_too_long_for_others_of_its_key_is_refused_with_the_numbers():
+    settings = RouterSettings(max_body_bytes=2 * MAX_INLINE_BYTES, body_timeout_seconds=0.2)
+    cluster = LoopbackCluster(LoopbackNode("studio"), settings=settings)
+    calls = [Call(cluster, b" " * (MAX_INLINE_BYTES + 1), more=True) for _ in range(3)]
+    first, *waiting = await asyncio.gather(*(call.run() for call in calls))
+    assert first.status == 408
+    refused = next(call for call in waiting if call.status == 429)
+    assert refused.headers["retry-after"] == "1"
+    assert refused.error["message"] == (
+        "this API key may send 128.0 KiB of long bodies at the same time; this body of 128.0 KiB waited 0.2 s: send fewer"
+        " bodies at once"
+    )
