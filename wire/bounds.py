@@ -28,7 +28,7 @@ MAX_TEXT_CHARACTERS = 8 * 1024
 MAX_MESSAGE_CHARACTERS = 64 * 1024
 """Maximum characters of an error text."""
 MAX_LONG_CHARACTERS = 2**24
-"""Maximum characters of a prompt or an answer."""
+"""Maximum characters of one long text in a frame: a message, a chat template, tools, a grammar or an answer."""
 MAX_BLOB_BYTES = 64 * 1024
 """Maximum bytes of a certificate, digest or JSON object."""
 MAX_ITEMS = 1024

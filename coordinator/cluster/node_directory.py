@@ -36,7 +36,8 @@ class NodeDirectory:
         return str(node) if row is None else row.name
 
     def describe_host(self, node: NodeId) -> tuple[str, str, str]:
-        """Return a member's chip, operating system and macpool version. The version is empty before its first link.
+        """Return a member's chip, operating system and version of Macpool. The version is empty until the member has
+        linked to this process of the coordinator.
 
         Raise `KeyError` for an unknown node.
         """

@@ -67,12 +67,12 @@ class ConnectionSlot:
     """Key under which the client's address is counted (`get_origin`)."""
     slots: "ConnectionSlots"
     close_connection: Callable[[], object] = bool
-    """Function that closes the connection for a new one."""
+    """Function that closes the connection to make room for a new one. Before `bind`, it does nothing."""
     has_valid_key: bool = False
     """Whether the client has presented a valid key."""
 
     def bind(self, close: Callable[[], object]) -> None:
-        """Set the function that closes the connection for a new one."""
+        """Set the function that closes the connection to make room for a new one."""
         self.close_connection = close
 
     def record_handshake_end(self) -> None:

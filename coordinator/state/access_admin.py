@@ -108,7 +108,7 @@ class AccessAdmin:
         """Create an API key that is valid for `ttl` seconds, or without expiry if `ttl` is None.
 
         The caller checks `name` with `check_key_name`. The result contains the key's text, which is not stored. Raise
-        `ValueError` for unknown scopes, `StoreError` after a failed write.
+        `ValueError` for an unknown scope or an empty list of scopes, `StoreError` after a failed write.
         """
         limits = None if limits == NO_LIMITS else limits
         now = self.clock()

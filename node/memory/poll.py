@@ -63,8 +63,9 @@ class MemoryPoll:
         self._alarm.cancel()
 
     def poll_sooner(self) -> None:
-        """Move the next poll forward after a change of the engine. If the engine is a new process, poll at once; else
-        after the pause that follows from the engine's state now. Do nothing before `start`."""
+        """Move the next poll forward after a change of the engine. If the engine is a new process, poll at once.
+        Otherwise poll when the pause for the engine's state has passed since the last poll. Do nothing before
+        `start`."""
         now = asyncio.get_running_loop().time()
         new = self._supervisor.ready is not None and self._supervisor.ready != self.state.engine
         self._alarm.move_forward(now if new else max(now, self._polled_at + self._compute_pause_seconds()))

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from wire.units import GIB, show_size
 
 LEAK_SHARE = 0.5
-"""Share of the weights below which wired memory is no leak, because other programs wire memory as well."""
+"""Share of the weights below which wired memory is no leak, because other programs wire memory as well. Leaks also end
+when less than this share of their bytes is still wired."""
 MIN_LEAK_BYTES = GIB
 """Wired bytes below which memory is no leak, for the same reason."""
 

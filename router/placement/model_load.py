@@ -2,7 +2,8 @@
 
 Candidates, in this order:
 
-1. Nodes that do not have the model yet and can hold it; the node that would answer first is chosen.
+1. Nodes that have the model's files, have not begun to load it and can hold it. The node that would answer first is
+   chosen.
 2. A node that has the model loaded or is loading it.
 3. A full node that is large enough for the weights, without the margin that a request needs
    (`wire.capacity.arithmetic.judge_load`). Its engine may unload idle models, and only the engine can know that.

@@ -11,9 +11,9 @@ from coordinator.video.state.transition import Transition
 
 
 def apply_retention(turn: Transition) -> None:
-    """Delete files that are too old, too many or too large together, oldest first. Then delete the oldest records.
+    """Expire the files of jobs beyond `JobRules` in age, number of jobs or total size. The newest files are kept.
 
-    A record is deleted only if it has no files, and more than `JobRules.records` such records are stored.
+    Then delete the oldest records of ended jobs without files, until at most `JobRules.records` of them remain.
     """
     for job in list(_find_excess(turn.jobs.values(), turn.rules, turn.now)):
         turn.put_job(replace(job, expired=True, files=()))

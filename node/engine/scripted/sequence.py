@@ -175,7 +175,8 @@ class ScriptedSequence:
     warm: int = 0
     """Prompt tokens that its next prefill finds in the prefix cache."""
     prefilled: int = 0
-    """Tokens of its prompt and of its known answers in memory, during its prefill."""
+    """Tokens of its prompt and of its longest answer so far that are in memory during its prefill, cached tokens
+    included."""
     started: bool = False
     """Whether the request has a cache. Its rows then count as taken in the batch."""
     retry_at: float = 0.0

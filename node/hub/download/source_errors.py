@@ -29,7 +29,7 @@ class SourceLimited(SourceError):
 
 
 class SourceRefusal(SourceError):
-    """Refusal that does not pass: the source cannot be used for this download.
+    """Error: the source refuses permanently and cannot be used for this download.
 
     `code` is the code of the order's end if no other source is left.
     """

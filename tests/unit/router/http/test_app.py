@@ -214,6 +214,6 @@ async def test_a_long_body_that_waits_too_long_for_others_of_its_key_is_refused_
     refused = next(call for call in waiting if call.status == 429)
     assert refused.headers["retry-after"] == "1"
     assert refused.error["message"] == (
-        "this API key may send 128.0 KiB of long bodies at the same time; this body of 128.0 KiB waited 0.2 s: send fewer"
-        " bodies at once"
+        "this API key may send 128.0 KiB of long bodies at the same time; this body of 128.0 KiB waited 0.2 s: send "
+        "fewer bodies at once"
     )
