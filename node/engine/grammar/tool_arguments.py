@@ -7,8 +7,7 @@ schema. The parser gets the same kinds (`render_parser_tools`), and therefore re
     JSON    all other values, including strings with a pattern or a format, in quotes
 
 Text cannot contain the marks that end it. Strings within JSON cannot either, because parsers search for marks
-everywhere. Schemas are changed accordingly (`MarkExclusion`). They also lose keys that the parser could not tell from a
-mark: unnamed keys of an object that names some.
+everywhere. Schemas are changed accordingly (`MarkExclusion`). An object that names keys also loses its unnamed keys.
 """
 
 import json
@@ -277,7 +276,7 @@ def _simplify_schema(schema: object, root: Json) -> object:
     if not isinstance(schema, dict) or isinstance(cast("Json", schema).get("type"), str):
         return cast("object", schema)
     types = _find_types(cast("Json", schema), root, MAX_REFERENCE_STEPS) - {"null"}
-    known = len(types) == 1 and "?" not in types
+    known = len(types) == 1 and types != {"?"}
     return {**cast("Json", schema), "type": types.pop()} if known else cast("object", schema)
 
 
