@@ -84,6 +84,11 @@ def test_memory_is_current_of_the_ceiling(changes: dict[str, Any], text: str):
     assert format_memory({"state": "ready"} | changes) == text
 
 
+def test_only_loaded_models_are_counted_as_loaded():
+    models = [{"model": state} for state in ("loaded", "loading", "available")]
+    assert format_model_count({"models": models}) == "1 of 3"
+
+
 def test_headroom_and_models_are_dashes_without_a_value():
     node = a_node("studio", 3)
     assert (format_headroom(node), format_model_count(node)) == ("62.6 GiB", "2 of 3")

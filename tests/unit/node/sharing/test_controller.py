@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -196,6 +197,17 @@ async def test_requests_end_when_their_grace_is_over_and_not_before(tmp_path: Pa
     assert scene.mac.acts == [SharingAction.END_REQUESTS]
 
 
+async def test_a_longer_pause_begins_no_new_grace(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, {"grace_seconds": 0.05})
+    sharer = await started(scene.sharer())
+    scene.mac.holding = Occupancy(requests=1)
+    sharer.apply_order(Order(100.0, "ann"))
+    assert scene.mac.acts == []
+    await asyncio.sleep(0.1)
+    sharer.apply_order(Order(200.0, "ann"))
+    assert scene.mac.acts == [SharingAction.END_REQUESTS]
+
+
 async def test_grace_begins_when_the_answer_changes(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {"grace_seconds": 0.0, "video_grace_seconds": 1e4})
     sharer = await started(scene.sharer())
@@ -232,6 +244,17 @@ def local(hour: int, minute: int = 0) -> float:
     return time.mktime((2026, 6, 15, hour, minute, 0, 0, 0, -1))
 
 
+@pytest.fixture(params=["UTC", "JST-9"])
+def zone(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Set the time zone of this process."""
+    monkeypatch.setenv("TZ", request.param)
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.usefixtures("zone")
 async def test_hours_are_of_this_machines_own_clock_and_the_answer_names_the_next_begin(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {"when": "hours", "hours": "22:00-07:00"}, now=local(21, 59))
     sharer = await started(scene.sharer())
