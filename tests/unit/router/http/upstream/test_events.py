@@ -75,6 +75,11 @@ def test_an_answer_needs_choices_and_no_error(answer: dict[str, object]):
 @pytest.mark.parametrize(
     ("usage", "found"),
     [
+        ({"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {}}, Usage(5, 2, 0)),
+        (
+            {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": None}},
+            Usage(5, 2, 0),
+        ),
         ({"prompt_tokens": 5, "completion_tokens": 2}, Usage(5, 2, 0)),
         ({"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 3}}, Usage(5, 2, 3)),
         ({"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": None}, Usage(5, 2, 0)),
