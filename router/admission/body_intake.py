@@ -68,8 +68,7 @@ class BodyIntake:
         except asyncio.CancelledError:
             if not turn.cancelled():  # admitted in the same step of the loop
                 self.release(key, size)
-            elif (size, turn) in lane.waiting:
-                lane.waiting.remove((size, turn))
+            elif self._lanes.get(key) is lane:
                 self._admit_waiting(key, lane)
             raise
 

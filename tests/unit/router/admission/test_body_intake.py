@@ -64,6 +64,16 @@ async def test_a_body_that_stops_waiting_takes_nothing(admitted: bool) -> None:
     assert not intake.keys
 
 
+async def test_a_body_behind_one_that_stopped_waiting_gets_its_turn_at_once() -> None:
+    intake = BodyIntake(10)
+    await intake.take("a", 8)
+    large, small = asyncio.create_task(intake.take("a", 5)), asyncio.create_task(intake.take("a", 2))
+    assert await started(large, small) == [False, False]
+    large.cancel()
+    await started(large)
+    assert await started(small) == [True]
+
+
 async def test_a_body_that_stopped_waiting_is_passed_over_before_its_task_has_run() -> None:
     intake = BodyIntake(10)
     await intake.take("a", 10)
