@@ -133,6 +133,15 @@ class AliasCandidates:
         """Return the positions of the candidates whose result in `results` is not a final refusal."""
         return [at for at, result in enumerate(self.results) if not _is_final(result)]
 
+    def choose(self) -> int:
+        """Return the position of the candidate with which the request waits, or whose refusal ends it.
+
+        It is the first one whose result in `results` is not a final refusal. If there is none, it is the first one that
+        a node serves, because its refusal says what to change. Otherwise it is the first candidate.
+        """
+        served = (at for at, result in enumerate(self.results) if not _is_without_node(result))
+        return next(iter(self.list_waitable()), next(served, 0))
+
     def set_reason(self, model: str, reason: str) -> bool:
         """Set the reason for which a model was passed over. Return whether the reason is new."""
         is_new = self.reasons.get(model) != reason
@@ -182,7 +191,7 @@ def get_reason(result: Placement | NoPlacement, model: str) -> str:
     """
     if isinstance(result, Placement):
         return MUST_WAIT
-    return f"no node serves {model}" if result.refused.code is RefusalCode.NO_MODEL else result.refused.message
+    return f"no node serves {model}" if _is_without_node(result) else result.refused.message
 
 
 def describe_upstream(name: str, text: str) -> str:
@@ -192,3 +201,7 @@ def describe_upstream(name: str, text: str) -> str:
 
 def _is_final(result: Placement | NoPlacement) -> bool:
     return isinstance(result, NoPlacement) and result.refused.final
+
+
+def _is_without_node(result: Placement | NoPlacement) -> bool:
+    return isinstance(result, NoPlacement) and result.refused.code is RefusalCode.NO_MODEL

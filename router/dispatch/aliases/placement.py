@@ -44,10 +44,10 @@ class AliasPlacement:
     def decide(self, request: ActiveRequest) -> Placement | NoPlacement:
         """Compute and record the placement of a request, with the first candidate of its alias that can start now.
 
-        If no candidate can, the request uses the first one without a final refusal. The result is then the placement of
-        that candidate if only `CrowdRules` makes the request wait, else one refusal with the reasons of all candidates.
-        The upstream's obstacle is updated as well. A request that may not change its model is placed with its model
-        only.
+        If no candidate can, the request uses the one that `AliasCandidates.choose` returns. The result is then the
+        placement of that candidate if only `CrowdRules` makes the request wait, else one refusal with the reasons of
+        all candidates. The upstream's obstacle is updated as well. A request that may not change its model is placed
+        with its model only.
         """
         alias = request.alias
         if alias is None or not may_change_model(request):
@@ -64,7 +64,7 @@ class AliasPlacement:
         if alias.upstream:
             alias.set_obstacle(self._gate.find_obstacle(alias.upstream))
         self._record_passed_over(request, alias, results)
-        at = next(iter(alias.list_waitable()), 0)
+        at = alias.choose()
         self._use(request, alias, at)
         best = results[at]
         if isinstance(best, Placement):

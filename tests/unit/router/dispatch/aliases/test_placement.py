@@ -19,12 +19,14 @@ from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.cluster.manual_pool import A, B, Cluster
 from wire.frames import Admitted, Finished, GenerationParams, Message
 from wire.refusals import RefusalCode, Refused
+from wire.report import Model
 from wire.units import GIB
 
 BIG = a_model("big", weights=40 * GIB, kv_per_token=4 * 2**20, fingerprint="big-1", loaded=False)
 HUGE = a_model("big", weights=40 * GIB, kv_per_token=128 * 2**20, fingerprint="big-1")
 """The big model, loaded, with requests that need 11 GiB."""
 SMALL = a_model("small", fingerprint="small-1", features=("sampling",))
+SHORT = a_model("small", fingerprint="small-1", context=2048)
 ALIASES = {"coder": ("big", "small"), "far": ("nowhere", "coder"), "lonely": ("nowhere", "nothing")}
 PROFILES = {"short": ProfileSettings(temperature=0.5, max_tokens=20, context_limit=40, top_k=5)}
 
@@ -38,9 +40,18 @@ class AliasCluster(Cluster):
         self.models = (BIG, SMALL)
         self.report()
 
-    def ask(self, model: str = "coder", *, stream: bool = True, key: str = "k", size: int = 100, **params: object):
+    def ask(
+        self,
+        model: str = "coder",
+        *,
+        stream: bool = True,
+        key: str = "k",
+        size: int = 100,
+        tokens: int | None = None,
+        **params: object,
+    ):
         generation = GenerationParams(**params)  # pyright: ignore
-        demand = ResourceDemand(model, size, max_tokens=generation.max_tokens)
+        demand = ResourceDemand(model, size, tokens, max_tokens=generation.max_tokens)
         return self.dispatcher.submit(RequestSpec(demand, key, "r", (Message("user", "hi"),), generation, 0, stream))
 
     def sent_models(self) -> list[str]:
@@ -104,6 +115,27 @@ async def test_without_any_candidate_the_refusal_names_each(cluster: AliasCluste
     )
 
 
+@pytest.mark.parametrize(
+    ("alias", "models", "code"),
+    [
+        ("far", (HUGE, SHORT), RefusalCode.TOO_LARGE),
+        ("coder", (HUGE, SHORT), RefusalCode.TOO_LARGE),
+        ("far", (SHORT,), RefusalCode.CONTEXT),
+        ("lonely", (SHORT,), RefusalCode.NO_MODEL),
+    ],
+)
+async def test_if_none_can_ever_start_the_refusal_is_that_of_the_first_candidate_that_a_node_serves(
+    cluster: AliasCluster, alias: str, models: tuple[Model, ...], code: RefusalCode
+):
+    cluster.models = models
+    cluster.report()
+    outcome = cluster.ask(alias, tokens=4000).outcome
+    assert isinstance(outcome, Refused)
+    assert outcome.code is code
+    assert outcome.message.startswith(f"no candidate of {alias} can start now: ")
+    assert (outcome.numbers is not None) == (code is RefusalCode.TOO_LARGE)
+
+
 def fill(cluster: AliasCluster) -> None:
     """Leave no room for either model, both of which are loaded."""
     cluster.models = (HUGE, SMALL)
@@ -132,6 +164,9 @@ async def test_a_queued_request_tries_all_candidates_in_order(cluster: AliasClus
     assert request.demand.model == request.spec.demand.model == model
     cluster.finish()
     assert isinstance(request.outcome, Finished)
+    (record,) = cluster.dispatcher.history.records
+    before = ["nowhere", "big", "small"]
+    assert [one.model for one in record.passed_over] == before[: before.index(model)]
 
 
 async def test_a_queued_request_that_nothing_fits_keeps_its_candidate(cluster: AliasCluster):

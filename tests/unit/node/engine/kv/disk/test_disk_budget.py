@@ -26,6 +26,8 @@ def test_compute_quota_leaves_a_part_of_the_disk_free(tmp_path: Path, monkeypatc
     assert compute_quota("auto", tmp_path, 0) == 150, "half of the free space"
     disk["free"] = 60
     assert compute_quota("auto", tmp_path, 20) == 30
+    disk["free"] = 200
+    assert compute_quota("auto", tmp_path, 100) == 150, "the files of the cache count as free space"
     disk["free"] = 10
     assert compute_quota("auto", tmp_path, 20) == 0
 
