@@ -20,7 +20,7 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 
 from host.structlog_import import import_structlog
 from tests import models
-from tests.effort import IS_NIGHTLY, SEED, deal_slow_modules
+from tests.effort import IS_NIGHTLY, SEED, deal_slow_modules, scale_examples
 from tests.support.processes import ROOT, Pool, pool
 
 JUNK = {
@@ -44,6 +44,7 @@ import_structlog()
 # hanging tests.
 settings.register_profile(
     "macpool",
+    max_examples=scale_examples(500),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=False,

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 SEED = int(os.environ.get("HYPOTHESIS_SEED") or f"{date.today():%Y%m%d}")
 IS_NIGHTLY = bool(os.environ.get("MACPOOL_NIGHTLY"))
-CI_SHARE = 5
+CI_SHARE = 10
 """Examples of a property test in the nightly run for each one in CI."""
 
 Case = TypeVar("Case")

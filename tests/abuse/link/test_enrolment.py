@@ -31,6 +31,7 @@ from node.agent.enrollment import (
     proves_itself,
 )
 from node.agent.identity import new_request
+from tests.effort import scale_examples
 from tests.support.cluster.enrolment import HARDWARE, Door, opened, said
 from wire.certificate import read_certificate
 from wire.codec import encode, split_into_fragments
@@ -273,7 +274,7 @@ FRAMES = st.one_of(
 async def test_garbage_ends_in_a_no_and_never_in_an_exception(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
 
-        @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+        @settings(max_examples=scale_examples(1500), suppress_health_check=[HealthCheck.too_slow], deadline=None)
         @given(st.lists(FRAMES, max_size=6))
         def garbage(pieces: list[bytes]) -> None:
             talk = door.enrolment.start_enrollment("10.0.0.7", 0.0, lambda: None)

@@ -161,10 +161,10 @@ def test_the_workload_of_the_panic_runs_two_streams_and_overflows_the_prefix_cac
     monkeypatch.delenv(mac_wired_stress.MODEL_VARIABLE, raising=False)
     assert mac_wired_stress.check_wired_stress().status == "skip"
     progress = tmp_path / "progress"
-    seen = mac_wired_stress.run_churn(mac_engine.MODEL, "on", progress, seconds=4.0, words=40, cache_size="1MiB")
+    seen = mac_wired_stress.run_churn(mac_engine.MODEL, "on", progress, seconds=1.5, words=40, cache_size="1MiB")
     assert seen["requests"] >= 2
     assert seen["evictions"] >= 1
-    assert progress.read_text().splitlines()[-1] == "memory.wire = on: ended well after 4 s"
+    assert progress.read_text().splitlines()[-1] == "memory.wire = on: ended well after 2 s"
 
 
 def test_the_report_has_a_box_for_what_is_done_by_hand():

@@ -22,6 +22,7 @@ from router.admission.api_keys import extract_key
 from router.errors import Header, Problem
 from router.http.app import serve_not_found
 from router.settings import RouterSettings
+from tests.effort import scale_examples
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode
 
 NAMES = st.sampled_from(
@@ -91,7 +92,7 @@ class Read:
         self.whole = True
 
 
-@settings(max_examples=300)
+@settings(max_examples=scale_examples(2000))
 @given(LINES, st.permutations(GOOD))
 @example(["transfer-encoding: chunked"], GOOD)
 @example(["content-length: 6"], GOOD)

@@ -15,6 +15,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.request import RequestSpec
 from router.placement.candidate import ResourceDemand
 from router.placement.cluster_view import ClusterView
+from tests.effort import scale_examples
 from tests.support.cluster.application import application
 from tests.support.cluster.manual_pool import A, B, C, Cluster
 from wire.frames import Admitted, Failed, GenerationParams, Message
@@ -60,7 +61,7 @@ STEPS = ["submit", "refuse", "admit", "speak", "fail", "finish", "gone", "silent
 
 
 @given(st.lists(st.sampled_from(STEPS), max_size=25))
-@settings(max_examples=150)
+@settings(max_examples=scale_examples(1000))
 async def test_after_any_history_nothing_is_kept_of_a_node_that_was_removed(steps: list[str]):
     pool = Cluster(A, B, C)
     for step in steps:

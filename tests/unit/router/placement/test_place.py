@@ -510,7 +510,7 @@ def test_the_kernels_and_the_profile_of_a_load_are_left_when_its_weights_are_rea
     assert chosen(decide(read, node("warm", None, a_model(prefill_speed=500.0)))) == "warm"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 @given(
     prefill=st.floats(20, 5000),
     decode=st.floats(5, 200),

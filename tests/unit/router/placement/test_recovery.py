@@ -21,6 +21,7 @@ from router.placement.recovery import (
     compute_silence_limit_seconds,
     is_fault,
 )
+from tests.effort import scale_examples
 from tests.support.cluster.loopback_cluster import a_model
 from tests.support.cluster.manual_pool import A, B, C, Cluster, full, roomy, taken, turn
 from wire.capacity.arithmetic import KV_GROWTH_TOKENS
@@ -656,7 +657,7 @@ class Story:
         return ""
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=scale_examples(1000))
 @given(
     st.lists(st.booleans(), min_size=1, max_size=4),
     st.lists(st.tuples(st.sampled_from(ACTIONS), st.integers(0, 11)), max_size=60),

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from router.placement.reservations import LedgerError, NodeReservations, Reservation, ReservationLedger, SwapTurn
+from tests.effort import scale_examples
 from wire.identity import NodeId
 
 A, B = NodeId("a"), NodeId("b")
@@ -133,7 +134,7 @@ class AllOrders(RuleBasedStateMachine):
         assert self.ledger.get_account(A).rows == self.ledger.get_account(B).rows == 0
 
 
-AllOrders.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+AllOrders.TestCase.settings = settings(max_examples=scale_examples(500), stateful_step_count=30, deadline=None)
 TestAllOrders = AllOrders.TestCase
 
 

@@ -45,6 +45,7 @@ from coordinator.video.state.jobs import (
 )
 from coordinator.video.state.transition import MAX_PAUSE_SECONDS, MIN_PAUSE_SECONDS
 from coordinator.video.state.transitions import advance
+from tests.effort import scale_examples
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.state_machine import IllegalEventError
 from wire.video import Artifact, LeaseState, ReleaseCause
@@ -586,7 +587,7 @@ EVENTS = st.one_of(
 
 
 @given(st.lists(EVENTS, max_size=60), st.sampled_from(["fail", "requeue"]))
-@settings(max_examples=400)
+@settings(max_examples=scale_examples(2000))
 def test_the_rules_hold_after_any_events(events: list[Any], rule: Any):
     story = Story(on_node_loss=rule)
     story.submit(1, 2, 3, 4)

@@ -21,6 +21,7 @@ from node.engine.text.tokenizer_loader import load
 from node.models.catalogue import ModelCatalogue
 from node.settings import ModelSettings
 from tests import models
+from tests.effort import scale_examples
 from wire.frames import Generate, GenerationParams, GrammarSpec, Message
 from wire.refusals import RefusalCode
 from wire.report import Model
@@ -168,7 +169,7 @@ JSONS = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=scale_examples(1000), deadline=None)
 @given(JSONS, st.sampled_from(["json_schema", "choice"]))
 def test_preparing_a_hostile_schema_never_raises(door: RequestPreparer, value: object, kind: str):
     prepared = door.prepare(request(GrammarSpec(kind, json.dumps(value))))
@@ -176,7 +177,7 @@ def test_preparing_a_hostile_schema_never_raises(door: RequestPreparer, value: o
     assert prepared.refused is None or prepared.refused.code is RefusalCode.INVALID
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=scale_examples(500), deadline=None)
 @given(
     st.text(max_size=40),
     st.sampled_from(["json_schema", "json_object", "regex", "choice", "lark", ""]),

@@ -73,11 +73,11 @@ def test_a_chunk_is_made_smaller_before_it_is_refused(driver: Driver):
 
 
 def test_of_four_long_prompts_with_room_for_two_two_run_to_their_end_and_none_is_refused_on_the_way():
-    driver = Driver(models.path("llama"), prefix_cache_size="off", prefill_step_size=64)
-    driver.end(driver.ask("word " * 1360, endless(1)))  # the first long prompt makes the process larger
+    driver = Driver(models.path("llama"), prefix_cache_size="off", prefill_step_size=256)
+    driver.end(driver.ask("word " * 680, endless(1)))  # the first long prompt makes the process larger
     model = driver.engine.report(time.monotonic()).models[0]
-    squeeze(driver, int(2.9 * row(driver, 4200)) + estimate_request_transient(model, 4100, 8))
-    numbers = [driver.ask(f"{one} " + "word " * 1360, endless(8), expected=8) for one in range(4)]
+    squeeze(driver, int(2.9 * row(driver, 2100)) + estimate_request_transient(model, 2050, 8))
+    numbers = [driver.ask(f"{one} " + "word " * 680, endless(8), expected=8) for one in range(4)]
     admitted = [number for number in numbers if driver.admitted(number)]
     assert len(admitted) == 2, [driver.ended(number) for number in numbers]
     turned_away = [driver.ended(number) for number in numbers if number not in admitted]

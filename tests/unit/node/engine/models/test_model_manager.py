@@ -136,7 +136,7 @@ def test_after_the_last_unload_the_memory_is_back(tmp_path: Path):
     driver = two(tmp_path)
     base = driver.engine.report(0.0).memory.base
     for name in ("one", "two"):
-        driver.end(driver.ask("Hello! " * 300, GenerationParams(max_tokens=40), model=name))
+        driver.end(driver.ask("Hello! " * 100, GenerationParams(max_tokens=10), model=name))
     unload(driver, "one")
     assert driver.engine.parts.model_manager.next_leak_check_at is None, (
         "a model's memory cannot be distinguished from missing memory"

@@ -25,6 +25,7 @@ from router.dialects.shared.interface import ParsedRequest
 from router.dialects.shared.strict_json import read_object
 from router.errors import Problem
 from router.placement.cluster_view import ClusterView
+from tests.effort import scale_examples
 from tests.support.requests import list_visible
 from wire.codec import encode
 from wire.frames import Generate
@@ -87,7 +88,7 @@ def bodies(name: str) -> st.SearchStrategy[bytes]:
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@settings(max_examples=50)
+@settings(max_examples=scale_examples(300))
 @given(data=st.data())
 def test_no_body_makes_a_parser_raise(name: str, data: st.DataObject):
     found = PARSERS[name][0](data.draw(bodies(name)), "k")
