@@ -45,7 +45,8 @@ class Accounting:
 
         A request without a charge is counted and stored in the history, but is no usage of its key.
 
-        `model` is its model, or empty if no member has a model of that name.
+        `model` is the name for the totals: the request's model or the label of its upstream. It is empty if no member
+        has a model of that name.
         """
         seconds, spec, counters, charged = now - request.arrived, request.spec, self._counters, request.charged
         sent = request.tokens.total  # a request used at least the tokens that were sent

@@ -321,7 +321,8 @@ def _compute_spare_bytes(node: NodeView, candidate: Candidate, leaving: frozense
 def _choose_models_to_unload(
     node: NodeView, candidate: Candidate, running: Mapping[str, Sequence[ModelUse]]
 ) -> frozenset[str] | None:
-    """Return the fewest models to unload from a node for a request, idle models first; None if that is not enough."""
+    """Return models whose unloading makes room for a request, idle models first and none unnecessary; None if no
+    models do."""
 
     def rank(model: Model) -> tuple[bool, int, float]:
         uses = running.get(model.name, ())
