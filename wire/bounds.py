@@ -20,7 +20,7 @@ MAX_NUMBER = 2**63 - 1
 MAX_SECONDS = 2.0**40
 """Maximum of a duration or a Unix time."""
 MAX_REAL = 2.0**60
-"""Maximum of any other real number."""
+"""Maximum absolute value of any other real number."""
 MAX_WORD_CHARACTERS = 1024
 """Maximum characters of a name, id or code."""
 MAX_TEXT_CHARACTERS = 8 * 1024
@@ -30,7 +30,7 @@ MAX_MESSAGE_CHARACTERS = 64 * 1024
 MAX_LONG_CHARACTERS = 2**24
 """Maximum characters of one long text in a frame: a message, a chat template, tools, a grammar or an answer."""
 MAX_BLOB_BYTES = 64 * 1024
-"""Maximum bytes of a certificate, digest or JSON object."""
+"""Maximum bytes of a `Blob`."""
 MAX_ITEMS = 1024
 """Maximum items of a list without a limit of its own."""
 MAX_MODELS = 512
@@ -44,9 +44,9 @@ LONG_CHARACTERS = 64 * 1024
 MAX_BIASES = 16 * 1024
 """Maximum logit biases of a request."""
 MAX_MESSAGES = 2**18
-"""Maximum messages of a conversation."""
+"""Maximum messages of a conversation and tool calls of a message, and maximum models in frames of the engine."""
 MAX_IDS = 2**24
-"""Maximum token ids of a prompt."""
+"""Maximum token ids of a prompt, or of an answer."""
 
 Size = Annotated[int, Meta(ge=0, le=MAX_SIZE_BYTES)]
 """Bytes."""
@@ -77,4 +77,4 @@ ErrorText = Annotated[str, Meta(max_length=MAX_MESSAGE_CHARACTERS)]
 Long = Annotated[str, Meta(max_length=MAX_LONG_CHARACTERS)]
 """Text of a prompt or of an answer."""
 Blob = Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]
-"""Certificates, digests, nonces, JSON objects."""
+"""Certificate, digest, nonce, token of a vocabulary, JSON object, or part of a fetched file."""
