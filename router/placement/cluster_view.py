@@ -160,7 +160,8 @@ class ClusterView:
         """Return the version that serves a name, and the number of members of each version.
 
         Of several versions, the one held by most members is served; a tie goes to the lexicographically smallest. A
-        version that some member can serve now comes before a version that no member can serve.
+        version that some member can serve now comes before a version that no member can serve. A version without a
+        fingerprint comes last.
 
         Sleeping members count; members that have left or cannot load the model do not. The choice therefore changes
         only when the last member that can serve the chosen version goes

@@ -34,9 +34,9 @@ BLOCK_CHARS = 2048
 MAX_HASHES = 64
 """Maximum hashes of one prompt: half from its beginning, where system prompts end, half from its end."""
 MAX_ENTRIES = 50_000
-"""Maximum entries of the index."""
+"""Maximum hashes, maximum prompts and maximum sessions of the index."""
 MIN_TRUST = 0.05
-"""Trust factor below which the name of a session is ignored."""
+"""Trust factor up to which the name of a session is ignored."""
 NOWHERE: Mapping[NodeId, float] = MappingProxyType({})
 """Shares of a prompt that no node has cached."""
 
