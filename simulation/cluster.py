@@ -65,8 +65,8 @@ class SimulatedRouter(Protocol):
         ...
 
     def handle_freed_memory(self, node: NodeId) -> None:
-        """Handle an ended or preempted request on a node, without the delay of a report. Only the clairvoyant may use
-        this."""
+        """Handle memory on a node that an ended or preempted request or an ended lease has freed, without the delay of
+        a report. Only the clairvoyant may use this."""
         ...
 
     def close(self) -> None:
