@@ -25,7 +25,7 @@ class CoordinatorAddress:
     url: str
     """Base URL without a path."""
     key: str
-    """API key."""
+    """API key, or the secret of `run.json` for a coordinator on this machine."""
     authority: str
     """CA of the endpoint's certificate (PEM); empty if the system's CAs apply."""
 
