@@ -46,7 +46,7 @@ MAX_REPORT_BYTES = 256 * KIB
 MAX_DELTAS_BYTES = MIB + 64 * KIB
 """Maximum bytes of deltas: 0.5 s of 64 rows with all alternatives, or the longest tool call."""
 MAX_JOINED_FROM_NODE_BYTES = MAX_DELTAS_BYTES + KIB
-"""Maximum bytes of a message from a node to the coordinator."""
+"""Maximum bytes of all messages in progress from a node to the coordinator, together."""
 MAX_OPEN_MESSAGES = 64
 """Maximum number of messages in progress as fragments."""
 

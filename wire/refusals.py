@@ -138,7 +138,7 @@ class MemoryNumbers(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class Refused(WireStruct, frozen=True, array_like=True, gc=False):
-    """Refusal of a request, a model load or a lease."""
+    """Refusal of a request, a command about a model, or a lease."""
 
     code: RefusalCode
     message: ErrorText

@@ -369,7 +369,8 @@ class LinkEndpoint:
             self.outbox.send_background(frames)
 
     def close(self, reason: str = "") -> None:
-        """Close the connection once all short frames are sent; discard queued long frames. `on_lost` gets `reason`."""
+        """Close the connection once all short frames are sent; discard all other queued frames. `on_lost` gets
+        `reason`."""
         self._reason = reason or self._reason
         if self.outbox is not None and self.open:
             self.outbox.flush()
