@@ -20,7 +20,8 @@ TEMPLATE_TOKENS = 4096
 """Tokens that a chat template may add to a prompt, in addition to `MESSAGE_TOKENS` for each message."""
 MESSAGE_TOKENS = 32
 INPUT_TOKENS = 512
-"""Maximum tokens that a model adds to each text of an embeddings request: an instruction, a first and a last token."""
+"""Maximum tokens that a model adds to each text of a request for embeddings or scores: an instruction, a first and a
+last token."""
 UNSENT_TOKENS = 8
 """Tokens of one choice that are generated and never sent: the end token and tokens held back for a stop string."""
 QUOTING = {

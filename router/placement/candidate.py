@@ -21,7 +21,7 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
 
     model: str
     prompt_bytes: int = 0
-    """Bytes of the prompt as text; 0 for a prompt of token ids. See also `other_bytes`."""
+    """Bytes of the prompt as text; 0 for a prompt of token ids. For embeddings and scores see `other_bytes`."""
     prompt_tokens: int | None = None
     """Exact prompt tokens: the number of token ids, or the count of a node; None before, and for embeddings and scores.
     """
@@ -105,7 +105,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     in_flight: int = 0
     """Number of this router's requests on the node."""
     model: Model | None = None
-    """Requested model on this node; None if the node does not have it or is excluded by name or label."""
+    """Requested model on this node; None if the node does not have it or is excluded by id or label."""
     weights: int = 0
     """Part of `need` that a load takes, in bytes."""
     cached_share: float = 0.0

@@ -76,7 +76,7 @@ class NodeView:
     models: Mapping[str, Model] = field(default_factory=dict[str, Model])
     """Models in the node's catalogue, by name."""
     acked_seq: int = 0
-    """Highest sequence number of a request whose reservation `memory.reserved` counts."""
+    """Highest sequence number of a request that the engine has admitted, queued or refused."""
     draining: bool = False
     system: SystemMemory = field(default_factory=SystemMemory)
     enforcement: Enforcement = field(default_factory=Enforcement)

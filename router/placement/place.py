@@ -3,8 +3,9 @@ node.
 
 Theory. `need` is the memory that the request adds on a node. It is a sum
 (`wire.capacity.model_needs.ModelNeeds`). It contains the KV of the prompt and of the expected output for
-every choice. It also contains the transient of a chunk, and the weights of a model that is not loaded. A node is
-feasible only if all of this holds.
+every choice. It also contains the largest transient of a prefill chunk or a decode step, and the weights of a model
+that is not loaded. For a long text, `need` is at least the memory of its tokenization. A node is feasible only if all
+of this holds.
 
 The node is ready, not cordoned, not draining and has a fresh report, and its engine runs. The node serves the model
 with a context that is long enough. The node has not refused this request since its last report (`feasibility`).
