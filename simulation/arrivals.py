@@ -28,7 +28,7 @@ class Arrivals:
         """Virtual time in seconds at which the last request ended; 0 as long as any request is open."""
 
     def start(self) -> None:
-        """Schedule the first conversation, after which each conversation schedules the next at its start time.
+        """Schedule the start of the first conversation. Each start schedules the next one.
 
         Without conversations, `wait` returns at once.
         """

@@ -12,7 +12,7 @@ from wire.refusals import Refused
 
 @dataclass(frozen=True, slots=True)
 class RunStatistics:
-    """Results of one policy in one scenario. Times are virtual, in seconds, with their quantiles.
+    """Results of one policy in one scenario. Times are virtual, in seconds; `p50`, `p95` and `p99` are quantiles.
 
     All values but `requests`, `loads`, `preemptions` and `seconds` are of the requests that fit on some node.
     """

@@ -2,7 +2,7 @@
 
 Each frame type has a decoder for its fields. A peer can therefore send no ext type and nest no deeper than the types
 do. A declared length allocates nothing before the bytes have arrived. Every violation raises `WireError`; the
-connection closes with its text as the reason.
+connection closes with the text of the error as the reason.
 
 Frames above MAX_PLAIN_BYTES are sent as `Fragment`s of at most FRAGMENT_BYTES bytes, and urgent frames can be sent
 between two fragments. The receiver joins fragments up to one limit for all messages in progress. A sender starts a long

@@ -82,7 +82,7 @@ class NodeRefused(OfAttempt, frozen=True, gc=False):
     """Event: the node refused the request before its first token."""
 
     headroom: int | None = None
-    """Headroom in bytes that the node reported with the refusal; None without a correction of its view."""
+    """Headroom in bytes that the node reported with a refusal for lack of room; otherwise None."""
 
 
 class FirstTokens(OfAttempt, frozen=True, gc=False):

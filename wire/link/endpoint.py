@@ -271,7 +271,10 @@ class LinkEndpoint:
         """Handle an opened connection. Subclasses override this; by default, do nothing."""
 
     def on_frame(self, tag: int, body: bytes) -> None:
-        """Handle a received frame. A WireError raised here closes the connection with its text as the reason."""
+        """Handle a received frame.
+
+        A WireError raised here closes the connection, with the text of the error as the reason.
+        """
         raise NotImplementedError
 
     def on_lost(self, reason: str) -> None:
