@@ -57,10 +57,9 @@ class Dispatcher:
     """Dispatcher of one router: places requests on nodes and tracks them to their end.
 
     `send` writes a frame to a node's link and returns whether there is a link. It must not call the dispatcher.
-    `numbers` returns the next number of an attempt or command, and the next sequence number. `draw` is the only source
-    of randomness and returns numbers in [0, 1). `policy` overrides the policy of the settings. Without `counters`,
-    `quotas` or `scopes`, new ones are created. `on_failure` is called with the failure code for a request that failed
-    on its node or whose node was lost. The call comes before the request is recovered or ended.
+    `numbers` returns the next number of an attempt or command, and the next sequence number. `draw`, the only source of
+    randomness, returns numbers in [0, 1). `policy` overrides the setting. `counters`, `quotas` and `scopes` default to
+    new ones. `on_failure` gets the failure code when a request fails on its node or the node is lost, before recovery.
     """
 
     def __init__(
@@ -247,11 +246,8 @@ class Dispatcher:
     # client requests
 
     def submit(self, spec: RequestSpec) -> ActiveRequest:
-        """Accept a request: place it, queue it, hand it over to an upstream, or end it with the refusal.
-
-        While the dispatcher stops, end the request with a failure, without a charge. The caller must `close` the
-        returned request.
-        """
+        """Accept a request: place it, queue it, hand it to an upstream, or end it with the refusal. While stopping, end
+        it with a failure and no charge. The caller must `close` the returned request."""
         self._count += 1
         request, refused = self.intake.accept(spec, self._count, charges_quota=not self._closing)
         if self._closing:
@@ -350,10 +346,7 @@ class Dispatcher:
         self.shutdown()
 
     def shutdown(self, message: str = STOPPING) -> None:
-        """End all requests and commands with the failure `message`, and stop the sweeps.
-
-        Requests are cancelled on their nodes, commands are not.
-        """
+        """End all requests (also on their nodes) and commands with the failure `message`, and stop the sweeps."""
         self.commands.shutdown(message)
         for request in list(self._open.values()):
             self.apply(request, Stopped(RequestFailure(FailureCode.SHUTTING_DOWN, message)))
