@@ -147,8 +147,9 @@ class AdmissionQueue(Generic[T]):
         Refuse a key that already has its share (429), and any request to a full queue (503). `cost` is in tokens, `now`
         and `deadline` in monotonic seconds. `nodes` is the number of nodes, from which the limits follow. `weight` is
         the key's weight against the other queued keys. `share` is the key's maximum number of queued requests. Without
-        `share`, the maximum is `compute_share`. A key may exceed that while no other key waits and the recent pace
-        meets the deadline. A `begun` request was on a node before: no limit applies to it.
+        `share`, the maximum is `compute_share`. A key may exceed that while no other key waits, places for another key
+        stay free, and the recent pace meets the deadline. A `begun` request was on a node before: no limit applies to
+        it.
         """
         if begun:
             return self._enqueue(item, key, cost, now, deadline, weight)

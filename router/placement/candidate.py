@@ -120,7 +120,10 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     expected_answer: float = 0.0
     """Expected seconds from the first token to the last."""
     delay: float = 0.0
-    """Seconds by which this request delays the other requests of the node."""
+    """Sum of the seconds by which this request delays the prompts of other requests on the node, plus weighted stalls.
+
+    The stalls are those of running rows, with the weight `ROW_WEIGHT`.
+    """
 
     @property
     def feasible(self) -> bool:
@@ -183,9 +186,9 @@ class AttemptHistory(msgspec.Struct, frozen=True, gc=False):
     refused: Mapping[NodeId, float] = msgspec.field(default_factory=dict[NodeId, float])
     """Nodes that refused the request, with the arrival of the report under which they refused, in monotonic seconds."""
     never: Mapping[NodeId, Refused] = msgspec.field(default_factory=dict[NodeId, Refused])
-    """Nodes that answered that they could never hold the request, with their refusals."""
+    """Nodes that refused the request permanently, with their refusals."""
     lost: Collection[NodeId] = ()
-    """Nodes that were lost with the request."""
+    """Nodes that were lost or stopped while they had the request, until they are ready again."""
     waiting: int = -1
     """Number of the queued request, whose own hold does not count against it; -1 for none."""
     version: ModelVersion | None = None

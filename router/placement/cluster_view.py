@@ -135,10 +135,10 @@ class ModelIdentity:
     """Versions that members have under one model name."""
 
     version: ModelVersion = UNKNOWN_VERSION
-    """Version that serves new requests; `UNKNOWN_VERSION` if no member has the model."""
+    """Version that serves new requests; `UNKNOWN_VERSION` if no member can load the model."""
     holders: Mapping[ModelVersion, int] = field(default_factory=dict[ModelVersion, int])
-    """Number of members that have each version. A member that has not hashed its files counts for the version with the
-    same samples that most members have."""
+    """Number of members that can load each version. A member that has not hashed its files counts for the version with
+    the same samples that most members have."""
 
     @cached_property
     def has_conflict(self) -> bool:
@@ -173,7 +173,7 @@ class ClusterView:
         return identity
 
     def has_model(self, name: str) -> bool:
-        """Return whether some member has a model of exactly this name."""
+        """Return whether some member knows a model of exactly this name, also one that it cannot load."""
         for node in self.nodes:  # noqa: SIM110  runs for every request, and a generator takes twice the time
             if name in node.models:
                 return True
