@@ -158,7 +158,7 @@ class ReplayResult(msgspec.Struct, frozen=True):
     instead: tuple[tuple[str, str, str], ...]
     """Disagreements as (request id, node taken, node of the other policy)."""
     waits: tuple[float, float]
-    """Mean expected seconds to the first token as decided, and with the other policy."""
+    """Mean expected seconds to the first token as decided, and with the other policy; 0 without compared decisions."""
 
 
 def remove_quoted_text(message: str, param: str) -> str:

@@ -3,7 +3,7 @@
 Requests resume from the received token ids, by the rules of `router.placement.recovery`. The text that the client has
 received stays valid. A request of which the client has received nothing may also restart. A request without room waits
 in the queue, which never refuses it, and memory is held for it at once. The request ends with the reason at its
-deadline, or at once if no other node has its model.
+deadline, or at once if no node but the lost ones has its model.
 """
 
 from collections.abc import Callable
