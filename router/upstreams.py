@@ -30,7 +30,7 @@ class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     proxy: str = ""
     """URL of a proxy; empty for none. Environment variables are not used."""
     connect_seconds: Seconds = 5.0
-    """Maximum time to connect. After it the request ends with an error."""
+    """Maximum time to connect, and to wait for a free connection. After it the request ends with an error."""
     idle_seconds: Seconds = 60.0
     """Maximum time without a byte of a streamed answer. After it the request ends with an error."""
     total_seconds: Seconds = 600.0
