@@ -23,7 +23,7 @@ from host.log_dedup import LogDeduplicator
 from host.redaction import PRIVATE, format_exception, hide_secrets_in_line, redact_fields
 
 MAX_LOG_BYTES = 20 * 1024 * 1024
-"""Bytes of a log file before it is rotated."""
+"""Bytes of a log file before it is rotated, and of the file of standard error before it is emptied."""
 MAX_LOG_FILES = 5
 """Number of rotated files that are kept."""
 Tap = Callable[[Mapping[str, Any]], None]

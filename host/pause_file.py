@@ -20,7 +20,7 @@ class PauseRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     until: float | None
     """End in Unix seconds; None until a person resumes the node."""
     by: str = ""
-    """Person who set the pause; empty for the owner of the Mac."""
+    """Person or API key that set the pause; empty for the owner of the Mac."""
 
 
 class PauseFile:

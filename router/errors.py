@@ -36,7 +36,7 @@ _FAILED: dict[str, int] = {
 """Status of a failure by its code, 500 for any other code; used only when nothing was sent yet."""
 
 _ONCE = frozenset({HTTPStatus.CONFLICT, HTTPStatus.INTERNAL_SERVER_ERROR})
-"""Statuses that client libraries retry on their own.
+"""Statuses that client libraries retry on their own, although a retry is harmful or useless.
 
 A request that was in a crash must not come back, and a model with broken files stays broken. A header that the
 libraries obey forbids the retry.

@@ -26,13 +26,13 @@ class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     key_file: str = ""
     """File of mode 0600 with the API key; empty without a key."""
     ca_file: str = ""
-    """PEM file of the authority of its certificate; empty for the authorities of the system."""
+    """PEM file of the authority of the server's certificate; empty for the authorities of the system."""
     proxy: str = ""
     """URL of a proxy; empty for none. Environment variables are not used."""
     connect_seconds: Seconds = 5.0
-    """Maximum time to connect. After it the request ends with an error."""
+    """Maximum time to connect, and to wait for a free connection. After it the request ends with an error."""
     idle_seconds: Seconds = 60.0
-    """Maximum time without a byte of the answer. After it the request ends with an error."""
+    """Maximum time without a byte of a streamed answer. After it the request ends with an error."""
     total_seconds: Seconds = 600.0
     """Maximum time of a request. After it the request ends with an error."""
     stream_usage: bool = True

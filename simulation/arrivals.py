@@ -25,10 +25,10 @@ class Arrivals:
         self.turns: dict[str, ConversationTurn] = {}
         """Turns that have arrived, by request id."""
         self.finished_at = 0.0
-        """Virtual time in seconds at which the last request ended; 0 as long as any request is open."""
+        """Virtual time in seconds at which the last request ended; 0 before the end of all conversations."""
 
     def start(self) -> None:
-        """Schedule the first conversation, after which each conversation schedules the next at its start time.
+        """Schedule the start of the first conversation. Each start schedules the next one.
 
         Without conversations, `wait` returns at once.
         """

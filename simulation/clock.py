@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 
 class Deadlock(RuntimeError):
-    """Raised when no event is scheduled and the simulation has not ended: a bug of a model or of the router."""
+    """Raised when no event is scheduled and the simulation has not ended: a bug of a modelled Mac or of the router."""
 
 
 class _Leap(selectors.SelectSelector):

@@ -1,7 +1,7 @@
 """Simulated pool around the router: links, reports, membership, faults, and the result of every request.
 
 Frames travel one way in `latency` seconds and keep their order. A period of reports has `SLOTS` moments: each node
-reports at one of them. Reports of one moment reach the router as one view. An idle node reports once a second.
+reports at one of them. Reports of one moment reach the router as one view. An idle node reports every `IDLE_SECONDS`.
 Each member has the production state machine. The self-suspicion of the coordinator is not simulated.
 """
 
@@ -39,7 +39,7 @@ from wire.units import parse_size
 SLOTS = 20
 """Moments of a report period at which nodes report."""
 IDLE_SECONDS = 1.0
-"""Seconds between two reports of an idle node."""
+"""Seconds between two reports of an idle node, rounded to whole periods of reports, at least one."""
 GIVE_UP_SECONDS = 3600.0
 """Virtual seconds after the duration of the scenario at which an open request counts as failed."""
 
@@ -65,8 +65,8 @@ class SimulatedRouter(Protocol):
         ...
 
     def handle_freed_memory(self, node: NodeId) -> None:
-        """Handle an ended or preempted request on a node, without the delay of a report. Only the clairvoyant may use
-        this."""
+        """Handle memory on a node that an ended or preempted request or an ended lease has freed, without the delay of
+        a report. Only the clairvoyant may use this."""
         ...
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class SimulatedPool:
 
     @property
     def finished_at(self) -> float:
-        """Virtual time in seconds at which the last request ended; 0 as long as any request is open."""
+        """Virtual time in seconds at which the last request ended; 0 before the end of all conversations."""
         return self._arrivals.finished_at
 
     def _join(self, node: NodeId, spec: NodeSpec) -> None:

@@ -12,7 +12,7 @@ from wire.refusals import Refused
 
 @dataclass(frozen=True, slots=True)
 class RunStatistics:
-    """Results of one policy in one scenario. Times are virtual, in seconds, with their quantiles.
+    """Results of one policy in one scenario. Times are virtual, in seconds; `p50`, `p95` and `p99` are quantiles.
 
     All values but `requests`, `loads`, `preemptions` and `seconds` are of the requests that fit on some node.
     """
@@ -99,9 +99,10 @@ def compute_quantile(ordered: Sequence[float], part: float) -> float:
 def compute_jain_index(outcomes: Iterable[RequestOutcome], until: float, timeout_seconds: float) -> float:
     """Return Jain's fairness index over API keys, of the tokens that were served until `until` (virtual seconds).
 
-    Each key's tokens are divided by the key's max-min fair share of all served tokens. 1 means fair; 1/n means that one
-    key got everything. A single key has 1, as has a run without served tokens. Requests that arrived in the last
-    `timeout_seconds` do not count, because their result is still open.
+    Served tokens are those of the prompts and answers of requests with a complete answer. Each key's tokens are divided
+    by the key's max-min fair share of all served tokens. 1 means fair; 1/n means that one key got everything. A single
+    key has 1, as has a run without served tokens. Requests that arrived in the last `timeout_seconds` before `until` do
+    not count, because their result is still open.
     """
     demands: dict[str, float] = {}
     served: dict[str, float] = {}

@@ -7,8 +7,9 @@ request is sent at most `MAX_TRIES` times.
 
 The clairvoyant router knows every answer's length and every node's exact state without delay. It sends a request at
 once to the node with room for the complete request and the soonest first token, by the node's own forecast. If no node
-has room, the request waits. Whenever a request ends, the waiting requests are tried in order of arrival. It does not
-know future arrivals: it is the best one-by-one placement, not the best of all schedules.
+has room, the request waits. Waiting requests are tried whenever a node frees memory or the set of ready nodes changes,
+in the order in which they began to wait. The router does not know future arrivals: it is the best one-by-one placement,
+not the best of all schedules.
 """
 
 import itertools
@@ -35,7 +36,7 @@ from wire.refusals import FailureCode
 MAX_TRIES = 5
 """Maximum number of times that `PeerRouter` sends a request to a node."""
 BACKOFF, BACKOFF_FACTOR = 0.05, 1.5
-"""Seconds from the first refusal to the next try, and factor for each further try."""
+"""Seconds from the refusal or loss of the first try to the second try, and factor of the pause for each further try."""
 _MOST_MESSAGE = 4
 
 
@@ -45,7 +46,7 @@ def build_demand(turn: ConversationTurn) -> ResourceDemand:
 
 
 def build_messages(turn: ConversationTurn) -> tuple[Message, ...]:
-    """Return the messages of a turn, earlier turns of the conversation first, with four characters for each token.
+    """Return the messages of a turn, earlier turns first, each padded to four characters for each of its tokens.
 
     Return no messages for a turn without shared texts.
     """
@@ -200,7 +201,7 @@ class PeerRouter:
         """Ignore the change."""
 
     def submit(self, turn: ConversationTurn) -> None:
-        """Send a turn to the best node; fail the turn if no ready node has its model."""
+        """Send a turn to the best node; fail the turn if no ready node has its model. Retry without a link."""
         self._try(turn, 1, frozenset())
 
     def _try(self, turn: ConversationTurn, tries: int, refused: frozenset[NodeId]) -> None:
@@ -277,7 +278,7 @@ class OracleRouter:
             self._pool.record_end(turn.id, outcome)
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Restart the requests of a lost node on other nodes. The clairvoyant does not foresee a loss."""
+        """Restart the requests of a lost node on ready nodes with room, or let them wait. A loss is not foreseen."""
         for request in [number for number, live in self._live.items() if live[1] == node]:
             self._waiting.append(self._live.pop(request)[0])
         self._wake(self._ready)

@@ -17,7 +17,7 @@ from simulation.mac.hardware import CHIPS
 from wire.units import parse_size
 
 MAX_NODES = 20_000
-"""Maximum Macs of a scenario."""
+"""Maximum Macs of a scenario, and maximum of every field of type `Count`."""
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
@@ -27,7 +27,10 @@ Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9.-]{0,40}\Z")]
 
 
 class ScenarioError(ValueError):
-    """Raised for a scenario that is invalid or cannot be read. The text has the location and the reason."""
+    """Raised for a scenario or trace that is invalid or cannot be read, and for an unknown policy.
+
+    The text has the location and the reason.
+    """
 
 
 class _StrictTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -101,12 +104,16 @@ class LoadSpec(_StrictTable, frozen=True):
     trace: str = ""
     """File of JSON lines with `at` (seconds after `begins`), `prompt`, `output` (tokens) and optionally `session`.
 
-    Of the other fields, only `model`, `key`, `max_tokens` and `begins` apply to a trace.
+    A line is one request. Lines with `at` from the duration of the scenario on are ignored. Of the other fields, only
+    `model`, `key`, `max_tokens` and `begins` apply to a trace.
     """
     prompt: Lengths = Lengths(median=1000.0)
-    """Tokens that each turn adds to the prompt, which also contains the earlier turns."""
+    """Tokens that each turn adds to the prompt, which also contains the earlier turns.
+
+    A conversation ends before a turn that would exceed the context of the model; a first turn is shortened instead.
+    """
     output: Lengths = Lengths(median=180.0, sigma=0.8, least=10.0, most=2000.0)
-    """Tokens of an answer."""
+    """Tokens of an answer, limited to `max_tokens` and to a quarter of the context of the model."""
     max_tokens: Tokens | None = None
     """Limit of the answer that a request states, in tokens; None: requests state no limit."""
     turns: Annotated[float, Meta(ge=1)] = 1.0
@@ -122,7 +129,7 @@ class LoadSpec(_StrictTable, frozen=True):
 
 
 class EventSpec(_StrictTable, frozen=True):
-    """Fault or lease of a node, from `at` for `seconds`."""
+    """Fault or lease of a node, from `at` for `seconds`. Ignored if the node is down or silent at that time."""
 
     at: NotNegative
     """Begin, in seconds."""
@@ -156,7 +163,7 @@ class Scenario(_StrictTable, frozen=True):
     queue_timeout_seconds: Positive = 30.0
     """Maximum wait of a request in the queue of the router, in seconds."""
     queue_limit: Annotated[int, Meta(ge=0)] = 0
-    """Maximum queued requests; 0: the default of the setting `router.queue_limit`."""
+    """Maximum queued requests; 0: max(64, 4 × nodes), as with the setting `router.queue_limit`."""
     policies: tuple[str, ...] = ()
     """Policies to compare; empty: all."""
     seed: int = 1

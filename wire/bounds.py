@@ -20,21 +20,21 @@ MAX_NUMBER = 2**63 - 1
 MAX_SECONDS = 2.0**40
 """Maximum of a duration or a Unix time."""
 MAX_REAL = 2.0**60
-"""Maximum of any other real number."""
+"""Maximum absolute value of any other real number."""
 MAX_WORD_CHARACTERS = 1024
 """Maximum characters of a name, id or code."""
 MAX_TEXT_CHARACTERS = 8 * 1024
-"""Maximum characters of one or two sentences."""
+"""Maximum characters of one or two sentences, a path, a URL or a stop string."""
 MAX_MESSAGE_CHARACTERS = 64 * 1024
 """Maximum characters of an error text."""
 MAX_LONG_CHARACTERS = 2**24
-"""Maximum characters of one long text in a frame: a message, a chat template, tools, a grammar or an answer."""
+"""Maximum characters of one long text in a frame, such as the content of a message, tools, a grammar or an answer."""
 MAX_BLOB_BYTES = 64 * 1024
-"""Maximum bytes of a certificate, digest or JSON object."""
+"""Maximum bytes of a `Blob`."""
 MAX_ITEMS = 1024
 """Maximum items of a list without a limit of its own."""
 MAX_MODELS = 512
-"""Maximum models in one report."""
+"""Maximum models, and maximum video packages, in one report of a node."""
 MAX_GROUPS = 256
 """Maximum decode batches of a model."""
 MAX_DELTAS = 256
@@ -44,9 +44,9 @@ LONG_CHARACTERS = 64 * 1024
 MAX_BIASES = 16 * 1024
 """Maximum logit biases of a request."""
 MAX_MESSAGES = 2**18
-"""Maximum messages of a conversation."""
+"""Maximum messages of a conversation and tool calls of a message, and maximum models in frames of the engine."""
 MAX_IDS = 2**24
-"""Maximum token ids of a prompt."""
+"""Maximum token ids of a prompt, or of an answer."""
 
 Size = Annotated[int, Meta(ge=0, le=MAX_SIZE_BYTES)]
 """Bytes."""
@@ -71,10 +71,10 @@ Real = Annotated[float, Meta(ge=-MAX_REAL, le=MAX_REAL)]
 Word = Annotated[str, Meta(max_length=MAX_WORD_CHARACTERS)]
 """Name, id or code."""
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)]
-"""One or two sentences."""
+"""One or two sentences, a path, a URL or a stop string."""
 ErrorText = Annotated[str, Meta(max_length=MAX_MESSAGE_CHARACTERS)]
 """Error text with the next step."""
 Long = Annotated[str, Meta(max_length=MAX_LONG_CHARACTERS)]
-"""Text of a prompt or of an answer."""
+"""Long text of a request or an answer: content, tools, arguments, a grammar, or a text to embed."""
 Blob = Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]
-"""Certificates, digests, nonces, JSON objects."""
+"""Certificate, digest, nonce, token of a vocabulary, JSON object, or part of a fetched file."""

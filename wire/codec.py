@@ -2,7 +2,7 @@
 
 Each frame type has a decoder for its fields. A peer can therefore send no ext type and nest no deeper than the types
 do. A declared length allocates nothing before the bytes have arrived. Every violation raises `WireError`; the
-connection closes with its text as the reason.
+connection closes with the text of the error as the reason.
 
 Frames above MAX_PLAIN_BYTES are sent as `Fragment`s of at most FRAGMENT_BYTES bytes, and urgent frames can be sent
 between two fragments. The receiver joins fragments up to one limit for all messages in progress. A sender starts a long
@@ -46,7 +46,7 @@ MAX_REPORT_BYTES = 256 * KIB
 MAX_DELTAS_BYTES = MIB + 64 * KIB
 """Maximum bytes of deltas: 0.5 s of 64 rows with all alternatives, or the longest tool call."""
 MAX_JOINED_FROM_NODE_BYTES = MAX_DELTAS_BYTES + KIB
-"""Maximum bytes of a message from a node to the coordinator."""
+"""Maximum bytes of all messages in progress from a node to the coordinator, together."""
 MAX_OPEN_MESSAGES = 64
 """Maximum number of messages in progress as fragments."""
 

@@ -51,7 +51,7 @@ class NodeMeasures(WireStruct, frozen=True, array_like=True, gc=False):
     agent_cpu: Seconds = 0.0
     """CPU seconds of the agent's process since its start."""
     agent_phys: Size = 0
-    """Footprint of the agent's process in bytes."""
+    """Footprint of the agent's process in bytes; 0 if unreadable."""
 
 
 class Histogram:

@@ -110,7 +110,10 @@ STATUS: dict[RefusalCode, int] = {
 """HTTP status for each code."""
 
 FINAL = frozenset(code for code, status in STATUS.items() if status in (400, 403, 404, 409, 500))
-"""Codes for which a retry has the same result: the request or the files of the model must change."""
+"""Codes of refusals that are not retried: the request, the limits of the key or the files of the model must change.
+
+`IN_USE` is one of them, because it refuses a command, and only requests are retried.
+"""
 
 
 class MemoryNumbers(WireStruct, frozen=True, array_like=True, gc=False):
@@ -135,7 +138,7 @@ class MemoryNumbers(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class Refused(WireStruct, frozen=True, array_like=True, gc=False):
-    """Refusal of a request, a model load or a lease."""
+    """Refusal of a request, a command about a model, or a lease."""
 
     code: RefusalCode
     message: ErrorText
@@ -154,5 +157,5 @@ class Refused(WireStruct, frozen=True, array_like=True, gc=False):
 
     @property
     def final(self) -> bool:
-        """Whether a retry has the same result on every node (`FINAL`)."""
+        """Whether a retry has the same result, at least at the node that refused (`FINAL`)."""
         return self.code in FINAL

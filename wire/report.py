@@ -69,7 +69,7 @@ class Hardware(WireStruct, frozen=True, array_like=True, gc=False):
 
 class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     """A consistent memory reading of an engine, and the limits in force at that moment (docs/memory.md). Sizes are in
-    bytes. If `phys` is None, `headroom` is None and the node receives no new request."""
+    bytes. If `phys` is None, `headroom` is None, and a node with the guard receives no new request."""
 
     cap: Size = 0
     """Memory that the engine may use."""

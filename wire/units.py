@@ -24,8 +24,7 @@ _FACTOR = {
 def parse_size(text: str | int, *, total: int | None = None) -> int:
     """Parse a size and return bytes: `96GiB` (1024³), `12GB` (10⁹), `80%` of `total` bytes, or a number of bytes.
 
-    Raise ValueError with the accepted forms for other texts, negative numbers, and a percentage without `total` or
-    above 100 %.
+    Raise ValueError for other texts, negative numbers, and a percentage without `total` or above 100 %.
     """
     if isinstance(text, int):
         if text < 0:

@@ -142,7 +142,7 @@ class ApiSession:
         return reached.url, reached.key
 
     def get_authority(self) -> str:
-        """Return the known CA (PEM) of the endpoint; empty if the system trusts it, or without TLS.
+        """Return the stored CA (PEM) of the endpoint; empty if none is stored, as without TLS.
 
         Raise `CommandError` if there is no coordinator to use, or if a file cannot be read. Raise `click.UsageError`
         for an invalid --url.

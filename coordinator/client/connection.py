@@ -25,9 +25,9 @@ class CoordinatorAddress:
     url: str
     """Base URL without a path."""
     key: str
-    """API key."""
+    """API key, or the secret of `run.json` for a coordinator on this machine."""
     authority: str
-    """CA of the endpoint's certificate (PEM); empty if the system's CAs apply."""
+    """CA of the endpoint's certificate (PEM), trusted in addition to the system's CAs; empty for none."""
 
 
 def _create_context(authority: str) -> "ssl.SSLContext":

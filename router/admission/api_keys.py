@@ -144,8 +144,8 @@ class KeyRing:
         `salted_hash` is the hash of the text (`compute_salted_hash`), if the caller has it. A key that was verified
         before is recognized by this hash, which costs a tenth of the HMAC.
 
-        A result of None is counted in `refused`. If `anonymous` is set, it is returned for every text that is not a
-        Macpool key.
+        A result of None is counted in `refused`. If `anonymous` is set, it is returned for every text that does not
+        begin with `mp_`.
         """
         known = self.find(presented, salted_hash)
         self.refused += known is None

@@ -7,8 +7,8 @@ FAIR_SHARE_FACTOR = 2
 
 Requests of a greedy key are queued before nodes are full of them. At their deadline they are refused where memory is
 scarce. Both apply only while other keys have open requests. Of two keys with equal priority neither can exceed the
-factor, because each has a share of one half. A
-low-priority key next to a normal one exceeds it above two fifths of the work.
+factor, because each has a share of one half. A low-priority key next to a normal one exceeds the factor above two
+fifths of the work.
 """
 
 _NOTHING = 0, 0

@@ -36,7 +36,7 @@ class ModelTarget(msgspec.Struct, frozen=True, gc=False):
     profile: str = ""
     """Profile that the client named; empty without one."""
     upstream: str = ""
-    """Upstream of the alias, its last candidate; empty without one."""
+    """Upstream of the alias, its last candidate; empty without one, or if the key may not use the alias by its name."""
 
 
 class ModelNames:

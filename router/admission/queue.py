@@ -32,7 +32,7 @@ HOLD_HEADROOM_AFTER_SECONDS = 5.0
 MIN_QUEUE_LENGTH = 64
 """Minimum number of requests that the queue can hold."""
 ENTRIES_PER_NODE = 4
-"""Requests per node that the queue can hold, above `MIN_QUEUE_LENGTH`."""
+"""Requests per node that the queue can hold, if their sum is more than `MIN_QUEUE_LENGTH`."""
 KEY_SHARE_DIVISOR = 4
 """Divisor of the queue's maximum length for the share of one key."""
 MIN_KEY_SHARE = 16
@@ -144,11 +144,12 @@ class AdmissionQueue(Generic[T]):
     ) -> QueuedRequest[T] | Refused:
         """Enqueue a request (`item`) of an API key. Return the queued request, or the refusal.
 
-        Refuse a key that is over its share (429), and any request to a full queue (503). `cost` is in tokens, `now` and
-        `deadline` in monotonic seconds. `nodes` is the number of nodes, from which the limits follow. `weight`
-        is the key's weight against the other queued keys. `share` is the key's maximum number of queued requests.
-        Without `share`, the maximum is `compute_share`, which a key may exceed while no other key waits. A `begun`
-        request was admitted before: no limit applies to it.
+        Refuse a key that already has its share (429), and any request to a full queue (503). `cost` is in tokens, `now`
+        and `deadline` in monotonic seconds. `nodes` is the number of nodes, from which the limits follow. `weight` is
+        the key's weight against the other queued keys. `share` is the key's maximum number of queued requests. Without
+        `share`, the maximum is `compute_share`. A key may exceed that while no other key waits, places for another key
+        stay free, and the recent pace meets the deadline. A `begun` request was on a node before: no limit applies to
+        it.
         """
         if begun:
             return self._enqueue(item, key, cost, now, deadline, weight)

@@ -27,11 +27,11 @@ from wire.units import show_size
 
 MINUTE_SECONDS = 60.0
 DEFAULT_ANSWER_TOKENS = 256
-"""Assumed tokens of an answer for which the client sets no limit."""
+"""Assumed tokens of an answer for which the client sets no limit, and maximum in `estimate_probable_tokens`."""
 BYTES_PER_TOKEN = 4
 """Assumed bytes of text per prompt token, until a node has counted the prompt."""
 VIDEO_RETRY_SECONDS = 30.0
-"""Retry-After in seconds for a key that has reached its limit of open videos."""
+"""Retry-After in seconds for a key that has reached its limit of open or queued videos."""
 WEIGHTS = {"low": 1, "normal": 4, "high": 16}
 """Weight of a key in the queue by its priority."""
 

@@ -37,7 +37,7 @@ MAX_STOP_CHARS = 512
 MAX_MESSAGES = 16_384
 MAX_NAME_CHARS = 256
 TEMPLATE_BYTES = 16
-"""Bytes of text that the chat template adds to each message and to each call."""
+"""Assumed bytes of text that the chat template adds to each message and to each call."""
 PLAIN_ROLES = ("system", "developer", "user", "assistant")
 """Roles whose messages have no required field besides their text."""
 MAX_TOP_K = 2**31 - 1

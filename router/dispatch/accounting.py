@@ -20,7 +20,8 @@ TEMPLATE_TOKENS = 4096
 """Tokens that a chat template may add to a prompt, in addition to `MESSAGE_TOKENS` for each message."""
 MESSAGE_TOKENS = 32
 INPUT_TOKENS = 512
-"""Maximum tokens that a model adds to each text of an embeddings request: an instruction, a first and a last token."""
+"""Maximum tokens that a model adds to each text of a request for embeddings or scores: an instruction, a first and a
+last token."""
 UNSENT_TOKENS = 8
 """Tokens of one choice that are generated and never sent: the end token and tokens held back for a stop string."""
 QUOTING = {
@@ -45,7 +46,8 @@ class Accounting:
 
         A request without a charge is counted and stored in the history, but is no usage of its key.
 
-        `model` is its model, or empty if no member has a model of that name.
+        `model` is the name for the totals: the request's model or the label of its upstream. It is empty if no member
+        has a model of that name.
         """
         seconds, spec, counters, charged = now - request.arrived, request.spec, self._counters, request.charged
         sent = request.tokens.total  # a request used at least the tokens that were sent

@@ -33,13 +33,13 @@ class ActiveRequest:
 
     `number` orders requests by arrival. `now` is the time of arrival in monotonic seconds. `demand` and `params` are
     taken from `spec` unless given. `charged` is the number of tokens charged to the key's quota; None if the quota
-    refused the request or is not charged. `rates` is the state of the key's rates after the charge.
-    `chain` has the hashes of the prompt; None if
-    placement does not use them. `cached_shares` maps nodes to the share of the prompt in their prefix cache. `alias`
-    has the candidates of the alias that the client named; None without an alias.
+    refused the request or is not charged. `rates` is the state of the key's rates after the charge; empty without
+    rates. `chain` has the hashes of the prompt; None if placement does not use them. `cached_shares` maps nodes to the
+    share of the prompt in their prefix cache, 0 to 1. `alias` has the candidates of the alias that the client named;
+    None without an alias.
 
-    `life` is its state with its attempts, `tried` the nodes that placement excludes, `tokens` the received token ids.
-    `answer` passes deltas and the outcome to the reader, which sends them to the client.
+    `life` is the state of the request with its attempts. `tried` has the nodes that placement excludes, `tokens` the
+    received token ids. `answer` passes deltas and the outcome to the reader, which sends them to the client.
     """
 
     __slots__ = (
@@ -110,11 +110,14 @@ class ActiveRequest:
         self.version = UNKNOWN_VERSION
         """Version of the model that generates the answer, or is to generate it; unknown before the first attempt."""
         self.prompt_counts: tuple[int, int] = (0, 0)
-        """Prompt tokens and the cached tokens among them, for usage."""
+        """Prompt tokens and the cached tokens among them, for usage; zeros until a node or an upstream has them."""
         self.entry: QueuedRequest[ActiveRequest] | None = None
         """Place in the queue; None if the request is not queued."""
         self.deadline: float | None = None
-        """End of the wait in the queue, in monotonic seconds; None before the first wait."""
+        """End of the wait in the queue, also of a later wait, in monotonic seconds.
+
+        None before the first wait, and after a node has admitted the request.
+        """
         self.swap = ""
         """Model swap that the request waits for in the queue, for the control plane; empty for none."""
         self.steps: list[tuple[float, str, str]] = []
@@ -132,7 +135,7 @@ class ActiveRequest:
 
     @property
     def node_name(self) -> str:
-        """Name of the node of the newest attempt; empty before the first."""
+        """Name of the node of the current attempt, or of the last one; empty before the first."""
         return self.life.node_name
 
     @property
@@ -194,7 +197,7 @@ class ActiveRequest:
             state.remove_node(node)
 
     def use_candidate(self, state: CandidateState) -> CandidateState:
-        """Use the state of another candidate of the alias. Return the state of the candidate that it replaces."""
+        """Use the state of another candidate of the alias, or of its upstream. Return the state that was in use."""
         former = CandidateState(self.spec, self.demand, self.tried, self.chain, self.cached_shares)
         self.spec, self.demand, self.tried = state.spec, state.demand, state.tried
         self.chain, self.cached_shares = state.chain, state.cached_shares
@@ -215,8 +218,8 @@ class ActiveRequest:
     def add_delta(self, delta: Delta) -> bool:
         """Store one delta from the node. Return True if the answer must be flushed after the last delta of its frame.
 
-        A streamed answer of an unknown choice discards all ids: it can no longer be resumed. A collected one ignores
-        the delta.
+        A delta of an unknown choice discards the ids of a streamed answer, which can then no longer be resumed. A
+        collected answer ignores such a delta.
         """
         try:  # without a call of `tokens`: this runs for every token
             self.tokens.ids[delta.choice] += delta.ids
@@ -226,8 +229,8 @@ class ActiveRequest:
         return self.answer.add(delta)
 
     def prepare_resume(self) -> None:
-        """Set `demand.known_tokens` to the number of received tokens of the longest choice.
-        Call this before another node resumes the answer.
+        """Set `demand.known_tokens` to the number of received tokens of the longest choice, for placements of a request
+        whose answer is resumed.
         """
         self.demand = replace(self.demand, known_tokens=self.tokens.longest)
 

@@ -44,7 +44,7 @@ class Answer:
         self.begun = False
         """Whether the client has a part of the answer."""
         self.buffered = 0
-        """Size of the stored part: bytes of a slow reader's stream, or characters of a collected answer."""
+        """Size of the stored part in characters, with overheads. Of a stream, only deltas of a slow reader count."""
         self._sink: Callable[[], None] | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -106,8 +106,8 @@ class Answer:
 class StreamedAnswer(Answer):
     """Answer that is sent while it is generated.
 
-    `buffered` counts the bytes, with overheads, of pending deltas that arrived while the reader was `blocked`. It is 0
-    for a reader that keeps up.
+    `buffered` counts the characters, with overheads, of pending deltas that arrived while the reader was `blocked`. It
+    is 0 for a reader that keeps up.
     """
 
     __slots__ = ("blocked", "keepalive_due", "pending", "takes")
@@ -137,7 +137,7 @@ class StreamedAnswer(Answer):
         return len(pending) == 1
 
     def discard(self) -> None:
-        """Discard the pending deltas. Their tokens still count as generated."""
+        """Discard the pending deltas. `ActiveRequest.tokens` is unchanged."""
         self.pending = []
         self.buffered = 0
 

@@ -1,8 +1,9 @@
 """Counters of the router: plain numbers on one event loop, exported by the coordinator.
 
 Rules
-- A model's name is one that some member has. Invented names, and models beyond `MAX_MODELS`, share the row OTHER.
-  Unknown codes of nodes share the outcome FAILED. Tables are therefore bounded.
+- A model's name is one that some member has, or the label of an upstream. Invented names, and models beyond
+  `MAX_MODELS`, share the row OTHER. Codes that are not in `OUTCOMES` share the outcome FAILED. Tables are therefore
+  bounded.
 - Nothing is counted per token: gaps between tokens are observed once per decode step of a node, for all its streams.
 """
 
@@ -31,7 +32,7 @@ MAX_KEY_MODELS = 1024
 OTHER = "other"
 """Name of the row of all models without a row of their own."""
 FAILED = "failed"
-"""Outcome of a request that ended with an unknown code of its node."""
+"""Outcome of a request that ended with a code that is not in `OUTCOMES`, such as `engine_error` or an unknown code."""
 OUTCOMES = frozenset(
     {
         "ok",
@@ -51,14 +52,14 @@ OUTCOMES = frozenset(
         *(code.value for code in RefusalCode),
     }
 )
-"""Outcomes of a request: `ok`, a code of `FailureCode` or `RefusalCode`, or `FAILED` for any other."""
+"""Outcomes of a request: `ok`, any code of `RefusalCode`, these codes of `FailureCode`, or `FAILED` for any other."""
 
 
 UPSTREAM_OUTCOMES = ("ok", "refused", "limited", "failed", "interrupted", "cancelled")
 """Outcomes of a request at an upstream.
 
-`refused`: a 4xx answer about the request. `limited`: 429. `failed`: no answer. `interrupted`: no complete stream.
-`cancelled`: the client left, or the coordinator stopped.
+`refused`: a 4xx answer about the request. `limited`: 429. `failed`: no usable answer. `interrupted`: no complete
+stream. `cancelled`: the client left, or the coordinator stopped.
 """
 
 
@@ -146,7 +147,7 @@ class Counters:
     nodes_lost: int = 0
     """Requests that were on a node when the node was lost."""
     resumes: int = 0
-    """Answers that resumed on another node."""
+    """Attempts that resume an answer from its received tokens, migrations included."""
     moves: int = 0
     """Requests moved off a node that drains or fell silent, or moved to an idle node."""
     swaps: dict[str, int] = field(default_factory=lambda: {"done": 0, "dropped": 0})
@@ -174,7 +175,7 @@ class Counters:
     models: dict[str, ModelCounts] = field(default_factory=dict[str, ModelCounts])
     """Totals of each model by name, and of `OTHER`."""
     placements: dict[NodeId, int] = field(default_factory=dict[NodeId, int])
-    """Requests sent to each member."""
+    """Attempts by member; those on nodes that are no longer members are left out."""
     nodes: dict[NodeId, NodeCounts] = field(default_factory=dict[NodeId, NodeCounts])
     """Tokens and times to the first token of each member."""
     keys: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])

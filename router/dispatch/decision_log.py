@@ -1,8 +1,8 @@
 """History of recent requests: every step with its time, every placement decision with all its numbers, and the outcome.
 
-The history is kept in bounded rings. `cluster explain` shows why a request was placed on its node. The decisions of a
-day can be written to a file and evaluated with another policy (`replay`). A request refused before it was queued,
-because its body was invalid, has a separate ring. A client that sends only such requests evicts no other request.
+The history is kept in bounded rings. `cluster explain` shows why a request was placed on its node. The stored
+decisions can be written to a file and evaluated with another policy (`replay`). Requests with an invalid body, and
+refused token counts, have a separate ring. A client that sends only such requests evicts no other request.
 """
 
 import re
@@ -22,7 +22,7 @@ from wire.refusals import Refused
 MAX_REQUESTS_KEPT = 1000
 """Maximum ended requests in the history."""
 MAX_INVALID_KEPT = 500
-"""Maximum invalid requests in the history."""
+"""Maximum invalid requests and refused token counts in the history."""
 MAX_DECISIONS_KEPT = 1000
 """Maximum placement decisions in the history."""
 MAX_CANDIDATES_KEPT = 16
@@ -72,7 +72,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     steps: tuple[tuple[float, str, str], ...]
     """Steps as (seconds after arrival, event, node)."""
     prompt_tokens: int | None = None
-    """Prompt tokens; None if no node has counted them."""
+    """Prompt tokens; None if they are unknown."""
     cached_tokens: int = 0
     completion_tokens: int = 0
     timings: Timings | None = None
@@ -88,7 +88,10 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecisionLog:
-    """Bounded history: `records` of ended requests, `refusals` of invalid requests, and placement `decisions`."""
+    """Bounded history: `records` of ended requests, `refusals`, and placement `decisions`.
+
+    `refusals` are the records of invalid requests and of refused token counts.
+    """
 
     def __init__(self) -> None:
         self.records: deque[RequestRecord] = deque(maxlen=MAX_REQUESTS_KEPT)
@@ -119,7 +122,8 @@ class DecisionLog:
         self.decisions.append(PlacementDecision(at, request_id, key, demand, candidates, chosen.node, None, nodes))
 
     def record_invalid(self, at: float, request_id: str, key: str, problem: Problem) -> None:
-        """Record a request that was refused as invalid at `at` (monotonic seconds), without quoted text of its body."""
+        """Record an invalid request or a refused token count at `at` (monotonic seconds), without quoted text of the
+        body."""
         reason = remove_quoted_text(problem.message, problem.param or "")
         self.refusals.append(RequestRecord(request_id, key, "", False, at, 0.0, problem.code, reason, ()))
 
@@ -154,7 +158,7 @@ class ReplayResult(msgspec.Struct, frozen=True):
     instead: tuple[tuple[str, str, str], ...]
     """Disagreements as (request id, node taken, node of the other policy)."""
     waits: tuple[float, float]
-    """Mean expected seconds to the first token as decided, and with the other policy."""
+    """Mean expected seconds to the first token as decided, and with the other policy; 0 without compared decisions."""
 
 
 def remove_quoted_text(message: str, param: str) -> str:

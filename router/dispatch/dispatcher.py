@@ -57,9 +57,9 @@ class Dispatcher:
     """Dispatcher of one router: places requests on nodes and tracks them to their end.
 
     `send` writes a frame to a node's link and returns whether there is a link. It must not call the dispatcher.
-    `numbers` returns the next request number and sequence number. `draw` is the only source of randomness and returns
-    numbers in [0, 1). `policy` overrides the policy of the settings. Without `counters`, `quotas` or `scopes`, new ones
-    are created. `on_failure` is called for a request that failed on its node, with the failure code.
+    `numbers` returns the next number of an attempt or command, and the next sequence number. `draw`, the only source of
+    randomness, returns numbers in [0, 1). `policy` overrides the setting. `counters`, `quotas` and `scopes` default to
+    new ones. `on_failure` gets the failure code when a request fails on its node or the node is lost, before recovery.
     """
 
     def __init__(
@@ -215,14 +215,14 @@ class Dispatcher:
             request.answer.flush()
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Handle the end of a node's link for `reason`: resume or end its requests, and fail its commands."""
+        """Handle the end of a node's link for `reason`: resume, restart or end its requests, and fail its commands."""
         self.commands.handle_lost_node(node, reason)
         self.placer.remove_node(node)
         self._parts.migration.remove_node(node)
         self._parts.losses.handle_lost_node(node, reason)
 
     def remove_node(self, node: NodeId) -> None:
-        """Remove all state of a node that is no longer a member. A new map by node must be cleared here as well."""
+        """Remove all state of a node that is no longer a member. A new map keyed by node must be cleared here."""
         parts = self._parts
         self.affinity.remove_node(node)
         self.breakers.remove_node(node)
@@ -246,8 +246,8 @@ class Dispatcher:
     # client requests
 
     def submit(self, spec: RequestSpec) -> ActiveRequest:
-        """Accept a request: place it now, queue it, or end it with the refusal; while stopping, with a failure and no
-        charge. The caller must `close` the returned request."""
+        """Accept a request: place it, queue it, hand it to an upstream, or end it with the refusal. While stopping, end
+        it with a failure and no charge. The caller must `close` the returned request."""
         self._count += 1
         request, refused = self.intake.accept(spec, self._count, charges_quota=not self._closing)
         if self._closing:
@@ -281,7 +281,7 @@ class Dispatcher:
     # questions
 
     def find_outage_reason(self) -> str:
-        """Return why no request could be served now; empty if one could."""
+        """Return why no request could be accepted and placed on a node now; empty if one could. Ignore upstreams."""
         if self._closing:
             return STOPPING
         if len(self.queue) >= self.queue.compute_limit(len(self.view.nodes)):
@@ -338,7 +338,7 @@ class Dispatcher:
         self._arm_timer()
 
     async def drain(self, seconds: float) -> None:
-        """Refuse new requests, wait at most `seconds` for the open requests, then end the remaining ones."""
+        """Refuse new requests, and wait at most `seconds` for the open requests. Then call `shutdown`."""
         self._closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -346,7 +346,7 @@ class Dispatcher:
         self.shutdown()
 
     def shutdown(self, message: str = STOPPING) -> None:
-        """End all requests and commands with the failure `message`, cancel them on their nodes, and stop the sweeps."""
+        """End all requests (also on their nodes) and commands with the failure `message`, and stop the sweeps."""
         self.commands.shutdown(message)
         for request in list(self._open.values()):
             self.apply(request, Stopped(RequestFailure(FailureCode.SHUTTING_DOWN, message)))

@@ -20,8 +20,9 @@ Idle models are unloaded at once. A model in use is unloaded for a request that 
 the slice of that model has ended. Every request for the model in use that has waited longer goes first.
 
 A slice begins when the model is loaded. It lasts `MIN_SLICE_SECONDS` plus `SLICE_LOAD_FACTOR` times the load, because
-each slice costs a load. It lasts up to `MAX_SLICE_KEYS` times as long in proportion to the keys (by priority) that use
-the model to unload. It lasts at most a quarter of the timeout of a turn.
+each slice costs a load. If the keys that use the model or wait for it weigh more than those that wait for the other
+model, the slice is longer. The factor is the quotient of the two weights, at most `MAX_SLICE_KEYS`. A slice lasts at
+most a quarter of the timeout of a turn.
 
 The oldest request goes first. It gets the node where the fewest keys lose the last node with their model. Among these
 it gets the node that is ready soonest: running answers, then the load.
@@ -255,7 +256,7 @@ class _Option(msgspec.Struct, frozen=True, gc=False):
     leaving: frozenset[str]
     busy: frozenset[str]
     cost: tuple[int, float]
-    """Keys (by priority) that lose their last node, then seconds."""
+    """Weight of the keys that lose the last node with their model, then seconds."""
 
 
 def fits_next_to_loaded(node: NodeView, candidate: Candidate) -> bool:
@@ -321,7 +322,8 @@ def _compute_spare_bytes(node: NodeView, candidate: Candidate, leaving: frozense
 def _choose_models_to_unload(
     node: NodeView, candidate: Candidate, running: Mapping[str, Sequence[ModelUse]]
 ) -> frozenset[str] | None:
-    """Return the fewest models to unload from a node for a request, idle models first; None if that is not enough."""
+    """Return models whose unloading makes room for a request, idle models first and none unnecessary; None if no
+    models do."""
 
     def rank(model: Model) -> tuple[bool, int, float]:
         uses = running.get(model.name, ())

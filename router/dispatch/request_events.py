@@ -64,7 +64,10 @@ class DeadlinePassed(Event, frozen=True, gc=False):
 
 
 class RequestDenied(Event, frozen=True, gc=False):
-    """Event: no node takes the request, or it is over its quota or its share of the queue."""
+    """Event: the request ends without a node.
+
+    Causes are a wrong model name, the quota, the queue, the deadline, a refusal of all nodes, or a stopping dispatcher.
+    """
 
     outcome: Refused | RequestFailure
 
@@ -79,7 +82,7 @@ class NodeRefused(OfAttempt, frozen=True, gc=False):
     """Event: the node refused the request before its first token."""
 
     headroom: int | None = None
-    """Headroom in bytes that the node reported with the refusal; None without a correction of its view."""
+    """Headroom in bytes that the node reported with a refusal for lack of room; otherwise None."""
 
 
 class FirstTokens(OfAttempt, frozen=True, gc=False):
@@ -116,7 +119,10 @@ class UpstreamEnded(Event, frozen=True, gc=False):
 
 
 class Stopped(Event, frozen=True, gc=False):
-    """Event: the client left, the reader stalled, the prompt or the answer is too long, or the coordinator stops."""
+    """Event: the client left, the reader stalled, the prompt or the answer is too long, or the coordinator stops.
+
+    The dispatcher also applies this event after an illegal event of the request.
+    """
 
     outcome: RequestFailure | Refused
 

@@ -107,7 +107,7 @@ class RequestLife(msgspec.Struct, frozen=True, gc=False):
     node: NodeId | None = None
     """Node of the current attempt; None if there is none."""
     node_name: str = ""
-    """Name of the node of the newest attempt; empty before the first."""
+    """Name of the node of the current attempt, or of the last one; empty before the first."""
     newest: int = 0
     """Highest attempt number so far."""
     attempts: int = 0
@@ -121,11 +121,13 @@ class RequestLife(msgspec.Struct, frozen=True, gc=False):
     crashes: int = 0
     """Number of attempts that ended with a crash of the engine."""
     lost_by: RequestFailure | None = None
-    """Why the last attempt was lost; None without a loss. The queue never refuses a request with a loss."""
+    """Cause of the newest `AttemptLost`, a crash included; None without one. The queue never refuses a request that has
+    a cause.
+    """
     first_at: float | None = None
     """Time of the first token of any attempt; None before."""
     origin: "RequestLife | None" = None
-    """State before an attempt that may still prove undeliverable; None otherwise."""
+    """State before an attempt from the queue or from another node, until its frame is delivered; None otherwise."""
     outcome: Outcome | None = None
     """Outcome; None before the end."""
 

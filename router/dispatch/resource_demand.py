@@ -33,8 +33,8 @@ def compute_plain_demand(model: str, text: str, ids: tuple[int, ...], params: Ge
 
 
 def compute_embedding_demand(model: str, embed: EmbeddingInput) -> ResourceDemand:
-    """Return the demand of texts for embeddings or scores. A token id counts as `BYTES_PER_ID` bytes. The query counts
-    once with each document."""
+    """Return the demand of at least one text for embeddings or scores. A token id counts as `BYTES_PER_ID` bytes. The
+    query counts once with each document."""
     query = len(embed.query.encode())
     sizes = [query + len(text.encode()) for text in embed.texts] + [BYTES_PER_ID * len(ids) for ids in embed.ids]
     longest, kind = max(sizes), ModelKind.RERANK if query else ModelKind.EMBED

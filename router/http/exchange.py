@@ -83,10 +83,10 @@ class Exchange:
     ) -> bytes | Problem | None:
         """Receive the body, within the limits of size and time in `settings`.
 
-        Return a problem if the body is too long (413) or too slow (408), and None if the client left before its end.
-        An invalid `content-length` counts as too long. When more than `MAX_INLINE_BYTES` have arrived, `reserve` is
-        awaited once with the maximum size of the body. A problem that `reserve` returns ends the reception and is
-        returned. The timeout of the body is suspended during `reserve` and then starts again in full.
+        Return a problem if the body is too long (413) or too slow (408), and None if the client left before its end. An
+        invalid `content-length` counts as too long. When more than `MAX_INLINE_BYTES` have arrived before the end of
+        the body, `reserve` is awaited once with the maximum size of the body. A problem that `reserve` returns ends the
+        reception and is returned. The timeout of the body is suspended during `reserve` and then starts again in full.
         """
         limit = settings.max_body_bytes
         length = self.get_header(b"content-length")

@@ -21,9 +21,10 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
 
     model: str
     prompt_bytes: int = 0
-    """Bytes of the prompt as text; 0 for a prompt of token ids. See also `other_bytes`."""
+    """Bytes of the prompt as text; 0 for a prompt of token ids. For embeddings and scores see `other_bytes`."""
     prompt_tokens: int | None = None
-    """Exact prompt tokens; None until a node has counted them."""
+    """Exact prompt tokens: the number of token ids, or the count of a node; None before, and for embeddings and scores.
+    """
     max_tokens: int | None = None
     """Maximum output tokens of each choice; None if the request sets no limit."""
     choices: int = 1
@@ -60,8 +61,8 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
     def estimate_output_tokens(self, model: Model, prompt_tokens: int) -> int:
         """Return the output tokens to reserve for each choice.
 
-        That is the model's usual output, or `max_tokens` if that is less, and at most the context left after
-        `prompt_tokens`. A resumed answer has at least `KV_GROWTH_TOKENS` more than its known tokens.
+        That is the model's usual output, or `max_tokens` if that is less. It is at most the context left after
+        `prompt_tokens`, but at least 1. A resumed answer has at least `KV_GROWTH_TOKENS` more than its known tokens.
         """
         usual, most, context = model.expected_output, self.max_tokens, model.context
         if self.known_tokens:
@@ -72,7 +73,10 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """Placement arithmetic of one node for one request, as `evaluate_node` computes it."""
+    """Placement arithmetic of one node for one request, as `evaluate_node` computes it.
+
+    A node that lacks the model, or that is excluded by id or label, has only the fields up to `code`.
+    """
 
     node: NodeId
     name: str
@@ -86,7 +90,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     need: int = 0
     """Bytes that the request needs on the node."""
     headroom: int | None = None
-    """Bytes of headroom, less `withheld`; None if the memory of the node cannot be read; `need` if its guard is off."""
+    """Bytes of headroom minus `withheld`; None if the memory of the node cannot be read; `need` if its guard is off."""
     withheld: int = 0
     """Bytes subtracted from the node's headroom: reservations that its report does not contain, and a correction after
     a refusal."""
@@ -101,7 +105,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     in_flight: int = 0
     """Number of this router's requests on the node."""
     model: Model | None = None
-    """Requested model on this node; None if the node does not have it or is excluded by name or label."""
+    """Requested model on this node; None if the node does not have it or is excluded by id or label."""
     weights: int = 0
     """Part of `need` that a load takes, in bytes."""
     cached_share: float = 0.0
@@ -109,11 +113,17 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     tokens_ahead: int = 0
     """Queued tokens in front of this request."""
     prefill_tokens: int = 0
-    """Tokens that the node must prefill for this request: tokens that are probably not cached."""
+    """Tokens that the node must prefill for this request.
+
+    Counts tokens of the prompt or the texts that are probably not cached, and the known tokens of a resumed answer.
+    """
     expected_answer: float = 0.0
     """Expected seconds from the first token to the last."""
     delay: float = 0.0
-    """Seconds by which this request delays the other requests of the node."""
+    """Sum of the seconds by which this request delays the prompts of other requests on the node, plus weighted stalls.
+
+    The stalls are those of running rows, with the weight `ROW_WEIGHT`.
+    """
 
     @property
     def feasible(self) -> bool:
@@ -176,9 +186,9 @@ class AttemptHistory(msgspec.Struct, frozen=True, gc=False):
     refused: Mapping[NodeId, float] = msgspec.field(default_factory=dict[NodeId, float])
     """Nodes that refused the request, with the arrival of the report under which they refused, in monotonic seconds."""
     never: Mapping[NodeId, Refused] = msgspec.field(default_factory=dict[NodeId, Refused])
-    """Nodes that answered that they could never hold the request, with their refusals."""
+    """Nodes that refused the request permanently, with their refusals."""
     lost: Collection[NodeId] = ()
-    """Nodes that were lost with the request."""
+    """Nodes that were lost or stopped while they had the request, until they are ready again."""
     waiting: int = -1
     """Number of the queued request, whose own hold does not count against it; -1 for none."""
     version: ModelVersion | None = None

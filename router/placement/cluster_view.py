@@ -76,7 +76,7 @@ class NodeView:
     models: Mapping[str, Model] = field(default_factory=dict[str, Model])
     """Models in the node's catalogue, by name."""
     acked_seq: int = 0
-    """Highest sequence number of a request whose reservation `memory.reserved` counts."""
+    """Highest sequence number of a request that the engine has admitted, queued or refused."""
     draining: bool = False
     system: SystemMemory = field(default_factory=SystemMemory)
     enforcement: Enforcement = field(default_factory=Enforcement)
@@ -135,10 +135,10 @@ class ModelIdentity:
     """Versions that members have under one model name."""
 
     version: ModelVersion = UNKNOWN_VERSION
-    """Version that serves new requests; `UNKNOWN_VERSION` if no member has the model."""
+    """Version that serves new requests; `UNKNOWN_VERSION` if no member can load the model."""
     holders: Mapping[ModelVersion, int] = field(default_factory=dict[ModelVersion, int])
-    """Number of members that have each version. A member that has not hashed its files counts for the version with the
-    same samples that most members have."""
+    """Number of members that can load each version. A member that has not hashed its files counts for the version with
+    the same samples that most members have."""
 
     @cached_property
     def has_conflict(self) -> bool:
@@ -160,7 +160,8 @@ class ClusterView:
         """Return the version that serves a name, and the number of members of each version.
 
         Of several versions, the one held by most members is served; a tie goes to the lexicographically smallest. A
-        version that some member can serve now comes before a version that no member can serve.
+        version that some member can serve now comes before a version that no member can serve. A version without a
+        fingerprint comes last.
 
         Sleeping members count; members that have left or cannot load the model do not. The choice therefore changes
         only when the last member that can serve the chosen version goes
@@ -172,7 +173,7 @@ class ClusterView:
         return identity
 
     def has_model(self, name: str) -> bool:
-        """Return whether some member has a model of exactly this name."""
+        """Return whether some member knows a model of exactly this name, also one that it cannot load."""
         for node in self.nodes:  # noqa: SIM110  runs for every request, and a generator takes twice the time
             if name in node.models:
                 return True

@@ -30,7 +30,7 @@ def estimate_times(
 ) -> tuple[float, float, float]:
     """Return three times in seconds of a request on a node: to the first token, from there to the last, and delay.
 
-    The delay is the time by which the request delays the other requests of the node. `output_tokens` is the number of
+    The delay is `Candidate.delay`. `output_tokens` is the number of
     answer tokens for each of `choices`. `engine` is the node's engine, and `account` has the requests of this router on
     the node. `tokens_ahead` is the number of queued tokens in front of the request.
     """
@@ -52,8 +52,8 @@ def estimate_times(
 def estimate_prefill_wait(
     account: NodeReservations, tokens_ahead: int, prefill_tokens: int, speed: float
 ) -> tuple[float, float]:
-    """Return two times in seconds: until a prompt of `prefill_tokens` is prefilled, and the wait that it adds to other
-    prompts.
+    """Return two times in seconds: until a prompt of `prefill_tokens` is prefilled, and the sum of the waits that it
+    adds to other prompts.
 
     The prompts of a node alternate between the shortest and the oldest. `tokens_ahead` is the number of tokens in
     front. They belong to the account's unfinished prompts; any surplus belongs to unknown prompts, which count as long

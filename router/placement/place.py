@@ -3,13 +3,15 @@ node.
 
 Theory. `need` is the memory that the request adds on a node. It is a sum
 (`wire.capacity.model_needs.ModelNeeds`). It contains the KV of the prompt and of the expected output for
-every choice. It also contains the transient of a chunk, and the weights of a model that is not loaded. A node is
-feasible only if all of this holds.
+every choice. It also contains the largest transient of a prefill chunk or a decode step, and the weights of a model
+that is not loaded. For a long text, `need` is at least the memory of its tokenization. A node is feasible only if all
+of this holds.
 
-The node is ready, not cordoned, not draining and has a fresh report, and its engine runs. The node serves the model
-with a context that is long enough. The node has not refused this request since its last report (`feasibility`).
-`wire.capacity.arithmetic.judge`, the arithmetic of the node's own gate, accepts `need` on top of the bytes reserved
-there since the report.
+The request and its API key allow the node. The node is ready, not cordoned, not draining and has a fresh report, and
+its engine runs. The node serves the model, in the version, kind and features that the request needs, with a context
+that is long enough. No earlier attempt of the request excludes the node (`feasibility`). No model swap bars a new
+request for the model. `wire.capacity.arithmetic.judge`, the arithmetic of the node's own gate, accepts `need` on top of
+the bytes reserved there since the report.
 
 No policy can override that filter: a policy only orders the feasible nodes (`policies`) by the times of `cost_model`.
 
@@ -26,12 +28,13 @@ The balanced order compares in turn:
 5. The larger share of headroom.
 6. Chance.
 
-An idle node with the model loaded gets full marks wherever the request fits. Otherwise it would lose to a node with
-more room that has to load the model. Ranking by plain bytes sends everything to the largest machine (simulated: median
-wait 6.4 s instead of 3.1 s at 40 % load).
+An idle node with the model loaded gets full marks wherever the request fits. A node that has cached `PREFIX_HIT_SHARE`
+of the prompt gets them as well. Otherwise an idle node would lose to a node with more room that has to load the model.
+Ranking by plain bytes sends everything to the largest machine (simulated: median wait 6.4 s instead of 3.1 s at 40 %
+load).
 
-Before a node has counted the prompt, its tokens are an estimate: bytes of text divided by the model's measured ratio,
-at most its context.
+Before a node has counted the prompt, the number of tokens is an estimate. It is the bytes of text divided by the
+model's measured ratio, at most the model's context.
 """
 
 from collections.abc import Callable, Mapping

@@ -11,7 +11,7 @@ Nodes reuse a prefix only for the key that sent it, and chains belong to a key a
 one key therefore change no placement of another key.
 
 A client may name its conversation (`x-session-id`, `prompt_cache_key`, `user`). The name is used where the chain finds
-nothing. The share is then the size of the last prompt of that name relative to this one, times a trust factor. Every
+less. The share is then the size of the last prompt of that name relative to this one, times a trust factor. Every
 answer corrects the factor, because some clients send one `user` for everything.
 
 The index is bounded (`MAX_ENTRIES`) and removes the least recently used entry first. An entry is removed when the node
@@ -34,9 +34,9 @@ BLOCK_CHARS = 2048
 MAX_HASHES = 64
 """Maximum hashes of one prompt: half from its beginning, where system prompts end, half from its end."""
 MAX_ENTRIES = 50_000
-"""Maximum entries of the index."""
+"""Maximum hashes, maximum prompts and maximum sessions of the index."""
 MIN_TRUST = 0.05
-"""Trust factor below which the name of a session is ignored."""
+"""Trust factor up to which the name of a session is ignored."""
 NOWHERE: Mapping[NodeId, float] = MappingProxyType({})
 """Shares of a prompt that no node has cached."""
 

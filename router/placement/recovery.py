@@ -19,11 +19,11 @@ from wire.refusals import FailureCode, RefusalCode
 MAX_CRASHES = 2
 """Number of engine crashes that ends a request."""
 MAX_LOSSES = 3
-"""Maximum nodes that one request may lose or leave."""
+"""Maximum losses that one request survives: lost, stopping or draining nodes, and lack of memory on a node."""
 MIN_SILENCE_SECONDS, MAX_SILENCE_SECONDS = 3.0, 10.0
-"""Minimum and maximum seconds of silence after which a stream is resumed elsewhere."""
+"""Minimum and maximum seconds of silence of a node after which its request is resumed elsewhere."""
 MAX_KNOWN_TOKENS = 1_000_000
-"""Maximum stored token ids of an answer without a limit."""
+"""Maximum stored token ids of each choice of an answer without a limit."""
 MEMORY_FAILURES = (RefusalCode.NO_ROOM.value, FailureCode.MEMORY_PRESSURE)
 """Failure codes of requests that a node gave up to keep its other requests and the machine running."""
 
@@ -47,7 +47,8 @@ _LOSS_KINDS = {
 
 
 def classify_loss(code: str) -> LossKind | None:
-    """Return the cause that a node's failure code stands for; None if no node could recover the request."""
+    """Return the kind of loss that a node's failure code stands for; None for a code that is no loss, which ends the
+    request."""
     return _LOSS_KINDS.get(code)
 
 

@@ -39,9 +39,9 @@ UNMEASURED_RATIO = 4.0
 MAX_CONTEXT = 100_000_000
 """Maximum context of a model, in tokens."""
 MAX_LOAD_SECONDS = 600.0
-"""Maximum load time of a model and maximum age of a reading, in seconds."""
+"""Maximum load time of a model and maximum age of a reading, in seconds. A larger value counts as 0."""
 MAX_UNIX_SECONDS = 2.0**33
-"""Latest end of a pause, in Unix seconds: the year 2242."""
+"""Latest end of a pause, and latest use of a model, in Unix seconds: the year 2242."""
 MAX_EXPECTED_OUTPUT = 32_768
 """Maximum expected output of a model, in tokens."""
 MAX_MODELS = 512

@@ -18,7 +18,8 @@ from wire.capacity.arithmetic import Fits, can_ever_fit, estimate_request_need, 
 class NodeForecast:
     """Forecast for one node. Times are virtual, in seconds.
 
-    `table` has the rows of the node's engine. `queued()` returns its requests whose prefill has not ended.
+    `table` has the rows of the node's engine. `queued()` returns the node's requests whose prefill has not ended, also
+    those that wait for their model.
     """
 
     def __init__(

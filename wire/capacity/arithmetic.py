@@ -1,7 +1,7 @@
 """Memory arithmetic: headroom, the default margin, and whether an allocation fits on a node.
 
-It defines current, headroom, predicted, the default margin and the memory level. It computes the bytes of decode
-batches, transients, tokenization, requests and model loads.
+It defines current, headroom, predicted, the default margin and the memory level. It computes the bytes of transients,
+tokenization, requests and model loads; `batches` computes those of decode batches.
 
 The engine's gate, preflight, joins, model loads, video leases and the router's placement all use these functions on the
 same fields. Router and gate therefore agree about the same reading; property tests check that. Readings are in
@@ -54,7 +54,7 @@ KV_GROWTH_TOKENS = 64
 DEFAULT_ROW_TOKENS = 2048
 """Tokens of a row in `compute_max_batch`."""
 MAX_LOGITS_BYTES = 16 * MIB
-"""Maximum bytes of logits in the last forward of a prompt; beyond it, the last token has its own forward."""
+"""Maximum bytes of logits in the last forward of a prompt. A forward of one token may take more."""
 
 
 TOKENIZE_BYTES_PER_TOKEN = 320
@@ -70,7 +70,7 @@ TOKENIZE_SLICE_CHARS = 256 * 1024
 TOKENIZE_SLACK = 1.02
 """Factor on the context length at which tokenization stops, because slicing adds a few tokens."""
 UNCHECKED_TOKENIZE_BYTES = MIB
-"""Bytes below which tokenization needs no check of the gate; less than every margin."""
+"""Bytes up to which tokenization needs no check of the gate; less than every margin."""
 MAX_UNCHECKED_TEXT_BYTES = UNCHECKED_TOKENIZE_BYTES // TOKENIZE_BYTES_PER_TOKEN
 """Bytes of text that a loaded tokenizer always tokenizes within `UNCHECKED_TOKENIZE_BYTES`."""
 
@@ -253,7 +253,7 @@ def estimate_step_transient(transient: TransientModel, rows: int, longest: int, 
 
 
 def compute_last_chunk_tokens(transient: TransientModel) -> int:
-    """Return the maximum tokens of the last forward of a prompt.
+    """Return the maximum tokens of the last forward of a prompt, at least 1.
 
     That forward computes the logits of all its tokens, which may take `MAX_LOGITS_BYTES`.
     """
@@ -320,7 +320,7 @@ def estimate_request_need(model: Model, prompt_tokens: int, output_tokens: int, 
 def estimate_tokenize_bytes(
     text: int, files: int = 0, *, loads: bool = False, guides: bool = False, context: int = 0
 ) -> int:
-    """Return the transient bytes of tokenizing `text` bytes; 0 if they are at most UNCHECKED_TOKENIZE_BYTES.
+    """Return the transient bytes to tokenize `text` bytes; 0 if these are at most UNCHECKED_TOKENIZE_BYTES.
 
     `files` is the size of the tokenizer's files in bytes. `loads`: the tokenizer is loaded first. `guides`: its tables
     for grammars are built first. Every byte of the text may be one token. With `context`, tokenization stops after

@@ -113,7 +113,8 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     queued_tokens: Natural = 0
     """Prompt tokens that are not prefilled yet."""
     acked_seq: Number = 0
-    """Highest `seq` of a Generate that `memory.reserved` counts."""
+    """Highest `seq` of a Generate or Embed that the engine has admitted, queued or refused; 0 before the first.
+    `memory.reserved` counts the admitted ones."""
     counts: EngineCounters = EngineCounters()
     cache: CacheState = CacheState()
     limits_number: Number = 0

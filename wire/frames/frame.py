@@ -4,9 +4,9 @@ A frame is `u32 length | u8 tag | msgpack array` (`wire.codec`). The link and th
 same tags, because the agent forwards frames of the engine. The agent decodes only their first field, `request`. Fields
 are only appended; a field that was not in protocol 1 has a default. `wire.frames.registry` has the tags.
 
-Sizes are bytes, times are seconds. `request` is the coordinator's number of a request. It is unique across restarts
-because its upper half is the epoch. `seq` grows with every Generate; a report acknowledges the highest `seq` whose
-memory it counts.
+Sizes are bytes, times are seconds. `request` is the coordinator's number of an attempt of a request, or of a command.
+The number is unique across restarts, because its bits above the lowest 40 are the epoch. `seq` grows with every
+Generate and Embed; a report acknowledges the highest `seq` whose memory it counts.
 """
 
 from wire.bounds import (

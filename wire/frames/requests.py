@@ -153,7 +153,8 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
 
     request: Number
     seq: Number
-    """Sequence number, which grows with every Generate. A report acknowledges the highest one in `acked_seq`."""
+    """Sequence number, which grows with every Generate and Embed. A report acknowledges the highest one in
+    `acked_seq`."""
     request_id: Word
     """Request id for logs, as the client knows it."""
     model: Word
@@ -197,7 +198,7 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
 class CountTokens(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → engine: count the tokens of a prompt.
 
-    The fields mean the same as in Generate. The answer is Finished with `prompt_tokens`, or Refusal.
+    The fields mean the same as in Generate. The answer is Finished with `prompt_tokens`, Refusal or Failed.
     The model need not be loaded; nothing is computed or reserved.
     """
 
@@ -220,7 +221,7 @@ class LoadModel(Frame, frozen=True, array_like=True, gc=False):
 class UnloadModel(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → engine: unload a model, or abort its load.
 
-    The answer is Finished, or Refusal if the model is not loaded or is in use.
+    The answer is Finished, Refusal if the model is not loaded or is in use, or Failed.
     """
 
     request: Number
@@ -248,7 +249,8 @@ class ProfileModel(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Cancel(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → engine: cancel a request or a ProfileModel. The engine sends no further frame about it."""
+    """Coordinator → engine: cancel a request, a CountTokens or a ProfileModel. The engine sends no further frame about
+    it. A load continues."""
 
     request: Number
 

@@ -114,7 +114,7 @@ class Report(Frame, frozen=True, array_like=True, gc=False):
     engine: EngineState
     models: Annotated[tuple[Model, ...], Meta(max_length=MAX_MODELS)] = ()
     acked_seq: Number = 0
-    """Highest `seq` of a Generate that `memory.reserved` counts."""
+    """`EngineReport.acked_seq`; 0 before the first report of the engine."""
     draining: bool = False
     """Whether the node accepts no new requests; also true while `sharing.paused`, for older coordinators."""
     ping: Number = 0
@@ -188,7 +188,7 @@ class FetchRequest(Frame, frozen=True, array_like=True, gc=False):
     source: Text
     """`logs`, `metrics` or `artifact:LEASE/NAME`."""
     offset: Difference = 0
-    """First byte; a negative offset counts from the end."""
+    """First byte. A negative offset counts from the end; an offset above the size of the file counts as 0."""
     limit: Size = 0
     """Maximum bytes of the window."""
 

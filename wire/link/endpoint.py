@@ -271,7 +271,10 @@ class LinkEndpoint:
         """Handle an opened connection. Subclasses override this; by default, do nothing."""
 
     def on_frame(self, tag: int, body: bytes) -> None:
-        """Handle a received frame. A WireError raised here closes the connection with its text as the reason."""
+        """Handle a received frame.
+
+        A WireError raised here closes the connection, with the text of the error as the reason.
+        """
         raise NotImplementedError
 
     def on_lost(self, reason: str) -> None:
@@ -369,7 +372,8 @@ class LinkEndpoint:
             self.outbox.send_background(frames)
 
     def close(self, reason: str = "") -> None:
-        """Close the connection once all short frames are sent; discard queued long frames. `on_lost` gets `reason`."""
+        """Close the connection once all short frames are sent; discard all other queued frames. `on_lost` gets
+        `reason`."""
         self._reason = reason or self._reason
         if self.outbox is not None and self.open:
             self.outbox.flush()

@@ -1,4 +1,8 @@
-"""`cluster join` and `cluster leave`. Both replace their process by `node.run`, which this package never imports."""
+"""`cluster join` and `cluster leave`, carried out by `node.run`, which this package never imports.
+
+`join`, and `leave` without a running node, replace their process by `node.run`. `leave` sends a signal to a running
+node.
+"""
 
 import os
 import signal

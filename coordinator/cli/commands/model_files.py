@@ -48,7 +48,10 @@ def list_files(session: ApiSession, unused_since: float | None) -> None:
 
 
 def _fetch_copies(session: ApiSession, unused_since: float | None = None) -> list[Copy]:
-    """Return all copies of models on members, and with `unused_since` only those without a use for these seconds."""
+    """Return all copies of models on members.
+
+    With `unused_since`, return only copies without a use for these seconds that are neither loaded nor loading.
+    """
     answer = session.request_json("GET", "/api/v1/models")
     copies = [
         {"copy_of": model["name"], **node}

@@ -105,7 +105,7 @@ def print_models(answer: dict[str, Any], *, wide: bool) -> None:
 
 
 def _describe_alias(alias: dict[str, Any]) -> str:
-    """Describe an alias with its candidates in order, and the candidates that no node can serve."""
+    """Describe an alias: its candidates in order, its upstream, and the first candidate that a node can serve."""
     served, upstream = alias["served"], alias.get("upstream")
     candidates = [*alias["candidates"], *([f"upstream {upstream}"] if upstream else [])]
     note = "no node can serve any of them" if served is None else f"first one on a node: {served}"

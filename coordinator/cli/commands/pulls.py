@@ -213,7 +213,7 @@ class HiddenPullProgress:
 
 
 class PullProgressLines:
-    """One line for each node whose state changed, and one every `LINE_INTERVAL_SECONDS`, on standard error."""
+    """Lines on standard error: one for each change of a node, and one every `LINE_INTERVAL_SECONDS` while it pulls."""
 
     def __init__(self) -> None:
         self._shown: dict[str, tuple[tuple[str, str], float]] = {}

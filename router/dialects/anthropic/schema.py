@@ -167,7 +167,8 @@ AnyTool = Annotated[
 
 
 class ToolChoice(StrictPart):
-    """Choice of the tools that the model may or must call. `name` is required with the type `tool` only.
+    """Choice of the tools that the model may or must call. `name` is required with the type `tool`, and refused with
+    any other type.
 
     With `disable_parallel_tool_use` the answer ends after its first call.
     """

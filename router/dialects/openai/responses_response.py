@@ -84,7 +84,7 @@ class ResponseMeta:
     def build_call_item(self, name: str, status: str, call: AnswerToolCall, *, begun: bool = False) -> Shape:
         """Return the output item of a tool call, as the client knows the tool. `name` is the id of the item.
 
-        If the call has only `begun`, its arguments are left out.
+        If the call has only `begun`, its arguments or its input are empty.
         """
         origin = self._origins.get(call.name, ClientTool(call.name))
         where: Shape = {"namespace": origin.namespace} if origin.namespace else {}

@@ -83,7 +83,10 @@ class GrammarFormat(StrictPart):
 
 
 MIN_TOP_P = 1e-6
-"""Value that replaces `top_p: 0`. Both leave the most likely token only; clients of OpenAI's API send 0 as well."""
+"""Minimum of `top_p`, which replaces 0 and any smaller value. All of them leave the most likely token only.
+
+Clients of OpenAI's API send 0 as well.
+"""
 
 
 def _raise_to_minimum(top_p: float) -> float:
@@ -271,7 +274,7 @@ def list_stops(stop: str | Iterable[str] | None) -> tuple[str, ...]:
 def parse_stream_options(body: SamplingFields) -> bool | Problem:
     """Return whether the last chunk of a stream has the usage.
 
-    Return a 400 problem for stream options without a stream, and for `include_obfuscation`.
+    Return a 400 problem for stream options without a stream, and for `include_obfuscation: true`.
     """
     options = body.stream_options
     if options is None:

@@ -104,7 +104,10 @@ class ParsedRequest(Protocol):
         ...
 
     def create_chunk_encoder(self, reader: AnswerReader) -> Chunks:
-        """Return the encoder for the stream of this request."""
+        """Return the encoder for the stream of this request.
+
+        Raise `NotImplementedError` if the route has no streams.
+        """
         ...
 
 

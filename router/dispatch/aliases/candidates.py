@@ -54,7 +54,7 @@ class UnusedCandidate:
     spec: RequestSpec
     demand: ResourceDemand
     lost: set[NodeId]
-    """Nodes that were lost with the request, shared by all its candidates."""
+    """Set `TriedNodes.lost` of the request, shared by all its candidates."""
 
     def prepare(self, chain: PrefixHashChain | None, cached_shares: Mapping[NodeId, float]) -> CandidateState:
         """Return the state for the first use, with the prefix hashes of the prompt (None: not used by placement).
@@ -108,7 +108,7 @@ class AliasCandidates:
     def add_unused(self, spec: RequestSpec, demand: ResourceDemand, lost: set[NodeId]) -> None:
         """Add all candidates but the first one as unused. `spec` and `demand` belong to the first candidate.
 
-        `lost` has the nodes that were lost with the request. All candidates share this set.
+        `lost` is the set `TriedNodes.lost` of the request. All candidates share it.
         """
         for at, model in enumerate(self.models[1:], 1):
             own_spec = replace(spec, demand=replace(spec.demand, model=model))

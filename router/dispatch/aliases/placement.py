@@ -1,8 +1,8 @@
 """Placement of requests that name an alias: its candidates are tried in order at every attempt.
 
-The first candidate that can start now gets the request. If none can, the request waits for the first one that could
-ever take it, and every retry tries all candidates again. The candidate is fixed once the client has the head of a
-stream or tokens exist, because the answer names its model.
+The first candidate that can start now gets the request. If none can, the request goes to the upstream of the alias if
+possible. Otherwise it waits for the first candidate that could ever take it. Every retry tries all candidates again.
+The candidate is fixed once the client has the head of a stream or tokens exist, because the answer names its model.
 """
 
 from collections.abc import Callable

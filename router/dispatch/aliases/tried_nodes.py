@@ -17,9 +17,9 @@ class TriedNodes:
         seconds.
         """
         self.never: dict[NodeId, Refused] = {}
-        """Nodes that could never hold the request, with their refusals."""
+        """Nodes that refused the request permanently, with their refusals."""
         self.lost: set[NodeId] = set() if lost is None else lost
-        """Nodes that were lost with the request."""
+        """Nodes that were lost or stopped while they had the request, until they are ready again."""
 
     def mark_refused(self, node: NodeId, reported_at: float, refused: Refused | None = None) -> None:
         """Exclude a node until its next report, or for good if its refusal is final.
@@ -32,7 +32,7 @@ class TriedNodes:
             self.never[node] = refused
 
     def mark_lost(self, node: NodeId) -> None:
-        """Exclude a node that was lost with the request."""
+        """Exclude a node that was lost, or stops, while it has the request."""
         self.lost.add(node)
 
     def readmit(self, node: NodeId) -> None:

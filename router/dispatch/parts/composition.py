@@ -63,7 +63,7 @@ class Surroundings:
     send: Callable[[NodeId, Frame], bool]
     """Function that writes a frame to a node's link and returns whether there is a link."""
     numbers: Callable[[], tuple[int, int]]
-    """Function that returns the next request number and sequence number."""
+    """Function that returns the next number of an attempt or command, and the next sequence number."""
     clock: Callable[[], float]
     """Function that returns monotonic seconds."""
     draw: Callable[[], float]
@@ -74,7 +74,7 @@ class Surroundings:
     scopes: CacheScopes
     policy: Policy
     on_failure: Callable[[ActiveRequest, str], None]
-    """Function that is called for a request that failed on its node, with the failure code."""
+    """Function that is called for a request that failed on its node or whose node was lost, with the failure code."""
 
     @property
     def interval(self) -> float:

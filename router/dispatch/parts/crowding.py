@@ -26,7 +26,7 @@ class CrowdRules:
         """Return whether a request must be queued although a node has room for it.
 
         This applies where many prompt tokens are ahead of the request and its key requests far more than its share. A
-        request that has lost a node, and a node that must load the model, are exempt.
+        request with a lost attempt, and a node that must load the model, are exempt.
         """
         model = chosen.model
         if request.life.lost_by is not None or model is None or not model.loaded:

@@ -19,7 +19,7 @@ from wire.identity import NodeId
 from wire.refusals import Refused
 
 MIN_AFFINITY_BYTES = 1024
-"""Minimum bytes of a prompt for prefix affinity: a shorter prompt is prefilled in an instant."""
+"""Minimum bytes of a prompt without a session for prefix affinity: a shorter prompt is prefilled in an instant."""
 SEEDS = 1 << 53
 """Number of different seeds that the router draws: `draw` returns floats with 53 random bits."""
 

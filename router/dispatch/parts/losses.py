@@ -1,8 +1,9 @@
 """Losses: a node is lost, an engine died, or a node has no memory left. The request resumes elsewhere, or ends.
 
 Requests resume from the received token ids, by the rules of `router.placement.recovery`. The text that the client has
-received stays valid. A request without room waits in the queue, which never refuses it, and memory is held for it at
-once. The request ends with the reason at its deadline, or at once if no other node has its model.
+received stays valid. A request of which the client has received nothing may also restart. A request without room waits
+in the queue, which never refuses it, and memory is held for it at once. The request ends with the reason at its
+deadline, or at once if no node but the lost ones has its model.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,8 @@ from wire.report import Model
 
 
 class Losses:
-    """Lost attempts. `on_failure` is called for a request that failed on its node, with the failure code."""
+    """Lost attempts. `on_failure` is called with the failure code for each request that failed on its node or whose
+    node was lost."""
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class Losses:
         self._counters = counters
 
     def handle_lost_node(self, node: NodeId, reason: str) -> None:
-        """Resume the requests of a lost node on other nodes, and end the requests that cannot resume.
+        """Resume or restart the requests of a lost node on other nodes, and end the requests for which neither works.
 
         `reason` is the cause of the loss, for the messages to clients.
         """
@@ -64,7 +66,7 @@ class Losses:
             self._recover_or_end(request, LossKind.NODE, RequestFailure(FailureCode.NODE_LOST, text))
 
     def handle_failure(self, request: ActiveRequest, node: NodeId, frame: Failed) -> None:
-        """Resume elsewhere, or end, a request for which its node sent `Failed`.
+        """Resume or restart elsewhere, or end, a request for which its node sent `Failed`.
 
         A code that `classify_loss` does not count as a loss ends the request. A fault of the engine counts for the
         node's circuit breaker. The node is excluded until its next report, or until it is ready again if it stops.

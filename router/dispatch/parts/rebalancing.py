@@ -68,8 +68,8 @@ def estimate_wait_seconds(here: Candidate) -> float:
     """Return the expected seconds to the first token of a request that waits on its current node; 0 for an unknown
     model.
 
-    The candidate was judged like a new request. Its own prompt is therefore counted twice, as its own and as one in
-    front of it, and is subtracted once.
+    The request was judged like a new one. Its prompt is therefore counted twice: as the new prompt, and as one in front
+    of it. One of the two is subtracted.
     """
     return (
         here.expected_ttft - PREFILL_SLOWDOWN_WHILE_DECODING * here.prefill_tokens / here.model.prefill_speed

@@ -31,8 +31,8 @@ class _Progress:
 class StreamWatchdog:
     """Watchdog of all answers. `apply` applies an event to a request; `interval` is the time between checks in seconds.
 
-    A stream whose reader makes no progress for `slow_seconds` is ended. A reader that got no event for
-    `keepalive_seconds` gets a keep-alive.
+    An open stream that is blocked, and whose reader takes nothing for `slow_seconds`, is ended. A reader that got no
+    event for `keepalive_seconds` gets a keep-alive.
     """
 
     def __init__(

@@ -59,13 +59,14 @@ def build_swap_input(
 
 
 def _rank(model: str, ledger: ReservationLedger, node: NodeView) -> tuple[bool, bool, int]:
-    """Rank a node for examination: nodes with a turn first, then nodes with the model, then the least busy."""
+    """Rank a node for examination: nodes with a turn first, then nodes that have loaded or load the model, then the
+    least busy."""
     here = node.models[model]
     return node.id not in ledger.turns, not (here.loaded or here.loading), ledger.count_in_flight(node.id)
 
 
 def _estimate_seconds_left(request: ActiveRequest, node: NodeView, ledger: ReservationLedger) -> float:
-    """Return the expected remaining seconds of a request on a node; 0 where its speed is unknown."""
+    """Return the expected remaining seconds of a request on a node; 0 for an unknown model or decode speed."""
     model, account = node.models.get(request.demand.model), ledger.get_account(node.id)
     if model is None or model.decode_speed <= 0:
         return 0.0

@@ -26,7 +26,10 @@ from wire.refusals import RefusalCode, Refused
 
 
 class QueuedRequests:
-    """Requests without a node. `apply` applies an event to a request; `timeout_seconds` is the maximum wait."""
+    """Requests without a node. `apply` applies an event to a request.
+
+    `timeout_seconds` is the time from queueing to the deadline. A model swap and a pull extend the deadline.
+    """
 
     def __init__(
         self,
@@ -64,8 +67,8 @@ class QueuedRequests:
     def enqueue(self, request: ActiveRequest, action: Enqueue) -> None:
         """Put a request into the queue, or end it with the refusal of the queue.
 
-        A request that has lost a node is never refused, and room is held for it at once. A request keeps the deadline
-        of its earlier wait.
+        A request with a lost attempt is never refused, and room is held for it at once. A request keeps the deadline of
+        an earlier wait, unless a node has admitted the request since.
         """
         now, result = self._clock(), action.result
         entry = self._queue.offer(

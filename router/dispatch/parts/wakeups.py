@@ -61,7 +61,10 @@ class DrainWaits:
         return list(self.waits)
 
     def add_wait(self, node: NodeId) -> asyncio.Event:
-        """Return an event that is set once the node has no request. Pass it to `remove_wait` after the wait."""
+        """Return an event that is set when the last request leaves the node. Pass it to `remove_wait` after the wait.
+
+        If the node has no request now, the event is not set.
+        """
         empty = asyncio.Event()
         self.waits.setdefault(node, []).append(empty)
         return empty

@@ -80,7 +80,8 @@ def parse_object(data: bytes) -> dict[str, Any]:
 
 
 def check_answer(answer: dict[str, Any]) -> list[Any]:
-    """Return the choices of an answer or a chunk. Raise `UpstreamStreamError` if it is an error or has no choices."""
+    """Return the choices of an answer or a chunk, which may be empty. Raise `UpstreamStreamError` for an error, and
+    without a list of choices."""
     if answer.get("error"):
         raise UpstreamStreamError("sent an error in place of an answer")
     choices = answer.get("choices")
