@@ -51,11 +51,15 @@ from wire.state_machine import IllegalEventError, InvariantError
 SUSPECT_AFTER_SECONDS = 3.0
 """Seconds without a report until a node gets no new work."""
 LOST_AFTER_SECONDS = 10.0
-"""Seconds without a report until the link is closed and the requests of the node are resumed on other nodes."""
+"""Seconds without a report until a node is lost: its link is closed, and other nodes resume its requests.
+
+A node in the state joining is lost after this time in that state.
+"""
 RETURN_AFTER_REPORTS = 2
 """Consecutive reports, less than `SUSPECT_AFTER_SECONDS` apart, that end the state suspect."""
 DELETE_AFTER_SECONDS = 600.0
-"""Seconds for which a node that has left or was removed is still listed."""
+"""Seconds for which a node that has left or was removed is still listed. Also the maximum duration of the coordinator's
+suspicion of itself (`membership`)."""
 
 _GOODBYE: Mapping[str, tuple[NodeState, str]] = {
     GoodbyeReason.ASLEEP: (NodeState.ASLEEP, "asleep"),

@@ -38,7 +38,7 @@ class NodeAdministration:
         self.store.members.put(replace(self.store.members[node], cordoned=on))
 
     def set_video_allowed(self, node: NodeId, *, on: bool) -> None:
-        """Allow or forbid video jobs on a node. A running video job is finished.
+        """Allow or forbid video jobs on a node. A running video job continues to its end.
 
         Raise `KeyError` for an unknown node, `StoreError` after a failed write.
         """
@@ -53,7 +53,8 @@ class NodeAdministration:
     def remove_node(self, node: NodeId) -> None:
         """Close the links of a node at once, end its membership and revoke its certificates.
 
-        Raise `IllegalEventError` if the node has left or is unknown, `StoreError` after a failed write.
+        Raise `IllegalEventError` if the node has left or is unknown. Raise `StoreError` after a failed write; the
+        removal then lasts until the coordinator restarts.
         """
         self.links.disconnect_node(
             node, "removed", Denied("removed", "this node was removed from the cluster by an administrator", final=True)
@@ -65,8 +66,10 @@ class NodeAdministration:
         """Order a node to pause or to resume, and return its sharing state once its report confirms that.
 
         `seconds` is the duration of the pause; None: until a resume; 0: resume now. `by` names the person who orders
-        the pause, as text for the node's owner. Return None if no report confirms the order within
-        `PAUSE_TIMEOUT_SECONDS`. Raise `LookupError` if the node is not linked or cannot be paused remotely.
+        the pause, as text for the node's owner. If the last report already has the ordered state, return that report's
+        sharing state at once, for example with the end of an earlier pause. Return None if no report confirms the order
+        within `PAUSE_TIMEOUT_SECONDS`. Raise `LookupError` if the node is unknown, has not reported, is not linked, or
+        cannot be paused remotely.
         """
         if not self._get_sharing(node).when:
             raise LookupError("it has not reported yet, or runs a macpool that cannot be paused from here: drain it")

@@ -111,7 +111,7 @@ class Registry:
         return self._pool
 
     def build_view(self) -> ClusterView:
-        """Return the view for placement: every member, including sleeping and lost ones.
+        """Return the view for placement: every listed node, including sleeping and lost ones, and those that left.
 
         The view of a node stays the same object until a value of that node changes.
         """

@@ -111,7 +111,10 @@ class ConnectionOwner(Protocol):
         ...
 
     def deliver_chunk(self, node: NodeId, chunk: FetchChunk) -> None:
-        """Handle a piece of a node's answer to a fetch. Raise `WireError` if the answer is too long."""
+        """Handle a piece of a node's answer to a fetch.
+
+        Raise `WireError` if the answer has too many bytes or pieces.
+        """
         ...
 
     def answer_relay(self, connection: "Connection", peer: PeerIdentity, join: JoinRelay) -> None:
@@ -185,7 +188,8 @@ class Connection(LinkEndpoint):
     def data_received(self, data: bytes) -> None:
         """Split bytes into frames and process them. Bytes of a peer without a certificate go to its enrolment only.
 
-        Abort the connection after too many bytes before Hello, and after an invalid frame.
+        Abort the connection after too many bytes before Hello, and after an invalid frame. Raise `StoreError` if the
+        enrolment cannot be stored, and `IllegalEventError` for the Hello of a node that has left.
         """
         if self._enrollment is not None:
             self._send_enrollment_frames(self._enrollment.feed(data, self._loop.time()))

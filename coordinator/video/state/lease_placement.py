@@ -32,7 +32,7 @@ class NodeReadiness(IntEnum):
     BUSY = 2
     """The node runs another video job."""
     PAUSED = 3
-    """The node has refused a lease recently, or has not answered yet."""
+    """The node recently refused a lease or did not start a worker, or has not answered yet."""
     TIGHT = 4
     """The lease does not fit now, but may fit after the node has unloaded idle models."""
     FITS = 5
@@ -90,7 +90,7 @@ def find_packages(view: ClusterView, model: str, labels: Iterable[str] = ()) -> 
 
 
 def list_video_models(view: ClusterView) -> dict[str, VideoPackage]:
-    """Return the usable video models of all nodes, by name."""
+    """Return the usable video models of all nodes, by name. Of a model on several nodes, return the last package."""
     return {package.name: package for node in view.nodes for package in node.video.packages if not package.cause}
 
 

@@ -12,7 +12,8 @@ from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.video import LeaseEndCode, LeaseState, ReleaseCause
 
 MAX_MISSED_REPORTS = 2
-"""Consecutive reports without a lease after which the lease counts as lost. The first may precede the request."""
+"""Consecutive reports without a lease after which the lease, or the files of its finished job, count as lost. The first
+report may precede the request."""
 LOST = frozenset({LeaseEndCode.WORKER_LOST, LeaseEndCode.NODE_PAUSED})
 """Codes of ends that the job has not caused. The job may be restarted."""
 
@@ -197,7 +198,9 @@ def apply_node_away(turn: Transition, node: str) -> None:
 
 
 def apply_node_removed(turn: Transition, node: str) -> None:
-    """Apply the removal of a node from the members: requeue or fail its open jobs, and clear its name in all jobs.
+    """Apply the removal of a node from the members: requeue or fail the open jobs of the node.
+
+    Clear `VideoJob.node` in all jobs of the node, also in ended ones.
 
     Delete the node's pause and lease holds.
     """
