@@ -28,11 +28,11 @@ class BenchmarkRun(msgspec.Struct, frozen=True, kw_only=True):
     generated: int = 0
     """Generated tokens of all requests."""
     prefill_speed: float = 0.0
-    """Prompt tokens per second; 0 if the run was skipped."""
+    """Prefilled prompt tokens per second, without cached ones; 0 if the run was skipped."""
     decode_speed: float = 0.0
     """Generated tokens per second; 0 if the answers were too short to be measured, or the run was skipped."""
     skipped: str = ""
-    """Reason why the node did not take these requests; empty if it did."""
+    """Reason why the run was skipped: the model's context, or the refusal of the node; empty if it was measured."""
 
 
 class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -82,7 +82,9 @@ class ClusterCa:
         self.renew()
 
     def sign_request(self, csr: bytes, node: NodeId, name: str = "") -> bytes:
-        """Issue a node's certificate (DER) for the key of a request (DER). `name` is the node's display name.
+        """Issue a node's certificate (DER) for the key of a request (DER).
+
+        `name` is the node's display name, which becomes the common name; empty: the node's id.
 
         The certificate serves for both ends of TLS, because a node can be the mirror of another node.
 
@@ -234,7 +236,10 @@ class ClusterCa:
 
 
 def read_cluster_id(file: Path) -> str:
-    """Read the id of a cluster from its CA, in a file of `write_key_pair`. Raise `AuthorityError` if it has no CA."""
+    """Read the id of a cluster from its CA, in a file of `write_key_pair`.
+
+    Raise `AuthorityError` if the file is missing or damaged, or has no CA of a cluster.
+    """
     return _get_cluster_id(read_key_pair(file)[1], file)
 
 

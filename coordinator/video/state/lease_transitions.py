@@ -200,9 +200,7 @@ def apply_node_away(turn: Transition, node: str) -> None:
 def apply_node_removed(turn: Transition, node: str) -> None:
     """Apply the removal of a node from the members: requeue or fail the open jobs of the node.
 
-    Clear `VideoJob.node` in all jobs of the node, also in ended ones.
-
-    Delete the node's pause and lease holds.
+    Clear `VideoJob.node` in all jobs of the node, also in ended ones. Delete the node's pause and lease holds.
     """
     apply_node_away(turn, node)
     for job in [job for job in turn.jobs.values() if job.node == node and job.open]:
