@@ -67,7 +67,7 @@ def check_python(here: HostProbe) -> Finding:
 def check_mlx(here: HostProbe) -> Finding:
     """Check that MLX is installed and can be loaded, and that it uses Metal on a Mac. Fail otherwise.
 
-    Warn if MLX does not answer in time. The check does not apply without MLX on a machine that is not a node.
+    Warn if the process that loads MLX fails or is late. The check does not apply without MLX on a machine without node.
     """
     device = here.read_device()
     if device is None:

@@ -74,7 +74,8 @@ class RepositoryQuery:
         """Query the repository. Return the manifest, the description of the model and the files that are not pulled.
 
         Raise `ModelFileError` if the repository cannot be pulled or the hub cannot be reached. Raise `OSError` for
-        faults of this machine, `ValueError` if the endpoint of the query is no address.
+        faults of this machine. Raise `ValueError` if the endpoint of the query is no address, or the weights of a Dense
+        layer are invalid.
         """
         if not is_valid_repo(self._query.repo):
             raise ModelFileError(

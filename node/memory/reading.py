@@ -14,7 +14,7 @@ POLL_PERIOD_SECONDS = 1.0
 RECENT_PEAK_SECONDS = RECENT_POLLS * POLL_PERIOD_SECONDS
 """Seconds in the window of `RecentPeak`."""
 STALE_AFTER_SECONDS = 5.0
-"""Age in seconds from which a reading is not used."""
+"""Maximum age in seconds of a reading that is used."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,8 +315,8 @@ def _read_layout(name: str, folder: Path, config: Config, kind: ModelKind) -> tu
 def find_kind(name: str, folder: Path, config: Config, kind: str = "") -> ModelKind | None:
     """Return the kind of a model by its files; None if it neither generates text nor computes vectors or scores.
 
-    `kind` is the kind by setting, which has priority; empty without one. A model with the files of
-    sentence-transformers computes vectors or scores, even if it could generate text.
+    `kind` is the kind by setting, empty without one. It replaces a kind by the files, but not None. A model with the
+    files of sentence-transformers computes vectors or scores, even if it could generate text.
     """
     embeds = has_embedding_files(folder)
     has_layers = embeds and (is_bare_model(config) or is_encoder(config))

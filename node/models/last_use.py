@@ -31,7 +31,10 @@ class LastUse:
         self._stored = _read_times(self._file)
 
     def find(self, name: str) -> float:
-        """Return the Unix time of the last use of a model; 0 if it was never used here."""
+        """Return the stored Unix time of the last use of a model; 0 without one.
+
+        The last use can be up to `STORE_INTERVAL_SECONDS` later.
+        """
         return self._stored.get(name, 0.0)
 
     def record(self, name: str, idle_seconds: float) -> float:
