@@ -49,7 +49,7 @@ from wire.node_state import ALIVE, GONE, NodeState
 from wire.state_machine import IllegalEventError, InvariantError
 
 SUSPECT_AFTER_SECONDS = 3.0
-"""Seconds without a report until a node gets no new work."""
+"""Seconds without a report after which a ready, draining or paused node is suspect and gets no new work."""
 LOST_AFTER_SECONDS = 10.0
 """Seconds without a report until a node is lost: its link is closed, and other nodes resume its requests.
 

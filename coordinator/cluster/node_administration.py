@@ -20,7 +20,10 @@ PAUSE_TIMEOUT_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class NodeAdministration:
-    """Decisions of administrators, which persist in the store, and their effects on membership and links."""
+    """Decisions of administrators, which persist in the store, and their effects on membership and links.
+
+    A change for which a method raises `StoreError` is in effect until the coordinator restarts.
+    """
 
     store: Database
     registry: Registry
@@ -32,7 +35,7 @@ class NodeAdministration:
         """Exclude a node from new work if `on`, otherwise admit it again.
 
         Raise `IllegalEventError` if the node has left or is unknown; nothing changes then. Raise `StoreError` after a
-        failed write; the change then lasts until the coordinator restarts.
+        failed write.
         """
         self.registry.apply_event(node, MemberCordoned() if on else MemberUncordoned())
         self.store.members.put(replace(self.store.members[node], cordoned=on))
@@ -53,8 +56,7 @@ class NodeAdministration:
     def remove_node(self, node: NodeId) -> None:
         """Close the links of a node at once, end its membership and revoke its certificates.
 
-        Raise `IllegalEventError` if the node has left or is unknown. Raise `StoreError` after a failed write; the
-        removal then lasts until the coordinator restarts.
+        Raise `IllegalEventError` if the node has left or is unknown, `StoreError` after a failed write.
         """
         self.links.disconnect_node(
             node, "removed", Denied("removed", "this node was removed from the cluster by an administrator", final=True)

@@ -118,7 +118,7 @@ class Registry:
         return ClusterView(tuple(map(self._records.get_view, self._pool.members.values())))
 
     def get_node_view(self, node: NodeId) -> NodeView:
-        """Return the view of a member for placement. Raise `KeyError` if it is not a member."""
+        """Return the view of a listed node for placement. Raise `KeyError` for any other node."""
         return self._records.get_view(self._pool.members[node])
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 MAX_EVENTS = 500
-"""Events in the ring."""
+"""Maximum events in the ring."""
 MAX_QUEUED_EVENTS = 200
 """Maximum queued events of one reader."""
 MAX_READERS = 64

@@ -40,9 +40,10 @@ from wire.join_token import build_rejoin_text
 log = structlog.get_logger()
 
 CA_VALIDITY_SECONDS = 3650 * 24 * 3600.0
-"""Validity of the CA, in seconds."""
+"""Validity of the CA, and of the endpoint's authority (`https_ca`), in seconds."""
 MAX_REQUEST_BYTES = 4096
-"""Maximum bytes of a certificate request. A request for P-256 has about 200."""
+"""Maximum bytes of a certificate request, and of the certificate of a member that joins again. A request for P-256 has
+about 200."""
 
 _SUBJECT = re.compile(r"macpool cluster ([A-Za-z0-9-]{1,36})")
 

@@ -4,11 +4,12 @@ A model is a folder with `config.json` and `model*.safetensors`. A diffusers pac
 are never taken for a model. A model that cannot be served keeps its name and carries the cause, for the client that
 requests that model.
 
-Two nodes have the same model if the fingerprints are equal. A fingerprint is a sha256 over three parts. The first part
-is the files that change prompts or answers (`IDENTITY_FILES`). The second part is the headers of the weights: names,
-shapes, types and offsets of every tensor. The third part is samples of every tensor: its first, middle and last
-`SAMPLE_BYTES` bytes. Other weights of the same shapes are therefore another model. A change outside of the samples is
-not detected. Hashing all bytes takes seconds for each GiB, samples of 111 tensors 1.4 ms.
+Two nodes have the same model if their content hashes are equal (`find_content`). While a node has not hashed the files,
+the fingerprints are compared instead. A fingerprint is a sha256 over three parts. The first part is the files that
+change prompts or answers (`IDENTITY_FILES`). The second part is the headers of the weights: names, shapes, types and
+offsets of every tensor. The third part is samples of every tensor: its first, middle and last `SAMPLE_BYTES` bytes.
+Other weights of the same shapes are therefore another model. A fingerprint does not show a change outside of the
+samples. Hashing all bytes takes seconds for each GiB, samples of 111 tensors 1.4 ms.
 
 The files of a loaded model may be replaced. Its description is kept while it is loaded (`pin`), because the weights in
 memory, their tokenizer and their fingerprint belong together. `find_replacement` returns the model with the new files.

@@ -50,7 +50,8 @@ HANDSHAKE_TIMEOUT_SECONDS = 5.0
 MAX_LINK_TURN_SECONDS = 0.005
 """Maximum seconds in one turn of the loop for frames of one link. The last frame may exceed them."""
 UNLINKED_TIMEOUT_SECONDS = 5.0
-"""Seconds from the TLS handshake to the Hello. An enrolment has its own deadlines."""
+"""Maximum seconds from the TLS handshake to the first frame: a Hello, a query, or a request for a relay. An enrolment
+has its own deadlines."""
 MAX_UNLINKED_BYTES = 16 * 1024
 """Maximum bytes from a peer with a certificate before its Hello."""
 CLOSE_DELAY_SECONDS = 0.5

@@ -32,7 +32,7 @@ class NodeReadiness(IntEnum):
     BUSY = 2
     """The node runs another video job."""
     PAUSED = 3
-    """The node recently refused a lease or did not start a worker, or has not answered yet."""
+    """The node recently refused a lease, did not answer in time, or started no worker. Or it has not answered yet."""
     TIGHT = 4
     """The lease does not fit now, but may fit after the node has unloaded idle models."""
     FITS = 5

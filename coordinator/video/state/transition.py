@@ -11,7 +11,8 @@ from coordinator.video.state.jobs import JobFault, JobState, VideoJob, change_st
 from wire.video import ReleaseCause
 
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
-"""Bounds of the seconds for which a node that refused a lease, or whose worker did not start, is not asked again."""
+"""Bounds of the seconds for which a node is not asked for a lease again. They begin when the node refuses, does not
+answer in time, or starts no worker. A refusal without a time counts as the maximum."""
 
 
 class Transition:

@@ -6,7 +6,7 @@ Rules
 - A mirror never opens its port again. After a refused connection, the mirror therefore counts as lost at once.
 - Before a mirror gets a request, its certificate is verified: by the CA of the cluster, with the URI of its node. The
   address is not checked, because addresses change. A mirror never redirects.
-- A relay is the same mirror, through the coordinator: TLS ends there, and both nodes prove themselves to it.
+- A relay reaches the mirror of a node through the coordinator. TLS ends at the coordinator, which verifies both nodes.
 - Errors never contain a token or the query of a URL, which can be a signature.
 """
 
