@@ -80,7 +80,10 @@ def create_backup(state: Path, file: Path, *, artifacts: bool = False, passphras
 
 
 def _check_target(file: Path, passphrase: bytes | None) -> None:
-    """Check that the target is free or a backup, because no other file may be replaced."""
+    """Raise `BackupError` unless the target is free or a backup, because no other file may be replaced.
+
+    An encrypted file counts as a backup if `passphrase` decrypts its beginning, or if it has the former format.
+    """
     try:
         status = file.lstat()
     except FileNotFoundError:
@@ -112,7 +115,10 @@ def _decrypt_beginning(file: BinaryIO, passphrase: bytes) -> bytes:
 
 
 def _gather(state: Path, folder: Path, *, artifacts: bool) -> tuple[list[Path], Manifest]:
-    """Copy the databases, and describe all members of the backup in their order."""
+    """Copy the databases to `folder`. Return path and description of each member of the backup, in their order.
+
+    Raise `BackupError` if a member is not a plain file, or if CA and database belong to different clusters.
+    """
     schemas = {name: _copy(state / name, folder / name) for name in (DATABASE, VIDEOS) if (state / name).exists()}
     named = [(name, folder / name) for name in schemas]
     named += [(name, state / name) for name in ("config.toml", "pepper") if (state / name).exists()]

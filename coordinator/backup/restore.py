@@ -174,7 +174,7 @@ def _check_format(file: Path, beginning: bytes) -> None:
 
 
 def _check_schemas(manifest: Manifest) -> Manifest:
-    """Check that no newer macpool wrote the databases."""
+    """Return the manifest. Raise `ArchiveError` if a newer macpool wrote one of its databases."""
     for name, schema in manifest.schemas.items():
         known = len(SCHEMAS.get(name, ()))
         if schema > known:
@@ -248,7 +248,11 @@ def _write_staged(staged: Path, name: str, pieces: Iterable[bytes]) -> None:
 
 
 def _examine(staged: Path, manifest: Manifest, generation: int) -> RestoredCounts:
-    """Open the databases as the coordinator does, migrate their schema, and set the generation."""
+    """Open the databases as the coordinator does, migrate their schema, and set the generation.
+
+    Increase the epoch by `RESERVED_EPOCHS`. Raise `ArchiveError` if the database belongs to another cluster than the
+    authority, and `StoreError` or `sqlite3.Error` if a database cannot be used.
+    """
     with closing(open_database(staged / DATABASE, MIGRATIONS)) as connection:
         if connection.execute("SELECT cluster FROM meta").fetchone() != (manifest.cluster,):
             raise ArchiveError(f"its {DATABASE} and its authority belong to different clusters")

@@ -170,7 +170,7 @@ def check_disk(here: HostProbe) -> Finding:
 
 
 def _read_free_disk_bytes(folder: Path) -> int | None:
-    """Return the free bytes of a folder's disk. For a missing folder, use its nearest existing parent."""
+    """Return the free bytes of a folder's disk, or of its nearest existing parent's; None if unreadable."""
     for place in (folder, *folder.parents):
         try:
             stats = os.statvfs(place)

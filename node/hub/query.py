@@ -158,7 +158,7 @@ class RepositoryQuery:
         return self._read(client, manifest, file, wanted)
 
     def _read(self, client: SourceClient, manifest: ModelManifest, file: ModelFile, size: int) -> bytes:
-        """Return the first bytes of a file."""
+        """Return the first `size` bytes of a file. Repeat the request and raise as `_retry` does."""
 
         def read() -> bytes:
             with client.open_range(manifest, file, 0, size) as blocks:

@@ -209,11 +209,14 @@ class ModelCatalogue:
             yield from find_snapshots(self._hub)
 
     def _describe(self, name: str, folder: Path) -> ModelDescriptor | None:
-        """Describe a folder, as the kind that the settings name for the model."""
+        """Describe a folder as `describe_folder` does, with the kind that the settings name for the model."""
         return describe_folder(name, folder, self._settings.get_kinds().get(name, ""))
 
     def _describe_cached(self, name: str, folder: Path) -> ModelDescriptor | None:
-        """Describe a folder, or return the previous description if none of its files changed."""
+        """Describe a folder as `_describe` does, or return the previous description if none of its files changed.
+
+        An error of the files becomes the `cause` of the description.
+        """
         try:
             state = _read_file_state(folder)
             cached = self._described.get(folder)

@@ -75,8 +75,8 @@ class NodeFetches:
     ) -> AsyncGenerator[bytes]:
         """Yield the newest `max_bytes` bytes of a node's `source`, then its additions, polled every `interval_seconds`.
 
-        The iterator does not end. Raise `LookupError` if the node is not linked or cannot answer, `TimeoutError` if it
-        stops answering.
+        Each poll reads at most `FETCH_WINDOW_BYTES`. The iterator does not end. Raise `LookupError` if the node is not
+        linked or cannot answer, `TimeoutError` if it stops answering.
         """
         offset = -max_bytes
         while True:

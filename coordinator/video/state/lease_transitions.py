@@ -92,7 +92,10 @@ def _apply_ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
 
 
 def _find_fetching_job(turn: Transition, frame: LeaseEnded) -> VideoJob | None:
-    """Return the job of a repeated lease end whose files are being fetched. The job has no hold any more."""
+    """Return the job of a repeated lease end whose files are being fetched; None if there is none.
+
+    The job has no hold any more.
+    """
     return next(
         (
             job

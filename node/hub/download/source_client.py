@@ -125,7 +125,10 @@ class SourceClient:
         return target
 
     def _check_answer(self, response: httpx2.Response, subject: str, start: int, end: int, size: int) -> int:
-        """Check status and range of an answer. Return the number of bytes before `start` in its body."""
+        """Return the number of bytes before `start` in the body of an answer.
+
+        Raise `SourceError` if its status is no success, or its range or size contradicts the manifest.
+        """
         status = response.status_code
         if status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
             raise self._build_refusal(response, subject, size)
