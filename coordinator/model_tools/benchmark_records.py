@@ -103,7 +103,7 @@ class BenchmarkRecords:
         )
 
     def store(self, record: BenchmarkRecord) -> None:
-        """Store a record in place of an earlier one with its key. Delete the oldest records above `MAX_RECORDS`.
+        """Store a record in place of an earlier one with the same key. Delete the oldest records above `MAX_RECORDS`.
 
         Raise OSError if the file cannot be written; the records do not change then.
         """

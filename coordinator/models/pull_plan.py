@@ -12,8 +12,8 @@ from wire.report import Model
 from wire.units import GIB, show_size
 
 MIN_CONTEXT_TOKENS = 4096
-"""Minimum context in tokens, or that of the model if it is less, for which `ALL` and `AUTO` choose a node. A named node
-without room for it gets a warning only."""
+"""Tokens of context for which `ALL` and `AUTO` require memory on a node; the context of the model if that is smaller. A
+named node without room for it gets a warning only."""
 MAX_RESERVE_BYTES, RESERVE_SHARE = 5 * GIB, 0.05
 """Disk space that a pull must leave free: a share of the disk, at most these bytes. `node.hub.download.disk_space` has
 the same values.
@@ -21,7 +21,10 @@ the same values.
 
 
 class NodeSelection(StrEnum):
-    """Selection of the nodes of a pull. A node whose version cannot pull models is never selected."""
+    """Selection of the nodes of a pull.
+
+    A node whose version cannot pull models is never selected. A node that has the model needs no room on its disk.
+    """
 
     NAMED = "named"
     """The named nodes that have room on their disks, also if their memory has no room, or if they are away now."""

@@ -169,7 +169,10 @@ def explain_denial(node: NodeView) -> str:
 
 
 def _explain_absence(node: NodeView, at: float) -> str:
-    """Return why a node with the package cannot take a job now; empty if it can."""
+    """Return why a node with the package cannot take a job now; empty if it can.
+
+    `at` is the time now on the clock of `NodeView.reported_at`.
+    """
     if node.state == NodeState.PAUSED:
         return f"it is paused: {node.sharing.why}"
     if node.state != NodeState.READY or at - node.reported_at > MAX_REPORT_AGE_SECONDS:
