@@ -168,7 +168,10 @@ def _publish_if_changed(before: Member, after: Member) -> Step:
 def _end_link(
     member: Member, state: NodeState, reason: str, now: float, *, close: bool = False, was_alive: bool = False
 ) -> Step:
-    """End a node's link, if any, and return the actions that follow."""
+    """End a node's link, if any, and change the node's state to `state`. Return the actions that follow.
+
+    With `close`, the actions close the link. `was_alive`: the node falls silent now (`Member.silent_at`).
+    """
     node = member.node
     after = replace(
         member,

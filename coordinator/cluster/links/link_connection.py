@@ -210,7 +210,8 @@ class Connection(LinkEndpoint):
     def _process_frames(self, *, all_of_them: bool = False) -> None:
         """Process frames for `MAX_LINK_TURN_SECONDS`, and the rest in the next turn of the loop.
 
-        A peer that sends without pause can delay the loop by one frame at most. Its further bytes wait in the kernel.
+        A peer that sends without pause can delay the loop by that time and one frame at most. Its further bytes wait in
+        the kernel. With `all_of_them`, process all frames now.
         """
         if not self._turn_deadline:  # a turn of the loop may read one connection 32 times
             self._turn_deadline = time.perf_counter() + MAX_LINK_TURN_SECONDS
