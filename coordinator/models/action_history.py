@@ -21,7 +21,7 @@ BACKOFF_SECONDS = 10.0
 """Wait after the first failure of an action, in seconds."""
 MAX_BACKOFF_SECONDS = 600.0
 MIN_SWAP_SECONDS = 10.0
-"""Minimum cost of a swap, in seconds, for models whose load time is not known."""
+"""Minimum cost of a swap, in seconds, because the load time of a model may be unknown and then counts as 0."""
 
 
 class Swap(msgspec.Struct, frozen=True):

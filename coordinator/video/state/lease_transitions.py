@@ -21,6 +21,7 @@ LOST = frozenset({LeaseEndCode.WORKER_LOST, LeaseEndCode.NODE_PAUSED})
 def apply_answer(turn: Transition, node: str, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
     """Apply a node's frame about a lease. Ignore a frame from another node or of another generation than the hold.
 
+    A job whose files are being fetched has no hold: its lease end is accepted from any node.
     Raise `IllegalTransitionError` for a lease end that would restart a job whose files are being fetched.
     """
     hold = turn.holds.get(frame.lease)
