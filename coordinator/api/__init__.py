@@ -1,1 +1,1 @@
-"""The control plane, /api/v1: each verb of `cluster` is one documented route. `routes` has a module per subject."""
+"""The control plane: documented routes below /api/v1 for the commands of `cluster`, and routes for Prometheus."""

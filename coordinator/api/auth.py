@@ -16,9 +16,9 @@ from router.admission.api_keys import KeyRing, extract_key
 from router.errors import NO_KEY, WRONG_KEY, build_missing_scope
 
 ACTOR: ContextVar[str] = ContextVar("actor", default="")
-"""Actor of the current request in the audit log: `local`, `page`, or the id of the API key."""
+"""Actor of the current request in the audit log: `local`, `page`, or the id of the API key; empty on a public route."""
 KEY: ContextVar[str] = ContextVar("key", default="")
-"""Id of the API key of the current request."""
+"""Id of the API key of the current request; empty on a public route."""
 ADDRESS: ContextVar[str] = ContextVar("address", default="")
 """IP address of the client of the current request; empty if unknown."""
 

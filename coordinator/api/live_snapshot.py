@@ -69,7 +69,11 @@ def _remove_actor(row: dict[str, object]) -> dict[str, object]:
 
 
 def _remove_age_noise(row: dict[str, Any]) -> dict[str, Any]:
-    """Remove values that change without meaning from a node's row: ages of a report below `SILENCE_SHOWN_SECONDS`."""
+    """Replace values that change without meaning in a node's row.
+
+    The age of the memory reading becomes 0. The age of the last report becomes complete seconds, and 0 below
+    `SILENCE_SHOWN_SECONDS`.
+    """
     reported_seconds = row["heard_seconds"]
     return {
         **row,

@@ -61,8 +61,9 @@ def create_backup(state: Path, file: Path, *, artifacts: bool = False, passphras
 
     `artifacts` includes the files of video jobs. With `passphrase`, the file is encrypted. Raise `BackupError` if the
     folder has no cluster or an interrupted restore, or a file cannot be read or written. Raise it also if `file` exists
-    and is not a backup; an encrypted file is a backup if `passphrase` decrypts it to a backup. Raise it also if a file
-    of the folder does not belong to Macpool, or changes meanwhile.
+    and is not a backup. An existing file in the age format is a backup only if `passphrase` decrypts it to a backup.
+    The former encrypted format needs no passphrase for this check. Raise it also if a file of the folder does not
+    belong to Macpool, or changes meanwhile. A coordinator certificate that is due is renewed in the folder.
     """
     if not (state / DATABASE).exists() or not (state / "authority" / "authority.pem").exists():
         raise BackupError(f"there is no cluster in {state}: make the backup on the coordinator's machine")
@@ -79,7 +80,10 @@ def create_backup(state: Path, file: Path, *, artifacts: bool = False, passphras
 
 
 def _check_target(file: Path, passphrase: bytes | None) -> None:
-    """Check that the target is free or a backup, because no other file may be replaced."""
+    """Raise `BackupError` unless the target is free or a backup, because no other file may be replaced.
+
+    An encrypted file counts as a backup if `passphrase` decrypts its beginning, or if it has the former format.
+    """
     try:
         status = file.lstat()
     except FileNotFoundError:
@@ -111,7 +115,10 @@ def _decrypt_beginning(file: BinaryIO, passphrase: bytes) -> bytes:
 
 
 def _gather(state: Path, folder: Path, *, artifacts: bool) -> tuple[list[Path], Manifest]:
-    """Copy the databases, and describe all members of the backup in their order."""
+    """Copy the databases to `folder`. Return path and description of each member of the backup, in their order.
+
+    Raise `BackupError` if a member is not a plain file, or if CA and database belong to different clusters.
+    """
     schemas = {name: _copy(state / name, folder / name) for name in (DATABASE, VIDEOS) if (state / name).exists()}
     named = [(name, folder / name) for name in schemas]
     named += [(name, state / name) for name in ("config.toml", "pepper") if (state / name).exists()]

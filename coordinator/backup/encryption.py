@@ -83,7 +83,10 @@ class EncryptingWriter:
         file.write(b"%b %b\n%b" % (head, _encode(_compute_mac(file_key, head).finalize()), nonce))
 
     def write(self, data: bytes) -> int:
-        """Encrypt and write all complete pieces; keep the rest for the next call. Return the length of `data`."""
+        """Encrypt and write complete pieces. Keep up to one piece for the next call or `finish`.
+
+        Return the length of `data`.
+        """
         self._waiting += data
         while len(self._waiting) > CHUNK_BYTES:
             self._encrypt(bytes(self._waiting[:CHUNK_BYTES]), last=False)
@@ -153,7 +156,10 @@ class DecryptingReader:
 
 
 def _decrypt_file_key(header: bytes, passphrase: bytes) -> bytes:
-    """Decrypt the file key in a header, and verify the header with it."""
+    """Return the file key of a header, after the header is verified with it.
+
+    Raise `EncryptionError` if the header is damaged, needs more memory than allowed, or does not fit the passphrase.
+    """
     match = _HEADER.fullmatch(header)
     if match is None:
         raise EncryptionError(

@@ -3,7 +3,7 @@
 A restored backup has a higher generation than its source. Nodes receive the generation in Welcome, signed by the CA,
 and send the highest seen generation in Hello. A coordinator that receives a higher generation with a valid signature is
 superseded. A superseded coordinator records that in its state folder, stops, and does not start there again. Only a
-coordinator of this cluster can make the signature, and a node without it is denied.
+coordinator of this cluster can make the signature. A higher generation without a valid signature is ignored.
 """
 
 from dataclasses import dataclass

@@ -127,6 +127,9 @@ def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = N
     Raise `PassphraseNeeded` if the backup is encrypted and `passphrase` is None. Raise `RestoreError` if the backup is
     damaged or too new, or its CA and databases are of different clusters. Raise it also if a file cannot be read or
     written, or the folder holds a cluster without `replace`. Raise `StateLockedError` if a coordinator runs there.
+
+    After an error the former state is valid. The exception is an error while the committed state is moved into place:
+    then the next start or restore finishes the swap.
     """
     try:
         lock = StateLock(create_private_folder(state))
@@ -171,7 +174,7 @@ def _check_format(file: Path, beginning: bytes) -> None:
 
 
 def _check_schemas(manifest: Manifest) -> Manifest:
-    """Check that no newer macpool wrote the databases."""
+    """Return the manifest. Raise `ArchiveError` if a newer macpool wrote one of its databases."""
     for name, schema in manifest.schemas.items():
         known = len(SCHEMAS.get(name, ()))
         if schema > known:
@@ -245,7 +248,11 @@ def _write_staged(staged: Path, name: str, pieces: Iterable[bytes]) -> None:
 
 
 def _examine(staged: Path, manifest: Manifest, generation: int) -> RestoredCounts:
-    """Open the databases as the coordinator does, migrate their schema, and set the generation."""
+    """Open the databases as the coordinator does, migrate their schema, and set the generation.
+
+    Increase the epoch by `RESERVED_EPOCHS`. Raise `ArchiveError` if the database belongs to another cluster than the
+    authority, and `StoreError` or `sqlite3.Error` if a database cannot be used.
+    """
     with closing(open_database(staged / DATABASE, MIGRATIONS)) as connection:
         if connection.execute("SELECT cluster FROM meta").fetchone() != (manifest.cluster,):
             raise ArchiveError(f"its {DATABASE} and its authority belong to different clusters")

@@ -18,21 +18,28 @@ from host.left_marker import has_left
 log = structlog.get_logger("coordinator.cluster.local_node")
 
 RESTART_DELAYS_SECONDS = (0.5, 30.0)
-"""First and maximum delay before a restart, in seconds. A run longer than 60 s resets the delay."""
+"""Delay before a restart after a run longer than 60 s, and maximum delay, in seconds.
+
+Each shorter run, also the first, and each failed start doubles the delay.
+"""
 EXIT_USAGE, EXIT_DENIED, EXIT_OTHER_CLUSTER = 2, 4, 6
-"""Exit codes after which a restart is useless: wrong settings; removed after a join; node of another cluster."""
+"""Exit codes after which a restart is useless: wrong settings; removed after a join; node of another cluster.
+
+After `EXIT_DENIED` without an identity, the node is restarted with a new join token.
+"""
 TERMINATE_GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 
 
 class LocalNodeElsewhereError(Exception):
-    """Raised when this Mac is a node of another cluster than the cluster that it coordinates."""
+    """Raised when this Mac would coordinate one cluster although its node belongs to another cluster."""
 
 
 def check_node_cluster(state: Path, cluster: str) -> None:
     """Check that the node of this state folder, if any, belongs to `cluster` (empty: no cluster yet).
 
-    Raise `LocalNodeElsewhereError`, with the possible next steps, if it belongs to another cluster.
+    Raise `LocalNodeElsewhereError`, with the possible next steps, if the node belongs to another cluster. An unreadable
+    identity passes, because the node itself reports that fault.
     """
     try:
         identity = json.loads((state / "node" / "identity" / "identity.json").read_text())

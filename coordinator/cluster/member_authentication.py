@@ -29,9 +29,9 @@ class MemberAuthentication:
     def authenticate(self, peer: PeerIdentity, serial: str, node: str, machine: str) -> MemberRow | Denied:
         """Return the member with this certificate, or `Denied` with the reason.
 
-        Reasons are a certificate of another node, a node that is not a member (any more), and another machine than the
-        member's. `serial` is the serial number of the certificate `peer`. `node` and `machine` are the ids that the
-        node sent.
+        Reasons are a certificate of another node, a node that is not a member (any more), a revoked certificate, and
+        another machine than the member's. `serial` is the serial number (hex) of the certificate `peer`. `node` and
+        `machine` are the ids that the node sent.
         """
         row = self.store.members.get(NodeId(node))
         if peer.node != node:

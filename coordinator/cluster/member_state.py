@@ -31,9 +31,12 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     streak: int = 0
     """Consecutive reports while suspect."""
     reason: str = ""
-    """Why the node is not ready, as text for people."""
+    """Why the node is suspect, lost, asleep or has left, as text for people; empty in any other state."""
     silent_at: float | None = None
-    """Time at which a living node became suspect or lost; None after its return or a goodbye."""
+    """Time at which a ready, draining or paused node fell silent or lost its connection.
+
+    Kept until the node returns, sleeps or leaves; None otherwise.
+    """
 
     @property
     def placeable(self) -> bool:

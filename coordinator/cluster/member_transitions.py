@@ -49,13 +49,17 @@ from wire.node_state import ALIVE, GONE, NodeState
 from wire.state_machine import IllegalEventError, InvariantError
 
 SUSPECT_AFTER_SECONDS = 3.0
-"""Seconds without a report until a node gets no new work."""
+"""Seconds without a report after which a ready, draining or paused node is suspect and gets no new work."""
 LOST_AFTER_SECONDS = 10.0
-"""Seconds without a report until the link is closed and the requests of the node are resumed on other nodes."""
+"""Seconds without a report until a node is lost: its link is closed, and other nodes resume its requests.
+
+A node in the state joining is lost after this time in that state.
+"""
 RETURN_AFTER_REPORTS = 2
 """Consecutive reports, less than `SUSPECT_AFTER_SECONDS` apart, that end the state suspect."""
 DELETE_AFTER_SECONDS = 600.0
-"""Seconds for which a node that has left or was removed is still listed."""
+"""Seconds for which a node that has left or was removed is still listed. Also the maximum duration of the coordinator's
+suspicion of itself (`membership`)."""
 
 _GOODBYE: Mapping[str, tuple[NodeState, str]] = {
     GoodbyeReason.ASLEEP: (NodeState.ASLEEP, "asleep"),
@@ -164,7 +168,10 @@ def _publish_if_changed(before: Member, after: Member) -> Step:
 def _end_link(
     member: Member, state: NodeState, reason: str, now: float, *, close: bool = False, was_alive: bool = False
 ) -> Step:
-    """End a node's link, if any, and return the actions that follow."""
+    """End a node's link, if any, and change the node's state to `state`. Return the actions that follow.
+
+    With `close`, the actions close the link. `was_alive`: the node falls silent now (`Member.silent_at`).
+    """
     node = member.node
     after = replace(
         member,

@@ -161,7 +161,10 @@ def _build_old_node_refusal(node: NodeView) -> Refused:
 
 
 def _join_refusals(tried: dict[NodeId, Refused]) -> Refused | None:
-    """Join the refusals of all nodes. The numbers are those of the first node, which was the best choice."""
+    """Join the refusals of all nodes; None without refusals.
+
+    The numbers are those of the first node, which was the best choice.
+    """
     if not tried:
         return None
     first = next(iter(tried.values()))
@@ -171,7 +174,10 @@ def _join_refusals(tried: dict[NodeId, Refused]) -> Refused | None:
 def _split_results(
     answers: Sequence[CommandOutcome], verb: str
 ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
-    """Separate results from errors. The error text also names the nodes that succeeded."""
+    """Return the results, and all errors as one, or None without errors.
+
+    The error text also names the nodes that succeeded. All other fields are those of the first error.
+    """
     done = [answer for answer in answers if isinstance(answer, CommandResult)]
     wrong = [answer for answer in answers if not isinstance(answer, CommandResult)]
     if not wrong:

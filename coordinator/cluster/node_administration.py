@@ -20,7 +20,10 @@ PAUSE_TIMEOUT_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class NodeAdministration:
-    """Decisions of administrators, which persist in the store, and their effects on membership and links."""
+    """Decisions of administrators, which persist in the store, and their effects on membership and links.
+
+    A change for which a method raises `StoreError` is in effect until the coordinator restarts.
+    """
 
     store: Database
     registry: Registry
@@ -32,13 +35,13 @@ class NodeAdministration:
         """Exclude a node from new work if `on`, otherwise admit it again.
 
         Raise `IllegalEventError` if the node has left or is unknown; nothing changes then. Raise `StoreError` after a
-        failed write; the change then lasts until the coordinator restarts.
+        failed write.
         """
         self.registry.apply_event(node, MemberCordoned() if on else MemberUncordoned())
         self.store.members.put(replace(self.store.members[node], cordoned=on))
 
     def set_video_allowed(self, node: NodeId, *, on: bool) -> None:
-        """Allow or forbid video jobs on a node. A running video job is finished.
+        """Allow or forbid video jobs on a node. A running video job continues to its end.
 
         Raise `KeyError` for an unknown node, `StoreError` after a failed write.
         """
@@ -65,8 +68,10 @@ class NodeAdministration:
         """Order a node to pause or to resume, and return its sharing state once its report confirms that.
 
         `seconds` is the duration of the pause; None: until a resume; 0: resume now. `by` names the person who orders
-        the pause, as text for the node's owner. Return None if no report confirms the order within
-        `PAUSE_TIMEOUT_SECONDS`. Raise `LookupError` if the node is not linked or cannot be paused remotely.
+        the pause, as text for the node's owner. If the last report already has the ordered state, return that report's
+        sharing state at once, for example with the end of an earlier pause. Return None if no report confirms the order
+        within `PAUSE_TIMEOUT_SECONDS`. Raise `LookupError` if the node is unknown, has not reported, is not linked, or
+        cannot be paused remotely.
         """
         if not self._get_sharing(node).when:
             raise LookupError("it has not reported yet, or runs a macpool that cannot be paused from here: drain it")

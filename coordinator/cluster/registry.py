@@ -111,14 +111,14 @@ class Registry:
         return self._pool
 
     def build_view(self) -> ClusterView:
-        """Return the view for placement: every member, including sleeping and lost ones.
+        """Return the view for placement: every listed node, including sleeping and lost ones, and those that left.
 
         The view of a node stays the same object until a value of that node changes.
         """
         return ClusterView(tuple(map(self._records.get_view, self._pool.members.values())))
 
     def get_node_view(self, node: NodeId) -> NodeView:
-        """Return the view of a member for placement. Raise `KeyError` if it is not a member."""
+        """Return the view of a listed node for placement. Raise `KeyError` for any other node."""
         return self._records.get_view(self._pool.members[node])
 
     def close(self) -> None:

@@ -139,7 +139,7 @@ def render_log(lines: Iterable[str]) -> str:
 
 
 def _parse_console_event(line: str) -> dict[str, Any] | None:
-    """Return time, level and name of an event that the engine wrote in console format."""
+    """Return time, level and name of an event that the engine wrote in console format; None for any other line."""
     match = _CONSOLE.fullmatch(line)
     return (
         None

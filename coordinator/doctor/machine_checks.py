@@ -67,7 +67,7 @@ def check_python(here: HostProbe) -> Finding:
 def check_mlx(here: HostProbe) -> Finding:
     """Check that MLX is installed and can be loaded, and that it uses Metal on a Mac. Fail otherwise.
 
-    Warn if MLX does not answer in time. The check does not apply without MLX on a machine that is not a node.
+    Warn if the process that loads MLX fails or is late. The check does not apply without MLX on a machine without node.
     """
     device = here.read_device()
     if device is None:
@@ -170,7 +170,7 @@ def check_disk(here: HostProbe) -> Finding:
 
 
 def _read_free_disk_bytes(folder: Path) -> int | None:
-    """Return the free bytes of a folder's disk. For a missing folder, use its nearest existing parent."""
+    """Return the free bytes of a folder's disk, or of its nearest existing parent's; None if unreadable."""
     for place in (folder, *folder.parents):
         try:
             stats = os.statvfs(place)

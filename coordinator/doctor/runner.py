@@ -115,7 +115,10 @@ class _RunningCheck:
         self._done.set()
 
     def wait_for_result(self, seconds: float) -> CheckResult:
-        """Wait at most `seconds` for its end; below 0, do not wait."""
+        """Wait at most `seconds` for the end of the check; below 0, do not wait.
+
+        Return the result; a warning if the check has not ended.
+        """
         if self._done.wait(seconds):
             return self._results[0]
         late = warn("the check did not end in time", "run it again; if this repeats, a system tool or disk hangs")

@@ -316,7 +316,7 @@ class FastPathProtocol(DeadlineProtocol):
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Stop sending to a slow client. Deltas wait in the request, whose limit ends the stream."""
+        """Stop sending to a slow client. Deltas wait in the request. Too many of them end the stream."""
         super().pause_writing()
         if self._stream is not None:
             self._stream.pause()

@@ -26,7 +26,7 @@ from coordinator.http.request_heads import MALFORMED
 from router.errors import Problem
 
 HEAD_TIMEOUT_SECONDS = 10.0
-"""Maximum seconds until a request head is complete."""
+"""Maximum seconds until a request head is complete, and for the rest of a body whose answer is already complete."""
 MAX_HEAD_BYTES = 32 * 1024
 """Maximum bytes of a request head."""
 MAX_PIPELINED_BYTES = 64 * 1024
@@ -52,7 +52,10 @@ def build_problem_response(problem: Problem) -> bytes:
 
 
 class HeadDeadline:
-    """Deadline of a connection's request head. `abort` is called when it has passed."""
+    """Deadline of a connection's request head, or of the rest of a body that the app does not read.
+
+    `abort` is called when the deadline has passed.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, abort: Callable[[], None]) -> None:
         self._loop = loop

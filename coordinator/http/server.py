@@ -78,7 +78,11 @@ class Server(uvicorn.Server):
         accepted: socket.socket,
         place: ConnectionSlot,
     ) -> None:
-        """Set up one connection, beginning with its handshake."""
+        """Set up one connection, beginning with its handshake.
+
+        `timeout` limits the handshake, in seconds; None without TLS. Plain HTTP on a port for HTTPS is answered with
+        400, and raises `ConnectionError`.
+        """
         if timeout is not None:
             began = loop.time()
             if await _is_plain_http(loop, accepted, timeout):

@@ -230,7 +230,10 @@ class EnrollmentConnection:
         return self._admit_node(frame, "a token")
 
     def _find_unproven_member(self, frame: Enroll) -> MemberRow | None:
-        """Return the member whose machine a request names, unless the key of that member signed the request."""
+        """Return the member whose machine a request names. Return None without such a member.
+
+        Return None also if the member's key signed the request, and neither member nor certificate is denied.
+        """
         before = _find_member_on(frame.machine, self._cluster.store.members.values())
         proven = self._cluster.authority.identify_signer(frame.certificate, frame.csr, frame.proof)
         if before is None or (
@@ -342,7 +345,7 @@ def make_unique_name(name: str, taken: Collection[str]) -> str:
 
 
 def _find_member_on(machine: str, rows: Collection[MemberRow]) -> MemberRow | None:
-    """Return the current member with this machine id.
+    """Return the current member with this machine id; None if there is none.
 
     A machine that joins again keeps its node id. After a removal it becomes a new node, and the old id stays denied.
     """

@@ -1,7 +1,7 @@
 """Metrics of one node at one moment, and the check of its measurements.
 
-Reports have passed `router.placement.cluster_view`, which removes impossible numbers. `sanitize_measures` does the same
-for measurements.
+Reports have passed `router.placement.sanitize_report`, which removes impossible numbers. `sanitize_measures` does the
+same for measurements.
 """
 
 from dataclasses import dataclass

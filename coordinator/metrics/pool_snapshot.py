@@ -30,9 +30,9 @@ class LinkCounts:
     """Numbers of connections of the cluster port."""
 
     open: int
-    """Links that are open now."""
+    """Links that are open now, without those that a newer link of the same node has replaced."""
     unlinked: int
-    """Open connections that are not links."""
+    """Open connections that are neither links nor relays."""
     linked: int
     """Links established since the start of the coordinator."""
     denied: int

@@ -19,7 +19,8 @@ def render_configuration(
     """Return `prometheus.yml` for a coordinator at `base` (no path).
 
     `token_file` has an API key with the scope `metrics`. `ca_file` is the trusted CA; empty: the CAs of the system.
-    `rules` is the file of alert rules. `interval_seconds` is the scrape interval; 0: `SCRAPE_SECONDS`.
+    `rules` is the file of alert rules. `interval_seconds` is the interval of scrapes and of the evaluation of rules;
+    0: `SCRAPE_SECONDS`.
     """
     where, seconds = urlsplit(base), interval_seconds or SCRAPE_SECONDS
     trust = f"\n    tls_config: {{ca_file: {_quote(ca_file)}}}" if ca_file else ""

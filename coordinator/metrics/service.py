@@ -82,8 +82,10 @@ class MetricsService:
         return await asyncio.to_thread(_render, collect_families(POOL, self.take_snapshot()), accept)
 
     async def render_node(self, node: NodeId, accept: str) -> tuple[bytes, str]:
-        """Return a node's metrics in the format that an Accept header requests, with the content type. Raise
-        `NodeUnreachable` if the node does not answer."""
+        """Return a node's metrics in the format that an Accept header requests, with the content type.
+
+        Raise `NodeUnreachable` if the node does not answer or is no member any more.
+        """
         measures = await self._fetch_measures(node)
         view = self._nodes.registry.build_view().find_node(node)
         if view is None:

@@ -74,9 +74,9 @@ class Benchmark:
     async def measure(self, host: tuple[str, str, str]) -> BenchmarkRecord | Refused | RequestFailure:
         """Load the model if necessary, and measure it. `host` is chip, operating system and version of Macpool.
 
-        A run that the node refuses for its size or for its memory is recorded as skipped. Any other refusal or failure
-        of a request ends the measurement and is returned. Return a refusal also if the node or the model leaves the
-        pool meanwhile.
+        A run that is longer than the model's context, or that the node refuses for its size or for its memory, is
+        recorded as skipped. Any other refusal or failure of a request ends the measurement and is returned. Return a
+        refusal also if the node or the model leaves the pool meanwhile.
         """
         try:
             return await self._measure_runs(host)
@@ -166,8 +166,8 @@ def summarize_run(tokens: int, finished: Sequence[Finished]) -> BenchmarkRun:
     """Return the speeds of requests that ran at the same time, with prompts of `tokens` tokens.
 
     The duration of prefill is the maximum, over the requests, of the wait on the node plus the prefill. The duration of
-    decode is the maximum decode time of a request. The first token of an answer belongs to prefill. `finished` must
-    not be empty.
+    decode is the maximum decode time of a request. The first token of an answer belongs to prefill. A speed is 0 if its
+    duration is 0, or if answers are too short (`MIN_GENERATED_TOKENS`). `finished` must not be empty.
     """
     prefill = max(answer.timings.waiting + answer.timings.prefill for answer in finished)
     decode = max(answer.timings.decode for answer in finished)

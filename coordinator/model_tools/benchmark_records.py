@@ -28,11 +28,11 @@ class BenchmarkRun(msgspec.Struct, frozen=True, kw_only=True):
     generated: int = 0
     """Generated tokens of all requests."""
     prefill_speed: float = 0.0
-    """Prompt tokens per second; 0 if the run was skipped."""
+    """Prefilled prompt tokens per second, without cached ones; 0 if the run was skipped."""
     decode_speed: float = 0.0
     """Generated tokens per second; 0 if the answers were too short to be measured, or the run was skipped."""
     skipped: str = ""
-    """Reason why the node did not take these requests; empty if it did."""
+    """Reason why the run was skipped: the model's context, or the refusal of the node; empty if it was measured."""
 
 
 class BenchmarkRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,7 +103,7 @@ class BenchmarkRecords:
         )
 
     def store(self, record: BenchmarkRecord) -> None:
-        """Store a record in place of an earlier one with its key. Delete the oldest records above `MAX_RECORDS`.
+        """Store a record in place of an earlier one with the same key. Delete the oldest records above `MAX_RECORDS`.
 
         Raise OSError if the file cannot be written; the records do not change then.
         """

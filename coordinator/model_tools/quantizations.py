@@ -1,7 +1,7 @@
 """Quantizations of models on nodes: orders, their progress and their ends, on the coordinator's loop.
 
 The node decides and does the work. A quantization continues there while the link, or the coordinator, is away. After a
-restart of the coordinator, its progress continues under the number of its order. The starts and ends are stored in
+restart of the coordinator, the node reports progress under the same order number. The starts and ends are stored in
 STATE/quantizations.json.
 """
 

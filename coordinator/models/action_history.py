@@ -21,11 +21,11 @@ BACKOFF_SECONDS = 10.0
 """Wait after the first failure of an action, in seconds."""
 MAX_BACKOFF_SECONDS = 600.0
 MIN_SWAP_SECONDS = 10.0
-"""Minimum cost of a swap, in seconds, for models whose load time is not known."""
+"""Minimum cost of a swap, in seconds, because the load time of a model may be unknown and then counts as 0."""
 
 
 class Swap(msgspec.Struct, frozen=True):
-    """Last swap of a node: models unloaded for a model, and its load."""
+    """Last swap of a node: models that were unloaded for another model, and the load of that model."""
 
     model: str
     """Model that needed the memory."""
@@ -34,7 +34,7 @@ class Swap(msgspec.Struct, frozen=True):
     ended: bool
     """Whether the load has ended."""
     at: float
-    """End of the last action of this swap, in monotonic seconds."""
+    """Begin of the running unload of this swap, or end of its last action, in monotonic seconds."""
 
 
 class NodeHistory(msgspec.Struct, frozen=True):
@@ -73,7 +73,7 @@ class ActionHistory(msgspec.Struct, frozen=True):
     )
     """Last failures by node and model."""
     used_at: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
-    """Time of the newest request of each model."""
+    """Time of the last round that found a request of each model: queued, running, or ended since the round before."""
     wished_at: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
     """Time since which a wish for each model is known, or of its last load if that is later."""
     replicas: Mapping[tuple[NodeId, str], float] = msgspec.field(default_factory=dict[tuple[NodeId, str], float])

@@ -119,7 +119,8 @@ class PullController:
     # -- commands of administrators ---------------------------------------------------------
 
     def start_pull(self, manifest: ModelManifest, nodes: Sequence[NodeId], actor: str) -> PullRecord:
-        """Start a pull on nodes, the first of which downloads from the hub. Return its record, which is on the disk.
+        """Start a pull on nodes, and return its record, which is on the disk. The first linked node downloads from the
+        hub.
 
         If an open pull has the same files and includes all these nodes, that pull is returned instead. The oldest
         ended records above `MAX_ENDED_RECORDS` are deleted. Raise TooManyPullsError, or OSError if the record cannot be
@@ -214,7 +215,10 @@ class PullController:
         self.orders.handle_lost_node(node)
 
     def remove_node(self, node: NodeId) -> None:
-        """End the pulls and quantizations of a node that is no longer a member."""
+        """End the quantizations of a node that is no longer a member, and each pull on that node.
+
+        The pulls continue on their other nodes.
+        """
         self._links.pop(node, None)
         self.quantizations.remove_node(node)
         self._apply_to_open_pulls(node, PullNodeRemoved(node))

@@ -12,7 +12,8 @@ from wire.report import Model
 from wire.units import GIB, show_size
 
 MIN_CONTEXT_TOKENS = 4096
-"""Minimum context, in tokens, that a node must have room for, to be chosen for a pull."""
+"""Tokens of context for which `ALL` and `AUTO` require memory on a node; the context of the model if that is smaller. A
+named node without room for it gets a warning only."""
 MAX_RESERVE_BYTES, RESERVE_SHARE = 5 * GIB, 0.05
 """Disk space that a pull must leave free: a share of the disk, at most these bytes. `node.hub.download.disk_space` has
 the same values.
@@ -20,10 +21,13 @@ the same values.
 
 
 class NodeSelection(StrEnum):
-    """Selection of the nodes of a pull."""
+    """Selection of the nodes of a pull.
+
+    A node whose version cannot pull models is never selected. A node that has the model needs no room on its disk.
+    """
 
     NAMED = "named"
-    """Exactly the named nodes."""
+    """The named nodes that have room on their disks, also if their memory has no room, or if they are away now."""
     ALL = "all"
     """Every member that has room on its disk and in its memory, also members that are away now."""
     AUTO = "auto"
@@ -39,7 +43,7 @@ class NodePlan:
     state: str
     is_chosen: bool
     has_model: bool
-    """Whether the node has a model of this name, at any revision."""
+    """Whether the node has a model of this name that can be loaded, at any revision."""
     free: int
     """Free bytes of the disk; 0 if unknown."""
     context: int
@@ -84,7 +88,7 @@ def plan_pull(
 ) -> PullPlan:
     """Choose the nodes of a pull of `size` bytes. `model` predicts the memory that the model will take.
 
-    `named` are the nodes that `NodeSelection.NAMED` selects. Nodes that have left or never linked are left out.
+    `named` are the nodes that `NodeSelection.NAMED` selects. Nodes in the states left and joining are left out.
     """
     nodes = [node for node in view.nodes if node.state not in (NodeState.LEFT, NodeState.JOINING)]
     return PullPlan(tuple(_plan_node(node, model, size, selection, named) for node in nodes))

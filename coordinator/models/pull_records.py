@@ -29,7 +29,7 @@ class PullRecord:
     ended: float | None = None
     """None while the pull is open."""
     actor: str = ""
-    """API key that started the pull, as in the audit log."""
+    """Actor that started the pull, as `AuditRow.actor`."""
 
     def set_state(self, state: PullState, now: float) -> "PullRecord":
         """Return the record with another state, and with its end if the state is the first ended one."""

@@ -47,10 +47,12 @@ MAX_RETRIES = 8
 MAX_MIRROR_RETRIES = 2
 """Retries without progress after which a node gets the files from the hub although a mirror listens."""
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 300.0
+"""Seconds before the first retry of a node, and the maximum. Each retry without progress doubles the seconds."""
 MAX_RATE_LIMIT_SECONDS = 3600.0
-"""Maximum wait in seconds after a rate limit of the hub. If the hub requires a longer wait, the pull fails."""
+"""Maximum wait in seconds after a rate limit of the hub. If the hub requires a longer wait, the pull fails on the
+node."""
 UNLINKED_SECONDS = 60.0
-"""Seconds after which another node takes the place of the downloading node whose link is lost."""
+"""Seconds without a link after which a node's order counts as lost, so that another node can download in its place."""
 MIRROR_START_SECONDS = 20.0
 """Maximum seconds for a node to open its mirror."""
 _FATAL = frozenset({ModelOrderCode.NOT_FOUND, ModelOrderCode.GATED, ModelOrderCode.INVALID})
@@ -298,7 +300,7 @@ def _list_due(state: PullState, now: float) -> list[NodeId]:
 
 
 def _plan_download(state: PullState, now: float) -> Step:
-    """Start the download from the hub on one node, if no node downloads and none has all files."""
+    """Start the download from the hub on one node, if no node downloads and none can serve all files."""
     has_source = any(is_downloading(node) or _can_serve(state, name) for name, node in state.nodes.items())
     due = _list_due(state, now)
     if has_source or not due:

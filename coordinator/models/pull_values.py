@@ -79,7 +79,7 @@ class PullState:
     """State of a pull."""
 
     nodes: Mapping[NodeId, NodePull]
-    """Nodes of the pull, in the order in which they are chosen to download from the hub."""
+    """Nodes of the pull. The linked node with most bytes on its disk downloads from the hub; of several, the first."""
     next_order: int
     """Number of the next order."""
     mirror: Mirror | None = None
@@ -124,7 +124,7 @@ def is_downloading(node: NodePull) -> bool:
 
 
 def has_files(node: NodePull) -> bool:
-    """Return whether a node can serve: it has all files, or downloads them from the hub.
+    """Return whether a node can serve: it has all files, or reports that it downloads or verifies them from the hub.
 
     A node that follows a mirror never serves: two nodes could wait for each other.
     """

@@ -1,8 +1,8 @@
 """Search for the nodes that can load a wished model now, with the reason for every other node. Pure.
 
 The memory of a node is judged as for a request of one token (`router.placement.place.evaluate_node`), because a loaded
-model needs memory for requests. A node with too little headroom can unload models first, if headroom + weights ≥ need,
-as in a swap of the router.
+model needs memory for requests. A node with too little headroom can unload models first. The headroom and the weights
+of these models must cover the need, as in a swap of the router.
 """
 
 from enum import StrEnum
@@ -33,9 +33,11 @@ from wire.units import MIB
 RECENT_USE_SECONDS = 60.0
 """Seconds after its last request for which a model is not evicted for a wish."""
 MIN_HEADROOM_GROWTH_BYTES = 64 * MIB
-"""Minimum growth of the headroom after which a load that a node refused for memory is sent to that node again."""
+"""Minimum growth of the headroom after which a load that a node refused for memory is sent there again before its wait
+has passed."""
 HEADROOM_GROWTH_SHARE = 0.05
-"""Growth of the headroom as a share of the weights, which applies if it is more than `MIN_HEADROOM_GROWTH_BYTES`."""
+"""Growth of the headroom as a share of the model's weights, which applies if it is more than
+`MIN_HEADROOM_GROWTH_BYTES`."""
 
 
 class Obstacle(StrEnum):

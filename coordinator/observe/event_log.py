@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 MAX_EVENTS = 500
-"""Events in the ring."""
+"""Maximum events in the ring."""
 MAX_QUEUED_EVENTS = 200
 """Maximum queued events of one reader."""
 MAX_READERS = 64
@@ -66,8 +66,9 @@ class EventLog:
     async def stream_events(self, last: int | None, newest: int, *, follow: bool) -> AsyncGenerator[bytes]:
         """Yield the events after number `last`, or the newest `newest` events if `last` is None, as server-sent events.
 
-        With `follow`, continue with new events, and a comment after each `KEEPALIVE_SECONDS` of silence. The caller
-        checks `full` before, because this call does not limit the readers.
+        With `follow`, continue with new events, and a comment after each `KEEPALIVE_SECONDS` of silence. The numbers
+        restart with the coordinator: after a `last` of an earlier process, stored events with lower numbers are left
+        out. The caller checks `full` before, because this call does not limit the readers.
         """
         ring = list(self._ring)
         begin = [event for event in ring if event[0] > last] if last is not None else ring[max(0, len(ring) - newest) :]

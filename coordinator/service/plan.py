@@ -10,7 +10,7 @@ WIRED_LABEL = "org.macpool.wired-limit"
 UNIT = "macpool.service"
 """Name of the systemd unit."""
 MODULE = "coordinator.cli"
-"""Module that every service runs. A systemd unit without it was not written by this program."""
+"""Module that every service runs. A unit of a service without it was not written by this program."""
 STOP_TIMEOUT_SECONDS = 45
 """Seconds from the stop signal to a kill. Longer than the two drains together, because first the requests end and then
 the local node."""

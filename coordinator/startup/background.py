@@ -129,7 +129,10 @@ async def start_local_node(
 
 
 async def renew_certificates(authority: ClusterCa, tls: HttpsCa | ssl.SSLContext | None) -> None:
-    """Renew the due certificates every `RENEWAL_INTERVAL_SECONDS` until cancelled. A failed renewal is logged."""
+    """Renew the due certificates at once, then every `RENEWAL_INTERVAL_SECONDS` until cancelled.
+
+    A failed renewal is logged.
+    """
     while True:
         _renew_certificate(authority)
         if isinstance(tls, HttpsCa):

@@ -48,7 +48,7 @@ def open_state(
 ) -> CoordinatorState:
     """Open the state folder and its log, or create a cluster in an empty folder. `stack` closes the database.
 
-    Increment the epoch. `on_death` is called if the database cannot be written any more because of an unexpected error.
+    Increment the epoch. The database's writer thread calls `on_death` if it cannot continue after an unexpected error.
     Raise `SupersededError` if another coordinator of this cluster has a newer generation. Raise `StoreError` if the
     database cannot be used, and `AuthorityError` if the CA cannot be read. Raise `OSError` if a file cannot be written.
     """

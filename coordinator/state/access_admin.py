@@ -47,7 +47,8 @@ class AccessAdmin:
     """Administration of join tokens, API keys and audit log, in the database and in the key ring.
 
     Methods that return a dict return the JSON body of the API's response. `clock` returns Unix seconds. Methods that
-    change the database raise `StoreError` after a failed write.
+    change the database raise `StoreError` after a failed write. A new or changed key is then listed until the
+    coordinator restarts, but the key ring does not have the change.
     """
 
     store: Database

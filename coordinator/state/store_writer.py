@@ -17,8 +17,8 @@ log = structlog.get_logger()
 class StoreWriter:
     """Writer of changes to a database, on a thread of its own.
 
-    A failed write is permanent: every later change raises `StoreError`. The thread calls `on_death` if it cannot
-    continue.
+    A failed write is permanent: every later change raises `StoreError`. The thread calls `on_death` after any other
+    error, and does no further writes.
     """
 
     def __init__(self, connection: sqlite3.Connection, on_death: Callable[[], object]) -> None:
@@ -35,7 +35,10 @@ class StoreWriter:
         self._writes.put(lambda: self._execute(statement, values))
 
     async def flush(self) -> None:
-        """Wait until every change up to now is on disk. Raise `StoreError` if a write failed."""
+        """Wait until every change up to now is on disk. Raise `StoreError` if a write failed.
+
+        Do not call after `close`, because the wait would not end.
+        """
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
 

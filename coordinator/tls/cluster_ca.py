@@ -40,9 +40,10 @@ from wire.join_token import build_rejoin_text
 log = structlog.get_logger()
 
 CA_VALIDITY_SECONDS = 3650 * 24 * 3600.0
-"""Validity of the CA, in seconds."""
+"""Validity of the CA, and of the endpoint's authority (`https_ca`), in seconds."""
 MAX_REQUEST_BYTES = 4096
-"""Maximum bytes of a certificate request. A request for P-256 has about 200."""
+"""Maximum bytes of a certificate request, and of the certificate of a member that joins again. A request for P-256 has
+about 200."""
 
 _SUBJECT = re.compile(r"macpool cluster ([A-Za-z0-9-]{1,36})")
 
@@ -82,7 +83,9 @@ class ClusterCa:
         self.renew()
 
     def sign_request(self, csr: bytes, node: NodeId, name: str = "") -> bytes:
-        """Issue a node's certificate (DER) for the key of a request (DER). `name` is the node's display name.
+        """Issue a node's certificate (DER) for the key of a request (DER).
+
+        `name` is the node's display name, which becomes the common name; empty: the node's id.
 
         The certificate serves for both ends of TLS, because a node can be the mirror of another node.
 
@@ -234,7 +237,10 @@ class ClusterCa:
 
 
 def read_cluster_id(file: Path) -> str:
-    """Read the id of a cluster from its CA, in a file of `write_key_pair`. Raise `AuthorityError` if it has no CA."""
+    """Read the id of a cluster from its CA, in a file of `write_key_pair`.
+
+    Raise `AuthorityError` if the file is missing or damaged, or has no CA of a cluster.
+    """
     return _get_cluster_id(read_key_pair(file)[1], file)
 
 

@@ -55,7 +55,8 @@ LOCAL_NETWORKS = (
     "fc00::/7",
     "fe80::/10",
 )
-"""Networks whose addresses the certificate may contain: loopback, private, link-local and overlay networks."""
+"""Networks of this machine's addresses in the certificate: loopback, private, link-local and overlay networks. The
+addresses in `http.allowed_hosts` may be in any network."""
 REISSUED_WARNING = (
     "the authority of the endpoint was issued again with the same key, because Bun and Claude Code refused its "
     "constraints: run `cluster trust-ca` again for them; all other programs trust it as before"
@@ -67,7 +68,9 @@ LOCAL_DOMAIN = "local"
 
 
 class HttpsCa:
-    """Authority and certificate of the HTTPS endpoint, created in `folder` on first use.
+    """Authority of the HTTPS endpoint, created in `folder` on first use, and its certificate.
+
+    Each construction issues a new certificate.
 
     `hosts` are additional names in the certificate. If the names among them change, the authority is new, and clients
     must trust it again. `clock` returns Unix seconds. `get_local_names` returns the current names and addresses of this
@@ -118,9 +121,10 @@ class HttpsCa:
         return self._names
 
     def renew(self) -> bool:
-        """Issue a new certificate if this machine's names changed, or after two thirds of the current one's validity.
+        """Issue a new certificate if this machine's names or addresses changed since the last one.
 
-        Return whether a certificate was issued. Raise `OSError` if it cannot be written.
+        Issue one as well after two thirds of the validity of the current certificate. Return whether a certificate was
+        issued. Raise `OSError` if it cannot be written.
         """
         names = tuple(sorted({*LOOPBACK_NAMES, *self._hosts, *filter(is_local_name, self._get_local_names())}))
         now = self._clock()

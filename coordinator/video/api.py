@@ -50,7 +50,7 @@ NOT_OFFERED: Mapping[str, str] = {
     "extensions": "a finished video cannot be made longer",
     "characters": "characters are not offered by the models of a pool",
 }
-"""Routes of OpenAI's API that are not supported, by the last word of their path."""
+"""Reasons why routes of OpenAI's API are not supported, by the word of the path that names the route."""
 VARIANTS = {"video": VIDEO, "thumbnail": THUMBNAIL}
 """Kinds of files by their names in the API."""
 

@@ -134,7 +134,7 @@ class ArtifactFolder:
         return digest.digest(), size
 
     async def remove_files(self, job: str) -> None:
-        """Remove all files of a job. Ignore an unknown or invalid id."""
+        """Remove all files of a job. Ignore an unknown or invalid id, and files that cannot be removed."""
         if _JOB.fullmatch(job):
             await asyncio.to_thread(shutil.rmtree, self.get_folder(job), ignore_errors=True)
 

@@ -56,6 +56,8 @@ class VideoController:
     `send` sends a frame to a node and returns False if the node is not linked. `fetch` fetches a file of a node. `wall`
     returns Unix seconds, `clock` seconds on the clock of `NodeView.reported_at`; by default the clock of the event
     loop. Raise `StoreError` if the database in `folder` cannot be opened or read.
+
+    A change for which a method raises `StoreError` is in effect until the coordinator restarts: the job table has it.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class VideoController:
         """Enqueue a job of the API key `key` (id), and return it after it is on disk.
 
         `idempotency` is the idempotency key of the request, and `digest` the digest of its body; both may be empty.
-        Raise `StoreError` if the job cannot be stored.
+        Raise `StoreError` if the job cannot be stored; the job is queued then nevertheless.
         """
         self._sequence += 1
         job = VideoJob(

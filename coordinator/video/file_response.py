@@ -54,8 +54,9 @@ def _build_range_problem(size: int) -> Problem:
 
 
 async def send_file(exchange: Exchange, path: Path, stored: StoredFile) -> None:
-    """Send the file `path`, or the range that the request asks for.
+    """Send the file `path`, or the range that the request asks for. The answer to HEAD has only headers.
 
+    Answer 416 for a range outside of the file.
     Raise `OSError` if the file cannot be opened (then nothing was sent), or is shorter than in `stored`. Raise
     `TimeoutError` if the client stops reading.
     """

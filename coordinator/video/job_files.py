@@ -13,7 +13,8 @@ from wire.video import Artifact
 
 log = structlog.get_logger("coordinator.video")
 RETRY_SECONDS = 2.0
-"""Seconds until a node that did not answer is asked again."""
+"""Seconds until a node that did not answer a fetch is asked again, and until an unlinked node is asked for a lease
+again."""
 
 
 class JobFiles:

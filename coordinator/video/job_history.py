@@ -18,7 +18,10 @@ class JobHistory:
         self.counters = VideoCounters()
 
     def record(self, before: JobTable, after: JobTable) -> None:
-        """Count and log the transitions between two job tables."""
+        """Count and log the transitions between two job tables.
+
+        A job that is missing in `after`, such as an open job that was deleted, is neither counted nor logged.
+        """
         if before.jobs != after.jobs:
             self._record_transitions(before, after)
         if before.holds != after.holds:

@@ -1,4 +1,4 @@
-"""Records of jobs and of measured memory on disk. A failed write stops new jobs, not the running ones."""
+"""Records of jobs and of measured memory on disk. After a failed write every `flush` fails; jobs in the table run."""
 
 from collections.abc import Callable, Mapping
 

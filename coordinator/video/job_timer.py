@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Callable
 
 TICK_SECONDS = 0.5
-"""Seconds between two checks of the job table while a job is open."""
+"""Seconds between two checks of the job table while a job is open or a node holds a lease."""
 IDLE_TICK_SECONDS = 60.0
-"""Seconds between two checks while no job is open."""
+"""Seconds between two checks while there are only ended jobs and no leases."""
 
 
 class JobTimer:
@@ -19,9 +19,9 @@ class JobTimer:
         self._due = 0.0
 
     def schedule(self, *, busy: bool) -> None:
-        """Schedule a tick after `TICK_SECONDS` if a job is open, else after `IDLE_TICK_SECONDS`.
+        """Schedule a tick after `TICK_SECONDS`, or without `busy` after `IDLE_TICK_SECONDS`.
 
-        An earlier tick that is scheduled already remains.
+        `busy`: a job is open, or a node holds a lease. A tick that is already scheduled for an earlier time remains.
         """
         due = self._loop.time() + (TICK_SECONDS if busy else IDLE_TICK_SECONDS)
         if self._timer is None or due < self._due:

@@ -30,13 +30,13 @@ class VideoCounters:
     """Counters of video jobs since the start of the coordinator."""
 
     ends: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
-    """Ended jobs by end, one of `ENDS`."""
+    """Ended jobs by end, one of `ENDS`, without jobs that were deleted while they were open."""
     failures: dict[str, int] = field(default_factory=dict[str, int])
     """Failed jobs by reason, one of `REASONS`."""
     clip_seconds: float = 0.0
     """Total playing time of all finished clips, in seconds."""
     queue_seconds: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
-    """Seconds from the submission of a job to the grant of its lease."""
+    """Seconds from the submission of a job to the grant of a lease, observed again after each restart of the job."""
     run_seconds: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS))
     """Seconds from the grant of the lease to the end of the job, for completed jobs."""
     confirm_seconds: Histogram = field(default_factory=lambda: Histogram(CONFIRM_BOUNDS))

@@ -20,7 +20,10 @@ class VideoPermissions:
         """By node: the epoch of its link, and the permission last sent over it."""
 
     def send_to(self, node: NodeView) -> None:
-        """Send a node its video permission, unless the node has it already."""
+        """Send a node its video permission, unless the node has it already.
+
+        Send nothing to an older node, which reports no permission (`VideoState.allowed` is None).
+        """
         allowed = node.video_allowed and self._enabled
         if node.video.allowed in (None, allowed) or self._sent.get(node.id) == (node.epoch, allowed):
             return

@@ -60,7 +60,10 @@ class Download:
             return self._publish()
 
     def _is_present(self, file: ModelFile) -> bool:
-        """Return whether the blob of a file has the content of the manifest. Names are not trusted."""
+        """Return whether the blob of a file has the content of the manifest, by its stored digest or a new one.
+
+        The name of the blob is not trusted. Raise `OrderStopped` after a cancel.
+        """
         path = self._folder.get_blob(file.etag)
         if not path.is_file() or path.stat().st_size != file.size:
             return False

@@ -1,7 +1,7 @@
 """Child process that performs one order about model files, as the agent sees it.
 
-The order goes to the standard input, which stays open: the child ends when the agent ends. Its standard error goes to
-the log of the agent, only if the child fails, without secrets.
+The order goes to the child's standard input, which stays open: the child ends when the agent ends. The child's standard
+error goes to the log of the agent, only if the child fails, without secrets.
 """
 
 import asyncio

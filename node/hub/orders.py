@@ -116,6 +116,7 @@ class _Ending:
     frame: ModelOrderEnded
     link: CoordinatorLink | None
     sent_at: float
+    """Monotonic time in seconds at which it was sent last."""
 
 
 class ModelFileOrders:

@@ -74,7 +74,8 @@ class RepositoryQuery:
         """Query the repository. Return the manifest, the description of the model and the files that are not pulled.
 
         Raise `ModelFileError` if the repository cannot be pulled or the hub cannot be reached. Raise `OSError` for
-        faults of this machine, `ValueError` if the endpoint of the query is no address.
+        faults of this machine. Raise `ValueError` if the endpoint of the query is no address, or the weights of a Dense
+        layer are invalid.
         """
         if not is_valid_repo(self._query.repo):
             raise ModelFileError(
@@ -157,7 +158,7 @@ class RepositoryQuery:
         return self._read(client, manifest, file, wanted)
 
     def _read(self, client: SourceClient, manifest: ModelManifest, file: ModelFile, size: int) -> bytes:
-        """Return the first bytes of a file."""
+        """Return the first `size` bytes of a file. Repeat the request and raise as `_retry` does."""
 
         def read() -> bytes:
             with client.open_range(manifest, file, 0, size) as blocks:

@@ -193,7 +193,8 @@ def resolve_cap(
 
     `above_metal` is `memory.allow_above_metal_limit`. Raise `SettingsError` for an invalid size, a cap of 0, and for
     "auto" or a percentage if the RAM cannot be read. With `starting`, also raise `SettingsError` for an explicit cap
-    above the RAM, or above the Metal limit without `above_metal`. Later, the lower limit applies.
+    above the RAM, or above the Metal limit without `above_metal`. Later, the lower limit applies. The limit of a
+    container always lowers an explicit cap, with a warning.
     """
     relative = setting == "auto" or str(setting).strip().endswith("%")
     if not bounds.total and relative:

@@ -28,7 +28,7 @@ PRESSURES = {1: "normal", 2: "warn", 4: "critical"}
 class RusageV4(ctypes.Structure):
     """`struct rusage_info_v4`: a uuid of 16 bytes, and 35 numbers of 8 bytes.
 
-    Number 8 is phys_footprint, 29 its lifetime maximum, 34 its maximum in the interval.
+    Counted from 1, number 8 is phys_footprint, 29 its lifetime maximum, 34 its maximum in the interval.
     """
 
     phys_footprint: int

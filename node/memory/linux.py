@@ -80,7 +80,7 @@ def read_process_identity(pid: int, proc: Path = Path("/proc")) -> str:
 
 
 def _read_stat_fields(folder: str) -> list[bytes] | None:
-    """Return the fields after the name of the process: state, parent, group, session, …"""
+    """Return the fields after the name of the process: state, parent, group, session, …; None if unreadable."""
     try:
         file = os.open(f"{folder}/stat", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

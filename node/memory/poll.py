@@ -59,7 +59,7 @@ class MemoryPoll:
         self.poll_once()
 
     def stop(self) -> None:
-        """Stop polling."""
+        """Stop polling, until the next `poll_once`."""
         self._alarm.cancel()
 
     def poll_sooner(self) -> None:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 RECENT_POLLS = 5
 """Number of polls in the window of `RecentPeak`."""
 POLL_PERIOD_SECONDS = 1.0
-"""Seconds of a poll. `RecentPeak` keeps the highest reading of each poll."""
+"""Seconds between polls of an idle engine with a model. `RecentPeak` keeps the highest reading of each period. The
+enforcer waits one period for the answer to an order."""
 RECENT_PEAK_SECONDS = RECENT_POLLS * POLL_PERIOD_SECONDS
 """Seconds in the window of `RecentPeak`."""
 STALE_AFTER_SECONDS = 5.0
-"""Age in seconds from which a reading is not used."""
+"""Maximum age in seconds of a reading that is used."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -256,7 +256,7 @@ class PretendedMachine:
         return self._read_value("wired", None)
 
     def _read_value(self, name: str, otherwise: int | None) -> int | None:
-        """Return a value in the file; `otherwise` if the file or the name is missing."""
+        """Return a value in the file; `otherwise` if the file is missing or invalid, or lacks the name."""
         try:
             readings = msgspec.json.decode(Path(self.readings).read_bytes(), type=dict[str, int | None])
         except (OSError, msgspec.MsgspecError):

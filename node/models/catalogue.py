@@ -4,11 +4,12 @@ A model is a folder with `config.json` and `model*.safetensors`. A diffusers pac
 are never taken for a model. A model that cannot be served keeps its name and carries the cause, for the client that
 requests that model.
 
-Two nodes have the same model if the fingerprints are equal. A fingerprint is a sha256 over three parts. The first part
-is the files that change prompts or answers (`IDENTITY_FILES`). The second part is the headers of the weights: names,
-shapes, types and offsets of every tensor. The third part is samples of every tensor: its first, middle and last
-`SAMPLE_BYTES` bytes. Other weights of the same shapes are therefore another model. A change outside of the samples is
-not detected. Hashing all bytes takes seconds for each GiB, samples of 111 tensors 1.4 ms.
+Two nodes have the same model if their content hashes are equal (`find_content`). While a node has not hashed the files,
+the fingerprints are compared instead. A fingerprint is a sha256 over three parts. The first part is the files that
+change prompts or answers (`IDENTITY_FILES`). The second part is the headers of the weights: names, shapes, types and
+offsets of every tensor. The third part is samples of every tensor: its first, middle and last `SAMPLE_BYTES` bytes.
+Other weights of the same shapes are therefore another model. A fingerprint does not show a change outside of the
+samples. Hashing all bytes takes seconds for each GiB, samples of 111 tensors 1.4 ms.
 
 The files of a loaded model may be replaced. Its description is kept while it is loaded (`pin`), because the weights in
 memory, their tokenizer and their fingerprint belong together. `find_replacement` returns the model with the new files.
@@ -208,11 +209,14 @@ class ModelCatalogue:
             yield from find_snapshots(self._hub)
 
     def _describe(self, name: str, folder: Path) -> ModelDescriptor | None:
-        """Describe a folder, as the kind that the settings name for the model."""
+        """Describe a folder as `describe_folder` does, with the kind that the settings name for the model."""
         return describe_folder(name, folder, self._settings.get_kinds().get(name, ""))
 
     def _describe_cached(self, name: str, folder: Path) -> ModelDescriptor | None:
-        """Describe a folder, or return the previous description if none of its files changed."""
+        """Describe a folder as `_describe` does, or return the previous description if none of its files changed.
+
+        An error of the files becomes the `cause` of the description.
+        """
         try:
             state = _read_file_state(folder)
             cached = self._described.get(folder)
@@ -315,8 +319,8 @@ def _read_layout(name: str, folder: Path, config: Config, kind: ModelKind) -> tu
 def find_kind(name: str, folder: Path, config: Config, kind: str = "") -> ModelKind | None:
     """Return the kind of a model by its files; None if it neither generates text nor computes vectors or scores.
 
-    `kind` is the kind by setting, which has priority; empty without one. A model with the files of
-    sentence-transformers computes vectors or scores, even if it could generate text.
+    `kind` is the kind by setting, empty without one. It replaces a kind by the files, but not None. A model with the
+    files of sentence-transformers computes vectors or scores, even if it could generate text.
     """
     embeds = has_embedding_files(folder)
     has_layers = embeds and (is_bare_model(config) or is_encoder(config))

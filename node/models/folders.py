@@ -31,7 +31,8 @@ def find_model_folders(top: Path, marker: str = MODEL) -> Iterator[tuple[str, Pa
     """Yield name and folder of each model at or below `top`; with the marker PACKAGE, of each diffusers package.
 
     A name is the path below `top`, or the folder name of `top` itself. The search ends at `MAX_DEPTH` levels and
-    `MAX_FOLDERS` folders. It enters neither a found folder nor a hidden one. Folders with GGUF files count as models.
+    `MAX_FOLDERS` folders. It does not enter a folder with `config.json` or `model_index.json`, a hidden folder, or a
+    repository `models--…` of Hugging Face's cache. Folders with GGUF files count as models, and are entered.
     """
     visited = 0
     waiting: list[tuple[Path, int]] = [(top, 0)]

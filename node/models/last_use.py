@@ -11,7 +11,7 @@ import structlog
 FILE = "last-use.json"
 """Name of the file."""
 STORE_INTERVAL_SECONDS = 3600.0
-"""Seconds by which a last use must be later than the stored one before it is stored, because the inference thread
+"""Minimum seconds between a stored last use of a model and the next one that is stored, because the inference thread
 writes the file."""
 MAX_MODELS = 1024
 """Maximum models with a stored last use; above it, the oldest entry is dropped."""
@@ -31,13 +31,16 @@ class LastUse:
         self._stored = _read_times(self._file)
 
     def find(self, name: str) -> float:
-        """Return the Unix time of the last use of a model; 0 if it was never used here."""
+        """Return the stored Unix time of the last use of a model; 0 without one.
+
+        The last use can be up to `STORE_INTERVAL_SECONDS` later.
+        """
         return self._stored.get(name, 0.0)
 
     def record(self, name: str, idle_seconds: float) -> float:
         """Record that a model was used `idle_seconds` ago. Return the Unix time of its last use.
 
-        The time is stored if it is `STORE_INTERVAL_SECONDS` after the stored one. A write error is logged.
+        The time is stored if it is at least `STORE_INTERVAL_SECONDS` after the stored one. A write error is logged.
         """
         used = max(0.0, self._wall() - idle_seconds)
         if used - self._stored.get(name, 0.0) >= STORE_INTERVAL_SECONDS:

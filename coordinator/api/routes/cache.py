@@ -33,9 +33,9 @@ class CacheRoutes:
     async def clear(self, body: CacheBody) -> dict[str, Any]:
         """Delete the cached prompts of a model, or of all models, on a node or on all nodes, in memory and on the disk.
 
-        `model` may be the fingerprint of a model that a node has no longer. Return these nodes. An absent node may have
-        prompts on its disk, and counts as failed. Raise `ProblemError`: 400 or 404 for a wrong model or node, or the
-        status of a node's failure, although the other nodes have deleted their prompts.
+        `model` may be the fingerprint of a model that a node has no longer. Return the nodes that carried this out. An
+        absent node may have prompts on its disk, and counts as failed. Raise `ProblemError`: 400 or 404 for a wrong
+        model or node, or the status of a node's failure, although the other nodes have deleted their prompts.
         """
         model = "" if body.model is None else check_model_name(body.model)
         node = None

@@ -99,11 +99,11 @@ class ModelRoutes:
         return [rows[name] for name in sorted(rows)]
 
     def build_answer(self, limits: KeyLimits | None = None) -> dict[str, Any]:
-        """Return the models and aliases that a key with these limits may use."""
+        """Return the models and aliases that a key with these limits may use; None: all."""
         return {"schema": 1, "models": self.build_rows(limits), "aliases": self.build_alias_rows(limits)}
 
     def build_alias_rows(self, limits: KeyLimits | None = None) -> list[dict[str, Any]]:
-        """Return the aliases that a key with these limits may use, with their candidates in order."""
+        """Return the aliases that a key with these limits may use (None: all), with their candidates in order."""
         visible = self._names.list_visible(self._nodes.registry.build_view(), limits)
         return [_build_alias_row(visible, alias) for alias in visible.list_aliases()]
 

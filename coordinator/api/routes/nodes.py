@@ -208,7 +208,7 @@ class NodeRoutes:
         """End a node's pause; the node's rule `sharing.when` can still keep it paused.
 
         Return the node's sharing state, and the number of its requests (`in_flight`). Raise `ProblemError`: 404 for an
-        unknown node, 409 for one that has left, 503 if the node does not confirm.
+        unknown node, 409 for one that has left. Also: 503 if the node is not linked, is too old, or does not confirm.
         """
         return await self._set_pause(node, 0.0)
 

@@ -89,7 +89,10 @@ class PoolRoutes:
         return {"schema": 1, "conditions": self.list_active_conditions(), "watched": [rule.name for rule in WATCHED]}
 
     async def history(self, points: Annotated[int, Query(ge=1, le=MAX_POINTS)] = MAX_POINTS) -> Response:
-        """Return the load of the last hour, of the pool and of each node: a point every 10 seconds, null for a gap."""
+        """Return the newest `points` points of the load, of the pool and of each node; null for a gap.
+
+        There is a point every 10 seconds, and points of the last hour are kept.
+        """
         return Response(
             msgspec.json.encode({"schema": 1, **self.read_load_history(points)}), media_type="application/json"
         )

@@ -84,8 +84,8 @@ class PullRoutes:
 
         Return the model, the plan for each node (sizes in bytes), and the started pull. If a pull of the same files to
         these nodes is open, return that pull instead. Raise `ProblemError`: 400 for a wrong body or an unsupported
-        model, 404 for an unknown node. Also: 429 for too many pulls, 507 if no node has room or the pull cannot be
-        stored. A failed query of the hub has the status of its code in `STATUS`.
+        model, 404 for an unknown node. Also: 429 for too many pulls, 507 if no node can get the model or the pull
+        cannot be stored. A failed query of the hub has the status of its code in `STATUS`.
         """
         if body.nodes and body.all:
             raise ProblemError(build_invalid("nodes and all exclude each other", "nodes"))

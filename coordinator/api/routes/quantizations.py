@@ -28,7 +28,8 @@ class QuantizationBody(Body):
     bits: Annotated[int, Field(ge=1, le=64)] = 4
     """Bits of a weight, one of `BITS`."""
     node: Annotated[str | None, Field(min_length=1, max_length=100)] = None
-    """Name or id of the node; None for the linked node that has the model and the most free memory."""
+    """Name or id of the node; None for the linked node that has the model and the most free memory. Nodes that cannot
+    serve the model come last."""
     name: Annotated[str | None, Field(min_length=1, max_length=200)] = None
     """Name of the result; None for the name of the model with the bits at its end, as in `MODEL-4bit`."""
 
@@ -94,7 +95,7 @@ class QuantizationRoutes:
         return self._build_answer(self._find(quantization))
 
     def _choose_node(self, body: QuantizationBody) -> NodeView:
-        """Return the named node, or the linked node that has the model and the most free memory. Raise ProblemError."""
+        """Return the node as `QuantizationBody.node` selects it. Raise `ProblemError` (404 or 409) if there is none."""
         if body.node is not None:
             view = self._nodes.registry.get_node_view(find_node(self._nodes.directory, body.node))
             if view.state not in LINKED:

@@ -1,1 +1,1 @@
-"""Links of nodes: the cluster port, connections, the table of links, admission, fetches and queries."""
+"""Links of nodes: the cluster port, connections, the table of links, admission, fetches, queries and relays."""

@@ -19,7 +19,7 @@ from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
 log = structlog.get_logger("coordinator.cluster.links.link_admission")
 ALIVE_REPORT_AGE_SECONDS = 3.0
 """Age of the newest report, in seconds, below which the link of a node counts as alive. A second process with the
-identity of that node is refused."""
+identity of that node is refused, and may retry after the same number of seconds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,8 @@ HANDSHAKE_TIMEOUT_SECONDS = 5.0
 MAX_LINK_TURN_SECONDS = 0.005
 """Maximum seconds in one turn of the loop for frames of one link. The last frame may exceed them."""
 UNLINKED_TIMEOUT_SECONDS = 5.0
-"""Seconds from the TLS handshake to the Hello. An enrolment has its own deadlines."""
+"""Maximum seconds from the TLS handshake to the first frame: a Hello, a query, or a request for a relay. An enrolment
+has its own deadlines."""
 MAX_UNLINKED_BYTES = 16 * 1024
 """Maximum bytes from a peer with a certificate before its Hello."""
 CLOSE_DELAY_SECONDS = 0.5
@@ -111,7 +112,10 @@ class ConnectionOwner(Protocol):
         ...
 
     def deliver_chunk(self, node: NodeId, chunk: FetchChunk) -> None:
-        """Handle a piece of a node's answer to a fetch. Raise `WireError` if the answer is too long."""
+        """Handle a piece of a node's answer to a fetch.
+
+        Raise `WireError` if the answer has too many bytes or pieces.
+        """
         ...
 
     def answer_relay(self, connection: "Connection", peer: PeerIdentity, join: JoinRelay) -> None:
@@ -185,7 +189,8 @@ class Connection(LinkEndpoint):
     def data_received(self, data: bytes) -> None:
         """Split bytes into frames and process them. Bytes of a peer without a certificate go to its enrolment only.
 
-        Abort the connection after too many bytes before Hello, and after an invalid frame.
+        Abort the connection after too many bytes before Hello, and after an invalid frame. Raise `StoreError` if the
+        enrolment cannot be stored, and `IllegalEventError` for the Hello of a node that has left.
         """
         if self._enrollment is not None:
             self._send_enrollment_frames(self._enrollment.feed(data, self._loop.time()))
@@ -205,7 +210,8 @@ class Connection(LinkEndpoint):
     def _process_frames(self, *, all_of_them: bool = False) -> None:
         """Process frames for `MAX_LINK_TURN_SECONDS`, and the rest in the next turn of the loop.
 
-        A peer that sends without pause can delay the loop by one frame at most. Its further bytes wait in the kernel.
+        A peer that sends without pause can delay the loop by that time and one frame at most. Its further bytes wait in
+        the kernel. With `all_of_them`, process all frames now.
         """
         if not self._turn_deadline:  # a turn of the loop may read one connection 32 times
             self._turn_deadline = time.perf_counter() + MAX_LINK_TURN_SECONDS

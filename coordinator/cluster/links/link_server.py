@@ -120,7 +120,7 @@ class LinkServer:
         self._relay.close()
 
     def count_unlinked(self) -> int:
-        """Return the number of open connections that are not links (yet)."""
+        """Return the number of open connections that are neither links (yet) nor relays."""
         return len(self._unlinked)
 
     def _send_pings(self) -> None:
@@ -207,7 +207,7 @@ class LinkServer:
     def deliver_chunk(self, node: NodeId, chunk: FetchChunk) -> None:
         """Pass a piece of an answer to the fetch that waits for it. Ignore a piece for which no fetch waits.
 
-        Raise `WireError` if the answer is longer than its fetch requested.
+        Raise `WireError` if the answer has more bytes than its fetch requested, or too many pieces.
         """
         self._fetches.deliver(node, chunk)
 

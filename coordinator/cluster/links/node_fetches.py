@@ -16,7 +16,7 @@ FETCH_WINDOW_BYTES = 1024 * 1024
 MIN_CHUNK_BYTES = 4096
 """Minimum bytes of an answer's pieces, except the last piece of a window. Limits the number of pieces."""
 FETCH_TIMEOUT_SECONDS = 10.0
-"""Maximum seconds between two pieces of an answer."""
+"""Maximum seconds from a request to the first piece of its answer, and between two pieces."""
 
 
 class _FetchWindow:
@@ -48,7 +48,7 @@ class NodeFetches:
     def deliver(self, node: NodeId, answer: FetchChunk) -> None:
         """Pass a piece from `node` to the fetch that waits for it. Ignore a piece that no fetch waits for.
 
-        Raise `WireError` if the answer exceeds the requested size.
+        Raise `WireError` if the answer has more bytes than requested, or too many pieces.
         """
         window = self._windows.get((node, answer.number))
         if window is not None:
@@ -75,8 +75,8 @@ class NodeFetches:
     ) -> AsyncGenerator[bytes]:
         """Yield the newest `max_bytes` bytes of a node's `source`, then its additions, polled every `interval_seconds`.
 
-        The iterator does not end. Raise `LookupError` if the node is not linked or cannot answer, `TimeoutError` if it
-        stops answering.
+        Each poll reads at most `FETCH_WINDOW_BYTES`. The iterator does not end. Raise `LookupError` if the node is not
+        linked or cannot answer, `TimeoutError` if it stops answering.
         """
         offset = -max_bytes
         while True:

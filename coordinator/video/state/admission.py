@@ -97,7 +97,7 @@ def _to_clip_request(body: VideoBody) -> ClipRequest:
 def _check_size(
     view: ClusterView, package: VideoPackage, clip: Clip, profiles: Profiles, settings: VideoSettings
 ) -> Problem | None:
-    """Return a 413 problem if the job fits on no known node, even without other load. Absent nodes count."""
+    """Return a 413 problem if the job fits on no known node, even without other load; else None. Absent nodes count."""
     size = settings.lease_bytes
     misfit = find_nearest_misfit(view, package.name, clip.tokens, size, profiles)
     if misfit is None:

@@ -5,8 +5,8 @@ watches the worker, Ray starts the worker, and a client may cancel. Messages cro
 this process may restart. Two concepts handle this:
 
 - The generation. Every lease of a job has the next number, and the job's number grows again when the job is requeued
-  or cancelled.
-  A message about an older generation does not change the job. A node that still holds such a lease must release it.
+  or cancelled. A message about an older generation does not change the job. A node that still holds a lease of an
+  older generation must release it.
 - The hold. Memory requested from a node counts as leased until the node ends or refuses the lease, no longer lists
   it, or is gone. If the job ends earlier, its hold remains, and no job is sent to that node.
 
@@ -41,7 +41,8 @@ class JobRules:
     headroom_seconds: float = 3600.0
     """Maximum seconds for which the first queued job waits for memory while no other job runs."""
     keep_seconds: float = 86400.0
-    """Seconds for which the files of a job are kept after its end."""
+    """Seconds for which the files of a job are kept after its end. Also the maximum seconds from the end of the worker
+    until the files are fetched."""
     keep_count: int = 50
     """Maximum number of jobs with files."""
     keep_bytes: int = 50 * 2**30

@@ -147,7 +147,7 @@ class VideoJob(msgspec.Struct, frozen=True):
     digest: str = ""
     """SHA-256 (hex) of the request's body; empty without one."""
     node: str = ""
-    """Id of the node; empty for a queued job."""
+    """Id of the node; empty for a queued job, and after the node was removed from the members."""
     lease: str = ""
     """Id of the lease; empty for a queued job."""
     generation: int = 0
@@ -178,7 +178,7 @@ class VideoJob(msgspec.Struct, frozen=True):
     fault: JobFault | None = None
     files: tuple[StoredFile, ...] = ()
     peak: int = 0
-    """Highest reported footprint of the worker; 0 if unknown."""
+    """Highest reported footprint of a worker of this job, also before a restart of the job; 0 if unknown."""
     seconds: float = 0.0
     """Lifetime of the worker, in seconds; 0 before its end."""
     made: str = ""

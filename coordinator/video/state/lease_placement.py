@@ -32,7 +32,7 @@ class NodeReadiness(IntEnum):
     BUSY = 2
     """The node runs another video job."""
     PAUSED = 3
-    """The node has refused a lease recently, or has not answered yet."""
+    """The node recently refused a lease, did not answer in time, or started no worker. Or it has not answered yet."""
     TIGHT = 4
     """The lease does not fit now, but may fit after the node has unloaded idle models."""
     FITS = 5
@@ -90,7 +90,7 @@ def find_packages(view: ClusterView, model: str, labels: Iterable[str] = ()) -> 
 
 
 def list_video_models(view: ClusterView) -> dict[str, VideoPackage]:
-    """Return the usable video models of all nodes, by name."""
+    """Return the usable video models of all nodes, by name. Of a model on several nodes, return the last package."""
     return {package.name: package for node in view.nodes for package in node.video.packages if not package.cause}
 
 
@@ -169,7 +169,10 @@ def explain_denial(node: NodeView) -> str:
 
 
 def _explain_absence(node: NodeView, at: float) -> str:
-    """Return why a node with the package cannot take a job now; empty if it can."""
+    """Return why a node with the package cannot take a job now; empty if it can.
+
+    `at` is the time now on the clock of `NodeView.reported_at`.
+    """
     if node.state == NodeState.PAUSED:
         return f"it is paused: {node.sharing.why}"
     if node.state != NodeState.READY or at - node.reported_at > MAX_REPORT_AGE_SECONDS:

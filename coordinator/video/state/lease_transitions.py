@@ -12,7 +12,8 @@ from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.video import LeaseEndCode, LeaseState, ReleaseCause
 
 MAX_MISSED_REPORTS = 2
-"""Consecutive reports without a lease after which the lease counts as lost. The first may precede the request."""
+"""Consecutive reports without a lease after which the lease, or the files of its finished job, count as lost. The first
+report may precede the request."""
 LOST = frozenset({LeaseEndCode.WORKER_LOST, LeaseEndCode.NODE_PAUSED})
 """Codes of ends that the job has not caused. The job may be restarted."""
 
@@ -20,6 +21,7 @@ LOST = frozenset({LeaseEndCode.WORKER_LOST, LeaseEndCode.NODE_PAUSED})
 def apply_answer(turn: Transition, node: str, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
     """Apply a node's frame about a lease. Ignore a frame from another node or of another generation than the hold.
 
+    A job whose files are being fetched has no hold: its lease end is accepted from any node.
     Raise `IllegalTransitionError` for a lease end that would restart a job whose files are being fetched.
     """
     hold = turn.holds.get(frame.lease)
@@ -91,7 +93,10 @@ def _apply_ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
 
 
 def _find_fetching_job(turn: Transition, frame: LeaseEnded) -> VideoJob | None:
-    """Return the job of a repeated lease end whose files are being fetched. The job has no hold any more."""
+    """Return the job of a repeated lease end whose files are being fetched; None if there is none.
+
+    The job has no hold any more.
+    """
     return next(
         (
             job
@@ -197,9 +202,9 @@ def apply_node_away(turn: Transition, node: str) -> None:
 
 
 def apply_node_removed(turn: Transition, node: str) -> None:
-    """Apply the removal of a node from the members: requeue or fail its open jobs, and clear its name in all jobs.
+    """Apply the removal of a node from the members: requeue or fail the open jobs of the node.
 
-    Delete the node's pause and lease holds.
+    Clear `VideoJob.node` in all jobs of the node, also in ended ones. Delete the node's pause and lease holds.
     """
     apply_node_away(turn, node)
     for job in [job for job in turn.jobs.values() if job.node == node and job.open]:

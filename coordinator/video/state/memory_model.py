@@ -20,7 +20,7 @@ from wire.units import GIB, show_size
 from wire.video import VideoPackage
 
 EXPERT_BYTES = int(14.35 * GIB)
-"""Bytes of the loaded expert in the first measured package."""
+"""Bytes of the loaded expert in the first measured package, and of an expert whose size is unknown."""
 RUNTIME_BYTES = int(3.15 * GIB)
 """Bytes of a worker without the expert."""
 BYTES_PER_SPATIAL_TOKEN = 0.0029 * GIB

@@ -25,7 +25,7 @@ def apply_retention(turn: Transition) -> None:
 
 
 def _find_excess(jobs: Iterable[VideoJob], rules: JobRules, now: float) -> Iterator[VideoJob]:
-    """Yield the jobs whose files exceed the rules, when the newest files are kept first."""
+    """Yield the jobs whose files have expired at `now`, or exceed the rules when the newest files are kept first."""
     newest_first = sorted((job for job in jobs if job.files), key=lambda job: (-(job.ended or 0.0), -job.sequence))
     size = 0
     for number, job in enumerate(newest_first, 1):

@@ -11,7 +11,8 @@ from coordinator.video.state.jobs import JobFault, JobState, VideoJob, change_st
 from wire.video import ReleaseCause
 
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
-"""Bounds of the seconds for which a node that refused a lease, or whose worker did not start, is not asked again."""
+"""Bounds of the seconds for which a node is not asked for a lease again. They begin when the node refuses, does not
+answer in time, or starts no worker. A refusal without a time counts as the maximum."""
 
 
 class Transition:
@@ -37,7 +38,10 @@ class Transition:
         return job
 
     def find_job(self, lease: str, generation: int) -> VideoJob | None:
-        """Return the job whose current lease has this id and generation; None if there is none."""
+        """Return the job whose current lease has this id and generation; None if there is none.
+
+        Return None as well without a hold of the lease, as for a job whose files are being fetched.
+        """
         hold = self.holds.get(lease)
         job = None if hold is None else self.jobs.get(hold.job)
         if job is None or job.lease != lease or job.generation != generation:
@@ -92,8 +96,8 @@ class Transition:
     def handle_loss(self, job: VideoJob, code: str, message: str) -> None:
         """Requeue or fail a job whose node or worker was lost, by `on_node_loss` and the limit of attempts.
 
-        `code` and `message` are the reason. Raise `IllegalTransitionError` if the job is neither leasing nor running,
-        or if it must fail and has ended.
+        `code` and `message` are the reason. Raise `IllegalTransitionError` if a job to requeue is neither leasing nor
+        running, or if a job to fail has ended.
         """
         if self.rules.on_node_loss == "requeue" and job.attempts < self.rules.attempts:
             self.requeue_job(replace(job, attempts=job.attempts + 1), f"again, because {message}")
@@ -103,8 +107,8 @@ class Transition:
     def retry_start(self, job: VideoJob, code: str, message: str) -> None:
         """Requeue a job whose worker never started, or fail it at the limit of attempts. Pause its node for 5 s.
 
-        `code` and `message` are the reason. Raise `IllegalTransitionError` if the job is neither leasing nor running,
-        or if it must fail and has ended.
+        `code` and `message` are the reason. Raise `IllegalTransitionError` if a job to requeue is neither leasing nor
+        running, or if a job to fail has ended.
         """
         self.pause_node(job.node, MIN_PAUSE_SECONDS * 5)
         if job.attempts < self.rules.attempts:

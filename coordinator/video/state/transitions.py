@@ -141,7 +141,7 @@ def _apply_cancelled(turn: Transition, name: str, message: str) -> None:
 
 
 def _apply_restart(turn: Transition) -> None:
-    """Repeat unanswered lease requests, and look for running jobs on their nodes.
+    """Requeue jobs without an answer to their lease request, and wait for the nodes of running jobs.
 
     Any other lease of a node is unknown here, and is released when the node reports it.
     """

@@ -54,7 +54,8 @@ class PartFile:
     def open(self) -> None:
         """Open the file and keep the pieces of an earlier download whose checksums are right.
 
-        Raise `OSError` if a file cannot be created, read or written.
+        No piece is kept if the earlier download had another piece size. Raise `OSError` if a file cannot be created,
+        read or written.
         """
         self._part = os.open(self._folder.get_part(self._file.etag), _FLAGS, _MODE)
         self._checksums = self._read_valid_pieces()

@@ -36,7 +36,10 @@ class _RelayConnection(http.client.HTTPConnection):
 
 
 class RelayTransport(httpx2.BaseTransport):
-    """Transport of an HTTP client that reaches one node through the coordinator. Threads may use it at once."""
+    """Transport of an HTTP client that reaches one node through the coordinator. Several threads may use the transport.
+
+    `token` names the transfer. Idle connections are used again, until `close`.
+    """
 
     def __init__(self, cluster: ClusterFiles, token: str) -> None:
         self._cluster = cluster

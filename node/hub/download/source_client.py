@@ -6,7 +6,7 @@ Rules
 - A mirror never opens its port again. After a refused connection, the mirror therefore counts as lost at once.
 - Before a mirror gets a request, its certificate is verified: by the CA of the cluster, with the URI of its node. The
   address is not checked, because addresses change. A mirror never redirects.
-- A relay is the same mirror, through the coordinator: TLS ends there, and both nodes prove themselves to it.
+- A relay reaches the mirror of a node through the coordinator. TLS ends at the coordinator, which verifies both nodes.
 - Errors never contain a token or the query of a URL, which can be a signature.
 """
 
@@ -125,7 +125,10 @@ class SourceClient:
         return target
 
     def _check_answer(self, response: httpx2.Response, subject: str, start: int, end: int, size: int) -> int:
-        """Check status and range of an answer. Return the number of bytes before `start` in its body."""
+        """Return the number of bytes before `start` in the body of an answer.
+
+        Raise `SourceError` if its status is no success, or its range or size contradicts the manifest.
+        """
         status = response.status_code
         if status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
             raise self._build_refusal(response, subject, size)

@@ -8,7 +8,7 @@ class SourceError(Exception):
 
 
 class SourceFault(SourceError):
-    """Fault that can pass: a lost connection, a body that ended early, a status from 500."""
+    """Fault that can pass: a lost connection, a body that ended early, or a status that no other error covers."""
 
 
 class SourcePending(SourceError):

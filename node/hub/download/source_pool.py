@@ -24,7 +24,7 @@ MIRROR_TIMEOUT_SECONDS = 15.0
 PENDING_TIMEOUT_SECONDS = 600.0
 """Seconds without progress after which a mirror is lost that still downloads the requested piece itself."""
 _TELLING = (ModelOrderCode.GATED, ModelOrderCode.NOT_FOUND, ModelOrderCode.RATE_LIMITED)
-"""Codes of a source that say more than that it is lost."""
+"""Codes of lost sources that become the code of the download's error, because they name a cause."""
 
 
 @dataclass(slots=True, eq=False)

@@ -65,7 +65,8 @@ def _explain_missing_weights(all_names: list[str]) -> str:
 def _find_code_cause(folder: Path, config: Mapping[str, Any], names: set[str]) -> str:
     """Return why a model cannot be served without code from its repository; empty if it can.
 
-    Encoders are not those of mlx-lm. The catalogue knows which ones the engine serves.
+    The architecture of an encoder is not checked, because mlx-lm does not build encoders. The catalogue knows which
+    encoders the engine serves.
     """
     unsupported = "" if is_encoder(config) else find_unsupported(config)
     if unsupported and "auto_map" in config:

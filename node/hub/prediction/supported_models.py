@@ -40,7 +40,7 @@ def _find_library() -> Path | None:
 
 @cache
 def _read_tables(file: Path) -> dict[str, dict[object, str]]:
-    """Return the tables of renamed architectures in a module of mlx-lm; empty tables if they cannot be read."""
+    """Return the tables of renamed architectures in a module of mlx-lm; a table that the module lacks is empty."""
     tables: dict[str, dict[object, str]] = {_RENAMED: {}, _RENAMED_ARCHITECTURES: {}}
     for part in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name) and part.targets[0].id in tables:

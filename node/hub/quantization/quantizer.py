@@ -1,12 +1,12 @@
 """Quantizer of this node: leases memory for a child process, watches its footprint, and completes its result.
 
 Rules
-- One quantization at a time. The lease is that of a video job: the ceiling of the engine is lowered first.
+- One quantization at a time. Its memory is leased as for a video job: the ceiling of the engine is lowered first.
 - The child is killed when its measured footprint exceeds the lease, or cannot be read three times in a row. It is also
   killed after `STALL_TIMEOUT_SECONDS` without progress, and after `TIMEOUT_SECONDS` in total.
 - The memory is returned only after the child has ended.
 - A result is in the catalogue completely or not at all.
-- The quantization ends when the Mac stops sharing, and with the agent.
+- The quantization ends a grace period after the Mac stopped sharing, and with the agent.
 """
 
 import asyncio
@@ -242,7 +242,10 @@ class Quantizer:
 
 
 def _finish(plan: QuantizationPlan, end: ChildEnd) -> ChildEnd:
-    """Put the result of a child that completed in place, or delete it. Raise `ModelFileError` or `OSError`."""
+    """Rename the result to the target if the child has completed it, else delete it.
+
+    Raise `ModelFileError` or `OSError` if the result cannot be used; it is deleted then.
+    """
     try:
         if end.code == ModelOrderCode.COMPLETED:
             plan.complete()

@@ -68,7 +68,11 @@ class _Span:
 
 
 class HubServer:
-    """ASGI application. `find(repo, revision)` returns a served repository; it is called in a thread."""
+    """ASGI application. `find(repo, revision)` returns a served repository, or None; it is called in a thread.
+
+    With a `token`, only requests with this bearer token are answered. `wait_seconds` is the maximum wait for bytes that
+    are still being downloaded.
+    """
 
     def __init__(self, find: Find, *, token: str = "", wait_seconds: float = WAIT_SECONDS) -> None:
         self._find = find
