@@ -25,7 +25,7 @@ from node.engine.kv.radix_trie import ID_BYTES, RadixTrie
 from wire.report import CacheState, ModelCache
 
 BLOCK_TOKENS = 256
-"""Tokens of a block of the hash."""
+"""Tokens of a block, the unit of the hash of a prompt and of the files of the disk cache."""
 MIN_PREFIX_TOKENS = 16
 """Minimum tokens of a prefix that is stored or used: chat templates alone share as many."""
 MAX_EVICTIONS_REPORTED = 64
@@ -79,12 +79,12 @@ class CachedPrefix(Generic[V]):
     key: bytes
     """Packed ids (`radix_trie.pack`)."""
     value: V | None
-    """Cache of the sequence; None once removed."""
+    """Cache of the sequence; None once the entry is removed, and for an entry that only the disk cache writes."""
     nbytes: int
     """Bytes of the cache, as counted by the caller."""
     prompt_hash: bytes = b""
-    """Hash of the prompt that the row answered (`hash_prompt`), empty for a shared system prompt. Reports name the hash
-    after an eviction."""
+    """Hash of the whole prompt of the row (`hash_prompt`), also for a snapshot within the prompt. Empty for a shared
+    system prompt that was cut out of a cache. Reports name the hash after an eviction."""
     snapshot: bool = False
     """Whether the cache was copied within a prefill, as a prefix that many prompts share."""
     scope: str = ""
@@ -278,8 +278,8 @@ class PrefixCache(Generic[V]):
             self.evict_entry(entry)
 
     def remove_redundant(self, entries: Iterable[CachedPrefix[V]]) -> None:
-        """Remove entries that are redundant, or whose request has failed. They do not count as evictions. Entries that
-        are not stored any more are ignored."""
+        """Remove entries that are redundant, or whose request has failed or was cancelled. They do not count as
+        evictions. Entries that are not stored any more are ignored."""
         for entry in entries:
             if entry.is_stored:
                 self.pop(entry)

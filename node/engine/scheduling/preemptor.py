@@ -172,8 +172,8 @@ class Preemptor:
     # return
 
     def compute_required_bytes(self, key: str | None) -> int:
-        """Return the bytes that the oldest preempted request needs to continue, of the preempted requests that precede
-        a new request of the API key `key`. Return 0 if there is none.
+        """Return the bytes that a preempted request needs to continue: the oldest one that precedes a new request of
+        the API key `key`. Return 0 if no preempted request does.
 
         A request that was preempted for another key precedes only requests of its own key. With `key` None, all
         preempted requests count.

@@ -59,9 +59,10 @@ class PrefillRunner:
     def run(self, members: list[Prefill], now: float) -> None:
         """Prefill one chunk of the first member, or all members in one forward if there are several and they fit.
 
-        A prompt without room waits. If no request can continue, the newest waiting request loses its memory. The
-        request of a chunk that raises fails; packed prompts whose forward raises are prefilled one by one.
-        `now` is the monotonic time at which the turn began. Raise `Halted` if the engine was halted.
+        A prompt without room waits. If no request can continue, or if the memory cannot be read, the newest waiting
+        request loses its memory. The request of a chunk that raises fails; packed prompts whose forward raises are
+        prefilled one by one. `now` is the monotonic time at which the turn began. Raise `Halted` if the engine was
+        halted.
         """
         lefts = [prefill.left for prefill in members]
         if len(members) < 2 or not self._run_packed(members, now):

@@ -181,7 +181,7 @@ class PrefixCacheManager:
         """Set the cache with which a prefill starts: the cached prefix, which counts as a hit, or an empty cache.
 
         An entry whose tokens are all used is taken out of the cache, not copied, unless it is a snapshot. Return True,
-        or False if the entry was evicted since the lookup: the gate must then check the whole prompt.
+        or False if the entry was evicted since the lookup: the prompt must then be looked up and pass the gate again.
         """
         past = prefill.past
         hit = NO_PREFIX if past is None else past.hit

@@ -31,7 +31,8 @@ ITEM_TYPES = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
 
 
 class InvalidBlockError(ValueError):
-    """Raised for a file that is not the unchanged block of a chain, part and number of tokens."""
+    """Raised for a file that is not the unchanged block of a chain, part and number of tokens. Also raised if the
+    arrays of the file do not fit the model."""
 
 
 class BlockPart(StrEnum):

@@ -159,9 +159,10 @@ class BlockIndex:
         return self._sizes.get(name.file, 0)
 
     def scan(self, folder: Path, *, clean: bool) -> None:
-        """Add the files in the folders of all models to an empty index, oldest first, by names and sizes alone.
+        """Add the files in the folders of all models to an empty index, oldest first, without reading the files.
 
-        With `clean`, delete files that were not completed. Raise `OSError` if a folder cannot be read.
+        With `clean`, delete files that were not completed. Raise `OSError` if a folder cannot be read or a file cannot
+        be deleted.
         """
         found = list[ScannedFile]()
         with os.scandir(folder) as entries:

@@ -82,8 +82,8 @@ def list_entry_parts(entry: CachedPrefix[Layers], shape: CacheShape) -> Iterator
 class WriteQueue:
     """Queue of the entries that wait to be written (see the module's docstring).
 
-    Files in `index` are not written again. `on_written(entry, file)` is called once the writer has all parts of an
-    entry. Without `file` the entry is of no use.
+    Files in `index` are not written again. `on_written(entry, file)` is called once the copies of all parts of an entry
+    were launched; the writer may still drop them. Without `file` the entry is of no use.
     """
 
     def __init__(self, index: BlockIndex, on_written: Callable[[CachedPrefix[Layers], str], None]) -> None:
