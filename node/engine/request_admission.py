@@ -98,7 +98,7 @@ class RequestAdmission:
     # tokenization
 
     def admit_tokenization(self, prompt: UntokenizedPrompt, now: float) -> Collection[Frame | UntokenizedPrompt]:
-        """Admit a long prompt to tokenization if there is room for that, and reserve the memory.
+        """Admit a prompt to tokenization by a prompt thread if there is room for that, and reserve the memory.
 
         Return the prompt, or its `Refusal`; an empty list if its request was cancelled or is known. `prompt.need` bytes
         are reserved, and the prompt's model, if loaded, is not unloaded, until the tokenization ends.

@@ -12,7 +12,8 @@ Scorer = Callable[[mx.array], mx.array]
 
 
 def create_answer_scorer(model: object, answers: AnswerTokens) -> Scorer:
-    """Return the scorer of a decoder of mlx-lm: the logit of its true token, minus that of its false token if any.
+    """Return the scorer of a decoder of mlx-lm: the logit of the token `answers.true`, minus the logit of the token
+    `answers.false` if there is one.
 
     Only two rows of the output layer are used. Raise `ValueError` for a token that the model does not have.
     """

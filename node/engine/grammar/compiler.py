@@ -200,10 +200,11 @@ class CompiledGrammar:
 
 
 def build_marker_layout(tokenizer: Tokenizer, spec: GrammarSpec, prompt: TokenizedPrompt) -> MarkerLayout:
-    """Return the markers of a model's thoughts and calls, and the places in the answer where they may occur.
+    """Return the markers of a model's reasoning and calls, and the places in the answer where they may occur.
 
-    An answer may open a thought only if the model's marker is a single token. No thought may follow a prompt without a
-    template, or a prompt that has just closed a thought, because templates do that to forbid thoughts.
+    An answer may start with reasoning only if the model's start marker is a single token. No reasoning may follow a
+    prompt without a template. Nor may it follow a prompt that has just ended its reasoning, because templates forbid
+    reasoning in this way.
     """
     think, call_format = tokenizer.think, tokenizer.tool_call_format
     start = ReasoningStart.NONE

@@ -1,6 +1,6 @@
 """State of one answer in its grammar: the allowed next tokens after the ids so far.
 
-    thought (any token but an ending) ──end of the thought──► grammar ──an ending that it allows──► over
+    reasoning (any token but an ending) ──end of the reasoning──► grammar ──an ending that it allows──► over
 
 The state depends on the ids alone. To rebuild a row, or resume it on another node, its ids are fed to a new state. MLX
 is not used here: masks are bytes, one bit per token of the vocabulary, lowest first.

@@ -37,7 +37,7 @@ UNENFORCED_KEYWORDS: Final = frozenset(
         "const",
     }
 )
-"""Keywords that the parameters of a tool as a whole must not use where each parameter is written separately."""
+"""Keywords that the parameters of a strict tool as a whole must not use where each parameter is written separately."""
 CONSTRAINT_KEYWORDS: Final = frozenset(
     {
         "pattern",

@@ -34,7 +34,8 @@ class LeakCheck:
     or after a load."""
 
     def on_unload(self, weights: int, now: float) -> None:
-        """Record the unload of a model with `weights` bytes, and schedule a comparison. `now` is the monotonic time."""
+        """Record that `weights` bytes of a model were released, by an unload or an aborted load, and schedule a
+        comparison. `now` is the monotonic time."""
         self.weights += weights
         self.next_check_at = now + SETTLE_SECONDS
 

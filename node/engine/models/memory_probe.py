@@ -1,8 +1,8 @@
 """Memory probe: measured forwards of one model, from small to large, each through the gate.
 
-The forwards run over real text. A refusal of the gate ends the probe. There is no blind stress test, because an
-out-of-memory of Metal ends the process and cannot be caught. Each forward is a sample of the estimator, as every later
-one is.
+The forwards run over real text, in three series: separate rows, one long row, decode steps. A refusal of the gate ends
+a series, not the probe. There is no blind stress test, because an out-of-memory of Metal ends the process and cannot be
+caught. Each forward is a sample of the estimator, as every later one is.
 """
 
 import time
@@ -131,8 +131,9 @@ class MemoryProbe:
     _ends: float = 0.0
 
     def run(self) -> Iterator[None]:
-        """Measure until `seconds` have passed, the gate refuses a forward, or all sizes are measured. Yield after each
-        forward or batch of decode steps. At any end, fit the estimator to all samples and release the memory."""
+        """Measure until `seconds` have passed or all series have ended, each after its last size or at a refusal of the
+        gate. Yield after each forward or batch of decode steps. At any end, fit the estimator to all samples and
+        release the memory."""
         self._ends = time.monotonic() + self.seconds
         try:
             yield from self._measure_all()

@@ -1,5 +1,5 @@
-"""Table of the models in memory: the loaded ones by name, and the load in progress. The memory they take follows from
-it."""
+"""Table of the models in memory: the loaded ones by name, and the load in progress, with their known and reserved
+bytes."""
 
 from collections.abc import Iterable, Mapping
 
