@@ -118,10 +118,7 @@ class LinkKeeper:
 
     async def run(self) -> None:
         """Keep the node linked until `stop`: reconnect after every loss. Raise `ExpelledError` if the coordinator
-        denies the node for good.
-
-        Raise `OSError` if the files of the identity cannot be written.
-        """
+        denies the node for good."""
         while True:
             match self._life.state:
                 case LinkState.DIALING:

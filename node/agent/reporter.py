@@ -110,9 +110,9 @@ class Reporter:
     def send_soon(self) -> None:
         """Schedule a report if a value has changed that concerns the coordinator. Generated tokens cause no report.
 
-        The report comes at least `MIN_REPORT_GAP_SECONDS` after the last one. After a load or unload it is sent now,
-        because the coordinator must know the models at the next answer. The engine reports them before it answers. Do
-        nothing without a link.
+        The report comes at least `MIN_REPORT_GAP_SECONDS` after the last one. After a change of the models, such as a
+        load, it is sent now. The coordinator must know the models at the next answer, and the engine reports them
+        before it answers. Do nothing without a link.
         """
         if self._links.current is None or self._last_report_key == self._compute_report_key():
             return
