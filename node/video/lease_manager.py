@@ -126,8 +126,8 @@ class LeaseManager:
     def handle_request(self, request: LeaseRequest) -> None:
         """Grant or refuse a lease. Send the answer to the coordinator, at once or within seconds.
 
-        A repeated request gets the earlier answer again. A request that is repeated during the grant is refused before
-        the lease is stored, and gets no answer afterwards.
+        A repeated request gets the earlier answer again. A request that is repeated during the grant is refused until
+        the lease is stored. From then until the grant, a repetition gets no answer.
         """
         record = self._store.ledger.find(request.lease, request.generation)
         if record is None:

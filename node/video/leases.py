@@ -34,9 +34,9 @@ from wire.video import LeaseRefusalCode, LeaseState
 HELD_RETRY_SECONDS = 30.0
 """Seconds until a retry, if another lease is held."""
 HEADROOM_RETRY_SECONDS = 5.0
-"""Seconds until a retry, if memory is in use."""
+"""Seconds until a retry, if memory is in use or the engine does not confirm the lower ceiling."""
 READY_RETRY_SECONDS = 60.0
-"""Seconds until a retry, if the node is not ready for videos."""
+"""Seconds until a retry, if the node is not ready for videos, is paused or stops, or cannot store the lease."""
 NAME = re.compile(r"[A-Za-z0-9_-]{1,96}")
 """Pattern of the name of a lease or job."""
 MAX_JOBS_REMEMBERED = 64
