@@ -28,7 +28,7 @@ class CoordinatorLinks:
 
     @property
     def current(self) -> CoordinatorLink | None:
-        """Link that the coordinator accepted last; None without one."""
+        """Link that the coordinator accepted last; None if that link has ended or none was accepted."""
         return self._current
 
     @property

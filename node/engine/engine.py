@@ -94,7 +94,7 @@ class EngineParts:
     prefix_cache: PrefixCacheManager
     """Prefix cache."""
     emergency_reserve: EmergencyReserve
-    """Emergency reserve: memory that is held only to be released before any other memory."""
+    """Emergency reserve: memory that is held only to be released before caches and models."""
     models: ModelTable
     """Models in memory."""
     unloader: ModelUnloader
@@ -339,7 +339,8 @@ class TextEngine:
             )
 
     def _apply_limits(self, limits: MemoryLimits) -> None:
-        """Apply new limits. The wired limit does not depend on them."""
+        """Apply new limits. If memory is above the level OK under them, release spare memory and cached prefixes. The
+        wired limit does not depend on them."""
         parts, cap = self.parts, self.gate.cap
         self.gate.set_limits(limits)
         parts.emergency_reserve.resize(limits.cap)
@@ -366,8 +367,9 @@ class TextEngine:
         return compute_level(self.parts.memory.read_now()) <= MemoryLevel.OK
 
     def _reduce_memory(self, order: ReduceMemory, now: float) -> list[Frame]:
-        """Free memory on order of the agent, judged between forwards: first caches, spare memory and idle models. If
-        that is not enough, abort the load, then end the newest request."""
+        """Free memory on order of the agent, judged between forwards: caches, spare memory and idle models. At the
+        level `OVER_HARD`, if that is not enough, abort the load, then end the newest request. Requests for embeddings
+        end before chats."""
         parts = self.parts
         read = parts.memory.read_now
         self._enforced = order.poll

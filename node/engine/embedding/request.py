@@ -61,7 +61,7 @@ class EmbeddingRequest:
     begun: float = 0.0
     """Start of its first forward; 0.0 before."""
     retry_at: float = 0.0
-    """Time of its next attempt, because its last forward had no room; 0.0 without a wait."""
+    """Time of its next attempt after a refusal by the gate; 0.0 or a past time without a wait."""
     alone: bool = False
     """Whether its texts share no forward with those of other requests, because such a forward failed."""
     partial: PartialText | None = None

@@ -84,7 +84,8 @@ class CachedPrefix(Generic[V]):
     """Bytes of the cache, as counted by the caller."""
     prompt_hash: bytes = b""
     """Hash of the whole prompt of the row (`hash_prompt`), also for a snapshot within the prompt. Empty for a shared
-    system prompt that was cut out of a cache. Reports name the hash after an eviction."""
+    system prompt that was cut out of a cache, and for a shared beginning of texts. Reports name the hash after an
+    eviction."""
     snapshot: bool = False
     """Whether the cache was copied within a prefill, as a prefix that many prompts share."""
     scope: str = ""
@@ -102,7 +103,8 @@ class CachedPrefix(Generic[V]):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the entry is still stored."""
+        """Whether the entry is in memory. False once it is removed, and for an entry that only the disk cache
+        writes."""
         return self.value is not None
 
     def find_cut(self, length: int) -> int:

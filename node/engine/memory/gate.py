@@ -27,7 +27,7 @@ class GateSite(StrEnum):
     """Kind of work for which the engine checks memory; also the label of these checks in the metrics."""
 
     PREFLIGHT = "preflight"
-    """Admission of a request, return of a preempted request, or tokenization of a long prompt."""
+    """Admission of a request, return of a preempted request, or tokenization of a prompt by a prompt thread."""
     PREFILL = "prefill"
     """Forward over prompt tokens."""
     RESTORE = "restore"

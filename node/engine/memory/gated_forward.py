@@ -76,9 +76,9 @@ class GatedForwards:
         self._weights = weights
         self._clock = clock or system_clocks()[0]
         self._used: dict[str, float] = {}
-        """Time of the end of each model's last call."""
+        """Time by `clock` at which each model's last call ended; 0.0 after a piece of its load."""
         self._waited: Counter[str] = Counter()
-        """Calls since each model's load or rest, up to the call that waited for a forward."""
+        """Count of each model's calls since its load or last pause. From 2 on, a call has waited for a forward."""
         self.halted = False
         """Whether no further native call may begin; set by any thread."""
 

@@ -30,7 +30,8 @@ log = structlog.get_logger("engine.load_times")
 
 
 class MeasuredLoad(msgspec.Struct):
-    """Running means of the parts of loads on this machine; 0 before the first measurement."""
+    """Running means of the parts of loads on this machine, 0 before the first measurement; and the last duration by
+    model."""
 
     speed: float = 0.0
     """Speed of reading weights, in bytes per second."""
@@ -39,7 +40,7 @@ class MeasuredLoad(msgspec.Struct):
     probe: float = 0.0
     """Seconds of measuring a profile."""
     models: dict[str, float] = msgspec.field(default_factory=dict[str, float])
-    """Seconds of a load without the profile, by fingerprint, the newest last."""
+    """Seconds of the last load of a model without its profile, by fingerprint, the newest last."""
 
     def record(self, fingerprint: str, weights: int, read: float, warm: float, probe: float) -> None:
         """Record the parts of a load of `weights` bytes: `read`, `warm` and `probe`, in seconds. Loads of less than

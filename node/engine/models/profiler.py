@@ -94,8 +94,8 @@ class Profiler:
         return 0.0
 
     def probe(self, loaded_model: LoadedModel, *, alone: bool) -> Iterator[None]:
-        """Set the memory profile of a model: the stored one, or a new one. Each step of the iterator runs one forward
-        of the measurement.
+        """Set the memory profile of a model: the stored one, or a new one if none is stored for its KV parameters.
+        Each step of the iterator runs one forward of the measurement.
 
         With `alone`, no other model is loaded, and the longest row of a new profile is checked against a memory
         reading. A failure is logged and does not end the load. An encoder has no rows and gets no profile.

@@ -342,7 +342,7 @@ class DriverProcess:
             wait = min(2 * wait, RESTART_DELAYS_SECONDS[1])
 
     async def _run_once(self, address: str, variables: Mapping[str, str]) -> int:
-        """Run one driver from start to end; return its exit code."""
+        """Run one driver from start to end. Return its exit code; 0 if it had not exited in time and was killed."""
         own_end, child_end = socket.socketpair()
         with child_end:
             process = await asyncio.create_subprocess_exec(
