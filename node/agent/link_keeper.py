@@ -138,7 +138,7 @@ class LinkKeeper:
 
     async def stop(self, drain: float, reason: GoodbyeReason) -> None:
         """Wait at most `drain` seconds for open requests, send a goodbye with `reason` and close the links. `run` then
-        returns."""
+        returns. Requests that are still open are cancelled when their link ends."""
         self._draining = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + drain
@@ -196,8 +196,8 @@ class LinkKeeper:
     def receive_denial(self, link: CoordinatorLink, denied: Denied) -> None:
         """Handle the coordinator's denial of this node.
 
-        A final denial ends `run`. For the reason `SUPERSEDED`, close the link and remove its address. Another denial
-        delays the next dial by at least its `retry_after` seconds.
+        A final denial ends `run`. For the reason `SUPERSEDED`, close the link and remove its address. Any other denial
+        delays the next dial by at least `denied.retry_after` seconds.
         """
         log.error("denied", reason=denied.reason, message=denied.message)
         if denied.reason == SUPERSEDED:
@@ -210,8 +210,8 @@ class LinkKeeper:
     def take_over(self, renewed: CertificateRenewed) -> None:
         """Install a renewed certificate, and start a task that opens a second link with it.
 
-        Raise `IdentityError` if no certificate was requested or this one is not for this node. Raise `OSError` if the
-        files of the identity cannot be written.
+        Raise `IdentityError` if no certificate was requested, or if `renewed` is not for this node. Raise `OSError` if
+        the files of the identity cannot be written.
         """
         self._identity = install_certificate(self._identity, renewed.certificate)
         self._context = create_client_context(self._identity)

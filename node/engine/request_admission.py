@@ -240,7 +240,8 @@ class RequestAdmission:
         self, model: Model, shape: preflight.RequestShape, costs: AdmissionCost, now: float, owner: WeightedKey
     ) -> Refused | None:
         """Return the refusal if there is no room for a request of this key now; None if there is. Before a refusal,
-        caches and idle models are evicted. After those, requests of keys that hold more memory are preempted."""
+        caches and idle models are evicted. If these do not suffice, requests of keys that hold more memory are
+        preempted."""
         gate = self._forwards.gate
         rows, cost = costs
         answer = preflight.refuse_without_room(shape, self.read_offered_memory(now, owner.name), model, cost, gate)

@@ -94,7 +94,7 @@ class CachedPrefix(Generic[V]):
     """Lengths in tokens to which the cache can be cut, besides its full length; None: the mode of the model's caches
     (`CacheTrimMode`) decides."""
     copy: DiskCopy | None = None
-    """Copy of the entry on the disk; None if the disk cache has not written the entry."""
+    """Copy of the entry on the disk; None if the disk cache has not copied all of the entry for its writer."""
 
     @property
     def length(self) -> int:

@@ -2,7 +2,7 @@
 
 The forwards run over real text, in three series: separate rows, one long row, decode steps. A refusal of the gate ends
 a series, not the probe. There is no blind stress test, because an out-of-memory of Metal ends the process and cannot be
-caught. Each forward is a sample of the estimator, as every later one is.
+caught. Each measured forward is a sample of the estimator, as forwards of requests are.
 """
 
 import time

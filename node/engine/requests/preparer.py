@@ -174,7 +174,8 @@ class RequestPreparer:
             return Refused(RefusalCode.LOAD_FAILED, f"{found.name} cannot be loaded: {error}")
 
     def _get_tokenizer(self, request: Generate) -> Tokenizer | Refused:
-        """Return the tokenizer of a request's model, or the refusal if there is none."""
+        """Return the tokenizer of a request's model. Return the refusal if there is none, or if the request has tools
+        and its chat template has none."""
         tokenizer = self.find_tokenizer(request.model, ModelKind.CHAT)
         if isinstance(tokenizer, Tokenizer) and request.tools and "tools" not in tokenizer.features:
             return Refused(

@@ -126,7 +126,7 @@ class Preemptor:
         """Preempt requests of keys that hold more rows, for `first`, the next prompt, if fewer than its rows are free.
 
         `free_rows` is the number of free rows. No request is preempted if fair shares do not allow enough preemptions.
-        The tokens of preempted rows are stored in the prefix cache for their return.
+        The tokens of a preempted first choice that decodes are stored in the prefix cache for its return.
         """
         holding = [(sequence, self._count_held_rows(sequence)) for sequence in self._requests.list_running()]
         for sequence in choose_for_key(first.owner, first.width, first.width - free_rows, holding):
@@ -158,8 +158,8 @@ class Preemptor:
         return sum(compute_row_bytes(kv, row.commitment.committed_tokens) for row in sequence.iterate_active_rows())
 
     def _preempt_chosen(self, sequence: Sequence, *, keep: bool) -> None:
-        """Preempt a request for another key. With `keep` only rows are needed: its tokens are stored for its return.
-        Free buffers are then not returned, which would take 70 ms."""
+        """Preempt a request for another key. With `keep` only rows are needed: the tokens of its decoding first choice
+        are stored for its return. Free buffers are then not returned, which would take 70 ms."""
         if keep:
             joined = [row for row in sequence.iterate_active_rows() if row.commitment.is_joined]
             self._recovery.store_rows(self._recovery.get_model(sequence), joined)

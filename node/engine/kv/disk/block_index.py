@@ -76,8 +76,8 @@ class BlockIndex:
         self._states.setdefault(name.parent, {}).setdefault(name.tokens, set()).add(name.file)
 
     def remove(self, file: str) -> bool:
-        """Remove a file from the index by its name, and add the name to `removed`. Return whether the index had the
-        file. The file itself is not deleted."""
+        """Remove a file from the index by its name, and add the name of a known file to `removed`. Return whether the
+        index had the file. The file itself is not deleted."""
         with self._lock:
             size, name = self._sizes.pop(file, None), parse_name(file)
             if size is not None and name is not None:

@@ -78,8 +78,8 @@ class BlockWriter:
         return int(self._budget.compute_left(time.monotonic()))
 
     def can_accept(self) -> bool:
-        """Return whether another part may be queued: less than `MAX_QUEUED_BYTES` wait, and no write failed within the
-        last `PAUSE_AFTER_ERROR_SECONDS`."""
+        """Return whether another part may be queued: less than `MAX_QUEUED_BYTES` are queued or being written, and no
+        write failed within the last `PAUSE_AFTER_ERROR_SECONDS`."""
         return self._nbytes < MAX_QUEUED_BYTES and time.monotonic() >= self._resume_at
 
     def put(self, name: BlockName, arrays: Sequence[BlockArray]) -> None:

@@ -156,7 +156,8 @@ class DiskCache:
         return lost
 
     def _add_copy(self, entry: CachedPrefix[Layers], file: str) -> None:
-        """Record that an entry is on the disk, where it is of no use without `file`."""
+        """Record the copy of an entry on the disk, once all of its parts were copied for the writer. Without `file` the
+        copy is of no use."""
         copies = self._copies.setdefault(file, {})
         copies[entry.prompt_hash] = copy = DiskCopy(entry.prompt_hash, in_memory=entry.is_stored)
         entry.set_copy(copy)
