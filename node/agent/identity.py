@@ -241,7 +241,7 @@ def create_authority_context(ca: bytes) -> ssl.SSLContext:
 
 
 def proves_coordinator(shown: ssl.SSLObject | ssl.SSLSocket, cluster: str) -> bool:
-    """Return whether the certificate of the remote end is that of the coordinator of `cluster` (an id).
+    """Return whether the certificate of the remote end names the coordinator of `cluster` (an id).
 
     TLS must have verified the certificate.
     """

@@ -393,7 +393,7 @@ class TextEngine:
         return [*parts.commands.take_ended_answers(), *parts.scheduler.drain_output(), *parts.embeddings.drain_output()]
 
     def _reclaim_memory(self, order: ReclaimMemory) -> list[Frame]:
-        """Free memory for a lease. A load that no request waits for is aborted for it."""
+        """Free memory for a lease. If that requires it, abort a load that no request waits for."""
         parts = self.parts
         self._freed_order = order.number
         awaited = parts.waiting.is_awaited(parts.model_manager.next_name)

@@ -267,7 +267,8 @@ def compute_progress(phase: LeasePhase, step: int, steps: int) -> int:
 def build_lease_state(
     record: LeaseRecord, phase: LeasePhase, step: int = 0, steps: int = 0, footprint: int = 0, peak: int = 0
 ) -> LeaseState:
-    """Return a lease as a row of the report, with footprints in bytes. A lease that has ended has size 0."""
+    """Return a lease as a row of the report, with footprints in bytes. A lease that has ended has size 0. `step` of
+    `steps` denoising steps are done."""
     if record.ended is not None:
         return LeaseState(
             record.lease, record.generation, record.job, 0, LeasePhase.ENDED, 100, steps, steps, 0, record.ended.peak

@@ -152,7 +152,7 @@ class EmbeddingRequest:
         self.retry_at = 0.0
 
     def delay(self, until: float) -> None:
-        """Wait until a monotonic time, because a forward has no room."""
+        """Record that the request waits until the monotonic time `until`, because a part of a forward has no room."""
         self.retry_at = until
 
     def run_alone(self) -> None:
@@ -178,8 +178,8 @@ class EmbeddingRequest:
         return PartialText(place, self.prepared.inputs[place], cache, pooled, start)
 
     def begin_partial(self, text: PartialText) -> None:
-        """Make a text of `create_next` the one in progress, and remove it from the waiting ones. Do nothing if it is in
-        progress already."""
+        """Set the text in progress to a text of `create_next`, and remove that text from the waiting ones. Do nothing
+        if the text is in progress already."""
         if self.partial is None and text.place != BEGINNING:
             self.waiting.remove(text.place)
         self.partial = text

@@ -39,7 +39,7 @@ from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer
 from wire.frames import CallConstraint, GrammarKind, GrammarSpec
 
 MAX_SCHEMA_CHARS: Final = 1 << 17
-"""Maximum characters of a schema or grammar, and of the tools if they are part of it."""
+"""Maximum characters of a schema or grammar, of its pattern for blanks, and of the tools if they are part of it."""
 MAX_GBNF_CHARS: Final = 1 << 13
 """Maximum characters of a grammar in GBNF."""
 MAX_CACHED_GRAMMARS: Final = 64

@@ -52,7 +52,7 @@ CONSTRAINT_KEYWORDS: Final = frozenset(
         "$ref",
     }
 )
-"""Keywords that constrain a string in a way that unquoted text cannot follow."""
+"""Keywords that constrain a string in a way that unquoted text cannot follow; `minLength` only above 1."""
 LIST_KEYWORDS: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "enum"})
 NESTING_KEYWORDS: Final = LIST_KEYWORDS | {
     "properties",
@@ -73,7 +73,8 @@ MAX_DEFINITION_CHARS: Final = 1 << 19
 MAX_ARGUMENTS: Final = 1000
 """Maximum number of arguments of a tool."""
 MAX_REFERENCE_STEPS: Final = 8
-"""Maximum number of consecutive references that are followed, because references can be circular."""
+"""Maximum number of consecutive references that are followed, because references can be circular. The types of a schema
+are searched through as many references and choices."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Final, cast
 Json = dict[str, object]
 
 MAX_JSON_DEPTH: Final = 64
-"""Maximum levels of a JSON text. JSON parsers recurse once per level."""
+"""Maximum levels of a JSON text, because JSON parsers recurse once per level; also of nested references in a schema."""
 MAX_DETAIL_CHARS: Final = 300
 """Maximum characters of the detail in an error text."""
 PREFIX: Final = "the grammar cannot be used: "

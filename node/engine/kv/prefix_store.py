@@ -29,7 +29,7 @@ BLOCK_TOKENS = 256
 MIN_PREFIX_TOKENS = 16
 """Minimum tokens of a prefix that is stored or used: chat templates alone share as many."""
 MAX_EVICTIONS_REPORTED = 64
-"""Maximum number of evictions whose prompt hashes are reported."""
+"""Maximum number of evictions whose prompt hashes are reported, and of disk copies that are recorded for one file."""
 
 
 @dataclass(slots=True, eq=False)

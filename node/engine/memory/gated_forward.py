@@ -30,7 +30,7 @@ UNWIRE_AFTER_SECONDS = 1.0
 pause of 1.2 s made the next step five times slower), llama.cpp#17766 on macOS 26."""
 
 MIN_LOAD_BYTES_PER_SECOND = 200 * MIB
-"""Lowest load speed to expect, in bytes per second (an external disk)."""
+"""Lowest load speed to expect, in bytes per second (an external disk). It is assumed until a load was measured."""
 
 _FORWARDS = frozenset({NativeCallKind.PREFILL, NativeCallKind.JOIN, NativeCallKind.EMBED})
 """Calls that are counted as forwards."""

@@ -24,7 +24,7 @@ MIN_BYTES = 256 * MIB
 MAX_MODELS = 256
 """Maximum number of models whose load durations are stored. The model loaded longest ago is removed first."""
 MAX_SECONDS = 3600.0
-"""Maximum seconds that are stored for a model."""
+"""Maximum seconds that are stored for a model. A file with a longer mean is not used."""
 
 log = structlog.get_logger("engine.load_times")
 

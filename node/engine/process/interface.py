@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FLUSH_INTERVAL_SECONDS = 0.5
 """Seconds for which tokens of a request without streaming are gathered before they are sent."""
 MAX_CANCELLED_REMEMBERED = 1024
-"""Maximum number of cancelled requests that are remembered until their `Generate` arrives."""
+"""Maximum number of cancelled requests that are remembered until they arrive or are tokenized."""
 ROUTES: Final = ("chat", "completions", "embeddings", "rerank")
 """Kinds of requests that every engine kind serves, and that its gate therefore guards."""
 

@@ -200,7 +200,8 @@ class Prefill:
         self.retry_at = 0.0
 
     def begin_chunk(self) -> None:
-        """Change the state of the rows, because the forward of a chunk begins."""
+        """Change the state of the rows, because the forward of a chunk begins or the cache was restored from the
+        disk."""
         for row in self.rows:
             row.apply(RowEvent.CHUNK)
 

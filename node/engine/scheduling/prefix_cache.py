@@ -271,8 +271,8 @@ class PrefixCacheManager:
 
     def store_prompt(self, prefill: Prefill, transient: int, view: RowView) -> None:
         """Store the cache of a prefilled prompt right before its rows join a decode batch, because the next prompt may
-        start with this one. Do nothing if caches of this model cannot be cut, or if the history of their windows is
-        lost. For a model without windows, also store the system prompt that all keys share, as an entry of its own.
+        start with the same tokens. Do nothing if caches of this model cannot be cut, or if the history of their windows
+        is lost. For a model without windows, also store the system prompt that all keys share, as an entry of its own.
 
         Store nothing that is cached already. If memory has no room, offer the prompt to the disk cache alone; `view()`
         returns the cache of its decoding row. `transient` is the bytes that must stay free for the join itself.

@@ -68,8 +68,8 @@ class ScriptedEngine:
     """Engine with a simulated model, for tests and demonstrations (see the module's docstring).
 
     A request with the word `settings.crash` ends the process. `costs` are the durations of forwards; None: those of the
-    settings. `gate` is the memory gate; None: a new one. `table` has the live requests. Raise `ValueError` if a size in
-    the settings is invalid.
+    settings. `gate` is the memory gate; None: a new one. `table` has the live requests. `now` is in monotonic seconds
+    in all methods. Raise `ValueError` if a size in the settings is invalid.
     """
 
     def __init__(

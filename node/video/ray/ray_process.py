@@ -18,7 +18,7 @@ from pathlib import Path
 from host.private_files import create_private_folder
 
 RESTART_DELAYS_SECONDS = (1.0, 60.0)
-"""First and maximum wait before Ray is started again, in seconds."""
+"""First and maximum wait before Ray or its driver is started again, in seconds."""
 HEALTHY_AFTER_SECONDS = 120.0
 """Seconds of a run after which the next wait is the first wait of `RESTART_DELAYS_SECONDS`."""
 EXIT_GRACE_SECONDS = 5.0

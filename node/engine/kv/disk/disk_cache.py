@@ -249,7 +249,8 @@ class DiskCache:
         threading.Thread(target=_set_file_times, args=(self._folder, files), daemon=True).start()
 
     def remove_parts(self, parts: tuple[PlannedPart, ...] | list[PlannedPart]) -> None:
-        """Remove files from the index, because they are invalid or a request that was restored from them has failed.
+        """Remove files from the index, because they are invalid, or because a request has failed that was restored from
+        them or stored them.
 
         The files themselves are deleted only if this process writes to the folder.
         """

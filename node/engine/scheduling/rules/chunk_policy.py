@@ -9,9 +9,10 @@ starves. Where an API key has many prompts, the second choice is fair between ke
   then stays below three times the undisturbed gap.
 - Bursts: A prompt whose rest takes at most `FULL_PROMPT_SECONDS` is prefilled at once: one gap for each new chat, as in
   other engines.
-- Packing: Several such prompts are prefilled in one forward (`packed_prefill`) of at most `PACKED_FORWARD_SECONDS`
-  seconds. Longer ones save little more, and the first prompt would wait for all. While rows decode, one such forward
-  merges the gaps that the prompts would have caused. It is shorter where fewer prompts wait than rows decode.
+- Packing: Several prompts that fit together into `PACKED_FORWARD_SECONDS` are prefilled in one forward
+  (`packed_prefill`). Longer forwards save little more, and the first prompt would wait for all. While rows decode, one
+  packed forward merges the gaps that the prompts would have caused. It is shorter where fewer prompts wait than rows
+  decode.
 """
 
 import math
@@ -23,9 +24,10 @@ from wire.capacity.fairness import PrefillFairness, WeightedKey
 CHUNK_PER_STEP = 1.6
 """Seconds of a chunk per second of a decode step: 1 + 1.6 leaves room below 3 for noise."""
 FULL_PROMPT_SECONDS = 0.25
-"""Seconds up to which a whole prompt is prefilled at once."""
+"""Seconds up to which the rest of a prompt is prefilled at once while rows decode. A forward over several prompts may
+take at least as long."""
 IDLE_CHUNK_SECONDS = 1.0
-"""Maximum seconds of a chunk while no row decodes."""
+"""Maximum seconds of a chunk while no row decodes, and of any forward for embeddings."""
 PACKED_FORWARD_SECONDS = 0.6
 """Maximum seconds of a forward over several prompts."""
 MIN_CHUNK_TOKENS = 4
@@ -33,7 +35,8 @@ MIN_CHUNK_TOKENS = 4
 
 MAX_CACHED_SHARE = 0.5
 """Share of a prompt's tokens, 0 to 1, from which its cached tokens are used: the prompt is then prefilled alone, after
-them. Below this share, a packed prefill of the whole prompt costs less."""
+them. Below this share, a packed prefill of the whole prompt costs less. A prompt that shares as much of its start with
+another prompt waits until that prompt is cached."""
 MAX_PADDING_SHARE = 0.15
 """Largest share of padding in a shared forward: about the saving of a shared forward in its worst case."""
 
