@@ -119,7 +119,7 @@ def report_machine(state: Path, settings: NodeSettings) -> dict[str, Any]:
     """Return machine id, hardware, memory limits, engine, model folders and identity as a dictionary.
 
     `state` is the state folder. Connect to the stored addresses of the coordinator to report whether they answer
-    (`dial_coordinator`). Raise `ValueError` if `engine.scripted.memory` is no size.
+    (`dial_coordinator`). Raise `ValueError` if `engine.scripted.memory` is no size or the stored CA is no certificate.
     """
     machine = compute_machine_id(settings.node.machine)
     opened = open_machine(settings)

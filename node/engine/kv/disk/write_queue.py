@@ -56,7 +56,8 @@ class PendingEntry(NamedTuple):
     part_bytes: int
     """Approximate bytes of its largest part."""
     view: RowView | None = None
-    """Function that returns the cache of a decoding row with the same tokens, for an entry that is not in memory."""
+    """Function that returns the cache of a decoding row with the same tokens. It is used while the entry is not in
+    memory. None without a decoding row."""
 
     def get_layers(self) -> Layers | None:
         """Return the cache from which parts are copied: the cache of the entry, or else of its decoding row. Return
