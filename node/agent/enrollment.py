@@ -72,8 +72,8 @@ log = structlog.get_logger("node.agent.enrollment")
 
 DEFAULT_PORT = 8081
 ANSWER_TIMEOUT_SECONDS = 10.0
-"""Timeout in seconds of the connection, and of an answer that needs no person. An answer that needs one may take as
-much longer than the seconds that the person has."""
+"""Timeout in seconds of the connection, and of an answer that needs no person. If a person must decide, it is added to
+the seconds that the person has."""
 MAX_ANSWER_BYTES = 16 * KIB
 """Maximum bytes that the coordinator may answer on one connection of enrollment."""
 

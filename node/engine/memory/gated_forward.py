@@ -78,7 +78,8 @@ class GatedForwards:
         self._used: dict[str, float] = {}
         """Time by `clock` at which each model's last call ended; 0.0 after a piece of its load."""
         self._waited: Counter[str] = Counter()
-        """Count of each model's calls since its load or last pause. From 2 on, a call has waited for a forward."""
+        """Count of each model's calls since its load or last pause; a prefill or a forward for embeddings counts twice.
+        From 2 on, a call has waited for a forward."""
         self.halted = False
         """Whether no further native call may begin; set by any thread."""
 
