@@ -367,9 +367,8 @@ class TextEngine:
         return compute_level(self.parts.memory.read_now()) <= MemoryLevel.OK
 
     def _reduce_memory(self, order: ReduceMemory, now: float) -> list[Frame]:
-        """Free memory on order of the agent, judged between forwards: caches, spare memory and idle models. At the
-        level `OVER_HARD`, if that is not enough, abort the load, then end the newest request. Requests for embeddings
-        end before chats."""
+        """Free memory on order of the agent, judged between forwards: caches, spare memory and idle models. If that is
+        not enough at the level `OVER_HARD`, abort the load, then end the newest request, embeddings first."""
         parts = self.parts
         read = parts.memory.read_now
         self._enforced = order.poll

@@ -73,8 +73,7 @@ MAX_DEFINITION_CHARS: Final = 1 << 19
 MAX_ARGUMENTS: Final = 1000
 """Maximum number of arguments of a tool."""
 MAX_REFERENCE_STEPS: Final = 8
-"""Maximum number of consecutive references that are followed, because references can be circular. The types of a schema
-are searched through as many references and choices."""
+"""Maximum number of consecutive references, or of references and choices, that are followed: they can be circular."""
 
 
 @dataclass(frozen=True, slots=True)

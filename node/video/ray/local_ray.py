@@ -269,8 +269,7 @@ class LocalRay:
         return await ray_process.start_ray(words, variables, self._files)
 
     def _create_ray_folder(self) -> Path:
-        """Return Ray's own folder: the folder of the settings, else a temporary folder named by this node's state
-        (`create_short_folder`)."""
+        """Return Ray's own folder: the folder of the settings, else a temporary folder (`create_short_folder`)."""
         wanted = self._settings.ray_folder
         return (
             create_private_folder(Path(wanted).expanduser()) if wanted else ray_process.create_short_folder(self._files)
