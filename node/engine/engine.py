@@ -233,13 +233,12 @@ class TextEngine:
         return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> Iterator[Sequence[Frame]]:
-        """Decode, load a piece of a model, then run one prefill forward or one part of a forward for embeddings. Yield
+        """Decode, load a piece of a model, then run one prefill forward or one turn of requests for embeddings. Yield
         the frames of each part before the next part starts: no token waits for a chunk.
 
         Prefills and embeddings take turns if both have work. Then run a forward of a sweep, unload idle models, check
-        for leaks and write to the disk cache. Without a live request, also check the invariants and free MLX's buffers.
-
-        Raise `Halted` if a native call is due after `halt`. `now` is the monotonic time at which the step begins.
+        for leaks and write to the disk cache. Without a live request, also check the invariants, free MLX's buffers and
+        maintain the reserve. Raise `Halted` if a native call is due after `halt`. `now` is the monotonic start time.
         """
         parts = self.parts
         parts.scheduler.decode(now)

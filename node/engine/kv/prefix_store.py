@@ -61,8 +61,8 @@ def hash_prompt(fingerprint: str, key: bytes) -> bytes:
     and the scope of the prompt, `key` has the packed ids.
 
     The chain starts with h₀ = blake2b(fingerprint). It continues with hₙ = blake2b(hₙ₋₁ ‖ block n). The last block may
-    be shorter. Two prompts have the same hash after each block that they share. The disk cache chains its blocks in the
-    same way, from another first hash (`block_chain.compute_root`).
+    be shorter. Two prompts have the same hash after a block if they are equal up to its end. The disk cache chains its
+    blocks in the same way, from another first hash (`block_chain.compute_root`).
     """
     chained = blake2b(fingerprint.encode(), digest_size=16).digest()
     for start in range(0, len(key), BLOCK_TOKENS * ID_BYTES):

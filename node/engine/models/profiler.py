@@ -127,7 +127,8 @@ class Profiler:
     def store_sweep(
         self, probe: MemoryProbe, check: CheckGate | None
     ) -> Generator[None, None, ContextSearchResult | None]:
-        """Replace the stored profile by the result of a sweep. Return the result of the search for the longest row.
+        """Replace the stored profile and the model's profile in force by the result of a sweep. Return the result of
+        the search for the longest row.
 
         With `check` None the result is None: other work was running, and no reading could be checked. Without a
         measured forward nothing is stored, and the result is None as well.
@@ -147,7 +148,7 @@ class Profiler:
     def _store_result(
         self, probe: MemoryProbe, key: MemoryProfileKey, check: CheckGate | None
     ) -> Generator[None, None, ContextSearchResult | None]:
-        """Store the result of a probe, checked against a reading if `check` is set."""
+        """Store the result of a probe and apply it to the model, checked against a reading if `check` is set."""
         loaded_model, result, profile = probe.loaded_model, None, probe.build_profile(key)
         if probe.chunks and check is not None:
             result = yield from self._search_longest_row(probe, check)
