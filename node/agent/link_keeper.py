@@ -253,7 +253,11 @@ class LinkKeeper:
             await asyncio.gather(connecting, left, return_exceptions=True)
 
     async def _connect(self, *, takeover: bool) -> bool:
-        """Open a link and send its Hello. Return whether a coordinator was reached."""
+        """Open a link to the coordinator and send its Hello. Return whether the link is open.
+
+        First dial the last known address, then an address that is searched for. A link that is open only after a stop,
+        or after the node fell asleep, is closed again.
+        """
         now = asyncio.get_running_loop().time()
         besides = {address for address, at in self._superseded.items() if now - at < SUPERSEDED_ADDRESS_SECONDS}
         last = next((address for address in self._identity.addresses if address not in besides), None)

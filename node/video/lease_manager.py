@@ -233,7 +233,10 @@ class LeaseManager:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self, request: LeaseRequest) -> None:
-        """Grant, watch and end one lease."""
+        """Grant, watch and end one lease, or send its refusal.
+
+        After an exception, restore the ceiling, remove a lease that has not ended from the ledger, and raise again.
+        """
         try:
             granted = await self._granter.grant(request, lambda: self._refuse_paused(request))
             if isinstance(granted, LeaseRefused):
@@ -258,7 +261,7 @@ class LeaseManager:
         return lease_life.refuse_paused(request, self._life.paused) if self._life.paused else None
 
     async def _serve(self, monitor: WorkerMonitor) -> None:
-        """Watch the worker of a granted lease, and end it on every path."""
+        """Send that a lease is granted, watch its worker, and end it on every path."""
         self._monitor = monitor
         record = monitor.record
         log.info(

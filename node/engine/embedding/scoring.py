@@ -24,7 +24,10 @@ def create_answer_scorer(model: object, answers: AnswerTokens) -> Scorer:
 
 
 def _read_output_rows(model: Any, tokens: list[int]) -> mx.array:
-    """Return the rows of the output layer for some tokens, lazily, shape (tokens, features)."""
+    """Return the rows of the output layer for some tokens, lazily and dequantized, shape (tokens, features).
+
+    Raise `ValueError` for a token that the layer does not have.
+    """
     layer, ids = getattr(model, "lm_head", None), mx.array(tokens)
     tied = layer is None
     layer = model.model.embed_tokens if tied else layer

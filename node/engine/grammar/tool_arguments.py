@@ -281,7 +281,7 @@ def _simplify_schema(schema: object, root: Json) -> object:
 
 
 def _find_types(schema: object, root: Json, steps: int) -> set[str]:
-    """Return the types of a schema; a question mark stands for an unknown type."""
+    """Return the types of a schema, within `steps` references and choices. A question mark stands for unknown types."""
     if not isinstance(schema, dict) or not steps:
         return {"?"}
     found = cast("Json", schema)

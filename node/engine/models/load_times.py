@@ -104,7 +104,7 @@ class LoadTimes:
 
 
 def _read_measured(file: Path | None) -> MeasuredLoad:
-    """Read the stored values; return empty ones if there is no file or its numbers are impossible."""
+    """Read the stored values. Return empty ones if the file is missing or unreadable, or has impossible numbers."""
     if file is None:
         return MeasuredLoad()
     try:

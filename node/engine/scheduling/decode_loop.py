@@ -127,7 +127,10 @@ class DecodeLoop:
         self._recovery.end_rows(loaded_model, [token.row for token in tokens], now)
 
     def _add_token(self, token: NextToken[Row], now: float) -> None:
-        """Add one token to its row's text."""
+        """Add one token to its row's text, and fail the request if that raises.
+
+        Output the row's deltas if the request streams, the row ends, or `FLUSH_INTERVAL_SECONDS` have passed.
+        """
         row, sequence = token.row, token.row.sequence
         row.add_id(token.token)
         try:

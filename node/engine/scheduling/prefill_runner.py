@@ -94,7 +94,8 @@ class PrefillRunner:
         return True
 
     def _run_chunk(self, prefill: Prefill, now: float) -> None:
-        """Prefill one chunk; join after the last."""
+        """Prefill one chunk; join after the last. Delay the prefill if the gate refuses (`_delay`). Fail the request
+        after an exception. Release memory if the forward took the engine above the cap."""
         sequence = prefill.sequence
         sequence.mark_begun(now)
         try:
@@ -137,7 +138,8 @@ class PrefillRunner:
         return bool(self._batches) or bool(self._queue.list_choices(now))
 
     def _prefill_chunk(self, prefill: Prefill) -> Refused | None:
-        """Prefill the next chunk through the gate; return the refusal if not even the smallest one fits."""
+        """Prefill the next chunk through the gate, or restore the next part of a prefix from the disk. Return the
+        refusal if not even the smallest chunk, or the part, fits."""
         estimator = prefill.loaded_model.estimator
         self._prefixes.find_prefix(prefill)
         if prefill.past is not None and prefill.past.plan is not None:

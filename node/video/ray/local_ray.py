@@ -204,7 +204,7 @@ class LocalRay:
         self._failed(lease, why)
 
     async def _run_while_needed(self) -> None:
-        """Run Ray for as long as it is needed."""
+        """Run Ray for as long as it is needed. Start it again after a failure, with delays that grow."""
         wait, loop = RESTART_DELAYS_SECONDS[0], asyncio.get_running_loop()
         while self._wanted:
             self._state_changed.clear()
@@ -223,7 +223,7 @@ class LocalRay:
             wait = min(2 * wait, RESTART_DELAYS_SECONDS[1])
 
     async def _run_once(self) -> str:
-        """Run Ray once, from start to end; return why it ended."""
+        """Run Ray once, from start to end. Return why it ended; empty if it was not needed any more."""
         node = secrets.token_hex(28)
         variables = build_environment(os.environ, self._files, node)
         process = self._process = await self._start_ray(variables)

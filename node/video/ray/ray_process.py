@@ -145,8 +145,7 @@ def create_short_folder(files: Path) -> Path:
     """Create and return Ray's own folder, below /tmp because the paths of its sockets must fit into 103 bytes. On
     Linux it is below the temporary folder of this process.
 
-    The name of the folder derives from `files`. Raise `OSError` if the name belongs to another user
-    or to a file.
+    The name of the folder derives from `files`. Raise `OSError` if the name belongs to another user or to a file.
     """
     name = f"mp-{os.getuid()}-{hashlib.sha256(str(files).encode()).hexdigest()[:8]}"
     folder = Path("/tmp" if sys.platform == "darwin" else tempfile.gettempdir()) / name  # noqa: S108  ours alone, below

@@ -180,7 +180,10 @@ class BlockIndex:
 
 
 def _scan_model(folder: Path, model: str, *, clean: bool) -> Iterator[ScannedFile]:
-    """Yield the files of a model. Entries are read relative to their folder, which is faster than by their paths."""
+    """Yield the files of a model; with `clean`, delete those that were not completed.
+
+    Entries are read relative to their folder, which is faster than by their paths.
+    """
     place, is_whole_block = os.open(folder / model, os.O_RDONLY | os.O_DIRECTORY), WHOLE_BLOCK.fullmatch
     try:
         with os.scandir(place) as entries:
