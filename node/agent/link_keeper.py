@@ -211,7 +211,7 @@ class LinkKeeper:
         """Install a renewed certificate, and start a task that opens a second link with it.
 
         Raise `IdentityError` if no certificate was requested, or if `renewed` is not for this node. Raise `OSError` if
-        the files of the identity cannot be written.
+        the files of the identity cannot be written or loaded.
         """
         self._identity = install_certificate(self._identity, renewed.certificate)
         self._context = create_client_context(self._identity)
@@ -309,7 +309,7 @@ class LinkKeeper:
         )
 
     async def _watch(self) -> None:
-        """Watch the link for silence until its connection ends."""
+        """Watch the link for silence until its connection ends. Meanwhile renew the certificate when that is due."""
         loop = asyncio.get_running_loop()
         while self._life.state in (LinkState.CONNECTED, LinkState.LINKED):
             link = self._links.watched

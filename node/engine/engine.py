@@ -338,8 +338,8 @@ class TextEngine:
             )
 
     def _apply_limits(self, limits: MemoryLimits) -> None:
-        """Apply new limits. If memory is above the level OK under them, release spare memory and cached prefixes. The
-        wired limit does not depend on them."""
+        """Apply new limits. If memory is above the level OK under them, release spare memory and cached prefixes. A new
+        cap also changes the limit of MLX's free buffers, and the padding that batches may have."""
         parts, cap = self.parts, self.gate.cap
         self.gate.set_limits(limits)
         parts.emergency_reserve.resize(limits.cap)

@@ -21,7 +21,7 @@ _QWEN_TAIL: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class TokenizedPair(NamedTuple):
-    """Tokens of a query and a document."""
+    """Tokens of a query and a document, or of a single text."""
 
     ids: tuple[int, ...]
     segment: int = 0
@@ -94,7 +94,8 @@ class EncoderPairs:
 
 
 def _render(tokenizer: Tokenizer, answers: AnswerTokens, request: Embed) -> tuple[str, str]:
-    """Return the texts of a prompt before and after the document."""
+    """Return the texts of a prompt before and after the document. Raise `TemplateFailed` if the chat template leaves
+    out the document; exceptions of its rendering propagate."""
     if not answers.has_template:
         return _QWEN_HEAD + request.query + _QWEN_MIDDLE, _QWEN_TAIL
     messages = Message("query", request.query), Message("document", _PLACE)

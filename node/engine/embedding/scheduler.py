@@ -183,7 +183,11 @@ class EmbeddingScheduler:
         return None
 
     def _run_part(self, first: EmbeddingRequest, step: float) -> Refused | None:
-        """Run the next part of the forward in progress; all parts that are left if no row decodes."""
+        """Run the next part of the forward in progress; all parts that are left if no row decodes (`step` is 0).
+
+        Return the refusal if the part has no room; the forward then stays in progress. After the last part, output its
+        frames and store a shared beginning that `first` has completed.
+        """
         assert self._forward is not None  # noqa: S101 it has begun
         forward, had_beginning = self._forward, bool(first.beginning_cache)
         frames = self._runner.run_part(forward, rest=not step)

@@ -278,8 +278,8 @@ def _convert_regex(pattern: str) -> str:
 
 
 def _convert_lark(text: str) -> str:
-    """Return a grammar in Lark's notation. GBNF is converted; it is parsed here, and its length is therefore
-    limited."""
+    """Return a grammar in Lark's notation. GBNF is converted; it is parsed here, and its length is therefore limited.
+    Raise `UnsupportedSchema` for GBNF that is too long or invalid."""
     if "::=" not in text:
         return text
     if len(text) > MAX_GBNF_CHARS:

@@ -119,7 +119,8 @@ class GrammarMatcher:
         """Return a mask for the only allowed token.
 
         Where the text of a marker must follow, llguidance (1.9.1) allows the marker's token but does not accept it. For
-        llguidance that token is no text. The marker's text is then generated in other tokens.
+        llguidance that token is no text. The marker's text is then generated in other tokens. Raise `GrammarFailed` if
+        the vocabulary has none for it.
         """
         if token in self._eos or self._matcher.validate_tokens([token]):
             return mask

@@ -143,8 +143,8 @@ class MemoryProbe:
             release_free_memory()
 
     def repeat_largest(self) -> bool:
-        """Repeat the largest measured forward. Return whether there were time and room for it; False if nothing was
-        measured."""
+        """Run and record a forward of as many tokens as the largest measured one, over an empty cache. Return whether
+        there was room for it, and time within `seconds`; False if nothing was measured."""
         if not self.chunks:
             return False
         largest = max(self.chunks, key=lambda chunk: chunk.tokens).tokens
@@ -171,7 +171,7 @@ class MemoryProbe:
         return sorted({min(tokens, self.chunk) for tokens in wanted})
 
     def _measure_long_row(self, sizes: Sequence[int]) -> Iterator[None]:
-        """Prefill one long row."""
+        """Prefill one long row of at most `reach` tokens, in chunks of `sizes`, which repeat."""
         cache, past = create_cache(self.loaded_model.model), 0
         for tokens in cycle(min(tokens, self.chunk) for tokens in sizes):
             if past + tokens > self.reach or not self._measure_chunk(cache, tokens, past):

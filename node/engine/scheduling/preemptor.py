@@ -195,7 +195,7 @@ class Preemptor:
             self._return_request(sequence)
 
     def _return_request(self, sequence: Sequence) -> None:
-        """Prefill a preempted request again if there is room; fail it if there never will be."""
+        """Prefill a preempted request again if there is room; end it if no memory may become free for it."""
         loaded_model = self._recovery.get_model(sequence)
         refused = self._forwards.check(GateSite.PREFLIGHT, self._compute_needed_bytes(sequence))
         if refused is None:

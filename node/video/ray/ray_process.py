@@ -126,7 +126,8 @@ def summarize_output(output: bytes) -> str:
 
 
 async def end_ray(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -> None:
-    """End Ray and the remaining processes of its group. `ended` is the task that waits for the end of `process`.
+    """End Ray by SIGTERM. Once it has ended, or after `EXIT_GRACE_SECONDS`, send SIGKILL to the rest of its group.
+    `ended` is the task that waits for the end of `process`.
 
     The output is read to its end, because the loop does not notice the end of a process while output is buffered.
     """

@@ -82,7 +82,8 @@ class DiskCache:
         log.info("disk cache", folder=str(folder), files=len(self._index), size=show_size(self._index.nbytes))
 
     def _open_writer(self) -> bool:
-        """Take the lock of the folder and start the writer; return whether this process is the one that writes."""
+        """Take the lock of the folder and start the writer; return whether this process is the one that writes. Raise
+        `OSError` if the disk cannot be read."""
         if self.writer is not None:
             return True
         try:
