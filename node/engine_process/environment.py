@@ -53,5 +53,5 @@ def build_engine_environment(inherited: Mapping[str, str], scratch: Path, blas: 
 
 
 def find_openblas() -> str | None:
-    """Return the path of the installed OpenBLAS library; None if none of the OPENBLAS paths exists."""
+    """Return the first path in `OPENBLAS` that exists: an installed OpenBLAS library. Return None if none exists."""
     return next((path for path in OPENBLAS if os.path.exists(path)), None)

@@ -178,8 +178,8 @@ class EmbeddingRequest:
         return PartialText(place, self.prepared.inputs[place], cache, pooled, start)
 
     def begin_partial(self, text: PartialText) -> None:
-        """Set the text in progress to a text of `create_next`, and remove that text from the waiting ones. Do nothing
-        if the text is in progress already."""
+        """Set the text in progress to `text`, a text of `create_next`. Remove it from the waiting texts, unless it is
+        the shared beginning. Do nothing if `text` is in progress already."""
         if self.partial is None and text.place != BEGINNING:
             self.waiting.remove(text.place)
         self.partial = text

@@ -66,7 +66,7 @@ class BlockHeader(msgspec.Struct, frozen=True):
 
     version: int
     chain: bytes
-    """Hash of all tokens up to the end of the block, which begins with the model and the scope (`block_chain`)."""
+    """Hash of the model, the scope and all tokens up to the end of the part (`block_chain`)."""
     part: str
     tokens: int
     """Number of tokens of the part."""
