@@ -12,7 +12,8 @@ Rules
 - Reuse: The next turn of a conversation starts with *all* of a stored sequence and will be stored itself. It takes the
   cache instead of copying it. If it is cancelled before it has stored anything, it puts that cache back.
 - Storage: A sequence is stored only if it passes the same check as a request, and it is evaluated at once.
-- Eviction: Cached bytes are evicted first (`free_memory`). They never cause a refusal.
+- Eviction: Cached bytes are evicted before a request is refused for memory (`ModelManager.free_memory`). They never
+  cause a refusal.
 - Scopes: A request finds sequences of its own key. From other keys it finds only the system prompt that all keys share.
   The tokens of that message are stored a second time as a snapshot, in a scope of all keys.
 - Faults: After any fault of a model none of its entries is used again (`invalidate`), because the fault may be in an
