@@ -64,7 +64,7 @@ def assemble(
 
     `state` is the state folder. `on_ready` is called with the coordinator's address (`host:port`) when the node is
     linked and its engine is ready, possibly several times. Tests replace the command of the engine process and the
-    timeouts. Raise `OSError` or `ssl.SSLError` if the certificate of the identity cannot be loaded.
+    timeouts. Raise `OSError` or `ValueError` if the certificate or the CA of the identity cannot be used.
     """
     settings = add_own_folder(settings, state)
     links, engine_changed, video_changed = CoordinatorLinks(), Notifier(), Notifier()

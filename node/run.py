@@ -78,7 +78,8 @@ class NodeStartError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a node until it is stopped, or leave the cluster with `--leave`. Return the exit code.
 
-    `arguments` replace the arguments of the command line. Errors are printed. Raise `SystemExit` for invalid arguments.
+    `arguments` replace the arguments of the command line. `SettingsError` and `NodeStartError` are printed. Raise
+    `SystemExit` for invalid arguments.
     """
     options = _create_parser().parse_args(arguments)
     try:

@@ -122,10 +122,7 @@ class Agent:
         return self._keeper.welcomed
 
     async def run(self) -> None:
-        """Keep the node linked until `stop`. Raise `ExpelledError` if the coordinator denies the node for good.
-
-        Raise `OSError` if the files of the identity cannot be written.
-        """
+        """Keep the node linked until `stop`. Raise `ExpelledError` if the coordinator denies the node for good."""
         await self._keeper.run()
 
     async def stop(self, drain: float, reason: GoodbyeReason = GoodbyeReason.STOPPING) -> None:

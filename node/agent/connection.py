@@ -41,7 +41,7 @@ class CoordinatorLink(LinkEndpoint):
         self.address = address
         """Address (`host:port`) that was dialed."""
         self.received_at = self._loop.time()
-        """Time of the last received bytes, in seconds of the loop's clock."""
+        """Time of the last received bytes, or of the creation before the first, in seconds of the loop's clock."""
         self.requests: set[int] = set()
         """Open requests that came over this link. They are cancelled when the link ends."""
 

@@ -157,9 +157,11 @@ async def locate_coordinator(
     """Search for the coordinator of this node at its remembered addresses and by Bonjour in parallel.
 
     Return the first address (`host:port`) at which a certificate proves the coordinator; None if there is none. Return
-    None as well, with a log line, if the certificate of this node cannot be loaded. Bonjour searches for at most
-    `seconds`. `besides` are addresses to leave out, `interfaces` the addresses of this machine to search from; None for
-    all.
+    None as well, with a log line, if the certificate of this node cannot be loaded. Raise `ValueError` if the stored CA
+    is no certificate.
+
+    Bonjour searches for at most `seconds`. `besides` are addresses to leave out, `interfaces` the addresses of this
+    machine to search from; None for all.
     """
 
     async def is_proven(address: str) -> bool:
@@ -194,8 +196,8 @@ async def find_first_proven(
 ) -> str | None:
     """Check addresses in parallel with `is_proven`. Return the first that passes; None if all fail.
 
-    The check of an address starts `stagger` seconds after that of the previous address, or at once after a failed
-    check. An error that `is_proven` raises ends the search and is raised.
+    The check of an address starts `stagger` seconds after the check of the previous address has started, or at once
+    after a failed check. An error that `is_proven` raises ends the search and is raised.
     """
     waiting = list(dict.fromkeys(candidates))
     running: dict[asyncio.Task[bool], str] = {}

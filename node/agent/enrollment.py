@@ -72,7 +72,8 @@ log = structlog.get_logger("node.agent.enrollment")
 
 DEFAULT_PORT = 8081
 ANSWER_TIMEOUT_SECONDS = 10.0
-"""Timeout in seconds of the connection, and of an answer that needs no person."""
+"""Timeout in seconds of the connection, and of an answer that needs no person. If a person must decide, it is added to
+the seconds that the person has."""
 MAX_ANSWER_BYTES = 16 * KIB
 """Maximum bytes that the coordinator may answer on one connection of enrollment."""
 
@@ -203,7 +204,10 @@ async def _with_code(
 
 
 async def _fetch_authority(host: str, port: int) -> EnrollAuthority:
-    """Fetch the CA over an unverified connection. Only a pin or a code makes the answer trustworthy."""
+    """Fetch the CA over an unverified connection. Only a pin or a code makes the answer trustworthy.
+
+    Raise `CoordinatorUnreachable` if the answer has no valid cluster id. Errors of the connection propagate.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

@@ -241,7 +241,7 @@ def create_authority_context(ca: bytes) -> ssl.SSLContext:
 
 
 def proves_coordinator(shown: ssl.SSLObject | ssl.SSLSocket, cluster: str) -> bool:
-    """Return whether the certificate of the remote end is that of the coordinator of `cluster` (an id).
+    """Return whether the certificate of the remote end names the coordinator of `cluster` (an id).
 
     TLS must have verified the certificate.
     """
@@ -257,7 +257,7 @@ def needs_renewal(identity: NodeIdentity, now: float) -> bool:
 def new_csr(identity: NodeIdentity) -> bytes:
     """Create and store the key of the next certificate. Return the request (DER) for `wire.frames.RenewCertificate`.
 
-    The key replaces that of an earlier request without an answer. Raise `OSError` if the key cannot be stored.
+    The key of an earlier request without an answer is replaced. Raise `OSError` if the key cannot be stored.
     """
     request = new_request(identity.name)
     write_private(identity.folder / "next.key", request.key)
@@ -267,8 +267,8 @@ def new_csr(identity: NodeIdentity) -> bytes:
 def install_certificate(identity: NodeIdentity, certificate: bytes) -> NodeIdentity:
     """Store the renewed certificate (DER) with the key that `new_csr` created. Return the new identity.
 
-    Raise `IdentityError` if no certificate was requested, or this one is not for the node and that key. Raise `OSError`
-    if the certificate cannot be written.
+    Raise `IdentityError` if no certificate was requested, or if `certificate` is not for the node and that key. Raise
+    `OSError` if the certificate cannot be written.
     """
     pending = identity.folder / "next.key"
     try:

@@ -118,10 +118,7 @@ class LinkKeeper:
 
     async def run(self) -> None:
         """Keep the node linked until `stop`: reconnect after every loss. Raise `ExpelledError` if the coordinator
-        denies the node for good.
-
-        Raise `OSError` if the files of the identity cannot be written.
-        """
+        denies the node for good."""
         while True:
             match self._life.state:
                 case LinkState.DIALING:
@@ -141,7 +138,7 @@ class LinkKeeper:
 
     async def stop(self, drain: float, reason: GoodbyeReason) -> None:
         """Wait at most `drain` seconds for open requests, send a goodbye with `reason` and close the links. `run` then
-        returns."""
+        returns. Requests that are still open are cancelled when their link ends."""
         self._draining = True
         loop = asyncio.get_running_loop()
         deadline = loop.time() + drain
@@ -199,8 +196,8 @@ class LinkKeeper:
     def receive_denial(self, link: CoordinatorLink, denied: Denied) -> None:
         """Handle the coordinator's denial of this node.
 
-        A final denial ends `run`. For the reason `SUPERSEDED`, close the link and remove its address. Another denial
-        delays the next dial by at least its `retry_after` seconds.
+        A final denial ends `run`. For the reason `SUPERSEDED`, close the link and remove its address. Any other denial
+        delays the next dial by at least `denied.retry_after` seconds.
         """
         log.error("denied", reason=denied.reason, message=denied.message)
         if denied.reason == SUPERSEDED:
@@ -213,8 +210,8 @@ class LinkKeeper:
     def take_over(self, renewed: CertificateRenewed) -> None:
         """Install a renewed certificate, and start a task that opens a second link with it.
 
-        Raise `IdentityError` if no certificate was requested or this one is not for this node. Raise `OSError` if the
-        files of the identity cannot be written.
+        Raise `IdentityError` if no certificate was requested, or if `renewed` is not for this node. Raise `OSError` if
+        the files of the identity cannot be written or loaded.
         """
         self._identity = install_certificate(self._identity, renewed.certificate)
         self._context = create_client_context(self._identity)
@@ -256,7 +253,11 @@ class LinkKeeper:
             await asyncio.gather(connecting, left, return_exceptions=True)
 
     async def _connect(self, *, takeover: bool) -> bool:
-        """Open a link and send its Hello. Return whether a coordinator was reached."""
+        """Open a link to the coordinator and send its Hello. Return whether the link is open.
+
+        First dial the last known address, then an address that is searched for. A link that is open only after a stop,
+        or after the node fell asleep, is closed again.
+        """
         now = asyncio.get_running_loop().time()
         besides = {address for address, at in self._superseded.items() if now - at < SUPERSEDED_ADDRESS_SECONDS}
         last = next((address for address in self._identity.addresses if address not in besides), None)
@@ -308,7 +309,7 @@ class LinkKeeper:
         )
 
     async def _watch(self) -> None:
-        """Watch the link for silence until its connection ends."""
+        """Watch the link for silence until its connection ends. Meanwhile renew the certificate when that is due."""
         loop = asyncio.get_running_loop()
         while self._life.state in (LinkState.CONNECTED, LinkState.LINKED):
             link = self._links.watched

@@ -28,7 +28,7 @@ class CoordinatorLinks:
 
     @property
     def current(self) -> CoordinatorLink | None:
-        """Link that the coordinator accepted last; None without one."""
+        """Link that the coordinator accepted last; None if that link has ended or none was accepted."""
         return self._current
 
     @property
@@ -56,8 +56,8 @@ class CoordinatorLinks:
             _close_unused(before)
 
     def remove(self, link: CoordinatorLink) -> None:
-        """Remove a link whose connection has ended. If another link is the current one, send the failure of each of its
-        requests there."""
+        """Remove a link whose connection has ended. If another link is the current one, send on that link the failure
+        of each request of the removed link."""
         self._links.discard(link)
         if link is self._current:
             self._current = None

@@ -110,9 +110,9 @@ class Reporter:
     def send_soon(self) -> None:
         """Schedule a report if a value has changed that concerns the coordinator. Generated tokens cause no report.
 
-        The report comes at least `MIN_REPORT_GAP_SECONDS` after the last one. After a load or unload it is sent now,
-        because the coordinator must know the models at the next answer. The engine reports them before it answers. Do
-        nothing without a link.
+        The report comes at least `MIN_REPORT_GAP_SECONDS` after the last one. After a change of the models, such as a
+        load, it is sent now. The coordinator must know the models at the next answer, and the engine reports them
+        before it answers. Do nothing without a link.
         """
         if self._links.current is None or self._last_report_key == self._compute_report_key():
             return
@@ -171,9 +171,9 @@ class Reporter:
         return replace(self._lease_manager.build_video_state(), ray=ray.node, ray_cause=ray.cause, allowed=ray.allowed)
 
     def _build_memory(self) -> Memory:
-        """Return the memory values of the engine's gate.
+        """Return the memory values of the engine's gate, with the age of its report.
 
-        Without an engine only the limits are set, and no request fits.
+        Until the engine has reported that it applies limits, only the limits are set, and no request fits.
         """
         reports = self._supervisor.reports
         if reports.latest is not None and reports.latest.memory.cap and reports.received_at is not None:
@@ -190,9 +190,10 @@ class Reporter:
         )
 
     def _list_resting_models(self) -> tuple[Model, ...]:
-        """Return the models that this Mac can serve again after its engine was replaced to release memory.
+        """Return the models of the engine's last report as not loaded, while this Mac accepts no work; else none.
 
-        A request for such a model is asked to retry later, instead of failing as an unknown model.
+        The engine was then replaced to release its memory. A request for one of these models is asked to retry later;
+        for an unknown model it would fail.
         """
         if self._sharing.sharing_state.shared:
             return ()

@@ -55,7 +55,7 @@ class AdmissionCost(NamedTuple):
     """Costs of a request at its admission, in bytes."""
 
     rows: int
-    """Bytes that the caches of its rows will hold."""
+    """Bytes that its rows or texts add to the committed memory, padding included."""
     total: int
     """`rows`, plus the highest transient bytes of the request's forwards."""
 

@@ -94,7 +94,7 @@ class EngineParts:
     prefix_cache: PrefixCacheManager
     """Prefix cache."""
     emergency_reserve: EmergencyReserve
-    """Emergency reserve: memory that is held only to be released before any other memory."""
+    """Emergency reserve: memory that is held only to be released before caches and models."""
     models: ModelTable
     """Models in memory."""
     unloader: ModelUnloader
@@ -233,13 +233,12 @@ class TextEngine:
         return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> Iterator[Sequence[Frame]]:
-        """Decode, load a piece of a model, then run one prefill forward or one part of a forward for embeddings. Yield
+        """Decode, load a piece of a model, then run one prefill forward or one turn of requests for embeddings. Yield
         the frames of each part before the next part starts: no token waits for a chunk.
 
         Prefills and embeddings take turns if both have work. Then run a forward of a sweep, unload idle models, check
-        for leaks and write to the disk cache. Without a live request, also check the invariants and free MLX's buffers.
-
-        Raise `Halted` if a native call is due after `halt`. `now` is the monotonic time at which the step begins.
+        for leaks and write to the disk cache. Without a live request, also check the invariants, free MLX's buffers and
+        maintain the reserve. Raise `Halted` if a native call is due after `halt`. `now` is the monotonic start time.
         """
         parts = self.parts
         parts.scheduler.decode(now)
@@ -339,7 +338,8 @@ class TextEngine:
             )
 
     def _apply_limits(self, limits: MemoryLimits) -> None:
-        """Apply new limits. The wired limit does not depend on them."""
+        """Apply new limits. If memory is above the level OK under them, release spare memory and cached prefixes. A new
+        cap also changes the limit of MLX's free buffers, and the padding that batches may have."""
         parts, cap = self.parts, self.gate.cap
         self.gate.set_limits(limits)
         parts.emergency_reserve.resize(limits.cap)
@@ -366,8 +366,8 @@ class TextEngine:
         return compute_level(self.parts.memory.read_now()) <= MemoryLevel.OK
 
     def _reduce_memory(self, order: ReduceMemory, now: float) -> list[Frame]:
-        """Free memory on order of the agent, judged between forwards: first caches, spare memory and idle models. If
-        that is not enough, abort the load, then end the newest request."""
+        """Free memory on order of the agent, judged between forwards: caches, spare memory and idle models. If that is
+        not enough at the level `OVER_HARD`, abort the load, then end the newest request, embeddings first."""
         parts = self.parts
         read = parts.memory.read_now
         self._enforced = order.poll
@@ -391,7 +391,7 @@ class TextEngine:
         return [*parts.commands.take_ended_answers(), *parts.scheduler.drain_output(), *parts.embeddings.drain_output()]
 
     def _reclaim_memory(self, order: ReclaimMemory) -> list[Frame]:
-        """Free memory for a lease. A load that no request waits for is aborted for it."""
+        """Free memory for a lease. If that requires it, abort a load that no request waits for."""
         parts = self.parts
         self._freed_order = order.number
         awaited = parts.waiting.is_awaited(parts.model_manager.next_name)

@@ -25,7 +25,7 @@ class DescriberRules(NamedTuple):
     limits: RequestLimits
     """Limits of requests."""
     features: Callable[[ModelDescriptor], tuple[str, ...]]
-    """Returns the names of the features that a model's requests may use (`wire.report.Model.features`)."""
+    """Function that returns the features that a model's requests may use (`wire.report.Model.features`)."""
     cause: Callable[[ModelDescriptor, float], str]
     """Function that returns why a model cannot be used at a monotonic time; empty if it can."""
     pinned: frozenset[str]

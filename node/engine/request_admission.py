@@ -98,7 +98,7 @@ class RequestAdmission:
     # tokenization
 
     def admit_tokenization(self, prompt: UntokenizedPrompt, now: float) -> Collection[Frame | UntokenizedPrompt]:
-        """Admit a long prompt to tokenization if there is room for that, and reserve the memory.
+        """Admit a prompt to tokenization by a prompt thread if there is room for that, and reserve the memory.
 
         Return the prompt, or its `Refusal`; an empty list if its request was cancelled or is known. `prompt.need` bytes
         are reserved, and the prompt's model, if loaded, is not unloaded, until the tokenization ends.
@@ -240,7 +240,8 @@ class RequestAdmission:
         self, model: Model, shape: preflight.RequestShape, costs: AdmissionCost, now: float, owner: WeightedKey
     ) -> Refused | None:
         """Return the refusal if there is no room for a request of this key now; None if there is. Before a refusal,
-        caches and idle models are evicted. After those, requests of keys that hold more memory are preempted."""
+        caches and idle models are evicted. If these do not suffice, requests of keys that hold more memory are
+        preempted."""
         gate = self._forwards.gate
         rows, cost = costs
         answer = preflight.refuse_without_room(shape, self.read_offered_memory(now, owner.name), model, cost, gate)

@@ -33,7 +33,7 @@ def install() -> None:
 
 
 class _Finder(MetaPathFinder):
-    """Finder of the one module. It removes itself once the module is found."""
+    """Finder of the module `_MODULE`. It removes itself when the module is first searched."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -48,7 +48,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Loader of the one module. It replaces the function after the module has run."""
+    """Loader of the module `_MODULE`. It replaces the function after the module has run."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -220,8 +220,9 @@ async def start_child(
 ) -> EngineChild:
     """Start an engine process, connect its socket and send its settings.
 
-    `wired` holds the wired memory of the system before the start. Raise `OSError` if the log cannot be opened or the
-    program cannot be started.
+    `wired` holds the wired memory of the system before the start. `on_frame` and `on_fault` are described at
+    `EngineChild`. Raise `OSError` if the shared page cannot be created, the log cannot be opened or the program cannot
+    be started.
     """
     own_end, child_end = socket.socketpair()
     errors, page = -1, crash_recorder.create_page()

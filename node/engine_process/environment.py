@@ -16,7 +16,8 @@ from node.hub.digests import STORE_NAME
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Environment variables that make malloc of glibc return free memory at once."""
 PROFILES = "MACPOOL_PROFILES"
-"""Environment variable with the folder in which the engine stores profiles of models."""
+"""Environment variable with the folder of the engine's measurements: memory profiles, durations of loads, trials of
+tokenizers and times of last use."""
 DIGESTS = "MACPOOL_DIGESTS"
 """Environment variable with the file in which digests of model files are stored."""
 DISK_CACHE = "MACPOOL_DISK_CACHE"
@@ -52,5 +53,5 @@ def build_engine_environment(inherited: Mapping[str, str], scratch: Path, blas: 
 
 
 def find_openblas() -> str | None:
-    """Return the path of the installed OpenBLAS library; None if none of the OPENBLAS paths exists."""
+    """Return the first path in `OPENBLAS` that exists: an installed OpenBLAS library. Return None if none exists."""
     return next((path for path in OPENBLAS if os.path.exists(path)), None)

@@ -40,7 +40,7 @@ class ChildLife:
     ending: bool = False
     """Whether the child was asked to end."""
     cause: str = ""
-    """First reason for which the agent ends the child; empty without such a reason."""
+    """First reason for which the agent ends the child; empty without a reason, and if only the agent stops."""
     hung: bool = False
     """Whether the agent ends the child because it hung."""
     recycled: bool = False
@@ -247,7 +247,7 @@ TABLE: Mapping[type, Mapping[EngineStage, frozenset[EngineStage]]] = {
 def step(life: EngineLife, event: Event, timeouts: SupervisorTimeouts) -> Step:
     """Apply one event. Return the new state and the actions in order.
 
-    Raise `IllegalEventError` if `TABLE` or the state of the child, such as a missing one, does not allow the event.
+    Raise `IllegalEventError` if `TABLE` or the state of the child, such as a missing child, does not allow the event.
     Raise `InvariantError` for a new state that `TABLE` or `check` does not allow.
     """
     allowed = TABLE[type(event)].get(life.stage)

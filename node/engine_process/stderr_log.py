@@ -7,7 +7,7 @@ from pathlib import Path
 from wire.units import MIB
 
 MAX_LOG_BYTES = 8 * MIB
-"""Bytes from which a log is rotated; one older log is kept."""
+"""Bytes above which a log is rotated; one older log is kept."""
 TAIL_BYTES = 2048
 """Bytes at the end of the log from which the cause of a crash is quoted."""
 TAIL_LINES = 3

@@ -340,7 +340,8 @@ class Supervisor:
             self._child.write(encoded)
 
     def _receive(self, tag: int, body: bytes) -> None:
-        """Handle one frame of the child: process frames for the agent, forward the rest."""
+        """Handle one frame of the child: process frames for the agent, forward the rest. Raise `WireError` for an
+        invalid frame."""
         kind = TAGS.get(tag)
         if kind is Deltas:
             self._requests.forward_deltas(tag, body)

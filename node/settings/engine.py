@@ -336,7 +336,7 @@ class ModelSettings(Section, frozen=True):
     def get_kinds(self) -> Mapping[str, ModelKind]:
         """Return the kind of each model in the setting `kinds`, by name of the model.
 
-        Raise `ValueError` for an unknown kind, such as the kind of an entry without `=`.
+        Raise `ValueError` for an unknown kind. In an entry without `=`, all of it is the kind, and the name is empty.
         """
         parts = (entry.rpartition("=") for entry in self.kinds)
         return {name: ModelKind(kind) for name, _, kind in parts}

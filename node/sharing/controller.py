@@ -130,7 +130,8 @@ class SharingController:
         return None if until is None else max(1.0, until - self._wall())
 
     def apply_order(self, order: Order) -> None:
-        """Set or remove the pause by an order of the coordinator, and decide. A write error is logged.
+        """Set or remove the pause by an order of the coordinator, and decide. After a write error, which is logged, the
+        pause stays as it was.
 
         The duration 0 removes the pause; None sets a pause without an end.
         """

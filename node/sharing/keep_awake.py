@@ -5,7 +5,7 @@ from collections.abc import Callable
 from host.sleep_inhibitor import SleepInhibitor
 
 LINGER_SECONDS = 60.0
-"""Seconds without idle sleep after the last request, because the next request of a chat comes soon."""
+"""Seconds without idle sleep after the node last worked, because the next request of a chat comes soon."""
 
 
 class SleepPolicy:

@@ -277,7 +277,7 @@ class GracePeriods:
 
 
 def list_due_actions(shared: bool, holds: Occupancy, waited: float, grace: GracePeriods) -> tuple[SharingAction, ...]:
-    """Return the actions that are due `waited` seconds after the decision of `decide_sharing` last changed.
+    """Return the actions that are due `waited` seconds after `shared` last changed.
 
     An action is returned again until its effect is visible in `holds`.
     """

@@ -180,7 +180,7 @@ def _find_uv_command() -> list[str]:
 
 
 def _probe_import(built: Path) -> None:
-    """Import the engine in the same way as the worker."""
+    """Import the engine in the same way as the worker. Raise `EnvironmentBuildError` if that fails."""
     run_command(
         [str(get_interpreter(built)), "-I", "-c", PROBE], "the engine cannot be imported in its new environment"
     )

@@ -75,7 +75,8 @@ class LeaseGranter:
     ) -> LeaseRefused | WorkerMonitor:
         """Grant or refuse a lease. Return the monitor of its worker, with the ceiling lowered, or the refusal.
 
-        A granted lease is stored. After a refusal the ceiling is as before, and nothing is stored.
+        A granted lease is stored. After a refusal the ceiling is as before and the lease is not stored. A generation
+        that was stored meanwhile stays the newest of its job, so that a repetition of the request is superseded.
 
         `refuse_now()` returns a refusal for reasons that arose while the ceiling was lowered; None without one.
         """

@@ -154,7 +154,7 @@ class PauseChanged:
 @dataclass(frozen=True, slots=True)
 class OwnerReclaimed:
     """Event: the owner of the Mac takes the memory of the lease, for this reason. `holding`: the ceiling is lowered for
-    a lease; without one, the event changes nothing."""
+    a lease. Otherwise, or if the end of the lease is ordered already, the event changes nothing."""
 
     reason: str
     holding: bool

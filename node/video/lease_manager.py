@@ -51,7 +51,7 @@ class LeaseCallbacks:
     send: Callable[[Frame], None]
     """Sends a frame to the coordinator. Without a link the frame is discarded."""
     changed: Callable[[], None]
-    """Called when the next report would differ."""
+    """Called when the next report may differ."""
     begin: Callable[[str, int, str, int], None]
     """Starts the Ray actor of a granted lease (lease, generation, its folder, its size in bytes)."""
     finish: Callable[[str], None]
@@ -126,8 +126,8 @@ class LeaseManager:
     def handle_request(self, request: LeaseRequest) -> None:
         """Grant or refuse a lease. Send the answer to the coordinator, at once or within seconds.
 
-        A repeated request gets the earlier answer again. A request that is repeated during the grant is refused before
-        the lease is stored, and gets no answer afterwards.
+        A repeated request gets the earlier answer again. A request that is repeated during the grant is refused until
+        the lease is stored. From then until the grant, a repetition gets no answer.
         """
         record = self._store.ledger.find(request.lease, request.generation)
         if record is None:
@@ -233,7 +233,10 @@ class LeaseManager:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self, request: LeaseRequest) -> None:
-        """Grant, watch and end one lease."""
+        """Grant, watch and end one lease, or send its refusal.
+
+        After an exception, restore the ceiling, remove a lease that has not ended from the ledger, and raise again.
+        """
         try:
             granted = await self._granter.grant(request, lambda: self._refuse_paused(request))
             if isinstance(granted, LeaseRefused):
@@ -258,7 +261,7 @@ class LeaseManager:
         return lease_life.refuse_paused(request, self._life.paused) if self._life.paused else None
 
     async def _serve(self, monitor: WorkerMonitor) -> None:
-        """Watch the worker of a granted lease, and end it on every path."""
+        """Send that a lease is granted, watch its worker, and end it on every path."""
         self._monitor = monitor
         record = monitor.record
         log.info(

@@ -34,9 +34,9 @@ from wire.video import LeaseRefusalCode, LeaseState
 HELD_RETRY_SECONDS = 30.0
 """Seconds until a retry, if another lease is held."""
 HEADROOM_RETRY_SECONDS = 5.0
-"""Seconds until a retry, if memory is in use."""
+"""Seconds until a retry, if memory is in use or the engine does not confirm the lower ceiling."""
 READY_RETRY_SECONDS = 60.0
-"""Seconds until a retry, if the node is not ready for videos."""
+"""Seconds until a retry, if the node is not ready for videos, is paused or stops, or cannot store the lease."""
 NAME = re.compile(r"[A-Za-z0-9_-]{1,96}")
 """Pattern of the name of a lease or job."""
 MAX_JOBS_REMEMBERED = 64
@@ -267,7 +267,8 @@ def compute_progress(phase: LeasePhase, step: int, steps: int) -> int:
 def build_lease_state(
     record: LeaseRecord, phase: LeasePhase, step: int = 0, steps: int = 0, footprint: int = 0, peak: int = 0
 ) -> LeaseState:
-    """Return a lease as a row of the report, with footprints in bytes. A lease that has ended has size 0."""
+    """Return a lease as a row of the report, with footprints in bytes. A lease that has ended has size 0. `step` of
+    `steps` denoising steps are done."""
     if record.ended is not None:
         return LeaseState(
             record.lease, record.generation, record.job, 0, LeasePhase.ENDED, 100, steps, steps, 0, record.ended.peak

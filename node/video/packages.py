@@ -150,7 +150,10 @@ def _read_vae_config(folder: Path) -> dict[str, int]:
 
 
 def _read_component(folder: Path, digest: Digest) -> PackageComponent:
-    """Read the headers of a component's weights, and none of the weights."""
+    """Read the headers of the weight files of a component, and add them to `digest`. The weights are not read.
+
+    The first unreadable header ends the reading and is the `cause` of the result.
+    """
     size = bits = 0
     for file in sorted(folder.glob("*.safetensors")):
         try:

@@ -71,7 +71,8 @@ class QuantizationRun:
         return ChildEnd(code=ModelOrderCode.COMPLETED, stored=stored)
 
     def _write_weights(self, model: Any) -> int:
-        """Compute and write all tensors, and return their bytes. The model loses its tensors."""
+        """Compute and write all tensors, and return their bytes. The model loses its tensors. Raise `OrderStopped` if
+        the order is cancelled, `OSError` or `RuntimeError` if a file cannot be written."""
         import mlx.core as mx
         from mlx import utils as mlx_utils
         from mlx_lm.utils import make_shards

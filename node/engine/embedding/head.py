@@ -32,7 +32,8 @@ _SINGLE = frozenset({Pooling.CLS, Pooling.LAST})
 
 
 class EmbeddingHeadError(ValueError):
-    """Model that computes no vectors: its layers or Dense weights do not fit together, or its vectors are too long."""
+    """Model that computes no vectors. Its layers or Dense weights do not fit together, its vectors are too long, or its
+    architecture gives no access to hidden states."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,8 +124,9 @@ class EmbeddingHead:
 def load_head(folder: Path, layout: EmbeddingLayout, model: TextModel | Encoder) -> EmbeddingHead:
     """Return the lazy head of a model.
 
-    Raise `EmbeddingHeadError` if its parts do not fit together or its vectors are too long. Raise `ValueError` if a
-    token of its scores is not in the vocabulary. Exceptions of faulty files propagate.
+    Raise `EmbeddingHeadError` if its parts do not fit together, its vectors are too long, or the model gives no access
+    to hidden states. Raise `ValueError` if a token of its scores is not in the vocabulary. Exceptions of faulty files
+    propagate.
     """
     if isinstance(model, Encoder):
         layers, hidden = model, model.shape.hidden

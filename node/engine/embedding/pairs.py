@@ -21,7 +21,7 @@ _QWEN_TAIL: Final = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class TokenizedPair(NamedTuple):
-    """Tokens of a query and a document."""
+    """Tokens of a query and a document, or of a single text."""
 
     ids: tuple[int, ...]
     segment: int = 0
@@ -31,7 +31,8 @@ class TokenizedPair(NamedTuple):
 class PromptPairs:
     """Prompts of a decoder for the documents of one request, which differ in the document only.
 
-    `most`: maximum tokens of a prompt. Raise `TemplateFailed` if the chat template cannot be rendered.
+    `most`: maximum tokens of a prompt. Raise `TemplateFailed` if the chat template cannot be rendered or leaves out the
+    document.
     """
 
     def __init__(self, tokenizer: Tokenizer, answers: AnswerTokens, request: Embed, most: int) -> None:
@@ -77,8 +78,8 @@ class EncoderPairs:
         """Return the tokens of the pair with a document. The document is cut to `max_tokens` of the request, and with
         `truncate` to the room that is left.
 
-        Without `truncate`, a pair may have more than `most` tokens. Raise `TooLong` for a query without room for any
-        document, and `TokenizerPanic` if the native tokenizer panics.
+        Without `truncate`, a pair may have more than `most` tokens. With `truncate`, raise `TooLong` for a query
+        without room for any document. Raise `TokenizerPanic` if the native tokenizer panics.
         """
         with convert_panics():
             found = self._rust.encode(self._request.query, document)
@@ -93,7 +94,8 @@ class EncoderPairs:
 
 
 def _render(tokenizer: Tokenizer, answers: AnswerTokens, request: Embed) -> tuple[str, str]:
-    """Return the texts of a prompt before and after the document."""
+    """Return the texts of a prompt before and after the document. Raise `TemplateFailed` if the chat template leaves
+    out the document; exceptions of its rendering propagate."""
     if not answers.has_template:
         return _QWEN_HEAD + request.query + _QWEN_MIDDLE, _QWEN_TAIL
     messages = Message("query", request.query), Message("document", _PLACE)

@@ -61,7 +61,7 @@ class EmbeddingRequest:
     begun: float = 0.0
     """Start of its first forward; 0.0 before."""
     retry_at: float = 0.0
-    """Time of its next attempt, because its last forward had no room; 0.0 without a wait."""
+    """Time of its next attempt after a refusal by the gate; 0.0 or a past time without a wait."""
     alone: bool = False
     """Whether its texts share no forward with those of other requests, because such a forward failed."""
     partial: PartialText | None = None
@@ -152,7 +152,7 @@ class EmbeddingRequest:
         self.retry_at = 0.0
 
     def delay(self, until: float) -> None:
-        """Wait until a monotonic time, because a forward has no room."""
+        """Record that the request waits until the monotonic time `until`, because a part of a forward has no room."""
         self.retry_at = until
 
     def run_alone(self) -> None:
@@ -178,8 +178,8 @@ class EmbeddingRequest:
         return PartialText(place, self.prepared.inputs[place], cache, pooled, start)
 
     def begin_partial(self, text: PartialText) -> None:
-        """Make a text of `create_next` the one in progress, and remove it from the waiting ones. Do nothing if it is in
-        progress already."""
+        """Set the text in progress to `text`, a text of `create_next`. Remove it from the waiting texts, unless it is
+        the shared beginning. Do nothing if `text` is in progress already."""
         if self.partial is None and text.place != BEGINNING:
             self.waiting.remove(text.place)
         self.partial = text

@@ -5,11 +5,14 @@
 
 Rules
 - Gate: every part of a forward is checked before it runs (`runner`). A batch is halved before it is refused.
-- Turns: a turn is one part of a forward. The engine alternates these turns with those of prefills.
-- Time: while rows decode, a part may take `PART_PER_STEP` times a decode step, and a forward has at most `MAX_PARTS` of
-  them. Otherwise the gaps between tokens would grow with the number of texts, which may be thousands.
+- Turns: a turn is one part of a forward, or all remaining parts while no row decodes. The engine alternates these turns
+  with those of prefills.
+- Time: while rows decode, a part may take `PART_PER_STEP` times a decode step. A forward over several texts takes at
+  most `MAX_PARTS` of these times. Otherwise the gaps between tokens would grow with the number of texts, which may be
+  thousands.
 - Fairness: as for prefills (`chunk_policy.next_prefill`): the shortest request and the next key take turns.
-- Batches: texts of similar length run together, also those of other requests for the same model.
+- Batches: the shortest texts of a request run together, with texts of other requests for the same model that are not
+  longer.
 - Shared beginning: it runs once for all texts of a request (`shared_beginning`), and its texts run after it. It is
   stored for later requests (`beginning_store`).
 - Faults: a shared forward that raises has no known culprit. Its requests then run alone, and the faulty one fails.
@@ -120,8 +123,8 @@ class EmbeddingScheduler:
     # turns
 
     def run_turn(self, now: float) -> None:
-        """Run one part of a forward at the monotonic time `now`. Do nothing if no request may continue. Raise `Halted`
-        if the engine was halted.
+        """Run one part of a forward at the monotonic time `now`, or all parts that are left if no row decodes. Do
+        nothing if no request may continue. Raise `Halted` if the engine was halted.
 
         A request without room waits, or is refused. The request of a forward that raises fails; several run alone.
         Refuse the newest request if memory is above the cap after the part.
@@ -180,7 +183,11 @@ class EmbeddingScheduler:
         return None
 
     def _run_part(self, first: EmbeddingRequest, step: float) -> Refused | None:
-        """Run the next part of the forward in progress; all parts that are left if no row decodes."""
+        """Run the next part of the forward in progress; all parts that are left if no row decodes (`step` is 0).
+
+        Return the refusal if the part has no room; the forward then stays in progress. After the last part, output its
+        frames and store a shared beginning that `first` has completed.
+        """
         assert self._forward is not None  # noqa: S101 it has begun
         forward, had_beginning = self._forward, bool(first.beginning_cache)
         frames = self._runner.run_part(forward, rest=not step)
@@ -206,9 +213,10 @@ class EmbeddingScheduler:
     ) -> list[WaitingText]:
         """Return the texts to run in one forward, of at most `tokens` tokens with padding.
 
-        They are those of `first` from the shortest on, then similar ones of other requests. One text of at most the
-        smallest chunk may exceed `tokens`. Texts after a shared beginning run with those of the same request only.
-        Return none if the next text needs several forwards, or the shared beginning is needed first.
+        They are those of `first` from the shortest on, then texts of other requests that are not longer. One text of at
+        most the smallest chunk may exceed `tokens`. Texts after a shared beginning run with those of the same request
+        only. Return none if the next text has more tokens or is in progress, or if the shared beginning is needed
+        first.
         """
         if first.partial is not None or first.needs_beginning:
             return []

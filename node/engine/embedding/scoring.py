@@ -12,7 +12,8 @@ Scorer = Callable[[mx.array], mx.array]
 
 
 def create_answer_scorer(model: object, answers: AnswerTokens) -> Scorer:
-    """Return the scorer of a decoder of mlx-lm: the logit of its true token, minus that of its false token if any.
+    """Return the scorer of a decoder of mlx-lm: the logit of the token `answers.true`, minus the logit of the token
+    `answers.false` if there is one.
 
     Only two rows of the output layer are used. Raise `ValueError` for a token that the model does not have.
     """
@@ -23,7 +24,10 @@ def create_answer_scorer(model: object, answers: AnswerTokens) -> Scorer:
 
 
 def _read_output_rows(model: Any, tokens: list[int]) -> mx.array:
-    """Return the rows of the output layer for some tokens, lazily, shape (tokens, features)."""
+    """Return the rows of the output layer for some tokens, lazily and dequantized, shape (tokens, features).
+
+    Raise `ValueError` for a token that the layer does not have.
+    """
     layer, ids = getattr(model, "lm_head", None), mx.array(tokens)
     tied = layer is None
     layer = model.model.embed_tokens if tied else layer

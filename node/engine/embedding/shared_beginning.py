@@ -39,7 +39,8 @@ def find_shared_beginning(
 
 
 def count_shared_tokens(texts: Sequence[tuple[int, ...]]) -> int:
-    """Return the length in tokens of the common prefix of all texts: at most that of the shortest text, minus 1."""
+    """Return the length in tokens of the common prefix of all texts, at most the length of the shortest text minus
+    1."""
     first, last = min(texts), max(texts)  # in their order, each other text is between these two
     most = min(len(text) for text in texts) - 1
     return next((place for place in range(most) if first[place] != last[place]), most)

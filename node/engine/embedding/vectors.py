@@ -6,7 +6,7 @@ import mlx.core as mx
 
 
 class NotFiniteError(ValueError):
-    """Vectors with a number that is not finite, because the weights of the model are damaged."""
+    """Error of vectors with a number that is not finite, for example because the weights of the model are damaged."""
 
 
 def normalize(vectors: mx.array) -> mx.array:

@@ -39,7 +39,7 @@ from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer
 from wire.frames import CallConstraint, GrammarKind, GrammarSpec
 
 MAX_SCHEMA_CHARS: Final = 1 << 17
-"""Maximum characters of a schema or grammar, and of the tools if they are part of it."""
+"""Maximum characters of a schema or grammar, of its pattern for blanks, and of the tools if they are part of it."""
 MAX_GBNF_CHARS: Final = 1 << 13
 """Maximum characters of a grammar in GBNF."""
 MAX_CACHED_GRAMMARS: Final = 64
@@ -200,10 +200,11 @@ class CompiledGrammar:
 
 
 def build_marker_layout(tokenizer: Tokenizer, spec: GrammarSpec, prompt: TokenizedPrompt) -> MarkerLayout:
-    """Return the markers of a model's thoughts and calls, and the places in the answer where they may occur.
+    """Return the markers of a model's reasoning and calls, and the places in the answer where they may occur.
 
-    An answer may open a thought only if the model's marker is a single token. No thought may follow a prompt without a
-    template, or a prompt that has just closed a thought, because templates do that to forbid thoughts.
+    An answer may start with reasoning only if the model's start marker is a single token. No reasoning may follow a
+    prompt without a template. Nor may it follow a prompt that has just ended its reasoning, because templates forbid
+    reasoning in this way.
     """
     think, call_format = tokenizer.think, tokenizer.tool_call_format
     start = ReasoningStart.NONE
@@ -277,8 +278,8 @@ def _convert_regex(pattern: str) -> str:
 
 
 def _convert_lark(text: str) -> str:
-    """Return a grammar in Lark's notation. GBNF is converted; it is parsed here, and its length is therefore
-    limited."""
+    """Return a grammar in Lark's notation. GBNF is converted; it is parsed here, and its length is therefore limited.
+    Raise `UnsupportedSchema` for GBNF that is too long or invalid."""
     if "::=" not in text:
         return text
     if len(text) > MAX_GBNF_CHARS:

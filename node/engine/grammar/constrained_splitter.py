@@ -47,11 +47,11 @@ class MarkerLayout:
     """Markers of an answer under a grammar, and the places where they may occur."""
 
     think: tuple[str, str] = ("", "")
-    """Start and end of a thought."""
+    """Markers of the start and the end of the reasoning."""
     reasoning: ReasoningStart = ReasoningStart.NONE
     """Reasoning at the start of the answer."""
     call: tuple[str, str] = ("", "")
-    """Start and end of a call."""
+    """Markers of the start and the end of a call."""
     calls: CallPlaces = CallPlaces.NONE
     """Places in the answer where calls may occur."""
     quoted: bool = True

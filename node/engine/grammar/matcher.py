@@ -1,6 +1,6 @@
 """State of one answer in its grammar: the allowed next tokens after the ids so far.
 
-    thought (any token but an ending) ──end of the thought──► grammar ──an ending that it allows──► over
+    reasoning (any token but an ending) ──end of the reasoning──► grammar ──an ending that it allows──► over
 
 The state depends on the ids alone. To rebuild a row, or resume it on another node, its ids are fed to a new state. MLX
 is not used here: masks are bytes, one bit per token of the vocabulary, lowest first.
@@ -119,7 +119,8 @@ class GrammarMatcher:
         """Return a mask for the only allowed token.
 
         Where the text of a marker must follow, llguidance (1.9.1) allows the marker's token but does not accept it. For
-        llguidance that token is no text. The marker's text is then generated in other tokens.
+        llguidance that token is no text. The marker's text is then generated in other tokens. Raise `GrammarFailed` if
+        the vocabulary has none for it.
         """
         if token in self._eos or self._matcher.validate_tokens([token]):
             return mask

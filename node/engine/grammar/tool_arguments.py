@@ -37,7 +37,7 @@ UNENFORCED_KEYWORDS: Final = frozenset(
         "const",
     }
 )
-"""Keywords that the parameters of a tool as a whole must not use where each parameter is written separately."""
+"""Keywords that the parameters of a strict tool as a whole must not use where each parameter is written separately."""
 CONSTRAINT_KEYWORDS: Final = frozenset(
     {
         "pattern",
@@ -52,7 +52,7 @@ CONSTRAINT_KEYWORDS: Final = frozenset(
         "$ref",
     }
 )
-"""Keywords that constrain a string in a way that unquoted text cannot follow."""
+"""Keywords that constrain a string in a way that unquoted text cannot follow; `minLength` only above 1."""
 LIST_KEYWORDS: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "enum"})
 NESTING_KEYWORDS: Final = LIST_KEYWORDS | {
     "properties",
@@ -73,7 +73,7 @@ MAX_DEFINITION_CHARS: Final = 1 << 19
 MAX_ARGUMENTS: Final = 1000
 """Maximum number of arguments of a tool."""
 MAX_REFERENCE_STEPS: Final = 8
-"""Maximum number of consecutive references that are followed, because references can be circular."""
+"""Maximum number of consecutive references, or of references and choices, that are followed: they can be circular."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +281,7 @@ def _simplify_schema(schema: object, root: Json) -> object:
 
 
 def _find_types(schema: object, root: Json, steps: int) -> set[str]:
-    """Return the types of a schema; a question mark stands for an unknown type."""
+    """Return the types of a schema, within `steps` references and choices. A question mark stands for unknown types."""
     if not isinstance(schema, dict) or not steps:
         return {"?"}
     found = cast("Json", schema)

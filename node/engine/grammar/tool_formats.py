@@ -33,7 +33,8 @@ def render_rules(builder: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool,
     """Return the Lark rules of tool calls: `calls` and, with `free`, `spoken` for calls between words. `one_call`: at
     most one call; with `free`, in each place between words.
 
-    Raise `UnsupportedSchema` if the model's format cannot enforce the schemas of these tools.
+    Raise `UnsupportedSchema` for a schema that is invalid or that the model's format cannot enforce. Raise it as well
+    if calls of this format cannot be enforced at all, or not with `free`.
     """
     calling = builder.call_format
     form = FORMS.get(calling.parser)

@@ -8,7 +8,7 @@ from typing import Final, cast
 Json = dict[str, object]
 
 MAX_JSON_DEPTH: Final = 64
-"""Maximum levels of a JSON text. JSON parsers recurse once per level."""
+"""Maximum levels of a JSON text, because JSON parsers recurse once per level; also of nested references in a schema."""
 MAX_DETAIL_CHARS: Final = 300
 """Maximum characters of the detail in an error text."""
 PREFIX: Final = "the grammar cannot be used: "
@@ -69,7 +69,8 @@ class ToolSpec:
 def parse_tool_specs(text: str, only: str) -> list[ToolSpec]:
     """Parse the tools of a request (`wire.frames.Generate.tools`); with `only`, those of that name.
 
-    Entries that are no functions are left out. Raise `UnsupportedSchema` if the tools are no array, or none is left.
+    Entries that are no functions are left out. Raise `UnsupportedSchema` if the tools are no JSON array or nested
+    deeper than `MAX_JSON_DEPTH` levels, or if no function is left.
     """
     found = parse_json(text or "[]")
     if not isinstance(found, list):

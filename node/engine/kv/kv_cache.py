@@ -99,7 +99,7 @@ def grow_caches(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> N
 
 def grow_cache(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> bool:
     """Double, at once, the first layer's cache that will soon have no room for another `tokens`, up to room for
-    `max_tokens`. Return whether there was such a layer.
+    `max_tokens`. Return whether a layer was grown.
 
     While other rows decode, each layer is copied in a separate iteration. The pause between two of their tokens then
     contains the copy of one layer only.

@@ -1,8 +1,9 @@
 """Memory of the prefix cache: room for new entries, and eviction for the engine.
 
 Cached bytes are evicted before any request is refused. Histories of prefills in progress (`window_history`) and parts
-in the queue of the disk cache count as cached. Histories are released before any entry. Parts are
-released after the last entry, because they are soon written and free their memory then.
+in the queue of the disk cache count as cached. If memory is short, histories are released before any entry. Parts are
+released after the last entry, because they are soon written and free their memory then. At the limit of the cache, only
+entries are evicted.
 """
 
 from collections.abc import Callable
@@ -67,7 +68,7 @@ class PrefixMemory:
 
     @property
     def reusable(self) -> int:
-        """Bytes that are certain to be free once all entries are evicted."""
+        """Bytes that are certain to be free once all of `nbytes` is released."""
         return int(self.nbytes * RECLAIMABLE_SHARE)
 
     def compute_limit(self) -> int:
@@ -115,8 +116,8 @@ class PrefixMemory:
         return self.nbytes + size <= self._limit(memory.cap) and _fits(memory, size)
 
     def make_room(self, size: int, transient: int = 0) -> bool:
-        """Evict older entries until `size` bytes fit into the limit of the cache and `size + transient` bytes into
-        memory, in the order of `evict_until_fits`. Return whether both fit.
+        """Evict the least recently used entries until `size` bytes fit into the limit of the cache. Then release as
+        `evict_until_fits` does until `size + transient` bytes fit into memory. Return whether both fit.
 
         `transient` is the bytes of a copy that exists only for a moment. Evict nothing if all cached bytes would not
         suffice. A False result is possible after evictions as well, because an eviction may free less than expected.

@@ -25,11 +25,11 @@ from node.engine.kv.radix_trie import ID_BYTES, RadixTrie
 from wire.report import CacheState, ModelCache
 
 BLOCK_TOKENS = 256
-"""Tokens of a block of the hash."""
+"""Tokens of a block, the unit of the hash of a prompt and of the files of the disk cache."""
 MIN_PREFIX_TOKENS = 16
 """Minimum tokens of a prefix that is stored or used: chat templates alone share as many."""
 MAX_EVICTIONS_REPORTED = 64
-"""Maximum number of evictions whose prompt hashes are reported."""
+"""Maximum number of evictions whose prompt hashes are reported, and of disk copies that are recorded for one file."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,8 +61,8 @@ def hash_prompt(fingerprint: str, key: bytes) -> bytes:
     and the scope of the prompt, `key` has the packed ids.
 
     The chain starts with h₀ = blake2b(fingerprint). It continues with hₙ = blake2b(hₙ₋₁ ‖ block n). The last block may
-    be shorter. Two prompts have the same hash after each block that they share. The disk cache chains its blocks in the
-    same way, from another first hash (`block_chain.compute_root`).
+    be shorter. Two prompts have the same hash after a block if they are equal up to its end. The disk cache chains its
+    blocks in the same way, from another first hash (`block_chain.compute_root`).
     """
     chained = blake2b(fingerprint.encode(), digest_size=16).digest()
     for start in range(0, len(key), BLOCK_TOKENS * ID_BYTES):
@@ -79,12 +79,13 @@ class CachedPrefix(Generic[V]):
     key: bytes
     """Packed ids (`radix_trie.pack`)."""
     value: V | None
-    """Cache of the sequence; None once removed."""
+    """Cache of the sequence; None once the entry is removed, and for an entry that only the disk cache writes."""
     nbytes: int
     """Bytes of the cache, as counted by the caller."""
     prompt_hash: bytes = b""
-    """Hash of the prompt that the row answered (`hash_prompt`), empty for a shared system prompt. Reports name the hash
-    after an eviction."""
+    """Hash of the whole prompt of the row (`hash_prompt`), also for a snapshot within the prompt. Empty for a shared
+    system prompt that was cut out of a cache, and for a shared beginning of texts. Reports name the hash after an
+    eviction."""
     snapshot: bool = False
     """Whether the cache was copied within a prefill, as a prefix that many prompts share."""
     scope: str = ""
@@ -93,7 +94,7 @@ class CachedPrefix(Generic[V]):
     """Lengths in tokens to which the cache can be cut, besides its full length; None: the mode of the model's caches
     (`CacheTrimMode`) decides."""
     copy: DiskCopy | None = None
-    """Copy of the entry on the disk; None if the disk cache has not written the entry."""
+    """Copy of the entry on the disk; None if the disk cache has not copied all of the entry for its writer."""
 
     @property
     def length(self) -> int:
@@ -102,7 +103,8 @@ class CachedPrefix(Generic[V]):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the entry is still stored."""
+        """Whether the entry is in memory. False once it is removed, and for an entry that only the disk cache
+        writes."""
         return self.value is not None
 
     def find_cut(self, length: int) -> int:
@@ -278,8 +280,8 @@ class PrefixCache(Generic[V]):
             self.evict_entry(entry)
 
     def remove_redundant(self, entries: Iterable[CachedPrefix[V]]) -> None:
-        """Remove entries that are redundant, or whose request has failed. They do not count as evictions. Entries that
-        are not stored any more are ignored."""
+        """Remove entries that are redundant, or whose request has failed or was cancelled. They do not count as
+        evictions. Entries that are not stored any more are ignored."""
         for entry in entries:
             if entry.is_stored:
                 self.pop(entry)

@@ -4,7 +4,7 @@ Ids are packed into four bytes each (`pack`). Every step therefore compares byte
 tokens takes some tens of microseconds. A stored sequence takes four bytes per token. `PromptTrie` of mlx-lm has a dict
 of 230 bytes per token. Its search for a longer entry copies the rest of the entry once per token of that rest.
 
-Every leaf holds a value, and every node without a value has two or more children.
+Below the root, every leaf holds a value, and every node without a value has two or more children.
 """
 
 from array import array

@@ -25,7 +25,8 @@ from node.engine.kv.prefix_store import Cuts
 class WindowPiece(NamedTuple):
     """Keys and values of some tokens of a window, shape (1, heads, tokens, features).
 
-    A recorded piece has evaluated arrays that hold no other tokens. A piece from `view_part` has views of such arrays.
+    A recorded piece has evaluated arrays that hold no other tokens. A piece from `view_part` has views of the arrays of
+    another piece.
     """
 
     start: int

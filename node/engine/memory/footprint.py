@@ -1,5 +1,5 @@
 """Memory readings of the engine process, taken on the inference thread between forwards, and control of MLX's free
-buffers."""
+buffers and wired limit."""
 
 import gc
 import os

@@ -27,7 +27,7 @@ class GateSite(StrEnum):
     """Kind of work for which the engine checks memory; also the label of these checks in the metrics."""
 
     PREFLIGHT = "preflight"
-    """Admission of a request, return of a preempted request, or tokenization of a long prompt."""
+    """Admission of a request, return of a preempted request, or tokenization of a prompt by a prompt thread."""
     PREFILL = "prefill"
     """Forward over prompt tokens."""
     RESTORE = "restore"
@@ -137,8 +137,8 @@ class MemoryGate:
         return limits.margin if residual is None else arithmetic.compute_profiled_margin(limits.cap, residual)
 
     def compute_narrowed_bytes(self) -> int:
-        """Return the bytes by which measured profiles make the margin smaller than the one from the agent; 0 if they do
-        not."""
+        """Return the bytes by which measured profiles make the margin smaller than the margin from the agent; 0 if they
+        do not."""
         return 0 if self._limits is None else max(0, self._limits.margin - self._compute_margin(self._limits))
 
     def check(self, site: GateSite, memory: Memory, estimate: int, *, load: bool = False) -> Fits | Refused:

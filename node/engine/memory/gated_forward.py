@@ -30,7 +30,7 @@ UNWIRE_AFTER_SECONDS = 1.0
 pause of 1.2 s made the next step five times slower), llama.cpp#17766 on macOS 26."""
 
 MIN_LOAD_BYTES_PER_SECOND = 200 * MIB
-"""Lowest load speed to expect, in bytes per second (an external disk)."""
+"""Lowest load speed to expect, in bytes per second (an external disk). It is assumed until a load was measured."""
 
 _FORWARDS = frozenset({NativeCallKind.PREFILL, NativeCallKind.JOIN, NativeCallKind.EMBED})
 """Calls that are counted as forwards."""
@@ -76,9 +76,10 @@ class GatedForwards:
         self._weights = weights
         self._clock = clock or system_clocks()[0]
         self._used: dict[str, float] = {}
-        """Time of the end of each model's last call."""
+        """Time by `clock` at which each model's last call ended; 0.0 after a piece of its load."""
         self._waited: Counter[str] = Counter()
-        """Calls since each model's load or rest, up to the call that waited for a forward."""
+        """Count of each model's calls since its load or last pause; a prefill or a forward for embeddings counts twice.
+        From 2 on, a call has waited for a forward."""
         self.halted = False
         """Whether no further native call may begin; set by any thread."""
 

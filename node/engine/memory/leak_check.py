@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from wire.units import MIB
 
 SETTLE_SECONDS = 1.0
-"""Seconds from an unload to the comparison, because some memory is returned with a delay."""
+"""Seconds from an unload or an aborted load to the comparison, because some memory is returned with a delay."""
 TOLERATED_BYTES = 64 * MIB
 """Bytes not returned that are always tolerated."""
 TOLERATED_SHARE = 0.1
-"""Share of the unloaded weights' bytes, 0 to 1, that need not be returned; `TOLERATED_BYTES` applies if it is more.
+"""Share of the released weights' bytes, 0 to 1, that need not be returned; `TOLERATED_BYTES` applies if it is more.
 Tokenizers and compiled kernels stay in memory."""
 
 
 @dataclass(slots=True, eq=False)
 class LeakCheck:
-    """State of leak detection: the weights unloaded since the last comparison of footprints, and its result."""
+    """State of leak detection: the weights released since the last comparison of footprints, and its result."""
 
     weights: int = 0
-    """Bytes of weights unloaded since the last comparison."""
+    """Bytes of weights released since the last comparison, by unloads and aborted loads."""
     next_check_at: float | None = None
     """Monotonic time of the next comparison in seconds; None: none is due."""
     unreturned: int = 0
@@ -34,7 +34,8 @@ class LeakCheck:
     or after a load."""
 
     def on_unload(self, weights: int, now: float) -> None:
-        """Record the unload of a model with `weights` bytes, and schedule a comparison. `now` is the monotonic time."""
+        """Record that `weights` bytes of a model were released, by an unload or an aborted load, and schedule a
+        comparison. `now` is the monotonic time."""
         self.weights += weights
         self.next_check_at = now + SETTLE_SECONDS
 

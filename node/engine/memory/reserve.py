@@ -1,9 +1,8 @@
 """Emergency reserve: memory that the engine holds only to release it first.
 
 The reserve is random, because then no system can compress it. Every page is written, because then readings count it. It
-is the first memory to be released when a request does not fit or a watermark is crossed. Its release is immediate and
-certain, and unlike any other memory it costs no work. The engine takes it again after some seconds with room for twice
-its size.
+is released before caches and models when a request does not fit or a watermark is crossed. Its release is immediate and
+certain, and costs no work. The engine takes it again after some seconds with room for twice its size.
 
     held ─(release)─► released ─► checked while the engine is idle ─► room for 10 s ─► held
 """
@@ -79,7 +78,7 @@ class EmergencyReserve:
         self._mapping, self._fits_since, self._check_at = None, None, 0.0
 
     def find_next_check(self) -> float | None:
-        """Return the monotonic time of the next check; None if the reserve is held or switched off."""
+        """Return the monotonic time of the next check; None if the reserve is held, switched off or has no size yet."""
         return None if self._mapping is not None or not self._size else self._check_at
 
     def maintain(self, now: float) -> None:

@@ -1,8 +1,8 @@
 """Search for the longest row that passes a reading, with 5 % fewer tokens at each attempt, and its diagnosis.
 
 The committed length is arithmetic over a fit. A reading includes costs that no fit covers (the process's own growth, a
-system that is short of memory). The length is therefore tried, with the largest measured forward, and reduced if it
-does not pass. Pure; the caller defines when a length passes.
+system that is short of memory). The length is therefore tried, with a forward as large as the largest measured one, and
+reduced if it does not pass. Pure; the caller defines when a length passes.
 """
 
 from collections.abc import Callable, Generator

@@ -1,4 +1,4 @@
-"""Reasons why a model is not loaded: a ban by the agent, its files, or an earlier failure. Pure."""
+"""Reasons why a model cannot be loaded: a ban by the agent, its files, or an earlier failure. Pure."""
 
 import math
 

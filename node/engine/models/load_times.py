@@ -24,13 +24,14 @@ MIN_BYTES = 256 * MIB
 MAX_MODELS = 256
 """Maximum number of models whose load durations are stored. The model loaded longest ago is removed first."""
 MAX_SECONDS = 3600.0
-"""Maximum seconds that are stored for a model."""
+"""Maximum seconds that are stored for a model. A file with a longer mean is not used."""
 
 log = structlog.get_logger("engine.load_times")
 
 
 class MeasuredLoad(msgspec.Struct):
-    """Running means of the parts of loads on this machine; 0 before the first measurement."""
+    """Running means of the parts of loads on this machine, 0 before the first measurement; and the last duration by
+    model."""
 
     speed: float = 0.0
     """Speed of reading weights, in bytes per second."""
@@ -39,7 +40,7 @@ class MeasuredLoad(msgspec.Struct):
     probe: float = 0.0
     """Seconds of measuring a profile."""
     models: dict[str, float] = msgspec.field(default_factory=dict[str, float])
-    """Seconds of a load without the profile, by fingerprint, the newest last."""
+    """Seconds of the last load of a model without its profile, by fingerprint, the newest last."""
 
     def record(self, fingerprint: str, weights: int, read: float, warm: float, probe: float) -> None:
         """Record the parts of a load of `weights` bytes: `read`, `warm` and `probe`, in seconds. Loads of less than
@@ -103,7 +104,7 @@ class LoadTimes:
 
 
 def _read_measured(file: Path | None) -> MeasuredLoad:
-    """Read the stored values; return empty ones if there is no file or its numbers are impossible."""
+    """Read the stored values. Return empty ones if the file is missing or unreadable, or has impossible numbers."""
     if file is None:
         return MeasuredLoad()
     try:

@@ -38,7 +38,7 @@ from wire.units import MIB
 BYTES_BETWEEN_STEPS = 256 * MIB
 """Bytes of weights between two decode steps: about 0.1 s from an internal SSD."""
 WARMUP_TOKENS = 32
-"""Tokens of the prompt of a warm-up."""
+"""Tokens of the prompt of a warm-up, or of the text for an encoder."""
 STACKED, CONVERTED = 1, 3
 """Transient bytes of evaluating an array, as a multiple of its bytes. Stacking the experts of a layer reads all of them
 first. Converting fp8 blocks uses a padded copy and a product in float32: 2 + 4 + 2 bytes for each final number of 2

@@ -1,8 +1,8 @@
 """Memory probe: measured forwards of one model, from small to large, each through the gate.
 
-The forwards run over real text. A refusal of the gate ends the probe. There is no blind stress test, because an
-out-of-memory of Metal ends the process and cannot be caught. Each forward is a sample of the estimator, as every later
-one is.
+The forwards run over real text, in three series: separate rows, one long row, decode steps. A refusal of the gate ends
+a series, not the probe. There is no blind stress test, because an out-of-memory of Metal ends the process and cannot be
+caught. Each measured forward is a sample of the estimator, as forwards of requests are.
 """
 
 import time
@@ -131,8 +131,9 @@ class MemoryProbe:
     _ends: float = 0.0
 
     def run(self) -> Iterator[None]:
-        """Measure until `seconds` have passed, the gate refuses a forward, or all sizes are measured. Yield after each
-        forward or batch of decode steps. At any end, fit the estimator to all samples and release the memory."""
+        """Measure until `seconds` have passed or all series have ended, each after its last size or at a refusal of the
+        gate. Yield after each forward or batch of decode steps. At any end, fit the estimator to all samples and
+        release the memory."""
         self._ends = time.monotonic() + self.seconds
         try:
             yield from self._measure_all()
@@ -142,8 +143,8 @@ class MemoryProbe:
             release_free_memory()
 
     def repeat_largest(self) -> bool:
-        """Repeat the largest measured forward. Return whether there were time and room for it; False if nothing was
-        measured."""
+        """Run and record a forward of as many tokens as the largest measured one, over an empty cache. Return whether
+        there was room for it, and time within `seconds`; False if nothing was measured."""
         if not self.chunks:
             return False
         largest = max(self.chunks, key=lambda chunk: chunk.tokens).tokens
@@ -170,7 +171,7 @@ class MemoryProbe:
         return sorted({min(tokens, self.chunk) for tokens in wanted})
 
     def _measure_long_row(self, sizes: Sequence[int]) -> Iterator[None]:
-        """Prefill one long row."""
+        """Prefill one long row of at most `reach` tokens, in chunks of `sizes`, which repeat."""
         cache, past = create_cache(self.loaded_model.model), 0
         for tokens in cycle(min(tokens, self.chunk) for tokens in sizes):
             if past + tokens > self.reach or not self._measure_chunk(cache, tokens, past):

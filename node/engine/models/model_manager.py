@@ -1,9 +1,9 @@
 """Model manager: load one model at a time in pieces, unload idle models for it, and record the reasons of failures.
 
 A model must be loadable, because requests, not models, are refused for lack of memory. A load is therefore judged
-without the run-time margin (`wire.capacity.arithmetic.judge_load`). It first unloads idle models (`model_unloader`). It
-then checks the gate for all of the weights; weights still to load count as reserved. The gate runs again before each
-piece, on a fresh reading. The engine calls `tick` while `busy`, and decodes between the ticks.
+without the run-time margin (`wire.capacity.arithmetic.judge_load`). Caches and idle models first make room for it
+(`model_unloader`). The gate then judges all of the weights; weights still to load count as reserved. The gate runs
+again before each piece, on a fresh reading. The engine calls `tick` while `busy`, and decodes between the ticks.
 
 A load is aborted rather than a running answer. The reasons: the gate refuses its next piece, a running request needs
 room, or the engine is over its cap. A lease aborts a load while no request waits for the model. An order to unload the
@@ -111,7 +111,7 @@ class ModelManager:
         self._queue: deque[ModelLoad] = deque()
         self._ended: list[Outcome] = []
         self._sizes: dict[str, int] = {}
-        """Bytes of a model once loaded, by fingerprint, measured in its first load."""
+        """Exact bytes of the weights of models, by fingerprint, known from the first piece of a load on."""
         self.loads = 0
         """Number of loads that have succeeded."""
 
@@ -129,8 +129,8 @@ class ModelManager:
 
     @property
     def next_leak_check_at(self) -> float | None:
-        """Monotonic time of the next check for leaked memory. None while a model is loaded or loading, and if nothing
-        was unloaded since the last check."""
+        """Monotonic time of the next check for leaked memory. None while a model is loaded, loading or queued, and if
+        no weights were released since the last check."""
         return None if self._table.loaded or self.busy else self._unloader.leak_check.next_check_at
 
     @property
@@ -251,7 +251,8 @@ class ModelManager:
         self._fail(load, LoadRefused(), refused)
 
     def _check_gate(self, due: LoadStep) -> Refused | None:
-        """Check the gate for the next piece; the remaining weights are reserved already."""
+        """Check the gate for the next piece, and free memory for it if necessary. Return the refusal; None if it
+        passes. The remaining weights are reserved already."""
         if not due.bytes_left and not due.transient:
             return None
         memory = self._memory()

@@ -83,7 +83,7 @@ class ModelUsage:
     def __init__(self) -> None:
         self._holds: set[ModelHold] = set()
         self.used_at = 0.0
-        """Monotonic time of the last use; 0.0 before the first."""
+        """Monotonic time of the last use, or of the end of the load before the first use."""
 
     @property
     def users(self) -> int:

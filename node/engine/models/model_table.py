@@ -1,5 +1,5 @@
-"""Table of the models in memory: the loaded ones by name, and the load in progress. The memory they take follows from
-it."""
+"""Table of the models in memory: the loaded ones by name, and the load in progress, with their known and reserved
+bytes."""
 
 from collections.abc import Iterable, Mapping
 
@@ -25,7 +25,7 @@ class ModelTable:
         return self._load
 
     def put(self, loaded_model: LoadedModel) -> None:
-        """Add a loaded model, or replace the one of this name."""
+        """Add a loaded model, in place of a loaded model with the same name."""
         self._loaded[loaded_model.name] = loaded_model
 
     def remove(self, name: str) -> LoadedModel:

@@ -105,7 +105,7 @@ class ModelUnloader:
 
     def find_next_idle_unload(self) -> float | None:
         """Return the monotonic time of the next unload of an idle model; 0.0 (at once) if an idle model was replaced on
-        disk. Return None if no idle model is due for an unload."""
+        disk. Return None if no replaced model is idle, and `list_idle` is empty or `max_idle_seconds` is 0."""
         if self._find_replaced():
             return 0.0
         idle = self.list_idle() if self._max_idle_seconds else []

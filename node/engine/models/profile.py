@@ -57,7 +57,7 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     kv: KvParameters
     """Parameters of the KV memory of a row."""
     residual: int
-    """Largest number of bytes by which a forward exceeded its KV and its estimate."""
+    """Largest number of bytes by which a chunk, a join or a decode step exceeded its KV and its estimate."""
     highest: int
     """Highest transient, in bytes."""
     chunk: int

@@ -26,9 +26,9 @@ from wire.report import Hardware
 from wire.units import show_size
 
 PROBE_SECONDS = 10.0
-"""Maximum duration of the probe at a load, in seconds."""
+"""Maximum duration of the probe at a load, in seconds; also its expected duration before one was timed."""
 PROBE_ROW_TOKENS = 3072
-"""Maximum tokens of the long row of the probe at a load."""
+"""Maximum tokens of the long row of the probe at a load, and of the sample text, which longer rows repeat."""
 SWEEP_SECONDS = 600.0
 """Maximum duration of a sweep, in seconds."""
 
@@ -94,8 +94,8 @@ class Profiler:
         return 0.0
 
     def probe(self, loaded_model: LoadedModel, *, alone: bool) -> Iterator[None]:
-        """Set the memory profile of a model: the stored one, or a new one. Each step of the iterator runs one forward
-        of the measurement.
+        """Set the memory profile of a model: the stored one, or a new one if none is stored for its KV parameters.
+        Each step of the iterator runs one forward of the measurement.
 
         With `alone`, no other model is loaded, and the longest row of a new profile is checked against a memory
         reading. A failure is logged and does not end the load. An encoder has no rows and gets no profile.
@@ -127,7 +127,8 @@ class Profiler:
     def store_sweep(
         self, probe: MemoryProbe, check: CheckGate | None
     ) -> Generator[None, None, ContextSearchResult | None]:
-        """Replace the stored profile by the result of a sweep. Return the result of the search for the longest row.
+        """Replace the stored profile and the model's profile in force by the result of a sweep. Return the result of
+        the search for the longest row.
 
         With `check` None the result is None: other work was running, and no reading could be checked. Without a
         measured forward nothing is stored, and the result is None as well.
@@ -147,7 +148,7 @@ class Profiler:
     def _store_result(
         self, probe: MemoryProbe, key: MemoryProfileKey, check: CheckGate | None
     ) -> Generator[None, None, ContextSearchResult | None]:
-        """Store the result of a probe, checked against a reading if `check` is set."""
+        """Store the result of a probe and apply it to the model, checked against a reading if `check` is set."""
         loaded_model, result, profile = probe.loaded_model, None, probe.build_profile(key)
         if probe.chunks and check is not None:
             result = yield from self._search_longest_row(probe, check)

@@ -1,8 +1,8 @@
 """Interface of an engine: frames in, frames out, and a memory gate; and the loader of engine kinds.
 
 Two threads drive an engine. The I/O thread calls `prepare`, which touches no memory of the inference thread. The
-inference thread calls all other methods. Further threads tokenize long prompts after `handle` has admitted them
-(`tokenize_admission`).
+inference thread calls all other methods, except `read_running_call` and `halt`, which any thread may call. Further
+threads tokenize the prompts that `prepare` has not tokenized, after `handle` has admitted them (`tokenize_admission`).
 
 A kind is named by its module and not imported. The agent can therefore list kinds without loading any model library.
 Every kind provides `build` and runs its gate before every prefill, join and forward for embeddings; a test checks this
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FLUSH_INTERVAL_SECONDS = 0.5
 """Seconds for which tokens of a request without streaming are gathered before they are sent."""
 MAX_CANCELLED_REMEMBERED = 1024
-"""Maximum number of cancelled requests that are remembered until their `Generate` arrives."""
+"""Maximum number of cancelled requests that are remembered until they arrive or are tokenized."""
 ROUTES: Final = ("chat", "completions", "embeddings", "rerank")
 """Kinds of requests that every engine kind serves, and that its gate therefore guards."""
 

@@ -5,7 +5,8 @@ found room for them. One of the two handles only long texts.
 
 One iteration: drain the inbox, one `Engine.step` if work is due, publish a report if the state changed. When no work is
 due the thread waits on a condition without wake-ups. The engine publishes the start and the expected duration of every
-native call before the call. The I/O thread can therefore tell a dead, a busy and a hung engine apart.
+native call before the call. The I/O thread puts both into its answers to pings. The agent can therefore tell a busy
+engine from a hung one.
 """
 
 import threading

@@ -16,8 +16,8 @@ class GrammarCursor(Protocol):
 
     @property
     def opener(self) -> int | None:
-        """Id of the token with which the answer may start its reasoning now, if the model chooses it. None without such
-        a token, or after the first token."""
+        """Id of the token with which the answer may start its reasoning now, if the model chooses the token. None if
+        the answer may not start reasoning, or after the first token."""
         ...
 
     def feed(self, token: int) -> None:

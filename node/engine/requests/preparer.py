@@ -67,7 +67,7 @@ class RequestPreparer:
 
     def can_prepare_inline(self, frame: Generate | CountTokens | Embed) -> bool:
         """Return whether the I/O thread may prepare this prompt: it is short, waits for no lock, and compiles no
-        grammar. Return True as well if the model cannot be served."""
+        grammar. Return True as well for a model that is unknown or whose files cannot be used."""
         found = self._catalogue.find_fresh(frame.model)
         if found is None or found.cause:
             return True
@@ -78,7 +78,7 @@ class RequestPreparer:
         """Return the transient bytes of tokenizing this prompt. They include a load and a trial of its tokenizer, and
         the tables of its grammar, as far as these are still necessary.
 
-        Return 0 if the gate need not check the bytes, or if the model cannot be served.
+        Return 0 if the gate need not check the bytes, or if the model is unknown or its files cannot be used.
         """
         found = self._catalogue.find_fresh(frame.model)
         if found is None or found.cause:
@@ -174,7 +174,8 @@ class RequestPreparer:
             return Refused(RefusalCode.LOAD_FAILED, f"{found.name} cannot be loaded: {error}")
 
     def _get_tokenizer(self, request: Generate) -> Tokenizer | Refused:
-        """Return the tokenizer of a request's model, or the refusal if there is none."""
+        """Return the tokenizer of a request's model. Return the refusal if there is none, or if the request has tools
+        and its chat template has none."""
         tokenizer = self.find_tokenizer(request.model, ModelKind.CHAT)
         if isinstance(tokenizer, Tokenizer) and request.tools and "tools" not in tokenizer.features:
             return Refused(

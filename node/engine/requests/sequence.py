@@ -177,7 +177,7 @@ class Sequence:
     joined: float = 0.0
     """Time of its first join; 0.0 before."""
     last_token_at: float = 0.0
-    """Time at which output was last sent, or of the first join if none was sent since; 0.0 before that join."""
+    """Time at which output was last sent, or of a later first join or packed join; 0.0 before the first join."""
     cached: int = 0
     """Tokens found in the prefix cache at the start of the request."""
     prompt_hash: bytes = b""
@@ -229,7 +229,7 @@ class Sequence:
             self.joined = self.last_token_at = now
 
     def mark_sent(self, now: float) -> None:
-        """Record that output is sent at the monotonic time `now`."""
+        """Record that output is sent, or that a packed prompt has joined, at the monotonic time `now`."""
         self.last_token_at = now
 
     def set_prompt_hash(self, prompt_hash: bytes) -> None:

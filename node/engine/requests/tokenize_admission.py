@@ -27,7 +27,7 @@ from wire.report import Memory
 from wire.units import show_size
 
 LONG_PROMPT_BYTES = 64 * 1024
-"""Bytes of text from which a prompt is long: about 0.1 s of tokenizing on a slow machine."""
+"""Bytes of text above which a prompt is long: about 0.1 s of tokenizing on a slow machine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Requests that wait before their admission: for their model, or for the tokenization of a long prompt."""
+"""Requests that wait before their admission: for their model, or for a tokenization by a prompt thread."""
 
 from collections.abc import Collection
 from dataclasses import dataclass

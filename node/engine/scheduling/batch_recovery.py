@@ -103,9 +103,9 @@ class BatchRecovery:
     ) -> None:
         """Discard a batch whose object raised `error`; prefill its rows again from their ids.
 
-        Rows in `failing` are left out, because the caller ends them. The request of a row that was rebuilt before
-        fails. All cached prefixes of the model are evicted, because the fault may be in one of them. Do nothing if the
-        batch was discarded before.
+        Rows in `failing` are left out, because the caller ends or preempts them. Rows that have ended are left out as
+        well. The request of a row that was rebuilt before fails. All prefixes of the model in memory are evicted,
+        because the fault may be in one of them. Do nothing if the batch was discarded before.
         """
         batch = self._batches.pop(loaded_model, number)
         if batch is None:

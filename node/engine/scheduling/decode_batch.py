@@ -116,9 +116,10 @@ class DecodeBatch(Generic[K]):
         self._rows: dict[int, JoiningRow[K]] = {}
         self._next = 0
         self._reported: set[int] = set()
-        """Rows whose next token is known to the caller: the first of an answer, or the last of a prompt."""
+        """Uids of rows whose token in flight is known to the caller. That token is the first of an answer, the last of
+        a prompt, or was returned by `take_last_tokens`."""
         self._requested: set[int] = set()
-        """Those of `_reported` whose next token is the prompt's last, not the answer's first."""
+        """Uids in `_reported` whose token in flight is the last of the prompt."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -294,9 +295,10 @@ class DecodeBatch(Generic[K]):
         self._evaluate_layers()
 
     def get_ids(self, row: K) -> list[int]:
-        """Return the token ids in a row's cache: prompt and all returned tokens, the last included.
+        """Return the token ids in a row's cache: prompt and all tokens that a step has processed.
 
-        A first token that `join` returned is missing until a step has processed it.
+        Returned tokens that the next step processes are missing: a first token from `join` or of a row from
+        `prepare_rows`, and a token from `take_last_tokens`.
         """
         assert self._batch is not None  # noqa: S101  a row is in it
         return list(self._batch.tokens[self._find_place(row)])

@@ -79,7 +79,8 @@ class DecodeLoop:
 
     def wait(self) -> None:
         """Wait for the launched steps of all batches, and rebuild a batch whose step raises. Record the duration of
-        each step. If there is only one batch, record the memory of its step as well.
+        each step. If there is only one batch, record the memory of its step as well, where it can be measured
+        (`BatchTable.is_measurable`).
 
         MLX runs calls one after the other: the wait costs no time, and it separates the times of step and chunk.
         """
@@ -126,7 +127,10 @@ class DecodeLoop:
         self._recovery.end_rows(loaded_model, [token.row for token in tokens], now)
 
     def _add_token(self, token: NextToken[Row], now: float) -> None:
-        """Add one token to its row's text."""
+        """Add one token to its row's text, and fail the request if that raises.
+
+        Output the row's deltas if the request streams, the row ends, or `FLUSH_INTERVAL_SECONDS` have passed.
+        """
         row, sequence = token.row, token.row.sequence
         row.add_id(token.token)
         try:
@@ -165,7 +169,8 @@ class DecodeLoop:
             step = estimator.estimate_charged_step(self._batches.count_rows(), row.commitment.committed_tokens + more)
             refused = self._forwards.check(GateSite.GROW, ledger.compute_extension_bytes(row.commitment, more) + step)
             if refused is None or refused.code is RefusalCode.UNREADABLE:
-                # No new work starts while the memory is unreadable. Running rows continue, and `over` checks them.
+                # No new work starts while the memory is unreadable. Running rows continue; `release_over_cap` checks
+                # them.
                 ledger.extend(row.commitment, more)
                 return
             message = f"the answer became longer than expected: {refused.message}"

@@ -65,7 +65,8 @@ class PackedPrefill:
         return [members[place] for place in places]
 
     def _can_pack(self, prefill: Prefill) -> bool:
-        """Return whether a prompt may be packed: it is whole, and little of it is cached."""
+        """Return whether a prompt may be packed: it has one row, has not started, and little of it is cached. Look up
+        its cached prefix."""
         if prefill.alone or prefill.cache is not None or len(prefill.rows) > 1 or not prefill.loaded_model.plain:
             return False
         self._prefixes.find_prefix(prefill)

@@ -126,7 +126,7 @@ class Preemptor:
         """Preempt requests of keys that hold more rows, for `first`, the next prompt, if fewer than its rows are free.
 
         `free_rows` is the number of free rows. No request is preempted if fair shares do not allow enough preemptions.
-        The tokens of preempted rows are stored in the prefix cache for their return.
+        The tokens of a preempted first choice that decodes are stored in the prefix cache for its return.
         """
         holding = [(sequence, self._count_held_rows(sequence)) for sequence in self._requests.list_running()]
         for sequence in choose_for_key(first.owner, first.width, first.width - free_rows, holding):
@@ -158,8 +158,8 @@ class Preemptor:
         return sum(compute_row_bytes(kv, row.commitment.committed_tokens) for row in sequence.iterate_active_rows())
 
     def _preempt_chosen(self, sequence: Sequence, *, keep: bool) -> None:
-        """Preempt a request for another key. With `keep` only rows are needed: its tokens are stored for its return.
-        Free buffers are then not returned, which would take 70 ms."""
+        """Preempt a request for another key. With `keep` only rows are needed: the tokens of its decoding first choice
+        are stored for its return. Free buffers are then not returned, which would take 70 ms."""
         if keep:
             joined = [row for row in sequence.iterate_active_rows() if row.commitment.is_joined]
             self._recovery.store_rows(self._recovery.get_model(sequence), joined)
@@ -172,8 +172,8 @@ class Preemptor:
     # return
 
     def compute_required_bytes(self, key: str | None) -> int:
-        """Return the bytes that the oldest preempted request needs to continue, of the preempted requests that precede
-        a new request of the API key `key`. Return 0 if there is none.
+        """Return the bytes that a preempted request needs to continue: the oldest one that precedes a new request of
+        the API key `key`. Return 0 if no preempted request does.
 
         A request that was preempted for another key precedes only requests of its own key. With `key` None, all
         preempted requests count.
@@ -195,7 +195,7 @@ class Preemptor:
             self._return_request(sequence)
 
     def _return_request(self, sequence: Sequence) -> None:
-        """Prefill a preempted request again if there is room; fail it if there never will be."""
+        """Prefill a preempted request again if there is room; end it if no memory may become free for it."""
         loaded_model = self._recovery.get_model(sequence)
         refused = self._forwards.check(GateSite.PREFLIGHT, self._compute_needed_bytes(sequence))
         if refused is None:

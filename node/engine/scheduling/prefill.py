@@ -61,8 +61,8 @@ class PrefixState:
         self.hit, self.stops = hit, stops
 
     def discard_lookup(self) -> None:
-        """Clear the result and the plan of the lookup, and end a restoration in progress. The result was used, or the
-        prompt is prefilled from its first token."""
+        """Clear the result and the plan of the lookup, and end a restoration in progress. The result was used, or
+        cannot be used: the prompt is prefilled from its first token or looked up again."""
         self.hit, self.plan = NO_PREFIX, None
         self.set_restoring(None)
 
@@ -123,7 +123,7 @@ class Prefill:
     cache: Layers | None = None
     """Cache of the rows; None before the first chunk."""
     logits: mx.array | None = None
-    """Logits (1, vocabulary) of the last token; None before the last chunk."""
+    """Logits (1, vocabulary) after the last token; None before the last chunk and after a packed prefill."""
     stored_tokens: int = 0
     """Number of tokens in the cache. Before the first chunk: tokens found in the prefix cache, 0 without a `past`.
     After a packed prefill: all tokens, although the first decode step writes the last of them."""
@@ -163,7 +163,8 @@ class Prefill:
 
     @property
     def is_return(self) -> bool:
-        """Whether its rows return after their first join: they were preempted, or their batch broke."""
+        """Whether a row of the request has joined before. The rows of this prefill were then preempted or their batch
+        broke, or they wait for a join after other rows of the request."""
         return bool(self.sequence.joined)
 
     @property
@@ -199,7 +200,8 @@ class Prefill:
         self.retry_at = 0.0
 
     def begin_chunk(self) -> None:
-        """Change the state of the rows, because the forward of a chunk begins."""
+        """Change the state of the rows, because the forward of a chunk begins or the cache was restored from the
+        disk."""
         for row in self.rows:
             row.apply(RowEvent.CHUNK)
 

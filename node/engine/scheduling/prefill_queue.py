@@ -62,8 +62,9 @@ class PrefillQueue:
         return iterate_in_service_order(self._requests.prefills, self._batches.count_rows_by_key())
 
     def compute_wait_end(self, choices: list[Prefill]) -> float:
-        """Return the monotonic time until which `choices` wait for packing; 0.0 without a wait. They wait if no row
-        decodes and several requests were live recently. Choices that fill a batch or cannot be packed do not wait."""
+        """Return the monotonic time until which `choices` wait for packing; 0.0 without a wait. They wait only if
+        several requests were live recently and no row decodes. None of them waits if they fill a batch, or if one of
+        them has started or cannot be packed."""
         if self._batches or any(prefill.started or not prefill.loaded_model.plain for prefill in choices):
             return 0.0
         if sum(prefill.width for prefill in choices) >= self._batch:
@@ -92,8 +93,8 @@ class PrefillQueue:
         return self._packed.select_batch(first, choices, most)
 
     def count_prefilled(self, prefill: Prefill, tokens: int) -> None:
-        """Count prefilled tokens for the fairness between keys. A negative number, of a prefill that was restarted,
-        counts as 0."""
+        """Count prefilled tokens for the fairness between keys. A negative number counts as 0: the prefill was
+        restarted, or its cached prefix was evicted."""
         self._fairness.count_prefilled(prefill.owner, max(0, tokens))
 
     def compute_chunk_tokens(self, prefill: Prefill) -> int:

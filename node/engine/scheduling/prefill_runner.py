@@ -59,9 +59,10 @@ class PrefillRunner:
     def run(self, members: list[Prefill], now: float) -> None:
         """Prefill one chunk of the first member, or all members in one forward if there are several and they fit.
 
-        A prompt without room waits. If no request can continue, the newest waiting request loses its memory. The
-        request of a chunk that raises fails; packed prompts whose forward raises are prefilled one by one.
-        `now` is the monotonic time at which the turn began. Raise `Halted` if the engine was halted.
+        A prompt without room waits. If no request can continue, or if the memory cannot be read, the newest waiting
+        request loses its memory. The request of a chunk that raises fails; packed prompts whose forward raises are
+        prefilled one by one. `now` is the monotonic time at which the turn began. Raise `Halted` if the engine was
+        halted.
         """
         lefts = [prefill.left for prefill in members]
         if len(members) < 2 or not self._run_packed(members, now):
@@ -93,7 +94,8 @@ class PrefillRunner:
         return True
 
     def _run_chunk(self, prefill: Prefill, now: float) -> None:
-        """Prefill one chunk; join after the last."""
+        """Prefill one chunk; join after the last. Delay the prefill if the gate refuses (`_delay`). Fail the request
+        after an exception. Release memory if the forward took the engine above the cap."""
         sequence = prefill.sequence
         sequence.mark_begun(now)
         try:
@@ -136,7 +138,8 @@ class PrefillRunner:
         return bool(self._batches) or bool(self._queue.list_choices(now))
 
     def _prefill_chunk(self, prefill: Prefill) -> Refused | None:
-        """Prefill the next chunk through the gate; return the refusal if not even the smallest one fits."""
+        """Prefill the next chunk through the gate, or restore the next part of a prefix from the disk. Return the
+        refusal if not even the smallest chunk, or the part, fits."""
         estimator = prefill.loaded_model.estimator
         self._prefixes.find_prefix(prefill)
         if prefill.past is not None and prefill.past.plan is not None:

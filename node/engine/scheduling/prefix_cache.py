@@ -12,7 +12,8 @@ Rules
 - Reuse: The next turn of a conversation starts with *all* of a stored sequence and will be stored itself. It takes the
   cache instead of copying it. If it is cancelled before it has stored anything, it puts that cache back.
 - Storage: A sequence is stored only if it passes the same check as a request, and it is evaluated at once.
-- Eviction: Cached bytes are evicted first (`free_memory`). They never cause a refusal.
+- Eviction: Cached bytes are evicted before a request is refused for memory (`ModelManager.free_memory`). They never
+  cause a refusal.
 - Scopes: A request finds sequences of its own key. From other keys it finds only the system prompt that all keys share.
   The tokens of that message are stored a second time as a snapshot, in a scope of all keys.
 - Faults: After any fault of a model none of its entries is used again (`invalidate`), because the fault may be in an
@@ -181,7 +182,7 @@ class PrefixCacheManager:
         """Set the cache with which a prefill starts: the cached prefix, which counts as a hit, or an empty cache.
 
         An entry whose tokens are all used is taken out of the cache, not copied, unless it is a snapshot. Return True,
-        or False if the entry was evicted since the lookup: the gate must then check the whole prompt.
+        or False if the entry was evicted since the lookup: the prompt must then be looked up and pass the gate again.
         """
         past = prefill.past
         hit = NO_PREFIX if past is None else past.hit
@@ -271,8 +272,8 @@ class PrefixCacheManager:
 
     def store_prompt(self, prefill: Prefill, transient: int, view: RowView) -> None:
         """Store the cache of a prefilled prompt right before its rows join a decode batch, because the next prompt may
-        start with this one. Do nothing if caches of this model cannot be cut, or if the history of their windows is
-        lost. For a model without windows, also store the system prompt that all keys share, as an entry of its own.
+        start with the same tokens. Do nothing if caches of this model cannot be cut, or if the history of their windows
+        is lost. For a model without windows, also store the system prompt that all keys share, as an entry of its own.
 
         Store nothing that is cached already. If memory has no room, offer the prompt to the disk cache alone; `view()`
         returns the cache of its decoding row. `transient` is the bytes that must stay free for the join itself.

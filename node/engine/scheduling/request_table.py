@@ -20,7 +20,8 @@ class RequestTable:
         self._ended_on: dict[str, LoadedModel] = {}
         self._crowded = False
         self.crowded_at = -math.inf
-        """Monotonic time at which several requests were last live; minus infinity if they never were."""
+        """Monotonic time of the last `record_ends` after a request ended while further requests were live; minus
+        infinity before the first."""
 
     @property
     def live(self) -> Mapping[int, Sequence]:

@@ -64,7 +64,8 @@ class RowJoin:
         return refused
 
     def _join_batches(self, prefill: Prefill, logits: mx.array, tokens: list[NextToken[Row]]) -> Refused | None:
-        """Join rows batch by batch while there is room; add their first tokens to `tokens`."""
+        """Join rows batch by batch while there is room; add their first tokens to `tokens`. Return the refusal of the
+        first batch without room; None if all rows have joined. Rows that have joined before a refusal stay joined."""
         loaded_model, cache = prefill.loaded_model, prefill.cache
         assert cache is not None  # noqa: S101 logits come from a forward, which has one
         estimator, ledger = loaded_model.estimator, loaded_model.ledger

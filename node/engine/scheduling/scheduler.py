@@ -9,8 +9,9 @@ Rules
 - Gate: The gate runs before every prefill forward, before every join (which copies a batch) and before a row exceeds
   its commitment. A chunk is made smaller before it is refused.
 - Waiting: Work that does not fit waits as long as another request may end, and blocks new requests meanwhile
-  (`compute_required_bytes`). When all requests wait for memory, the newest loses its memory. When a row must grow, the
-  request to lose its memory is a waiting one, else the newest. It belongs to the key that holds most.
+  (`compute_required_bytes`). When all requests wait for memory, or the memory cannot be read, the newest waiting one
+  loses its memory. When a row must grow, the request to lose its memory is a waiting one, else the newest. It belongs
+  to the key that holds most.
 - Outcome: Such a request is refused if none of its tokens was delivered; the router then places it again. Otherwise it
   is preempted: its memory is released, and its tokens are prefilled again once there is room. A lone request without
   room fails, with the numbers.
@@ -154,8 +155,9 @@ class Scheduler:
         """Return the bytes that must be free for waiting requests before a new request of the API key `key` is
         admitted.
 
-        These are the bytes of the largest waiting chunk, and of the first preempted request to return. Requests that
-        were preempted for another key count only for a new request of their own key, or with `key` None.
+        These are the transient bytes of the smallest chunk of a waiting prefill, and all bytes of the first preempted
+        request to return. Requests that were preempted for another key count only for a new request of their own key,
+        or with `key` None.
         """
         return self._queue.compute_required_bytes() + self.preemptor.compute_required_bytes(key)
 

@@ -54,8 +54,8 @@ class ScriptedBatch:
     def has_room(self, chunk: PrefillChunk, now: float) -> bool:
         """Check the gate for a prefill, and count its forward. Return False if the gate refuses it.
 
-        The first prompt of the chunk then waits. If no request can continue, the newest waiting request loses its
-        memory.
+        The first prompt of the chunk then waits. If no request can continue, or the memory cannot be read, the newest
+        waiting request loses its memory.
         """
         refused = self._memory.check(GateSite.PREFILL, now)
         if refused is not None:

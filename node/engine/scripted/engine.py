@@ -10,9 +10,9 @@ delays therefore never add up. The engine has no clock and no socket; `loop` dri
 Every request ends in exactly one of the three frames. A cancelled request gets no frame. A `Cancel` that overtakes its
 `Generate` is remembered, and the `Generate` is ignored.
 
-A prefill takes no time and returns no token; the first token comes with the row's first decode step. A row that has
-used its commitment requests `KV_GROWTH_TOKENS` more tokens. If the gate refuses, a request is preempted or ends by the
-rules of the text engine.
+By the settings, a prefill takes no time and returns no token; the first token comes with the row's first decode step. A
+row that has used its commitment requests `KV_GROWTH_TOKENS` more tokens. If the gate refuses, a request is preempted or
+ends by the rules of the text engine.
 
 Parts
 - `turns`: the turns as a function of time, with the durations of `costs`. The simulation drives the same turns.
@@ -68,8 +68,8 @@ class ScriptedEngine:
     """Engine with a simulated model, for tests and demonstrations (see the module's docstring).
 
     A request with the word `settings.crash` ends the process. `costs` are the durations of forwards; None: those of the
-    settings. `gate` is the memory gate; None: a new one. `table` has the live requests. Raise `ValueError` if a size in
-    the settings is invalid.
+    settings. `gate` is the memory gate; None: a new one. `table` has the live requests. `now` is in monotonic seconds
+    in all methods. Raise `ValueError` if a size in the settings is invalid.
     """
 
     def __init__(
@@ -269,7 +269,8 @@ class ScriptedEngine:
             del self._cancelled[next(iter(self._cancelled))]
 
     def _enforce(self, order: ReduceMemory, now: float) -> list[Frame]:
-        """End the newest running request on order of the agent, because no other memory can be freed."""
+        """Carry out an order of the agent to free memory: at the level `OVER_HARD`, end the newest running request. No
+        other memory can be freed."""
         self._enforced = order.poll
         newest = self._batch.find_newest()
         if order.level < MemoryLevel.OVER_HARD or newest is None:

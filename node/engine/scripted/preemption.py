@@ -155,7 +155,7 @@ class ScriptedPreemptor:
             self._return(sequence, now)
 
     def _return(self, sequence: ScriptedSequence, now: float) -> None:
-        """Queue a preempted request again if there is room; fail it if there never will be."""
+        """Queue a preempted request again if there is room; end it if no memory may become free for it."""
         refused = self._memory.check(GateSite.PREFLIGHT, now, _compute_needed_bytes(sequence))
         if refused is None:
             for row in sequence.list_active_rows():

@@ -195,7 +195,7 @@ class ScriptedPrefills:
 
 
 def _is_packable(sequence: ScriptedSequence) -> bool:
-    """Return whether a prompt may be packed: it is whole, and little of it is cached."""
+    """Return whether a prompt may be packed: it has one row, has not started, and little of it is cached."""
     if sequence.started or sequence.width > 1:
         return False
     return sequence.length > 1 and sequence.warm < MAX_CACHED_SHARE * sequence.length

@@ -186,7 +186,7 @@ class ScriptedSequence:
     begun: float = 0.0
     """Start of its decode; 0.0 before."""
     last_token_at: float = 0.0
-    """Time at which output was last sent; at first the start of its decode, 0.0 before."""
+    """Time at which output was last sent, or of a later `begin`; 0.0 before the first `begin`."""
 
     @property
     def number(self) -> int:
@@ -212,7 +212,7 @@ class ScriptedSequence:
     @property
     def answered(self) -> bool:
         """Whether the request has generated tokens already and was not preempted for another key. The prefill of an
-        answered request gets rows before that of a new one (`compute_service_order`)."""
+        answered request gets rows before the prefill of a new request (`compute_service_order`)."""
         return any(row.produced for row in self.rows) and not self.yielded
 
     @property

@@ -19,7 +19,8 @@ class ScriptedTable:
         self._preempted: list[ScriptedSequence] = []
         self._rows = self._wanted = 0
         self.crowded_at = float("-inf")
-        """Monotonic time at which several requests were last live; minus infinity if they never were."""
+        """Monotonic time at which a request last ended while another request was live; minus infinity before the
+        first."""
 
     @property
     def queue(self) -> Sequence[ScriptedSequence]:

@@ -6,13 +6,13 @@
 
 To resume a stream, the same ids are fed to a new pipeline and its output is discarded. Output may therefore depend on
 the ids alone: no clock, no randomness, no state shared between pipelines. Each stage holds back only text that later
-text can still change. Examples are half a character, a possible marker, newlines that may end a thought, or the
+text can still change. Examples are half a character, a possible marker, newlines that may end the reasoning, or the
 beginning of a stop string. `finish` returns all held text.
 
 Rules
 - Stop strings: No part of a stop string is ever sent, and no text after it. Only content is searched for stop strings,
   not reasoning or calls.
-- Newlines: Newlines next to a marker belong to it: a thought has none at its ends, content none after a marker. After
+- Newlines: Newlines next to a marker belong to it: reasoning has none at its ends, content none after a marker. After
   earlier content, newlines after a marker separate it from further content; without further content they are removed.
 - Blocks: No text is lost: a block that is no call, or is unfinished, becomes content with its markers.
 - Errors: No ids raise an exception.

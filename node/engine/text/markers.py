@@ -6,8 +6,8 @@ therefore rebuild a block exactly as generated.
 
     normal ──think start──► reasoning ──think end──► normal
     normal ──call start───► tool ──────call end────► normal
-    reasoning ──call start► inner ─────call end────► normal      a call without the end of the thought
-                            inner ─────think end───► normal      no call: the thought only mentioned the marker
+    reasoning ──call start► inner ─────call end────► normal      a call without the end of the reasoning
+                            inner ─────think end───► normal      no call: the reasoning only mentioned the marker
 
 A model's own response format adds states and edges; text in other states is never sent.
 """
@@ -20,7 +20,8 @@ NORMAL: Final = "normal"
 REASONING: Final = "reasoning"
 TOOL: Final = "tool"
 INNER: Final = "inner"
-"""States. The first three are mlx-lm's own names, which response formats use; `INNER` is a tool block in a thought."""
+"""States. The first three are mlx-lm's own names, which response formats use. `INNER` is a tool block within
+reasoning."""
 
 
 class MarkerPlace(NamedTuple):
@@ -35,19 +36,19 @@ class MarkerSet:
     """Markers in the text of a model: reasoning, tool calls and response format."""
 
     think: tuple[str, str] = ("", "")
-    """Start and end of a thought; empty without thoughts."""
+    """Start and end of reasoning; empty if the model does not reason."""
     call: tuple[str, str] = ("", "")
     """Start and end of a call or of several; empty without calls. If only the end is empty, a call ends with the
     answer."""
     structure: tuple[str, ...] = ()
-    """Markers that are removed from the text outside of thoughts and calls, such as the end of a message."""
+    """Markers that are removed from the text outside of reasoning and calls, such as the end of a message."""
     edges: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict[str, Sequence[tuple[str, str]]])
     """Edges of the response format as pairs of marker and next state, by state."""
     initial: str = ""
     """Initial state of the response format; empty without one."""
 
     def get_start_place(self, thinking: bool) -> MarkerPlace:
-        """Return the state of the text at the start of an answer. `thinking`: the prompt ends within a thought."""
+        """Return the state of the text at the start of an answer. `thinking`: the prompt has begun the reasoning."""
         return MarkerPlace(self.initial or (REASONING if thinking and self.think[1] else NORMAL))
 
     def build_transitions(self, tools: bool) -> dict[MarkerPlace, list[tuple[str, MarkerPlace]]]:

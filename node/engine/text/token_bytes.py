@@ -6,9 +6,8 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokeni
 
 
 def _build_byte_signs() -> dict[str, bytes]:
-    """Return the byte of each character of a byte-level vocabulary (the table of GPT-2's encoder). A
-    printable byte has the character of the same code point. All other bytes have the characters from code point 256 on,
-    in order."""
+    """Return the byte of each character of a byte-level vocabulary (the table of GPT-2's encoder). A printable byte has
+    the character of the same code point. All other bytes have the characters from code point 256 on, in order."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
     signs = {chr(byte): bytes([byte]) for byte in printable}

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
 LONG_TEXT_CHARS: Final = 16 * 1024
-"""Characters from which a text is tokenized without the interpreter's lock."""
+"""Characters above which a text is tokenized without the interpreter's lock."""
 PROBES: Final = "a", "b"
 """User messages without a common token, for finding the tokens that follow from a system prompt."""
 DATE_VALID_SECONDS: Final = 3600
@@ -50,7 +50,7 @@ DATE_VALID_SECONDS: Final = 3600
 MAX_OPENINGS: Final = 64
 """Maximum number of shared system prompts whose tokens are remembered."""
 TAIL_TOKENS: Final = 32
-"""Tokens at a prompt's end that are searched for the mark of an open thought, with the blanks after it."""
+"""Tokens at a prompt's end that are searched for a marker of reasoning, with the blanks after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,9 @@ class TokenizedPrompt:
     ids: tuple[int, ...]
     """Token ids."""
     thinking: bool
-    """Whether the prompt ends within a thought; the answer then starts with reasoning."""
+    """Whether the prompt ends with the marker that starts reasoning; the answer then starts within reasoning."""
     ends_reasoning: bool = False
-    """Whether the prompt ends with the marker that ends a thought, by which templates forbid reasoning."""
+    """Whether the prompt ends with the marker that ends reasoning, by which templates forbid reasoning."""
     plain: bool = False
     """Whether the prompt was made from the text or ids of the request, without a template."""
 
@@ -211,7 +211,7 @@ class Tokenizer:
         """Return the text pipeline of one choice.
 
         The ids of its calls contain `request_id` and, above 0, `choice`. `tools` is the JSON array of the request.
-        `thinking`: the prompt ends within a thought. With `one_call` the answer ends with its first call. With a
+        `thinking`: the prompt has begun the reasoning. With `one_call` the answer ends with its first call. With a
         `grammar`, markers are recognized only where the grammar puts them.
         Raise `TemplateFailed` or `ValueError` if `tools` is no JSON array.
         """
@@ -246,7 +246,7 @@ class Tokenizer:
 
     @property
     def think(self) -> tuple[str, str]:
-        """Markers at the start and the end of a thought; empty texts if the model does not reason."""
+        """Markers at the start and the end of reasoning; empty texts if the model does not reason."""
         return self.markers.think
 
     @property

@@ -204,7 +204,7 @@ class LocalRay:
         self._failed(lease, why)
 
     async def _run_while_needed(self) -> None:
-        """Run Ray for as long as it is needed."""
+        """Run Ray for as long as it is needed. Start it again after a failure, with delays that grow."""
         wait, loop = RESTART_DELAYS_SECONDS[0], asyncio.get_running_loop()
         while self._wanted:
             self._state_changed.clear()
@@ -223,7 +223,7 @@ class LocalRay:
             wait = min(2 * wait, RESTART_DELAYS_SECONDS[1])
 
     async def _run_once(self) -> str:
-        """Run Ray once, from start to end; return why it ended."""
+        """Run Ray once, from start to end. Return why it ended; empty if it was not needed any more."""
         node = secrets.token_hex(28)
         variables = build_environment(os.environ, self._files, node)
         process = self._process = await self._start_ray(variables)
@@ -269,7 +269,7 @@ class LocalRay:
         return await ray_process.start_ray(words, variables, self._files)
 
     def _create_ray_folder(self) -> Path:
-        """Return Ray's own folder: the one in the settings, else one below /tmp that belongs to this node's state."""
+        """Return Ray's own folder: the folder of the settings, else a temporary folder (`create_short_folder`)."""
         wanted = self._settings.ray_folder
         return (
             create_private_folder(Path(wanted).expanduser()) if wanted else ray_process.create_short_folder(self._files)
@@ -342,7 +342,7 @@ class DriverProcess:
             wait = min(2 * wait, RESTART_DELAYS_SECONDS[1])
 
     async def _run_once(self, address: str, variables: Mapping[str, str]) -> int:
-        """Run one driver from start to end; return its exit code."""
+        """Run one driver from start to end. Return its exit code; 0 if it had not exited in time and was killed."""
         own_end, child_end = socket.socketpair()
         with child_end:
             process = await asyncio.create_subprocess_exec(

@@ -18,7 +18,7 @@ from pathlib import Path
 from host.private_files import create_private_folder
 
 RESTART_DELAYS_SECONDS = (1.0, 60.0)
-"""First and maximum wait before Ray is started again, in seconds."""
+"""First and maximum wait before Ray or its driver is started again, in seconds."""
 HEALTHY_AFTER_SECONDS = 120.0
 """Seconds of a run after which the next wait is the first wait of `RESTART_DELAYS_SECONDS`."""
 EXIT_GRACE_SECONDS = 5.0
@@ -126,7 +126,8 @@ def summarize_output(output: bytes) -> str:
 
 
 async def end_ray(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -> None:
-    """End Ray and the remaining processes of its group. `ended` is the task that waits for the end of `process`.
+    """End Ray by SIGTERM. Once it has ended, or after `EXIT_GRACE_SECONDS`, send SIGKILL to the rest of its group.
+    `ended` is the task that waits for the end of `process`.
 
     The output is read to its end, because the loop does not notice the end of a process while output is buffered.
     """
@@ -145,8 +146,7 @@ def create_short_folder(files: Path) -> Path:
     """Create and return Ray's own folder, below /tmp because the paths of its sockets must fit into 103 bytes. On
     Linux it is below the temporary folder of this process.
 
-    The name of the folder derives from `files`. Raise `OSError` if the name belongs to another user
-    or to a file.
+    The name of the folder derives from `files`. Raise `OSError` if the name belongs to another user or to a file.
     """
     name = f"mp-{os.getuid()}-{hashlib.sha256(str(files).encode()).hexdigest()[:8]}"
     folder = Path("/tmp" if sys.platform == "darwin" else tempfile.gettempdir()) / name  # noqa: S108  ours alone, below

@@ -42,7 +42,8 @@ class JobSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def to_worker_input(self, package: VideoPackage) -> dict[str, object]:
         """Return the job as the worker's input, without `timeout` and `stall`.
 
-        `frames`, `fps` and `steps` that are not set get the defaults of `package`. All other such fields are left out.
+        `frames`, `fps` and `steps` that are not set get the defaults of `package`. Other fields that are not set are
+        left out.
         """
         fields = cast("dict[str, object]", msgspec.to_builtins(self))
         known = {

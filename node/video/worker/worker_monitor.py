@@ -200,7 +200,8 @@ class WorkerMonitor:
         return self.record
 
     def check(self) -> EndWorker | None:
-        """Check the worker once. Return its end if it has ended or must be ended, else None.
+        """Check the worker once. Return the end if the worker has ended, must be ended, or was not started within
+        `start_timeout` seconds; else None.
 
         Raise `OSError` if a file of the lease's folder cannot be created or locked.
         """

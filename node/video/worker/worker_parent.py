@@ -46,7 +46,7 @@ GO_SECONDS = 30.0
 
 
 class LeaseFenced(Exception):
-    """Raised when a lease was never granted, has ended, or already has a parent process."""
+    """Raised when a lease was never granted, has ended, was claimed before, or already has a parent process."""
 
 
 class WorkerParent:

@@ -58,7 +58,8 @@ def run_modernbert(
 
 
 def _build_window(tokens: int, window: int, mask: mx.array | None) -> mx.array | None:
-    """Return the mask of layers with a window: True for tokens at most `window` tokens away that are no padding."""
+    """Return the mask of layers with a window: True for tokens at most `window` tokens away that are no padding. Return
+    `mask` if the window covers all tokens."""
     if tokens <= window + 1:
         return mask
     places = mx.arange(tokens)

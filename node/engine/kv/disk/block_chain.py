@@ -69,7 +69,8 @@ def name_state(model: str, parent: bytes, tail: bytes) -> BlockName:
 
 
 def parse_name(file: str) -> BlockName | None:
-    """Return the name that a file of the cache has, with its folder; None for any other file."""
+    """Return the name of a file of the cache from its path relative to the folder of the cache (`BlockName.file`).
+    Return None for any other file."""
     model, _, last = file.rpartition("/")
     stem, _, suffix = last.rpartition(".")
     try:

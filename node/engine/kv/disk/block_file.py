@@ -31,7 +31,8 @@ ITEM_TYPES = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
 
 
 class InvalidBlockError(ValueError):
-    """Raised for a file that is not the unchanged block of a chain, part and number of tokens."""
+    """Raised for a file that is not the unchanged block of a chain, part and number of tokens. Also raised if the
+    arrays of the file do not fit the model."""
 
 
 class BlockPart(StrEnum):
@@ -65,7 +66,7 @@ class BlockHeader(msgspec.Struct, frozen=True):
 
     version: int
     chain: bytes
-    """Hash of all tokens up to the end of the block, which begins with the model and the scope (`block_chain`)."""
+    """Hash of the model, the scope and all tokens up to the end of the part (`block_chain`)."""
     part: str
     tokens: int
     """Number of tokens of the part."""

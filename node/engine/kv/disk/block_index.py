@@ -76,8 +76,8 @@ class BlockIndex:
         self._states.setdefault(name.parent, {}).setdefault(name.tokens, set()).add(name.file)
 
     def remove(self, file: str) -> bool:
-        """Remove a file from the index by its name, and add the name to `removed`. Return whether the index had the
-        file. The file itself is not deleted."""
+        """Remove a file from the index by its name, and add the name of a known file to `removed`. Return whether the
+        index had the file. The file itself is not deleted."""
         with self._lock:
             size, name = self._sizes.pop(file, None), parse_name(file)
             if size is not None and name is not None:
@@ -159,9 +159,10 @@ class BlockIndex:
         return self._sizes.get(name.file, 0)
 
     def scan(self, folder: Path, *, clean: bool) -> None:
-        """Add the files in the folders of all models to an empty index, oldest first, by names and sizes alone.
+        """Add the files in the folders of all models to an empty index, oldest first, without reading the files.
 
-        With `clean`, delete files that were not completed. Raise `OSError` if a folder cannot be read.
+        With `clean`, delete files that were not completed. Raise `OSError` if a folder cannot be read or a file cannot
+        be deleted.
         """
         found = list[ScannedFile]()
         with os.scandir(folder) as entries:
@@ -179,7 +180,10 @@ class BlockIndex:
 
 
 def _scan_model(folder: Path, model: str, *, clean: bool) -> Iterator[ScannedFile]:
-    """Yield the files of a model. Entries are read relative to their folder, which is faster than by their paths."""
+    """Yield the files of a model; with `clean`, delete those that were not completed.
+
+    Entries are read relative to their folder, which is faster than by their paths.
+    """
     place, is_whole_block = os.open(folder / model, os.O_RDONLY | os.O_DIRECTORY), WHOLE_BLOCK.fullmatch
     try:
         with os.scandir(place) as entries:

@@ -1,7 +1,7 @@
 """Reader of the disk cache: a thread reads the files of one prompt ahead, and the engine builds a cache from them.
 
-The thread makes no call of MLX, and is at most two parts ahead. A file that is missing, cut off, changed or of another
-chain ends the reading. The engine then removes this file from the index and looks the prompt up again.
+The thread makes no call of MLX, and is at most three parts ahead. A file that is missing, cut off, changed or of
+another chain ends the reading. The engine then removes this file from the index and looks the prompt up again.
 """
 
 import queue
@@ -19,7 +19,7 @@ from node.engine.kv.disk.layer_parts import LayerBuilder
 from node.engine.kv.kv_cache import Layers
 
 PARTS_AHEAD = 2
-"""Maximum parts that are read before they are taken."""
+"""Maximum parts that wait to be taken; one more may be read already."""
 STALLED_SECONDS = 5.0
 """Seconds without a further part after which the disk counts as stalled."""
 

@@ -43,7 +43,7 @@ class BlockWriter:
 
     `quota()` returns the bytes that all files may have. `budget` limits the written bytes. The thread ends with the
     process. `saves` counts queued parts, `persisted` written parts, and `drops` parts that were dropped without a
-    write. `errors` counts failed writes, `evictions` deleted older files.
+    write. `errors` counts failed writes, `evictions` deleted older files. A failed write drops all queued parts.
     """
 
     def __init__(self, folder: Path, index: BlockIndex, quota: Callable[[], int], budget: WriteBudget) -> None:
@@ -78,8 +78,8 @@ class BlockWriter:
         return int(self._budget.compute_left(time.monotonic()))
 
     def can_accept(self) -> bool:
-        """Return whether another part may be queued: less than `MAX_QUEUED_BYTES` wait, and no write failed within the
-        last `PAUSE_AFTER_ERROR_SECONDS`."""
+        """Return whether another part may be queued: less than `MAX_QUEUED_BYTES` are queued or being written, and no
+        write failed within the last `PAUSE_AFTER_ERROR_SECONDS`."""
         return self._nbytes < MAX_QUEUED_BYTES and time.monotonic() >= self._resume_at
 
     def put(self, name: BlockName, arrays: Sequence[BlockArray]) -> None:

@@ -82,7 +82,8 @@ class DiskCache:
         log.info("disk cache", folder=str(folder), files=len(self._index), size=show_size(self._index.nbytes))
 
     def _open_writer(self) -> bool:
-        """Take the lock of the folder and start the writer; return whether this process is the one that writes."""
+        """Take the lock of the folder and start the writer; return whether this process is the one that writes. Raise
+        `OSError` if the disk cannot be read."""
         if self.writer is not None:
             return True
         try:
@@ -156,7 +157,8 @@ class DiskCache:
         return lost
 
     def _add_copy(self, entry: CachedPrefix[Layers], file: str) -> None:
-        """Record that an entry is on the disk, where it is of no use without `file`."""
+        """Record the copy of an entry on the disk, once all of its parts were copied for the writer. Without `file` the
+        copy is of no use."""
         copies = self._copies.setdefault(file, {})
         copies[entry.prompt_hash] = copy = DiskCopy(entry.prompt_hash, in_memory=entry.is_stored)
         entry.set_copy(copy)
@@ -248,7 +250,8 @@ class DiskCache:
         threading.Thread(target=_set_file_times, args=(self._folder, files), daemon=True).start()
 
     def remove_parts(self, parts: tuple[PlannedPart, ...] | list[PlannedPart]) -> None:
-        """Remove files from the index, because they are invalid or a request that was restored from them has failed.
+        """Remove files from the index, because they are invalid, or because a request has failed that was restored from
+        them or stored them.
 
         The files themselves are deleted only if this process writes to the folder.
         """

@@ -63,8 +63,8 @@ class LaunchedCut(NamedTuple):
 def begin_cut(layers: Layers, part: BlockPart, start: int, end: int) -> LaunchedCut | None:
     """Launch the copies of one part of a cache, for the token positions from `start` up to but not including `end`.
 
-    Return None if no layer has this kind of part, or if the tokens of a window are not recorded. Return None as well
-    for arrays of a type that files cannot hold.
+    Return None if no layer has this kind of part, if a state is empty, or if the tokens of a window are not recorded.
+    Return None as well for arrays of a type that files cannot hold.
     """
     arrays = list[mx.array]()
     for layer in cast("list[object]", layers):

@@ -56,7 +56,8 @@ class PendingEntry(NamedTuple):
     part_bytes: int
     """Approximate bytes of its largest part."""
     view: RowView | None = None
-    """Function that returns the cache of a decoding row with the same tokens, for an entry that is not in memory."""
+    """Function that returns the cache of a decoding row with the same tokens. It is used while the entry is not in
+    memory. None without a decoding row."""
 
     def get_layers(self) -> Layers | None:
         """Return the cache from which parts are copied: the cache of the entry, or else of its decoding row. Return
@@ -82,8 +83,8 @@ def list_entry_parts(entry: CachedPrefix[Layers], shape: CacheShape) -> Iterator
 class WriteQueue:
     """Queue of the entries that wait to be written (see the module's docstring).
 
-    Files in `index` are not written again. `on_written(entry, file)` is called once the writer has all parts of an
-    entry. Without `file` the entry is of no use.
+    Files in `index` are not written again. `on_written(entry, file)` is called once the copies of all parts of an entry
+    were launched; the writer may still drop them. Without `file` the entry is of no use.
     """
 
     def __init__(self, index: BlockIndex, on_written: Callable[[CachedPrefix[Layers], str], None]) -> None:

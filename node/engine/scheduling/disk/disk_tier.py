@@ -51,7 +51,7 @@ class DiskTier:
         """Return the number of prompt tokens that the disk provides; 0 if they are not more than the `cached` tokens of
         the prefix in memory. Set `past.plan` to the files to read; to None if the result is 0.
 
-        Return 0 as well if the read would take as long as the prefill of the additional tokens, unless
+        Return 0 as well if the read would take at least as long as the prefill of the additional tokens, unless
         `DiskCache.min_seconds` is 0.
         """
         past.set_plan(None)

@@ -7,11 +7,12 @@ starves. Where an API key has many prompts, the second choice is fair between ke
 - Alone: A lone prefill may take `IDLE_CHUNK_SECONDS` per chunk, because a cancel takes effect between chunks.
 - Decoding: While rows decode, a chunk may take `CHUNK_PER_STEP` times their step. The gap between two of their tokens
   then stays below three times the undisturbed gap.
-- Bursts: A prompt that takes `FULL_PROMPT_SECONDS` in all is prefilled at once: one gap for each new chat, as in other
-  engines.
-- Packing: Several such prompts are prefilled in one forward (`packed_prefill`) of at most `PACKED_FORWARD_SECONDS`
-  seconds. Longer ones save little more, and the first prompt would wait for all. While rows decode, one such forward
-  merges the gaps that the prompts would have caused. It is shorter where fewer prompts wait than rows decode.
+- Bursts: A prompt whose rest takes at most `FULL_PROMPT_SECONDS` is prefilled at once: one gap for each new chat, as in
+  other engines.
+- Packing: Several prompts that fit together into `PACKED_FORWARD_SECONDS` are prefilled in one forward
+  (`packed_prefill`). Longer forwards save little more, and the first prompt would wait for all. While rows decode, one
+  packed forward merges the gaps that the prompts would have caused. It is shorter where fewer prompts wait than rows
+  decode.
 """
 
 import math
@@ -23,9 +24,10 @@ from wire.capacity.fairness import PrefillFairness, WeightedKey
 CHUNK_PER_STEP = 1.6
 """Seconds of a chunk per second of a decode step: 1 + 1.6 leaves room below 3 for noise."""
 FULL_PROMPT_SECONDS = 0.25
-"""Seconds up to which a whole prompt is prefilled at once."""
+"""Seconds up to which the rest of a prompt is prefilled at once while rows decode. A forward over several prompts may
+take at least as long."""
 IDLE_CHUNK_SECONDS = 1.0
-"""Maximum seconds of a chunk while no row decodes."""
+"""Maximum seconds of a chunk while no row decodes, and of any forward for embeddings."""
 PACKED_FORWARD_SECONDS = 0.6
 """Maximum seconds of a forward over several prompts."""
 MIN_CHUNK_TOKENS = 4
@@ -33,7 +35,8 @@ MIN_CHUNK_TOKENS = 4
 
 MAX_CACHED_SHARE = 0.5
 """Share of a prompt's tokens, 0 to 1, from which its cached tokens are used: the prompt is then prefilled alone, after
-them. Below this share, a packed prefill of the whole prompt costs less."""
+them. Below this share, a packed prefill of the whole prompt costs less. A prompt that shares as much of its start with
+another prompt waits until that prompt is cached."""
 MAX_PADDING_SHARE = 0.15
 """Largest share of padding in a shared forward: about the saving of a shared forward in its worst case."""
 
@@ -98,7 +101,7 @@ class ChunkPace:
 
     def fit_tokens(self, seconds: float, past: int, most: int) -> int:
         """Return the size in tokens, at most `most`, of a chunk after `past` cached tokens that takes at most
-        `seconds`. The size is at least `MIN_CHUNK_TOKENS`, even if these take longer."""
+        `seconds`. The size is at least `MIN_CHUNK_TOKENS`, even if these take longer or exceed `most`."""
         spare, first = max(0.0, seconds - self.fixed), self.each + self.far * past
         root = math.sqrt(first * first + 2 * self.far * spare)
         return max(MIN_CHUNK_TOKENS, min(most, int(2 * spare / max(first + root, 1e-9))))
@@ -175,7 +178,8 @@ def select_batch(lengths: Sequence[int], most: int) -> list[int]:
 
 
 def generate_chunk_sizes(tokens: int, floor: int) -> Iterator[int]:
-    """Yield the sizes to try for a chunk, in tokens: `tokens`, then the powers of two below, and finally `floor`."""
+    """Yield the sizes to try for a chunk, in tokens: `tokens`, then the powers of two between `tokens` and `floor`,
+    largest first, and finally `floor`. Yield only `tokens` if `floor` is not smaller."""
     yield tokens
     size = 1 << (max(1, tokens - 1).bit_length() - 1)
     while size > floor:

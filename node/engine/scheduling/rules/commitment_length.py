@@ -3,7 +3,8 @@
 from wire.capacity.arithmetic import KV_GROWTH_TOKENS
 
 GATE_RETRY_SECONDS = 0.1
-"""Seconds until the gate is tried again for work that waits for memory."""
+"""Seconds until the gate is tried again for work that waits for memory, and between two returns of preempted
+requests."""
 
 
 def compute_growth_tokens(promised: int, most: int) -> int:

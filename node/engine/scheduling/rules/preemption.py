@@ -1,12 +1,14 @@
 """Choices of preemption: the requests that lose memory or rows, and the next one that returns. Pure.
 
-- Victim: Where a row must grow, a waiting request loses its memory, because it loses no work; else one that holds
-  memory. Of these it is the newest of the key with the highest load.
+- Victim: Where a row must grow, a request loses its memory. Requests without a cache and without delivered tokens are
+  chosen first, because they lose no work, then requests with a cache. The newest request of the key with the highest
+  load is chosen.
 - Outcome: A request without memory is preempted if some of its tokens were delivered and waiting helps. Else it ends,
   and the router places it again.
 - Return: Preempted requests return oldest first. One that was preempted for another key returns only while rows are
   free.
-- Sharing: A key that holds fewer rows than another one gets rows of that key (`wire.capacity.fairness`).
+- Sharing: A key that holds fewer rows or bytes than another key, relative to the weights, gets rows or bytes of that
+  key (`wire.capacity.fairness`).
 """
 
 from collections import Counter

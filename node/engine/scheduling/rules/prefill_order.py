@@ -34,7 +34,8 @@ class QueuedPrompt(Protocol):
 
     @property
     def answered(self) -> bool:
-        """Whether the prompt precedes new requests, because part of its answer was already generated."""
+        """Whether the prompt precedes new requests, because part of its answer was generated and its request was not
+        preempted for another key."""
         ...
 
 

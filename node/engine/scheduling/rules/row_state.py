@@ -44,7 +44,8 @@ class RowEvent(StrEnum):
     """Event of a row."""
 
     CHUNK = "chunk"
-    """A chunk of the row's past is prefilled."""
+    """The forward of a chunk of the row's past begins, a packed prefill has ended, or the past was restored from the
+    disk."""
     PREFILLED = "prefilled"
     """All of the row's past is prefilled."""
     RESTARTED = "restarted"
@@ -56,7 +57,7 @@ class RowEvent(StrEnum):
     RELEASED = "released"
     """The row's request ends before the row's last token: it was cancelled, refused or has failed."""
     PREEMPTED = "preempted"
-    """The row's memory is released for another request."""
+    """The row's memory is released, because memory is short or another API key gets the memory or the row."""
     RETURNED = "returned"
     """The row has a commitment again after a preemption."""
     BATCH_BROKEN = "batch broken"

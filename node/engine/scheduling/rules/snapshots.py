@@ -5,8 +5,9 @@
 - Branches: At the end of the prefix shared with a stored prompt. Another request has the same start, most likely a
   system prompt. The third such request finds the snapshot.
 - System prompts: After a system prompt that all keys share.
-- Long prompts: After each `LONG_SNAPSHOT_TOKENS` that took at least `LONG_SNAPSHOT_SECONDS`. A prompt that parts later,
-  or a prefill that is interrupted, does not start again at its first token. A prompt has the newest of these only.
+- Long prompts: After each `LONG_SNAPSHOT_TOKENS` that took at least `LONG_SNAPSHOT_SECONDS`. A prompt that differs
+  later, or a prefill that is interrupted, does not start again at its first token. A prompt has at most the newest
+  `MAX_LONG_SNAPSHOTS` of these.
 """
 
 from collections.abc import Collection
@@ -37,11 +38,12 @@ def is_long_snapshot_due(tokens: int, seconds: float) -> bool:
 def choose_snapshot_positions(
     ids: list[int], eos: Collection[int], cached: int, shared: int, system: int = 0
 ) -> list[int]:
-    """Return the positions in a prompt, in tokens, at which a cache that cannot be cut is worth a snapshot (see the
-    module's docstring).
+    """Return the positions in a prompt, in tokens and ascending order, at which a cache that cannot be cut is worth a
+    snapshot. The module's docstring states the rules; the rule for long prompts is `is_long_snapshot_due`.
 
-    `cached` tokens of the prompt are cached. Some stored sequence shares its first `shared` tokens. Its first `system`
-    tokens are a system prompt of all keys.
+    `cached` tokens of the prompt are cached; the positions are beyond these, from `MIN_PREFIX_TOKENS` on. The prompt
+    shares its first `shared` tokens with some stored sequence. Its first `system` tokens are a system prompt of all
+    keys; 0: it has none.
     """
     most = len(ids) - 1
     ends = (place for place in range(most, max(0, most - TURN_END_TOKENS), -1) if ids[place - 1] in eos)
