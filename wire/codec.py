@@ -6,7 +6,7 @@ connection closes with the text of the error as the reason.
 
 Frames above MAX_PLAIN_BYTES are sent as `Fragment`s of at most FRAGMENT_BYTES bytes, and urgent frames can be sent
 between two fragments. The receiver joins fragments up to one limit for all messages in progress. A sender starts a long
-frame only if the frame fits within that limit together with the frames in progress (`wire.link.endpoint.Outbox`).
+frame only if the frame fits within that limit together with the frames in progress (`wire.link.outbox.Outbox`).
 Fragments arrive in order, and therefore need no acknowledgement.
 """
 

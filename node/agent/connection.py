@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import cast
 
 from node.agent.identity import proves_coordinator
+from wire.codec import MAX_JOINED_FROM_NODE_BYTES
 from wire.link.endpoint import LinkEndpoint
 
 DIAL_TIMEOUT_SECONDS = 5.0
@@ -32,7 +33,7 @@ class CoordinatorLink(LinkEndpoint):
         on_lost: Callable[["CoordinatorLink", str], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        super().__init__(self._loop)
+        super().__init__(self._loop, longest_sent=MAX_JOINED_FROM_NODE_BYTES)
         self._cluster = cluster
         self._take = take
         self._on_lost = on_lost

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from node.agent.connection import CoordinatorLink
 from node.notifier import Notifier
-from wire.codec import decode
+from wire.codec import decode, encode
 from wire.frames import TAGS, Admitted, Deltas, Failed, Finished, Frame, Refusal
 from wire.refusals import FailureCode
 
@@ -117,21 +117,21 @@ class CoordinatorLinks:
                 if kind is Admitted:
                     link.send_with_next(encoded)
                     continue
-                link.send_encoded(encoded)
+                link.send_answer(encoded)
                 if kind in (Finished, Refusal, Failed):
                     self._end(link, request)
 
     def _forward_step(self, encoded: bytes) -> None:
         users = [link for link in self._links if link.requests]
         if len(users) == 1:
-            users[0].send_encoded(encoded)
+            users[0].send_answer(encoded)
             return
         step = decode(encoded[4], encoded[5:])
         assert isinstance(step, Deltas)  # noqa: S101  the tag was read by the caller
         for link in users:
             mine = tuple(delta for delta in step.deltas if delta.request in link.requests)
             if mine:
-                link.send(Deltas(mine))
+                link.send_answer(encode(Deltas(mine)))
 
     def _end(self, link: CoordinatorLink, request: int) -> None:
         link.requests.discard(request)
@@ -142,4 +142,4 @@ class CoordinatorLinks:
 
 def _close_unused(link: CoordinatorLink) -> None:
     if not link.requests:
-        link.close()
+        link.close_after_answers()

@@ -1,32 +1,14 @@
-"""Both ends of a link: send queue, asyncio protocol and socket options.
-
-Short frames (tokens, reports, refusals) are written in the next turn of the event loop, on a busy link within
-COALESCE_SECONDS.
-Long frames and long answers are queued as pieces. Pieces are written one at a time, and only while the transport is not
-paused. A token therefore waits for at most one piece and the transport's buffer (64 KiB, about 5 ms at 100 Mbit/s).
-
-The peer joins at most MAX_JOINED_BYTES and MAX_OPEN_MESSAGES messages at a time, and closes the link above that. The
-sender keeps its long frames in progress within these limits and queues the next frame. A smaller frame may overtake a
-queued larger one, up to MAX_JOINED_BYTES in total.
-"""
+"""Both ends of a link: asyncio protocol and socket options."""
 
 import math
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
-from wire.codec import (
-    MAX_JOINED_BYTES,
-    MAX_OPEN_MESSAGES,
-    MAX_PLAIN_BYTES,
-    Splitter,
-    WireError,
-    encode,
-    split_into_fragments,
-)
+from wire.codec import MAX_JOINED_BYTES, Splitter, WireError
 from wire.frames import Frame
+from wire.link.outbox import ACCOMPANY_SECONDS, Outbox
 
 MAX_BUFFERED_BYTES = 64 * 1024
 """Bytes in the buffer of the transport above which pieces wait; also the limit of unsent bytes in the kernel."""
@@ -45,8 +27,6 @@ COALESCE_SECONDS, IMMEDIATE_WRITES = 0.002, 4
 
 A write and the wake-up of the peer cost as much CPU as the rest of a request; a single request must not be delayed.
 """
-ACCOMPANY_SECONDS = 0.02
-"""Maximum seconds for which a short frame waits for another frame (`Outbox.send_with_next`)."""
 TCP_RTO_MAX_MS = 44
 """Socket option of Linux for `MAX_RETRANSMIT_MS`."""
 MAX_RETRANSMIT_MS = 1000
@@ -56,137 +36,6 @@ By default the kernel doubles the interval, and an interruption of 2 s becomes a
 """
 MAX_UNSENT_BYTES = 32 * 1024 * 1024
 """Maximum bytes of short frames queued for a peer that does not read."""
-MAX_PIECES_PER_TURN = 8
-"""Maximum pieces in one turn of the loop, because a fast socket could otherwise occupy the loop."""
-
-
-class Outbox:
-    """Send queue of a link.
-
-    `write` writes bytes to the transport. `defer` calls a function soon, in a later turn of the loop. `wait` calls a
-    function after ACCOMPANY_SECONDS. Frames of one turn of the loop are written together, as one TLS record with one
-    system call.
-    """
-
-    def __init__(
-        self,
-        write: Callable[[bytes], object],
-        defer: Callable[[Callable[[], None]], object],
-        wait: Callable[[Callable[[], None]], object],
-    ) -> None:
-        self._write = write
-        self._defer = defer
-        self._wait = wait
-        self._turn: list[bytes] = []
-        self._leaving = False
-        self._bulk: deque[Iterator[bytes]] = deque()
-        self._waiting: deque[bytes] = deque()
-        """Long frames that do not fit within the limits of the frames in progress."""
-        self._open = self._open_bytes = self._passed = 0
-        self._message = 0
-        self._paused = False
-        self._pumping = False
-
-    def send(self, frame: Frame) -> None:
-        """Encode a frame, and write it at the next `flush` or queue it as pieces (`send_encoded`).
-
-        Raise UnicodeEncodeError for a text with a lone surrogate, WireError for a frame above MAX_JOINED_BYTES.
-        """
-        self.send_encoded(encode(frame))
-
-    def send_encoded(self, encoded: bytes) -> None:
-        """Send an encoded frame. A short frame is written at the next `flush`, a long one is queued as pieces.
-
-        A frame is long above MAX_PLAIN_BYTES.
-        """
-        if len(encoded) <= MAX_PLAIN_BYTES:
-            self._turn.append(encoded)
-            if not self._leaving:
-                self._leaving = True
-                self._defer(self.flush)
-            return
-        self._waiting.append(encoded)
-        self._begin_waiting()
-
-    def _begin_waiting(self) -> None:
-        """Start the queued long frames that fit within the limits, oldest first."""
-        waiting, self._waiting = self._waiting, deque()
-        for encoded in waiting:
-            size, passes = len(encoded), bool(self._waiting)
-            fits = self._open < MAX_OPEN_MESSAGES and self._open_bytes + size <= MAX_JOINED_BYTES
-            if not fits or (passes and self._passed >= MAX_JOINED_BYTES):
-                self._waiting.append(encoded)
-                continue
-            self._passed = self._passed + size if passes else 0
-            self._message += 1
-            self._open += 1
-            self._open_bytes += size
-            self._queue(self._split_frame(encoded, self._message))
-
-    def _split_frame(self, encoded: bytes, message: int) -> Iterator[bytes]:
-        """Yield the pieces of a long frame; after the last one, start queued frames."""
-        yield from split_into_fragments(encoded, message)
-        self._open -= 1
-        self._open_bytes -= len(encoded)
-        self._begin_waiting()
-
-    def send_with_next(self, encoded: bytes) -> None:
-        """Write a short encoded frame together with the next frame, after ACCOMPANY_SECONDS at the latest.
-
-        A separate write would wake up the peer, which costs more than the content of the frame.
-        """
-        self._turn.append(encoded)
-        if len(self._turn) == 1:
-            self._wait(self.flush)
-
-    def flush(self) -> None:
-        """Write all short frames sent since the last call, in one piece."""
-        self._leaving = False
-        if self._turn:
-            gathered, self._turn = self._turn, []
-            self._write(gathered[0] if len(gathered) == 1 else b"".join(gathered))
-
-    def send_background(self, frames: Iterator[Frame]) -> None:
-        """Queue frames of low priority. Each frame is taken from `frames` only when it is written, to bound memory."""
-        self._queue(encode(frame) for frame in frames)
-
-    def pause(self) -> None:
-        """Stop writing pieces because the buffer of the transport is full."""
-        self._paused = True
-
-    def resume(self) -> None:
-        """Continue to write pieces after `pause`."""
-        self._paused = False
-        self._start()
-
-    def close(self) -> None:
-        """Drop all queued frames of a closed connection."""
-        self._bulk.clear()
-        self._waiting.clear()
-        self._turn.clear()
-        self._leaving = False
-
-    def _queue(self, pieces: Iterator[bytes]) -> None:
-        self._bulk.append(pieces)
-        self._start()
-
-    def _start(self) -> None:
-        if not self._pumping and self._bulk and not self._paused:
-            self._pumping = True
-            self._defer(self._pump)
-
-    def _pump(self) -> None:
-        self._pumping = False
-        for _ in range(MAX_PIECES_PER_TURN):
-            self.flush()
-            if self._paused or not self._bulk:
-                return
-            source = self._bulk.popleft()
-            piece = next(source, None)
-            if piece is not None:
-                self._bulk.append(source)
-                self._write(piece)
-        self._start()
 
 
 class Transport(Protocol):
@@ -239,12 +88,15 @@ class LinkEndpoint:
 
     An endpoint splits received bytes into frames, sends frames through an `Outbox`, and closes the connection on a
     violation of the protocol. Subclasses override `on_opened`, `on_frame` and `on_lost`. `longest_joined` is the
-    maximum of received fragments in progress, in bytes.
+    maximum of received fragments in progress, in bytes. `longest_sent` is that maximum of the peer.
     """
 
-    def __init__(self, loop: EventLoop, longest_joined: int = MAX_JOINED_BYTES) -> None:
+    def __init__(
+        self, loop: EventLoop, longest_joined: int = MAX_JOINED_BYTES, longest_sent: int = MAX_JOINED_BYTES
+    ) -> None:
         self._clock = loop
         self._due = -math.inf
+        self._longest_sent = longest_sent
         self._splitter = Splitter(longest_joined=longest_joined)
         self._reason = ""
         """Reason for which this end closed the connection; empty before."""
@@ -296,7 +148,7 @@ class LinkEndpoint:
             if sys.platform == "linux":
                 with suppress(OSError):
                     connection.setsockopt(IPPROTO_TCP, TCP_RTO_MAX_MS, MAX_RETRANSMIT_MS)
-        self.outbox = Outbox(self._write, self._call_soon, self._call_later)
+        self.outbox = Outbox(self._write, self._call_soon, self._call_later, self._longest_sent)
         self.on_opened()
 
     def _write(self, data: bytes) -> None:
@@ -354,10 +206,10 @@ class LinkEndpoint:
         self.outbox.send(frame)
         return True
 
-    def send_encoded(self, encoded: bytes) -> None:
-        """Send an encoded frame; discard it if the connection is not open."""
+    def send_answer(self, encoded: bytes) -> None:
+        """Send an encoded frame of an answer behind all earlier ones. Discard it if the connection is not open."""
         if self.outbox is not None:
-            self.outbox.send_encoded(encoded)
+            self.outbox.send_answer(encoded)
 
     def send_with_next(self, encoded: bytes) -> None:
         """Send a short encoded frame together with the next frame, after ACCOMPANY_SECONDS at the latest. Discard the
@@ -379,6 +231,11 @@ class LinkEndpoint:
             self.outbox.flush()
         if self.transport is not None:
             self.transport.close()
+
+    def close_after_answers(self) -> None:
+        """Close the connection once all frames of answers are sent."""
+        if self.outbox is not None:
+            self.outbox.call_after_answers(self.close)
 
     def abort(self, reason: str) -> None:
         """Close the connection immediately and discard unsent bytes. `on_lost` gets the reason."""

@@ -8,7 +8,8 @@ import pytest
 from wire.codec import Splitter, decode, encode
 from wire.frames import Cancel, Generate, GenerationParams, Message, Ping
 from wire.link import endpoint
-from wire.link.endpoint import ACCOMPANY_SECONDS, COALESCE_SECONDS, IMMEDIATE_WRITES, LinkEndpoint
+from wire.link.endpoint import COALESCE_SECONDS, IMMEDIATE_WRITES, LinkEndpoint
+from wire.link.outbox import ACCOMPANY_SECONDS
 
 
 class Line:

@@ -1,4 +1,4 @@
-"""Sizes in the notation of users, and urgent frames before long ones."""
+"""Send queue of a link: short frames before long ones, long frames within the peer's limits, answers in order."""
 
 from collections.abc import Callable, Iterator
 
@@ -14,39 +14,8 @@ from wire.codec import (
     decode_request_number,
     encode,
 )
-from wire.frames import Cancel, FetchChunk, Generate, GenerationParams, Message
-from wire.link.endpoint import MAX_PIECES_PER_TURN, Outbox
-from wire.units import GIB, parse_size, show_size
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("96GiB", 96 * GIB), ("12 GB", 12 * 10**9), ("80%", 800), ("0", 0), ("1.5KiB", 1536), (77, 77), ("5b", 5)],
-)
-def test_sizes_are_read(text: str | int, size: int) -> None:
-    assert parse_size(text, total=1000) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "12 parsecs", "-1GiB", "1e9", "nan", "101%", -5])
-def test_parse_size_refuses_invalid_text(text: str | int) -> None:
-    with pytest.raises(ValueError):
-        parse_size(text, total=1000)
-
-
-def test_a_percentage_needs_a_whole() -> None:
-    with pytest.raises(ValueError, match="needs a known total"):
-        parse_size("80%")
-
-
-def test_show_size_has_a_unit() -> None:
-    assert [show_size(s) for s in (None, 0, 2048, 3 * 1024**2, 31 * GIB, -GIB)] == [
-        "-",
-        "0.0 MiB",
-        "2.0 KiB",
-        "3.0 MiB",
-        "31.0 GiB",
-        "-1.0 GiB",
-    ]
+from wire.frames import Cancel, FetchChunk, Frame, Generate, GenerationParams, Message
+from wire.link.outbox import MAX_PIECES_PER_TURN, Outbox
 
 
 def sent(written: list[bytes]) -> list[str]:
@@ -159,3 +128,74 @@ def test_background_answer_yields_to_the_loop() -> None:
     outbox.close()
     deferred.pop(0)()
     assert len(made) == MAX_PIECES_PER_TURN
+
+
+class Peer:
+    """An outbox, and the frames that its peer has joined."""
+
+    def __init__(self, longest: int = MAX_JOINED_BYTES) -> None:
+        self.deferred: list[Callable[[], None]] = []
+        self.joined: list[int] = []
+        self._splitter = Splitter(longest_joined=longest)
+        self.outbox = Outbox(self._take, self.deferred.append, self.deferred.append, longest)
+
+    def _take(self, data: bytes) -> None:
+        self.joined += [decode_request_number(body) for _, body in self._splitter.feed(data)]
+
+    def send(self, *frames: Frame) -> list[int]:
+        """Send frames; return the requests in the order in which the peer has joined them."""
+        for frame in frames:
+            self.outbox.send(frame)
+        run_all(self.deferred)
+        return self.joined
+
+
+def sized(number: int, size: int) -> Generate:
+    """Make a frame of exactly `size` bytes with its header."""
+    overhead = len(encode(prompt(number, size - 200))) - (size - 200)
+    frame = prompt(number, size - overhead)
+    assert len(encode(frame)) == size
+    return frame
+
+
+@pytest.mark.parametrize(("more", "order"), [(0, [2, 1]), (1, [1, 2])])
+def test_long_frames_are_sent_together_as_far_as_the_peer_joins_both(more: int, order: list[int]) -> None:
+    peer = Peer(longest=10 * MAX_PLAIN_BYTES)
+    long, short = sized(1, 7 * MAX_PLAIN_BYTES), sized(2, 3 * MAX_PLAIN_BYTES + more)
+    assert peer.send(long, short) == order
+    assert peer.send(long, short) == [*order, *order], "the first ones no longer count"
+
+
+def test_a_frame_that_the_peer_never_joins_is_sent_alone_and_stops_nothing() -> None:
+    peer = Peer(longest=2 * MAX_PLAIN_BYTES)
+    peer.outbox.send(prompt(1, 3 * MAX_PLAIN_BYTES))
+    with pytest.raises(WireError, match="fragments of more than"):
+        run_all(peer.deferred)
+
+
+@pytest.mark.parametrize(("more", "order"), [(0, [1, 2]), (1, [2, 1])])
+def test_a_frame_is_long_above_the_limit(more: int, order: list[int]) -> None:
+    assert Peer().send(sized(1, MAX_PLAIN_BYTES + more), Cancel(2)) == order
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (0, 0), (1, 0), (1, 1, 0), (0, 1)])
+def test_a_call_after_answers_follows_the_last_of_them_once(sizes: tuple[int, ...]) -> None:
+    peer, calls = Peer(), list[list[int]]()
+    for number, more in enumerate(sizes):
+        peer.outbox.send_answer(encode(sized(number, MAX_PLAIN_BYTES + more)))
+    peer.outbox.call_after_answers(lambda: (peer.outbox.flush(), calls.append(list(peer.joined))))
+    assert bool(calls) == (1 not in sizes)
+    run_all(peer.deferred)
+    peer.outbox.send_answer(encode(sized(9, MAX_PLAIN_BYTES + 1)))
+    run_all(peer.deferred)
+    assert calls == [list(range(len(sizes)))]
+    assert peer.joined == [*range(len(sizes)), 9]
+
+
+@pytest.mark.parametrize(("other", "answer", "order"), [(9, 1, [4, 2, 3, 1]), (1, 9, [4, 1, 2, 3])])
+def test_an_answer_waits_for_long_frames_of_answers_only(other: int, answer: int, order: list[int]) -> None:
+    peer = Peer()
+    peer.outbox.send(sized(1, other * MAX_PLAIN_BYTES + 1))
+    peer.outbox.send_answer(encode(sized(2, answer * MAX_PLAIN_BYTES + 1)))
+    peer.outbox.send_answer(encode(Cancel(3)))
+    assert peer.send(Cancel(4)) == order

@@ -1,0 +1,124 @@
+"""Frames of answers on the links of a node: their order behind long frames, and the limits of the coordinator."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from node.agent.connection import CoordinatorLink
+from node.agent.links import CoordinatorLinks
+from wire.codec import MAX_JOINED_FROM_NODE_BYTES, MAX_PLAIN_BYTES, TAG_OF, Splitter, decode, encode
+from wire.frames import Channel, Delta, Deltas, Finished, Frame
+from wire.units import KIB
+
+
+class Transport:
+    """The coordinator's end of a connection: the frames that arrived, joined within the coordinator's limits."""
+
+    def __init__(self) -> None:
+        self.splitter = Splitter(longest_joined=MAX_JOINED_FROM_NODE_BYTES)
+        self.frames: list[Frame] = []
+        self.changed = asyncio.Event()
+        self.closed = asyncio.Event()
+
+    def write(self, data: bytes) -> None:
+        assert not self.closed.is_set()
+        self.frames += [decode(*pair) for pair in self.splitter.feed(data)]
+        self.changed.set()
+
+    async def receive(self, count: int) -> list[tuple[int, int]]:
+        """Wait for `count` frames. Return request and length of the text of each; length 0 for the end of a request."""
+        async with asyncio.timeout(10):
+            while len(self.frames) < count:
+                await self.changed.wait()
+                self.changed.clear()
+        return describe(self.frames)
+
+    def close(self) -> None:
+        self.closed.set()
+
+    abort = close
+
+    def is_closing(self) -> bool:
+        return self.closed.is_set()
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def get_extra_info(self, name: str, default: object = None) -> Any:
+        return default
+
+
+def open_link(links: CoordinatorLinks, *requests: int) -> tuple[CoordinatorLink, Transport]:
+    """Add an accepted link with these open requests."""
+    link = CoordinatorLink("host:1", "cluster", lambda *frame: None, lambda *end: None)
+    transport = Transport()
+    link.connection_made(transport)  # pyright: ignore[reportArgumentType]
+    links.add(link)
+    links.accept(link)
+    link.requests |= set(requests)
+    return link, transport
+
+
+def deltas(request: int, size: int) -> Deltas:
+    return Deltas((Delta(request, 0, (), ((Channel.TOOL_CALL, "x" * size),)),))
+
+
+def forward(links: CoordinatorLinks, frame: Deltas | Finished) -> None:
+    number = frame.request if isinstance(frame, Finished) else 0
+    links.forward_from_engine(TAG_OF[type(frame)], encode(frame), number)
+
+
+def describe(frames: list[Frame]) -> list[tuple[int, int]]:
+    found = list[tuple[int, int]]()
+    for frame in frames:
+        if isinstance(frame, Finished):
+            found.append((frame.request, 0))
+        elif isinstance(frame, Deltas):
+            found += [(delta.request, len(text)) for delta in frame.deltas for _, text in delta.pieces]
+    return found
+
+
+def end(request: int) -> Finished:
+    return Finished(request, ("tool_calls",), 1, 1)
+
+
+LONG = 2 * MAX_PLAIN_BYTES
+
+
+async def test_no_frame_of_an_answer_overtakes_a_long_tool_call():
+    links = CoordinatorLinks()
+    _, transport = open_link(links, 1, 2)
+    for frame in (
+        deltas(1, LONG),
+        deltas(2, 5),
+        deltas(1, LONG // 2 + KIB),
+        deltas(1, 9),
+        end(1),
+        deltas(2, 7),
+        end(2),
+    ):
+        forward(links, frame)
+    assert await transport.receive(7) == [(1, LONG), (2, 5), (1, LONG // 2 + KIB), (1, 9), (1, 0), (2, 7), (2, 0)]
+
+
+async def test_an_older_link_closes_behind_the_long_tool_call_of_its_last_request():
+    links = CoordinatorLinks()
+    _, older = open_link(links, 1)
+    _, newer = open_link(links, 2)
+    for frame in (Deltas((*deltas(1, LONG).deltas, *deltas(2, 5).deltas)), deltas(1, 9), end(1), end(2)):
+        forward(links, frame)
+    async with asyncio.timeout(10):
+        await older.closed.wait()
+    assert describe(older.frames) == [(1, LONG), (1, 9), (1, 0)]
+    assert await newer.receive(2) == [(2, 5), (2, 0)]
+    assert not newer.closed.is_set()
+
+
+@pytest.mark.parametrize("size", [MAX_PLAIN_BYTES, 700 * KIB])
+async def test_long_frames_at_once_stay_within_what_the_coordinator_joins(size: int):
+    links = CoordinatorLinks()
+    link, transport = open_link(links, *range(30))
+    for request in range(30):
+        link.send(deltas(request, size))
+    assert sorted(await transport.receive(30)) == [(request, size) for request in range(30)]
