@@ -4,6 +4,8 @@ import asyncio
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from coordinator.cluster.member_state import Member
 from coordinator.state.database import Database
 from coordinator.state.rows import MemberRow
@@ -12,6 +14,8 @@ from router.placement.sanitize_report import build_node_view
 from wire.bonjour_record import sanitize_text
 from wire.frames import Hello, Report
 from wire.identity import NodeId
+from wire.node_state import EngineStage
+from wire.report import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +46,14 @@ class NodeRecords:
         self._views: dict[NodeId, _CachedView] = {}
 
     def record_report(self, node: NodeId, report: Report, now: float) -> None:
-        """Record the newest report of a node, received at `now` (seconds of the loop's clock)."""
+        """Record the newest report of a node, received at `now` (seconds of the loop's clock).
+
+        A node whose engine starts reports no models yet. The models of its earlier report are then kept as not loaded.
+        Requests for them wait for the engine; for an unknown model they would fail.
+        """
+        former = self._received.get(node)
+        if former is not None and not report.models and report.engine.state != EngineStage.READY:
+            report = replace(report, models=_unload_all(former.report.models))
         self._received[node] = ReceivedReport(report, now)
         if (event := self._report_events.pop(node, None)) is not None:
             event.set()
@@ -89,6 +100,10 @@ class NodeRecords:
         view = _build_view(member, row, received, frozenset() if hello is None else frozenset(hello.frames))
         self._views[node] = _CachedView(view, member, row, received)
         return view
+
+
+def _unload_all(models: tuple[Model, ...]) -> tuple[Model, ...]:
+    return tuple(replace(model, loaded=False, loading=False, groups=()) for model in models)
 
 
 def _build_view(member: Member, row: MemberRow, received: ReceivedReport | None, frames: frozenset[int]) -> NodeView:

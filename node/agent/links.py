@@ -117,21 +117,21 @@ class CoordinatorLinks:
                 if kind is Admitted:
                     link.send_with_next(encoded)
                     continue
-                link.send_answer(encoded)
+                link.send_in_order(encoded)
                 if kind in (Finished, Refusal, Failed):
                     self._end(link, request)
 
     def _forward_step(self, encoded: bytes) -> None:
         users = [link for link in self._links if link.requests]
         if len(users) == 1:
-            users[0].send_answer(encoded)
+            users[0].send_in_order(encoded)
             return
         step = decode(encoded[4], encoded[5:])
         assert isinstance(step, Deltas)  # noqa: S101  the tag was read by the caller
         for link in users:
             mine = tuple(delta for delta in step.deltas if delta.request in link.requests)
             if mine:
-                link.send_answer(encode(Deltas(mine)))
+                link.send_in_order(encode(Deltas(mine)))
 
     def _end(self, link: CoordinatorLink, request: int) -> None:
         link.requests.discard(request)

@@ -24,7 +24,7 @@ from wire.bounds import MAX_MODELS
 from wire.codec import MAX_REPORT_BYTES, encode
 from wire.frames import Report
 from wire.machine import Disk
-from wire.report import Hardware, Memory, Model
+from wire.report import Hardware, Memory
 from wire.video import VideoState
 
 MIN_REPORT_GAP_SECONDS = 0.2
@@ -66,7 +66,6 @@ class Reporter:
         self._last_report_key: tuple[object, ...] = ()
         self._reported_models: tuple[object, ...] = ()
         self._next_report = Timer(self.send)
-        self._models: tuple[Model, ...] = ()
         self._draining = False
 
     def send(self) -> None:
@@ -81,15 +80,13 @@ class Reporter:
         self._last_report_key = self._compute_report_key()
         self._reported_models = self._compute_models_key()
         snapshot = self._supervisor.reports.latest
-        if snapshot is not None:
-            self._models = snapshot.models
         link.send(
             shorten_report(
                 Report(
                     sequence=self._sequence,
                     memory=self._build_memory(),
                     engine=self._supervisor.state,
-                    models=snapshot.models if snapshot else self._list_resting_models(),
+                    models=snapshot.models if snapshot else (),
                     acked_seq=snapshot.acked_seq if snapshot else 0,
                     draining=self._draining or not self._sharing.sharing_state.shared,
                     ping=self._ping,
@@ -188,16 +185,6 @@ class Reporter:
             leases=limits.leases,
             total=self._hardware.memory,
         )
-
-    def _list_resting_models(self) -> tuple[Model, ...]:
-        """Return the models of the engine's last report as not loaded, while this Mac accepts no work; else none.
-
-        The engine was then replaced to release its memory. A request for one of these models is asked to retry later;
-        for an unknown model it would fail.
-        """
-        if self._sharing.sharing_state.shared:
-            return ()
-        return tuple(replace(model, loaded=False, loading=False, groups=()) for model in self._models)
 
 
 def measure_disk(folder: Path) -> Disk:

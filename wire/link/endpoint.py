@@ -206,10 +206,10 @@ class LinkEndpoint:
         self.outbox.send(frame)
         return True
 
-    def send_answer(self, encoded: bytes) -> None:
+    def send_in_order(self, encoded: bytes) -> None:
         """Send an encoded frame of an answer behind all earlier ones. Discard it if the connection is not open."""
         if self.outbox is not None:
-            self.outbox.send_answer(encoded)
+            self.outbox.send_in_order(encoded)
 
     def send_with_next(self, encoded: bytes) -> None:
         """Send a short encoded frame together with the next frame, after ACCOMPANY_SECONDS at the latest. Discard the

@@ -80,7 +80,7 @@ class Outbox:
         self._waiting.append(encoded)
         self._begin_waiting()
 
-    def send_answer(self, encoded: bytes) -> None:
+    def send_in_order(self, encoded: bytes) -> None:
         """Send an encoded frame of an answer as `send_encoded` does, but behind all earlier frames of answers."""
         if self._long_answer is not None:
             self._answers.append(encoded)
@@ -100,7 +100,7 @@ class Outbox:
         """Send the frames that wait behind a long frame of an answer, up to the next long one."""
         self._long_answer = None
         while self._answers and self._long_answer is None:
-            self.send_answer(self._answers.popleft())
+            self.send_in_order(self._answers.popleft())
         then = self._after_answers
         if then is not None and self._long_answer is None:
             self._after_answers = None

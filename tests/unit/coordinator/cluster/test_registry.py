@@ -24,12 +24,13 @@ from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import new_request
 from router.placement.cluster_view import ClusterView, NodeView
 from tests.support.cluster.cluster_port import a_report
-from tests.support.cluster.loopback_cluster import a_memory
+from tests.support.cluster.loopback_cluster import a_memory, a_model
+from wire.capacity.batches import BatchGroup
 from wire.certificate import read_certificate
 from wire.enforcement import Enforcement
 from wire.frames import Denied, Finished, Frame, Goodbye, Hello, MemberQuery, RenewCertificate, Welcome
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
-from wire.node_state import NodeState
+from wire.node_state import EngineStage, NodeState
 from wire.report import EngineState, Hardware, MemoryLevel
 from wire.state_machine import IllegalEventCounts, IllegalEventError
 from wire.units import GIB
@@ -347,6 +348,23 @@ async def test_each_report_publishes_a_view_with_only_its_node_changed(start: Ca
     assert (seen.epoch, seen.name) == (number, "studio")
     assert began <= seen.reported_at <= asyncio.get_running_loop().time()
     assert one.registry.build_view().find_node(studio) is seen
+
+
+@pytest.mark.parametrize("stage", list(EngineStage))
+async def test_models_of_a_node_are_known_while_its_engine_starts_again(
+    start: Callable[[], Coordinator], stage: EngineStage
+):
+    run = start()
+    node = run.join("studio")
+    link = run.link(node, report=False)
+    loaded = a_model("one", groups=(BatchGroup(1, 2, 3),)), a_model("two")
+    for report in (a_report(models=loaded), a_report(engine=EngineState("mlx", stage), models=())):
+        run.registry.handle_frame(node, link, report)
+    models = run.registry.get_node_view(node).models
+    assert sorted(models) == ([] if stage is EngineStage.READY else ["one", "two"])
+    assert not any(model.loaded or model.groups for model in models.values())
+    run.registry.handle_frame(node, link, a_report(models=(a_model("two"),)))
+    assert list(run.registry.get_node_view(node).models) == ["two"]
 
 
 async def test_large_cluster_publishes_one_view_for_simultaneous_reports(

@@ -182,11 +182,11 @@ def test_a_frame_is_long_above_the_limit(more: int, order: list[int]) -> None:
 def test_a_call_after_answers_follows_the_last_of_them_once(sizes: tuple[int, ...]) -> None:
     peer, calls = Peer(), list[list[int]]()
     for number, more in enumerate(sizes):
-        peer.outbox.send_answer(encode(sized(number, MAX_PLAIN_BYTES + more)))
+        peer.outbox.send_in_order(encode(sized(number, MAX_PLAIN_BYTES + more)))
     peer.outbox.call_after_answers(lambda: (peer.outbox.flush(), calls.append(list(peer.joined))))
     assert bool(calls) == (1 not in sizes)
     run_all(peer.deferred)
-    peer.outbox.send_answer(encode(sized(9, MAX_PLAIN_BYTES + 1)))
+    peer.outbox.send_in_order(encode(sized(9, MAX_PLAIN_BYTES + 1)))
     run_all(peer.deferred)
     assert calls == [list(range(len(sizes)))]
     assert peer.joined == [*range(len(sizes)), 9]
@@ -196,6 +196,6 @@ def test_a_call_after_answers_follows_the_last_of_them_once(sizes: tuple[int, ..
 def test_an_answer_waits_for_long_frames_of_answers_only(other: int, answer: int, order: list[int]) -> None:
     peer = Peer()
     peer.outbox.send(sized(1, other * MAX_PLAIN_BYTES + 1))
-    peer.outbox.send_answer(encode(sized(2, answer * MAX_PLAIN_BYTES + 1)))
-    peer.outbox.send_answer(encode(Cancel(3)))
+    peer.outbox.send_in_order(encode(sized(2, answer * MAX_PLAIN_BYTES + 1)))
+    peer.outbox.send_in_order(encode(Cancel(3)))
     assert peer.send(Cancel(4)) == order
