@@ -8,6 +8,9 @@ from wire.identity import NodeId
 from wire.node_state import GONE, LINKED, NodeState
 from wire.state_machine import InvariantError
 
+START_SECONDS = 20.0
+"""Seconds after the start of the coordinator in which its members are expected to connect."""
+
 
 class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     """Membership and liveness of one node. All times are in monotonic seconds, as `now` of `step`."""

@@ -1,6 +1,7 @@
 """Newest report and software version of each member, and the view of a member for placement."""
 
 import asyncio
+import operator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from router.placement.sanitize_report import build_node_view
 from wire.bonjour_record import sanitize_text
 from wire.frames import Hello, Report
 from wire.identity import NodeId
-from wire.node_state import EngineStage
+from wire.node_state import EngineStage, NodeState
 from wire.report import Model
 
 
@@ -30,9 +31,7 @@ class _CachedView(NamedTuple):
     """View of a node, with the values from which it was built."""
 
     view: NodeView
-    member: Member
-    row: MemberRow
-    received: ReceivedReport | None
+    values: tuple[Member, MemberRow, ReceivedReport | None, bool]
 
 
 class NodeRecords:
@@ -87,18 +86,21 @@ class NodeRecords:
         hello = self._software.get(node)
         return ("", 0) if hello is None else (sanitize_text(hello.version), hello.protocol)
 
-    def get_view(self, member: Member) -> NodeView:
+    def get_view(self, member: Member, *, starting: bool) -> NodeView:
         """Return the view of a member for placement, which stays the same object until one of its values changes.
 
-        Raise `KeyError` if the store does not have the member.
+        `starting` is whether the coordinator has just started, and members are expected to connect. Raise `KeyError` if
+        the store does not have the member.
         """
         node = member.node
         row, received, cached = self._store.members[node], self._received.get(node), self._views.get(node)
-        if cached is not None and cached.member is member and cached.row is row and cached.received is received:
+        awaited = received is None and (member.state is NodeState.JOINING or (starting and member.enrolled))
+        values = (member, row, received, awaited)
+        if cached is not None and all(map(operator.is_, cached.values, values)):
             return cached.view
         hello = self._software.get(node)
-        view = _build_view(member, row, received, frozenset() if hello is None else frozenset(hello.frames))
-        self._views[node] = _CachedView(view, member, row, received)
+        view = _build_view(*values, frozenset() if hello is None else frozenset(hello.frames))
+        self._views[node] = _CachedView(view, values)
         return view
 
 
@@ -106,10 +108,14 @@ def _unload_all(models: tuple[Model, ...]) -> tuple[Model, ...]:
     return tuple(replace(model, loaded=False, loading=False, groups=()) for model in models)
 
 
-def _build_view(member: Member, row: MemberRow, received: ReceivedReport | None, frames: frozenset[int]) -> NodeView:
+def _build_view(
+    member: Member, row: MemberRow, received: ReceivedReport | None, awaited: bool, frames: frozenset[int]
+) -> NodeView:
     labels = frozenset(row.labels)
     if received is None:
-        return NodeView(row.node, row.name, member.state, member.cordoned, labels=labels, video_allowed=row.video)
+        return NodeView(
+            row.node, row.name, member.state, member.cordoned, labels=labels, video_allowed=row.video, awaited=awaited
+        )
     return build_node_view(
         received.report,
         node=row.node,

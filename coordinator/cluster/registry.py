@@ -17,6 +17,7 @@ from coordinator.cluster import membership
 from coordinator.cluster.links.link_table import LinkTable
 from coordinator.cluster.member_authentication import MemberAuthentication
 from coordinator.cluster.member_state import (
+    START_SECONDS,
     Action,
     CloseLink,
     DeleteMember,
@@ -92,6 +93,8 @@ class Registry:
         self._receivers = listener.receivers
         self._illegal_events = illegal_events
         self._loop = asyncio.get_running_loop()
+        self._connected_by = self._loop.time() + START_SECONDS
+        """Time until which members are expected to connect after the start of the coordinator."""
         members = [row for row in store.members.values() if row.removed is None]
         self._pool = membership.restore_membership(
             (row.node for row in members), self._loop.time(), (row.node for row in members if row.cordoned)
@@ -115,11 +118,14 @@ class Registry:
 
         The view of a node stays the same object until a value of that node changes.
         """
-        return ClusterView(tuple(map(self._records.get_view, self._pool.members.values())))
+        starting = self._loop.time() < self._connected_by
+        return ClusterView(
+            tuple(self._records.get_view(member, starting=starting) for member in self._pool.members.values())
+        )
 
     def get_node_view(self, node: NodeId) -> NodeView:
         """Return the view of a listed node for placement. Raise `KeyError` for any other node."""
-        return self._records.get_view(self._pool.members[node])
+        return self._records.get_view(self._pool.members[node], starting=self._loop.time() < self._connected_by)
 
     def close(self) -> None:
         """Cancel the timers."""

@@ -29,6 +29,7 @@ again after the next request. A wish without `load_at_boot` rests until the firs
 
 from collections.abc import Iterable
 
+from coordinator.cluster.member_state import START_SECONDS
 from coordinator.models.action_history import ActionHistory
 from coordinator.models.replica_search import NodeOption, Obstacle, ReplicaSearch, has_served_version, may_hold
 from coordinator.models.shortfall_text import describe_shortfall
@@ -50,8 +51,6 @@ from wire.node_state import NodeState
 
 RETURN_SECONDS = 60.0
 """Seconds for which the return of a node with a replica is awaited."""
-START_SECONDS = 20.0
-"""Seconds after the start of the coordinator for which members may connect before their replicas are replaced."""
 _RETURNING = frozenset({NodeState.READY, NodeState.SUSPECT, NodeState.LOST, NodeState.JOINING})
 """States of a node that probably returns soon. READY: its engine restarts, or its report is late."""
 

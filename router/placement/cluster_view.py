@@ -90,6 +90,8 @@ class NodeView:
     disk: Disk = field(default_factory=Disk)
     frames: frozenset[int] = frozenset()
     """Tags of the frames that the node knows, by its Hello; empty for a node of version 0.1.0."""
+    awaited: bool = False
+    """Whether the first report of the node to this process of the coordinator is expected soon."""
     _served: dict[str, ServedModel] = field(
         default_factory=dict[str, ServedModel], init=False, repr=False, compare=False
     )

@@ -86,6 +86,11 @@ def _find_load_failure(node: NodeView, request: ResourceDemand, trials: AttemptH
     return node.models[request.model].cause
 
 
+def _join(names: list[str]) -> str:
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return f"{', '.join(names[:4])}{more}"
+
+
 def _refuse_load_failed(known: list[NodeView], request: ResourceDemand, causes: Mapping[NodeId, str]) -> Refused:
     details = "; ".join(f"{node.name}: {causes[node.id]}" for node in known[:4])
     more = f"; and {len(known) - 4} more" if len(known) > 4 else ""
@@ -112,6 +117,14 @@ def _refuse_unknown_model(view: ClusterView, request: ResourceDemand) -> Refused
         return Refused(
             RefusalCode.NOT_READY,
             "no node has reported a model yet: `cluster nodes` lists the nodes, `cluster join` adds a machine",
+            None,
+            UNKNOWN_RETRY_SECONDS,
+        )
+    awaited = [node.name for node in view.nodes if node.awaited]
+    if awaited:
+        return Refused(
+            RefusalCode.NOT_READY,
+            f"no node has reported the model {request.model[:256]!r} yet; awaited are the reports of {_join(awaited)}",
             None,
             UNKNOWN_RETRY_SECONDS,
         )

@@ -24,6 +24,7 @@ from router.placement.place import place
 from router.placement.policies import POLICIES, Policy
 from router.placement.refusals import estimate_retry_seconds
 from router.placement.reservations import NodeReservations, Reservation, ReservationLedger, SwapTurn
+from router.placement.weights import UNKNOWN_RETRY_SECONDS
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.capacity.arithmetic import (
     KV_GROWTH_TOKENS,
@@ -925,6 +926,15 @@ def test_an_unknown_model_is_a_404_that_names_near_ones():
     answer = refused(decide(node("a", None, a_model("qwen3-4b"), a_model("llama-8b")), ask=ResourceDemand("qwen3-4")))
     assert answer == Refused(RefusalCode.NO_MODEL, "no node serves the model 'qwen3-4'; the nearest names are qwen3-4b")
     assert answer.status == 404
+
+
+@pytest.mark.parametrize(("count", "names"), [(1, "m0"), (4, "m0, m1, m2, m3"), (6, "m0, m1, m2, m3 and 2 more")])
+def test_an_unknown_model_may_be_on_a_node_whose_first_report_is_awaited(count: int, names: str):
+    awaited = [replace(node(f"m{number}"), models={}, awaited=True) for number in range(count)]
+    answer = refused(decide(node("a", None, a_model("llama-8b")), *awaited, ask=ResourceDemand("qwen3")))
+    text = f"no node has reported the model 'qwen3' yet; awaited are the reports of {names}"
+    assert answer == Refused(RefusalCode.NOT_READY, text, None, UNKNOWN_RETRY_SECONDS)
+    assert (answer.status, answer.final) == (503, False)
 
 
 @pytest.mark.parametrize(
