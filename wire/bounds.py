@@ -39,6 +39,8 @@ MAX_GROUPS = 256
 """Maximum decode batches of a model."""
 MAX_DELTAS = 256
 """Maximum deltas of a frame, pieces of a delta, and log probabilities of a delta."""
+MAX_CALL_BYTES = 1024 * 1024
+"""Maximum bytes of a tool call of an answer, as UTF-8."""
 LONG_CHARACTERS = 64 * 1024
 """Characters of text in one engine step above which each delta is sent in its own frame."""
 MAX_BIASES = 16 * 1024

@@ -14,7 +14,8 @@ Rules
   not reasoning or calls.
 - Newlines: Newlines next to a marker belong to it: reasoning has none at its ends, content none after a marker. After
   earlier content, newlines after a marker separate it from further content; without further content they are removed.
-- Blocks: No text is lost: a block that is no call, or is unfinished, becomes content with its markers.
+- Blocks: No text is lost: a block that is no call, is unfinished, or has a call of more than `MAX_CALL_BYTES` becomes
+  content with its markers.
 - Errors: No ids raise an exception.
 """
 
@@ -25,6 +26,7 @@ from typing import Protocol
 from node.engine.text.markers import INNER, NORMAL, REASONING, TOOL, MarkerPlace
 from node.engine.text.stop_strings import StopStrings
 from node.engine.text.tool_call_parser import ToolCallParser
+from wire.bounds import MAX_CALL_BYTES
 from wire.frames import Channel
 
 Pieces = tuple[tuple[Channel, str], ...]
@@ -202,8 +204,8 @@ class TextPipeline:
     def _parse_block(self, body: str, start: str, end: str) -> None:
         calls = self._calls.parse_block(body)
         shown = calls[:1] if self._one_call else calls
-        self._pieces += ((Channel.TOOL_CALL, call) for call in shown)
-        if calls:
+        if calls and all(len(call.encode()) <= MAX_CALL_BYTES for call in shown):
+            self._pieces += ((Channel.TOOL_CALL, call) for call in shown)
             self._gap = ""
             self._stopped = self._one_call
         else:

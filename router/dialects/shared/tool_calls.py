@@ -12,12 +12,11 @@ from msgspec import Meta
 
 from router.admission.request_limits import MAX_NAME_CHARS
 from router.worker_thread import encoded_list
+from wire.bounds import MAX_CALL_BYTES
 from wire.frames import Logprob
 
 MAX_CALLS_SENT = 1024
 """Maximum tool calls of one choice that are passed on."""
-MAX_CALL_CHARS = 1024 * 1024
-"""Maximum characters of one call, in the node's JSON."""
 MAX_TOKEN_BYTES = 1024
 """Maximum bytes of a token. No token of a real vocabulary is nearly as long."""
 UNKNOWN_LOGPROB = -9999.0
@@ -42,7 +41,7 @@ _calls = msgspec.json.Decoder(AnswerToolCall)
 
 def parse_call(piece: str) -> AnswerToolCall | None:
     """Parse the text of a delta in the channel `TOOL_CALL`. Return None if it is invalid or too long."""
-    if len(piece) > MAX_CALL_CHARS:
+    if len(piece) > MAX_CALL_BYTES:
         return None
     try:
         return _calls.decode(piece)

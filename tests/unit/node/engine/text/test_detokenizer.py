@@ -19,6 +19,7 @@ from node.engine.text.stop_strings import StopStrings
 from node.engine.text.tokenizer import Tokenizer
 from node.engine.text.tool_call_parser import MAX_BLOCK_CHARS, ToolCallParser
 from tests.support.engine import vocabulary
+from wire.bounds import MAX_CALL_BYTES
 from wire.frames import Channel
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
@@ -279,6 +280,15 @@ def test_a_block_too_long_to_be_read_in_time_is_text():
     made = pipeline([text], parser=lambda block, _: asked.append(block))
     assert run(made, [0]).content == text
     assert asked == []
+
+
+@pytest.mark.parametrize(("more", "calls"), [(0, 1), (1, 0)])
+def test_a_call_beyond_the_limit_of_a_frame_becomes_content(more: int, calls: int):
+    empty = len(json.dumps(call(arguments='{"at": ""}')))
+    long = "x" * (MAX_CALL_BYTES - empty + more)
+    made = run(pipeline([LOOK], parser=lambda block, _: {"name": "look", "arguments": {"at": long}}), [0])
+    assert len(made.calls) == calls
+    assert made.content == ("" if calls else LOOK)
 
 
 def test_a_parser_is_given_the_tools_of_the_request(tmp_path: Path):
