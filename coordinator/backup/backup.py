@@ -36,7 +36,7 @@ from coordinator.backup.archive import (
 )
 from coordinator.backup.atomic_swap import is_unsettled
 from coordinator.backup.encryption import DecryptingReader, EncryptingWriter, EncryptionError
-from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
+from coordinator.tls.cluster_ca import AuthorityError, read_cluster_id
 from host.private_files import create_private_folder
 from host.settings_loader import from_tree
 
@@ -63,7 +63,7 @@ def create_backup(state: Path, file: Path, *, artifacts: bool = False, passphras
     folder has no cluster or an interrupted restore, or a file cannot be read or written. Raise it also if `file` exists
     and is not a backup. An existing file in the age format is a backup only if `passphrase` decrypts it to a backup.
     The former encrypted format needs no passphrase for this check. Raise it also if a file of the folder does not
-    belong to Macpool, or changes meanwhile. A coordinator certificate that is due is renewed in the folder.
+    belong to Macpool, or changes meanwhile.
     """
     if not (state / DATABASE).exists() or not (state / "authority" / "authority.pem").exists():
         raise BackupError(f"there is no cluster in {state}: make the backup on the coordinator's machine")
@@ -102,6 +102,8 @@ def _check_target(file: Path, passphrase: bytes | None) -> None:
     except OSError as error:
         raise BackupError(f"{file} exists and cannot be read: {error.strerror}: choose another name") from None
     if not beginning.startswith((FAMILY, encryption.FORMER_FAMILY)):
+        if encrypted and passphrase is None:
+            raise BackupError(f"{file} exists and is encrypted: choose another name, or --encrypt with its passphrase")
         reason = "is encrypted, and not a backup with this passphrase" if encrypted else "is not a backup"
         raise BackupError(f"{file} exists and {reason}: choose another name")
 
@@ -129,7 +131,7 @@ def _gather(state: Path, folder: Path, *, artifacts: bool) -> tuple[list[Path], 
             raise BackupError(f"{path} is not a file of macpool: move it away, then back up")
     members = [ArchiveMember(name, *_measure(path)) for name, path in named]
     cluster, name, epoch, generation = _read_meta(folder / DATABASE)
-    if ClusterCa(state / "authority", time.time).cluster != cluster:
+    if read_cluster_id(state / "authority" / "authority.pem") != cluster:
         raise BackupError(f"{state / 'authority'} belongs to another cluster than {DATABASE}: restore a backup")
     manifest = Manifest(
         format=FORMAT,

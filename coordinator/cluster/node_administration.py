@@ -69,20 +69,31 @@ class NodeAdministration:
 
         `seconds` is the duration of the pause; None: until a resume; 0: resume now. `by` names the person who orders
         the pause, as text for the node's owner. If the last report already has the ordered state, return that report's
-        sharing state at once, for example with the end of an earlier pause. Return None if no report confirms the order
-        within `PAUSE_TIMEOUT_SECONDS`. Raise `LookupError` if the node is unknown, has not reported, is not linked, or
-        cannot be paused remotely.
+        sharing state at once. A pause of `seconds` is confirmed by another end than before. Return None if no report
+        confirms the order within `PAUSE_TIMEOUT_SECONDS`. Raise `LookupError` if the node is unknown, has not reported,
+        is not linked, or cannot be paused remotely.
         """
-        if not self._get_sharing(node).when:
+        before = self._get_sharing(node)
+        if not before.when:
             raise LookupError("it has not reported yet, or runs a macpool that cannot be paused from here: drain it")
         if not self.links.send(node, PauseNode(seconds, by)):
             raise LookupError("it is not linked: run the same command on that machine, without a name")
         with suppress(TimeoutError):
             async with asyncio.timeout(PAUSE_TIMEOUT_SECONDS):
-                while self._get_sharing(node).by_hand != (seconds != 0):
+                while not _is_confirmed(seconds, before, self._get_sharing(node)):
                     await self.records.wait_for_report(node)
                 return self._get_sharing(node)
         return None
 
     def _get_sharing(self, node: NodeId) -> Sharing:
         return self.registry.get_node_view(node).sharing
+
+
+def _is_confirmed(seconds: float | None, before: Sharing, now: Sharing) -> bool:
+    """Return whether a node's sharing state `now` confirms an order of `pause_node` that was sent in the state
+    `before`."""
+    if seconds == 0:
+        return not now.by_hand
+    if seconds is None:
+        return now.by_hand and now.until is None
+    return now.by_hand and now.until not in (None, before.until)

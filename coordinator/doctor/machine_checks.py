@@ -71,9 +71,8 @@ def check_mlx(here: HostProbe) -> Finding:
     """
     device = here.read_device()
     if device is None:
-        return warn(
-            "MLX did not answer in time", "run `python -m node.engine.process.device_info` and check where it hangs"
-        )
+        fix = "run `python -m node.engine.process.device_info` and read its error, or check where it hangs"
+        return warn("the process that loads MLX failed or did not answer in time", fix)
     if not device["installed"]:
         if not here.has_node:
             return not_here("MLX is not installed, and this machine is not a node")

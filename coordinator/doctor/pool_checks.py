@@ -24,6 +24,7 @@ EXPIRES_SOON_SECONDS = 14 * DAY_SECONDS
 """Remaining validity of a certificate below which the check warns."""
 MAX_TAIL_BYTES = 256 * 1024
 """Bytes that are read from the end of a log."""
+NO_INSPECTION = "the node's inspection failed or did not answer in time"
 NO_CLUSTER = "this machine is in no cluster: `cluster up` creates one, `cluster join` joins one"
 
 
@@ -37,7 +38,7 @@ def check_settings(here: HostProbe) -> Finding:
 
     inspection = here.read_inspection()
     if inspection is None:
-        return warn("the node's inspection did not answer in time", "run `cluster config check`")
+        return warn(NO_INSPECTION, "run `cluster config check`")
     try:
         report = inspect_settings(here.state, here.state / "config.toml", here.environ, (), inspection)
     except CommandError as error:
@@ -79,7 +80,7 @@ def check_coordinator(here: HostProbe) -> Finding:
     if not here.has_node:
         return not_here(NO_CLUSTER)
     if inspection is None:
-        return warn("the node's inspection did not answer in time", "run `python -m node.inspect.report --state STATE`")
+        return warn(NO_INSPECTION, "run `python -m node.inspect.report --state STATE` and read its error")
     if inspection["identity_error"]:
         return fail(inspection["identity_error"], "join again with a token: `cluster join URL --token-file FILE`")
     return assess_dials(dialled)
@@ -269,7 +270,7 @@ def check_identity(here: HostProbe) -> Finding:
         return not_here("this machine has not joined as a node")
     inspection = here.read_inspection()
     if inspection is None:
-        return warn("the node's inspection did not answer in time", "run `python -m node.inspect.report --state STATE`")
+        return warn(NO_INSPECTION, "run `python -m node.inspect.report --state STATE` and read its error")
     if inspection["identity_error"]:
         return fail(
             inspection["identity_error"], "remove the copied folder STATE/node, and join this machine with a new token"
@@ -288,7 +289,7 @@ def check_video(here: HostProbe) -> Finding:
 
     inspection = here.read_inspection()
     if inspection is None or not inspection["video"]["enabled"]:
-        return not_here("video is not enabled here" if inspection else "the node's inspection did not answer in time")
+        return not_here("video is not enabled here" if inspection else NO_INSPECTION)
     try:
         ray = version("ray")
     except PackageNotFoundError:

@@ -37,13 +37,14 @@ def compute_max_connections(files: int) -> int:
 def get_origin(address: str) -> str:
     """Return the key under which an address is counted: an IPv4 address, or the /64 network of an IPv6 address.
 
-    An IPv4-mapped IPv6 address counts as its IPv4 address. A text that is not an IP address is returned unchanged.
+    An IPv4-mapped IPv6 address counts as its IPv4 address. The loopback address `::1` and a text that is not an IP
+    address are returned unchanged.
     """
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return address
-    if isinstance(parsed, ipaddress.IPv4Address):
+    if isinstance(parsed, ipaddress.IPv4Address) or parsed.is_loopback:
         return address
     if parsed.ipv4_mapped is not None:
         return str(parsed.ipv4_mapped)

@@ -116,12 +116,15 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
     create_gauge("cluster_links", "Open links of nodes.", lambda p: p.links.open),
     create_gauge(
         "cluster_unauthenticated_connections",
-        "Open connections to the cluster port that are not links yet.",
+        "Open connections to the cluster port that are neither links nor relays, such as those of joining nodes and of "
+        "queries.",
         lambda p: p.links.unlinked,
     ),
     create_counter("cluster_node_connections", "Links established.", lambda p: p.links.linked),
     create_counter(
-        "cluster_node_connections_denied", "Connections of nodes that were refused.", lambda p: p.links.denied
+        "cluster_node_connections_denied",
+        "Requests of nodes for a link that were refused.",
+        lambda p: p.links.denied,
     ),
 )
 

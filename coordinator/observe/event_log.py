@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -24,7 +25,8 @@ KEEPALIVE_SECONDS = 15.0
 STREAMED_LOGGERS = ("coordinator.", "router.")
 """Prefixes of loggers whose events are streamed. Events of libraries are only in the log."""
 Event = tuple[int, bytes]
-"""Number of an event, from 1, and its JSON."""
+"""Number of an event, and its JSON. The numbers begin with the Unix milliseconds of the start, and therefore grow also
+over a restart of the coordinator."""
 
 
 class EventLog:
@@ -35,7 +37,7 @@ class EventLog:
         self._ring: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._readers: dict[int, deque[Event]] = {}
         self._wake: asyncio.Event = asyncio.Event()
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(int(time.time() * 1000))
         self._numbers_of_readers = itertools.count(1)
 
     def add_event(self, event: Mapping[str, Any]) -> None:
@@ -66,9 +68,8 @@ class EventLog:
     async def stream_events(self, last: int | None, newest: int, *, follow: bool) -> AsyncGenerator[bytes]:
         """Yield the events after number `last`, or the newest `newest` events if `last` is None, as server-sent events.
 
-        With `follow`, continue with new events, and a comment after each `KEEPALIVE_SECONDS` of silence. The numbers
-        restart with the coordinator: after a `last` of an earlier process, stored events with lower numbers are left
-        out. The caller checks `full` before, because this call does not limit the readers.
+        With `follow`, continue with new events, and a comment after each `KEEPALIVE_SECONDS` of silence. The caller
+        checks `full` before, because this call does not limit the readers.
         """
         ring = list(self._ring)
         begin = [event for event in ring if event[0] > last] if last is not None else ring[max(0, len(ring) - newest) :]

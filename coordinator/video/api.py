@@ -176,7 +176,8 @@ class VideoApp:
 
     def _render_list(self, key: ApiKey, query: Mapping[str, str]) -> bytes | Problem:
         limit, order, after = query.get("limit", str(DEFAULT_LISTED)), query.get("order", "desc"), query.get("after")
-        if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
+        count = int(limit) if limit.isdecimal() and len(limit) < 10 else 0
+        if not 1 <= count <= MAX_LISTED:
             return build_invalid(f"limit must be 1 to {MAX_LISTED}", "limit")
         if order not in ("asc", "desc"):
             return build_invalid("order must be asc or desc", "order")
@@ -188,7 +189,7 @@ class VideoApp:
             if place is None:
                 return build_invalid("after: there is no such video", "after")
             jobs = jobs[place + 1 :]
-        page = jobs[: int(limit)]
+        page = jobs[:count]
         return msgspec.json.encode(
             {
                 "object": "list",

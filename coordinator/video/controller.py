@@ -15,6 +15,7 @@ from pathlib import Path
 
 import structlog
 
+from coordinator.state.store_errors import StoreError
 from coordinator.video.artifacts import ArtifactFolder, FetchFromNode
 from coordinator.video.job_files import RETRY_SECONDS, JobFiles
 from coordinator.video.job_history import JobHistory
@@ -57,7 +58,8 @@ class VideoController:
     returns Unix seconds, `clock` seconds on the clock of `NodeView.reported_at`; by default the clock of the event
     loop. Raise `StoreError` if the database in `folder` cannot be opened or read.
 
-    A change for which a method raises `StoreError` is in effect until the coordinator restarts: the job table has it.
+    A cancellation or deletion for which a method raises `StoreError` is in effect until the coordinator restarts: the
+    job table has it.
     """
 
     def __init__(
@@ -122,7 +124,7 @@ class VideoController:
         """Enqueue a job of the API key `key` (id), and return it after it is on disk.
 
         `idempotency` is the idempotency key of the request, and `digest` the digest of its body; both may be empty.
-        Raise `StoreError` if the job cannot be stored; the job is queued then nevertheless.
+        Raise `StoreError` if the job cannot be stored; the job is deleted then.
         """
         self._sequence += 1
         job = VideoJob(
@@ -137,7 +139,11 @@ class VideoController:
         )
         log.info("video submitted", job=job.id, model=wanted.model, size=f"{wanted.width}x{wanted.height}")
         self.apply_event(events.JobSubmitted(job))
-        await self._records.flush()
+        try:
+            await self._records.flush()
+        except StoreError:
+            self.apply_event(events.JobDeleted(job.id))
+            raise
         return self.table.jobs.get(job.id, job)
 
     async def cancel_job(self, job: str) -> None:

@@ -20,7 +20,7 @@ class JobHistory:
     def record(self, before: JobTable, after: JobTable) -> None:
         """Count and log the transitions between two job tables.
 
-        A job that is missing in `after`, such as an open job that was deleted, is neither counted nor logged.
+        An open job that is missing in `after` was deleted. Its end is counted as that of a cancelled job.
         """
         if before.jobs != after.jobs:
             self._record_transitions(before, after)
@@ -28,6 +28,10 @@ class JobHistory:
             self._count_grants(before, after)
 
     def _record_transitions(self, before: JobTable, after: JobTable) -> None:
+        for job in before.jobs.values():
+            if job.open and job.id not in after.jobs:
+                self.counters.count_deletion()
+                log.info("video", job=job.id, state="deleted", node=job.node, generation=job.generation)
         for job in after.jobs.values():
             old = before.jobs.get(job.id)
             if old is not None and old.state != job.state:

@@ -30,7 +30,7 @@ class VideoCounters:
     """Counters of video jobs since the start of the coordinator."""
 
     ends: dict[str, int] = field(default_factory=lambda: dict.fromkeys(ENDS, 0))
-    """Ended jobs by end, one of `ENDS`, without jobs that were deleted while they were open."""
+    """Ended jobs by end, one of `ENDS`. A job that was deleted while it was open counts as cancelled."""
     failures: dict[str, int] = field(default_factory=dict[str, int])
     """Failed jobs by reason, one of `REASONS`."""
     clip_seconds: float = 0.0
@@ -48,6 +48,10 @@ class VideoCounters:
             self.queue_seconds.observe(max(0.0, now - job.created))
         if not job.open and old.open:
             self._count_end(job)
+
+    def count_deletion(self) -> None:
+        """Count the deletion of an open job."""
+        self.ends[CANCELLED] += 1
 
     def count_grant(self, seconds: float) -> None:
         """Count a lease that its node granted `seconds` after the request."""

@@ -108,8 +108,9 @@ class DigestStore:
 
 
 def list_content_files(folder: Path) -> list[str]:
-    """Return the sorted paths, below a model folder, of the files that change answers."""
-    named = {name for name in IDENTITY_FILES if (folder / name).exists()}
+    """Return the sorted paths, below a model folder, of the files that change answers. Leave out files that are not
+    accessible."""
+    named = {name for name in IDENTITY_FILES if os.path.exists(folder / name)}
     return sorted(named | {file.name for file in folder.glob("*.safetensors")})
 
 

@@ -165,6 +165,8 @@ def _check_order(kinds: Sequence[tuple[str, str]]) -> None:
 def _read_pooling(folder: Path) -> tuple[Pooling, ...]:
     """Return the poolings of a model, in the order in which they are joined."""
     config = read_object(folder, POOLING)
+    if config.get("include_prompt") is False:
+        raise EmbeddingFilesError("exclude the prompt from the pooling, which Macpool does not support")
     named = config.get("pooling_mode")
     if named is not None:
         names = cast("list[object]", named) if isinstance(named, list) else [named]
@@ -178,8 +180,6 @@ def _read_pooling(folder: Path) -> tuple[Pooling, ...]:
     chosen = tuple(pooling for key, pooling in _MODES.items() if config.get(key) is True)
     if not chosen:
         raise EmbeddingFilesError(f"choose no pooling in {POOLING}")
-    if config.get("include_prompt") is False:
-        raise EmbeddingFilesError("exclude the prompt from the pooling, which Macpool does not support")
     return chosen
 
 

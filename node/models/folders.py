@@ -32,7 +32,8 @@ def find_model_folders(top: Path, marker: str = MODEL) -> Iterator[tuple[str, Pa
 
     A name is the path below `top`, or the folder name of `top` itself. The search ends at `MAX_DEPTH` levels and
     `MAX_FOLDERS` folders. It does not enter a folder with `config.json` or `model_index.json`, a hidden folder, or a
-    repository `models--…` of Hugging Face's cache. Folders with GGUF files count as models, and are entered.
+    repository `models--…` of Hugging Face's cache. Folders with GGUF files count as models, and are entered. A folder
+    whose files are not accessible is searched by the names that can be read.
     """
     visited = 0
     waiting: list[tuple[Path, int]] = [(top, 0)]
@@ -53,7 +54,7 @@ def has_gguf(names: Iterable[str]) -> bool:
 
 
 def _should_descend(path: Path) -> bool:
-    return not path.name.startswith((".", "models--")) and path.is_dir()
+    return not path.name.startswith((".", "models--")) and os.path.isdir(path)
 
 
 def list_names(folder: Path) -> list[str]:
@@ -77,7 +78,7 @@ def find_snapshots(hub: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]
             continue
         folder = hub / entry
         snapshot = _find_snapshot(folder, marker)
-        if snapshot is not None and (marker == PACKAGE or not (snapshot / PACKAGE).exists()):
+        if snapshot is not None and (marker == PACKAGE or not os.path.exists(snapshot / PACKAGE)):
             yield rest.replace("--", "/"), snapshot
 
 
@@ -87,10 +88,10 @@ def _find_snapshot(folder: Path, marker: str) -> Path | None:
     except OSError:
         revision = ""
     named = folder / "snapshots" / revision
-    if revision and (named / marker).exists():
+    if revision and os.path.exists(named / marker):
         return named
     snapshots = [folder / "snapshots" / name for name in list_names(folder / "snapshots")]
-    chosen = next((snapshot for snapshot in snapshots if (snapshot / marker).exists()), None)
+    chosen = next((snapshot for snapshot in snapshots if os.path.exists(snapshot / marker)), None)
     if chosen is None and marker == MODEL:
         chosen = next((snapshot for snapshot in snapshots if has_gguf(list_names(snapshot))), None)
     return chosen

@@ -4,6 +4,7 @@ restarts."""
 import asyncio
 import errno
 import hashlib
+import sqlite3
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from coordinator.video import artifacts as artifacts_module
 from coordinator.video.artifacts import ArtifactFolder
 from coordinator.video.state.events import JobPlaced
 from coordinator.video.state.jobs import JobFault, JobState
+from coordinator.video.store import FILE
 from tests.contract.test_videos import Pool, pool
 from tests.support.cluster.cluster_port import opened
 from tests.support.cluster.loopback_cluster import a_memory
@@ -333,6 +335,22 @@ async def test_an_illegal_event_of_a_video_job_is_counted(tmp_path: Path):
         assert counts == IllegalEventCounts() | {"video_job": 1}
         await asked(one)
         assert counts == IllegalEventCounts() | {"video_job": 1}, "later events are legal"
+
+
+async def test_a_job_that_cannot_be_stored_does_not_run(tmp_path: Path):
+    async with pool(tmp_path, peer={"plays": False}) as one, one.http() as http:
+        stored = await asked(one)
+        await one.until(stored, "in_progress")
+        await http.post(f"/v1/videos/{stored}/cancel")
+        await one.port.until(lambda: not one.conductor.table.holds)
+        with sqlite3.connect(tmp_path / "state" / FILE) as other:
+            other.execute("DROP TABLE jobs")
+        for _ in range(2):
+            answer = await http.post("/v1/videos", json={"prompt": "x"}, headers={"Idempotency-Key": "again"})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_failed")
+            assert list(one.conductor.table.jobs) == [stored]
+            await one.port.until(lambda: not one.conductor.table.holds)
+        assert one.peer.leases == {}
 
 
 async def test_a_second_end_of_a_lease_that_contradicts_the_first_is_ignored(tmp_path: Path):

@@ -18,6 +18,7 @@ import structlog
 
 from coordinator.cluster.links.link_budgets import BUDGET_RETRY_SECONDS, BUDGETED, NodeBudgets
 from coordinator.joining.enrollment import EnrollmentConnection
+from coordinator.state.store_errors import StoreError
 from wire.certificate import read_certificate
 from wire.codec import MAX_JOINED_FROM_NODE_BYTES, WireError, decode
 from wire.frames import (
@@ -189,11 +190,12 @@ class Connection(LinkEndpoint):
     def data_received(self, data: bytes) -> None:
         """Split bytes into frames and process them. Bytes of a peer without a certificate go to its enrolment only.
 
-        Abort the connection after too many bytes before Hello, and after an invalid frame. Raise `StoreError` if the
-        enrolment cannot be stored, and `IllegalEventError` for the Hello of a node that has left.
+        Abort the connection after too many bytes before Hello, and after an invalid frame. Raise `IllegalEventError`
+        for the Hello of a node that has left.
         """
-        if self._enrollment is not None:
-            self._send_enrollment_frames(self._enrollment.feed(data, self._loop.time()))
+        enrollment = self._enrollment
+        if enrollment is not None:
+            self._advance_enrollment(lambda: enrollment.feed(data, self._loop.time()))
             return
         if self.node is None:
             self._unlinked_bytes += len(data)
@@ -298,8 +300,18 @@ class Connection(LinkEndpoint):
         self._loop.call_soon(self._poll_enrollment)
 
     def _poll_enrollment(self) -> None:
-        if self._enrollment is not None and self.open:
-            self._send_enrollment_frames(self._enrollment.poll(self._loop.time()))
+        enrollment = self._enrollment
+        if enrollment is not None and self.open:
+            self._advance_enrollment(lambda: enrollment.poll(self._loop.time()))
+
+    def _advance_enrollment(self, step: Callable[[], list[Frame]]) -> None:
+        """Send the frames that a step of the enrolment returns. Refuse the peer if the step cannot be stored."""
+        try:
+            frames = step()
+        except StoreError as error:
+            self.refuse(Denied("storage_failed", f"the coordinator cannot store a new member: {error}"))
+        else:
+            self._send_enrollment_frames(frames)
 
     def _send_enrollment_frames(self, frames: list[Frame]) -> None:
         """Send frames of the enrolment. A certificate is sent only after its record is on disk."""

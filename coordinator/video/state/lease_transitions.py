@@ -21,7 +21,6 @@ LOST = frozenset({LeaseEndCode.WORKER_LOST, LeaseEndCode.NODE_PAUSED})
 def apply_answer(turn: Transition, node: str, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
     """Apply a node's frame about a lease. Ignore a frame from another node or of another generation than the hold.
 
-    A job whose files are being fetched has no hold: its lease end is accepted from any node.
     Raise `IllegalTransitionError` for a lease end that would restart a job whose files are being fetched.
     """
     hold = turn.holds.get(frame.lease)
@@ -37,7 +36,7 @@ def apply_answer(turn: Transition, node: str, frame: LeaseGranted | LeaseRefused
 
 
 def _apply_granted(turn: Transition, node: str, frame: LeaseGranted) -> None:
-    job = turn.find_job(frame.lease, frame.generation)
+    job = turn.find_job(node, frame.lease, frame.generation)
     if job is None:
         turn.actions.append(ReleaseLease(node, frame.lease, frame.generation, ReleaseCause.SUPERSEDED))
         return
@@ -56,7 +55,7 @@ def _apply_granted(turn: Transition, node: str, frame: LeaseGranted) -> None:
 
 
 def _apply_refused(turn: Transition, node: str, frame: LeaseRefused) -> None:
-    job = turn.find_job(frame.lease, frame.generation)
+    job = turn.find_job(node, frame.lease, frame.generation)
     if job is not None and job.state != JobState.LEASING:
         return  # it was granted before, and holds until its node says that it ended
     turn.holds.pop(frame.lease, None)
@@ -66,7 +65,7 @@ def _apply_refused(turn: Transition, node: str, frame: LeaseRefused) -> None:
 
 
 def _apply_ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
-    job = turn.find_job(frame.lease, frame.generation) or _find_fetching_job(turn, frame)
+    job = turn.find_job(node, frame.lease, frame.generation) or _find_fetching_job(turn, node, frame)
     turn.holds.pop(frame.lease, None)
     if job is None or not job.open or job.state == JobState.QUEUED:
         turn.actions.append(ReleaseLease(node, frame.lease, frame.generation, ReleaseCause.ACKNOWLEDGED))
@@ -92,19 +91,16 @@ def _apply_ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
         turn.fail_job(job, frame.code, frame.message)
 
 
-def _find_fetching_job(turn: Transition, frame: LeaseEnded) -> VideoJob | None:
-    """Return the job of a repeated lease end whose files are being fetched; None if there is none.
+def _find_fetching_job(turn: Transition, node: str, frame: LeaseEnded) -> VideoJob | None:
+    """Return the job of a repeated lease end whose files are being fetched from `node`; None if there is none.
 
     The job has no hold any more.
     """
-    return next(
-        (
-            job
-            for job in turn.jobs.values()
-            if job.state == JobState.FINALIZING and (job.lease, job.generation) == (frame.lease, frame.generation)
-        ),
-        None,
-    )
+    for job in turn.jobs.values():
+        lease = (job.node, job.lease, job.generation)
+        if job.state == JobState.FINALIZING and lease == (node, frame.lease, frame.generation):
+            return job
+    return None
 
 
 def _decode_text(encoded: bytes) -> str:
@@ -118,11 +114,11 @@ def apply_report(turn: Transition, event: LeasesReported) -> None:
     """Apply a node's report about leases: progress of listed leases, release of unknown ones, loss of missing ones."""
     reported = {state.lease: state for state in event.leases}
     for state in event.leases:
-        if turn.find_job(state.lease, state.generation) is None and not _is_kept(turn, state):
+        if turn.find_job(event.node, state.lease, state.generation) is None and not _is_kept(turn, event.node, state):
             cause = ReleaseCause.ACKNOWLEDGED if state.phase == "ended" else ReleaseCause.SUPERSEDED
             turn.actions.append(ReleaseLease(event.node, state.lease, state.generation, cause))
         else:
-            _apply_progress(turn, state)
+            _apply_progress(turn, event.node, state)
     for hold in [hold for hold in turn.holds.values() if hold.node == event.node]:
         _apply_presence(turn, hold, hold.lease in reported)
     for job in [job for job in turn.jobs.values() if job.node == event.node and job.state == JobState.FINALIZING]:
@@ -136,18 +132,21 @@ def _apply_file_presence(turn: Transition, job: VideoJob, present: bool) -> None
         turn.put_job(replace(job, misses=0 if present else job.misses + 1), save=False)
 
 
-def _is_kept(turn: Transition, state: LeaseState) -> bool:
+def _is_kept(turn: Transition, node: str, state: LeaseState) -> bool:
     """Return whether a node keeps a lease without a running job.
 
     Either its files are being fetched, or its release was already requested.
     """
-    if state.phase == "ending" or state.lease in turn.holds:
+    hold = turn.holds.get(state.lease)
+    if state.phase == "ending" or (hold is not None and hold.node == node):
         return True
-    return any(job.lease == state.lease and job.state == JobState.FINALIZING for job in turn.jobs.values())
+    return any(
+        (job.node, job.lease) == (node, state.lease) and job.state == JobState.FINALIZING for job in turn.jobs.values()
+    )
 
 
-def _apply_progress(turn: Transition, state: LeaseState) -> None:
-    job = turn.find_job(state.lease, state.generation)
+def _apply_progress(turn: Transition, node: str, state: LeaseState) -> None:
+    job = turn.find_job(node, state.lease, state.generation)
     if job is None or job.state != JobState.IN_PROGRESS:
         return
     began = state.phase not in ("", "granting", "granted")
@@ -175,7 +174,7 @@ def _apply_presence(turn: Transition, hold: LeaseHold, present: bool) -> None:
     if hold.misses + 1 < MAX_MISSED_REPORTS:
         turn.holds[hold.lease] = changed(hold, misses=hold.misses + 1)
         return
-    job = turn.find_job(hold.lease, hold.generation)
+    job = turn.find_job(hold.node, hold.lease, hold.generation)
     if job is not None and job.state == JobState.LEASING:
         return  # the node is still making up its mind; the deadline rules
     del turn.holds[hold.lease]
@@ -196,7 +195,7 @@ def apply_node_away(turn: Transition, node: str) -> None:
             due = turn.now + turn.rules.away_seconds
             turn.put_job(replace(job, away=True, due=due, phase="waiting for its node"), save=False)
     for hold in [hold for hold in turn.holds.values() if hold.node == node]:
-        if turn.find_job(hold.lease, hold.generation) is None:
+        if turn.find_job(hold.node, hold.lease, hold.generation) is None:
             del turn.holds[hold.lease]
     turn.pauses.pop(node, None)
 

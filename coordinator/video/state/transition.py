@@ -37,13 +37,13 @@ class Transition:
             self.actions.append(SaveJob(job))
         return job
 
-    def find_job(self, lease: str, generation: int) -> VideoJob | None:
-        """Return the job whose current lease has this id and generation; None if there is none.
+    def find_job(self, node: str, lease: str, generation: int) -> VideoJob | None:
+        """Return the job whose current lease has this node, id and generation; None if there is none.
 
         Return None as well without a hold of the lease, as for a job whose files are being fetched.
         """
         hold = self.holds.get(lease)
-        job = None if hold is None else self.jobs.get(hold.job)
+        job = None if hold is None or hold.node != node else self.jobs.get(hold.job)
         if job is None or job.lease != lease or job.generation != generation:
             return None
         return job
@@ -58,8 +58,20 @@ class Transition:
             self.actions.append(ReleaseLease(hold.node, lease, hold.generation, cause))
 
     def fail_job(self, job: VideoJob, code: str, message: str) -> None:
-        """Fail an open job with this code and message. Raise `IllegalTransitionError` if the job has ended."""
-        self.put_job(change_state(job, JobState.FAILED, fault=JobFault(code, message), phase="failed", ended=self.now))
+        """Fail an open job with this code and message. Raise `IllegalTransitionError` if the job has ended.
+
+        The generation of the job grows, so that a lease that its node still holds belongs to no job.
+        """
+        self.put_job(
+            change_state(
+                job,
+                JobState.FAILED,
+                generation=job.generation + 1,
+                fault=JobFault(code, message),
+                phase="failed",
+                ended=self.now,
+            )
+        )
 
     def requeue_job(self, job: VideoJob, phase: str) -> None:
         """Return a leasing or running job to its position in the queue, with `phase` as the reason.

@@ -137,7 +137,7 @@ def _apply_cancelled(turn: Transition, name: str, message: str) -> None:
         turn.actions.append(ReleaseLease(job.node, job.lease, job.generation, ReleaseCause.ACKNOWLEDGED))
         turn.actions.append(ExpireFiles(job.id))
     turn.release_hold(job.lease, ReleaseCause.CANCELLED)
-    turn.fail_job(replace(job, generation=job.generation + 1), JobFaultCode.CANCELLED, message)
+    turn.fail_job(job, JobFaultCode.CANCELLED, message)
 
 
 def _apply_restart(turn: Transition) -> None:

@@ -3,6 +3,7 @@
 import http.client
 import select
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Final
 
 import httpx2
@@ -67,17 +68,19 @@ class RelayTransport(httpx2.BaseTransport):
         return httpx2.Response(answer.status, headers=answer.getheaders(), stream=body, request=request)
 
     def _take(self) -> _RelayConnection:
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.is_reusable():
-                return connection
-            connection.close()
+        with suppress(IndexError):  # none is left; another thread may have taken the last one
+            while True:
+                connection = self._idle.pop()
+                if connection.is_reusable():
+                    return connection
+                connection.close()
         return _RelayConnection(self._cluster, self._token)
 
     def close(self) -> None:
         """Close the idle connections."""
-        while self._idle:
-            self._idle.pop().close()
+        with suppress(IndexError):
+            while True:
+                self._idle.pop().close()
 
 
 class _RelayBody(httpx2.SyncByteStream):

@@ -14,9 +14,11 @@ import pytest
 
 from coordinator.state.database import Database
 from coordinator.state.store_errors import StoreError
+from node.agent.enrollment import EnrollDenied, enroll
 from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
 from tests.support.cluster.cluster_port import Line, Port, a_report, opened
+from tests.support.cluster.enrolment import HARDWARE
 from tests.support.processes import CLI, Process, environment
 from wire.bounds import MAX_TOKENS
 from wire.frames import Admitted, Delta, Deltas, Finished, Generate
@@ -108,6 +110,41 @@ async def test_a_removal_that_is_not_on_the_disk_is_not_answered_as_done(port: P
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "state_not_written")
     assert port.application.store.deny_list.is_denied(who.node, "")
     port.application.store._writer._failure = None  # pyright: ignore[reportPrivateUsage]  so that the pool closes
+
+
+@pytest.mark.parametrize("has_token", [True, False])
+async def test_a_member_that_cannot_be_stored_is_refused_with_the_reason(
+    port: Port, tmp_path: Path, has_token: bool
+) -> None:
+    application = port.application
+
+    def approve(code: str, _: float) -> None:
+        application.approvals.approve(code, asyncio.get_running_loop().time())
+
+    token = application.admin.tokens.create() if has_token else None
+    await application.store.flush()
+    other = sqlite3.connect(port.folder / "state" / "cluster.db")
+    other.execute("DROP TABLE audit")
+    other.close()
+    application.store.audit.add(0.0, "node", "joined", "studio", "")
+    with pytest.raises(StoreError):
+        await application.store.flush()
+    with pytest.raises(EnrollDenied, match="the state could not be written") as denied:
+        await asyncio.wait_for(
+            enroll(
+                f"127.0.0.1:{port.number}",
+                token,
+                name="studio",
+                machine="m1",
+                hardware=HARDWARE,
+                folder=tmp_path / "node",
+                on_code=approve,
+            ),
+            30,
+        )
+    assert denied.value.reason == "storage_failed"
+    await port.until(lambda: application.nodes.server.count_unlinked() == 0)
+    application.store._writer._failure = None  # pyright: ignore[reportPrivateUsage]  so that the pool closes
 
 
 async def test_a_revocation_is_on_the_disk_before_it_is_answered(port: Port) -> None:

@@ -37,7 +37,7 @@ from coordinator.state.database import Database
 from coordinator.state.rows import KeyRow, MemberRow, TokenRow
 from coordinator.state.schema import MIGRATIONS
 from coordinator.state.store_errors import StateLockedError
-from coordinator.tls.cluster_ca import ClusterCa
+from coordinator.tls.cluster_ca import ClusterCa, read_cluster_id
 from coordinator.video.state.jobs import RequestedClip, VideoJob
 from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey
 from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
@@ -209,15 +209,17 @@ def test_an_encrypted_file_is_replaced_only_if_the_passphrase_decrypts_it_to_a_b
         writer.write(b"dear diary")
         writer.finish()
     content = diary.read_bytes()
-    for passphrase in (None, b"p", b"q"):
+    for passphrase in (b"p", b"q"):
         with pytest.raises(BackupError, match="exists and is encrypted, and not a backup with this passphrase: choose"):
             create_backup(home[0], diary, passphrase=passphrase)
+    with pytest.raises(BackupError, match="is encrypted: choose another name, or --encrypt with its passphrase"):
+        create_backup(home[0], diary)
     assert diary.read_bytes() == content
     create_backup(home[0], file, passphrase=b"p")
     first = file.read_bytes()
     create_backup(home[0], file, passphrase=b"p")
     assert file.read_bytes() != first
-    with pytest.raises(BackupError, match="not a backup with this passphrase"):
+    with pytest.raises(BackupError, match="is encrypted: choose another name"):
         create_backup(home[0], file)
     file.write_bytes(b"macpool sealed 1\n" + bytes(100))
     assert create_backup(home[0], file).manifest.cluster == home[1]
@@ -335,6 +337,19 @@ def test_a_database_of_another_cluster_than_its_authority_is_refused(tmp_path: P
     shutil.copy(tmp_path / "two/authority/authority.pem", tmp_path / "one/authority/authority.pem")
     with pytest.raises(BackupError, match="another cluster"):
         create_backup(tmp_path / "one", tmp_path / "b")
+
+
+def test_backup_changes_no_file_although_the_coordinator_certificate_is_due(tmp_path: Path) -> None:
+    ClusterCa(tmp_path / "home" / "authority", lambda: time.time() - 61 * 86400)
+    own = (tmp_path / "home" / "authority" / "coordinator.pem").read_bytes()
+    store = Database(tmp_path / "home")
+    store.create_cluster(read_cluster_id(tmp_path / "home" / "authority" / "authority.pem"), "home")
+    store.close()
+    (tmp_path / "home" / "pepper").write_bytes(b"p" * 32)
+    file = create_backup(tmp_path / "home", tmp_path / "b").file
+    assert (tmp_path / "home" / "authority" / "coordinator.pem").read_bytes() == own
+    restore(file, tmp_path / "other", NOW)
+    assert (tmp_path / "other" / "authority" / "coordinator.pem").read_bytes() == own
 
 
 def test_create_backup_overwrites_only_backups(home: tuple[Path, str], tmp_path: Path) -> None:

@@ -281,9 +281,18 @@ async def test_a_pause_is_sent_to_its_node_and_answered_by_its_report(port: Port
     assert await pausing == paused
     await port.until(lambda: port.state(who) == "paused")
     assert isinstance(placed(port), NoPlacement)
+    for number, seconds, until in ((3, 7200.0, time.time() + 7200), (5, None, None)):
+        pausing = asyncio.create_task(nodes.administration.pause_node(who.node, seconds, "boss"))
+        assert await line.until(PauseNode) == PauseNode(seconds, "boss")
+        line.send(a_report(number, sharing=paused, draining=True))
+        paused = replace(paused, until=until)
+        line.send(a_report(number + 1, sharing=paused, draining=True))
+        assert await pausing == paused, "a report with the end of the earlier pause confirms nothing"
+    assert await nodes.administration.pause_node(who.node, None, "boss") == paused
     resuming = asyncio.create_task(nodes.administration.pause_node(who.node, 0.0, "boss"))
+    assert await line.until(PauseNode) == PauseNode(None, "boss")
     assert await line.until(PauseNode) == PauseNode(0.0, "boss")
-    line.send(a_report(3, sharing=Sharing("always")))
+    line.send(a_report(7, sharing=Sharing("always")))
     assert await resuming == Sharing("always")
     await port.until(lambda: port.state(who) == "ready")
     assert isinstance(placed(port), Placement)

@@ -131,6 +131,7 @@ def test_checks_without_inspection_warn_with_the_command_to_run(tmp_path: Path):
     ):
         found = check(here)
         assert (found.result, f"python -m {module}" in found.fix) == ("warn", True), found
+    assert "failed or did not answer in time" in checks.check_mlx(here).text
 
 
 # memory

@@ -160,13 +160,19 @@ def silent(here: HostProbe) -> HostProbe:
 def test_a_nodes_part_that_does_not_answer_is_a_warning_with_the_command_to_run(tmp_path: Path):
     joined(tmp_path)
     found = {check: check(silent(pretended(tmp_path))) for check in (checks.check_coordinator, checks.check_identity)}
-    examine = "run `python -m node.inspect.report --state STATE`"
-    assert {seen(one) for one in found.values()} == {("warn", "the node's inspection did not answer in time", examine)}
+    examine = "run `python -m node.inspect.report --state STATE` and read its error"
+    assert {seen(one) for one in found.values()} == {
+        ("warn", "the node's inspection failed or did not answer in time", examine)
+    }
     found_settings = seen(checks.check_settings(silent(pretended(tmp_path))))
-    assert found_settings == ("warn", "the node's inspection did not answer in time", "run `cluster config check`")
+    assert found_settings == (
+        "warn",
+        "the node's inspection failed or did not answer in time",
+        "run `cluster config check`",
+    )
     assert seen(checks.check_video(silent(pretended(tmp_path))))[:2] == (
         "not here",
-        "the node's inspection did not answer in time",
+        "the node's inspection failed or did not answer in time",
     )
     assert seen(checks.check_video(pretended(tmp_path)))[:2] == ("not here", "video is not enabled here")
 

@@ -99,6 +99,14 @@ def test_a_place_is_given_back_once():
     assert len(places) == 0
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "::ffff:127.0.0.1"])
+def test_a_client_of_this_machine_needs_no_key_for_many_connections(address: str):
+    places, ended = ConnectionSlots(max_connections=100, max_unauthenticated=3), list[ConnectionSlot]()
+    for _ in range(50):
+        taken(places, address, ended).mark_busy()
+    assert places.reserve_slot(address) is None, "half of all connections"
+
+
 @pytest.mark.parametrize(
     ("address", "whose"),
     [
@@ -107,6 +115,8 @@ def test_a_place_is_given_back_once():
         ("2001:db8::ffff:1", "2001:db8::"),
         ("fe80::1%en0", "fe80::"),
         ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("::1", "::1"),
+        ("::2", "::"),
         ("", ""),
     ],
 )

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 
 from msgspec.structs import replace
+from structlog.testing import capture_logs
 
 from coordinator.video.job_history import JobHistory
 from coordinator.video.state.job_table import JobTable, LeaseHold
@@ -23,10 +24,18 @@ def test_transitions_and_grants_are_counted_once():
         JobTable(jobs={queued.id: leasing}, holds={"l": asked}),
         JobTable(jobs={queued.id: running}, holds={"l": granted}),
         JobTable(jobs={queued.id: running}, holds={"l": granted}),
-        JobTable(),
     ]
     for before, after in itertools.pairwise(tables):
         history.record(before, after)
     grants, waits = history.counters.confirm_seconds, history.counters.queue_seconds
     assert (sum(grants.counts), grants.total) == (1, 10.0)
     assert (sum(waits.counts), waits.total) == (1, 30.0)
+
+
+def test_only_the_deletion_of_an_open_job_is_an_end():
+    history, running = JobHistory(lambda: 130.0), a_job(1, state=JobState.IN_PROGRESS, node="a", generation=1)
+    ended = replace(running, id="video_2", state=JobState.COMPLETED)
+    with capture_logs() as logs:
+        history.record(JobTable(jobs={job.id: job for job in (running, ended)}), JobTable())
+    assert history.counters.ends == {"completed": 0, "failed": 0, "cancelled": 1}
+    assert [(entry["job"], entry["state"], entry["node"]) for entry in logs] == [("video_1", "deleted", "a")]

@@ -9,6 +9,7 @@ from node.hub.cache_layout import RepositoryFolder
 from node.hub.digests import STORE_NAME, DigestStore, find_content
 from node.hub.idle_hasher import MIN_IDLE_CHECKS, NEXT_SEARCH_CHECKS, IdleHasher
 from node.settings import ModelSettings
+from tests.unit.node.models.test_catalogue import lock
 
 
 class Node:
@@ -59,6 +60,14 @@ def test_models_of_the_cache_are_found_if_the_node_serves_it(tmp_path: Path, cac
     cached = node.add_cached()
     assert node.hasher.find_unhashed() == (cached if cache else None)
     assert node.add_model() == node.hasher.find_unhashed(), "model folders come first"
+
+
+def test_a_folder_that_may_not_be_searched_does_not_end_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    node = Node(tmp_path, cache=False)
+    folder = node.add_model()
+    (node.models / "shelf" / "locked").mkdir(parents=True)
+    lock(monkeypatch, node.models / "shelf", folder)
+    assert node.hasher.find_unhashed() == folder, "its hashing ends with the reason"
 
 
 def test_a_folder_without_weights_is_left_out(tmp_path: Path):

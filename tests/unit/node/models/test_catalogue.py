@@ -1,5 +1,6 @@
 """Models are found in their folders and described without loading; a broken model has a reason."""
 
+import errno
 import json
 import os
 import shutil
@@ -545,6 +546,32 @@ def test_a_new_library_scans_at_its_first_refresh(tmp_path: Path):
     assert set(made.get_models()) == {"m"}
     unscanned = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), use_huggingface_cache=False), {})
     assert unscanned.find_fresh("m") == made.find_fresh("m")
+
+
+def lock(monkeypatch: pytest.MonkeyPatch, *folders: Path) -> None:
+    """Deny access to all files in these folders, as without the permission to search them. The names stay readable."""
+    real = os.stat
+
+    def stat(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
+        if Path(str(path)).parent in folders:  # root may search every folder
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "stat", stat)
+
+
+def test_folders_that_may_not_be_searched_do_not_hide_other_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folders = [model(tmp_path / "models" / name) for name in ("locked", "locked-shelf/model")]
+    cached = [tmp_path / "hub" / f"models--tests--{name}" / "snapshots" / "main" for name in ("locked", "open")]
+    for folder in (tmp_path / "models" / "open", *cached):
+        model(folder)
+    lock(monkeypatch, folders[0], folders[1].parent, cached[0])
+    known = library(tmp_path / "models", HF_HUB_CACHE=str(tmp_path / "hub")).get_models()
+    assert {name: model.cause for name, model in known.items()} == {
+        "locked": "its files cannot be read: Permission denied",
+        "open": "",
+        "tests/open": "",
+    }
 
 
 def test_unreadable_files_have_a_cause(tmp_path: Path):

@@ -65,6 +65,7 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("1_Pooling/config.json", {"pooling_mode": "attention"}, "attention"),
     ("1_Pooling/config.json", {"pooling_mode_mean_tokens": False}, "choose no pooling"),
     ("1_Pooling/config.json", {"pooling_mode_mean_tokens": True, "include_prompt": False}, "prompt"),
+    ("1_Pooling/config.json", {"pooling_mode": "mean", "include_prompt": False}, "exclude the prompt"),
     ("1_Pooling/config.json", [], "not a JSON object"),
     ("config_sentence_transformers.json", {"prompts": {"query": 1}}, "not a text"),
     ("config_sentence_transformers.json", {"prompts": {}, "default_prompt_name": "query"}, "default prompt"),

@@ -357,6 +357,62 @@ def test_a_worker_that_does_not_start_is_tried_again_so_many_times(event: str):
     assert (story.job(1).fault or JobFault("", "")).code == "start_failed"
 
 
+def late_to_start(story: Story) -> VideoJob:
+    """Fail a job whose worker did not start within the limit of attempts. Return the job before its end."""
+    job = story.running()
+    story.now += 91
+    assert story.tell(JobTick()) == [ReleaseLease("a", job.lease, job.generation, ReleaseCause.START_TIMEOUT)]
+    assert story.job(1).state == JobState.FAILED
+    assert story.board.find_hold("a") is not None
+    return job
+
+
+@pytest.mark.parametrize("event", [NodeAway("a"), NodeRemoved("a")])
+def test_lease_of_a_job_that_failed_to_start_ends_with_its_node(event: Event):
+    story = Story(attempts=0)
+    late_to_start(story)
+    story.tell(event)
+    assert story.board.holds == {}
+
+
+def test_node_that_returns_with_the_lease_of_a_failed_job_must_release_it():
+    story = Story(attempts=0)
+    job = late_to_start(story)
+    story.tell(NodeAway("a"))
+    superseded = ReleaseLease("a", job.lease, job.generation, ReleaseCause.SUPERSEDED)
+    assert story.report("a", state_of(job)) == [superseded]
+    assert story.tell(LeaseAnswered("a", LeaseGranted(job.lease, job.generation))) == [superseded]
+
+
+def test_lease_end_of_another_node_does_not_change_a_job_whose_files_are_fetched():
+    story = Story()
+    job = story.running()
+    story.end(job)
+    before = story.board
+    for code in ("worker_crashed", "completed"):
+        frame = LeaseEnded(job.lease, job.generation, code, code, ARTIFACTS)
+        assert story.tell(LeaseAnswered("b", frame)) == [
+            ReleaseLease("b", job.lease, job.generation, ReleaseCause.ACKNOWLEDGED)
+        ]
+    assert story.board == before
+
+
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("finalizing", [False, True])
+def test_report_of_another_node_about_a_lease_does_not_change_its_job(away: bool, finalizing: bool):
+    story = Story()
+    job = story.running()
+    if finalizing:
+        story.end(job)
+    if away:
+        story.tell(NodeAway("a"))
+    before = story.board
+    assert story.report("b", state_of(job, progress=90, peak=99)) == [
+        ReleaseLease("b", job.lease, job.generation, ReleaseCause.SUPERSEDED)
+    ]
+    assert story.board == before
+
+
 def test_a_refusal_after_the_grant_takes_nothing_from_a_running_job():
     story = Story()
     job = story.running()

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import httpx2
 import pytest
@@ -128,6 +130,31 @@ def test_answers_at_once_have_connections_of_their_own(coordinator: Coordinator,
     assert len(coordinator.joins) == 2
     client.close()
     coordinator.wait_open(0)
+
+
+def test_two_threads_that_take_the_last_idle_connection_are_both_answered(
+    coordinator: Coordinator, client: httpx2.Client
+):
+    def delay_take(frame: FrameType, _: str, __: object) -> Any:
+        """Run the lines that take an idle connection at the same time in both threads."""
+        if frame.f_code.co_name != "_take":
+            return None
+        time.sleep(0.05)
+        return delay_take
+
+    get(client)
+    answers = list[bytes]()
+    threads = [threading.Thread(target=lambda: answers.append(get(client))) for _ in range(2)]
+    before = threading.gettrace()
+    threading.settrace(delay_take)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        threading.settrace(before)
+    assert answers == [b"hello", b"hello"]
 
 
 def test_a_connection_with_a_rest_is_not_used_again(coordinator: Coordinator, client: httpx2.Client):
