@@ -61,7 +61,7 @@ class BatchRecovery:
     ) -> None:
         """Find the cached prefix of the token ids `ids`, and queue their prefill for `rows`. The place is the end of
         the queue, or with `first` its start."""
-        prefill = Prefill(loaded_model, sequence, rows, ids)
+        prefill = Prefill(loaded_model, sequence, rows, ids, is_return=bool(sequence.joined))
         if prefill.is_return:
             self._forwards.count_returned(len(ids))
         self._prefixes.begin_lookup(prefill)
