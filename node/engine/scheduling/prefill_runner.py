@@ -120,7 +120,7 @@ class PrefillRunner:
         if refused is not None:
             self._delay(prefill, refused, now)
         elif over is not None and sequence in self._requests:
-            self._preemptor.release_memory(sequence, over)
+            self._preemptor.release_memory(sequence, over, over_cap=True)
 
     def _delay(self, prefill: Prefill, refused: Refused, now: float) -> None:
         """Delay a prefill that does not fit now. If all requests wait for each other, release the newest instead."""
