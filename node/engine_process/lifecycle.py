@@ -382,8 +382,11 @@ def _end_child(life: EngineLife, child: ChildLife, cause: str, urgency: ExitUrge
 
 
 def refuse_not_ready(life: EngineLife, timeouts: SupervisorTimeouts) -> Refused:
-    """Return the refusal of a request that the engine cannot accept now."""
+    """Return the refusal of a request that the engine cannot accept now: it is not ready, or does not read its
+    requests."""
     cause = f", it ended: {life.cause}" if life.cause else ""
+    if life.child is not None and life.child.ready:
+        cause = ", but does not read its requests: retry"
     wait = timeouts.compute_restart_delay(max(1, life.failures)) + 1.0
     return Refused(RefusalCode.NOT_READY, f"the engine is {life.stage}{cause}", None, wait)
 
