@@ -93,8 +93,8 @@ class VideoCapability:
         else:
             self.checked.set()
 
-    def disable(self, cause: str) -> None:
-        """Report `cause` as the reason why this node cannot make videos, without any check."""
+    def set_unready(self, cause: str) -> None:
+        """Set the reason why this node cannot make videos, because no check is started."""
         self._result = VideoCheck({}, cause)
         self.checked.set()
 

@@ -72,7 +72,7 @@ class VideoSubsystem:
         except OSError as error:
             cause = f"the folder of the leases cannot be used: {error}; correct that and restart the node"
             log.error("video disabled", cause=cause)  # noqa: TRY400  a sentence for a person
-            self.offer.disable(cause)
+            self.offer.set_unready(cause)
         self._update_ray()
 
     async def stop(self) -> None:
