@@ -51,6 +51,8 @@ class PendingEntry(NamedTuple):
     """Parts that are left: name, position of the first token, and position after the last one (`list_entry_parts`)."""
     key_file: str
     """File without which the entry is of no use: the state, or the first block."""
+    files: set[str]
+    """Files of all parts. A part that the cache does not have is removed when its turn comes."""
     shape: CacheShape
     """Kinds of parts of the caches of its model."""
     part_bytes: int
@@ -83,11 +85,11 @@ def list_entry_parts(entry: CachedPrefix[Layers], shape: CacheShape) -> Iterator
 class WriteQueue:
     """Queue of the entries that wait to be written (see the module's docstring).
 
-    Files in `index` are not written again. `on_written(entry, file)` is called once the copies of all parts of an entry
-    were launched; the writer may still drop them. Without `file` the entry is of no use.
+    Files in `index` are not written again. `on_written(pending)` is called once the copies of all parts of an
+    entry were launched; the writer may still drop them.
     """
 
-    def __init__(self, index: BlockIndex, on_written: Callable[[CachedPrefix[Layers], str], None]) -> None:
+    def __init__(self, index: BlockIndex, on_written: Callable[[PendingEntry], None]) -> None:
         self.unwritten = 0
         """Number of entries that were evicted or dropped before all of their parts were written."""
         self._index = index
@@ -103,6 +105,11 @@ class WriteQueue:
         return len(self._pending)
 
     @property
+    def launched(self) -> set[str]:
+        """Files of the parts whose copies were launched and not passed to the writer."""
+        return {name.file for name, _ in self._cuts}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the copies that were launched."""
         return sum(cut.nbytes for _, cut in self._cuts)
@@ -116,8 +123,9 @@ class WriteQueue:
             return
         has_state = BlockPart.STATE in shape.parts
         key_part = parts[-1] if has_state else parts[0]
+        files = {name.file for name, _, _ in parts}
         part_bytes = entry.nbytes if has_state else entry.nbytes * BLOCK_TOKENS // entry.length
-        self._pending.append(PendingEntry(entry, iter(parts), key_part[0].file, shape, part_bytes, view))
+        self._pending.append(PendingEntry(entry, iter(parts), key_part[0].file, files, shape, part_bytes, view))
         if len(self._pending) > MAX_PENDING:
             self._pending.popleft()
             self.unwritten += 1
@@ -168,8 +176,11 @@ class WriteQueue:
             self.unwritten += 1
         else:
             for name, start, end in pending.parts:
-                cut = None if name in self._index else begin_cut(layers, name.part, start, end)
+                if name in self._index:
+                    continue
+                cut = begin_cut(layers, name.part, start, end)
                 if cut is None:
+                    pending.files.discard(name.file)
                     continue
                 self._cuts.append((name, cut))
                 if not pending.entry.is_stored:
@@ -177,7 +188,7 @@ class WriteQueue:
                 count, self._next_at = count + 1, self._next_at + pause
                 if count == room or self._next_at > now or not urgent:
                     return
-            self._on_written(pending.entry, pending.key_file)
+            self._on_written(pending)
         self._pending.pop()
 
     def flush(self, writer: BlockWriter) -> None:
