@@ -272,8 +272,7 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     failures: Natural = 0
     """Requests that ended because of an error in the engine."""
     sheds: Natural = 0
-    """Requests that the engine ended because the engine or the agent found it above its cap. Preempted requests are not
-    among them."""
+    """Requests that the engine ended because the engine or the agent found it above its cap."""
     evictions: Natural = 0
     """Idle models that were unloaded for memory."""
     shrinks: Natural = 0
