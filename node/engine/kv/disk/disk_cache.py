@@ -184,7 +184,7 @@ class DiskCache:
         """Record the copy of an entry on the disk, once all of its parts were copied for the writer."""
         entry, copies = pending.entry, self._copies.setdefault(pending.key_file, {})
         copies[entry.prompt_hash] = copy = DiskCopy(entry.prompt_hash, in_memory=entry.is_stored)
-        self._unwritten.append((copy, {pending.key_file, *pending.files}))
+        self._unwritten.append((copy, pending.list_files()))
         entry.set_copy(copy)
         if len(copies) > MAX_EVICTIONS_REPORTED:
             del copies[next(iter(copies))]

@@ -51,8 +51,8 @@ class PendingEntry(NamedTuple):
     """Parts that are left: name, position of the first token, and position after the last one (`list_entry_parts`)."""
     key_file: str
     """File without which the entry is of no use: the state, or the first block."""
-    files: set[str]
-    """Files of all parts. A part that the cache does not have is removed when its turn comes."""
+    absent: set[str]
+    """Files of the parts that the cache did not have at their turn."""
     shape: CacheShape
     """Kinds of parts of the caches of its model."""
     part_bytes: int
@@ -67,6 +67,11 @@ class PendingEntry(NamedTuple):
         if self.entry.value is None and self.view is not None:
             return self.view()
         return self.entry.value
+
+    def list_files(self) -> set[str]:
+        """Return the files without which the copy on the disk is not complete."""
+        files = {name.file for name, _, _ in list_entry_parts(self.entry, self.shape)}
+        return files - self.absent | {self.key_file}
 
 
 def list_entry_parts(entry: CachedPrefix[Layers], shape: CacheShape) -> Iterator[tuple[BlockName, int, int]]:
@@ -123,9 +128,8 @@ class WriteQueue:
             return
         has_state = BlockPart.STATE in shape.parts
         key_part = parts[-1] if has_state else parts[0]
-        files = {name.file for name, _, _ in parts}
         part_bytes = entry.nbytes if has_state else entry.nbytes * BLOCK_TOKENS // entry.length
-        self._pending.append(PendingEntry(entry, iter(parts), key_part[0].file, files, shape, part_bytes, view))
+        self._pending.append(PendingEntry(entry, iter(parts), key_part[0].file, set(), shape, part_bytes, view))
         if len(self._pending) > MAX_PENDING:
             self._pending.popleft()
             self.unwritten += 1
@@ -180,7 +184,7 @@ class WriteQueue:
                     continue
                 cut = begin_cut(layers, name.part, start, end)
                 if cut is None:
-                    pending.files.discard(name.file)
+                    pending.absent.add(name.file)
                     continue
                 self._cuts.append((name, cut))
                 if not pending.entry.is_stored:

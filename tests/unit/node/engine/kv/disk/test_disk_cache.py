@@ -321,6 +321,17 @@ def test_an_entry_without_its_state_is_not_on_the_disk(tmp_path: Path):
     assert not entry.copy.on_disk
 
 
+def test_a_prompt_without_the_early_parts_of_its_window_is_on_the_disk(tmp_path: Path):
+    disk, late = open_cache(tmp_path), mx.zeros((1, 1, 2 * BLOCK_TOKENS, 2))
+    entry = build_entry(WINDOWS, IDS)
+    assert entry.value is not None
+    cast("Any", entry.value)[1] = StoredWindow(WINDOWS.window, (WindowPiece(2 * BLOCK_TOKENS, late, late),))
+    assert write(disk, entry, shape=WINDOWS).disk_files == 4 + 2
+    assert disk.take_lost() == []
+    assert entry.copy is not None
+    assert entry.copy.on_disk
+
+
 def test_a_cache_that_becomes_the_writer_later_counts_the_files_of_the_earlier_one(tmp_path: Path):
     first = open_cache(tmp_path)
     second = open_cache(tmp_path)
