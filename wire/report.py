@@ -272,7 +272,7 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     failures: Natural = 0
     """Requests that ended because of an error in the engine."""
     sheds: Natural = 0
-    """Requests, except for embeddings, that the engine ended because the agent found the engine above its cap."""
+    """Requests that the engine ended because the engine or the agent found it above its cap."""
     evictions: Natural = 0
     """Idle models that were unloaded for memory."""
     shrinks: Natural = 0

@@ -127,6 +127,7 @@ def load_identity(folder: Path, machine: str) -> NodeIdentity | None:
         stored = msgspec.json.decode(content, type=_StoredIdentity)
         certificate = _read_certificate(folder / "node.pem")
         uri = read_certificate(certificate).uri
+        read_certificate(stored.ca)
     except (OSError, ValueError, TypeError) as error:
         raise IdentityError(f"the identity in {folder} is damaged ({error}): join again") from None
     if stored.machine != machine:

@@ -119,7 +119,10 @@ class ModelCommands:
         if loaded_model is None:
             return [Refusal(order.request, Refused(RefusalCode.NO_MODEL, f"{order.model} is not loaded on this node"))]
         if users := loaded_model.usage.users:
-            message = f"{order.model} has {users} open requests here: wait for their end, or cordon the node first"
+            message = (
+                f"{order.model} is used by {users} open requests or profile sweeps here: wait for their end, or cordon "
+                "the node first"
+            )
             return [Refusal(order.request, Refused(RefusalCode.IN_USE, message))]
         del loaded_model  # the last reference to its weights is the table's
         self._unloader.unload(order.model)

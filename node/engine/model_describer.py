@@ -79,7 +79,7 @@ class ModelDescriber:
         return LoadFacts(
             weights=weights,
             expected_seconds=self._times.estimate_seconds(
-                descriptor.fingerprint, weights, self._profiler.estimate_seconds(descriptor.fingerprint)
+                descriptor.fingerprint, weights, self._profiler.estimate_seconds(descriptor)
             ),
             waste=compute_waste_bytes(self._gate.cap),
             loading=manager.is_loading(descriptor.name),

@@ -11,8 +11,7 @@ Does not cover: the process and its signals (`child`), open requests (`open_requ
 
 Invariants
 - A child gets requests only between its first report with limits in force and the first request to end it.
-- A child that was asked to end is not asked by a later event to end more slowly; the supervisor keeps the earlier
-  deadline.
+- A later event does not make a child end more slowly; the supervisor keeps the earlier deadline.
 - A replaced child counts as no failure: it delays no restart.
 - While the engine rests (`EngineLife.resting`), a new child loads no model.
 """
@@ -382,8 +381,9 @@ def _end_child(life: EngineLife, child: ChildLife, cause: str, urgency: ExitUrge
 
 
 def refuse_not_ready(life: EngineLife, timeouts: SupervisorTimeouts) -> Refused:
-    """Return the refusal of a request that the engine cannot accept now."""
-    cause = f", it ended: {life.cause}" if life.cause else ""
+    """Return the refusal of a request that the engine cannot accept now: it is not ready, or reads no requests."""
+    ended = f", it ended: {life.cause}" if life.cause else ""
+    cause = ", but does not read its requests: retry" if (life.child or ChildLife()).ready else ended
     wait = timeouts.compute_restart_delay(max(1, life.failures)) + 1.0
     return Refused(RefusalCode.NOT_READY, f"the engine is {life.stage}{cause}", None, wait)
 

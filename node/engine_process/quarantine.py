@@ -1,6 +1,7 @@
 """Quarantine models that crash the engine. Pure: `now` is an argument.
 
-After two crashes within ten minutes in native calls of one model, this node does not load the model for ten minutes.
+After `MAX_CRASHES` crashes within `WINDOW_SECONDS` in native calls of one model, this node does not load the model for
+`QUARANTINE_SECONDS`.
 """
 
 from dataclasses import dataclass, field
@@ -39,7 +40,8 @@ class Quarantine:
         """Record a crash, and return the text to append to its cause. `call` is the kind of native call."""
         text = f"; it was in the {call} of {model}"
         if self.record_crash(model, now):
-            text += ", for the second time: loading the model is blocked for 10 minutes"
+            text += f", crash {MAX_CRASHES} within {WINDOW_SECONDS / 60:.0f} minutes: "
+            text += f"loading the model is blocked for {QUARANTINE_SECONDS / 60:.0f} minutes"
         return text
 
     def list_bans(self, now: float) -> tuple[ModelBan, ...]:

@@ -119,7 +119,7 @@ def report_machine(state: Path, settings: NodeSettings) -> dict[str, Any]:
     """Return machine id, hardware, memory limits, engine, model folders and identity as a dictionary.
 
     `state` is the state folder. Connect to the stored addresses of the coordinator to report whether they answer
-    (`dial_coordinator`). Raise `ValueError` if `engine.scripted.memory` is no size or the stored CA is no certificate.
+    (`dial_coordinator`). Raise `ValueError` if `engine.scripted.memory` is no size.
     """
     machine = compute_machine_id(settings.node.machine)
     opened = open_machine(settings)
@@ -179,7 +179,7 @@ def report_identity(folder: Path, machine: str) -> dict[str, Any]:
     """Return the identity stored in a folder (`identity`) and the results of dialing its addresses (`dialled`).
 
     `identity` is None if the node has not joined, or cannot use its identity (`identity_error`). `machine` is the
-    machine id. Raise `ValueError` if the stored CA is no certificate.
+    machine id.
     """
     try:
         known = load_identity(folder, machine)
@@ -209,7 +209,7 @@ def dial_coordinator(known: NodeIdentity, address: str) -> dict[str, Any]:
 
     Return a dictionary: `address`, `seconds` to connect, `errno` of the connection (0: none), and `error`. `proven` is
     whether the certificate is the coordinator's, and `expires` its expiry in Unix seconds. Values are None if they are
-    unknown. Raise `ValueError` if the stored CA is no certificate; errors of the connection are not raised.
+    unknown. Errors of the connection are not raised.
     """
     report: dict[str, Any] = {
         "address": address,

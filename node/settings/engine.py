@@ -51,8 +51,9 @@ class MemorySettings(Section, frozen=True):
         Size,
         Meta(
             description=(
-                "Bytes of random data that the MLX engine holds as an emergency reserve, released before any "
-                'other memory: "auto" (1 % of the cap, at most 256 MiB), a size, or "off".'
+                "Bytes of random data that the MLX engine holds as an emergency reserve, released after MLX's free "
+                'buffers and before cached prompts and models: "auto" (1 % of the cap, at most 256 MiB), a size, or '
+                '"off".'
             )
         ),
     ] = AUTO
@@ -234,9 +235,10 @@ class MlxSettings(Section, frozen=True):
         Size,
         Meta(
             description=(
-                'Maximum bytes of cached prefixes on the disk: "off", "auto" (half of the free space, at most a '
-                'fifth of the disk), or a size such as "50GiB". The files survive a restart. They hold prompts in a '
-                "form from which the text can be recovered."
+                'Maximum bytes of cached prefixes on the disk: "off", "auto" (half of the space that would '
+                'be free without the cache, at most a fifth of the disk), or a size such as "50GiB". A twentieth of '
+                "the disk always stays free. The files survive a restart. They hold prompts in a form from which the "
+                "text can be recovered."
             )
         ),
     ] = "off"

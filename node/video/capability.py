@@ -54,7 +54,7 @@ class VideoCapability:
         self._result = NOTHING
         self._task: asyncio.Task[None] | None = None
         self.checked = asyncio.Event()
-        """Set once the first check is done, or at `start` if video is disabled."""
+        """Set once the first check is done, or it is known that there is none."""
         self._changed = changed
 
     @property
@@ -92,6 +92,11 @@ class VideoCapability:
             self._task = asyncio.create_task(self._check_periodically())
         else:
             self.checked.set()
+
+    def set_unready(self, cause: str) -> None:
+        """Set the reason why this node cannot make videos, because no check is started."""
+        self._result = VideoCheck({}, cause)
+        self.checked.set()
 
     async def stop(self) -> None:
         """Stop the periodic check."""

@@ -279,7 +279,10 @@ class LeaseManager:
             end = await self._watch(monitor)
         finally:
             self._apply(lease_life.EndBegun())
-            await self._end(monitor, end)
+            try:
+                await self._end(monitor, end)
+            finally:
+                self._monitor = None
             self._apply(lease_life.MemoryReturned())
 
     async def _watch(self, monitor: WorkerMonitor) -> EndWorker:
@@ -323,16 +326,17 @@ class LeaseManager:
         await asyncio.to_thread(monitor.close)
         artifacts: tuple[Artifact, ...] = ()
         if end.code == LeaseEndCode.COMPLETED:
-            names = (monitor.job.clip or {}).get("files")
-            artifacts = await asyncio.to_thread(hash_artifacts, monitor.folder, names)
-        if end.code == LeaseEndCode.COMPLETED and not artifacts:
-            end = EndWorker(LeaseEndCode.OUTPUT_INVALID, "the worker reported success without a clip")
+            names, why = (monitor.job.clip or {}).get("files"), "the worker reported success without a clip"
+            try:
+                artifacts = await asyncio.to_thread(hash_artifacts, monitor.folder, names)
+            except OSError as error:
+                why = f"the clip cannot be read: {error}"
+            end = end if artifacts else EndWorker(LeaseEndCode.OUTPUT_INVALID, why)
         if end.code in (LeaseEndCode.WORKER_LOST, LeaseEndCode.WORKER_CRASHED) and await asyncio.to_thread(
             self._store.is_full
         ):
             end = EndWorker(LeaseEndCode.DISK_FULL, f"the disk of this node is full: {end.message}")
         self._report_end(monitor.record, end, monitor, artifacts)
-        self._monitor = None
 
     def _report_end(
         self, record: LeaseRecord, end: EndWorker, monitor: WorkerMonitor | None, artifacts: tuple[Artifact, ...] = ()

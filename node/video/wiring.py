@@ -64,14 +64,15 @@ class VideoSubsystem:
     async def start(self) -> None:
         """Recover leases of an earlier agent and start the search for video packages.
 
-        Without access to the folder of the leases, video stays disabled.
+        Without access to the folder of the leases, video stays disabled until the next start.
         """
         try:
             await self.lease_manager.start()
+            self.offer.start()
         except OSError as error:
-            log.error("video disabled", cause=f"its folder cannot be used: {error}")  # noqa: TRY400  a sentence for a person
-            return
-        self.offer.start()
+            cause = f"the folder of the leases cannot be used: {error}; correct that and restart the node"
+            log.error("video disabled", cause=cause)  # noqa: TRY400  a sentence for a person
+            self.offer.set_unready(cause)
         self._update_ray()
 
     async def stop(self) -> None:

@@ -35,18 +35,21 @@ class SandboxClient:
         """Return the fault of a grammar (llguidance's JSON or Lark); empty if it can be compiled.
 
         If the process exceeds a limit of time, start another and return `TOO_LONG`. If it ends in another way, start
-        another and return how it ended. Raise `OSError` if no process can be started.
+        another and return how it ended, for example by SIGKILL for lack of memory. Raise `OSError` if no process can be
+        started.
         """
-        child = self._child or self.start()
+        child, timed_out, answer = self._child or self.start(), False, None
         try:
             answer = self._compile(child, grammar.encode())
+        except TimeoutError:
+            timed_out = True
         except OSError:
-            answer = None
+            pass  # it has ended
         if answer is not None:
             return answer
         _kill(child)
         self.start()
-        if child.returncode in (-signal.SIGPROF, -signal.SIGKILL):
+        if timed_out or child.returncode == -signal.SIGPROF:
             return TOO_LONG
         return f"its compiler {describe_exit(child.returncode)}: simplify it or its patterns"
 
@@ -71,7 +74,7 @@ class SandboxClient:
         source.write(len(text).to_bytes(4) + text)
         source.flush()
         if not select.select([sink], [], [], TIMEOUT_SECONDS)[0]:
-            return None
+            raise TimeoutError
         head = sink.read(4)
         return sink.read(int.from_bytes(head)).decode() if len(head) == 4 else None
 

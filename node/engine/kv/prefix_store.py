@@ -84,8 +84,7 @@ class CachedPrefix(Generic[V]):
     """Bytes of the cache, as counted by the caller."""
     prompt_hash: bytes = b""
     """Hash of the whole prompt of the row (`hash_prompt`), also for a snapshot within the prompt. Empty for a shared
-    system prompt that was cut out of a cache, and for a shared beginning of texts. Reports name the hash after an
-    eviction."""
+    system prompt and for a shared beginning of texts. Reports name the hash after an eviction."""
     snapshot: bool = False
     """Whether the cache was copied within a prefill, as a prefix that many prompts share."""
     scope: str = ""
@@ -287,7 +286,8 @@ class PrefixCache(Generic[V]):
                 self.pop(entry)
 
     def evict_entry(self, entry: CachedPrefix[V]) -> None:
-        """Remove an entry that is in memory. Its prompt counts as evicted unless the disk has a copy of the entry."""
+        """Remove an entry that is in memory. Its prompt counts as evicted unless the disk has a copy of the entry, or
+        the entry has no hash."""
         if entry.copy is not None and entry.copy.on_disk:
             entry.copy.leave_memory()
         else:
@@ -295,9 +295,11 @@ class PrefixCache(Generic[V]):
         self.pop(entry)
 
     def count_eviction(self, prompt_hash: bytes) -> None:
-        """Count a prompt that is no longer cached, neither in memory nor on the disk."""
-        self._evictions += 1
-        self._evicted.append(prompt_hash)
+        """Count a prompt that is no longer cached, neither in memory nor on the disk. An empty hash names no prompt and
+        does not count."""
+        if prompt_hash:
+            self._evictions += 1
+            self._evicted.append(prompt_hash)
 
     def describe_models(self) -> dict[str, ModelCache]:
         """Return the bytes and the numbers of entries and hits of each model that has entries or hits, by the name of

@@ -171,9 +171,10 @@ class MemoryGate:
         limits = self._limits
         if limits is not None and (limits.cap > 0 or not limits.guard):
             return None
+        cause = "received no memory limits yet" if limits is None else f"memory limits with a cap of {limits.cap} bytes"
         return Refused(
             RefusalCode.NOT_READY,
-            "the engine has received no memory limits yet and starts no requests: retry",
+            f"the engine has {cause} and starts no requests: retry",
             None,
             NOT_READY_RETRY_SECONDS,
         )

@@ -24,7 +24,7 @@ MIN_BYTES = 256 * MIB
 MAX_MODELS = 256
 """Maximum number of models whose load durations are stored. The model loaded longest ago is removed first."""
 MAX_SECONDS = 3600.0
-"""Maximum seconds that are stored for a model. A file with a longer mean is not used."""
+"""Maximum seconds that are stored for a model or a part of a load. A file with a longer value is not used."""
 
 log = structlog.get_logger("engine.load_times")
 
@@ -47,9 +47,9 @@ class MeasuredLoad(msgspec.Struct):
         `MIN_BYTES` do not change `speed`; a `probe` of 0 was not measured."""
         if weights >= MIN_BYTES:
             self.speed = update_mean(self.speed, weights / max(read, 1e-3))
-        self.warm = update_mean(self.warm, warm)
+        self.warm = update_mean(self.warm, min(warm, MAX_SECONDS))
         if probe:
-            self.probe = update_mean(self.probe, probe)
+            self.probe = update_mean(self.probe, min(probe, MAX_SECONDS))
         self.models.pop(fingerprint, None)
         self.models[fingerprint] = min(read + warm, MAX_SECONDS)
         while len(self.models) > MAX_MODELS:

@@ -43,7 +43,7 @@ class ModelLoader:
                 if isinstance(piece, LoadStep):
                     read = time.monotonic()
                 else:
-                    warm, first = time.monotonic(), self._profiler.estimate_seconds(descriptor.fingerprint) > 0
+                    warm, first = time.monotonic(), self._profiler.estimate_seconds(descriptor) > 0
                     if not self._catalogue.is_unchanged(descriptor):
                         raise FilesChangedError(f"the files of {descriptor.name} changed during the load: retry")
                     yield from (LoadStep() for _ in self._profiler.probe(piece, alone=not self._table.loaded))

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from node.engine.models.context_search import ContextSearchResult, describe_failed_search, search_context
 from node.engine.models.loaded_model import LoadedModel
 from node.engine.models.memory_probe import CheckGate, ForwardPeak, MemoryProbe
+from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.models.profile import MemoryProfile, MemoryProfileKey, MemoryProfileStore, build_key
 from wire.capacity.batches import compute_row_bytes
 from wire.report import Hardware
@@ -81,10 +82,11 @@ class Profiler:
         self._keys: dict[str, MemoryProfileKey] = {}
         self._known: set[str] = set()
 
-    def estimate_seconds(self, fingerprint: str) -> float:
-        """Return the maximum duration of measuring a model at its next load, in seconds; 0.0 if its profile is stored,
-        or with `enabled` False."""
-        if not self._enabled or fingerprint in self._known:
+    def estimate_seconds(self, descriptor: ModelDescriptor) -> float:
+        """Return the maximum duration of measuring a model at its next load, in seconds. Return 0.0 if its profile is
+        stored, for an encoder, or with `enabled` False."""
+        fingerprint, layout = descriptor.fingerprint, descriptor.layout
+        if not self._enabled or fingerprint in self._known or (layout is not None and layout.encoder is not None):
             return 0.0
         if fingerprint not in self._keys:
             self._keys[fingerprint] = build_key(fingerprint, self._hardware)

@@ -61,7 +61,7 @@ class BatchRecovery:
     ) -> None:
         """Find the cached prefix of the token ids `ids`, and queue their prefill for `rows`. The place is the end of
         the queue, or with `first` its start."""
-        prefill = Prefill(loaded_model, sequence, rows, ids)
+        prefill = Prefill(loaded_model, sequence, rows, ids, is_return=bool(sequence.joined))
         if prefill.is_return:
             self._forwards.count_returned(len(ids))
         self._prefixes.begin_lookup(prefill)
@@ -86,9 +86,12 @@ class BatchRecovery:
         """Store the caches of rows (`PrefixCacheManager.store_row`), before they leave their batches. Skip rows that do
         not decode.
 
-        If a store raises, the row's batch is rebuilt, which can fail requests of that batch.
+        If a store raises, the row's batch is rebuilt, which can fail requests of that batch. Later rows of a failed
+        request are skipped, because their commitments are released.
         """
         for row in rows:
+            if row.sequence not in self._requests:
+                continue
             number = loaded_model.ledger.get_batch_number(row.commitment)
             batch = self._batches.get(loaded_model, number)
             if batch is None:
@@ -105,7 +108,8 @@ class BatchRecovery:
 
         Rows in `failing` are left out, because the caller ends or preempts them. Rows that have ended are left out as
         well. The request of a row that was rebuilt before fails. All prefixes of the model in memory are evicted,
-        because the fault may be in one of them. Do nothing if the batch was discarded before.
+        because the fault may be in one of them. The memory of the batch is released, also if callers hold the batch. Do
+        nothing if the batch was discarded before.
         """
         batch = self._batches.pop(loaded_model, number)
         if batch is None:
@@ -119,6 +123,7 @@ class BatchRecovery:
                 continue
             with self.fail_on_illegal_event(row.sequence):
                 self._rebuild_row(loaded_model, row, error)
+        batch.clear()
         release_free_memory()
 
     def _rebuild_row(self, loaded_model: LoadedModel, row: Row, error: Exception) -> None:

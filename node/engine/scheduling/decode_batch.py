@@ -330,6 +330,12 @@ class DecodeBatch(Generic[K]):
         """Return the bytes of the caches of all rows, with padding."""
         return 0 if self._batch is None else sum_nbytes(self._batch.prompt_cache)
 
+    def clear(self) -> None:
+        """Release the caches of all rows, because the batch is discarded while its callers and an exception hold it."""
+        if self._batch is not None:
+            self._batch.prompt_cache.clear()
+            self._batch = None
+
     def _evaluate_layers(self) -> None:
         assert self._batch is not None  # noqa: S101 the callers have checked it
         for layer in self._batch.prompt_cache:

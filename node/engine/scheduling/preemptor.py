@@ -73,7 +73,7 @@ class Preemptor:
         over = self._forwards.check_cap()
         newest = None if over is None else find_newest_holder(self._requests.live.values())
         if over is not None and newest is not None:
-            self.release_memory(newest, over)
+            self.release_memory(newest, over, over_cap=True)
 
     def release_for(self, row: Row, refused: Refused) -> None:
         """Preempt or end one request for a row that must grow: the request of `choose_victim`, else the row's own.
@@ -82,8 +82,9 @@ class Preemptor:
         """
         self.release_memory(choose_victim(self._requests.list_running()) or row.sequence, refused)
 
-    def release_memory(self, sequence: Sequence, refused: Refused) -> None:
-        """Preempt a request, or end it if it cannot be preempted.
+    def release_memory(self, sequence: Sequence, refused: Refused, *, over_cap: bool = False) -> None:
+        """Preempt a request, or end it if it cannot be preempted. With `over_cap`, the engine is over its cap, and an
+        end is counted (`GatedForwards.count_shed`).
 
         If none of its tokens was delivered, it is refused with `refused`, and the router places it again. Otherwise it
         is preempted if other memory may become free or the memory is unreadable. Else it fails with
@@ -94,6 +95,8 @@ class Preemptor:
             self.preempt(sequence)
             release_free_memory()
         else:
+            if over_cap:
+                self._forwards.count_shed()
             self._recovery.end_for_memory(sequence, refused, FailureCode.NO_HEADROOM)
 
     def _may_free_memory(self, waiting: int) -> bool:

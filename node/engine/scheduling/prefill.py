@@ -120,6 +120,9 @@ class Prefill:
     """Rows that share the past and have not joined yet."""
     ids: list[int]
     """Ids of the tokens that the cache must hold."""
+    is_return: bool = False
+    """Whether a row of the request had joined when the prefill was queued, because rows were preempted or their batch
+    broke."""
     cache: Layers | None = None
     """Cache of the rows; None before the first chunk."""
     logits: mx.array | None = None
@@ -160,12 +163,6 @@ class Prefill:
         The prefill of an answered request gets rows before the prefill of a new request (`compute_service_order`)."""
         sequence = self.sequence
         return bool(sequence.joined or sequence.request.resume) and not sequence.yielded
-
-    @property
-    def is_return(self) -> bool:
-        """Whether a row of the request has joined before. The rows of this prefill were then preempted or their batch
-        broke, or they wait for a join after other rows of the request."""
-        return bool(self.sequence.joined)
 
     @property
     def left(self) -> int:

@@ -93,9 +93,8 @@ class PrefillQueue:
         return self._packed.select_batch(first, choices, most)
 
     def count_prefilled(self, prefill: Prefill, tokens: int) -> None:
-        """Count prefilled tokens for the fairness between keys. A negative number counts as 0: the prefill was
-        restarted, or its cached prefix was evicted."""
-        self._fairness.count_prefilled(prefill.owner, max(0, tokens))
+        """Count tokens that a forward has computed for a prompt, for the fairness between keys."""
+        self._fairness.count_prefilled(prefill.owner, tokens)
 
     def compute_chunk_tokens(self, prefill: Prefill) -> int:
         """Return the number of tokens in the next chunk, sized by time. The last chunk of a prompt computes logits. If

@@ -64,11 +64,8 @@ class PrefillRunner:
         prefilled one by one. `now` is the monotonic time at which the turn began. Raise `Halted` if the engine was
         halted.
         """
-        lefts = [prefill.left for prefill in members]
         if len(members) < 2 or not self._run_packed(members, now):
             self._run_chunk(members[0], now)
-        for prefill, left in zip(members, lefts, strict=True):
-            self._queue.count_prefilled(prefill, left - prefill.left)
 
     def _run_packed(self, members: list[Prefill], now: float) -> bool:
         """Prefill packed prompts in one forward and join them at once; return False if no two of them fit. Prompts that
@@ -86,8 +83,10 @@ class PrefillRunner:
             log.exception("packed prefill", model=loaded_model.name, rows=len(members), error=format_error(error))
             self._prefixes.invalidate(loaded_model.name)
             joined = False
-        if not joined:
-            for prefill in members:
+        for prefill in members:
+            if joined:
+                self._queue.count_prefilled(prefill, len(prefill.ids))
+            else:
                 with self._recovery.fail_on_illegal_event(prefill.sequence):
                     prefill.reset_alone()
         self._preemptor.release_over_cap()
@@ -121,7 +120,7 @@ class PrefillRunner:
         if refused is not None:
             self._delay(prefill, refused, now)
         elif over is not None and sequence in self._requests:
-            self._preemptor.release_memory(sequence, over)
+            self._preemptor.release_memory(sequence, over, over_cap=True)
 
     def _delay(self, prefill: Prefill, refused: Refused, now: float) -> None:
         """Delay a prefill that does not fit now. If all requests wait for each other, release the newest instead."""
@@ -160,6 +159,7 @@ class PrefillRunner:
         if prefill.cache is None and not self._prefixes.restore(prefill):
             return self._prefill_chunk(prefill)
         self._run_forward(prefill, count, fresh=fresh)
+        self._queue.count_prefilled(prefill, count)
         self._prefixes.record_chunk(prefill, count)
         return None
 

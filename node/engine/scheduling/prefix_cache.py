@@ -250,13 +250,14 @@ class PrefixCacheManager:
             self._store.remove_redundant(prefill.past.take_snapshots(0))
 
     def _take_snapshot(self, prefill: Prefill, past: PrefixState, cache: Layers) -> None:
-        """Store a snapshot of a prefill, if it is not cached and memory suffices."""
-        key = past.key[: prefill.stored_tokens * ID_BYTES]
-        scope = SHARED_SCOPE if prefill.stored_tokens == past.shared else past.scope
+        """Store a snapshot of a prefill, if it is not cached and memory suffices. A shared system prompt has no hash,
+        because its eviction removes no prompt."""
+        key, is_shared = past.key[: prefill.stored_tokens * ID_BYTES], prefill.stored_tokens == past.shared
+        scope, prompt_hash = (SHARED_SCOPE, b"") if is_shared else (past.scope, past.prompt_hash)
         if not self._store.covers(prefill.loaded_model.name, key, cut=False, scope=scope) and self.memory.make_room(
             sum_nbytes(cache)
         ):
-            self._store_entry(prefill.loaded_model, key, materialize(cache), past.prompt_hash, scope, snapshot=True)
+            self._store_entry(prefill.loaded_model, key, materialize(cache), prompt_hash, scope, snapshot=True)
 
     def _store_shared_prompt(self, prefill: Prefill, layers: Layers, transient: int) -> None:
         """Store the tokens of a shared system prompt for all keys, where caches can be cut."""

@@ -153,6 +153,8 @@ def create_short_folder(files: Path) -> Path:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
+    if status.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to another user: delete it as that user or as an administrator")
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotADirectoryError(f"{folder} is no folder: delete it")
     return create_private_folder(folder)

@@ -247,7 +247,7 @@ def test_killed_twice_by_one_model_is_kept_out(ward: Ward) -> None:
             ward.kill()
             assert crashed(asked.exception()) == CRASHED
         cause = ward.back("victim", restarts + death, models - ({"cursed"} if death == 2 else set()))
-    assert "for the second time: loading the model is blocked for 10 minutes" in cause
+    assert "crash 2 within 10 minutes: loading the model is blocked for 10 minutes" in cause
     began = time.monotonic()
     with pytest.raises(
         openai.InternalServerError,

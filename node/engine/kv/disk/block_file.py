@@ -99,7 +99,7 @@ def decode_block(content: bytes, chain: bytes, part: BlockPart, tokens: int) -> 
     try:
         found = msgspec.msgpack.decode(header, type=BlockHeader)
     except msgspec.MsgspecError as error:
-        raise InvalidBlockError(f"its header is none: {error}") from None
+        raise InvalidBlockError(f"its header cannot be decoded: {error}") from None
     if (found.version, found.chain, found.part, found.tokens) != (FORMAT_VERSION, chain, part.value, tokens):
         raise InvalidBlockError("it is of another version or place")
     if content[-DIGEST_BYTES:] != _compute_digest(memoryview(content)[at:-DIGEST_BYTES]):

@@ -7,7 +7,7 @@ dictionary access for each block of 256 tokens.
 import os
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,6 +62,10 @@ class BlockIndex:
 
     def __contains__(self, name: BlockName) -> bool:
         return name.file in self._sizes
+
+    def has_files(self, files: Iterable[str]) -> bool:
+        """Return whether all files with these names are in the index."""
+        return all(file in self._sizes for file in files)
 
     def add(self, name: BlockName, size: int) -> None:
         """Add a file of `size` bytes, or replace its size. The file becomes the most recently used one."""
@@ -159,7 +163,7 @@ class BlockIndex:
         return self._sizes.get(name.file, 0)
 
     def scan(self, folder: Path, *, clean: bool) -> None:
-        """Add the files in the folders of all models to an empty index, oldest first, without reading the files.
+        """Replace the index by the files in the folders of all models, oldest first, without reading the files.
 
         With `clean`, delete files that were not completed. Raise `OSError` if a folder cannot be read or a file cannot
         be deleted.
@@ -168,6 +172,10 @@ class BlockIndex:
         with os.scandir(folder) as entries:
             models = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
         with self._lock:
+            self._sizes.clear()
+            self._states.clear()
+            self._models.clear()
+            self._nbytes = 0
             for model in models:
                 files = list(_scan_model(folder, model, clean=clean))
                 self._count(model, len(files), sum(size for _, _, size in files))

@@ -87,6 +87,8 @@ class BlockReader:
                     break
                 except queue.Full:
                     continue
+            if self._closed.is_set():
+                self.close()  # the part was queued after the caller's `close`
             if part.arrays is None or self._closed.is_set():
                 return
 

@@ -73,6 +73,12 @@ class BlockWriter:
         return self._unfinished
 
     @property
+    def waiting(self) -> set[str]:
+        """Files of the parts that are queued or being written."""
+        with self._changed:
+            return {part.name.file for part in self._queue} | ({self.writing} if self.writing else set())
+
+    @property
     def budget_bytes(self) -> int:
         """Bytes that the daily budget allows to be written now."""
         return int(self._budget.compute_left(time.monotonic()))

@@ -32,7 +32,7 @@ from node.engine.kv.disk.block_reader import DiskRestore, PlannedPart, ReadPlan
 from node.engine.kv.disk.block_writer import BlockWriter
 from node.engine.kv.disk.disk_budget import DAILY_DISK_SHARE, WriteBudget, compute_quota
 from node.engine.kv.disk.layer_parts import count_window_blocks
-from node.engine.kv.disk.write_queue import VERSIONS, CacheShape, RowView, WriteQueue, list_entry_parts
+from node.engine.kv.disk.write_queue import VERSIONS, CacheShape, PendingEntry, RowView, WriteQueue, list_entry_parts
 from node.engine.kv.kv_cache import Layers
 from node.engine.kv.prefix_store import BLOCK_TOKENS, MAX_EVICTIONS_REPORTED, CachedPrefix, DiskCopy
 from node.engine.kv.radix_trie import ID_BYTES
@@ -71,28 +71,36 @@ class DiskCache:
         """Entries that wait to be written."""
         self._copies: dict[str, dict[bytes, DiskCopy]] = {}
         """Copies of entries by the file without which a copy is of no use, and by the hash of the prompt."""
+        self._unwritten: list[tuple[DiskCopy, set[str]]] = []
+        """Copies of which parts may still wait for the writer, each with the files to check."""
         self._read_speed = FIRST_READ_SPEED
         self.writer: BlockWriter | None = None
         """Writer; None while another process writes to this folder. `offer` and `clear` try again to take the lock."""
+        self.store_id = ""
+        """Random identity of the folder; a new one once the files of all models are deleted."""
         if not self._open_writer():
             log.warning("disk cache in use", folder=str(folder), effect="this engine only reads it")
-        self.store_id = _read_identity(self._folder / IDENTITY)
-        """Random identity of the folder; a new one once the files of all models are deleted."""
-        self._index.scan(self._folder, clean=self.writer is not None)
+            self._read_folder(clean=False)
         log.info("disk cache", folder=str(folder), files=len(self._index), size=show_size(self._index.nbytes))
 
     def _open_writer(self) -> bool:
-        """Take the lock of the folder and start the writer; return whether this process is the one that writes. Raise
-        `OSError` if the disk cannot be read."""
+        """Take the lock of the folder, read the folder and start the writer; return whether this process is the one
+        that writes. Raise `OSError` if the disk cannot be read."""
         if self.writer is not None:
             return True
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        self._read_folder(clean=True)
         budget = WriteBudget(DAILY_DISK_SHARE * shutil.disk_usage(self._folder).total, time.monotonic())
         self.writer = BlockWriter(self._folder, self._index, self._compute_quota, budget)
         return True
+
+    def _read_folder(self, *, clean: bool) -> None:
+        """Read the names of all files and the identity of the folder. With `clean`, delete incomplete files."""
+        self._index.scan(self._folder, clean=clean)
+        self.store_id = _read_identity(self._folder / IDENTITY)
 
     def _compute_quota(self) -> int:
         return compute_quota(self._size, self._folder, self._index.nbytes)
@@ -146,21 +154,37 @@ class DiskCache:
         return before - self.queued_bytes
 
     def take_lost(self) -> list[bytes]:
-        """Return the prompt hashes that are no longer cached anywhere: evicted from memory before, and removed from the
-        disk since the last call."""
-        lost, removed = list[bytes](), self._index.removed
+        """Return the prompt hashes that are no longer cached anywhere. These were evicted from memory before, and since
+        the last call removed from the disk or dropped by the writer."""
+        removed, gone = self._index.removed, self._take_dropped()
         while removed:
-            for copy in self._copies.pop(removed.popleft(), {}).values():
+            gone += self._copies.pop(removed.popleft(), {}).values()
+        lost = list[bytes]()
+        for copy in gone:
+            if copy.on_disk:
                 copy.leave_disk()
                 if not copy.in_memory:
                     lost.append(copy.prompt_hash)
         return lost
 
-    def _add_copy(self, entry: CachedPrefix[Layers], file: str) -> None:
-        """Record the copy of an entry on the disk, once all of its parts were copied for the writer. Without `file` the
-        copy is of no use."""
-        copies = self._copies.setdefault(file, {})
+    def _take_dropped(self) -> list[DiskCopy]:
+        """Return the copies of which a part was dropped and not written, and forget those whose parts are all
+        written."""
+        waiting = self.queue.launched | (set[str]() if self.writer is None else self.writer.waiting)
+        unwritten, dropped = self._unwritten, list[DiskCopy]()
+        self._unwritten = []
+        for copy, files in unwritten:
+            if not self._index.has_files(files - waiting):
+                dropped.append(copy)
+            elif files & waiting:
+                self._unwritten.append((copy, files & waiting))
+        return dropped
+
+    def _add_copy(self, pending: PendingEntry) -> None:
+        """Record the copy of an entry on the disk, once all of its parts were copied for the writer."""
+        entry, copies = pending.entry, self._copies.setdefault(pending.key_file, {})
         copies[entry.prompt_hash] = copy = DiskCopy(entry.prompt_hash, in_memory=entry.is_stored)
+        self._unwritten.append((copy, pending.list_files()))
         entry.set_copy(copy)
         if len(copies) > MAX_EVICTIONS_REPORTED:
             del copies[next(iter(copies))]
@@ -277,16 +301,22 @@ class DiskCache:
         self, entry: CachedPrefix[Layers], shape: CacheShape, prefill_seconds: float, view: RowView | None = None
     ) -> None:
         """Queue an entry to be written, if its prefill of `prefill_seconds` takes at least `min_seconds` longer than
-        reading it. Ignore the entry if another process writes to the folder, or if the disk cannot store the caches of
-        its model.
+        reading it. Ignore the entry if another process writes to the folder, or the folder cannot be read. The same
+        applies if the disk cannot store the caches of its model.
 
         `view()` returns the cache of a decoding row with the same tokens, or None once the row has ended. This cache is
         written if the entry is not in memory.
         """
         saved = prefill_seconds - self.estimate_read_seconds(entry.nbytes)
-        if not shape.parts or saved < self.min_seconds or not self._open_writer():
+        if not shape.parts or saved < self.min_seconds:
             return
-        self.queue.add(entry, shape, view)
+        try:
+            opened = self._open_writer()
+        except OSError as error:
+            log.warning("disk cache not opened", folder=str(self._folder), error=str(error))
+            return
+        if opened:
+            self.queue.add(entry, shape, view)
 
     def write_next(self, now: float, *, busy: bool, room: int, urgent: bool = False) -> None:
         """Launch the copies of the next parts that are due at the monotonic time `now`, and pass the earlier copies to

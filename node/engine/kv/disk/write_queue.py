@@ -51,6 +51,8 @@ class PendingEntry(NamedTuple):
     """Parts that are left: name, position of the first token, and position after the last one (`list_entry_parts`)."""
     key_file: str
     """File without which the entry is of no use: the state, or the first block."""
+    absent: set[str]
+    """Files of the parts that the cache did not have at their turn."""
     shape: CacheShape
     """Kinds of parts of the caches of its model."""
     part_bytes: int
@@ -65,6 +67,11 @@ class PendingEntry(NamedTuple):
         if self.entry.value is None and self.view is not None:
             return self.view()
         return self.entry.value
+
+    def list_files(self) -> set[str]:
+        """Return the files without which the copy on the disk is not complete."""
+        files = {name.file for name, _, _ in list_entry_parts(self.entry, self.shape)}
+        return files - self.absent | {self.key_file}
 
 
 def list_entry_parts(entry: CachedPrefix[Layers], shape: CacheShape) -> Iterator[tuple[BlockName, int, int]]:
@@ -83,11 +90,11 @@ def list_entry_parts(entry: CachedPrefix[Layers], shape: CacheShape) -> Iterator
 class WriteQueue:
     """Queue of the entries that wait to be written (see the module's docstring).
 
-    Files in `index` are not written again. `on_written(entry, file)` is called once the copies of all parts of an entry
-    were launched; the writer may still drop them. Without `file` the entry is of no use.
+    Files in `index` are not written again. `on_written(pending)` is called once the copies of all parts of an
+    entry were launched; the writer may still drop them.
     """
 
-    def __init__(self, index: BlockIndex, on_written: Callable[[CachedPrefix[Layers], str], None]) -> None:
+    def __init__(self, index: BlockIndex, on_written: Callable[[PendingEntry], None]) -> None:
         self.unwritten = 0
         """Number of entries that were evicted or dropped before all of their parts were written."""
         self._index = index
@@ -101,6 +108,11 @@ class WriteQueue:
 
     def __len__(self) -> int:
         return len(self._pending)
+
+    @property
+    def launched(self) -> set[str]:
+        """Files of the parts whose copies were launched and not passed to the writer."""
+        return {name.file for name, _ in self._cuts}
 
     @property
     def nbytes(self) -> int:
@@ -117,7 +129,7 @@ class WriteQueue:
         has_state = BlockPart.STATE in shape.parts
         key_part = parts[-1] if has_state else parts[0]
         part_bytes = entry.nbytes if has_state else entry.nbytes * BLOCK_TOKENS // entry.length
-        self._pending.append(PendingEntry(entry, iter(parts), key_part[0].file, shape, part_bytes, view))
+        self._pending.append(PendingEntry(entry, iter(parts), key_part[0].file, set(), shape, part_bytes, view))
         if len(self._pending) > MAX_PENDING:
             self._pending.popleft()
             self.unwritten += 1
@@ -168,8 +180,11 @@ class WriteQueue:
             self.unwritten += 1
         else:
             for name, start, end in pending.parts:
-                cut = None if name in self._index else begin_cut(layers, name.part, start, end)
+                if name in self._index:
+                    continue
+                cut = begin_cut(layers, name.part, start, end)
                 if cut is None:
+                    pending.absent.add(name.file)
                     continue
                 self._cuts.append((name, cut))
                 if not pending.entry.is_stored:
@@ -177,7 +192,7 @@ class WriteQueue:
                 count, self._next_at = count + 1, self._next_at + pause
                 if count == room or self._next_at > now or not urgent:
                     return
-            self._on_written(pending.entry, pending.key_file)
+            self._on_written(pending)
         self._pending.pop()
 
     def flush(self, writer: BlockWriter) -> None:

@@ -101,10 +101,10 @@ class ChunkPace:
 
     def fit_tokens(self, seconds: float, past: int, most: int) -> int:
         """Return the size in tokens, at most `most`, of a chunk after `past` cached tokens that takes at most
-        `seconds`. The size is at least `MIN_CHUNK_TOKENS`, even if these take longer or exceed `most`."""
+        `seconds`. The size is at least `MIN_CHUNK_TOKENS`, even if these take longer, but never above `most`."""
         spare, first = max(0.0, seconds - self.fixed), self.each + self.far * past
         root = math.sqrt(first * first + 2 * self.far * spare)
-        return max(MIN_CHUNK_TOKENS, min(most, int(2 * spare / max(first + root, 1e-9))))
+        return min(most, max(MIN_CHUNK_TOKENS, int(2 * spare / max(first + root, 1e-9))))
 
     def learn(self, tokens: int, back: float, seconds: float) -> None:
         """Record that a chunk of `tokens` took `seconds`, and update one term. `fixed` does not change.

@@ -1,6 +1,7 @@
 """Joining over real TLS on 127.0.0.1: the cases that must succeed, and servers that are not the coordinator."""
 
 import asyncio
+import base64
 import json
 import os
 import ssl
@@ -37,6 +38,7 @@ from node.agent.enrollment import (
 )
 from node.agent.machine_id import compute_machine_id
 from node.agent.rejoin import OtherClusterError, load_known_identity
+from node.inspect.report import report_identity
 from tests.support.cluster.enrolment import HARDWARE, Door, Wall, opened
 from tests.support.processes import ROOT
 from wire.codec import encode
@@ -116,9 +118,12 @@ async def test_a_damaged_identity_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "n" / "identity.json").write_text(json.dumps({**kept, "node": "other"}))
     with pytest.raises(IdentityError, match="another node"):
         load_identity(tmp_path / "n", "m1")
-    (tmp_path / "n" / "identity.json").write_text("{")
-    with pytest.raises(IdentityError, match="damaged"):
-        load_identity(tmp_path / "n", "m1")
+    for text in ("{", json.dumps({**kept, "ca": base64.b64encode(b"no certificate").decode()})):
+        (tmp_path / "n" / "identity.json").write_text(text)
+        with pytest.raises(IdentityError, match="damaged"):
+            load_identity(tmp_path / "n", "m1")
+        report = report_identity(tmp_path / "n", "m1")
+        assert (report["identity"], report["identity_error"].endswith(": join again")) == (None, True)
     assert load_identity(tmp_path / "elsewhere", "m1") is None
 
 

@@ -17,7 +17,7 @@ from tests import models
 from tests.support.engine.text_engine import ROOMY, Driver
 from wire.capacity.arithmetic import estimate_request_transient
 from wire.capacity.batches import compute_padded_bytes
-from wire.capacity.fairness import CROWDED_PROMPTS, WeightedKey
+from wire.capacity.fairness import CROWDED_PROMPTS, PrefillFairness, WeightedKey
 from wire.frames import (
     Channel,
     Failed,
@@ -207,6 +207,23 @@ def test_a_long_prompt_is_not_read_after_all_those_of_an_owner_who_has_many():
     assert sum(driver.ended(number) is not None for number in batch) <= CROWDED_PROMPTS
     for number in batch:
         assert isinstance(driver.end(number), Finished)
+
+
+@pytest.mark.parametrize("content", ["Tell me of the sea and the ships. " * 20, "Hello!"])
+def test_a_key_is_charged_for_the_prompt_tokens_that_forwards_compute(monkeypatch: pytest.MonkeyPatch, content: str):
+    """The second long prompt is found in the cache after its queueing. The short ones share a forward."""
+    charged, plain = list[float](), PrefillFairness.count_prefilled
+
+    def record(fairness: PrefillFairness, owner: WeightedKey, tokens: float) -> None:
+        charged.append(tokens)
+        plain(fairness, owner, tokens)
+
+    monkeypatch.setattr(PrefillFairness, "count_prefilled", record)
+    driver = Driver(models.path("llama"), max_batch_size=4, prefill_step_size=256)
+    short = GenerationParams(max_tokens=2)
+    for number in [driver.ask(content, short) for _ in range(2)]:
+        driver.end(number)
+    assert sum(charged) == driver.engine.report(time.monotonic()).counts.prefill_tokens
 
 
 def test_an_answer_that_was_begun_elsewhere_gets_the_next_row():

@@ -262,6 +262,8 @@ def test_a_request_without_a_ready_engine_is_refused_with_the_stage_the_cause_an
     assert refuse_not_ready(failed, TIMEOUTS) == Refused(
         RefusalCode.NOT_READY, "the engine is restarting, it ended: killed by SIGABRT", None, 1.4
     )
+    ready = replace(READY, cause="killed by SIGABRT")
+    assert refuse_not_ready(ready, TIMEOUTS).message == "the engine is ready, but does not read its requests: retry"
 
 
 def test_a_step_out_of_a_contradictory_state_is_detected():

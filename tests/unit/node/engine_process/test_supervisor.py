@@ -579,7 +579,7 @@ async def test_a_model_in_the_forward_of_two_crashes_is_quarantined(agent: Calla
         await one.end(number)
         await one.until(lambda pid=pid: one.supervisor.pid not in (pid, None) and one.armed())
     assert diary(tmp_path) == [("", ""), ("innocent,scripted-1", ""), ("innocent", "scripted-1")]
-    assert "for the second time: loading the model is blocked for 10 minutes" in one.supervisor.state.cause
+    assert "crash 2 within 10 minutes: loading the model is blocked for 10 minutes" in one.supervisor.state.cause
 
 
 @pytest.mark.slow

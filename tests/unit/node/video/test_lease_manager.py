@@ -14,6 +14,7 @@ import pytest
 
 from node.memory.limits import LeaseHolder
 from node.memory.sensor import read_process_identity
+from node.video import lease_manager
 from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker.lease_files import CLAIM, GRANT, LeaseGrant, read_grant
 from tests.support.video.standin import standin
@@ -21,6 +22,7 @@ from tests.support.video.studio import JOB, LEASE, Node
 from tests.unit.node.video.test_packages import package
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.units import GIB
+from wire.video import Artifact
 
 Make = Callable[..., Awaitable[Node]]
 MODEL = "wan"
@@ -411,6 +413,30 @@ async def test_a_job_that_is_done_without_a_clip_has_failed(make: Make):
     assert (ended.code, ended.artifacts, ended.made) == ("output_invalid", (), b"")
     assert ended.message == "the worker reported success without a clip"
     assert node.limiter.leases == 0
+
+
+async def test_a_clip_that_cannot_be_read_ends_its_lease_with_the_reason(make: Make, monkeypatch: pytest.MonkeyPatch):
+    def refuse(folder: Path, names: object) -> tuple[Artifact, ...]:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(lease_manager, "hash_artifacts", refuse)
+    node = await make(attends=True)
+    for lease in ("l-1", "l-2"):
+        node.ask(lease=lease)
+        ended = await node.ended(lease)
+        assert (ended.code, ended.artifacts) == ("output_invalid", ())
+        assert ended.message == "the clip cannot be read: [Errno 5] Input/output error"
+    assert (node.limiter.leases, node.lender.holding) == (0, False)
+
+
+async def test_a_folder_of_leases_that_cannot_be_used_is_the_reason_why_no_videos_are_made(make: Make, tmp_path: Path):
+    folder = tmp_path / "node" / "node" / "video"
+    folder.mkdir(parents=True)
+    (folder / "leases").write_text("no folder")
+    node = await asyncio.wait_for(make(), 20)
+    assert "the folder of the leases cannot be used: " in node.studio.offer.unready
+    assert node.studio.offer.unready.endswith("; correct that and restart the node")
+    assert node.lender.build_video_state().cause == node.studio.offer.unready
 
 
 async def test_work_that_comes_in_while_the_ceiling_is_lowered_keeps_its_memory(make: Make):

@@ -243,10 +243,12 @@ def test_a_process_that_dies_of_a_grammar_is_replaced():
     assert first.poll() is not None
 
 
-def test_a_compiler_that_crashes_is_named_and_replaced():
+@pytest.mark.parametrize("number", [signal.SIGSEGV, signal.SIGKILL])
+def test_a_compiler_that_crashes_is_named_and_replaced(number: signal.Signals):
+    """The system ends a process by SIGKILL for lack of memory."""
     asked = SandboxClient()
-    asked.start().send_signal(signal.SIGSEGV)
-    assert asked.find_fault("{}") == "its compiler ended by SIGSEGV: simplify it or its patterns"
+    asked.start().send_signal(number)
+    assert asked.find_fault("{}") == f"its compiler ended by {number.name}: simplify it or its patterns"
     assert asked.find_fault('{"grammars":[{"name":"a","lark_grammar":"start: \\"a\\""}]}') == ""
 
 

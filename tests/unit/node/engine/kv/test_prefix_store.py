@@ -243,6 +243,14 @@ def test_the_state_counts_hits_stores_and_evictions_and_names_the_newest():
     )
 
 
+def test_an_eviction_without_a_hash_names_no_prompt_and_does_not_count():
+    kept: PrefixCache[str] = PrefixCache()
+    kept.store(replace(entry(1), prompt_hash=b""))
+    assert kept.evict(1) == 10
+    kept.count_eviction(b"")
+    assert (kept.get_state().evictions, kept.get_state().evicted) == (0, ())
+
+
 def test_snapshots_are_taken_behind_the_last_turn_and_where_prompts_part():
     prompt = [5] * 40 + [2, 7] + [5] * 100 + [2, 8, 9, 9]
     assert choose_snapshot_positions(prompt, {2}, 0, 0) == [143]

@@ -97,7 +97,11 @@ def test_before_the_first_limits_the_gate_is_closed_without_room():
     assert memory.headroom == -15 * GIB
     refused = under_test.refuse_unless_ready()
     assert refused is not None
+    assert refused.message == "the engine has received no memory limits yet and starts no requests: retry"
     assert refused.retry_after == 1.0
+    without_cap = gate(MemoryLimits(0, 0, 0, "")).refuse_unless_ready()
+    assert without_cap is not None
+    assert "has memory limits with a cap of 0 bytes" in without_cap.message
     under_test.set_limits(MemoryLimits(64 * GIB, 64 * GIB, GIB, "static", number=7))
     assert under_test.limits_number == 7
     assert under_test.refuse_unless_ready() is None

@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from node.engine.models.load_times import ASSUMED_WARMUP_SECONDS, FILE, MAX_MODELS, MIN_LOAD_BYTES_PER_SECOND, LoadTimes
+from node.engine.models.load_times import (
+    ASSUMED_WARMUP_SECONDS,
+    FILE,
+    MAX_MODELS,
+    MAX_SECONDS,
+    MIN_LOAD_BYTES_PER_SECOND,
+    LoadTimes,
+)
 from node.engine.models.profiler import PROBE_SECONDS
 from tests import models
+from tests.support.engine.encoders import make_encoder
 from tests.support.engine.text_engine import Driver
 from wire.frames import Finished, LoadModel, UnloadModel
 from wire.report import Model
@@ -64,6 +72,14 @@ def test_a_file_that_makes_no_sense_is_ignored(tmp_path: Path, text: bytes):
     assert LoadTimes(tmp_path).estimate_seconds("a", 0, 0.0) == ASSUMED_WARMUP_SECONDS
 
 
+def test_parts_of_a_very_long_load_leave_the_file_usable(tmp_path: Path):
+    times = LoadTimes(tmp_path)
+    for _ in range(3):
+        times.record("a", 10 * GIB, read=1e5, warm=1e5, probe=1e5)
+    assert LoadTimes(tmp_path).measured == times.measured
+    assert times.measured.models == {"a": MAX_SECONDS}
+
+
 def test_a_disk_that_cannot_be_written_costs_nothing_else(tmp_path: Path):
     (tmp_path / "file").write_text("no folder")
     times = LoadTimes(tmp_path / "file")
@@ -95,3 +111,18 @@ def test_the_first_load_counts_the_profile_and_the_next_one_what_was_measured(tm
     assert model(driver, "two").load_seconds == pytest.approx(kept.warm + kept.probe, abs=0.1), (
         "its first profile is due"
     )
+
+
+def test_an_encoder_is_never_profiled_and_no_probe_is_expected_or_counted(tmp_path: Path):
+    make_encoder(tmp_path / "models" / "encoder", "bert")
+    driver = Driver(tmp_path / "models", profile="auto", profiles=tmp_path / "profiles")
+
+    def report() -> float:
+        return driver.engine.report(time.monotonic()).models[0].load_seconds
+
+    assert report() == pytest.approx(ASSUMED_WARMUP_SECONDS, abs=0.1)
+    driver.take(LoadModel(1, driver.default))
+    assert isinstance(driver.end(1), Finished)
+    driver.take(UnloadModel(2, driver.default))
+    times = driver.engine.parts.times.measured
+    assert (times.probe, [report()]) == (0.0, list(times.models.values()))

@@ -3,9 +3,12 @@
 import json
 import time
 
+import mlx.core as mx
 import pytest
+from msgspec.structs import replace
 
 from node.engine.memory.gate import GateSite
+from node.engine.scheduling.batch_recovery import MAX_REBUILDS
 from node.engine.scheduling.rules.row_state import RowEvent, RowState
 from tests import models
 from tests.support.engine.text_engine import Driver
@@ -125,3 +128,26 @@ def test_a_cancel_is_a_use_of_the_model_and_unknown_requests_are_not_cancelled(d
     assert scheduler.cancel(number, later)
     assert driver.resident().usage.used_at == later
     assert not scheduler.cancel(number, later)
+
+
+def test_a_request_that_fails_while_its_rows_are_stored_ends_alone(driver: Driver):
+    """The store of the first row fails the request, which releases the commitment of its second row."""
+    (other,) = decoding(driver, 1)
+    broken = driver.ask("word " * 100, replace(ENDLESS, n=2))
+    driver.until(lambda: all(len(driver.ids[broken, choice]) > 2 for choice in range(2)))
+    scheduler, loaded_model = driver.engine.parts.scheduler, driver.resident()
+    first, second = scheduler.live[broken].rows
+    first.rebuilt = MAX_REBUILDS
+    batch = driver.batches()[loaded_model.ledger.get_batch_number(first.commitment)]
+    batch.extract = lambda row: 1 / 0  # type: ignore[method-assign, assignment]
+    scheduler.recovery.store_rows(loaded_model, [first, second])
+    ends_alone(driver, broken, other, "the engine failed twice on this request: ZeroDivisionError")
+
+
+def test_a_rebuild_frees_the_memory_of_a_batch_that_its_caller_holds(driver: Driver):
+    decoding(driver, 2)
+    (batch,), (number,) = driver.batches().values(), driver.batches()
+    nbytes, active = batch.sum_nbytes(), mx.get_active_memory()
+    driver.engine.parts.scheduler.recovery.rebuild_batch(driver.resident(), number, RuntimeError("native fault"))
+    assert active - mx.get_active_memory() >= nbytes > 0
+    assert mx.get_cache_memory() == 0

@@ -133,6 +133,26 @@ def test_a_forward_over_the_cap_preempts_the_last_row_of_the_batch_that_is_decod
         assert isinstance(driver.end(number), Finished | Failed)
 
 
+@pytest.mark.parametrize("prompt", ["hello", "word " * 400])
+def test_a_request_that_the_engine_ends_above_its_cap_is_counted_as_evicted(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, prompt: str
+):
+    """The short prompt decodes, the long one is still prefilled. A refused growth is no such end."""
+    monkeypatch.setattr(GatedForwards, "find_peak_expiry", lambda self: None)
+    number, scheduler = driver.ask(prompt, endless(LLAMA, ANSWER)), driver.engine.parts.scheduler
+    driver.until(lambda: len(driver.ids[number, 0]) > 2 or any(one.started for one in scheduler.prefills))
+    memory = driver.engine.report(time.monotonic()).memory
+    driver.take(MemoryLimits(max(memory.active, memory.phys or 0) - 8 * MIB, 8 * GIB, 0, "static"))
+    driver.turn()
+    assert driver.ended(number) is not None
+    assert (counts(driver).overs, counts(driver).sheds, counts(driver).preemptions) == (1, 1, 0)
+    driver.take(ROOMY)
+    other = start(driver, "short", ANSWER)
+    scheduler.preemptor.release_memory(scheduler.live[other], Refused(RefusalCode.NO_ROOM, "no room by script"))
+    assert isinstance(driver.end(other), Failed)
+    assert counts(driver).sheds == 1
+
+
 def test_a_batch_that_breaks_while_an_ended_row_is_dropped_ends_the_request_once(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):

@@ -16,7 +16,17 @@ from tests import models
 from tests.effort import scale_examples, thin_cases
 from tests.support.engine.text_engine import GREEDY, ROOMY, Driver
 from wire.capacity.arithmetic import estimate_request_need
-from wire.frames import Admitted, Channel, Finished, GenerationParams, MemoryLimits, Message, Refusal, UnloadModel
+from wire.frames import (
+    SHARED_SCOPE,
+    Admitted,
+    Channel,
+    Finished,
+    GenerationParams,
+    MemoryLimits,
+    Message,
+    Refusal,
+    UnloadModel,
+)
 from wire.units import GIB, KIB, MIB
 
 ANSWERS = models.answers()
@@ -270,6 +280,16 @@ def test_only_the_needed_part_of_the_cache_is_evicted_before_a_refusal(driver: D
     after = driver.engine.report(0.0).cache
     assert 0 < after.evictions - before.evictions < before.entries
     assert len(after.evicted) == after.evictions
+
+
+@pytest.mark.parametrize("arch", ["llama", "lfm2"])
+def test_the_eviction_of_a_shared_system_prompt_reports_no_prompt(arch: str):
+    """The prompt itself stays cached: the router must not forget it."""
+    driver = Driver(models.path(arch), max_batch_size=8, prefill_step_size=256)
+    system, user = Message("system", "Answer as a captain. " * 8), Message("user", "Hello!")
+    ended(driver, driver.ask(messages=(system, user), params=GenerationParams(max_tokens=1), shared=True))
+    shared = [one for one in entries(driver) if one.scope == SHARED_SCOPE]
+    assert [one.prompt_hash for one in shared] == [b""]
 
 
 def test_nothing_is_given_up_for_what_does_not_fit_either_way(driver: Driver):

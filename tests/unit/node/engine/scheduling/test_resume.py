@@ -202,7 +202,9 @@ def test_several_choices_go_on_each_from_where_it_was(prefilled: list[int]):
         lengths = [end.prompt_tokens + len(ids) for ids in {ids for ids in known if len(ids) < 12}]
         together = len(lengths) * (max(lengths, default=1) - 1)
         assert sum(prefilled) in (sum(lengths), together), "a shared past is written once"
-    assert second.engine.report(time.monotonic()).memory.reserved == 0
+    report = second.engine.report(time.monotonic())
+    assert report.memory.reserved == 0
+    assert (report.counts.returned_tokens, report.counts.recomputed_tokens) == (0, 0), "no row had joined before"
 
 
 def test_what_the_prefix_cache_has_of_it_is_not_written_again(prefilled: list[int]):

@@ -21,7 +21,7 @@ def test_a_folder_below_tmp_is_short_and_ours_alone(tmp_path: Path, monkeypatch:
     assert len(found.name) < 24
     found.rmdir()
     found.symlink_to(tmp_path)
-    with pytest.raises(PermissionError):
+    with pytest.raises(NotADirectoryError, match=f"{found} is no folder: delete it"):
         ray_process.create_short_folder(Path("/some/state", "x" * 90))
 
 

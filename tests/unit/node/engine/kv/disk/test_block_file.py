@@ -80,7 +80,8 @@ def test_a_type_or_shape_that_is_none_is_refused(kind: str, shape: tuple[int, ..
 
 
 @pytest.mark.parametrize(
-    ("header", "reason"), [(b"\xc1", "header is none"), (b"\xc1" * (MAX_HEADER_BYTES + 1), "header is damaged")]
+    ("header", "reason"),
+    [(b"\xc1", "header cannot be decoded"), (b"\xc1" * (MAX_HEADER_BYTES + 1), "header is damaged")],
 )
 def test_decode_block_refuses_a_header_with_a_right_digest(header: bytes, reason: str):
     digest = sha256(header).digest()[:DIGEST_BYTES]

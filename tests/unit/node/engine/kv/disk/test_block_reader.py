@@ -1,16 +1,19 @@
 """The reader of the disk cache: files in order, faults, stalls, and the end of its thread."""
 
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
+from node.engine.kv.disk import block_reader
 from node.engine.kv.disk.block_chain import BlockName
 from node.engine.kv.disk.block_file import BlockArray, BlockPart, encode_block
 from node.engine.kv.disk.block_reader import BlockReader, DiskRestore, PlannedPart, ReadPlan
@@ -108,6 +111,26 @@ def test_a_closed_restoration_ends_its_thread_and_holds_no_part(tmp_path: Path, 
     assert not restore.step(10)
     restore.close()
     wait_ended(readers())
+
+
+def test_a_part_that_is_queued_during_the_close_is_released(
+    tmp_path: Path, plan: ReadPlan, readers: Read, monkeypatch: pytest.MonkeyPatch
+):
+    queueing, closed = threading.Event(), threading.Event()
+
+    class LateQueue(queue.Queue[Any]):
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            queueing.set()
+            closed.wait(10)
+            super().put(item, block, timeout)
+
+    monkeypatch.setattr(block_reader, "queue", SimpleNamespace(Queue=LateQueue, Empty=queue.Empty, Full=queue.Full))
+    reader = BlockReader(tmp_path, plan)
+    assert queueing.wait(10)
+    reader.close()
+    closed.set()
+    wait_ended(readers())
+    assert reader.take(0.0) is None
 
 
 def test_a_slow_file_is_awaited(tmp_path: Path, plan: ReadPlan):

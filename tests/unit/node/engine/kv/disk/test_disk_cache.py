@@ -1,6 +1,7 @@
 """The disk cache without an engine: lookups, counts, copies of entries, two caches on one folder, and removals."""
 
 import os
+import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -190,7 +191,7 @@ def test_a_second_cache_reads_and_writes_only_after_the_first_has_ended(tmp_path
     assert unfinished.exists()
     first.close()
     state = write(second, build_entry(PLAIN, [9] * BLOCK_TOKENS))
-    assert (state.disk_saves, state.disk_persisted, state.disk_files) == (1, 1, 1)
+    assert (state.disk_saves, state.disk_persisted, state.disk_files) == (1, 1, 5), "its quota counts all files"
     assert state.disk_quota > 0
     assert state.disk_budget > 0
 
@@ -284,6 +285,73 @@ def test_a_prompt_is_lost_once_neither_memory_nor_disk_has_it(tmp_path: Path):
     assert [entry.copy and entry.copy.on_disk for entry in entries] == [True, False, False]
 
 
+def test_a_prompt_whose_parts_the_writer_drops_is_not_on_the_disk(tmp_path: Path):
+    disk = DiskCache(tmp_path, 1000, 0.0)
+    evicted, cached = (build_entry(PLAIN, [*IDS[:BLOCK_TOKENS], number], bytes([number])) for number in (1, 2))
+    assert write(disk, evicted, cached).disk_drops == 2
+    assert evicted.copy is not None
+    evicted.copy.leave_memory()
+    assert (disk.take_lost(), disk.take_lost()) == ([bytes([1])], [])
+    assert (cached.copy is not None, cached.copy and cached.copy.on_disk) == (True, False)
+
+
+def test_a_prompt_whose_parts_wait_for_the_writer_is_on_the_disk_until_they_are_dropped(tmp_path: Path):
+    disk = open_cache(tmp_path)
+    first, second = build_entry(PLAIN, IDS[: 2 * BLOCK_TOKENS], b"1"), build_entry(PLAIN, [7] * BLOCK_TOKENS, b"2")
+    write(disk, build_entry(PLAIN, IDS[:BLOCK_TOKENS]))
+    for entry in (first, second):
+        disk.offer(entry, PLAIN, 1.0)
+        disk.write_next(time.monotonic(), busy=False, room=4, urgent=True)
+        assert entry.copy is not None
+        entry.copy.leave_memory()
+    assert disk.take_lost() == [], "written, being written, or about to be"
+    disk.clear("another model")
+    assert sorted(disk.take_lost()) in ([b"2"], [b"1", b"2"]), "the copy of the second was not passed to the writer"
+    assert disk.take_lost() == []
+
+
+def test_an_entry_without_its_state_is_not_on_the_disk(tmp_path: Path):
+    disk = open_cache(tmp_path)
+    entry = build_entry(STATES, IDS[: BLOCK_TOKENS + 3])
+    assert entry.value is not None
+    cast("Any", entry.value[-1])[0] = None
+    assert write(disk, entry, shape=STATES).disk_files == 1
+    assert disk.take_lost() == []
+    assert entry.copy is not None
+    assert not entry.copy.on_disk
+
+
+def test_a_prompt_without_the_early_parts_of_its_window_is_on_the_disk(tmp_path: Path):
+    disk, late = open_cache(tmp_path), mx.zeros((1, 1, 2 * BLOCK_TOKENS, 2))
+    entry = build_entry(WINDOWS, IDS)
+    assert entry.value is not None
+    cast("Any", entry.value)[1] = StoredWindow(WINDOWS.window, (WindowPiece(2 * BLOCK_TOKENS, late, late),))
+    assert write(disk, entry, shape=WINDOWS).disk_files == 4 + 2
+    assert disk.take_lost() == []
+    assert entry.copy is not None
+    assert entry.copy.on_disk
+
+
+def test_a_cache_that_becomes_the_writer_later_counts_the_files_of_the_earlier_one(tmp_path: Path):
+    first = open_cache(tmp_path)
+    second = open_cache(tmp_path)
+    write(first, build_entry(PLAIN, IDS))
+    nbytes = first.nbytes
+    assert (second.nbytes, second.writer) == (0, None)
+    first.close()
+    state = write(second, build_entry(PLAIN, [7] * BLOCK_TOKENS))
+    assert (state.disk_files, state.disk_bytes) == (5, nbytes * 5 // 4)
+    assert find(second, PLAIN, [*IDS, 1]) == [("t", block * BLOCK_TOKENS) for block in range(4)]
+
+
+def test_a_folder_that_cannot_be_read_when_its_lock_is_free_stores_nothing(tmp_path: Path):
+    first, second = open_cache(tmp_path / "cache"), open_cache(tmp_path / "cache")
+    first.close()
+    shutil.rmtree(tmp_path / "cache")
+    state = write(second, build_entry(PLAIN, IDS))
+    assert (second.writer, state.disk_files, state.disk_waiting) == (None, 0, 0)
+
+
 def test_of_many_prompts_behind_one_block_the_newest_are_reported(tmp_path: Path):
     disk, count, state = open_cache(tmp_path), MAX_EVICTIONS_REPORTED + 2, CacheState()
     for number in range(count):
@@ -291,6 +359,7 @@ def test_of_many_prompts_behind_one_block_the_newest_are_reported(tmp_path: Path
         state = write(disk, entry)
         assert entry.copy is not None
         entry.copy.leave_memory()
+        assert disk.take_lost() == []
     assert (state.disk_files, state.disk_persisted) == (1, 1)
     plan = disk.find(PLAIN, "", pack(IDS))
     assert plan is not None
