@@ -31,6 +31,8 @@ _FAILED: dict[str, int] = {
     FailureCode.LINK_LOST: 502,
     FailureCode.UPSTREAM_FAILED: 502,
     FailureCode.NODE_STOPPING: 503,
+    FailureCode.MEMORY_PRESSURE: 503,
+    FailureCode.NO_HEADROOM: 503,
     FailureCode.GRAMMAR_FAILED: 400,
 }
 """Status of a failure by its code, 500 for any other code; used only when nothing was sent yet."""

@@ -84,6 +84,12 @@ def test_failure_is_a_5xx_status():
     assert "memory" not in error(from_failure("node_lost", "x"))
 
 
+@pytest.mark.parametrize("code", ["memory_pressure", "no_headroom", "node_stopping", "shutting_down"])
+def test_a_failure_that_passes_is_a_503_that_clients_retry(code: str):
+    problem = from_failure(code, "x")
+    assert (problem.status, problem.build_headers()) == (503, [(b"retry-after", b"1")])
+
+
 def test_the_event_form_is_one_line_of_data():
     event = from_failure("node_lost", "line\nbreak").encode_event("r")
     assert event.startswith(b'data: {"error":')
