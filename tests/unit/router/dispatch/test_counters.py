@@ -1,12 +1,14 @@
 """The counters of the router: histograms as Prometheus reads them, gaps of the same stream only, a bounded number of
 rows."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.dispatch.counters import ITL_BOUNDS, MAX_KEY_MODELS, MAX_MODELS, MAX_PACES, OTHER, Counters
 from wire.histogram import Histogram
 from wire.identity import NodeId
+from wire.refusals import FailureCode, RefusalCode
 
 A, B = NodeId("a"), NodeId("b")
 
@@ -105,6 +107,13 @@ def test_a_nodes_tokens_are_counted_and_end_with_its_membership():
     assert (found.first_tokens, found.first_token_seconds) == (1, 0.5)
     counters.remove_node(node)
     assert counters.nodes == {}
+
+
+@pytest.mark.parametrize("code", sorted({*RefusalCode, *FailureCode} - {FailureCode.COMMAND_TIMEOUT}))
+def test_every_code_that_a_request_can_end_with_is_an_outcome(code: str):
+    counters = Counters()
+    counters.count_end(code, "m", 1.0)
+    assert counters.requests == counters.models["m"].outcomes == {code: 1}
 
 
 def test_an_end_is_counted_for_its_model_and_for_all_with_its_time():
