@@ -346,7 +346,7 @@ def _build_operation(
 
 def _build_unsupported(path: str) -> dict[str, Any]:
     name = "ollama_" + path.rpartition("/")[2]
-    why = "Not supported: use `cluster model` to manage models"
+    why = "Not supported; the response names the command to use"
     operation = _build_operation(path, name, why, "never", (*ALWAYS, 501))
     del operation["responses"]["200"]
     return operation
