@@ -101,8 +101,8 @@ values of a scrape are from one moment. Sums and differences are therefore valid
 
     macpool_node_memory_headroom_bytes = ceiling - margin - current - reserved
 
-Every label is from a closed set, or names a member, a valid API key, or a model of a member. No label has a request,
-the id or secret of a key, an address, or the text of an error. Histograms are classic: `le` has the buckets.
+Every label is from a closed set, or names a member, a valid API key, a model of a member, or an upstream. No label has
+a request, the id or secret of a key, an address, or the text of an error. Histograms are classic: `le` has the buckets.
 """
 _ABOUT_POOL = "At `/metrics`."
 _ABOUT_NODE = """At `/prometheus/nodes/NODE`, from the node's newest report and its own measurements. They have no label

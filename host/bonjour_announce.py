@@ -1,8 +1,9 @@
 """Announce a coordinator, or a Mac that has not joined, on the LAN by Bonjour.
 
-An announcement is only a hint: certificates prove identity, links prove liveness. An error of zeroconf is logged once
-and retried at the next check of the addresses. Nothing else depends on Bonjour: `cluster join URL` needs no multicast.
-zeroconf binds its sockets to addresses once, and a change of addresses therefore creates a new instance.
+An announcement is only a hint: certificates prove identity, links prove liveness. An error of zeroconf, or of the list
+of addresses, is logged once and retried at the next check of the addresses. Nothing else depends on Bonjour:
+`cluster join URL` needs no multicast. zeroconf binds its sockets to addresses once, and a change of addresses therefore
+creates a new instance.
 """
 
 import asyncio
@@ -75,11 +76,21 @@ class Announcement:
 
     async def _follow_addresses(self) -> None:
         while True:
-            current_addresses = list(self._fixed_addresses) if self._fixed_addresses is not None else list_addresses()
+            current_addresses = self._read_addresses()
             if current_addresses != self._announced:
                 await self._withdraw()
                 await self._announce(current_addresses)
             await asyncio.sleep(self._check_interval_seconds)
+
+    def _read_addresses(self) -> list[str]:
+        """Return the addresses to announce: those announced now if the system cannot list its addresses."""
+        if self._fixed_addresses is not None:
+            return list(self._fixed_addresses)
+        try:
+            return list_addresses()
+        except OSError as error:
+            self._log_failure_once(error)
+            return self._announced
 
     async def _announce(self, current_addresses: list[str]) -> None:
         if not current_addresses:

@@ -8,7 +8,9 @@ def describe_exit(code: int | None) -> str:
 
     `code` is a `subprocess.Popen.returncode`: negative for a signal, None if it is unknown.
     """
-    if code is None or code >= 0:
+    if code is None:
+        return "ended with an unknown exit code"
+    if code >= 0:
         return f"ended with exit code {code}"
     try:
         return f"ended by {signal.Signals(-code).name}"

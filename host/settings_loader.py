@@ -140,9 +140,10 @@ def from_pairs(pairs: Iterable[str]) -> dict[str, object]:
     flat: dict[str, object] = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
+        key = key.strip()
         if not equals or not key:
             raise SettingsError(f"--set takes key=value, not {pair!r}")
-        flat[key.strip()] = value
+        flat[key] = value
     return flat
 
 

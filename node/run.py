@@ -140,7 +140,10 @@ def _load_settings(options: argparse.Namespace) -> ResolvedSettings[NodeSettings
 
 
 class _lock:  # noqa: N801  used as a with-statement's word
-    """Lock that allows one node per state folder. The file has the process id for `cluster leave`."""
+    """Lock that allows one node per state folder. The file has the process id for `cluster leave`.
+
+    The signal of `cluster leave` is held back until the node handles it (`_serve`). It would end the process before.
+    """
 
     def __init__(self, state: Path) -> None:
         self._file = create_private_folder(state / "node") / "lock"
@@ -151,6 +154,7 @@ class _lock:  # noqa: N801  used as a with-statement's word
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise NodeStartError(1, f"a node is already running in {self._file.parent}") from None
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
@@ -208,6 +212,7 @@ async def _serve(options: argparse.Namespace, node: Node, stay_awake: str, *, ne
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGUSR1, leave)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
     drain = DRAIN_TIMEOUT_SECONDS
     if options.lifeline:
         loop.add_reader(sys.stdin.fileno(), _on_lifeline, stop)

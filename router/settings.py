@@ -93,7 +93,15 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
     ] = 8 * MIB
     body_timeout_seconds: Annotated[float, Meta(gt=0, description="Maximum time to receive a request body.")] = 60.0
     slow_client_bytes: Annotated[
-        int, Meta(gt=0, description="Maximum unsent bytes of a stream. Beyond it the stream of a slow client is ended.")
+        int,
+        Meta(
+            gt=0,
+            description=(
+                "Maximum size of the unsent part of a stream. A character counts as 1, also if it has several bytes. "
+                "Each delta counts 256 more, each log probability 96 more. Beyond the maximum the stream of a slow "
+                "client is ended."
+            ),
+        ),
     ] = 4 * MIB
     slow_client_seconds: Annotated[
         float,

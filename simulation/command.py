@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 @click.option("--policy", "policies", multiple=True, help="Only this policy; may be repeated.")
 @click.option("--seed", type=int, help="Seed for the drawn requests; default: that of the scenario.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--log", is_flag=True, help="Print the events under one policy instead of the table.")
+@click.option(
+    "--log", is_flag=True, help="Print the events under the first policy but the clairvoyant, instead of the table."
+)
 def simulate(scenario: str, policies: tuple[str, ...], seed: int | None, as_json: bool, log: bool) -> None:
     """Run a SCENARIO in virtual time under every policy and compare the results with a clairvoyant policy.
 

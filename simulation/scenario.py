@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from host.settings_loader import SettingsError
+from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS
 from simulation.mac.hardware import CHIPS
 from wire.units import parse_size
 
@@ -72,7 +73,7 @@ class NodeSpec(_StrictTable, frozen=True):
     batch: Count = 32
     """Maximum rows that decode on a node at once."""
     disk: str = "3GB"
-    """Bytes that the disk reads per second, as a size."""
+    """Bytes that the disk reads per second, as a size above 0."""
 
     def list_names(self) -> list[str]:
         """Return the names of these Macs."""
@@ -104,8 +105,8 @@ class LoadSpec(_StrictTable, frozen=True):
     trace: str = ""
     """File of JSON lines with `at` (seconds after `begins`), `prompt`, `output` (tokens) and optionally `session`.
 
-    A line is one request. Lines with `at` from the duration of the scenario on are ignored. Of the other fields, only
-    `model`, `key`, `max_tokens` and `begins` apply to a trace.
+    A line is one request. Requests that would begin at the end of the scenario or later are ignored. Of the other
+    fields, only `model`, `key`, `max_tokens` and `begins` apply to a trace.
     """
     prompt: Lengths = Lengths(median=1000.0)
     """Tokens that each turn adds to the prompt, which also contains the earlier turns.
@@ -155,7 +156,7 @@ class Scenario(_StrictTable, frozen=True):
     load: Annotated[tuple[LoadSpec, ...], Meta(min_length=1)]
     events: tuple[EventSpec, ...] = ()
     report_seconds: Positive = 0.5
-    """Seconds between two reports of a busy node."""
+    """Seconds between two reports of a busy node, at most the `MAX_REPORT_AGE_SECONDS` of the router."""
     report_loss: Share = 0.0
     """Share of reports that are lost."""
     latency: NotNegative = 0.002
@@ -196,6 +197,11 @@ def _check(scenario: Scenario) -> None:
     _check_unique("model", [model.name for model in scenario.models])
     if len(names) > MAX_NODES:
         raise ScenarioError(f"the scenario has {len(names)} nodes, the maximum is {MAX_NODES}")
+    if scenario.report_seconds > MAX_REPORT_AGE_SECONDS:
+        raise ScenarioError(
+            f"report_seconds is {scenario.report_seconds:g}, at most {MAX_REPORT_AGE_SECONDS:g}: the router sends no "
+            "request to a node whose last report is older"
+        )
     known = {model.name for model in scenario.models}
     for model in scenario.models:
         _parse_size(f"models.{model.name}.weights", model.weights)
@@ -223,7 +229,8 @@ def _check_node(node: NodeSpec, known: Collection[str]) -> None:
     if node.chip not in CHIPS:
         raise ScenarioError(f"node {node.name}: chip {node.chip!r} is not one of {', '.join(CHIPS)}")
     _parse_size(f"node {node.name}: memory", node.memory)
-    _parse_size(f"node {node.name}: disk", node.disk)
+    if not _parse_size(f"node {node.name}: disk", node.disk):
+        raise ScenarioError(f"node {node.name}: disk is {node.disk!r} per second, at least 1 byte is needed")
     for model in (*node.models, *node.loaded):
         if model not in known:
             raise ScenarioError(f"node {node.name}: there is no model {model!r}, only {', '.join(sorted(known))}")

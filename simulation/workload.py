@@ -178,10 +178,9 @@ def _read_trace(scenario: Scenario, load: LoadSpec, folder: Path, random: Random
             one = msgspec.json.decode(line, type=_TraceLine)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise ScenarioError(f"trace {load.trace}, line {number} of {len(lines)}: {error}") from None
-        if one.at >= scenario.seconds:
+        at = load.begins + one.at
+        if at >= scenario.seconds:
             continue
         output = max(1, min(one.output, load.max_tokens or one.output, context // 4))
         prompt = max(1, min(one.prompt, context - (load.max_tokens or output) - 1))
-        yield SimulatedConversation(
-            load.begins + one.at, [_build_turn(load, [(one.session, prompt)], output, 0.0, one.session, random)]
-        )
+        yield SimulatedConversation(at, [_build_turn(load, [(one.session, prompt)], output, 0.0, one.session, random)])

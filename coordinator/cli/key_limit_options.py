@@ -30,11 +30,16 @@ def limit_options(command: Callable[..., None]) -> Callable[..., None]:
             click.option(
                 "--tokens-per-minute", type=click.IntRange(1), help="Maximum tokens per minute, prompts included."
             ),
-            click.option("--concurrency", type=click.IntRange(1), help="Maximum concurrent requests."),
+            click.option(
+                "--concurrency",
+                type=click.IntRange(1),
+                help="Maximum open requests, queued ones included. Also the maximum of open videos.",
+            ),
             click.option(
                 "--waiting",
                 type=click.IntRange(0),
-                help="Maximum queued requests; default: a quarter of the queue, more while no other key waits.",
+                help="Maximum queued requests; default: a quarter of the queue, more while no other key waits. "
+                "Also the maximum of queued videos; default: no limit for a key.",
             ),
             click.option(
                 "--priority",

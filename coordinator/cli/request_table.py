@@ -81,10 +81,9 @@ def print_request(answer: dict[str, Any]) -> None:
         if request["timings"] is not None:
             times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in request["timings"].items())
             click.echo(f"  on the node: {times}")
-        click.echo(
-            f"  tokens: {request['prompt_tokens']} prompt ({request['cached_tokens']} cached), "
-            f"{request['completion_tokens']} generated"
-        )
+        prompt = request["prompt_tokens"]
+        counted = "prompt unknown" if prompt is None else f"{prompt} prompt ({request['cached_tokens']} cached)"
+        click.echo(f"  tokens: {counted}, {request['completion_tokens']} generated")
     several = len({decision["demand"]["model"] for decision in answer["decisions"]}) > 1
     for decision in answer["decisions"]:
         about = f" about {decision['demand']['model']}" if several else ""

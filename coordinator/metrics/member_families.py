@@ -10,7 +10,7 @@ from coordinator.metrics.families import (
     create_counter,
     create_gauge,
 )
-from coordinator.metrics.pool_readers import MODEL_LABEL, NODE_LABEL, read_by_node
+from coordinator.metrics.pool_readers import NODE_LABEL, read_by_node
 from coordinator.metrics.pool_snapshot import PoolSnapshot
 from coordinator.models.wish_counters import ActionOutcome, WishCounters
 from wire.identity import NodeId
@@ -105,7 +105,7 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
         lambda p: [
             ((name,), float(len(p.view.identify(name).holders))) for name in p.view.conflicts[:MAX_MODELS_PER_NODE]
         ],
-        MODEL_LABEL,
+        (("model", "a model that some member has"),),
         "while they differ",
     ),
     create_gauge(

@@ -4,11 +4,17 @@ from collections.abc import Callable, Mapping
 
 from coordinator.metrics.families import HistogramValue, Row
 from coordinator.metrics.pool_snapshot import PoolSnapshot
-from router.dispatch.counters import OTHER, ModelCounts
+from router.dispatch.counters import MAX_MODELS, OTHER, ModelCounts
 from wire.identity import NodeId
 
 NODE_LABEL = (("node", "a member's name"),)
-MODEL_LABEL = (("model", f"a model that some member has; `{OTHER}` for names that clients make up"),)
+MODEL_LABEL = (
+    (
+        "model",
+        "a model that some member has, or the upstream that took the request (`upstream:NAME/MODEL`); "
+        f"`{OTHER}` for names that clients make up, and for models after the first {MAX_MODELS}",
+    ),
+)
 
 
 def read_by_node(values: Callable[[PoolSnapshot], Mapping[NodeId, float]]) -> Callable[[PoolSnapshot], list[Row]]:

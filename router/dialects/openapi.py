@@ -25,6 +25,8 @@ ALWAYS = (400, 401, 403, 405, 421, 431)
 """Error statuses that every route with a key may send."""
 _NAMED = (*ALWAYS, 404)
 _POSTED = (*ALWAYS, 404, 408, 413, 429, 500, 502, 503, 504)
+_UNLOADING = ("/api/chat", "/api/generate")
+"""Routes with a body that may ask for an unload (`keep_alive: 0` without a prompt), which is refused with 501."""
 _ERROR: dict[str, Any] = {
     "type": "object",
     "description": "An error in OpenAI's format; `memory` has the numbers of a memory refusal, in bytes.",
@@ -299,7 +301,8 @@ def _build_post_operation(path: str, body: type[BaseModel], name: str, summary: 
     answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if stream:
         answer[stream] = {"schema": {"type": "string"}}
-    operation = _build_operation(path, name, summary, "the answer", _POSTED, answer)
+    bad = (*_POSTED, 501) if path in _UNLOADING else _POSTED
+    operation = _build_operation(path, name, summary, "the answer", bad, answer)
     return operation | {"requestBody": {"required": True, "content": schema}}
 
 
@@ -343,7 +346,7 @@ def _build_operation(
 
 def _build_unsupported(path: str) -> dict[str, Any]:
     name = "ollama_" + path.rpartition("/")[2]
-    why = "Not supported: use `cluster model` to manage models"
+    why = "Not supported; the response names the command to use"
     operation = _build_operation(path, name, why, "never", (*ALWAYS, 501))
     del operation["responses"]["200"]
     return operation

@@ -32,27 +32,12 @@ MAX_KEY_MODELS = 1024
 OTHER = "other"
 """Name of the row of all models without a row of their own."""
 FAILED = "failed"
-"""Outcome of a request that ended with a code that is not in `OUTCOMES`, such as `engine_error` or an unknown code."""
-OUTCOMES = frozenset(
-    {
-        "ok",
-        FailureCode.CANCELLED,
-        FailureCode.SLOW_CLIENT,
-        FailureCode.NODE_LOST,
-        FailureCode.ENGINE_CRASHED,
-        FailureCode.ENGINE_LOST,
-        FailureCode.NODE_STOPPING,
-        FailureCode.LINK_LOST,
-        FailureCode.SHUTTING_DOWN,
-        FailureCode.ANSWER_TOO_LONG,
-        FailureCode.ROUTER_ERROR,
-        FailureCode.UPSTREAM_FAILED,
-        FailureCode.MEMORY_PRESSURE,
-        FAILED,
-        *(code.value for code in RefusalCode),
-    }
-)
-"""Outcomes of a request: `ok`, any code of `RefusalCode`, these codes of `FailureCode`, or `FAILED` for any other."""
+"""Outcome of a request that ended with a code that is not in `OUTCOMES`, such as the unknown code of a newer node."""
+OUTCOMES = frozenset({"ok", FAILED, *RefusalCode, *FailureCode} - {FailureCode.COMMAND_TIMEOUT})
+"""Outcomes of a request: `ok`, a code of `RefusalCode` or `FailureCode`, or `FAILED` for any other.
+
+`COMMAND_TIMEOUT` is left out, because only commands end with it.
+"""
 
 
 UPSTREAM_OUTCOMES = ("ok", "refused", "limited", "failed", "interrupted", "cancelled")

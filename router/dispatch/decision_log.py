@@ -8,6 +8,7 @@ refused token counts, have a separate ring. A client that sends only such reques
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 import msgspec
 
@@ -115,10 +116,8 @@ class DecisionLog:
             return
         chosen = result.chosen
         if len(candidates) > MAX_CANDIDATES_KEPT:
-            candidates = (
-                chosen,
-                *(candidate for candidate in candidates[:MAX_CANDIDATES_KEPT] if candidate is not chosen),
-            )
+            others = (candidate for candidate in candidates if candidate is not chosen)
+            candidates = (chosen, *islice(others, MAX_CANDIDATES_KEPT - 1))
         self.decisions.append(PlacementDecision(at, request_id, key, demand, candidates, chosen.node, None, nodes))
 
     def record_invalid(self, at: float, request_id: str, key: str, problem: Problem) -> None:

@@ -14,9 +14,10 @@ The parts change a request's state by `Dispatcher.apply` only.
 
 import asyncio
 import contextlib
+import itertools
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -51,6 +52,20 @@ STOPPING = "the coordinator is stopping: retry when it runs again"
 
 def _ignore_failure(_: ActiveRequest, __: str) -> None:
     return
+
+
+def _record_decode_steps(counters: Counters, node: NodeId, requests: Sequence[ActiveRequest], now: float) -> None:
+    """Record the decode step of each model in one frame, which extended the streams of `requests` at `now`.
+
+    A node orders the rows of a frame by model. The first and the last row therefore show whether there are several.
+    """
+    first = requests[0]
+    if first.demand.model == requests[-1].demand.model:
+        counters.record_decode_step(node, first.demand.model, first.number, len(requests), now)
+        return
+    for model, group in itertools.groupby(requests, key=lambda request: request.demand.model):
+        of_model = list(group)
+        counters.record_decode_step(node, model, of_model[0].number, len(of_model), now)
 
 
 class Dispatcher:
@@ -209,8 +224,7 @@ class Dispatcher:
         if tokens:
             self.counters.count_generated(node, tokens)
         if touched:
-            first = touched[0]
-            self.counters.record_decode_step(node, first.demand.model, first.number, len(touched), self._clock())
+            _record_decode_steps(self.counters, node, touched, self._clock())
         for request in touched:
             request.answer.flush()
 

@@ -135,7 +135,8 @@ class NodeCommands:
         except TimeoutError:
             return RequestFailure(
                 FailureCode.COMMAND_TIMEOUT,
-                f"{name} sent nothing for {COMMAND_TIMEOUT_SECONDS:.0f} s {command.doing}",
+                f"{name} did not answer within {COMMAND_TIMEOUT_SECONDS:.0f} s {command.doing}: read its log "
+                f"(`cluster logs {name}`)",
             )
         else:
             return ended

@@ -194,7 +194,7 @@ class RouterApp:
         return len(specs) == 1 and dispatcher.names.may_mean_upstream(specs[0].demand.model, dispatcher.view)
 
     async def _refuse(self, exchange: Exchange, key: ApiKey, problem: Problem) -> None:
-        """Refuse an invalid request and record it for `cluster explain`."""
+        """Refuse an invalid request, or a token count for any reason, and record it for `cluster explain`."""
         self._dispatcher.history.record_invalid(self._dispatcher.get_time(), exchange.request_id, key.id, problem)
         await exchange.refuse(problem)
 

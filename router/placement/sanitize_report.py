@@ -39,7 +39,7 @@ UNMEASURED_RATIO = 4.0
 MAX_CONTEXT = 100_000_000
 """Maximum context of a model, in tokens."""
 MAX_LOAD_SECONDS = 600.0
-"""Maximum load time of a model and maximum age of a reading, in seconds. A larger value counts as 0."""
+"""Maximum load time of a model and maximum age of a reading, in seconds. An impossible value counts as this maximum."""
 MAX_UNIX_SECONDS = 2.0**33
 """Latest end of a pause, and latest use of a model, in Unix seconds: the year 2242."""
 MAX_EXPECTED_OUTPUT = 32_768
@@ -175,7 +175,7 @@ def sanitize_memory(memory: Memory) -> Memory:
         recent=max(0, memory.recent),
         reserved=max(0, memory.reserved),
         leases=max(0, memory.leases),
-        age=_replace_out_of_range(memory.age, 0.0, MAX_LOAD_SECONDS, 0.0),
+        age=_limit_seconds(memory.age),
         total=max(0, memory.total),
         base=max(0, memory.base),
         reusable=max(0, min(memory.reusable, memory.active)),
@@ -245,7 +245,7 @@ def _sanitize_system(system: SystemMemory) -> SystemMemory:
         _sanitize_size(system.available),
         _make_printable(system.pressure),
         _make_printable(system.source),
-        _replace_out_of_range(system.age, 0.0, MAX_LOAD_SECONDS, 0.0),
+        _limit_seconds(system.age),
         max(0, system.worker),
     )
 
@@ -306,7 +306,7 @@ def _sanitize_model(model: Model) -> Model:
     return replace(
         model,
         context=min(max(0, model.context), MAX_CONTEXT),
-        load_seconds=_replace_out_of_range(model.load_seconds, 0.0, MAX_LOAD_SECONDS, 0.0),
+        load_seconds=_limit_seconds(model.load_seconds),
         prefill_speed=_sanitize_speed(model.prefill_speed, UNMEASURED_PREFILL),
         decode_speed=_sanitize_speed(model.decode_speed, UNMEASURED_DECODE),
         bytes_per_token=_replace_out_of_range(model.bytes_per_token, *_RATIOS, UNMEASURED_RATIO),
@@ -328,6 +328,12 @@ def _is_possible_group(group: BatchGroup) -> bool:
 
 def _sanitize_speed(speed: float, unmeasured: float) -> float:
     return speed if math.isfinite(speed) and speed > 0 else unmeasured
+
+
+def _limit_seconds(seconds: float) -> float:
+    """Return a load time or the age of a reading. A negative, too large or undefined value is `MAX_LOAD_SECONDS`,
+    because 0 would mean a loaded model or a new reading."""
+    return _replace_out_of_range(seconds, 0.0, MAX_LOAD_SECONDS, MAX_LOAD_SECONDS)
 
 
 def _replace_out_of_range(value: float, least: float, most: float, replacement: float) -> float:

@@ -116,5 +116,15 @@ def test_openapi_describes_refusals_before_the_body(served: Served, path: str, w
         assert answer.headers["allow"] == {"/v1/models/x": "GET, HEAD", "/api/v1/keys": "GET, POST"}.get(path, "POST")
 
 
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_openapi_describes_the_refusal_of_an_unload(served: Served, path: str):
+    with requests.Session() as session:
+        session.trust_env = False
+        headers = {"authorization": f"Bearer {served.keys['admin']}"}
+        answer = session.post(served.url + path, json={"model": "tiny", "keep_alive": 0}, headers=headers, timeout=20)
+    assert answer.status_code == 501
+    validate(find_operation(served, path, "POST").Case(method="POST"), answer)
+
+
 def test_the_guard_in_the_way_is_the_one_of_the_product(served: Served):
     assert isinstance(served.cluster.app, OriginCheck)

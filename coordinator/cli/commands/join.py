@@ -7,6 +7,7 @@ node.
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn, TextIO
 from urllib.parse import urlsplit
@@ -85,27 +86,39 @@ def _become_node(arguments: list[str], secret: str) -> NoReturn:
 
 @click.command()
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder of the node.")
-@click.option("--force", is_flag=True, help="Leave even if the coordinator cannot be reached.")
+@click.option("--force", is_flag=True, help="Leave without notifying the coordinator. A running node ignores this.")
 @yes_option
 def leave(state: Path | None, force: bool, yes: bool) -> None:
-    """Leave the cluster: end running requests, revoke this machine's certificate and delete it."""
+    """Leave the cluster: end running requests, notify the coordinator, and delete this machine's certificate.
+
+    The coordinator revokes the certificate when it is notified. A running node leaves even if the coordinator cannot be
+    reached. In that case, and after --force, run `cluster node remove NAME` on the coordinator.
+    """
     folder = state or get_default_state()
-    if not (folder / "node" / "identity" / "identity.json").exists():
+    identity, lock = folder / "node" / "identity" / "identity.json", folder / "node" / "lock"
+    if not identity.exists():
         raise CommandError(NOT_FOUND, f"there is no node in {folder}")
     confirm("Remove this machine from its cluster? It needs a new token or code to join again.", yes=yes)
-    process = _find_lock_holder(folder / "node" / "lock")
-    if process is None:
-        _become_node(["--state", str(folder), "--leave", *(["--force"] if force else [])], "")
-    os.kill(process, signal.SIGUSR1)
-    if not _wait_for_lock(folder / "node" / "lock", LEAVE_TIMEOUT_SECONDS):
-        raise CommandError(
-            TIMED_OUT, f"the node (process {process}) did not leave within {LEAVE_TIMEOUT_SECONDS:.0f} s"
-        )
-    click.echo("left the cluster")
+    process = _find_lock_holder(lock)
+    if process is not None:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGUSR1)
+        if not _wait_for_lock(lock, LEAVE_TIMEOUT_SECONDS):
+            raise CommandError(
+                TIMED_OUT, f"the node (process {process}) did not leave within {LEAVE_TIMEOUT_SECONDS:.0f} s"
+            )
+        if not identity.exists():
+            click.echo("left the cluster")
+            return
+        click.echo(f"the node (process {process}) ended before it left: leaving without that process", err=True)
+    _become_node(["--state", str(folder), "--leave", *(["--force"] if force else [])], "")
 
 
 def _find_lock_holder(lock: Path) -> int | None:
-    """Return the id of the process that holds the node's lock; None if no process holds it."""
+    """Return the id of the process that holds the node's lock; None if no process holds it.
+
+    Raise `CommandError` if that process has not written its id yet.
+    """
     import fcntl
 
     try:
@@ -113,7 +126,12 @@ def _find_lock_holder(lock: Path) -> int | None:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
-                return int(file.read())
+                process = file.read().strip()
+                if not process.isdecimal():
+                    raise CommandError(
+                        1, f"the node in {lock.parent.parent} has just started: run `cluster leave` again"
+                    ) from None
+                return int(process)
     except FileNotFoundError:
         return None
     return None

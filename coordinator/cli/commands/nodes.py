@@ -226,8 +226,8 @@ def deny_video(session: ApiSession, node: str) -> None:
 def drain(session: ApiSession, node: str, wait: float | None) -> None:
     """Cordon a node and move its running requests to other nodes. Clients see at most a short pause.
 
-    The node stays cordoned until `cluster node uncordon`. Exit code 6: no other node has room for the remaining
-    requests, and they end where they are.
+    The node stays cordoned until `cluster node uncordon`. Exit code 6: no other node can continue the remaining
+    requests now, and they end where they are.
     """
     seconds = wait or 0.0
     with show_spinner(f"draining {node}"):
@@ -238,8 +238,8 @@ def drain(session: ApiSession, node: str, wait: float | None) -> None:
     if answer["left"]:
         raise CommandError(
             REFUSED,
-            f"{node} is cordoned, {answer['left']} requests are still running: no other node has room; "
-            "use --wait, or let them end",
+            f"{node} is cordoned, {answer['left']} requests are still running: no other node can "
+            "continue them now; use --wait, or let them end",
         )
     if not session.json:
         click.echo(f"{node} is empty and cordoned")

@@ -2,11 +2,11 @@
 
 from router.errors import Problem
 
-_LOAD = "load and unload models with `cluster model load` and `cluster model unload`"
+_CREATE = "make quantized copies with `cluster model quantize`, and set other names in `router.aliases`"
 _HINTS = {
     "/api/pull": "download models with `cluster pull`",
-    "/api/push": _LOAD,
-    "/api/create": "make quantized copies with `cluster model quantize`, and set other names in `router.aliases`",
+    "/api/push": "upload models with the tools of their hub, such as `hf upload`",
+    "/api/create": _CREATE,
     "/api/copy": "set another name of a model in `router.aliases`",
     "/api/delete": "delete copies with `cluster model rm`",
 }
@@ -14,5 +14,8 @@ UNSUPPORTED_ROUTES = frozenset(_HINTS)
 
 
 def build_unsupported_route(path: str) -> Problem:
-    """Build the 501 problem for an unsupported route of Ollama. Its message names Macpool's command for the purpose."""
-    return Problem(501, "unsupported_operation", f"{path} is not supported: {_HINTS.get(path, _LOAD)}")
+    """Build the 501 problem for an unsupported route of Ollama. Its message names the command for the purpose.
+
+    Uploads of blobs (`/api/blobs/DIGEST`) belong to `/api/create`.
+    """
+    return Problem(501, "unsupported_operation", f"{path} is not supported: {_HINTS.get(path, _CREATE)}")

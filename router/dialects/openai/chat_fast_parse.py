@@ -28,6 +28,7 @@ from router.admission.request_limits import (
     MAX_TOP_K,
     PLAIN_ROLES,
 )
+from router.dialects.shared.common_fields import MIN_TOP_P
 from router.dialects.shared.strict_json import SURROGATE_ESCAPE
 from router.dispatch.resource_demand import compute_demand
 from router.placement.candidate import ResourceDemand
@@ -87,7 +88,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     max_completion_tokens: Tokens | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Meta(ge=MIN_TOP_P, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-_INT64, le=_INT64)] | None = None
     stream_options: _StreamOptions | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_TOP_K)] | None = None

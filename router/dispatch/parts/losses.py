@@ -62,7 +62,7 @@ class Losses:
             self._counters.count_node_loss()
             self._on_failure(request, FailureCode.NODE_LOST)
             request.tried.mark_lost(node)
-            text = f"node {request.node_name} was lost during the answer ({reason}): retry"
+            text = f"node {request.node_name} was lost ({reason}): retry"
             self._recover_or_end(request, LossKind.NODE, RequestFailure(FailureCode.NODE_LOST, text))
 
     def handle_failure(self, request: ActiveRequest, node: NodeId, frame: Failed) -> None:

@@ -177,11 +177,11 @@ async def test_models_are_listed_and_shown(cluster: LoopbackCluster):
     ("method", "path", "instead"),
     [
         ("POST", "/api/pull", "cluster pull"),
-        ("POST", "/api/push", "cluster model load"),
+        ("POST", "/api/push", "hf upload"),
         ("POST", "/api/create", "cluster model quantize"),
         ("POST", "/api/copy", "router.aliases"),
         ("DELETE", "/api/delete", "cluster model rm"),
-        ("POST", "/api/blobs/sha256:x", "cluster model load"),
+        ("POST", "/api/blobs/sha256:x", "cluster model quantize"),
     ],
 )
 async def test_routes_that_change_models_are_refused(cluster: LoopbackCluster, method: str, path: str, instead: str):

@@ -13,7 +13,7 @@ from host.exit_status import describe_exit
         (-11, "ended by SIGSEGV"),
         (-9, "ended by SIGKILL"),
         (-40, "ended by signal 40"),
-        (None, "ended with exit code None"),
+        (None, "ended with an unknown exit code"),
     ],
 )
 def test_a_signal_is_named_and_an_exit_code_is_a_number(code: int | None, text: str):

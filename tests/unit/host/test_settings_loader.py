@@ -57,6 +57,7 @@ def test_texts_become_numbers_and_booleans() -> None:
         ("memory.steps=many", r"setting memory.steps \(--set\)"),
         ("quiet", "key=value"),
         ("=1", "key=value"),
+        (" =1", "key=value, not ' =1'"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_origin(pair: str, message: str) -> None:

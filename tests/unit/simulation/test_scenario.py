@@ -44,6 +44,16 @@ def test_a_scenario_is_read():
         ("about", "about = [", "not valid TOML"),
         ('chip = "M4"', 'chip = "M9"', "node mini: chip 'M9' is not one of M1, "),
         ('memory = "24GiB"', 'memory = "lots"', "node mini: memory: 'lots' is not a size"),
+        (
+            'memory = "24GiB"',
+            'memory = "24GiB"\ndisk = "0GB"',
+            "node mini: disk is '0GB' per second, at least 1 byte is",
+        ),
+        (
+            "seconds = 10",
+            "seconds = 10\nreport_seconds = 3.1",
+            "report_seconds is 3.1, at most 3: the router sends no ",
+        ),
         ('loaded = ["chat"]', 'loaded = ["cat"]', "node mini: there is no model 'cat', only chat"),
         (
             "[[nodes]]",
@@ -98,6 +108,12 @@ def test_a_bad_trace_is_an_error_with_its_line(tmp_path: Path, line: str, words:
         draw_conversations(scenario, 1, tmp_path)
     with pytest.raises(ScenarioError, match=r"trace t\.jsonl: No such file"):
         draw_conversations(scenario, 1, tmp_path / "else")
+
+
+def test_requests_of_a_trace_begin_before_the_end_of_the_scenario(tmp_path: Path):
+    (tmp_path / "t.jsonl").write_text("".join(f'{{"at": {at}, "prompt": 9, "output": 9}}\n' for at in (0, 5.5, 6, 9)))
+    scenario = read_scenario(GOOD.replace("rate = 1", 'trace = "t.jsonl"\nbegins = 4'))
+    assert [talk.at for talk in draw_conversations(scenario, 1, tmp_path)] == [4, 9.5]
 
 
 def test_the_same_seed_draws_the_same_and_another_something_else():

@@ -101,3 +101,9 @@ def test_a_request_has_its_steps_and_decisions(capsys: pytest.CaptureFixture[str
         "tokens: 25 prompt (10 cached), 3 generated",
     ]
     assert "decided 2.0 s ago among 3 nodes: placed" in lines
+
+
+def test_a_request_that_no_node_accepted_has_an_unknown_prompt(capsys: pytest.CaptureFixture[str]):
+    refused = REQUEST | {"outcome": "queue_full", "prompt_tokens": None, "cached_tokens": 0, "completion_tokens": 0}
+    print_request({"requests": [refused], "decisions": []})
+    assert read_lines(capsys)[-1] == "tokens: prompt unknown, 0 generated"

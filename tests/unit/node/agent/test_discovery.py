@@ -1,6 +1,7 @@
 """Both ends of Bonjour on the loopback interface."""
 
 import asyncio
+import itertools
 import socket
 import struct
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
 
+import ifaddr
 import pytest
 
 from host.bonjour_announce import Announcement
@@ -135,6 +137,25 @@ async def test_an_address_of_another_machine_is_logged_once_and_closes(capsys: p
     assert await find_services(0.1, interfaces=["192.0.2.250"]) == []
     await announced.close()
     assert capsys.readouterr().out.count("bonjour unavailable") == 2
+
+
+async def test_an_announcement_continues_after_the_system_could_not_list_its_addresses(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls, third = itertools.count(1), asyncio.Event()
+
+    def list_adapters() -> list[ifaddr.Adapter]:
+        if next(calls) < 3:
+            raise OSError("no buffer space")
+        third.set()
+        return []
+
+    monkeypatch.setattr(ifaddr, "get_adapters", list_adapters)
+    announced = Announcement(BonjourRecord("coord"), "lab", str(uuid4()), 1, look_every=0.001)
+    announced.start()
+    await asyncio.wait_for(third.wait(), 5)
+    await announced.close()
+    assert capsys.readouterr().out.count("no buffer space") == 1
 
 
 async def test_addresses_are_tried_side_by_side() -> None:

@@ -1,12 +1,20 @@
 """The counters of the router: histograms as Prometheus reads them, gaps of the same stream only, a bounded number of
 rows."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.dispatch.active_request import ActiveRequest
 from router.dispatch.counters import ITL_BOUNDS, MAX_KEY_MODELS, MAX_MODELS, MAX_PACES, OTHER, Counters
+from router.dispatch.request import RequestSpec
+from router.placement.candidate import ResourceDemand
+from tests.support.cluster.loopback_cluster import a_model
+from tests.support.cluster.manual_pool import Cluster, taken
+from wire.frames import Delta, Deltas, GenerationParams, Message
 from wire.histogram import Histogram
 from wire.identity import NodeId
+from wire.refusals import FailureCode, RefusalCode
 
 A, B = NodeId("a"), NodeId("b")
 
@@ -48,6 +56,22 @@ def test_nodes_and_models_have_paces_of_their_own():
         counters.record_decode_step(A, "n", 3, 1, at + 0.02)
     assert gaps(counters) == (2, 0.2)
     assert gaps(counters, "n") == (1, 0.1)
+
+
+async def test_the_rows_of_one_frame_are_steps_of_their_models(one: Cluster):
+    one.models = (a_model("m"), a_model("n"))
+    one.report()
+    requests: dict[int, ActiveRequest] = {}
+    for model in ("m", "n", "n"):
+        spec = RequestSpec(ResourceDemand(model, 100), "k", "r", (Message("user", "hi"),), GenerationParams(), 0, True)
+        request = one.dispatcher.submit(spec)
+        requests[one.last()[1]] = request
+    for _ in range(2):
+        one.now += 0.5
+        one.dispatcher.receive(A, Deltas(tuple(Delta(number, 0, (1,), ((0, "hi"),)) for number in requests)))
+        assert [taken(request) for request in requests.values()] == [["hi"]] * 3
+    assert gaps(one.dispatcher.counters, "m") == (1, 0.5)
+    assert gaps(one.dispatcher.counters, "n") == (2, 1.0)
 
 
 def test_a_node_that_is_forgotten_leaves_nothing():
@@ -105,6 +129,13 @@ def test_a_nodes_tokens_are_counted_and_end_with_its_membership():
     assert (found.first_tokens, found.first_token_seconds) == (1, 0.5)
     counters.remove_node(node)
     assert counters.nodes == {}
+
+
+@pytest.mark.parametrize("code", sorted({*RefusalCode, *FailureCode} - {FailureCode.COMMAND_TIMEOUT}))
+def test_every_code_that_a_request_can_end_with_is_an_outcome(code: str):
+    counters = Counters()
+    counters.count_end(code, "m", 1.0)
+    assert counters.requests == counters.models["m"].outcomes == {code: 1}
 
 
 def test_an_end_is_counted_for_its_model_and_for_all_with_its_time():

@@ -150,11 +150,12 @@ def test_replay_repeats_decisions_and_compares_policies():
     assert other.waits[0] == pytest.approx(1.0)
 
 
-def test_decision_of_a_large_cluster_keeps_the_chosen_node():
+@pytest.mark.parametrize("place_of_chosen", [0, MAX_CANDIDATES_KEPT - 1, MAX_CANDIDATES_KEPT, 30])
+def test_decision_of_a_large_cluster_keeps_the_chosen_node_within_the_limit(place_of_chosen: int):
     nodes = [a_node(str(number), a_memory(2 * GIB), 100.0) for number in range(40)]
-    nodes[30] = FAST_AND_SMALL
+    nodes[place_of_chosen] = FAST_AND_SMALL
     (decision,) = kept(decided(*nodes))
-    assert len(decision.candidates) == MAX_CANDIDATES_KEPT + 1
+    assert len(decision.candidates) == MAX_CANDIDATES_KEPT
     assert decision.nodes == 40
     assert [row["name"] for row in decision.to_rows() if row["chosen"]] == ["fast"]
 

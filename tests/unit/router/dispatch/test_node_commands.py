@@ -187,4 +187,6 @@ async def test_silent_engine_ends_a_command_with_a_timeout(nodes: Nodes, monkeyp
     ended = await (await nodes.give())
     assert isinstance(ended, RequestFailure)
     assert ended.code == "command_timeout"
+    assert ended.message.startswith("node-a did not answer within 0 s while it ")
+    assert ended.message.endswith(": read its log (`cluster logs node-a`)")
     assert nodes.sent[-1] == (A, Cancel(1))

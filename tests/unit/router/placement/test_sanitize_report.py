@@ -12,6 +12,7 @@ from router.placement.sanitize_report import (
     MAX_CONTEXT,
     MAX_EXPECTED_OUTPUT,
     MAX_KV_STEP,
+    MAX_LOAD_SECONDS,
     MAX_TEXT_CHARS,
     UNMEASURED_PREFILL,
     build_node_view,
@@ -133,7 +134,7 @@ POSITIVE: dict[str, Any] = {name: 9 + place for place, name in enumerate(SIZES)}
     [
         (
             Memory(**NEGATIVE, phys=-1, current=-1, headroom=-1, reusable=-1, age=-0.1, source="\x1b"),
-            Memory(headroom=-1, source="?"),
+            Memory(headroom=-1, age=MAX_LOAD_SECONDS, source="?"),
         ),
         (Memory(phys=0, current=0), Memory(phys=0, current=0)),
         (
@@ -141,13 +142,20 @@ POSITIVE: dict[str, Any] = {name: 9 + place for place, name in enumerate(SIZES)}
             Memory(**POSITIVE, phys=5, current=6, reusable=8, age=600.0),
         ),
         (Memory(age=0.5), Memory(age=0.5)),
-        (Memory(active=8, reusable=9, age=600.1), Memory(active=8, reusable=8)),
-        (Memory(age=math.nan, bound_by="a\nb\x9b"), Memory(bound_by="a?b?")),
+        (Memory(active=8, reusable=9, age=600.1), Memory(active=8, reusable=8, age=MAX_LOAD_SECONDS)),
+        (Memory(age=math.nan, bound_by="a\nb\x9b"), Memory(age=MAX_LOAD_SECONDS, bound_by="a?b?")),
         (Memory(source="x" * MAX_TEXT_CHARS + "y"), Memory(source="x" * MAX_TEXT_CHARS)),
     ],
 )
 def test_sanitize_memory_removes_impossible_readings_only(memory: Memory, honest: Memory):
     assert sanitize_memory(memory) == honest
+
+
+@pytest.mark.parametrize(
+    ("age", "honest"), [(0.0, 0.0), (21.0, 21.0), (601.0, MAX_LOAD_SECONDS), (-1.0, MAX_LOAD_SECONDS)]
+)
+def test_an_old_reading_of_the_machine_never_looks_new(age: float, honest: float):
+    assert seen(Report(0, Memory(), EngineState(), system=SystemMemory(age=age))).system.age == honest
 
 
 @pytest.mark.parametrize(
@@ -216,8 +224,10 @@ HONEST = Model(
         ({"loading": False, "loaded": True}, {"loading": False, "loaded": True, "progress": 0.0}),
         ({"progress": 1.0}, {"progress": 1.0}),
         ({"progress": 1.1}, {"progress": 0.0}),
-        ({"progress": math.nan, "load_seconds": math.inf}, {"progress": 0.0, "load_seconds": 0.0}),
-        ({"context": -1, "load_seconds": -1.0}, {"context": 0, "load_seconds": 0.0}),
+        ({"progress": math.nan, "load_seconds": math.inf}, {"progress": 0.0, "load_seconds": MAX_LOAD_SECONDS}),
+        ({"context": -1, "load_seconds": -1.0}, {"context": 0, "load_seconds": MAX_LOAD_SECONDS}),
+        ({"load_seconds": 0.0}, {"load_seconds": 0.0}),
+        ({"load_seconds": 601.0}, {"load_seconds": MAX_LOAD_SECONDS}),
         ({"context": MAX_CONTEXT + 1}, {"context": MAX_CONTEXT}),
         ({"expected_output": 0}, {"expected_output": 256}),
         ({"expected_output": MAX_EXPECTED_OUTPUT + 1}, {"expected_output": MAX_EXPECTED_OUTPUT}),

@@ -207,6 +207,7 @@ def test_an_agents_body_with_something_unusual_is_left_to_the_strict_reader(body
         ),
         PLAIN.replace(b'"max_tokens":8', b'"logprobs":true'),
         PLAIN.replace(b'"max_tokens":8', b'"user":"ann"'),
+        PLAIN.replace(b'"max_tokens":8', b'"top_p":1e-7'),
         b"[]",
         b"",
     ],

@@ -111,7 +111,7 @@ async def test_an_answer_that_no_node_can_resume_names_another_model_of_the_same
     outcome = request.outcome
     assert isinstance(outcome, RequestFailure)
     assert outcome.code == FailureCode.NODE_LOST
-    assert f"node node-{lost} was lost during the answer (cable): retry" in outcome.message
+    assert f"node node-{lost} was lost (cable): retry" in outcome.message
     assert ("a different model with the name tiny (`cluster models`)" in outcome.message) is explained
     cluster.dispatcher.shutdown()
     cluster.settled()

@@ -1,0 +1,40 @@
+"""Complete node process that gets the signal of `cluster leave` during its start."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from coordinator.tls.cluster_ca import ClusterCa
+from tests.support.cluster.older_protocol import OldCoordinator
+from tests.support.processes import environment, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+
+
+def test_a_node_that_gets_the_signal_to_leave_during_its_start_leaves(tmp_path: Path) -> None:
+    state = OldCoordinator(ClusterCa(tmp_path / "authority", time.time), tmp_path, "127.0.0.1:1").node("studio")
+    identity, lock = state / "node" / "identity" / "identity.json", state / "node" / "lock"
+    read, write = os.pipe()
+    command = [sys.executable, "-P", "-m", "node.run", "--state", str(state), "--token-fd", str(read)]
+    settings = ["--set", "engine.kind=scripted", "--set", "node.machine=studio"]
+    with subprocess.Popen(
+        [*command, *settings], env=environment(), pass_fds=[read], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    ) as node:
+        try:
+            os.close(read)
+            until(lambda: lock.exists() and lock.read_text(), what="the process id in the lock")
+            assert identity.exists()
+            node.send_signal(signal.SIGUSR1)
+            os.close(write)  # the node waits for a token until here
+            _, errors = node.communicate(timeout=30)
+        except BaseException:
+            node.kill()
+            raise
+    assert node.returncode == 0, errors
+    assert errors.endswith("left the cluster\n")
+    assert not identity.exists()
