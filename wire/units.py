@@ -1,4 +1,4 @@
-"""Sizes: `int` bytes in code, texts such as "96GiB" for people."""
+"""Sizes: `int` bytes in code, texts such as "96GiB" for people. Counts with their nouns."""
 
 import re
 
@@ -48,3 +48,8 @@ def show_size(size: int | None) -> str:
     if abs(size) >= GIB:
         return f"{size / GIB:.1f} GiB"
     return f"{size / MIB:.1f} MiB" if abs(size) >= MIB or size == 0 else f"{size / KIB:.1f} KiB"
+
+
+def show_count(count: int, noun: str) -> str:
+    """Return a count with its noun, such as `1 node` or `2 nodes`. The plural of `noun` adds an s."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

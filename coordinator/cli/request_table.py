@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from coordinator.client.api_client import print_table
-from wire.units import show_size
+from wire.units import show_count, show_size
 
 
 def print_placement(answer: dict[str, Any]) -> None:
@@ -88,7 +88,8 @@ def print_request(answer: dict[str, Any]) -> None:
     for decision in answer["decisions"]:
         about = f" about {decision['demand']['model']}" if several else ""
         verdict = decision["refused"] or "placed"
-        click.echo(f"\ndecided{about} {decision['seconds_ago']:.1f} s ago among {decision['nodes']} nodes: {verdict}")
+        nodes = show_count(decision["nodes"], "node")
+        click.echo(f"\ndecided{about} {decision['seconds_ago']:.1f} s ago among {nodes}: {verdict}")
         print_placement({"candidates": decision["candidates"], "node": None})
 
 

@@ -3,7 +3,7 @@
 from coordinator.models.replica_search import NodeOption, Obstacle
 from coordinator.models.wishes import LoadWish, PoolState, WishState
 from wire.identity import NodeId
-from wire.units import show_size
+from wire.units import show_count, show_size
 
 MAX_NAMED_NODES = 3
 """Maximum nodes named in one text."""
@@ -46,17 +46,17 @@ def _describe_lack(state: WishState, options: list[NodeOption], missing: int) ->
     wish, wanted = state.wish, state.wanted
     if len(options) < wanted:
         if wish.labels or wish.allow or wish.deny:
-            return f"needs {_count_nodes(wanted)}, its labels and node lists allow {len(options)}: change the wish"
-        return f"needs {_count_nodes(wanted)}, the pool has {len(options)}: join another Mac, or want fewer replicas"
+            return (
+                f"needs {show_count(wanted, 'node')}, its labels and node lists allow {len(options)}: change the wish"
+            )
+        return (
+            f"needs {show_count(wanted, 'node')}, the pool has {len(options)}: join another Mac, or want fewer replicas"
+        )
     holders = [option for option in options if option.obstacle is not Obstacle.NOT_ON_DISK]
     if len(holders) < wanted:
         have = f"{len(holders)} has it" if len(holders) == 1 else f"{len(holders) or 'none'} have it"
-        return f"needs {_count_nodes(wanted)} with the model on disk, {have}: pull it to another node"
+        return f"needs {show_count(wanted, 'node')} with the model on disk, {have}: pull it to another node"
     return _describe_blocked(holders, missing)
-
-
-def _count_nodes(count: int) -> str:
-    return f"{count} node" if count == 1 else f"{count} nodes"
 
 
 def _describe_blocked(holders: list[NodeOption], missing: int) -> str:

@@ -23,7 +23,7 @@ from msgspec import Meta
 from router.placement.candidate import ResourceDemand
 from router.settings import RouterSettings
 from wire.refusals import RefusalCode, Refused
-from wire.units import show_size
+from wire.units import show_count, show_size
 
 MINUTE_SECONDS = 60.0
 DEFAULT_ANSWER_TOKENS = 256
@@ -208,14 +208,16 @@ class RateLimits:
         for most, has, where in bounds:
             if most is not None and has >= max(1, most):
                 text = (
-                    f"the limit of this API key is {max(1, most)} {where} videos, and it has {has}: wait for one to end"
+                    f"the limit of this API key is {show_count(max(1, most), f'{where} video')}, and it has {has}: "
+                    "wait for one to end"
                 )
                 return Refused(RefusalCode.RATE_LIMITED, text, None, VIDEO_RETRY_SECONDS)
         requests = self._fill_meter(key, limits, now).requests
         if requests is None:
             return None
         if wait := requests.compute_wait(1):
-            text = f"the limit of this API key is {requests.rate} requests per minute: retry in {math.ceil(wait)} s"
+            most = show_count(requests.rate, "request")
+            text = f"the limit of this API key is {most} per minute: retry in {math.ceil(wait)} s"
             return Refused(RefusalCode.RATE_LIMITED, text, None, wait)
         requests.take(1)
         return None
@@ -227,7 +229,7 @@ class RateLimits:
         running, settings = meter.running, self._settings
         most = limits.concurrency or settings.max_requests_per_key
         if running >= most:
-            return f"the limit of this API key is {most} open requests, and all are in use"
+            return f"the limit of this API key is {show_count(most, 'open request')}, and all are in use"
         if not running:
             return ""
         tokens, size = meter.prompt_tokens + prompt_tokens, meter.prompt_bytes + prompt_bytes

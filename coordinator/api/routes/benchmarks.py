@@ -16,6 +16,7 @@ from router.errors import Problem, build_invalid, from_failure, from_refused
 from wire.frames import ModelOrderCode
 from wire.identity import is_valid_model
 from wire.refusals import RefusalCode, Refused
+from wire.units import show_count
 
 
 class BenchmarkBody(Body):
@@ -57,7 +58,7 @@ class BenchmarkRoutes:
             raise ProblemError(Problem(404, RefusalCode.NO_MODEL, text, "model"))
         others = max(self._traffic.count_in_flight(node), view.engine.running + view.engine.waiting)
         if others and not body.force:
-            text = f"{view.name} is busy with {others} requests, which slow it: try later, or use --force"
+            text = f"{view.name} is busy with {show_count(others, 'request')}: try later, or use --force"
             raise ProblemError(Problem(409, "node_busy", text))
         measured = await Benchmark(self._traffic, lambda: self._nodes.registry.get_node_view(node), body.model).measure(
             self._nodes.directory.describe_host(node)

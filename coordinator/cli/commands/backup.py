@@ -10,7 +10,7 @@ import click
 from coordinator.cli.commands.tokens_and_keys import format_minute
 from coordinator.client.api_client import get_default_state
 from coordinator.client.errors import DENIED, NOT_FOUND, REFUSED, CommandError
-from wire.units import show_size
+from wire.units import show_count, show_size
 
 if TYPE_CHECKING:
     from coordinator.backup.restore import Restored
@@ -124,7 +124,8 @@ def restore(
 def _print_restored(folder: Path, done: "Restored") -> None:
     manifest, counts = done.manifest, done.counts
     click.echo(f"cluster {manifest.name} ({manifest.cluster}), as of {format_minute(manifest.made)}, is in {folder}:")
-    click.echo(f"{counts.members} members, {counts.keys} keys, {counts.tokens} join tokens, {counts.jobs} video jobs")
+    nouns = {"member": counts.members, "key": counts.keys, "join token": counts.tokens, "video job": counts.jobs}
+    click.echo(", ".join(show_count(count, noun) for noun, count in nouns.items()))
     if done.config == "config.toml.restored":
         click.echo(f"settings: this machine's config.toml was kept; the backup's is next to it as {done.config}")
     if done.aside is not None:

@@ -14,7 +14,7 @@ from coordinator.client.errors import NOT_FOUND, CommandError
 from wire.models.kind import ModelKind
 from wire.models.version import ModelVersion
 from wire.node_state import NodeState
-from wire.units import show_size
+from wire.units import show_count, show_size
 
 LOAD_TIMEOUT_SECONDS = 3700.0
 """Timeout of a load, unload or measurement, in seconds. The coordinator abandons a load after an hour."""
@@ -296,8 +296,9 @@ def want(
 
 def _print_wish(answer: dict[str, Any]) -> None:
     wish = answer["wish"]
-    replicas = "1 replica" if wish["replicas"] == 1 else f"{wish['replicas']} replicas"
-    click.echo(f"{wish['model']}: {replicas} wanted; `cluster model plan` shows the progress")
+    click.echo(
+        f"{wish['model']}: {show_count(wish['replicas'], 'replica')} wanted; `cluster model plan` shows the progress"
+    )
 
 
 @model.command()

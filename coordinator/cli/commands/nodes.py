@@ -15,7 +15,7 @@ from coordinator.cli.spinner import show_spinner
 from coordinator.client.api_client import ApiSession, print_table, session_options, wide_session_options
 from coordinator.client.errors import REFUSED, CommandError
 from wire.node_state import NodeState
-from wire.units import show_size
+from wire.units import show_count, show_size
 
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,62}")
 """Pattern of a valid label of a node: 1 to 63 characters, the first a letter or digit."""
@@ -238,7 +238,7 @@ def drain(session: ApiSession, node: str, wait: float | None) -> None:
     if answer["left"]:
         raise CommandError(
             REFUSED,
-            f"{node} is cordoned, {answer['left']} requests are still running: no other node can "
+            f"{node} is cordoned, and still runs {show_count(answer['left'], 'request')}: no other node can "
             "continue them now; use --wait, or let them end",
         )
     if not session.json:

@@ -11,6 +11,7 @@ from coordinator.cli.commands.tokens_and_keys import Duration, format_minute
 from coordinator.client.api_client import ApiSession, session_options
 from coordinator.client.errors import NOT_FOUND, CommandError
 from host.pause_file import PauseFile, PauseRecord
+from wire.units import show_count
 
 
 @click.command()
@@ -66,7 +67,8 @@ def describe_sharing(sharing: dict[str, Any]) -> str:
 
 
 def _describe_running(answer: dict[str, Any]) -> str:
-    return f"; {answer['in_flight']} requests still run, and move or end soon" if answer["in_flight"] else ""
+    left = show_count(answer["in_flight"], "request")
+    return f"; it still runs {left}, which will move or end soon" if answer["in_flight"] else ""
 
 
 def _parse_arguments(node: str | None, duration: str | None) -> tuple[str | None, float | None]:

@@ -15,7 +15,7 @@ from coordinator.cli.group import CommandGroup
 from coordinator.client.api_client import ApiSession, print_table, session_options
 from coordinator.client.errors import REFUSED, CommandError
 from coordinator.client.terminal_text import get_raw_stream, replace_control_characters
-from wire.units import show_size
+from wire.units import show_count, show_size
 
 QUERY_TIMEOUT_SECONDS = 90.0
 """Timeout of the plan, in seconds. The coordinator abandons a query of the hub after 75 s."""
@@ -67,10 +67,12 @@ def pull(
 def _print_plan(answer: dict[str, Any]) -> None:
     model = answer["model"]
     quantization = f", {model['quantization']}" if model["quantization"] else ""
-    sizes = f"{show_size(answer['size'])} in {answer['files']} files{quantization}"
+    sizes = f"{show_size(answer['size'])} in {show_count(answer['files'], 'file')}{quantization}"
     click.echo(f"{answer['repo']} at {answer['commit'][:8]}: {sizes}, context {model['context']:,} tokens")
     if answer["skipped"]["files"]:
-        click.echo(f"not needed: {answer['skipped']['files']} files, {show_size(answer['skipped']['size'])}")
+        click.echo(
+            f"not needed: {show_count(answer['skipped']['files'], 'file')}, {show_size(answer['skipped']['size'])}"
+        )
     rows = [
         (
             node["name"],

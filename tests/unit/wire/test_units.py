@@ -2,7 +2,7 @@
 
 import pytest
 
-from wire.units import GIB, parse_size, show_size
+from wire.units import GIB, parse_size, show_count, show_size
 
 
 @pytest.mark.parametrize(
@@ -32,4 +32,12 @@ def test_show_size_has_a_unit() -> None:
         "3.0 MiB",
         "31.0 GiB",
         "-1.0 GiB",
+    ]
+
+
+def test_show_count_has_the_right_number() -> None:
+    assert [show_count(count, "open request") for count in (0, 1, 2)] == [
+        "0 open requests",
+        "1 open request",
+        "2 open requests",
     ]

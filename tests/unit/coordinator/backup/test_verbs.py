@@ -30,7 +30,7 @@ def test_there_and_back_with_a_passphrase_from_a_file(tmp_path: Path) -> None:
     assert code == 0
     for words in (
         ident,
-        "1 members, 1 keys, 1 join tokens",
+        "1 member, 1 key, 1 join token",
         "next: stop the coordinator on the other machine",
         "cluster up",
     ):

@@ -24,7 +24,7 @@ def test_drain_fails_while_requests_are_left_and_names_their_number(server: Serv
     done = server.run("node", "drain", "studio", "--wait", "3s", "-o", form)
     assert server.asked == [("/api/v1/nodes/studio/drain", {"wait_seconds": 3.0})]
     assert done.exit_code == REFUSED
-    assert "studio is cordoned, 2 requests are still running" in done.stderr
+    assert "studio is cordoned, and still runs 2 requests" in done.stderr
     assert (json.loads(done.stdout) if form == "json" else done.stdout) == (server.answer if form == "json" else "")
     server.answer = {**server.answer, "left": 0}
     done = server.run("node", "drain", "studio", "-o", form)

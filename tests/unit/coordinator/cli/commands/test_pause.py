@@ -37,7 +37,7 @@ def sharing(**changes: Any) -> dict[str, Any]:
 def test_another_mac_is_paused_for_a_duration_or_until_it_is_resumed(server: Server):
     server.answer = {"sharing": sharing(paused=True, why="by laptop"), "in_flight": 2}
     done = server.run("pause", "my mac", "2h")
-    assert done.stdout == "my mac is paused: by laptop; 2 requests still run, and move or end soon\n"
+    assert done.stdout == "my mac is paused: by laptop; it still runs 2 requests, which will move or end soon\n"
     server.answer = {"sharing": sharing(paused=True, why="by laptop"), "in_flight": 0}
     assert server.run("pause", "studio").stdout == "studio is paused: by laptop\n"
     server.answer = {"sharing": sharing()}

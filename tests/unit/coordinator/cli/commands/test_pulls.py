@@ -113,7 +113,7 @@ def test_a_plan_is_printed_and_starts_nothing(server: Server):
         )
     ]
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert lines[:2] == ["a/b at cccccccc: 4.0 GiB in 1 files, context 4,096 tokens", "not needed: 2 files, 1.0 GiB"]
+    assert lines[:2] == ["a/b at cccccccc: 4.0 GiB in 1 file, context 4,096 tokens", "not needed: 2 files, 1.0 GiB"]
     assert lines[-2:] == ["studio 9.0 GiB 8,192 yes", "mini - - no: it is away"]
 
 
