@@ -15,7 +15,7 @@ from router.placement.sanitize_report import build_node_view
 from wire.bonjour_record import sanitize_text
 from wire.frames import Hello, Report
 from wire.identity import NodeId
-from wire.node_state import EngineStage, NodeState
+from wire.node_state import EngineStage
 from wire.report import Model
 
 
@@ -51,7 +51,7 @@ class NodeRecords:
         Requests for them wait for the engine; for an unknown model they would fail.
         """
         former = self._received.get(node)
-        if former is not None and not report.models and report.engine.state != EngineStage.READY:
+        if former is not None and _is_starting(report):
             report = replace(report, models=_unload_all(former.report.models))
         self._received[node] = ReceivedReport(report, now)
         if (event := self._report_events.pop(node, None)) is not None:
@@ -86,15 +86,15 @@ class NodeRecords:
         hello = self._software.get(node)
         return ("", 0) if hello is None else (sanitize_text(hello.version), hello.protocol)
 
-    def get_view(self, member: Member, *, starting: bool) -> NodeView:
+    def get_view(self, member: Member, *, expected: bool) -> NodeView:
         """Return the view of a member for placement, which stays the same object until one of its values changes.
 
-        `starting` is whether the coordinator has just started, and members are expected to connect. Raise `KeyError` if
-        the store does not have the member.
+        `expected` is whether the node is expected to connect, because the coordinator has just started. Raise
+        `KeyError` if the store does not have the member.
         """
         node = member.node
         row, received, cached = self._store.members[node], self._received.get(node), self._views.get(node)
-        awaited = received is None and (member.state is NodeState.JOINING or (starting and member.enrolled))
+        awaited = expected and member.enrolled and (received is None or _is_starting(received.report))
         values = (member, row, received, awaited)
         if cached is not None and all(map(operator.is_, cached.values, values)):
             return cached.view
@@ -102,6 +102,11 @@ class NodeRecords:
         view = _build_view(*values, frozenset() if hello is None else frozenset(hello.frames))
         self._views[node] = _CachedView(view, values)
         return view
+
+
+def _is_starting(report: Report) -> bool:
+    """Return whether a report has no models because the engine starts."""
+    return not report.models and report.engine.state != EngineStage.READY
 
 
 def _unload_all(models: tuple[Model, ...]) -> tuple[Model, ...]:
@@ -127,4 +132,5 @@ def _build_view(
         labels=labels,
         video_allowed=row.video,
         frames=frames,
+        awaited=awaited,
     )

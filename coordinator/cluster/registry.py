@@ -93,9 +93,10 @@ class Registry:
         self._receivers = listener.receivers
         self._illegal_events = illegal_events
         self._loop = asyncio.get_running_loop()
-        self._connected_by = self._loop.time() + START_SECONDS
-        """Time until which members are expected to connect after the start of the coordinator."""
         members = [row for row in store.members.values() if row.removed is None]
+        self._expected = frozenset(row.node for row in members)
+        """Members that are expected to connect until `_connected_by`, after the start of the coordinator."""
+        self._connected_by = self._loop.time() + START_SECONDS
         self._pool = membership.restore_membership(
             (row.node for row in members), self._loop.time(), (row.node for row in members if row.cordoned)
         )
@@ -118,14 +119,19 @@ class Registry:
 
         The view of a node stays the same object until a value of that node changes.
         """
-        starting = self._loop.time() < self._connected_by
+        expected = self._list_expected()
         return ClusterView(
-            tuple(self._records.get_view(member, starting=starting) for member in self._pool.members.values())
+            tuple(
+                self._records.get_view(member, expected=node in expected) for node, member in self._pool.members.items()
+            )
         )
 
     def get_node_view(self, node: NodeId) -> NodeView:
         """Return the view of a listed node for placement. Raise `KeyError` for any other node."""
-        return self._records.get_view(self._pool.members[node], starting=self._loop.time() < self._connected_by)
+        return self._records.get_view(self._pool.members[node], expected=node in self._list_expected())
+
+    def _list_expected(self) -> frozenset[NodeId]:
+        return self._expected if self._loop.time() < self._connected_by else frozenset()
 
     def close(self) -> None:
         """Cancel the timers."""

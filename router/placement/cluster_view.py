@@ -91,7 +91,7 @@ class NodeView:
     frames: frozenset[int] = frozenset()
     """Tags of the frames that the node knows, by its Hello; empty for a node of version 0.1.0."""
     awaited: bool = False
-    """Whether the first report of the node to this process of the coordinator is expected soon."""
+    """Whether the first report with models is expected soon, because the coordinator has just started."""
     _served: dict[str, ServedModel] = field(
         default_factory=dict[str, ServedModel], init=False, repr=False, compare=False
     )

@@ -79,6 +79,7 @@ def build_node_view(
     labels: frozenset[str] = frozenset(),
     video_allowed: bool = False,
     frames: frozenset[int] = frozenset(),
+    awaited: bool = False,
 ) -> NodeView:
     """Build a node's view from its report, its membership record and the frames that it knows. `reported_at` is in
     monotonic seconds.
@@ -106,6 +107,7 @@ def build_node_view(
         illegal_events=report.illegal_events,
         disk=Disk(report.disk.free, report.disk.total, _make_printable(report.disk.folder)),
         frames=frames,
+        awaited=awaited,
     )
 
 
