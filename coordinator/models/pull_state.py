@@ -194,8 +194,9 @@ def _end_order(state: PullState, name: NodeId, frame: ModelOrderEnded, now: floa
         case ModelOrderCode.COMPLETED:
             size = max(node.total, node.done)
             return _change(_end(state, name, PullStage.COMPLETED), name, done=size, total=size), ()
-        case ModelOrderCode.CANCELLED:
-            return _end(state, name, PullStage.CANCELLED, "cancelled on the node"), ()
+        case ModelOrderCode.CANCELLED:  # by another pull of the same files, or by a signal
+            interrupted = replace_frame(frame, code=ModelOrderCode.INTERRUPTED, message="cancelled on the node")
+            return _retry(state, name, interrupted, now), ()
         case code if code in _FATAL and node.source is SourceKind.HUB:
             return _fail_all(state, frame.message), ()
         case _:
