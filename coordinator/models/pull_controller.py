@@ -38,6 +38,7 @@ from coordinator.models.pull_values import (
     StorePull,
     TimePassed,
     is_pulling,
+    list_unfailed,
 )
 from router.placement.cluster_view import ClusterView
 from wire.frames import (
@@ -122,16 +123,14 @@ class PullController:
         """Start a pull on nodes, and return its record, which is on the disk. The first linked node downloads from the
         hub.
 
-        If an open pull has the same files and includes all these nodes, that pull is returned instead. The oldest
-        ended records above `MAX_ENDED_RECORDS` are deleted. Raise TooManyPullsError, or OSError if the record cannot be
-        written.
+        If an open pull has the same files, includes all these nodes and has failed on none of them, that pull is
+        returned instead. The oldest ended records above `MAX_ENDED_RECORDS` are deleted. Raise TooManyPullsError,
+        or OSError if the record cannot be written.
         """
         opened = [record for record in self.pulls.values() if record.ended is None]
-        same = next(
-            (entry for entry in opened if entry.manifest == manifest and set(entry.state.nodes) >= set(nodes)), None
-        )
-        if same is not None:
-            return same
+        for record in opened:
+            if record.manifest == manifest and set(nodes) <= list_unfailed(record.state):
+                return record
         if len(opened) >= MAX_OPEN_PULLS:
             raise TooManyPullsError(f"{MAX_OPEN_PULLS} pulls are open, which is the limit: wait for one to end")
         state = PullState({node: NodePull() for node in nodes}, next(self._bases))

@@ -174,6 +174,17 @@ async def test_cancel_sends_the_nodes_a_cancel_order(pool: Pool) -> None:
     assert not pool.controller.cancel_pull("pull-unknown")
 
 
+async def test_a_pull_that_failed_on_a_node_is_started_again_there(pool: Pool) -> None:
+    first = pool.controller.start_pull(MANIFEST, (A, B), "key")
+    ((_, order),) = pool.take()
+    assert isinstance(order, PullModel)
+    pool.controller.handle_frame(A, ModelOrderEnded(order.order, ModelOrderCode.DISK_FULL, "the disk is full"))
+    pool.take()
+    assert pool.controller.start_pull(MANIFEST, (B,), "key").id == first.id
+    assert pool.controller.start_pull(MANIFEST, (A,), "key").id != first.id
+    assert [(node, type(frame)) for node, frame in pool.take()] == [(A, PullModel)]
+
+
 async def test_find_waiting_refusal_has_the_progress_while_a_node_pulls(pool: Pool) -> None:
     record = pool.controller.start_pull(MANIFEST, (A,), "key")
     ((_, order),) = pool.take()
