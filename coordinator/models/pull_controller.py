@@ -31,6 +31,7 @@ from coordinator.models.pull_values import (
     OrderProgressed,
     PullCancelled,
     PullNodeRemoved,
+    PullStage,
     PullState,
     SendCancel,
     SendPull,
@@ -202,12 +203,21 @@ class PullController:
     def handle_frame(self, node: NodeId, frame: ModelOrderProgress | ModelOrderEnded) -> None:
         """Handle a frame of a node about an order of a pull, an awaited order, or a quantization.
 
-        Frames about unknown orders are ignored.
+        Frames about unknown orders are ignored. A node that works on a cancelled pull gets the cancel again,
+        because it may have had no link before.
         """
+        if isinstance(frame, ModelOrderProgress) and self._is_cancelled(node, frame.order):
+            self._send(node, CancelModelOrder(frame.order))
+            return
         event = OrderProgressed(node, frame) if isinstance(frame, ModelOrderProgress) else OrderEnded(node, frame)
         self.orders.handle_frame(node, frame)
         self.quantizations.handle_frame(node, frame)
         self._apply_to_open_pulls(node, event)
+
+    def _is_cancelled(self, node: NodeId, order: int) -> bool:
+        """Return whether an order is the newest one of a cancelled pull on a node."""
+        pulls = (record.state.nodes.get(node) for record in self.pulls.values())
+        return any(pull is not None and (pull.stage, pull.order) == (PullStage.CANCELLED, order) for pull in pulls)
 
     def handle_lost_node(self, node: NodeId) -> None:
         """End the awaited orders of a node whose link is lost."""

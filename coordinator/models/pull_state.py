@@ -63,12 +63,12 @@ def restore_pull(state: PullState, next_order: int) -> PullState:
     """Return the state of a pull after a restart of the coordinator, before any node is linked.
 
     Nodes that pulled get a new order, to which they attach the download in progress. `next_order` is higher than all
-    numbers of former starts.
+    numbers of former starts. The former numbers are kept until then, because a cancel of the download needs them.
     """
     nodes = {
-        name: replace(node, is_linked=False, stage=PullStage.WAITING, order=0, retry_at=0.0)
+        name: replace(node, is_linked=False, stage=PullStage.WAITING, retry_at=0.0)
         if node.stage not in ENDED
-        else replace(node, is_linked=False, order=0)
+        else replace(node, is_linked=False)
         for name, node in state.nodes.items()
     }
     return PullState(nodes, next_order)

@@ -41,17 +41,17 @@ MANIFEST = ModelManifest("pub/model", "c" * 40, (ModelFile("config.json", 5, "a"
 class Pool:
     """A controller with links to two nodes, the frames that it sends, and the transfers that it relays."""
 
-    def __init__(self, folder: Path, epoch: int = 1, token_file: str = "") -> None:
+    def __init__(self, folder: Path, epoch: int = 1, token_file: str = "", linked: tuple[NodeId, ...] = (A, B)) -> None:
         self.sent: list[tuple[NodeId, Frame]] = []
         self.has_sent = asyncio.Event()
-        self.linked = {A, B}
+        self.linked = set(linked)
         hub = HubClient(HubSettings(endpoint="http://hub.test", token_file=token_file))
         self.transfers = RelayTransfers()
         self.illegal_events = IllegalEventCounts()
         self.controller = PullController(
             folder, hub, self.send, self.transfers, epoch, self.illegal_events, wall=lambda: 1000.0
         )
-        self.show(A, B)
+        self.show(*linked)
 
     def send(self, node: NodeId, frame: Frame) -> bool:
         self.sent.append((node, frame))
@@ -172,6 +172,27 @@ async def test_cancel_sends_the_nodes_a_cancel_order(pool: Pool) -> None:
     assert pool.take() == [(A, CancelModelOrder(order.order))]
     assert not pool.controller.cancel_pull(record.id)
     assert not pool.controller.cancel_pull("pull-unknown")
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_node_that_was_away_at_the_cancel_gets_it_with_its_next_progress(
+    pool: Pool, tmp_path: Path, restarts: bool
+) -> None:
+    record = pool.controller.start_pull(MANIFEST, (A,), "key")
+    ((_, order),) = pool.take()
+    assert isinstance(order, PullModel)
+    pool.show(B)
+    pool.linked = {B}
+    if restarts:
+        pool.controller.close()
+        pool = Pool(tmp_path, epoch=2, linked=(B,))
+    assert pool.controller.cancel_pull(record.id)
+    pool.take()
+    pool.linked = {A, B}
+    pool.show(A, B, epoch=2)
+    pool.controller.handle_frame(A, ModelOrderProgress(order.order, ModelOrderPhase.DOWNLOADING, 1, 5))
+    assert pool.take() == [(A, CancelModelOrder(order.order))]
+    pool.controller.close()
 
 
 async def test_a_pull_that_failed_on_a_node_is_started_again_there(pool: Pool) -> None:
