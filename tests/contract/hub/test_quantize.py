@@ -261,6 +261,23 @@ def test_the_child_ends_with_the_agent_and_deletes_its_files(tmp_path: Path):
     assert not (tmp_path / "q").exists()
 
 
+async def test_a_quantization_without_progress_is_reported_on_the_next_link(
+    node: ModelNode, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("node.hub.quantization.quantizer.REPEAT_SECONDS", 0.1)
+    line = await node.start()
+    await wait_ready(line)
+    line.send(ORDER)
+    child = await hold_child()
+    line.close()
+    second = await node.next_link()
+    progress = await second.until(ModelOrderProgress, 10.0)
+    assert progress.order == 5
+    child.resume()
+    end, _ = await wait_end(second, 5)
+    assert end.code == ModelOrderCode.COMPLETED
+
+
 async def test_progress_counts_the_bytes_of_the_result(node: ModelNode):
     line = await node.start()
     await wait_ready(line)
