@@ -211,6 +211,19 @@ async def test_a_cancelled_quantization_leaves_nothing(node: ModelNode, tmp_path
     await wait_leases(line, held=False)
 
 
+async def test_a_cancelled_quantization_can_be_started_again_at_once(node: ModelNode, tmp_path: Path):
+    line = await node.start()
+    await wait_ready(line)
+    line.send(ORDER)
+    child = await hold_child()
+    line.send(CancelModelOrder(5), QuantizeModel(6, "me/tiny", 4, "me/tiny-4bit"))
+    with suppress(psutil.NoSuchProcess):
+        child.resume()
+    codes = [(await wait_end(line, order))[0].code for order in (5, 6)]
+    assert codes == [ModelOrderCode.CANCELLED, ModelOrderCode.COMPLETED]
+    assert list_models(tmp_path / "models") == ["me/tiny", "me/tiny-4bit"]
+
+
 async def test_a_killed_child_leaves_nothing(node: ModelNode, tmp_path: Path):
     line = await node.start()
     await wait_ready(line)
