@@ -103,6 +103,7 @@ class PullController:
         self._links: dict[NodeId, int] = {}
         self._tokens: dict[int, str] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._has_view = False
         self.pulls: dict[str, PullRecord] = {}
         """All pulls by id, the oldest first."""
         for record in self._records.load():
@@ -188,7 +189,13 @@ class PullController:
     # -- events of nodes --------------------------------------------------------------------
 
     def apply_view(self, view: ClusterView) -> None:
-        """Compare the links of the nodes with the last view, and apply the changes to the open pulls."""
+        """Compare the links of the nodes with the last view, and apply the changes to the open pulls.
+
+        With the first view, end pulls and quantizations on nodes that left shortly before a restart of the coordinator.
+        """
+        if not self._has_view:
+            self._has_view = True
+            self._remove_former_members(view)
         links = {node.id: node.epoch for node in view.nodes if node.state in LINKED}
         if links == self._links:
             return
@@ -199,6 +206,13 @@ class PullController:
             self._apply_to_open_pulls(node, NodeUnlinked(node))
         for node in returned:
             self._apply_to_open_pulls(node, NodeLinked(node))
+
+    def _remove_former_members(self, view: ClusterView) -> None:
+        opened = (record for record in self.pulls.values() if record.ended is None)
+        nodes = {node for record in opened for node in record.state.nodes}
+        nodes |= {record.node for record in self.quantizations.list_all()}
+        for node in sorted(nodes - {member.id for member in view.nodes}):
+            self.remove_node(node)
 
     def handle_frame(self, node: NodeId, frame: ModelOrderProgress | ModelOrderEnded) -> None:
         """Handle a frame of a node about an order of a pull, an awaited order, or a quantization.
