@@ -125,6 +125,8 @@ class Quantizations:
             record.id: replace(record, is_linked=False) for record in self._load()
         }
         self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._cancelled = set[str]()
+        """Ids of the quantizations whose nodes got a cancel."""
 
     def _load(self) -> list[QuantizationRecord]:
         try:
@@ -152,17 +154,15 @@ class Quantizations:
     def start(self, node: NodeId, model: str, bits: int, name: str, actor: str) -> QuantizationRecord:
         """Start a quantization on a node and return it.
 
-        If a quantization with the same model, bits and name runs on the node, return that one instead.
+        If a quantization with the same model, bits and name runs on the node and is not cancelled, return that one.
         Delete the oldest ended quantizations above `MAX_ENDED`. Without a link the quantization fails at once. Raise
         TooManyQuantizationsError if `MAX_OPEN` are open.
         """
         opened = self._list_open()
         for record in opened:
-            if record.node == node and (record.order.model, record.order.bits, record.order.name) == (
-                model,
-                bits,
-                name,
-            ):
+            order = record.order
+            is_same = (record.node, order.model, order.bits, order.name) == (node, model, bits, name)
+            if is_same and record.id not in self._cancelled:
                 return record
         if len(opened) >= MAX_OPEN:
             raise TooManyQuantizationsError(f"{MAX_OPEN} quantizations are open, which is the limit: wait for one")
@@ -185,8 +185,12 @@ class Quantizations:
         Return False if the quantization is unknown or has ended, or if its node is not linked.
         """
         record = self._all.get(quantization)
-        running = record is not None and record.stage is QuantizationStage.RUNNING
-        return running and record is not None and self._send(record.node, CancelModelOrder(record.order.order))
+        if record is None or record.stage is not QuantizationStage.RUNNING:
+            return False
+        if not self._send(record.node, CancelModelOrder(record.order.order)):
+            return False
+        self._cancelled.add(record.id)
+        return True
 
     def close(self) -> None:
         """Stop all timers. Quantizations continue on their nodes."""
@@ -223,6 +227,7 @@ class Quantizations:
             peak=frame.peak,
         )
         self._all[record.id] = ended
+        self._cancelled.discard(record.id)
         self._store()
         log.info("quantization ended", quantization=record.id, stage=str(ended.stage), why=frame.message)
 
@@ -252,6 +257,7 @@ class Quantizations:
 
     def _fail(self, record: QuantizationRecord, why: str) -> None:
         self._cancel_timer(record.id)
+        self._cancelled.discard(record.id)
         code = ModelOrderCode.FAILED
         self._all[record.id] = replace(
             record, ended=self._wall(), stage=QuantizationStage.FAILED, code=code, message=why

@@ -31,6 +31,7 @@ from coordinator.models.pull_values import (
     OrderProgressed,
     PullCancelled,
     PullNodeRemoved,
+    PullStage,
     PullState,
     SendCancel,
     SendPull,
@@ -38,6 +39,7 @@ from coordinator.models.pull_values import (
     StorePull,
     TimePassed,
     is_pulling,
+    list_unfailed,
 )
 from router.placement.cluster_view import ClusterView
 from wire.frames import (
@@ -101,6 +103,7 @@ class PullController:
         self._links: dict[NodeId, int] = {}
         self._tokens: dict[int, str] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._has_view = False
         self.pulls: dict[str, PullRecord] = {}
         """All pulls by id, the oldest first."""
         for record in self._records.load():
@@ -122,16 +125,14 @@ class PullController:
         """Start a pull on nodes, and return its record, which is on the disk. The first linked node downloads from the
         hub.
 
-        If an open pull has the same files and includes all these nodes, that pull is returned instead. The oldest
-        ended records above `MAX_ENDED_RECORDS` are deleted. Raise TooManyPullsError, or OSError if the record cannot be
-        written.
+        If an open pull has the same files, includes all these nodes and has failed on none of them, that pull is
+        returned instead. The oldest ended records above `MAX_ENDED_RECORDS` are deleted. Raise TooManyPullsError,
+        or OSError if the record cannot be written.
         """
         opened = [record for record in self.pulls.values() if record.ended is None]
-        same = next(
-            (entry for entry in opened if entry.manifest == manifest and set(entry.state.nodes) >= set(nodes)), None
-        )
-        if same is not None:
-            return same
+        for record in opened:
+            if record.manifest == manifest and set(nodes) <= list_unfailed(record.state):
+                return record
         if len(opened) >= MAX_OPEN_PULLS:
             raise TooManyPullsError(f"{MAX_OPEN_PULLS} pulls are open, which is the limit: wait for one to end")
         state = PullState({node: NodePull() for node in nodes}, next(self._bases))
@@ -188,7 +189,13 @@ class PullController:
     # -- events of nodes --------------------------------------------------------------------
 
     def apply_view(self, view: ClusterView) -> None:
-        """Compare the links of the nodes with the last view, and apply the changes to the open pulls."""
+        """Compare the links of the nodes with the last view, and apply the changes to the open pulls.
+
+        With the first view, end pulls and quantizations on nodes that left shortly before a restart of the coordinator.
+        """
+        if not self._has_view:
+            self._has_view = True
+            self._remove_former_members(view)
         links = {node.id: node.epoch for node in view.nodes if node.state in LINKED}
         if links == self._links:
             return
@@ -200,15 +207,31 @@ class PullController:
         for node in returned:
             self._apply_to_open_pulls(node, NodeLinked(node))
 
+    def _remove_former_members(self, view: ClusterView) -> None:
+        opened = (record for record in self.pulls.values() if record.ended is None)
+        nodes = {node for record in opened for node in record.state.nodes}
+        nodes |= {record.node for record in self.quantizations.list_all()}
+        for node in sorted(nodes - {member.id for member in view.nodes}):
+            self.remove_node(node)
+
     def handle_frame(self, node: NodeId, frame: ModelOrderProgress | ModelOrderEnded) -> None:
         """Handle a frame of a node about an order of a pull, an awaited order, or a quantization.
 
-        Frames about unknown orders are ignored.
+        Frames about unknown orders are ignored. A node that works on a cancelled pull gets the cancel again,
+        because it may have had no link before.
         """
+        if isinstance(frame, ModelOrderProgress) and self._is_cancelled(node, frame.order):
+            self._send(node, CancelModelOrder(frame.order))
+            return
         event = OrderProgressed(node, frame) if isinstance(frame, ModelOrderProgress) else OrderEnded(node, frame)
         self.orders.handle_frame(node, frame)
         self.quantizations.handle_frame(node, frame)
         self._apply_to_open_pulls(node, event)
+
+    def _is_cancelled(self, node: NodeId, order: int) -> bool:
+        """Return whether an order is the newest one of a cancelled pull on a node."""
+        pulls = (record.state.nodes.get(node) for record in self.pulls.values())
+        return any(pull is not None and (pull.stage, pull.order) == (PullStage.CANCELLED, order) for pull in pulls)
 
     def handle_lost_node(self, node: NodeId) -> None:
         """End the awaited orders of a node whose link is lost."""

@@ -63,12 +63,12 @@ def restore_pull(state: PullState, next_order: int) -> PullState:
     """Return the state of a pull after a restart of the coordinator, before any node is linked.
 
     Nodes that pulled get a new order, to which they attach the download in progress. `next_order` is higher than all
-    numbers of former starts.
+    numbers of former starts. The former numbers are kept until then, because a cancel of the download needs them.
     """
     nodes = {
-        name: replace(node, is_linked=False, stage=PullStage.WAITING, order=0, retry_at=0.0)
+        name: replace(node, is_linked=False, stage=PullStage.WAITING, retry_at=0.0)
         if node.stage not in ENDED
-        else replace(node, is_linked=False, order=0)
+        else replace(node, is_linked=False)
         for name, node in state.nodes.items()
     }
     return PullState(nodes, next_order)
@@ -194,8 +194,9 @@ def _end_order(state: PullState, name: NodeId, frame: ModelOrderEnded, now: floa
         case ModelOrderCode.COMPLETED:
             size = max(node.total, node.done)
             return _change(_end(state, name, PullStage.COMPLETED), name, done=size, total=size), ()
-        case ModelOrderCode.CANCELLED:
-            return _end(state, name, PullStage.CANCELLED, "cancelled on the node"), ()
+        case ModelOrderCode.CANCELLED:  # by another pull of the same files, or by a signal
+            interrupted = replace_frame(frame, code=ModelOrderCode.INTERRUPTED, message="cancelled on the node")
+            return _retry(state, name, interrupted, now), ()
         case code if code in _FATAL and node.source is SourceKind.HUB:
             return _fail_all(state, frame.message), ()
         case _:

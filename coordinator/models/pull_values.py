@@ -133,6 +133,11 @@ def has_files(node: NodePull) -> bool:
     )
 
 
+def list_unfailed(state: PullState) -> frozenset[NodeId]:
+    """Return the nodes on which a pull has not failed."""
+    return frozenset(name for name, node in state.nodes.items() if node.stage is not PullStage.FAILED)
+
+
 # events
 
 

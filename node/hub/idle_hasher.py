@@ -24,8 +24,11 @@ CHECK_INTERVAL_SECONDS = 5.0
 MIN_IDLE_CHECKS = 12
 """Checks in a row that must find the node idle before a child starts: one minute at `CHECK_INTERVAL_SECONDS`."""
 NEXT_SEARCH_CHECKS = 108
-"""Idle checks after a search without a result, before the next `MIN_IDLE_CHECKS`: nine minutes."""
+"""Idle checks after a search without a result, or a failure, before the next `MIN_IDLE_CHECKS`: nine minutes."""
 MAX_BYTES_PER_SECOND = 500 * MIB
+
+_FilesState = tuple[tuple[str, int, int], ...]
+"""Name, size in bytes and time of change (Unix nanoseconds) of each file."""
 
 log = structlog.get_logger("node.hub.idle_hasher")
 
@@ -53,7 +56,8 @@ class IdleHasher:
         self._on_change = on_change
         self._environment = environment
         self._interval = interval
-        self._failed: set[Path] = set()
+        self._failed: dict[Path, _FilesState] = {}
+        """State of the files of each folder that could not be hashed."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -76,15 +80,14 @@ class IdleHasher:
             if idle_checks < MIN_IDLE_CHECKS:
                 continue
             folder = await asyncio.to_thread(self.find_unhashed)
-            if folder is None:
+            if folder is None or not await self._hash(folder):
                 idle_checks = -NEXT_SEARCH_CHECKS
-            else:
-                await self._hash(folder)
 
     def find_unhashed(self) -> Path | None:
         """Return the folder of a model whose files are not all hashed; None if there is none.
 
-        Folders that could not be hashed before, and those without safetensors files, are left out.
+        Folders that could not be hashed before are left out until their files change, as when they are still being
+        copied. Folders without safetensors files are left out as well.
         """
         return next((folder for folder in self._list_folders() if self._is_unhashed(folder)), None)
 
@@ -95,14 +98,16 @@ class IdleHasher:
             yield from (folder for _, folder in find_snapshots(get_hub_folder(self._environment)))
 
     def _is_unhashed(self, folder: Path) -> bool:
-        if folder in self._failed or not any(name.endswith(".safetensors") for name in list_content_files(folder)):
+        if not any(name.endswith(".safetensors") for name in list_content_files(folder)):
             return False
-        return not find_content(folder, self._store)
+        return not find_content(folder, self._store) and self._failed.get(folder) != _read_state(folder)
 
-    async def _hash(self, folder: Path) -> None:
+    async def _hash(self, folder: Path) -> bool:
+        """Hash a model, until the node has work. Return False if the model could not be hashed."""
         order = VerifyOrder(
             folder=str(folder), digests=str(self._store_file), max_bytes_per_second=MAX_BYTES_PER_SECOND
         )
+        state = await asyncio.to_thread(_read_state, folder)
         child = OrderChild("node.hub.verifier", order, _ignore_progress)
         run = asyncio.create_task(child.run())
         try:
@@ -118,7 +123,19 @@ class IdleHasher:
             self._on_change()
         elif end.code != ModelOrderCode.CANCELLED:
             log.warning("model not hashed", folder=str(folder), why=end.message)
-            self._failed.add(folder)
+            self._failed[folder] = state
+            return False
+        return True
+
+
+def _read_state(folder: Path) -> _FilesState:
+    """Return a value that changes when a file changes on which the content hash depends."""
+    state: list[tuple[str, int, int]] = []
+    for name in list_content_files(folder):
+        with suppress(OSError):
+            stat = (folder / name).stat()
+            state.append((name, stat.st_size, stat.st_mtime_ns))
+    return tuple(state)
 
 
 def _ignore_progress(progress: ChildProgress) -> None:

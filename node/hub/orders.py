@@ -283,20 +283,25 @@ class ModelFileOrders:
             (
                 open_order
                 for open_order in self._running
-                if open_order.key == order.model and open_order.result == result
+                if open_order.key == order.model and open_order.result == result and not open_order.cancelled
             ),
             None,
         )
         if running is not None:
             running.numbers.add(order.order)
             return
+        ending = [open_order for open_order in self._running if open_order.result and open_order.cancelled]
         log.info("quantize", model=order.model, bits=order.bits, name=order.name)
         self._start(
             _RunningOrder(order.order, order.model, result=result),
-            lambda running: self._run_quantization(running, order),
+            lambda running: self._run_quantization(running, order, ending),
         )
 
-    async def _run_quantization(self, running: _RunningOrder, order: QuantizeModel) -> ChildEnd:
+    async def _run_quantization(
+        self, running: _RunningOrder, order: QuantizeModel, ending: list[_RunningOrder]
+    ) -> ChildEnd:
+        for cancelled in ending:
+            await cancelled.wait_end()
         return await self._quantizer.run(
             order, running.run_child, lambda progress: self._send_progress(running, progress)
         )

@@ -164,6 +164,7 @@ class PullRoutes:
     async def remove(self, body: ModelFilesBody) -> dict[str, Any]:
         """Delete the files of a model from the disk of a node, and return the freed bytes. Refused while it is loaded.
 
+        The files of an incomplete download are deleted as well, although the node has no such model yet.
         Raise `ProblemError`: 400 for an invalid name, 404 for an unknown node or model, 409 for an absent node or a
         loaded model. A failure has the status of its code in `STATUS`.
         """
@@ -176,7 +177,8 @@ class PullRoutes:
         view = self._nodes.registry.get_node_view(node)
         if view.state not in LINKED:
             raise ProblemError(Problem(409, "node_away", f"{view.name} is {view.state}: try again when it is back"))
-        if body.model not in view.models:
+        may_have_parts = kind is RemoveModel and view.disk.total  # of an incomplete download, if the node can pull
+        if body.model not in view.models and not may_have_parts:
             raise ProblemError(Problem(404, RefusalCode.NO_MODEL, f"{view.name} has no model {body.model}", "model"))
         ended = await self._pulls.orders.run(kind, node, body.model)
         if ended.code != ModelOrderCode.COMPLETED:

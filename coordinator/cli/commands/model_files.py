@@ -99,6 +99,7 @@ def remove(
     """Delete a model from the disks of the nodes.
 
     A loaded model is not deleted: unload it first. Copies stay on absent nodes, and where the node may not delete them.
+    With --node, the files of an incomplete download are deleted as well.
     """
     if (model is None) == (unused_since is None):
         raise click.UsageError("name a MODEL or give --unused-since")
@@ -112,11 +113,15 @@ def remove(
         if copy not in chosen:
             reason = f"the node is {copy['state']}" if copy["removable"] else "the node may not delete these files"
             click.echo(f"{copy['copy_of']} stays on {copy['name']}: {reason}", err=True)
-    if not chosen:
-        raise CommandError(NOT_FOUND, f"there is no copy of {model or 'an unused model'} to delete")
-    size = show_size(sum(copy["stored"] for copy in chosen))
-    listed = ", ".join(f"{copy['copy_of']} on {copy['name']}" for copy in chosen)
-    confirm(f"Delete {listed} ({size})?", yes=yes)
+    listed_nodes = {str(copy[key]) for copy in copies for key in ("name", "id")}
+    unlisted = sorted(set(nodes) - listed_nodes) if model is not None else []
+    if not chosen and not unlisted:
+        hint = "; name the node of an incomplete download with --node" if not nodes else ""
+        raise CommandError(NOT_FOUND, f"there is no copy of {model or 'an unused model'} to delete{hint}")
+    listed = [f"{copy['copy_of']} on {copy['name']} ({show_size(copy['stored'])})" for copy in chosen]
+    listed += [f"an incomplete download of {model} on {name}" for name in unlisted]
+    confirm(f"Delete {', '.join(listed)}?", yes=yes)
+    chosen += [{"copy_of": model, "name": name, "id": name} for name in unlisted]
     _run_orders(session, "remove", chosen)
 
 

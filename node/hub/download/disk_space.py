@@ -30,9 +30,14 @@ class DiskSpace:
         """Raise `ModelFileError` (`disk_full`) if `needed` more bytes do not fit without using the reserve.
 
         Raise `OSError` if the disk cannot be read."""
-        usage = shutil.disk_usage(self._folder)
-        if usage.free - compute_reserve(usage.total, self._reserve) < needed:
+        if not self.has_room(needed):
             raise self.build_error(needed)
+
+    def has_room(self, needed: int) -> bool:
+        """Return whether `needed` more bytes fit without using the reserve. Raise `OSError` if the disk cannot be
+        read."""
+        usage = shutil.disk_usage(self._folder)
+        return usage.free - compute_reserve(usage.total, self._reserve) >= needed
 
     def build_error(self, needed: int) -> ModelFileError:
         """Return the error of a disk on which `needed` more bytes do not fit. Raise `OSError` if the disk cannot be

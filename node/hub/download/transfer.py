@@ -256,7 +256,8 @@ class Transfer:
 
     def _write_piece(self, task: _FileTask, piece: int, content: bytearray) -> None:
         """Write a piece if the disk has room. Raise `ModelFileError` with the missing bytes if it has not."""
-        self._disk.check(0)
+        if not self._disk.has_room(0):
+            raise self._disk.build_error(self._count_missing())
         try:
             task.part.write_piece(piece, content)
         except OSError as error:

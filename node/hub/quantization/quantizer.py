@@ -46,6 +46,9 @@ STALL_TIMEOUT_SECONDS = 1800.0
 """Maximum seconds without progress. One tensor of the largest models takes about a minute."""
 TIMEOUT_SECONDS = 24 * 3600.0
 """Maximum seconds of a quantization."""
+REPEAT_SECONDS = 10.0
+"""Seconds after which the last progress is reported again, because a step can take minutes. After a lost link the
+coordinator waits half a minute for the report of a quantization that continues."""
 RETRY_SECONDS = 30.0
 """Seconds after which an order may be tried again while another process holds a lease."""
 
@@ -114,11 +117,14 @@ class Quantizer:
         if self._model:
             raise ModelFileError(ModelOrderCode.IN_USE, f"this node quantizes {self._model}: wait, or cancel that")
         self._model = order.model
+        self._progress = None
+        repeating = asyncio.create_task(self._repeat_progress(report))
         try:
             plan = await asyncio.to_thread(
                 plan_quantization, order, self._settings.models, self._own_folder, self._environment
             )
-            report(ChildProgress(phase=ModelOrderPhase.LEASING, total=plan.cost.stored))
+            self._progress = ChildProgress(phase=ModelOrderPhase.LEASING, total=plan.cost.stored)
+            report(self._progress)
             try:
                 await self._reserve_memory(plan)
                 end = await self._convert(plan, run_child, report)
@@ -126,7 +132,15 @@ class Quantizer:
                 self._lessor.return_memory()
             return await asyncio.to_thread(_finish, plan, end)
         finally:
+            repeating.cancel()
             self._model = ""
+
+    async def _repeat_progress(self, report: Callable[[ChildProgress], None]) -> None:
+        """Report the last progress every `REPEAT_SECONDS`, until the task is cancelled."""
+        while True:
+            await asyncio.sleep(REPEAT_SECONDS)
+            if self._progress is not None:
+                report(self._progress)
 
     # lease
 

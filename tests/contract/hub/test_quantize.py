@@ -211,6 +211,19 @@ async def test_a_cancelled_quantization_leaves_nothing(node: ModelNode, tmp_path
     await wait_leases(line, held=False)
 
 
+async def test_a_cancelled_quantization_can_be_started_again_at_once(node: ModelNode, tmp_path: Path):
+    line = await node.start()
+    await wait_ready(line)
+    line.send(ORDER)
+    child = await hold_child()
+    line.send(CancelModelOrder(5), QuantizeModel(6, "me/tiny", 4, "me/tiny-4bit"))
+    with suppress(psutil.NoSuchProcess):
+        child.resume()
+    codes = [(await wait_end(line, order))[0].code for order in (5, 6)]
+    assert codes == [ModelOrderCode.CANCELLED, ModelOrderCode.COMPLETED]
+    assert list_models(tmp_path / "models") == ["me/tiny", "me/tiny-4bit"]
+
+
 async def test_a_killed_child_leaves_nothing(node: ModelNode, tmp_path: Path):
     line = await node.start()
     await wait_ready(line)
@@ -259,6 +272,23 @@ def test_the_child_ends_with_the_agent_and_deletes_its_files(tmp_path: Path):
         child.stdin.close()
         assert child.wait(30) == 1
     assert not (tmp_path / "q").exists()
+
+
+async def test_a_quantization_without_progress_is_reported_on_the_next_link(
+    node: ModelNode, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("node.hub.quantization.quantizer.REPEAT_SECONDS", 0.1)
+    line = await node.start()
+    await wait_ready(line)
+    line.send(ORDER)
+    child = await hold_child()
+    line.close()
+    second = await node.next_link()
+    progress = await second.until(ModelOrderProgress, 10.0)
+    assert progress.order == 5
+    child.resume()
+    end, _ = await wait_end(second, 5)
+    assert end.code == ModelOrderCode.COMPLETED
 
 
 async def test_progress_counts_the_bytes_of_the_result(node: ModelNode):

@@ -99,6 +99,15 @@ def test_a_quantization_is_cancelled_by_its_node(orders: Orders):
     assert not orders.all.cancel("quantize-none")
 
 
+def test_a_cancelled_quantization_is_not_returned_again(orders: Orders):
+    first = orders.start()
+    assert orders.all.cancel(first.id)
+    second = orders.start()
+    assert second.id != first.id
+    assert orders.sent[-1] == (A, QuantizeModel(8, "big", 4, "big-4bit"))
+    assert orders.start().id == second.id
+
+
 async def test_it_continues_without_a_link(orders: Orders):
     one = orders.start()
     orders.all.apply_links({A}, [])

@@ -41,17 +41,25 @@ MANIFEST = ModelManifest("pub/model", "c" * 40, (ModelFile("config.json", 5, "a"
 class Pool:
     """A controller with links to two nodes, the frames that it sends, and the transfers that it relays."""
 
-    def __init__(self, folder: Path, epoch: int = 1, token_file: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        epoch: int = 1,
+        token_file: str = "",
+        linked: tuple[NodeId, ...] = (A, B),
+        members: tuple[NodeId, ...] = (A, B, C),
+    ) -> None:
         self.sent: list[tuple[NodeId, Frame]] = []
         self.has_sent = asyncio.Event()
-        self.linked = {A, B}
+        self.linked = set(linked)
+        self.members = members
         hub = HubClient(HubSettings(endpoint="http://hub.test", token_file=token_file))
         self.transfers = RelayTransfers()
         self.illegal_events = IllegalEventCounts()
         self.controller = PullController(
             folder, hub, self.send, self.transfers, epoch, self.illegal_events, wall=lambda: 1000.0
         )
-        self.show(A, B)
+        self.show(*linked)
 
     def send(self, node: NodeId, frame: Frame) -> bool:
         self.sent.append((node, frame))
@@ -65,7 +73,7 @@ class Pool:
             await self.has_sent.wait()
 
     def show(self, *linked: NodeId, epoch: int = 1) -> None:
-        nodes = [NodeView(name, name, "ready" if name in linked else "lost", epoch=epoch) for name in (A, B, C)]
+        nodes = [NodeView(name, name, "ready" if name in linked else "lost", epoch=epoch) for name in self.members]
         self.controller.apply_view(ClusterView(tuple(nodes)))
 
     def take(self) -> list[tuple[NodeId, Frame]]:
@@ -174,6 +182,38 @@ async def test_cancel_sends_the_nodes_a_cancel_order(pool: Pool) -> None:
     assert not pool.controller.cancel_pull("pull-unknown")
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_a_node_that_was_away_at_the_cancel_gets_it_with_its_next_progress(
+    pool: Pool, tmp_path: Path, restarts: bool
+) -> None:
+    record = pool.controller.start_pull(MANIFEST, (A,), "key")
+    ((_, order),) = pool.take()
+    assert isinstance(order, PullModel)
+    pool.show(B)
+    pool.linked = {B}
+    if restarts:
+        pool.controller.close()
+        pool = Pool(tmp_path, epoch=2, linked=(B,))
+    assert pool.controller.cancel_pull(record.id)
+    pool.take()
+    pool.linked = {A, B}
+    pool.show(A, B, epoch=2)
+    pool.controller.handle_frame(A, ModelOrderProgress(order.order, ModelOrderPhase.DOWNLOADING, 1, 5))
+    assert pool.take() == [(A, CancelModelOrder(order.order))]
+    pool.controller.close()
+
+
+async def test_a_pull_that_failed_on_a_node_is_started_again_there(pool: Pool) -> None:
+    first = pool.controller.start_pull(MANIFEST, (A, B), "key")
+    ((_, order),) = pool.take()
+    assert isinstance(order, PullModel)
+    pool.controller.handle_frame(A, ModelOrderEnded(order.order, ModelOrderCode.DISK_FULL, "the disk is full"))
+    pool.take()
+    assert pool.controller.start_pull(MANIFEST, (B,), "key").id == first.id
+    assert pool.controller.start_pull(MANIFEST, (A,), "key").id != first.id
+    assert [(node, type(frame)) for node, frame in pool.take()] == [(A, PullModel)]
+
+
 async def test_find_waiting_refusal_has_the_progress_while_a_node_pulls(pool: Pool) -> None:
     record = pool.controller.start_pull(MANIFEST, (A,), "key")
     ((_, order),) = pool.take()
@@ -196,6 +236,19 @@ async def test_a_removed_node_ends_its_pull(pool: Pool) -> None:
     record = pool.controller.start_pull(MANIFEST, (A,), "key")
     pool.controller.remove_node(A)
     assert build_pull_row(pool.controller.pulls[record.id], str)["state"] == "failed"
+
+
+async def test_a_node_that_left_before_a_restart_ends_its_pull_and_its_quantization(pool: Pool, tmp_path: Path) -> None:
+    record = pool.controller.start_pull(MANIFEST, (A, B), "key")
+    quantization = pool.controller.quantizations.start(B, "pub/model", 4, "small", "key")
+    pool.controller.close()
+    restarted = Pool(tmp_path, epoch=2, members=(A,))
+    found = restarted.controller.quantizations.find(quantization.id)
+    assert found is not None
+    assert (found.stage, found.message) == ("failed", "the node has left the pool")
+    nodes = restarted.controller.pulls[record.id].state.nodes
+    assert (nodes[A].stage, nodes[B].stage) == (PullStage.PULLING, PullStage.FAILED)
+    restarted.controller.close()
 
 
 async def test_hub_token_is_sent_to_the_downloading_node_only(tmp_path: Path) -> None:

@@ -267,6 +267,15 @@ def test_an_interrupted_download_continues_on_its_node() -> None:
     assert pull.apply(TimePassed()) == [SendPull(A, 4, SourceKind.HUB)]
 
 
+def test_a_download_that_another_pull_cancels_continues() -> None:
+    pull = Pull(A)
+    pull.progress(A, done=5, total=10, fetched=5)
+    assert pull.end(A, ModelOrderCode.CANCELLED) == []
+    assert (pull.stages(), pull.state.nodes[A].message) == ([PullStage.WAITING], "cancelled on the node")
+    pull.now += FIRST_RETRY_SECONDS
+    assert pull.apply(TimePassed()) == [SendPull(A, 2, SourceKind.HUB)]
+
+
 def end_mirror(pull: Pull, code: ModelOrderCode) -> list[Action]:
     mirror = pull.state.mirror
     assert mirror is not None

@@ -22,7 +22,7 @@ from tests.support.hub.downloads import PIECE, download_order, hub_source
 from tests.support.hub.hub import Hub, running_hub
 from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
 from wire.models.files import ModelFile, ModelManifest
-from wire.units import MIB
+from wire.units import MIB, show_size
 
 WEIGHTS = "model.safetensors"
 FILES = {
@@ -239,7 +239,7 @@ def test_a_disk_that_fills_up_meanwhile_ends_the_download(
     manifest = hub.add("tests/tiny", FILES)
     limit_disk(monkeypatch, hub, TOTAL, -1)
     end = run(channel, tmp_path, manifest, hub)
-    assert (end.code, "free and keeps" in end.message) == (ModelOrderCode.DISK_FULL, True)
+    assert (end.code, f"needs {show_size(TOTAL)} more" in end.message) == (ModelOrderCode.DISK_FULL, True), end.message
 
 
 @pytest.mark.parametrize(

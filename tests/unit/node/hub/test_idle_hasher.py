@@ -9,6 +9,7 @@ from node.hub.cache_layout import RepositoryFolder
 from node.hub.digests import STORE_NAME, DigestStore, find_content
 from node.hub.idle_hasher import MIN_IDLE_CHECKS, NEXT_SEARCH_CHECKS, IdleHasher
 from node.settings import ModelSettings
+from tests.support.processes import until
 from tests.unit.node.models.test_catalogue import lock
 
 
@@ -90,6 +91,18 @@ async def test_the_next_search_waits_after_one_without_a_result(tmp_path: Path):
     checks = node.checks
     await asyncio.sleep(0.05)
     assert node.checks == checks, "a stopped hasher checks nothing"
+
+
+async def test_a_model_that_could_not_be_hashed_is_found_again_when_its_files_change(tmp_path: Path):
+    node = Node(tmp_path)
+    folder = node.add_model()
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(tmp_path / "missing")
+    node.hasher.start()
+    await asyncio.to_thread(until, lambda: node.hasher.find_unhashed() is None, 60)
+    await node.hasher.stop()
+    (tmp_path / "missing").write_bytes(bytes(1000))
+    assert node.hasher.find_unhashed() == folder
 
 
 async def test_the_setting_ends_all_checks(tmp_path: Path):

@@ -221,11 +221,27 @@ async def test_an_order_about_files_is_answered_with_its_end(
             assert answer.json()["error"]["message"] == "studio: as it is"
 
 
+async def test_an_incomplete_download_is_removed_by_a_node_that_can_pull(port: Port, boss: httpx.AsyncClient):
+    _, line = await node(port, "studio")
+    body = {"model": REPO, "node": "studio"}
+    removing = asyncio.create_task(boss.post("/api/v1/models/remove", json=body))
+    order = await line.until(RemoveModel)
+    assert order.model == REPO
+    line.send(ModelOrderEnded(order.order, ModelOrderCode.COMPLETED, freed=7))
+    answer = await removing
+    assert (answer.status_code, answer.json()["freed"]) == (200, 7)
+    old = port.member("old")
+    await port.link(old, a_report(memory=a_memory(20 * GIB)))
+    await port.until(lambda: port.state(old) == "ready")
+    answer = await boss.post("/api/v1/models/remove", json={**body, "node": "old"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
 async def test_an_order_about_files_needs_a_linked_node_with_the_model(port: Port, boss: httpx.AsyncClient):
     who, line = await node(port, "studio")
 
     async def refused(model: str, name: str = "studio") -> tuple[int, str]:
-        answer = await boss.post("/api/v1/models/remove", json={"model": model, "node": name})
+        answer = await boss.post("/api/v1/models/verify", json={"model": model, "node": name})
         return answer.status_code, answer.json()["error"]["code"]
 
     assert await refused("other") == (404, "model_not_found")

@@ -244,3 +244,17 @@ def test_an_unknown_verb_of_models_is_refused(server: Server):
     done = server.run("models", "wants")
     assert done.exit_code == 2
     assert server.asked == []
+
+
+def test_rm_deletes_an_incomplete_download_on_a_named_node(server: Server):
+    places = [{**row("mini", "known"), "removable": True, "stored": 5, "used": 0.0}]
+    model = {"name": "a/b", "nodes": places}
+    node = {"id": "node-1", "name": "studio"}
+    server.answer = {"models": [model], "model": "a/b", "node": node, "content": "", "freed": GIB}
+    done = server.run("model", "rm", "a/b", "--node", "studio", "--yes")
+    assert (done.exit_code, done.stdout) == (0, "a/b deleted on studio, 1.0 GiB freed\n")
+    assert server.asked[1:] == [("/api/v1/models/remove", {"model": "a/b", "node": "studio"})]
+    server.asked.clear()
+    done = server.run("model", "rm", "a/c", "--yes")
+    assert done.exit_code == NOT_FOUND
+    assert "no copy of a/c to delete; name the node of an incomplete download with --node" in done.stderr
