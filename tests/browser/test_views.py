@@ -988,6 +988,16 @@ def used(day: str, key: str = "k1", **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def test_a_change_of_one_limit_keeps_a_limit_that_has_no_field(page: Page, api: Answers):
+    private = KEY | {"limits": {"concurrency": 2, "upstreams": False}}
+    api.by_path |= {"GET /api/v1/keys": {"keys": [private]}, "GET /api/v1/keys/usage": {"usage": []}}
+    show(page, "keys")
+    page.get_by_role("region", name="API keys").get_by_role("button", name="Edit").click()
+    edit = page.get_by_role("region", name="Edit app")
+    edit.get_by_label("Requests at once").fill("3")
+    assert sent(api, edit.get_by_role("button", name="Save"))[2] == {"limits": {"concurrency": 3, "upstreams": False}}
+
+
 def test_a_keys_row_shows_its_limits_and_its_buttons_send_what_was_changed_alone(page: Page, api: Answers):
     later = KEY | {"id": "k3", "name": "later", "expires": 4_000_000_000}
     api.by_path |= {"GET /api/v1/keys": {"keys": [KEY, later]}, "GET /api/v1/keys/usage": {"usage": []}}
