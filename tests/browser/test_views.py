@@ -189,6 +189,41 @@ def sent(api: Answers, button: Locator) -> tuple[str, str, Any]:
     return api.asked[-1]
 
 
+# the live stream
+
+
+OPEN_STREAM = """() => {
+    const real = window.fetch;
+    window.opened = 0;
+    window.fetch = async (path, options) => {
+        const answer = await real(path, options);
+        if (!path.startsWith("/api/v1/live")) return answer;
+        const sections = new Uint8Array(await answer.arrayBuffer());
+        window.opened += 1;
+        return new Response(new ReadableStream({ start(stream) {
+            stream.enqueue(sections);
+            window.send = (text) => stream.enqueue(new TextEncoder().encode(text));
+            options.signal.addEventListener("abort", () => stream.error(options.signal.reason));
+        } }));
+    };
+}"""
+"""Keeps each live stream open after its first sections, as a connection does whose other end is gone without a word."""
+
+
+def test_a_live_stream_that_falls_silent_is_opened_again(page: Page):
+    page.clock.install()
+    page.add_init_script(f"({OPEN_STREAM})()")
+    show(page)
+    page.clock.fast_forward(30_000)
+    page.evaluate("window.send(': still here\\n\\n')")
+    page.evaluate(SETTLED)
+    page.clock.fast_forward(30_000)
+    page.evaluate(SETTLED)
+    assert page.evaluate("window.opened") == 1, "a comment shows that the connection works"
+    page.clock.fast_forward(30_000)
+    page.wait_for_function("window.opened === 2")
+
+
 # the pool
 
 
