@@ -36,13 +36,20 @@ def format_second(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
+MAX_DURATION_SECONDS = 10 * 365 * 86400.0
+"""Maximum of a duration. The end of a far longer one is beyond the calendar."""
+
+
 class Duration(click.ParamType[float]):
-    """Parameter type for a duration: `90s`, `15m`, `1h` or `30d`. The value is in seconds."""
+    """Parameter type for a duration: `90s`, `15m`, `1h` or `30d`, at most ten years. The value is in seconds."""
 
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the seconds of a duration. Raise `click.BadParameter` if `value` is not a duration above 0."""
+        """Return the seconds of a duration.
+
+        Raise `click.BadParameter` if `value` is not a duration, is 0, or is above `MAX_DURATION_SECONDS`.
+        """
         if isinstance(value, float):
             return value
         unit = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(str(value)[-1:])
@@ -52,6 +59,8 @@ class Duration(click.ParamType[float]):
             seconds = 0.0
         if not 0 < seconds < math.inf:
             self.fail(f"{value!r} is not a duration: write 90s, 15m, 1h or 30d", param, ctx)
+        if seconds > MAX_DURATION_SECONDS:
+            self.fail(f"{value!r} is more than ten years", param, ctx)
         return seconds
 
 

@@ -116,3 +116,34 @@ def test_a_folder_without_a_cluster_says_how_to_create_one(tmp_path: Path) -> No
         run_offline(ApiSession(tmp_path, None, None, "text"), "GET", "/api/v1/keys", {})
     assert raised.value.exit_code == NOT_FOUND
     assert not (tmp_path / "cluster.db").exists()
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "words"),
+    [
+        ("keys", {"name": ""}, "name: String should have at least 1 character"),
+        ("keys", {"name": "a\nb"}, "name: String should match pattern"),
+        ("keys", {"name": "a\udcff"}, "name: Input should be a valid string"),
+        ("keys", {"ttl_seconds": 1e12}, "ttl_seconds: Input should be less than or equal to 315360000"),
+        ("keys/KEY/name", {"name": ""}, "name: String should have at least 1 character"),
+        ("keys/KEY/expiry", {"ttl_seconds": 1e12}, "ttl_seconds: Input should be less than or equal to 315360000"),
+        ("tokens", {"ttl_seconds": 1e12}, "ttl_seconds: Input should be less than or equal to 2592000"),
+        ("tokens", {"name": "a\udcff"}, "name: Input should be a valid string"),
+    ],
+)
+def test_what_the_api_refuses_is_refused_without_a_coordinator(
+    tmp_path: Path, path: str, wrong: dict[str, Any], words: str
+) -> None:
+    store = Database(tmp_path)
+    store.create_cluster(ClusterCa(tmp_path / "authority", time.time).cluster, "home")
+    store.close()
+    session = ApiSession(tmp_path, None, None, "text")
+    good = {"name": "laptop", "scopes": ["infer"], "ttl_seconds": None, "limits": {}}
+    key = run_offline(session, "POST", "/api/v1/keys", good)["id"]
+    full = {"keys": good | {"name": "other"}, "tokens": {"name": "", "uses": 1, "ttl_seconds": 60.0}}.get(path, {})
+    method = "PUT" if "/" in path else "POST"
+    with pytest.raises(CommandError, match=words):
+        run_offline(session, method, f"/api/v1/{path.replace('KEY', key)}", full | wrong)
+    stored = run_offline(session, "GET", "/api/v1/keys", {})["keys"]
+    assert [(row["name"], row["expires"]) for row in stored] == [("laptop", None)]
+    assert run_offline(session, "GET", "/api/v1/tokens", {})["tokens"] == []
