@@ -131,6 +131,21 @@ def test_the_state_folder_of_another_user_is_named_without_a_traceback(tmp_path:
     assert re.search(rf"^Error: {re.escape(str(folder))}/macpool/.* is not permitted to this user: ", done.stderr)
 
 
+@pytest.mark.parametrize("words", ["join macpool://127.0.0.1:1 --token-file", "login http://127.0.0.1:1 --key-file"])
+def test_a_secret_that_is_no_text_is_a_clear_error(tmp_path: Path, words: str):
+    (tmp_path / "secret").write_bytes(b"\xff\xfe\n")
+    done = alone(*words.split(), str(tmp_path / "secret"), "--state", str(tmp_path))
+    assert done.stderr.startswith("Error: ")
+    assert "invalid start byte" in done.stderr
+    assert done.exit_code in (2, 4)
+
+
+def test_a_duration_beyond_the_calendar_is_refused():
+    done = alone("pause", "9999999d")
+    assert done.exit_code == 2
+    assert "'9999999d' is more than ten years" in done.stderr
+
+
 def test_interrupted_command_prints_stopped(monkeypatch: pytest.MonkeyPatch):
     def interrupt() -> None:
         raise KeyboardInterrupt
