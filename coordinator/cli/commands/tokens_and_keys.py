@@ -10,17 +10,21 @@ import click
 from coordinator.cli.group import CommandGroup, confirm, yes_option
 from coordinator.cli.key_limit_options import CLEARABLE, limit_options, select_limits
 from coordinator.client.api_client import ApiSession, print_table, session_options
-from coordinator.client.errors import NOT_FOUND, CommandError
+from coordinator.client.errors import NOT_FOUND, UNREACHABLE, CommandError
 
 
 def call_route(session: ApiSession, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """Call an API route of the running coordinator, and return its JSON.
 
-    If no coordinator is known, perform the operation of the route on the locked database. Raise `CommandError` if the
-    call or the operation fails.
+    If no coordinator is known, or that of the state folder has crashed, perform the operation of the route on the
+    locked database. Raise `CommandError` if the call or the operation fails.
     """
     if session.running:
-        return session.request_json(method, path, body)
+        try:
+            return session.request_json(method, path, body)
+        except CommandError as error:
+            if error.exit_code != UNREACHABLE or not session.has_crashed:
+                raise
     from coordinator.cli.offline_access import run_offline as offline
 
     return offline(session, method, path, body or {})

@@ -33,7 +33,7 @@ def login(url: str, key_file: Path | None, fingerprint: str | None, state: Path 
     allows every command, `metrics` the read-only commands, `infer` allows `chat`. The key is never an argument.
     """
     folder, base = state or get_default_state(), parse_base_url(url)
-    if (folder / "run.json").exists():
+    if (folder / "run.json").exists() and not ApiSession(folder, None, None, output).has_crashed:
         raise CommandError(
             REFUSED,
             f"a coordinator runs in {folder}, and commands use it: run `cluster login` on "

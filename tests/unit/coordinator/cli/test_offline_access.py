@@ -1,6 +1,11 @@
 """Operations on tokens and keys without a running coordinator."""
 
+import json
+import os
+import socket
 import sqlite3
+import subprocess
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -8,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.cli.commands.tokens_and_keys import call_route
 from coordinator.cli.offline_access import run_offline
 from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import NOT_FOUND, REFUSED, CommandError
@@ -116,6 +122,24 @@ def test_a_folder_without_a_cluster_says_how_to_create_one(tmp_path: Path) -> No
         run_offline(ApiSession(tmp_path, None, None, "text"), "GET", "/api/v1/keys", {})
     assert raised.value.exit_code == NOT_FOUND
     assert not (tmp_path / "cluster.db").exists()
+
+
+def test_a_coordinator_that_was_killed_does_not_keep_its_owner_from_the_keys(tmp_path: Path) -> None:
+    store = Database(tmp_path)
+    store.create_cluster(ClusterCa(tmp_path / "authority", time.time).cluster, "home")
+    store.close()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound and not listening: a connection is refused
+        run: dict[str, Any] = {"url": f"http://127.0.0.1:{closed.getsockname()[1]}", "secret": "mp_a_b", "ca": None}
+        (tmp_path / "run.json").write_text(json.dumps(run | {"pid": ended.pid}))
+        session = ApiSession(tmp_path, None, None, "text")
+        made = call_route(session, "POST", "/api/v1/tokens", {"name": "", "uses": 1, "ttl_seconds": 60.0})
+        assert str(made["token"]).startswith("mpj1.")
+        (tmp_path / "run.json").write_text(json.dumps(run | {"pid": os.getpid()}))
+        with pytest.raises(CommandError, match="cannot be reached"):
+            call_route(session, "GET", "/api/v1/tokens")
 
 
 @pytest.mark.parametrize(
