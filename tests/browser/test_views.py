@@ -921,6 +921,20 @@ def test_requests_in_flight_and_ended_have_every_value_in_its_column(page: Page,
     assert cells(rows.nth(5))[1:3] == ["r0", "older"]
 
 
+def test_requests_that_left_the_live_stream_stay_in_the_loaded_list(page: Page, api: Answers):
+    api.sections["ended"] = [ended("r1")]
+    named = [ended(f"r{number}") | {"key_name": "laptop"} for number in (1, 2, 3)]
+    api.by_path["GET /api/v1/requests"] = {"requests": named[:1]}
+    show(page, "requests")
+    rows = page.get_by_role("region", name="Requests that ended").get_by_role("row")
+    page.get_by_role("button", name="Load the newest 1,000").click()
+    expect(rows).to_have_count(2)
+    api.by_path["GET /api/v1/requests"] = {"requests": named}
+    api.sections["ended"] = [ended("r3")]
+    expect(rows).to_have_count(4)
+    assert [cells(row)[1] for row in rows.all()[1:]] == ["r3", "r2", "r1"]
+
+
 def test_every_code_of_an_end_is_a_refusal_a_failure_or_a_cancel(page: Page, api: Answers):
     refused = {code.value for code in RefusalCode}
     cancelled = {FailureCode.CANCELLED.value, FailureCode.SLOW_CLIENT.value}
