@@ -18,7 +18,7 @@ import coordinator.cli.group as shape
 from coordinator.cli import COMMANDS, NAMES, cluster
 from docs.generate import contexts
 from tests.support.cluster.whole_pool import Served, served
-from tests.support.processes import environment
+from tests.support.processes import CLI, environment
 
 CLEAN: dict[str, str | None] = dict.fromkeys(("MACPOOL_STATE", "MACPOOL_URL", "MACPOOL_KEY_FILE"))
 
@@ -138,6 +138,15 @@ def test_a_secret_that_is_no_text_is_a_clear_error(tmp_path: Path, words: str):
     assert done.stderr.startswith("Error: ")
     assert "invalid start byte" in done.stderr
     assert done.exit_code in (2, 4)
+
+
+def test_a_coordinator_that_cannot_write_a_file_names_it(tmp_path: Path):
+    (tmp_path / "logs").write_text("")
+    listen = ["--listen", "127.0.0.1:1", "--cluster-listen", "127.0.0.1:2", "--no-local-node"]
+    line = [*CLI, "up", *listen, "--state", str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment())
+    assert done.returncode == 1
+    assert f"Error: {tmp_path / 'logs'}" in done.stderr
 
 
 def test_a_duration_beyond_the_calendar_is_refused():
