@@ -1,7 +1,8 @@
 """Authentication of control routes by API key, and audit log entries for an administrator's actions."""
 
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any, cast
@@ -21,12 +22,15 @@ KEY: ContextVar[str] = ContextVar("key", default="")
 """Id of the API key of the current request; empty on a public route."""
 ADDRESS: ContextVar[str] = ContextVar("address", default="")
 """IP address of the client of the current request; empty if unknown."""
+IS_VALID: ContextVar[Callable[[], bool]] = ContextVar("is_valid", default=lambda: True)
+"""Function that returns whether the API key of the current request is still valid; always True on a public route."""
 
 
 def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:
     """Return a check that admits only requests with an API key of this scope.
 
-    The check sets `ACTOR`, `KEY` and `ADDRESS`. It raises `ProblemError` (401 or 403) for any other request.
+    The check sets `ACTOR`, `KEY`, `ADDRESS` and `IS_VALID`. It raises `ProblemError` (401 or 403) for any other
+    request.
     """
 
     async def check(request: Request) -> None:
@@ -41,8 +45,26 @@ def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[No
         ACTOR.set(key.name if key.name in (LOCAL_KEY_NAME, PAGE_KEY_NAME) else key.id)
         KEY.set(key.id)
         ADDRESS.set(request.client.host if request.client else "")
+        IS_VALID.set(lambda: ring.find(presented) is not None)
 
     return check
+
+
+def end_with_key(pieces: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    """Return `pieces` of a stream until the API key of the current request is revoked, rotated or expires.
+
+    The stream ends at its next piece, which is not sent.
+    """
+    is_valid = IS_VALID.get()
+
+    async def read() -> AsyncGenerator[bytes]:
+        async with aclosing(pieces):
+            async for piece in pieces:
+                if not is_valid():
+                    return
+                yield piece
+
+    return read()
 
 
 def wrap_audited(store: Database, act: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,12 +1,13 @@
 """Log responses: text that is streamed as it arrives."""
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Annotated
 
 from fastapi import Query
 from fastapi.responses import Response, StreamingResponse
 
+from coordinator.api.auth import end_with_key
 from coordinator.api.errors import ProblemError
 from router.errors import Problem
 
@@ -18,11 +19,13 @@ LogBytes = Annotated[int, Query(alias="bytes", ge=1, le=MAX_LOG_BYTES)]
 """Query parameter `bytes`: number of bytes from the end of a log."""
 
 
-async def stream_log(pieces: AsyncIterator[bytes]) -> Response:
+async def stream_log(pieces: AsyncGenerator[bytes]) -> Response:
     """Return a response that streams the text of a log. `pieces` are the parts of the text in UTF-8.
 
-    Raise `ProblemError` (503) for an error before the first piece. A later error ends the text.
+    Raise `ProblemError` (503) for an error before the first piece. A later error, or an API key that becomes invalid,
+    ends the text.
     """
+    pieces = end_with_key(pieces)
     try:
         first = await anext(pieces, b"")
     except (LookupError, TimeoutError) as error:

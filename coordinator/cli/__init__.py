@@ -127,6 +127,11 @@ class LazyGroup(CommandGroup):
         except (click.Abort, KeyboardInterrupt):
             click.echo("stopped", err=True)
             code = INTERRUPTED
+        except PermissionError as error:
+            with filter_output():
+                place = error.filename or "the operation"
+                click.echo(f"Error: {place} is not permitted to this user: {error.strerror}", err=True)
+            code = 1
         except BrokenPipeError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 0

@@ -22,7 +22,7 @@ def run_offline(session: ApiSession, method: str, path: str, body: dict[str, Any
     """Perform the operation of an API route for tokens, keys or audit on the state folder, and return its JSON.
 
     A change is written to the audit log, with the actor `offline`. Raise `CommandError` if there is no cluster, or a
-    file cannot be read or written. Raise it also if the id is unknown, the name is taken, or the limits are wrong.
+    file cannot be read or written. Raise it also if the id is unknown, the name is taken, or a value is refused.
     """
     if not (session.state / "cluster.db").exists():
         if read_member_identity(session.state) is not None:
@@ -54,6 +54,8 @@ def _run_operation(admin: AccessAdmin, method: str, path: str, body: dict[str, A
     parameters = dict(parse_qsl(query))
     if method == "GET":
         return _answer_query(admin, path, parameters)
+    if body:
+        _check_body(kind, operation, body)
     if kind == "keys" and "name" in body:
         try:
             admin.check_key_name(body["name"], name)
@@ -75,6 +77,21 @@ def _run_operation(admin: AccessAdmin, method: str, path: str, body: dict[str, A
         time.time(), "offline", f"{operation or method.lower()} {kind}", str(name or body.get("name"))
     )
     return answer
+
+
+def _check_body(kind: str, operation: str, body: dict[str, Any]) -> None:
+    """Raise `CommandError` if the API would refuse a body for the type or bounds of a field."""
+    from pydantic import ValidationError
+
+    from coordinator.api.routes.joining import NewTokenBody
+    from coordinator.api.routes.keys import KeyExpiryBody, KeyLimitsBody, KeyNameBody, NewKeyBody
+
+    bodies = {"limits": KeyLimitsBody, "name": KeyNameBody, "expiry": KeyExpiryBody}
+    try:
+        bodies.get(operation, NewTokenBody if kind == "tokens" else NewKeyBody).model_validate(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise CommandError(2, f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 def _change_key(admin: AccessAdmin, key: str, operation: str, body: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -81,6 +82,23 @@ class ApiSession:
         Raise `CommandError` if a file of the state folder cannot be read.
         """
         return self.url is not None or self._read_file("run.json") is not None or self.stored_login is not None
+
+    @property
+    def has_crashed(self) -> bool:
+        """Whether the process of the state folder's coordinator ended without deleting its `run.json`.
+
+        Raise `CommandError` if the file cannot be read.
+        """
+        run = self._read_file("run.json") if self.url is None else None
+        if run is None or "pid" not in run:
+            return False
+        try:
+            os.kill(int(run["pid"]), 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:  # the process runs, as another user
+            return False
+        return False
 
     @property
     def stored_login(self) -> dict[str, Any] | None:

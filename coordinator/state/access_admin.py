@@ -174,10 +174,12 @@ class AccessAdmin:
         return {"schema": 1, "keys": rows}
 
     def revoke_key(self, key: str) -> bool:
-        """Revoke a key, effective at once. Return False if no key has the id `key`.
+        """Revoke a key, effective at once. Return False if no stored key has the id `key`.
 
         Raise `StoreError` after a failed write; the key is no longer valid in this process then.
         """
+        if key not in self.store.keys:
+            return False
         self.ring.drop(key)
         return self.store.keys.revoke(key, self.clock())
 

@@ -326,6 +326,21 @@ def test_a_message_is_sent_with_the_turns_before_it(page: Page):
     ]
 
 
+def test_a_message_without_an_answer_is_sent_in_one_with_the_next(page: Page):
+    """Chat templates such as that of Gemma refuse two messages of the user in a row."""
+    go(page, "Chat")
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(status=503, json={"error": {"message": "full"}}))
+    say(page, "first words")
+    expect(page.get_by_role("alert")).to_have_text("full")
+    page.unroute("**/v1/chat/completions")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        say(page, "and more")
+    body = sent.value.post_data_json
+    assert body is not None
+    assert body["messages"] == [{"role": "user", "content": "first words\n\nand more"}]
+    expect(page.locator(".turn.user")).to_have_count(2)
+
+
 def test_enter_sends_a_message_and_shift_with_enter_begins_a_line(page: Page):
     go(page, "Chat")
     message = page.get_by_label("Your message")

@@ -189,6 +189,41 @@ def sent(api: Answers, button: Locator) -> tuple[str, str, Any]:
     return api.asked[-1]
 
 
+# the live stream
+
+
+OPEN_STREAM = """() => {
+    const real = window.fetch;
+    window.opened = 0;
+    window.fetch = async (path, options) => {
+        const answer = await real(path, options);
+        if (!path.startsWith("/api/v1/live")) return answer;
+        const sections = new Uint8Array(await answer.arrayBuffer());
+        window.opened += 1;
+        return new Response(new ReadableStream({ start(stream) {
+            stream.enqueue(sections);
+            window.send = (text) => stream.enqueue(new TextEncoder().encode(text));
+            options.signal.addEventListener("abort", () => stream.error(options.signal.reason));
+        } }));
+    };
+}"""
+"""Keeps each live stream open after its first sections, as a connection does whose other end is gone without a word."""
+
+
+def test_a_live_stream_that_falls_silent_is_opened_again(page: Page):
+    page.clock.install()
+    page.add_init_script(f"({OPEN_STREAM})()")
+    show(page)
+    page.clock.fast_forward(30_000)
+    page.evaluate("window.send(': still here\\n\\n')")
+    page.evaluate(SETTLED)
+    page.clock.fast_forward(30_000)
+    page.evaluate(SETTLED)
+    assert page.evaluate("window.opened") == 1, "a comment shows that the connection works"
+    page.clock.fast_forward(30_000)
+    page.wait_for_function("window.opened === 2")
+
+
 # the pool
 
 
@@ -886,6 +921,20 @@ def test_requests_in_flight_and_ended_have_every_value_in_its_column(page: Page,
     assert cells(rows.nth(5))[1:3] == ["r0", "older"]
 
 
+def test_requests_that_left_the_live_stream_stay_in_the_loaded_list(page: Page, api: Answers):
+    api.sections["ended"] = [ended("r1")]
+    named = [ended(f"r{number}") | {"key_name": "laptop"} for number in (1, 2, 3)]
+    api.by_path["GET /api/v1/requests"] = {"requests": named[:1]}
+    show(page, "requests")
+    rows = page.get_by_role("region", name="Requests that ended").get_by_role("row")
+    page.get_by_role("button", name="Load the newest 1,000").click()
+    expect(rows).to_have_count(2)
+    api.by_path["GET /api/v1/requests"] = {"requests": named}
+    api.sections["ended"] = [ended("r3")]
+    expect(rows).to_have_count(4)
+    assert [cells(row)[1] for row in rows.all()[1:]] == ["r3", "r2", "r1"]
+
+
 def test_every_code_of_an_end_is_a_refusal_a_failure_or_a_cancel(page: Page, api: Answers):
     refused = {code.value for code in RefusalCode}
     cancelled = {FailureCode.CANCELLED.value, FailureCode.SLOW_CLIENT.value}
@@ -986,6 +1035,16 @@ def used(day: str, key: str = "k1", **changes: Any) -> dict[str, Any]:
         "cached_tokens": 400,
         "completion_tokens": 70,
     } | changes
+
+
+def test_a_change_of_one_limit_keeps_a_limit_that_has_no_field(page: Page, api: Answers):
+    private = KEY | {"limits": {"concurrency": 2, "upstreams": False}}
+    api.by_path |= {"GET /api/v1/keys": {"keys": [private]}, "GET /api/v1/keys/usage": {"usage": []}}
+    show(page, "keys")
+    page.get_by_role("region", name="API keys").get_by_role("button", name="Edit").click()
+    edit = page.get_by_role("region", name="Edit app")
+    edit.get_by_label("Requests at once").fill("3")
+    assert sent(api, edit.get_by_role("button", name="Save"))[2] == {"limits": {"concurrency": 3, "upstreams": False}}
 
 
 def test_a_keys_row_shows_its_limits_and_its_buttons_send_what_was_changed_alone(page: Page, api: Answers):

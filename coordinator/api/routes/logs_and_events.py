@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
+from coordinator.api.auth import end_with_key
 from coordinator.api.errors import ProblemError
 from coordinator.api.log_stream import FOLLOW_INTERVAL_SECONDS, LogBytes, stream_log
 from coordinator.api.route import EVENT_STREAM, EVENT_STREAM_TYPE, TEXT, Route
@@ -35,7 +36,7 @@ class LogRoutes:
     async def own_logs(self, size: LogBytes = 65536, follow: bool = False) -> Response:
         """Return the last `bytes` bytes of the coordinator's log as text. With `follow`, stream new lines.
 
-        Raise `ProblemError` 503 if the log cannot be read.
+        The stream ends when the key is revoked or expires. Raise `ProblemError` 503 if the log cannot be read.
         """
         return await stream_log(
             log_reader.read_log(self._log_file, size, interval_seconds=FOLLOW_INTERVAL_SECONDS if follow else None)
@@ -47,14 +48,15 @@ class LogRoutes:
         """Return the newest events of the coordinator as server-sent events; with `follow` also new events.
 
         `last` is the number of newest events. After an interruption, `Last-Event-ID` requests the missed events
-        instead. Raise `ProblemError` 503 if too many clients read events.
+        instead. The stream ends when the key is revoked or expires. Raise `ProblemError` 503 if too many clients read
+        events.
         """
         if self._events.full:
             text = f"{MAX_READERS} clients read the events, which is the limit: end one, or try again later"
             raise ProblemError(Problem(503, "too_many_readers", text, retry_after=10.0))
         missed = request.headers.get("last-event-id", "")
         number = int(missed) if missed.isascii() and missed.isdigit() and len(missed) < 16 else None
-        lines = self._events.stream_events(number, last, follow=follow)
+        lines = end_with_key(self._events.stream_events(number, last, follow=follow))
         return StreamingResponse(lines, media_type=EVENT_STREAM_TYPE, headers={"cache-control": "no-cache"})
 
     async def audit(self, last: Annotated[int, Query(ge=1, le=MAX_AUDIT_ENTRIES)] = 100) -> dict[str, Any]:

@@ -125,8 +125,8 @@ class NodeRoutes:
     async def logs(self, node: str, size: LogBytes = 65536, follow: bool = False) -> Response:
         """Return the last `bytes` bytes of a node's log as text. With `follow`, stream new lines.
 
-        The log is fetched over the node's link. Raise `ProblemError`: 404 for an unknown node, 503 if the node does not
-        answer.
+        The log is fetched over the node's link. The stream ends when the key is revoked or expires. Raise
+        `ProblemError`: 404 for an unknown node, 503 if the node does not answer.
         """
         fetches, node_id = self._nodes.links.fetches, self._find_node(node)
         pieces = (

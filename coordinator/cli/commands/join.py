@@ -19,6 +19,8 @@ from coordinator.client.api_client import get_default_state
 from coordinator.client.errors import NOT_FOUND, TIMED_OUT, CommandError
 
 LEAVE_TIMEOUT_SECONDS = 60.0
+MAX_TOKEN_CHARACTERS = 1000
+"""Characters of the first line of `--token-file` that are read. A pipe takes a longer text only while it is read."""
 CLUSTER_PORT = 8081
 """Default port of `cluster up` for nodes (`--cluster-listen`)."""
 
@@ -61,7 +63,10 @@ def join(
             f"macpool://{host}:{CLUSTER_PORT} --token-file FILE`. `cluster token create` on the coordinator prints the "
             "complete command, with a token"
         )
-    secret = token_file.readline() if token_file else ""
+    try:
+        secret = token_file.readline(MAX_TOKEN_CHARACTERS) if token_file else ""
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"the file of --token-file is no text: {error}") from None
     arguments = ["--state", str(state or get_default_state()), "--output", output]
     if url:
         arguments += ["--url", url]

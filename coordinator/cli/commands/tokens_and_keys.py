@@ -10,17 +10,21 @@ import click
 from coordinator.cli.group import CommandGroup, confirm, yes_option
 from coordinator.cli.key_limit_options import CLEARABLE, limit_options, select_limits
 from coordinator.client.api_client import ApiSession, print_table, session_options
-from coordinator.client.errors import NOT_FOUND, CommandError
+from coordinator.client.errors import NOT_FOUND, UNREACHABLE, CommandError
 
 
 def call_route(session: ApiSession, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """Call an API route of the running coordinator, and return its JSON.
 
-    If no coordinator is known, perform the operation of the route on the locked database. Raise `CommandError` if the
-    call or the operation fails.
+    If no coordinator is known, or that of the state folder has crashed, perform the operation of the route on the
+    locked database. Raise `CommandError` if the call or the operation fails.
     """
     if session.running:
-        return session.request_json(method, path, body)
+        try:
+            return session.request_json(method, path, body)
+        except CommandError as error:
+            if error.exit_code != UNREACHABLE or not session.has_crashed:
+                raise
     from coordinator.cli.offline_access import run_offline as offline
 
     return offline(session, method, path, body or {})
@@ -36,13 +40,20 @@ def format_second(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
+MAX_DURATION_SECONDS = 10 * 365 * 86400.0
+"""Maximum of a duration. The end of a far longer one is beyond the calendar."""
+
+
 class Duration(click.ParamType[float]):
-    """Parameter type for a duration: `90s`, `15m`, `1h` or `30d`. The value is in seconds."""
+    """Parameter type for a duration: `90s`, `15m`, `1h` or `30d`, at most ten years. The value is in seconds."""
 
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return the seconds of a duration. Raise `click.BadParameter` if `value` is not a duration above 0."""
+        """Return the seconds of a duration.
+
+        Raise `click.BadParameter` if `value` is not a duration, is 0, or is above `MAX_DURATION_SECONDS`.
+        """
         if isinstance(value, float):
             return value
         unit = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(str(value)[-1:])
@@ -52,6 +63,8 @@ class Duration(click.ParamType[float]):
             seconds = 0.0
         if not 0 < seconds < math.inf:
             self.fail(f"{value!r} is not a duration: write 90s, 15m, 1h or 30d", param, ctx)
+        if seconds > MAX_DURATION_SECONDS:
+            self.fail(f"{value!r} is more than ten years", param, ctx)
         return seconds
 
 

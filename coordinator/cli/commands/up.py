@@ -217,7 +217,8 @@ def _run_coordinator(options: "RunOptions", ready: Callable[[dict[str, Any]], No
     except (StoreError, AuthorityError) as error:
         raise CommandError(1, str(error)) from None
     except OSError as error:
-        raise CommandError(1, error.strerror or str(error)) from None
+        place = f"{error.filename}: " if error.filename else ""
+        raise CommandError(1, f"{place}{error.strerror or error}") from None
 
 
 def _read_tree(file: Path) -> dict[str, Any]:

@@ -69,9 +69,15 @@ export function drop(id) {
   put({ chats, current: chats[0].id });
 }
 
+// A message without an answer is sent in one with the next: the chat templates of some models refuse two in a row.
 function bodyOf(chat, model, turns) {
   const system = chat.system.trim() ? [{ role: "system", content: chat.system }] : [];
-  const messages = turns.filter(({ text }) => text).map(({ role, text }) => ({ role, content: text }));
+  const messages = [];
+  for (const { role, text } of turns) {
+    if (!text) continue;
+    if (messages.at(-1)?.role === role) messages.at(-1).content += `\n\n${text}`;
+    else messages.push({ role, content: text });
+  }
   const body = { model, messages: [...system, ...messages], stream: true, stream_options: { include_usage: true } };
   for (const name of ["temperature", "top_p", "max_tokens"]) if (chat[name] !== "") body[name] = Number(chat[name]);
   return body;

@@ -6,6 +6,8 @@ const VISIT = "macpool-visit";
 export const CHATS = "macpool-chats";
 const GIB = 2 ** 30, MIB = 2 ** 20, KIB = 2 ** 10;
 const POINTS = 360;
+// A live stream without a byte for this time is opened again: the coordinator sends a comment after 15 s of silence.
+const SILENT_MS = 40000;
 // States in which a Mac's report is of now.
 export const PRESENT = ["ready", "suspect", "draining"];
 
@@ -71,13 +73,14 @@ export async function ownKey() {
   }
 }
 
-// The data of each event as it comes; ends with the stream.
-export async function* events(answer) {
+// The data of each event as it comes; ends with the stream. `heard` is called whenever bytes arrive, also for comments.
+export async function* events(answer, heard = () => {}) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let waiting = "";
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
+    heard();
     const pieces = (waiting + value).split("\n\n");
     waiting = pieces.pop();
     for (const piece of pieces) {
@@ -96,17 +99,27 @@ export function useLive(on) {
   const [state, setState] = useState({ live: false });
   useEffect(() => {
     if (!on) return;
-    const stop = new AbortController();
+    let ended = false;
+    let stream;
     const follow = async () => {
       let pause = 500;
-      while (!stop.signal.aborted) {
+      while (!ended) {
+        const own = stream = new AbortController();
+        let silence;
+        const heard = () => {
+          clearTimeout(silence);
+          silence = setTimeout(() => own.abort(), SILENT_MS);
+        };
+        heard();
         try {
-          const answer = await ask("GET", "/api/v1/live?follow=true", undefined, stop.signal);
+          const answer = await ask("GET", "/api/v1/live?follow=true", undefined, own.signal);
           pause = 500;
-          for await (const { name, data } of events(answer))
+          for await (const { name, data } of events(answer, heard))
             setState((old) => ({ ...old, live: true, [name]: JSON.parse(data) }));
         } catch (error) {
-          if (stop.signal.aborted || error.status === 401) return;
+          if (ended || error.status === 401) return;
+        } finally {
+          clearTimeout(silence);
         }
         setState((old) => ({ ...old, live: false }));
         await new Promise((then) => setTimeout(then, pause));
@@ -114,7 +127,10 @@ export function useLive(on) {
       }
     };
     follow();
-    return () => stop.abort();
+    return () => {
+      ended = true;
+      stream.abort();
+    };
   }, [on]);
   return state;
 }

@@ -33,7 +33,7 @@ def login(url: str, key_file: Path | None, fingerprint: str | None, state: Path 
     allows every command, `metrics` the read-only commands, `infer` allows `chat`. The key is never an argument.
     """
     folder, base = state or get_default_state(), parse_base_url(url)
-    if (folder / "run.json").exists():
+    if (folder / "run.json").exists() and not ApiSession(folder, None, None, output).has_crashed:
         raise CommandError(
             REFUSED,
             f"a coordinator runs in {folder}, and commands use it: run `cluster login` on "
@@ -77,8 +77,8 @@ def _read_key(file: Path | None) -> str:
     else:
         try:
             text = sys.stdin.readline() if str(file) == "-" else file.read_text()
-        except OSError as error:
-            raise CommandError(DENIED, f"{file} cannot be read: {error.strerror}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise CommandError(DENIED, f"{file} cannot be read: {error}") from None
     key = text.strip()
     if not key.startswith("mp_") or not key.isascii() or any(letter.isspace() for letter in key):
         raise CommandError(

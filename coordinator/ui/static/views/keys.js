@@ -10,9 +10,10 @@ const SCOPES = [["infer", "infer: use models"], ["metrics", "metrics: read state
 
 const fieldsOf = (limits) => ({ ...Object.fromEntries(NUMBERS.map(([name]) => [name, String(limits[name] ?? "")])), ...Object.fromEntries(LISTS.map(([name]) => [name, (limits[name] ?? []).join(", ")])), priority: limits.priority ?? "normal" });
 
-// The limits as the API takes them: an empty field is no limit.
-function limitsOf(fields) {
-  const found = fields.priority === "normal" ? {} : { priority: fields.priority };
+// The limits as the API takes them: an empty field is no limit. Limits of `before` that have no field here are kept.
+function limitsOf(fields, before = {}) {
+  const found = Object.fromEntries(Object.entries(before).filter(([name]) => !(name in fields)));
+  if (fields.priority !== "normal") found.priority = fields.priority;
   for (const [name] of NUMBERS) if (fields[name] !== "") found[name] = Number(fields[name]);
   for (const [name] of LISTS) {
     const values = fields[name].split(",").map((value) => value.trim()).filter(Boolean);
@@ -63,7 +64,7 @@ function Edit({ row, close }) {
   const [save, { busy, error }] = useAction(async () => {
     if (name !== row.name) await call("PUT", `${path}/name`, { name });
     if (life !== null) await call("PUT", `${path}/expiry`, { ttl_seconds: life ? Number(life) : null });
-    const before = limitsOf(fieldsOf(row.limits)), after = limitsOf(fields);
+    const before = limitsOf(fieldsOf(row.limits), row.limits), after = limitsOf(fields, row.limits);
     if (JSON.stringify(before) !== JSON.stringify(after)) await call("PUT", `${path}/limits`, { limits: after });
     close();
   });

@@ -1,5 +1,5 @@
 // Requests in flight and ended, with a filter; one of them explained: every decision with every node's arithmetic.
-import { html, useState } from "/ui/vendor/preact.js";
+import { html, useEffect, useState } from "/ui/vendor/preact.js";
 import { Nothing, PRESENT, Table, Wrong, clock, count, rate, seconds, size, useAsked } from "/ui/pool.js";
 
 const CANCELLED = ["cancelled", "slow_client"];
@@ -37,8 +37,12 @@ function Ended({ ended }) {
   const [text, setText] = useState("");
   const [kind, setKind] = useState("");
   const [all, setAll] = useState(false);
-  const [older, error] = useAsked(all ? "/api/v1/requests?last=1000" : "");
+  const [older, error, reload] = useAsked(all ? "/api/v1/requests?last=1000" : "");
   const newest = new Set(ended.map((one) => one.request_id));
+  // Requests that left the live stream since the last answer are in neither of the two.
+  useEffect(() => {
+    if (older && ended.length && !older.requests.some((one) => one.request_id === ended[0].request_id)) reload();
+  }, [ended[0]?.request_id]);
   const rows = [...(older?.requests ?? []).filter((one) => !newest.has(one.request_id)).map((one) => ({ ...one, key: one.key_name })), ...ended];
   const wanted = text.trim().toLowerCase();
   const fits = (one) => (!kind || kindOf(one.outcome) === kind) && (!wanted || [one.request_id, one.key, one.model, one.node, one.outcome, one.message].some((value) => value.toLowerCase().includes(wanted)));

@@ -1,9 +1,12 @@
 """API keys of control routes: the requests that may call a route, and the names under which a call is recorded."""
 
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
+
 import pytest
 from fastapi import Request
 
-from coordinator.api.auth import ACTOR, ADDRESS, KEY, require_scope
+from coordinator.api.auth import ACTOR, ADDRESS, KEY, end_with_key, require_scope
 from coordinator.api.errors import ProblemError
 from coordinator.state.access_admin import LOCAL_KEY_NAME, PAGE_KEY_NAME
 from router.admission.api_keys import KeyRing, new_key
@@ -53,3 +56,30 @@ async def test_any_other_request_is_refused_and_not_recorded(text: str | None, p
         await require_scope(ring, "admin")(a_request(own if text == "its own" else text))
     assert error.value.problem == problem
     assert (ACTOR.get(), KEY.get(), ADDRESS.get()) == ("", "", "")
+
+
+ENDS: dict[str, Callable[[KeyRing, str], object]] = {
+    "revoked": lambda ring, key: ring.drop(key),
+    "rotated": lambda ring, key: ring.put(replace(ring.list()[0], digest=b"another")),
+    "expired": lambda ring, key: ring.put(replace(ring.list()[0], expires=2.0)),
+}
+
+
+@pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
+async def test_a_stream_ends_with_its_key_and_closes_its_source(end: Callable[[KeyRing, str], object]):
+    ring, key_id, text = a_ring("laptop", "admin")
+    closed: list[bool] = []
+
+    async def source() -> AsyncGenerator[bytes]:
+        try:
+            for piece in (b"one", b"two", b"three"):
+                yield piece
+        finally:
+            closed.append(True)
+
+    await require_scope(ring, "admin")(a_request(text))
+    stream = end_with_key(source())
+    assert await anext(stream) == b"one"
+    end(ring, key_id)
+    assert [piece async for piece in stream] == []
+    assert closed == [True]

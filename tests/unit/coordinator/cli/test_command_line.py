@@ -1,7 +1,9 @@
 """The command line: groups, suggestions, old spellings, one form of errors, names in place of ids, confirmations."""
 
 import json
+import re
 import stat
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ import coordinator.cli.group as shape
 from coordinator.cli import COMMANDS, NAMES, cluster
 from docs.generate import contexts
 from tests.support.cluster.whole_pool import Served, served
+from tests.support.processes import CLI, environment
 
 CLEAN: dict[str, str | None] = dict.fromkeys(("MACPOOL_STATE", "MACPOOL_URL", "MACPOOL_KEY_FILE"))
 
@@ -106,6 +109,50 @@ def test_every_error_has_one_form(words: list[str]):
     assert done.stderr.startswith("Error: ")
     assert done.stdout == ""
     assert done.exit_code in (2, 3, 5)
+
+
+@pytest.mark.parametrize(
+    "words", ["leave --yes", "pause", "backup x", "logout", "login http://127.0.0.1:9", "config check"]
+)
+def test_the_state_folder_of_another_user_is_named_without_a_traceback(tmp_path: Path, words: str):
+    """The parent of the folder admits only its owner; a process of root gives up its rights."""
+    folder = tmp_path / "home"
+    (folder / "macpool").mkdir(parents=True)
+    folder.chmod(0)
+    child = "import os, sys; os.geteuid() or os.seteuid(65534); from coordinator.cli import main; main()"
+    line = [sys.executable, "-P", "-c", child, *words.split(), "--state", str(folder / "macpool")]
+    if words == "config check":
+        line = [*line[:-2], str(folder / "macpool" / "config.toml")]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment())
+    finally:
+        folder.chmod(0o700)
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False), done.stderr
+    assert re.search(rf"^Error: {re.escape(str(folder))}/macpool/.* is not permitted to this user: ", done.stderr)
+
+
+@pytest.mark.parametrize("words", ["join macpool://127.0.0.1:1 --token-file", "login http://127.0.0.1:1 --key-file"])
+def test_a_secret_that_is_no_text_is_a_clear_error(tmp_path: Path, words: str):
+    (tmp_path / "secret").write_bytes(b"\xff\xfe\n")
+    done = alone(*words.split(), str(tmp_path / "secret"), "--state", str(tmp_path))
+    assert done.stderr.startswith("Error: ")
+    assert "invalid start byte" in done.stderr
+    assert done.exit_code in (2, 4)
+
+
+def test_a_coordinator_that_cannot_write_a_file_names_it(tmp_path: Path):
+    (tmp_path / "logs").write_text("")
+    listen = ["--listen", "127.0.0.1:1", "--cluster-listen", "127.0.0.1:2", "--no-local-node"]
+    line = [*CLI, "up", *listen, "--state", str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, env=environment())
+    assert done.returncode == 1
+    assert f"Error: {tmp_path / 'logs'}" in done.stderr
+
+
+def test_a_duration_beyond_the_calendar_is_refused():
+    done = alone("pause", "9999999d")
+    assert done.exit_code == 2
+    assert "'9999999d' is more than ten years" in done.stderr
 
 
 def test_interrupted_command_prints_stopped(monkeypatch: pytest.MonkeyPatch):

@@ -1,6 +1,11 @@
 """Operations on tokens and keys without a running coordinator."""
 
+import json
+import os
+import socket
 import sqlite3
+import subprocess
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -8,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.cli.commands.tokens_and_keys import call_route
 from coordinator.cli.offline_access import run_offline
 from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import NOT_FOUND, REFUSED, CommandError
@@ -116,3 +122,52 @@ def test_a_folder_without_a_cluster_says_how_to_create_one(tmp_path: Path) -> No
         run_offline(ApiSession(tmp_path, None, None, "text"), "GET", "/api/v1/keys", {})
     assert raised.value.exit_code == NOT_FOUND
     assert not (tmp_path / "cluster.db").exists()
+
+
+def test_a_coordinator_that_was_killed_does_not_keep_its_owner_from_the_keys(tmp_path: Path) -> None:
+    store = Database(tmp_path)
+    store.create_cluster(ClusterCa(tmp_path / "authority", time.time).cluster, "home")
+    store.close()
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # bound and not listening: a connection is refused
+        run: dict[str, Any] = {"url": f"http://127.0.0.1:{closed.getsockname()[1]}", "secret": "mp_a_b", "ca": None}
+        (tmp_path / "run.json").write_text(json.dumps(run | {"pid": ended.pid}))
+        session = ApiSession(tmp_path, None, None, "text")
+        made = call_route(session, "POST", "/api/v1/tokens", {"name": "", "uses": 1, "ttl_seconds": 60.0})
+        assert str(made["token"]).startswith("mpj1.")
+        (tmp_path / "run.json").write_text(json.dumps(run | {"pid": os.getpid()}))
+        with pytest.raises(CommandError, match="cannot be reached"):
+            call_route(session, "GET", "/api/v1/tokens")
+
+
+@pytest.mark.parametrize(
+    ("path", "wrong", "words"),
+    [
+        ("keys", {"name": ""}, "name: String should have at least 1 character"),
+        ("keys", {"name": "a\nb"}, "name: String should match pattern"),
+        ("keys", {"name": "a\udcff"}, "name: Input should be a valid string"),
+        ("keys", {"ttl_seconds": 1e12}, "ttl_seconds: Input should be less than or equal to 315360000"),
+        ("keys/KEY/name", {"name": ""}, "name: String should have at least 1 character"),
+        ("keys/KEY/expiry", {"ttl_seconds": 1e12}, "ttl_seconds: Input should be less than or equal to 315360000"),
+        ("tokens", {"ttl_seconds": 1e12}, "ttl_seconds: Input should be less than or equal to 2592000"),
+        ("tokens", {"name": "a\udcff"}, "name: Input should be a valid string"),
+    ],
+)
+def test_what_the_api_refuses_is_refused_without_a_coordinator(
+    tmp_path: Path, path: str, wrong: dict[str, Any], words: str
+) -> None:
+    store = Database(tmp_path)
+    store.create_cluster(ClusterCa(tmp_path / "authority", time.time).cluster, "home")
+    store.close()
+    session = ApiSession(tmp_path, None, None, "text")
+    good = {"name": "laptop", "scopes": ["infer"], "ttl_seconds": None, "limits": {}}
+    key = run_offline(session, "POST", "/api/v1/keys", good)["id"]
+    full = {"keys": good | {"name": "other"}, "tokens": {"name": "", "uses": 1, "ttl_seconds": 60.0}}.get(path, {})
+    method = "PUT" if "/" in path else "POST"
+    with pytest.raises(CommandError, match=words):
+        run_offline(session, method, f"/api/v1/{path.replace('KEY', key)}", full | wrong)
+    stored = run_offline(session, "GET", "/api/v1/keys", {})["keys"]
+    assert [(row["name"], row["expires"]) for row in stored] == [("laptop", None)]
+    assert run_offline(session, "GET", "/api/v1/tokens", {})["tokens"] == []

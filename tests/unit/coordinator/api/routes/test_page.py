@@ -19,3 +19,14 @@ async def test_a_link_signs_in_once_and_the_session_ends(port: Port, boss: httpx
         assert (await visitor.get("/api/v1/status")).status_code == 401
     other = await boss.delete("/api/v1/page/visit")
     assert (other.status_code, other.json()["error"]["code"]) == (404, "no_session")
+
+
+async def test_a_session_is_no_stored_key_and_its_refused_revocation_leaves_it_valid(
+    port: Port, boss: httpx.AsyncClient
+):
+    code = (await boss.post("/api/v1/page/links")).json()["url"].partition("#in=")[2]
+    key = (await boss.post("/api/v1/page/visits", json={"code": code})).json()["key"]
+    async with port.client_of(key) as visitor:
+        own = (await visitor.get("/api/v1/key")).json()["id"]
+        assert (await boss.delete(f"/api/v1/keys/{own}")).status_code == 404
+        assert (await visitor.get("/api/v1/status")).status_code == 200
