@@ -388,11 +388,9 @@ def _show_code(code: str, seconds: float) -> None:
 
 def _choose_exit_code(error: Exception) -> int:
     """Return the exit code of a failed enrollment."""
-    if isinstance(error, PinMismatch):
-        return 9
     if isinstance(error, EnrollDenied):
         return 8 if error.reason == "protocol" else 4
-    return 3 if isinstance(error, CoordinatorUnreachable) else 1
+    return {PinMismatch: 9, CoordinatorUnreachable: 3}.get(type(error), 1)
 
 
 if __name__ == "__main__":
