@@ -31,6 +31,7 @@ from coordinator.models.pull_values import (
     OrderProgressed,
     PullCancelled,
     PullNodeRemoved,
+    PullStage,
     PullState,
     SendCancel,
     SendPull,
@@ -205,10 +206,13 @@ class PullController:
 
         Frames about unknown orders are ignored.
         """
-        event = OrderProgressed(node, frame) if isinstance(frame, ModelOrderProgress) else OrderEnded(node, frame)
         self.orders.handle_frame(node, frame)
         self.quantizations.handle_frame(node, frame)
-        self._apply_to_open_pulls(node, event)
+        if isinstance(frame, ModelOrderProgress):
+            self._apply_to_open_pulls(node, OrderProgressed(node, frame))
+            self._repeat_cancel(node, frame.order)
+        else:
+            self._apply_to_open_pulls(node, OrderEnded(node, frame))
 
     def handle_lost_node(self, node: NodeId) -> None:
         """End the awaited orders of a node whose link is lost."""
@@ -270,9 +274,30 @@ class PullController:
                 self._transfers.open(token, action.node, frozenset(record.state.nodes))
                 self._send(action.node, ServeModel(action.order, record.manifest, token, relay=True))
             case SendCancel():
-                self._send(action.node, CancelModelOrder(action.order))
+                self._send_cancel(record, action.node, action.order)
             case StorePull():
                 self._store(record)
+
+    def _repeat_cancel(self, node: NodeId, order: int) -> None:
+        """Cancel an order in progress whose pull was cancelled while the node had no link."""
+        for record in self.pulls.values():
+            pulled = record.state.nodes.get(node)
+            if pulled is not None and (pulled.order, pulled.stage) == (order, PullStage.CANCELLED):
+                self._send_cancel(record, node, order)
+
+    def _send_cancel(self, record: PullRecord, node: NodeId, order: int) -> None:
+        """Cancel an order of a pull, except a download that another open pull uses.
+
+        A node attaches all orders for the same files to one download, and a cancel ends that download.
+        """
+        is_download = record.state.nodes[node].order == order
+        others = (other for other in self.pulls.values() if other.id != record.id and other.ended is None)
+        if is_download and any(
+            other.manifest == record.manifest and node in other.state.nodes and is_pulling(other.state.nodes[node])
+            for other in others
+        ):
+            return
+        self._send(node, CancelModelOrder(order))
 
     def _send_pull(self, manifest: ModelManifest, action: SendPull) -> None:
         try:

@@ -174,6 +174,37 @@ async def test_cancel_sends_the_nodes_a_cancel_order(pool: Pool) -> None:
     assert not pool.controller.cancel_pull("pull-unknown")
 
 
+async def test_a_node_without_a_link_is_cancelled_when_it_is_back(pool: Pool) -> None:
+    record = pool.controller.start_pull(MANIFEST, (A,), "key")
+    ((_, order),) = pool.take()
+    assert isinstance(order, PullModel)
+    pool.show(B)
+    pool.controller.cancel_pull(record.id)
+    pool.show(A, B, epoch=2)
+    pool.take()
+    progress = ModelOrderProgress(order.order, ModelOrderPhase.DOWNLOADING, 1, 5)
+    pool.controller.handle_frame(A, progress)
+    assert pool.take() == [(A, CancelModelOrder(order.order))]
+    pool.controller.start_pull(MANIFEST, (A,), "key")  # the node attaches its order to the download
+    pool.take()
+    pool.controller.handle_frame(A, progress)
+    assert pool.take() == []
+
+
+async def test_a_cancel_leaves_the_download_to_another_pull_of_the_same_files(pool: Pool) -> None:
+    one = pool.controller.start_pull(MANIFEST, (A,), "key")
+    two = pool.controller.start_pull(MANIFEST, (A, B), "key")
+    assert one.id != two.id
+    (_, first), (node, second) = pool.take()
+    assert isinstance(first, PullModel)
+    assert isinstance(second, PullModel)
+    assert node == A
+    pool.controller.cancel_pull(one.id)
+    assert pool.take() == []
+    pool.controller.cancel_pull(two.id)
+    assert pool.take() == [(A, CancelModelOrder(second.order))]
+
+
 async def test_find_waiting_refusal_has_the_progress_while_a_node_pulls(pool: Pool) -> None:
     record = pool.controller.start_pull(MANIFEST, (A,), "key")
     ((_, order),) = pool.take()
