@@ -295,27 +295,24 @@ class Supervisor:
             log.warning("engine", cause=cause, restart_in=self._restart_delay)
 
     async def _start_child(self, wired: WiredReadings) -> EngineChild:
-        """Start a child, and send it the settings, the models to load again, the quarantined models and the limits, in
-        this order.
+        """Start a child. Send it settings, models to load again, quarantined models and limits, in this order.
 
         The child loads no model before it has limits. Raise `OSError` if the program cannot be started.
         """
         engine = self._settings.engine
         blas = engine.mlx.blas if engine.kind == "mlx" else "bundled"
-        environment = build_engine_environment(os.environ, self._scratch, blas)
         child = await start_child(
-            ChildCommand(self._command, environment),
+            ChildCommand(self._command, build_engine_environment(os.environ, self._scratch, blas)),
             self._log,
             wired,
             on_frame=self._receive,
             on_fault=lambda cause: self._apply(lifecycle.ProtocolViolated(cause)),
         )
         self._child = child
-        settings = self._settings
+        models, bans = self._settings.models, self._quarantine.list_bans(time.monotonic())
         if self._life.resting:  # a rest may have begun or ended during the start
-            settings = replace(settings, models=replace(settings.models, preload=()))
-        child.write(encode_settings(settings))
-        bans = self._quarantine.list_bans(time.monotonic())
+            models = replace(models, preload=())
+        child.write(encode_settings(replace(self._settings, models=models)))
         self._apply(lifecycle.ChildStarted(frozenset(ban.model for ban in bans)))
         if self._life.models or bans:
             child.write(encode(RestoreModels(tuple(sorted(self._life.models)), bans)))
