@@ -58,7 +58,7 @@ async def serve(options: RunOptions, ready: Callable[[dict[str, Any]], None]) ->
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
-        facts = await _start_parts(options, stack, superseded, partial(loop.call_soon_threadsafe, stop.set))
+        facts = await _start_parts(options, stack, superseded, stop)
         # Freeze the permanent objects. Requests create few reference cycles, hence a rare collection is enough.
         gc.collect()
         gc.freeze()
@@ -80,16 +80,17 @@ def _raise_file_limit() -> None:
 
 
 async def _start_parts(
-    options: RunOptions, stack: AsyncExitStack, superseded: SupersededHandler, on_death: Callable[[], object]
+    options: RunOptions, stack: AsyncExitStack, superseded: SupersededHandler, stop: asyncio.Event
 ) -> dict[str, Any]:
     """Start every part after its dependencies. The stack stops them in reverse order.
 
-    `on_death` is called when the state can no longer be written.
+    `stop` is set when the state can no longer be written. When it is set, the start does not wait for the local node.
     """
     check_options(options)
     settings = options.settings
     listener = open_listener(*options.listen)
     stack.callback(listener.close)
+    on_death = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set)
     state = open_state(options.state, settings.cluster, stack, on_death)
     if options.local_node:
         check_node_cluster(options.state, state.authority.cluster)
@@ -105,7 +106,7 @@ async def _start_parts(
     start_wishes(cluster.wishes, stack)
     if settings.cluster.bonjour:
         announce_coordinator(options, state, cluster.port, stack)
-    node_ready = await start_local_node(options, state, access, cluster, stack) if options.local_node else None
+    node_ready = await start_local_node(options, state, access, cluster, stop, stack) if options.local_node else None
     # The last callback runs first: running requests end before their dependencies are closed.
     stack.push_async_callback(cluster.dispatcher.drain, settings.http.drain_seconds)
     token = access.tokens.create()

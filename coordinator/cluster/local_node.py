@@ -156,15 +156,15 @@ class LocalNode:
     def _has_identity(self) -> bool:
         return (self._state / "node" / "identity" / "identity.json").exists()
 
-    async def wait_until_ready(self, registry: Registry, timeout_seconds: float) -> bool:
+    async def wait_until_ready(self, registry: Registry, stop: asyncio.Event, timeout_seconds: float) -> bool:
         """Wait at most `timeout_seconds` until this node can answer requests. Return whether it can.
 
-        Return False at once when `given_up` is set. The log has the reason.
+        Return False at once when `given_up` is set, or `stop`, because the coordinator stops. The log has the reason.
         """
         answers = asyncio.create_task(registry.wait_until_node_answers(self._read_node_id))
-        ended = asyncio.create_task(self.given_up.wait())
-        done, _ = await asyncio.wait({answers, ended}, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
-        for task in (answers, ended):
+        ends = {asyncio.create_task(self.given_up.wait()), asyncio.create_task(stop.wait())}
+        done, _ = await asyncio.wait({answers, *ends}, timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED)
+        for task in (answers, *ends):
             task.cancel()
         if answers in done:
             answers.result()

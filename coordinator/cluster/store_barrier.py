@@ -18,16 +18,23 @@ class StoreBarrier:
         self._flush = flush
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def call_when_stored(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once all changes so far are on disk. If a write failed, log the error instead."""
+    def call_when_stored(
+        self, callback: Callable[[], None], on_failure: Callable[[BaseException], None] = lambda _: None
+    ) -> None:
+        """Call `callback` once all changes so far are on disk. If a write failed, log the error and call `on_failure`
+        instead."""
         task = asyncio.get_running_loop().create_task(self._flush())
         self._tasks.add(task)
 
         def done(ended: asyncio.Task[None]) -> None:
             self._tasks.discard(ended)
-            if not ended.cancelled() and ended.exception() is None:
+            if ended.cancelled():
+                return
+            error = ended.exception()
+            if error is None:
                 callback()
-            elif not ended.cancelled():
-                log.error("not stored", error=str(ended.exception()))
+            else:
+                log.error("not stored", error=str(error))
+                on_failure(error)
 
         task.add_done_callback(done)

@@ -112,12 +112,13 @@ async def start_local_node(
     state: CoordinatorState,
     access: Credentials,
     cluster: ClusterSide,
+    stop: asyncio.Event,
     stack: AsyncExitStack,
 ) -> bool:
     """Start the node on this machine. Return whether it can answer requests within `LOCAL_NODE_TIMEOUT_SECONDS`.
 
-    `stack` stops the node. Raise `OSError` if its process cannot be started, and `StoreError` if the join token cannot
-    be stored.
+    Return False at once when `stop` is set. `stack` stops the node. Raise `OSError` if its process cannot be started,
+    and `StoreError` if the join token cannot be stored.
     """
     address = f"{get_local_host(options.cluster_listen[0])}:{cluster.port}"
     node = LocalNode(
@@ -125,7 +126,7 @@ async def start_local_node(
     )
     await node.start()
     stack.push_async_callback(node.close)
-    return await node.wait_until_ready(cluster.nodes.registry, LOCAL_NODE_TIMEOUT_SECONDS)
+    return await node.wait_until_ready(cluster.nodes.registry, stop, LOCAL_NODE_TIMEOUT_SECONDS)
 
 
 async def renew_certificates(authority: ClusterCa, tls: HttpsCa | ssl.SSLContext | None) -> None:

@@ -20,6 +20,7 @@ import structlog
 from node.agent import discovery, link_state
 from node.agent.connection import CoordinatorLink, dial
 from node.agent.identity import (
+    IdentityError,
     NodeIdentity,
     adopt_generation,
     create_client_context,
@@ -56,6 +57,8 @@ class LinkTimeouts:
     """Time without received bytes after which the link is aborted."""
     no_wake: float = 60.0
     """Time awake after which the node dials again without a wake event, because the sleep was called off."""
+    renewal: float = 600.0
+    """Time after which a renewal of the certificate without a result is requested again on the same link."""
 
 
 class ExpelledError(Exception):
@@ -105,7 +108,7 @@ class LinkKeeper:
         self._superseded: dict[str, float] = {}
         self._denied = Denied("", "", final=True)
         self._draining = False
-        self._renewing = False
+        self._renew_from = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self.welcomed = asyncio.Event()
         """Set when the coordinator has accepted a link for the first time."""
@@ -189,7 +192,7 @@ class LinkKeeper:
         log.info("linked", cluster=welcome.cluster_name, epoch=welcome.epoch, skew=round(time.time() - welcome.time, 3))
         self._links.accept(link)
         self._apply(link_state.LinkAccepted())
-        self._renewing = False
+        self._renew_from = 0.0
         self.welcomed.set()
         return True
 
@@ -210,11 +213,14 @@ class LinkKeeper:
     def take_over(self, renewed: CertificateRenewed) -> None:
         """Install a renewed certificate, and start a task that opens a second link with it.
 
-        Raise `IdentityError` if no certificate was requested, or if `renewed` is not for this node. Raise `OSError` if
-        the files of the identity cannot be written or loaded.
+        Log a certificate that cannot be installed, such as the answer to an earlier request, and keep the present one.
         """
-        self._identity = install_certificate(self._identity, renewed.certificate)
-        self._context = create_client_context(self._identity)
+        try:
+            self._identity = install_certificate(self._identity, renewed.certificate)
+            self._context = create_client_context(self._identity)
+        except (IdentityError, OSError) as error:
+            log.warning("renewed certificate not installed", error=str(error))
+            return
         log.info("certificate renewed")
         self._spawn(self._connect_again())
 
@@ -324,13 +330,14 @@ class LinkKeeper:
             self._renew_if_due()
 
     def _renew_if_due(self) -> None:
-        if self._links.current is not None and not self._renewing and needs_renewal(self._identity, time.time()):
+        now = asyncio.get_running_loop().time()
+        if self._links.current is not None and now >= self._renew_from and needs_renewal(self._identity, time.time()):
             try:
                 request = new_csr(self._identity)
             except OSError as error:
                 log.warning("no renewal of the certificate requested", error=str(error))
                 return
-            self._renewing = True
+            self._renew_from = now + self._timeouts.renewal
             self._links.send(RenewCertificate(request))
 
     def _handle_lost_link(self, link: CoordinatorLink, reason: str) -> None:

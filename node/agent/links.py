@@ -84,9 +84,15 @@ class CoordinatorLinks:
             link.abort(reason)
 
     def cancel(self, request: int) -> None:
-        """Remove a request that the coordinator cancelled. Nothing is sent. An unknown request is ignored."""
-        for link in self._links:
-            link.requests.discard(request)
+        """Remove a request that the coordinator cancelled, and close its link if it is an older one without further
+        requests.
+
+        Nothing is sent. An unknown request is ignored.
+        """
+        for link in tuple(self._links):
+            if request in link.requests:
+                link.requests.discard(request)
+                self._close_if_replaced(link)
 
     def fail_all(self, reason: str) -> Iterator[int]:
         """End every request with the failure `node_stopping` and the message `reason`. Yield the number of each before
@@ -135,9 +141,12 @@ class CoordinatorLinks:
 
     def _end(self, link: CoordinatorLink, request: int) -> None:
         link.requests.discard(request)
+        self._close_if_replaced(link)
+        self.request_ended.notify()
+
+    def _close_if_replaced(self, link: CoordinatorLink) -> None:
         if link is not self._current:
             _close_unused(link)
-        self.request_ended.notify()
 
 
 def _close_unused(link: CoordinatorLink) -> None:

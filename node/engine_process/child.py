@@ -20,12 +20,10 @@ import structlog
 import node
 from node.engine.process import crash_recorder
 from node.engine.process.crash_recorder import CrashRecord
-from node.engine.process.main import encode_settings
 from node.engine_process.stderr_log import EngineLog
 from node.engine_process.timeouts import ExitTimeouts, ExitUrgency, SupervisorTimeouts
 from node.memory.sensor import Sensor, open_sensor
 from node.memory.wired_leak import WiredReadings
-from node.settings import NodeSettings
 from wire.codec import MAX_JOINED_BYTES, Splitter, WireError, encode
 from wire.frames import Ping, Pong, StopEngine
 
@@ -38,14 +36,12 @@ _NO_PONG = Pong(0)
 
 @dataclass(frozen=True, slots=True)
 class ChildCommand:
-    """Command line, environment and settings with which an engine process is started."""
+    """Command line and environment with which an engine process is started."""
 
     arguments: Sequence[str]
     """Program and arguments, without those for socket and shared page."""
     environment: Mapping[str, str]
     """All environment variables of the process."""
-    settings: NodeSettings
-    """Settings, which are sent to the child before any other frame."""
 
 
 @dataclass(slots=True, eq=False)
@@ -218,7 +214,7 @@ async def start_child(
     on_frame: Callable[[int, bytes], None],
     on_fault: Callable[[str], None],
 ) -> EngineChild:
-    """Start an engine process, connect its socket and send its settings.
+    """Start an engine process and connect its socket. The caller sends its settings before any other frame.
 
     `wired` holds the wired memory of the system before the start. `on_frame` and `on_fault` are described at
     `EngineChild`. Raise `OSError` if the shared page cannot be created, the log cannot be opened or the program cannot
@@ -254,5 +250,4 @@ async def start_child(
     child = EngineChild(process, open_sensor(process.pid), time.monotonic(), page, on_frame, on_fault, wired)
     own_end.setblocking(False)
     await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=own_end)
-    child.write(encode_settings(command.settings))
     return child

@@ -30,6 +30,7 @@ from msgspec.structs import replace
 
 from host.exit_status import describe_exit
 from node.engine.process.crash_recorder import CrashRecord
+from node.engine.process.main import encode_settings
 from node.engine_process import lifecycle
 from node.engine_process.child import EXIT_AFTER_CLOSE_SECONDS, ChildCommand, EngineChild, start_child
 from node.engine_process.environment import build_engine_environment
@@ -294,24 +295,24 @@ class Supervisor:
             log.warning("engine", cause=cause, restart_in=self._restart_delay)
 
     async def _start_child(self, wired: WiredReadings) -> EngineChild:
-        """Start a child, and send it the models to load again, the quarantined models and the limits, in this order.
+        """Start a child. Send it settings, models to load again, quarantined models and limits, in this order.
 
         The child loads no model before it has limits. Raise `OSError` if the program cannot be started.
         """
-        settings = self._settings
-        if self._life.resting:
-            settings = replace(settings, models=replace(settings.models, preload=()))
-        blas = settings.engine.mlx.blas if settings.engine.kind == "mlx" else "bundled"
-        environment = build_engine_environment(os.environ, self._scratch, blas)
+        engine = self._settings.engine
+        blas = engine.mlx.blas if engine.kind == "mlx" else "bundled"
         child = await start_child(
-            ChildCommand(self._command, environment, settings),
+            ChildCommand(self._command, build_engine_environment(os.environ, self._scratch, blas)),
             self._log,
             wired,
             on_frame=self._receive,
             on_fault=lambda cause: self._apply(lifecycle.ProtocolViolated(cause)),
         )
         self._child = child
-        bans = self._quarantine.list_bans(time.monotonic())
+        models, bans = self._settings.models, self._quarantine.list_bans(time.monotonic())
+        if self._life.resting:  # a rest may have begun or ended during the start
+            models = replace(models, preload=())
+        child.write(encode_settings(replace(self._settings, models=models)))
         self._apply(lifecycle.ChildStarted(frozenset(ban.model for ban in bans)))
         if self._life.models or bans:
             child.write(encode(RestoreModels(tuple(sorted(self._life.models)), bans)))

@@ -1,5 +1,6 @@
 """The pool as its users drive it: real processes, the openai library, the command."""
 
+import fcntl
 import json
 import os
 import re
@@ -428,6 +429,24 @@ def test_requests_on_the_local_node_end_before_it_is_ended(cluster_pool: Pool) -
     cluster_pool.coordinator.popen.send_signal(signal.SIGINT)
     assert sum(1 for chunk in parts if chunk.choices and chunk.choices[0].delta.content) >= 118
     assert cluster_pool.coordinator.popen.wait(20) == 0
+
+
+def test_a_coordinator_that_waits_for_its_local_node_can_be_stopped(tmp_path: Path) -> None:
+    lock = tmp_path / "state" / "node" / "lock"
+    lock.parent.mkdir(parents=True)
+    command = [*CLI, "up", "--state", str(tmp_path / "state"), "--listen", "127.0.0.1:0", "-o", "json"]
+    command += ["--cluster-listen", "127.0.0.1:0", "--set", "cluster.bonjour=false", "--set", "engine.kind=scripted"]
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # no node can start
+        coordinator = Process(command, tmp_path / "up.err")
+        try:
+            until(lambda: "a node is already running" in coordinator.log.read_text(), what="the node has ended")
+            assert coordinator.stop(20) == 0
+            facts = coordinator.ready()
+            assert facts["local_node_ready"] is False
+            assert facts["api_key"], "the key of a new cluster is shown in any case"
+        finally:
+            coordinator.close()
 
 
 def test_nothing_is_left_after_kill_9_of_one_process(cluster_pool: Pool) -> None:

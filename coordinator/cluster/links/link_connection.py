@@ -97,8 +97,8 @@ class ConnectionOwner(Protocol):
         """
         ...
 
-    def call_when_stored(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once all changes so far are on disk. Do not call it if a write failed."""
+    def call_when_stored(self, callback: Callable[[], None], on_failure: Callable[[BaseException], None]) -> None:
+        """Call `callback` once all changes so far are on disk. If a write failed, call `on_failure` instead."""
         ...
 
     def answer_hello(self, connection: "Connection", peer: PeerIdentity, hello: Hello) -> None:
@@ -309,16 +309,19 @@ class Connection(LinkEndpoint):
         try:
             frames = step()
         except StoreError as error:
-            self.refuse(Denied("storage_failed", f"the coordinator cannot store a new member: {error}"))
+            self._refuse_unstored(error)
         else:
             self._send_enrollment_frames(frames)
 
     def _send_enrollment_frames(self, frames: list[Frame]) -> None:
         """Send frames of the enrolment. A certificate is sent only after its record is on disk."""
         if any(isinstance(frame, Enrolled) for frame in frames):
-            self._owner.call_when_stored(lambda: self._send_frames_now(frames))
+            self._owner.call_when_stored(lambda: self._send_frames_now(frames), self._refuse_unstored)
         else:
             self._send_frames_now(frames)
+
+    def _refuse_unstored(self, error: BaseException) -> None:
+        self.refuse(Denied("storage_failed", f"the coordinator cannot store a new member: {error}"))
 
     def _send_frames_now(self, frames: list[Frame]) -> None:
         assert self._enrollment is not None  # noqa: S101  the callers have one

@@ -148,9 +148,9 @@ class LinkServer:
         """Begin an enrolment of a peer at `address`. Return `Denied` if the enrolment server refuses."""
         return self._enrollments.start_enrollment(address, self._loop.time(), wake)
 
-    def call_when_stored(self, callback: Callable[[], None]) -> None:
-        """Call `callback` once all changes so far are on disk. Do not call it if a write failed."""
-        self._barrier.call_when_stored(callback)
+    def call_when_stored(self, callback: Callable[[], None], on_failure: Callable[[BaseException], None]) -> None:
+        """Call `callback` once all changes so far are on disk. If a write failed, call `on_failure` instead."""
+        self._barrier.call_when_stored(callback, on_failure)
 
     def answer_hello(self, connection: Connection, peer: PeerIdentity, hello: Hello) -> None:
         """Answer a Hello with Welcome or Denied. After Welcome, the connection is the newest link of its node.

@@ -14,7 +14,7 @@ from wire.video import LeaseEndCode, LeaseState, ReleaseCause
 MAX_MISSED_REPORTS = 2
 """Consecutive reports without a lease after which the lease, or the files of its finished job, count as lost. The first
 report may precede the request."""
-LOST = frozenset({LeaseEndCode.WORKER_LOST, LeaseEndCode.NODE_PAUSED})
+LOST = frozenset({LeaseEndCode.WORKER_LOST, LeaseEndCode.NODE_PAUSED, LeaseEndCode.NODE_STOPPING})
 """Codes of ends that the job has not caused. The job may be restarted."""
 
 

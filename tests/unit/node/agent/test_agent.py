@@ -32,6 +32,7 @@ from wire.frames import (
     TAGS,
     Admitted,
     Cancel,
+    CertificateRenewed,
     Deltas,
     Denied,
     Failed,
@@ -221,7 +222,9 @@ async def test_an_agent_reports_its_own_cpu_and_footprint_and_refuses_unknown_so
 class Mac:
     """An agent with its engine, and its connections. Its certificate was signed `age_days` ago."""
 
-    def __init__(self, folder: Path, *, age_days: int = 0, **settings: object) -> None:
+    def __init__(
+        self, folder: Path, *, age_days: int = 0, link_timeouts: LinkTimeouts | None = None, **settings: object
+    ) -> None:
         named = {
             "engine.kind": "scripted",
             "memory.cap": "90GiB",
@@ -232,6 +235,7 @@ class Mac:
         }
         resolved = resolve_settings([("test", named)])
         self.folder = folder
+        self.link_timeouts = link_timeouts
         self.more_addresses: tuple[str, ...] = ()
         """Addresses of the coordinator in the next Welcome, besides its own."""
         self.authority = ClusterCa(folder / "authority", lambda: time.time() - age_days * 86400)
@@ -261,6 +265,7 @@ class Mac:
             HARDWARE,
             version="1.2.3",
             engine_timeouts=SupervisorTimeouts(first=0.01, longest=0.01),
+            link_timeouts=self.link_timeouts,
         )
         self.agent, self.supervisor, self.poll = self.node.agent, self.node.supervisor, self.node.poll
         self.poll.start()
@@ -308,8 +313,8 @@ class Mac:
 async def mac(tmp_path: Path) -> AsyncIterator[Callable[..., Mac]]:
     made: list[Mac] = []
 
-    def make(*, age_days: int = 0, **settings: object) -> Mac:
-        made.append(Mac(tmp_path, age_days=age_days, **settings))
+    def make(*, age_days: int = 0, link_timeouts: LinkTimeouts | None = None, **settings: object) -> Mac:
+        made.append(Mac(tmp_path, age_days=age_days, link_timeouts=link_timeouts, **settings))
         return made[-1]
 
     yield make
@@ -534,6 +539,25 @@ async def test_a_renewal_whose_key_cannot_be_stored_ends_no_link_and_is_tried_ag
     blocking.rmdir()
     line.writer.close()
     await (await one.linked()).until(RenewCertificate)
+
+
+@pytest.mark.parametrize("answer", ["another request's", "not writable", "none"])
+async def test_a_renewal_without_a_certificate_to_install_ends_no_link_and_is_tried_again(
+    mac: Callable[..., Mac], answer: str
+):
+    one = mac(age_days=61, link_timeouts=LinkTimeouts(silence=1.0, renewal=0.1))
+    line = await one.start()
+    asked = await line.until(RenewCertificate)
+    if answer == "not writable":
+        (one.folder / "identity" / f"node.pem.{os.getpid()}.new").mkdir()
+    csr = asked.csr if answer == "not writable" else new_request("studio").csr
+    with capture_logs() as logs:
+        if answer != "none":
+            line.send(CertificateRenewed(one.authority.sign_request(csr, NodeId("n1"), "studio")))
+        line.send(Ping(1))
+        again = await line.until(RenewCertificate)
+    assert again.csr != asked.csr
+    assert [entry["event"] for entry in logs].count("renewed certificate not installed") == (answer != "none")
 
 
 async def test_a_frame_that_only_nodes_send_ends_the_link(mac: Callable[..., Mac]):

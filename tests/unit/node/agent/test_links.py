@@ -115,6 +115,18 @@ async def test_an_older_link_closes_behind_the_long_tool_call_of_its_last_reques
     assert not newer.closed.is_set()
 
 
+async def test_an_older_link_closes_when_its_last_request_is_cancelled():
+    links = CoordinatorLinks()
+    _, older = open_link(links, 1, 2)
+    _, newer = open_link(links, 3)
+    links.cancel(1)
+    assert not older.closed.is_set()
+    links.cancel(2)
+    links.cancel(3)
+    assert older.closed.is_set()
+    assert not newer.closed.is_set(), "the current link stays open without requests"
+
+
 @pytest.mark.parametrize("size", [MAX_PLAIN_BYTES, 700 * KIB])
 async def test_long_frames_at_once_stay_within_what_the_coordinator_joins(size: int):
     links = CoordinatorLinks()

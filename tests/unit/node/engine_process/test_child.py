@@ -18,7 +18,6 @@ from node.engine_process.timeouts import ExitUrgency, SupervisorTimeouts
 from node.memory.reading import HighWaterMarks
 from node.memory.sensor import open_sensor
 from node.memory.wired_leak import WiredReadings
-from node.settings import NodeSettings
 from wire.codec import TAG_OF, Splitter, encode
 from wire.frames import Cancel, Ping, Pong, StopEngine
 from wire.units import MIB
@@ -230,7 +229,7 @@ async def test_a_healthy_child_may_end_the_call_that_it_is_in(connect: Connect):
 async def start_and_release(folder: Path, *command: str) -> EngineChild:
     """Start a program as an engine, await its end and release it."""
     child = await start_child(
-        ChildCommand(command, os.environ, NodeSettings()),
+        ChildCommand(command, os.environ),
         EngineLog(folder / "engine.log"),
         WiredReadings(None),
         on_frame=lambda *_: None,

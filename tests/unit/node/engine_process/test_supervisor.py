@@ -286,7 +286,8 @@ async def test_a_child_that_answers_nothing_at_all_is_hung_and_replaced(agent: C
 
 
 def program(text: str) -> list[str]:
-    """Return the command of a small program in the engine's place: `line` is its socket, `child` the real module."""
+    """Return the command of a small program in the engine's place: `line` is its socket, `child` the real module.
+    `settings` are those of the agent."""
     head = """
         import os, socket, sys, time
         from node.engine.process import main as child
@@ -294,7 +295,7 @@ def program(text: str) -> list[str]:
         from wire.frames import *
         from wire.report import Memory, Model
         line = socket.socket(fileno=int(sys.argv[-1]))
-        child.read_settings(line)
+        settings = child.read_settings(line)
     """
     return [sys.executable, "-c", textwrap.dedent(head) + textwrap.dedent(text)]
 
@@ -506,6 +507,33 @@ async def test_a_resting_engine_holds_no_model_and_preloads_models_afterwards(ag
     assert not loaded(), "a death brings nothing back"
     one.supervisor.wake()
     await one.until(loaded)
+
+
+PRELOADED = """
+    models = tuple(Model(name) for name in settings.models.preload)
+    line.sendall(encode(EngineReport(Memory(cap=1, armed=True), models, 0, 0)))
+    while line.recv(1 << 16):
+        pass
+"""
+"""Reports the models that its settings preload as the models that it has."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rests", [True, False])
+async def test_a_rest_that_begins_or_ends_while_an_engine_starts_counts_for_that_engine(
+    rests: bool, agent: Callable[..., Agent]
+):
+    one = agent(None, program(PRELOADED), **{"models.preload": ("tiny",)})
+    change = one.supervisor.release_memory if rests else one.supervisor.wake
+    if not rests:
+        one.supervisor.release_memory()
+    await one.supervisor.start()
+    await one.until(lambda: one.states == ["starting"])
+    assert one.supervisor.child is None, "the process is being started"
+    change()
+    await one.until(lambda: one.supervisor.reports.latest is not None)
+    assert one.supervisor.reports.latest is not None
+    assert [model.name for model in one.supervisor.reports.latest.models] == ([] if rests else ["tiny"])
 
 
 AT_ONCE = SupervisorTimeouts(first=0.01, longest=0.01)

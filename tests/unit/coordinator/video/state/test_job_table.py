@@ -212,6 +212,15 @@ def test_absent_node_ends_its_job_after_the_configured_time(rule: Any, state: Jo
     assert (story.job(1).fault or JobFault("node_lost", "")).code == "node_lost"
 
 
+@pytest.mark.parametrize("code", ["worker_lost", "node_paused", "node_stopping"])
+@pytest.mark.parametrize(("rule", "state"), [("fail", JobState.FAILED), ("requeue", JobState.QUEUED)])
+def test_a_job_whose_node_ends_its_lease_is_lost_by_the_configured_rule(rule: Any, state: JobState, code: str):
+    story = Story(on_node_loss=rule)
+    story.end(story.running(), code)
+    assert (story.job(1).state, story.board.holds) == (state, {})
+    assert (story.job(1).fault or JobFault(code, "")).code == code
+
+
 @pytest.mark.parametrize("how", ["worker", "away"])
 def test_a_job_that_is_lost_again_and_again_is_requeued_so_many_times_and_then_fails(how: str):
     story = Story(on_node_loss="requeue", attempts=2)
