@@ -390,7 +390,7 @@ def _choose_exit_code(error: Exception) -> int:
     """Return the exit code of a failed enrollment."""
     if isinstance(error, EnrollDenied):
         return 8 if error.reason == "protocol" else 4
-    return {PinMismatch: 9, CoordinatorUnreachable: 3}.get(type(error), 1)
+    return 9 if isinstance(error, PinMismatch) else 3 if isinstance(error, CoordinatorUnreachable) else 1
 
 
 if __name__ == "__main__":
