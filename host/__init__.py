@@ -1,1 +1,1 @@
-"""Services of the host that coordinator and node share: private files, logs, Bonjour, sleep and power."""
+"""Services of the machine for coordinator and node: private files, settings, logs, Bonjour, sleep, power and pauses."""

@@ -1,8 +1,8 @@
 """Program of a node: `python -m node.run`, started by `cluster join`, `cluster leave` and `cluster up`.
 
-The program reads the settings, joins the cluster if necessary, and runs agent and engine. Exit codes are those of
-`cluster --help`. With `--lifeline` the node ends when its standard input ends. A node that `cluster up` started
-therefore never outlives the coordinator.
+The program reads the settings, joins the cluster if necessary, and runs agent and engine. With `--leave` it runs only
+the agent, leaves the cluster and ends. Exit codes are those of `cluster --help`. With `--lifeline` the node ends when
+its standard input ends. A node that `cluster up` started therefore never outlives the coordinator.
 """
 
 import gc

@@ -57,7 +57,7 @@ class SimulatedConversation:
     """Conversation of one client. Each turn after the first begins `think` seconds after the previous answer."""
 
     at: float
-    """Time of the first turn, in seconds."""
+    """Virtual time of the first turn, in seconds from the start of the simulation."""
     turns: list[ConversationTurn] = field(default_factory=list[ConversationTurn])
 
 

@@ -34,7 +34,8 @@ class Placed(Event, frozen=True, gc=False):
 class Moved(Placed, frozen=True, gc=False):
     """Event: placement has chosen another node for a request that is on a node.
 
-    The old node loses the request when the link of the new node has accepted the frame (`Delivered`).
+    Once the link of the new node has accepted the frame (`Delivered`), the request is cancelled on the old node. Its
+    reservation there is released.
     """
 
     is_loss: bool = True

@@ -78,7 +78,10 @@ class NodeReservations:
     need: int = 0
     """Reserved bytes that the node's report does not contain."""
     tokens: int = 0
-    """Prompt tokens that the node's report does not contain."""
+    """Tokens to prefill that the node's report does not contain.
+
+    Counts prompt tokens that are probably not cached, and known tokens of resumed answers.
+    """
     rows: int = 0
     """Decode rows of all requests on the node."""
     requests: set[int] = field(default_factory=set[int])
@@ -264,17 +267,17 @@ class ReservationLedger:
     def hold_memory(self, waiting: int, node: NodeId, need: int) -> None:
         """Hold `need` bytes on a node for a queued request, in place of its earlier hold.
 
-        `waiting` is the number of the queued request.
+        `waiting` is the arrival number of the request (`ActiveRequest.number`), because it has no attempt.
         """
         self.drop_hold(waiting)
         self.holds[waiting] = (node, need)
 
     def drop_hold(self, waiting: int) -> None:
-        """Release the hold of a queued request, if it has one."""
+        """Release the hold of a queued request, if it has one. `waiting` is its arrival number."""
         self.holds.pop(waiting, None)
 
     def find_holder(self, node: NodeId) -> int | None:
-        """Return the number of the queued request that has a hold on a node; None if there is none."""
+        """Return the arrival number of the queued request that has a hold on a node; None if there is none."""
         return next((number for number, (where, _) in self.holds.items() if where == node), None)
 
     def begin_turn(self, turn: SwapTurn, hold: int) -> None:

@@ -1,17 +1,19 @@
 """Divide rows, prefill turns and memory of a node fairly between API keys, and choose rows to preempt. Pure.
 
 The queue before placement is fair between keys, but placed requests wait again on their node until rows are free.
-Three rules apply there. An owner is an API key: an opaque name and a weight. The empty name is a key of its own.
+Fields named `owner` hold an API key: an opaque name and a weight. The empty name is a key of its own. Three rules apply
+on the node.
 
 Rows. A free row goes to the key with the lowest number of rows divided by its weight, and to the oldest request of
 that key. First come, first served would let a key with a hundred short requests delay the requests of all other keys.
-Simulated time to first token of a chat at the same time: 140 s first come, first served, 4 s with this rule. Rows are
-not reserved for absent keys.
+Simulated time to first token of a chat at the same time (`chatty.toml`): 140 s first come, first served, 4 s with this
+rule. Rows are not reserved for absent keys. docs/simulation.md describes the scenarios.
 
-Prefill. Turns alternate between the shortest and the oldest prompt. That order has the lowest mean time to first
-token. A key with more than CROWDED_PROMPTS prompts would however delay the long prompts of other keys. On such a node
+Prefill. Turns alternate between the shortest and the oldest prompt: short prompts start soon, and long prompts do not
+starve. A key with more than CROWDED_PROMPTS prompts would however delay the long prompts of other keys. On such a node
 the second turn goes by key: to the lowest number of prefilled tokens divided by weight, counted while other keys
-waited. Simulated median time to first token of an agent during a batch: 324 s without, 87 s with this rule.
+waited. Simulated median time to first token of an agent during a batch (`agent.toml`): 324 s without, 87 s with this
+rule.
 
 Preemption. Long answers of one key can hold all rows for minutes. A waiting request therefore preempts the youngest
 requests of the key that holds most for its weight (`choose_preemptions`). For its weight, that key keeps at least as

@@ -145,7 +145,10 @@ class LinkServer:
         return True
 
     def start_enrollment(self, address: str, wake: Callable[[], object]) -> EnrollmentConnection | Denied:
-        """Begin an enrolment of a peer at `address`. Return `Denied` if the enrolment server refuses."""
+        """Begin an enrolment of a peer at the IP address `address`. Return `Denied` above its rate limit.
+
+        `wake` is called when `EnrollmentConnection.poll` has frames to send before the deadline.
+        """
         return self._enrollments.start_enrollment(address, self._loop.time(), wake)
 
     def call_when_stored(self, callback: Callable[[], None], on_failure: Callable[[BaseException], None]) -> None:

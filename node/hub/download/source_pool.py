@@ -49,7 +49,7 @@ class DownloadSource:
         self.progressed_at = self.progressed_at or time.monotonic()
 
     def record_progress(self) -> None:
-        """Record received bytes."""
+        """Record that bytes arrived now: restart the time without progress, and clear `failures` and `waiting`."""
         self.progressed_at, self.failures, self.waiting = time.monotonic(), 0, ""
 
     def record_error(self, error: SourceError) -> float:

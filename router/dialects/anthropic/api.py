@@ -1,5 +1,5 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`: convert Anthropic's bodies to the parts of a Generate or a Count
-frame."""
+"""`/v1/messages` and `/v1/messages/count_tokens`: convert Anthropic's bodies to the parts of a Generate frame, or to a
+CountTokens frame."""
 
 from typing import NamedTuple
 
