@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 from node.engine.build import build
+from node.engine.kv.disk import disk_budget
 from node.engine.kv.disk.block_chain import parse_name
 from node.engine.kv.disk.block_file import decode_block
 from node.engine.kv.disk.block_reader import PlannedPart
@@ -303,9 +304,10 @@ def test_the_disk_is_read_only_if_a_prefill_of_the_missing_tokens_takes_longer(f
         assert (past.plan is None) is (expected[-1] == 0)
 
 
-def test_queued_parts_go_before_a_request_is_refused(folder: Path):
+def test_queued_parts_go_before_a_request_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(disk_budget, "BUSY_WRITE_SPEED", 1)  # a part per second, however slow this machine is
     driver = open_driver(models.path("llama"), folder)
-    answer(driver, words(2 * COUNT))
+    answer(driver, words(COUNT))
     memory: Memory = driver.engine.report(0.0).memory
     assert memory.reusable > 0
     driver.engine.parts.prefix_cache.evict_until(lambda: False)
