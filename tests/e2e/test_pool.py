@@ -444,7 +444,7 @@ def test_a_coordinator_that_waits_for_its_local_node_can_be_stopped(tmp_path: Pa
             assert coordinator.stop(20) == 0
             facts = coordinator.ready()
             assert facts["local_node_ready"] is False
-            assert facts["api_key"], "the key of a new cluster is shown in any case"
+            assert facts["api_key"], "the key of a new cluster is printed, whether or not a node starts"
         finally:
             coordinator.close()
 

@@ -207,9 +207,15 @@ class LinkEndpoint:
         return True
 
     def send_in_order(self, encoded: bytes) -> None:
-        """Send an encoded frame of an answer behind all earlier ones. Discard it if the connection is not open."""
-        if self.outbox is not None:
-            self.outbox.send_in_order(encoded)
+        """Send an encoded frame of an answer behind all earlier ones. Discard it if the connection is not open.
+
+        Abort the connection if more than MAX_UNSENT_BYTES wait behind a long frame, because the peer does not read.
+        """
+        if self.outbox is None:
+            return
+        self.outbox.send_in_order(encoded)
+        if self.outbox.held_bytes > MAX_UNSENT_BYTES:
+            self.abort(f"the peer does not read: {self.outbox.held_bytes} bytes are unsent")
 
     def send_with_next(self, encoded: bytes) -> None:
         """Send a short encoded frame together with the next frame, after ACCOMPANY_SECONDS at the latest. Discard the

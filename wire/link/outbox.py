@@ -53,6 +53,8 @@ class Outbox:
         """Long frame of an answer that is not sent completely; None without one."""
         self._answers: deque[bytes] = deque()
         """Frames of answers behind `_long_answer`."""
+        self.held_bytes = 0
+        """Bytes of the frames of answers that wait behind a long one."""
         self._after_answers: Callable[[], object] | None = None
         self._open = self._open_bytes = self._passed = 0
         self._message = 0
@@ -84,6 +86,7 @@ class Outbox:
         """Send an encoded frame of an answer as `send_encoded` does, but behind all earlier frames of answers."""
         if self._long_answer is not None:
             self._answers.append(encoded)
+            self.held_bytes += len(encoded)
             return
         if len(encoded) > MAX_PLAIN_BYTES:
             self._long_answer = encoded
@@ -100,7 +103,9 @@ class Outbox:
         """Send the frames that wait behind a long frame of an answer, up to the next long one."""
         self._long_answer = None
         while self._answers and self._long_answer is None:
-            self.send_in_order(self._answers.popleft())
+            encoded = self._answers.popleft()
+            self.held_bytes -= len(encoded)
+            self.send_in_order(encoded)
         then = self._after_answers
         if then is not None and self._long_answer is None:
             self._after_answers = None
@@ -164,6 +169,7 @@ class Outbox:
         self._bulk.clear()
         self._waiting.clear()
         self._answers.clear()
+        self.held_bytes = 0
         self._turn.clear()
         self._leaving = False
 

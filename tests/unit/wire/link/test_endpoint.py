@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from wire.codec import Splitter, decode, encode
-from wire.frames import Cancel, Generate, GenerationParams, Message, Ping
+from wire.codec import MAX_PLAIN_BYTES, Splitter, decode, encode
+from wire.frames import Cancel, Channel, Delta, Deltas, Generate, GenerationParams, Message, Ping
 from wire.link import endpoint
 from wire.link.endpoint import COALESCE_SECONDS, IMMEDIATE_WRITES, LinkEndpoint
 from wire.link.outbox import ACCOMPANY_SECONDS
@@ -59,6 +59,10 @@ class Line:
 
     def get_extra_info(self, name: str, default: object = None) -> Any:
         return default
+
+
+def long_answer() -> Deltas:
+    return Deltas((Delta(1, 0, (), ((Channel.TOOL_CALL, "x" * 2 * MAX_PLAIN_BYTES),)),))
 
 
 class End(LinkEndpoint):
@@ -191,6 +195,28 @@ def test_a_peer_that_does_not_read_may_have_the_bound_unsent_and_no_byte_more(mo
     end.send(Ping(1))
     line.run(COALESCE_SECONDS)
     assert (len(line.written), line.closing) == (5, True)
+
+
+def test_frames_behind_a_long_answer_count_as_unsent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "MAX_UNSENT_BYTES", 3 * len(encode(Ping(1))))
+    line = Line()
+    end = End(line)
+    for _ in range(2):  # the bytes of the first round are sent, and no longer count
+        end.send_in_order(encode(long_answer()))
+        for number in range(3):
+            end.send_in_order(encode(Ping(number)))
+        assert not line.closing
+        line.run(1.0)
+    assert len(line.written) > 2 * 3
+    end.pause_writing()
+    end.send_in_order(encode(long_answer()))
+    for number in range(4):
+        assert not line.closing
+        end.send_in_order(encode(Ping(number)))
+    assert line.closing
+    end.send_in_order(encode(Ping(9)))
+    end.connection_lost(None)
+    assert end.reasons == [f"the peer does not read: {4 * len(encode(Ping(1)))} bytes are unsent"]
 
 
 def test_gathered_frames_of_a_closed_connection_are_discarded() -> None:
