@@ -927,12 +927,27 @@ def test_requests_that_left_the_live_stream_stay_in_the_loaded_list(page: Page, 
     api.by_path["GET /api/v1/requests"] = {"requests": named[:1]}
     show(page, "requests")
     rows = page.get_by_role("region", name="Requests that ended").get_by_role("row")
-    page.get_by_role("button", name="Load the newest 1,000").click()
+    with page.expect_response("**/api/v1/requests?last=1000"):
+        page.get_by_role("button", name="Load the newest 1,000").click()
     expect(rows).to_have_count(2)
     api.by_path["GET /api/v1/requests"] = {"requests": named}
     api.sections["ended"] = [ended("r3")]
     expect(rows).to_have_count(4)
     assert [cells(row)[1] for row in rows.all()[1:]] == ["r3", "r2", "r1"]
+
+
+def test_the_loaded_list_is_in_the_order_of_its_ends_and_has_requests_with_the_id_of_an_older_one(
+    page: Page, api: Answers
+):
+    """The list is loaded after requests ended that the live stream has not shown yet."""
+    api.sections["ended"] = [ended("r1"), ended("r1", prompt_tokens=7)]
+    named = [ended(name) | {"key_name": "laptop"} for name in ("r0", "r1", "r2")]
+    api.by_path["GET /api/v1/requests"] = {"requests": named}
+    show(page, "requests")
+    page.get_by_role("button", name="Load the newest 1,000").click()
+    rows = page.get_by_role("region", name="Requests that ended").get_by_role("row")
+    expect(rows).to_have_count(5)
+    assert [cells(row)[1] for row in rows.all()[1:]] == ["r1", "r2", "r1", "r0"]
 
 
 def test_every_code_of_an_end_is_a_refusal_a_failure_or_a_cancel(page: Page, api: Answers):

@@ -11,6 +11,8 @@ const KINDS = { "": "all", ok: "ok", refused: "refused", failed: "failed", cance
 const kindOf = (outcome) => outcome === "ok" ? "ok" : CANCELLED.includes(outcome) ? "cancelled" : FAILED.includes(outcome) ? "failed" : "refused";
 const colour = (outcome) => ({ ok: "good", cancelled: "quiet" })[kindOf(outcome)] ?? "bad";
 const link = (id) => html`<a href=${`#/requests/${encodeURIComponent(id)}`}>${id}</a>`;
+// Clients may use an id twice. The times of a request in the loaded list and in the live stream may differ by a millisecond.
+const sameAs = (one) => [one.request_id, one.outcome, one.prompt_tokens, one.completion_tokens].join(" ");
 const short = (name) => html`<span class=${name.length > MAX_UNBROKEN ? "" : "nowrap"}>${name}</span>`;
 const steps = (rows) => !rows.length ? null : html`<${Table} caption="Steps" head=${["#after", "event", "Mac"]} rows=${rows.map((step, at) => ({ key: at, cells: [seconds(step.at), step.what, step.node] }))} />`;
 
@@ -38,12 +40,12 @@ function Ended({ ended }) {
   const [kind, setKind] = useState("");
   const [all, setAll] = useState(false);
   const [older, error, reload] = useAsked(all ? "/api/v1/requests?last=1000" : "");
-  const newest = new Set(ended.map((one) => one.request_id));
+  const known = new Set((older?.requests ?? []).map(sameAs));
   // Requests that left the live stream since the last answer are in neither of the two.
   useEffect(() => {
-    if (older && ended.length && !older.requests.some((one) => one.request_id === ended[0].request_id)) reload();
+    if (older && ended.length && !known.has(sameAs(ended[0]))) reload();
   }, [ended[0]?.request_id]);
-  const rows = [...(older?.requests ?? []).filter((one) => !newest.has(one.request_id)).map((one) => ({ ...one, key: one.key_name })), ...ended];
+  const rows = [...(older?.requests ?? []).map((one) => ({ ...one, key: one.key_name })), ...ended.filter((one) => !known.has(sameAs(one)))];
   const wanted = text.trim().toLowerCase();
   const fits = (one) => (!kind || kindOf(one.outcome) === kind) && (!wanted || [one.request_id, one.key, one.model, one.node, one.outcome, one.message].some((value) => value.toLowerCase().includes(wanted)));
   const shown = rows.filter(fits).toReversed();
