@@ -12,15 +12,15 @@ READY := .venv/.ready
 # A process that may not keep its bytecode compiles all that it imports: an engine then takes 2.2 s of CPU to start, not 1.1.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test suite nightly other quick lint types rewritten rewritten-suite models unit bench neuter mutants coverage fuzz docs screenshots clients walks manual lock clean mac-check
+.PHONY: demo test suite nightly other quick lint types changed-types rewritten rewritten-suite models unit bench neuter mutants coverage fuzz docs screenshots clients walks manual lock clean mac-check
 
 demo: $(READY)
 	$(BIN)/python -m tests.support.demo
 
 # pytest rewrites the assertions of a new clone once, beside other checks, and not once in every worker. The check of the types
-# uses one core for most of a minute, beside the rewriting and then beside tests that wait for processes.
+# uses one core for a minute, beside the rewriting and then beside tests that wait for processes.
 test: $(READY)
-	$(MAKE) -j 2 rewritten lint types rewritten-suite
+	$(MAKE) -j 2 rewritten lint changed-types rewritten-suite
 	$(FAST) $(BIN)/python -m tests.neuter --changed --seconds 120
 
 # The suite as a scheduler may start it, with all drawn cases: no terminal, SIGINT ignored, both cores busy.
@@ -66,6 +66,9 @@ models: $(READY)
 
 types: $(READY)
 	$(BIN)/basedpyright --level error
+
+changed-types: $(READY)
+	$(BIN)/python -m tests.changed_types
 
 unit: $(READY)
 	$(SUITE) -n 2 --dist worksteal -m "not hosts and not slow" tests
