@@ -13,13 +13,15 @@ SEED = int(os.environ.get("HYPOTHESIS_SEED") or f"{date.today():%Y%m%d}")
 IS_NIGHTLY = bool(os.environ.get("MACPOOL_NIGHTLY"))
 CI_SHARE = 10
 """Examples of a property test in the nightly run for each one in CI."""
+MAX_CI_EXAMPLES = 250
+"""Most examples of a property test in CI. The seed of each day draws other ones."""
 
 Case = TypeVar("Case")
 
 
 def scale_examples(nightly: int) -> int:
     """Return the number of examples of a property test whose nightly run has `nightly` examples."""
-    return nightly if IS_NIGHTLY else nightly // CI_SHARE
+    return nightly if IS_NIGHTLY else min(nightly // CI_SHARE, MAX_CI_EXAMPLES)
 
 
 def thin_cases(

@@ -79,7 +79,8 @@ def test_a_rebuilt_row_draws_what_it_would_have_drawn():
 
 
 def test_draws_follow_the_probabilities():
-    counts = [drawn(1, 0, 0, 1000).count(token) / 1000 for token in range(4)]
+    tokens = drawn(1, 0, 0, 1000)
+    counts = [tokens.count(token) / 1000 for token in range(4)]
     assert counts == pytest.approx([0.5, 0.25, 0.15, 0.1], abs=0.05)
 
 
