@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.agent import Agent
-from node.agent.identity import new_request, store_address, store_identity
+from node.agent.identity import load_identity, new_request, store_address, store_identity
 from node.agent.link_keeper import ExpelledError, LinkTimeouts
 from node.agent.reporter import shorten_report
 from node.assembly import assemble
@@ -526,6 +526,26 @@ async def test_a_link_works_although_its_address_cannot_be_stored(mac: Callable[
     assert not one.running.done()
 
 
+async def test_a_generation_that_cannot_be_stored_ends_no_link_and_is_stored_later(mac: Callable[..., Mac]):
+    one = mac()
+    line = await one.start()
+    blocking = one.folder / "identity" / f"identity.json.{os.getpid()}.new"
+    blocking.mkdir()
+    with capture_logs() as logs:
+        line.writer.close()
+        line = await one.linked(generation=7)
+        await one.ready(line)
+    assert [entry["generation"] for entry in logs if entry["event"] == "generation not stored"] == [7]
+    blocking.rmdir()
+    line.writer.close()
+    await one.ready(await one.linked(generation=7))
+    assert one.hello.generation == 7
+    stored = load_identity(one.folder / "identity", "m1")
+    assert stored is not None
+    assert stored.generation == 7
+    assert one.authority.is_sealed(7, stored.seal)
+
+
 async def test_a_renewal_whose_key_cannot_be_stored_ends_no_link_and_is_tried_again(mac: Callable[..., Mac]):
     one = mac(age_days=61)
     line = await one.start()
@@ -546,7 +566,7 @@ async def test_a_renewal_whose_key_cannot_be_stored_ends_no_link_and_is_tried_ag
 async def test_a_renewal_without_a_certificate_to_install_ends_no_link_and_is_tried_again(
     mac: Callable[..., Mac], answer: str
 ):
-    one = mac(age_days=61, link_timeouts=LinkTimeouts(silence=1.0, renewal=0.1))
+    one = mac(age_days=61, link_timeouts=LinkTimeouts(silence=3.0, renewal=0.1))
     line = await one.start()
     asked = await line.until(RenewCertificate)
     if answer == "not writable":
