@@ -46,7 +46,6 @@ from wire.frames import (
     Hello,
     Message,
     Ping,
-    Pong,
     RenewCertificate,
     Report,
     Welcome,
@@ -329,6 +328,13 @@ def asks(number: int, tokens: int = 4) -> Generate:
     )
 
 
+async def send_pings(line: Line) -> None:
+    """Send a ping every 0.1 s, until the task is cancelled."""
+    while True:
+        line.send(Ping(1))
+        await asyncio.sleep(0.1)
+
+
 async def test_a_hello_identifies_the_node_and_a_report_has_the_inputs_of_the_gate(mac: Callable[..., Mac]):
     one = mac()
     line = await one.start()
@@ -575,10 +581,9 @@ async def test_a_renewal_without_a_certificate_to_install_ends_no_link_and_is_tr
     with capture_logs() as logs:
         if answer != "none":
             line.send(CertificateRenewed(one.authority.sign_request(csr, NodeId("n1"), "studio")))
-        line.send(Ping(1))
-        while not isinstance(again := await line.next(), RenewCertificate):
-            if isinstance(again, Pong):  # the coordinator is never silent
-                line.send(Ping(1))
+        pings = asyncio.create_task(send_pings(line))  # the coordinator is never silent
+        again = await line.until(RenewCertificate)
+        pings.cancel()
     assert again.csr != asked.csr
     assert [entry["event"] for entry in logs].count("renewed certificate not installed") == (answer != "none")
 
