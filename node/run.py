@@ -191,7 +191,8 @@ async def _serve(options: argparse.Namespace, node: Node, stay_awake: str, *, ne
     if not options.leave:
         await node.sharing.start()
         node.poll.start()
-        await node.supervisor.start()
+        with name_unusable_files():
+            await node.supervisor.start()
         await node.video.start()
         node.hasher.start()
     sleep_policy = SleepPolicy(stay_awake, node.reporter.is_busy, loop.time, SleepInhibitor())

@@ -3,15 +3,21 @@
 import fcntl
 import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from coordinator.tls.cluster_ca import ClusterCa
 from node import node_lock
 from node.node_lock import NodeLock, NodeStartError, name_unusable_files
 from node.run import main
+from tests.support.cluster.older_protocol import OldCoordinator
+from tests.support.processes import environment
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +59,16 @@ def test_a_folder_that_cannot_be_used_is_named(
     (tmp_path / folder).write_text("a file in place of the folder")
     assert main(["--state", str(tmp_path), "--set", "engine.kind=scripted"]) == 1
     assert capsys.readouterr().err == f"Error: {tmp_path / folder}: File exists\n"
+
+
+def test_a_log_of_the_engine_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    state = OldCoordinator(ClusterCa(tmp_path / "authority", time.time), tmp_path, "127.0.0.1:1").node("studio")
+    log = state / "logs" / "engine.log"
+    log.mkdir(parents=True)
+    command = [sys.executable, "-P", "-m", "node.run", "--state", str(state), "--set", "engine.kind=scripted"]
+    done = subprocess.run([*command, "--set", "node.machine=studio"], env=environment(), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"Error: {log}: Is a directory\n")
 
 
 def test_a_folder_of_another_user_is_named_with_the_next_step() -> None:
