@@ -84,7 +84,7 @@ class CachedPrefix(Generic[V]):
     """Bytes of the cache, as counted by the caller."""
     prompt_hash: bytes = b""
     """Hash of the whole prompt of the row (`hash_prompt`), also for a snapshot within the prompt. Empty for a shared
-    system prompt and for a shared beginning of texts. Reports name the hash after the eviction of the last entry."""
+    system prompt and for a shared beginning of texts. Reports name the hash after the eviction of its last entry."""
     snapshot: bool = False
     """Whether the cache was copied within a prefill, as a prefix that many prompts share."""
     scope: str = ""
@@ -176,8 +176,6 @@ class PrefixCache(Generic[V]):
         self._evicted: deque[bytes] = deque(maxlen=MAX_EVICTIONS_REPORTED)
         self._prompts: Counter[bytes] = Counter()
         """Entries by prompt hash: the prompt itself, and snapshots within it."""
-        self._disk_prompts: Counter[bytes] = Counter()
-        """Evicted entries of which the disk has a copy, by prompt hash."""
 
     @property
     def nbytes(self) -> int:
@@ -268,7 +266,9 @@ class PrefixCache(Generic[V]):
         if self._tries[place].empty:
             del self._tries[place]
         self._nbytes -= entry.nbytes
-        _remove_one(self._prompts, entry.prompt_hash)
+        self._prompts[entry.prompt_hash] -= 1
+        if not self._prompts[entry.prompt_hash]:
+            del self._prompts[entry.prompt_hash]
         return value
 
     def evict(self, size: int) -> int:
@@ -292,23 +292,17 @@ class PrefixCache(Generic[V]):
                 self.pop(entry)
 
     def evict_entry(self, entry: CachedPrefix[V]) -> None:
-        """Remove an entry that is in memory. Its prompt counts as evicted once neither memory nor disk has an entry of
-        the prompt. An entry without a hash does not count."""
+        """Remove an entry that is in memory. Its prompt counts as evicted, unless the disk has a copy of the entry."""
         self.pop(entry)
         if entry.copy is not None and entry.copy.on_disk:
             entry.copy.leave_memory()
-            self._disk_prompts[entry.prompt_hash] += 1
         else:
-            self._count_eviction(entry.prompt_hash)
+            self.count_eviction(entry.prompt_hash)
 
-    def handle_lost_copy(self, prompt_hash: bytes) -> None:
-        """Handle the loss of the copy on the disk of an evicted entry. The prompt counts as evicted under the same
-        conditions as in `evict_entry`."""
-        _remove_one(self._disk_prompts, prompt_hash)
-        self._count_eviction(prompt_hash)
-
-    def _count_eviction(self, prompt_hash: bytes) -> None:
-        if prompt_hash and prompt_hash not in self._prompts and prompt_hash not in self._disk_prompts:
+    def count_eviction(self, prompt_hash: bytes) -> None:
+        """Count the prompt of an entry that is no longer cached, neither in memory nor on the disk. The prompt does not
+        count as long as memory has another entry of the prompt. An empty hash names no prompt and does not count."""
+        if prompt_hash and prompt_hash not in self._prompts:
             self._evictions += 1
             self._evicted.append(prompt_hash)
 
@@ -334,11 +328,3 @@ class PrefixCache(Generic[V]):
             self._evictions,
             tuple(self._evicted),
         )
-
-
-def _remove_one(counts: Counter[bytes], prompt_hash: bytes) -> None:
-    """Remove one from a count, and the count once it is 0. An unknown hash is ignored."""
-    if counts[prompt_hash] > 1:
-        counts[prompt_hash] -= 1
-    else:
-        counts.pop(prompt_hash, None)

@@ -109,7 +109,7 @@ class PrefixCacheManager:
         """Return the state of the cache in memory and on the disk, with the prompt hashes of the last evictions. First
         count prompts that have left both as evicted. `fingerprints` maps the node's models to their fingerprints."""
         for prompt_hash in self.disk.take_lost():
-            self._store.handle_lost_copy(prompt_hash)
+            self._store.count_eviction(prompt_hash)
         return self.disk.describe(self._store.get_state(), self._store.describe_models(), fingerprints)
 
     def clear(self, model: str, fingerprint: str) -> None:
