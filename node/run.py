@@ -127,7 +127,7 @@ def _load_settings(options: argparse.Namespace) -> ResolvedSettings[NodeSettings
     if options.models and settings.engine.kind == "scripted":
         raise SettingsError("--models: the scripted engine serves engine.scripted.model and reads no model folders")
     folders = (*settings.models.folders, *(str(folder.resolve()) for folder in options.models))
-    missing = [folder for folder in folders if not Path(folder).expanduser().is_dir()]
+    missing = [folder for folder in folders if not os.path.isdir(os.path.expanduser(folder))]
     if missing:
         raise SettingsError(f"models.folders: {missing[0]} is not a folder")
     origins = {**resolved.origins, **({"models.folders": "--models"} if options.models else {})}

@@ -61,6 +61,16 @@ def test_a_folder_that_cannot_be_used_is_named(
     assert capsys.readouterr().err == f"Error: {tmp_path / folder}: File exists\n"
 
 
+@pytest.mark.parametrize("folder", ["~no-such-user/models", "/" + "n" * 300], ids=["no home", "not readable"])
+def test_a_model_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    for variable in [name for name in os.environ if name.startswith("MACPOOL_")]:
+        monkeypatch.delenv(variable)
+    assert main(["--state", str(tmp_path), "--set", f"models.folders={folder}"]) == 2
+    assert capsys.readouterr().err == f"Error: models.folders: {folder} is not a folder\n"
+
+
 def test_a_log_of_the_engine_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     state = OldCoordinator(ClusterCa(tmp_path / "authority", time.time), tmp_path, "127.0.0.1:1").node("studio")
     log = state / "logs" / "engine.log"
