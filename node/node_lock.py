@@ -3,6 +3,7 @@
 import fcntl
 import os
 import signal
+import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -50,12 +51,12 @@ class NodeLock:
         """Take the lock. Raise `NodeStartError` if another node has it, `OSError` if the folder cannot be used."""
         file = create_private_folder(self._folder) / "lock"
         self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        deadline = time.monotonic() + LOCK_TIMEOUT_SECONDS
+        clock, deadline = threading.Event(), time.monotonic() + LOCK_TIMEOUT_SECONDS
         while not self._try_lock():
             if time.monotonic() >= deadline:
                 os.close(self._descriptor)
                 raise NodeStartError(1, f"a node is already running in {self._folder}")
-            time.sleep(_POLL_SECONDS)
+            clock.wait(_POLL_SECONDS)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import structlog
 
@@ -94,7 +94,6 @@ class LinkKeeper:
         timeouts: LinkTimeouts,
     ) -> None:
         self._identity = identity
-        self._stored_generation = identity.generation
         self._version = version
         self._hardware = hardware
         self._links = links
@@ -187,7 +186,7 @@ class LinkKeeper:
         if welcome.generation < self._identity.generation:
             self._leave_superseded(link)
             return False
-        self._adopt_generation(welcome.generation, welcome.seal)
+        self._identity = adopt_generation(self._identity, welcome.generation, welcome.seal)
         for address in reversed((link.address, *welcome.addresses)):
             self._store_address(address)
         log.info("linked", cluster=welcome.cluster_name, epoch=welcome.epoch, skew=round(time.time() - welcome.time, 3))
@@ -196,18 +195,6 @@ class LinkKeeper:
         self._renew_from = 0.0
         self.welcomed.set()
         return True
-
-    def _adopt_generation(self, generation: int, seal: bytes) -> None:
-        """Store a generation that is not lower than the known one. A full disk ends no link: this process then refuses
-        older coordinators all the same, and stores the generation with the next Welcome."""
-        stored = replace(self._identity, generation=self._stored_generation)
-        try:
-            self._identity = adopt_generation(stored, generation, seal)
-            self._stored_generation = generation
-        except OSError as error:
-            self._identity = replace(stored, generation=generation, seal=seal)
-            text = "free disk space: after a restart, this node would follow an older coordinator"
-            log.warning("generation not stored", generation=generation, error=str(error), hint=text)
 
     def receive_denial(self, link: CoordinatorLink, denied: Denied) -> None:
         """Handle the coordinator's denial of this node.
