@@ -195,7 +195,7 @@ async def _serve(options: argparse.Namespace, node: Node, stay_awake: str, *, ne
             await node.supervisor.start()
         await node.video.start()
         node.hasher.start()
-    sleep_policy = SleepPolicy(stay_awake, node.reporter.is_busy, loop.time, SleepInhibitor())
+    sleep_policy = SleepPolicy(stay_awake, node.is_working, loop.time, SleepInhibitor())
     watch = SleepWatch(agent.fall_asleep, agent.wake_up, on_look=sleep_policy.update)
     watch.start()
     run = asyncio.create_task(agent.run())

@@ -73,10 +73,13 @@ async def test_a_pull_reports_its_progress_and_one_end(hub: Hub, node: ModelNode
     manifest = hub.add("tests/tiny", FILES)
     hub.faults.chunk_seconds = 0.1
     line = await node.start()
+    assert not node.is_working()
     line.send(PullModel(7, manifest, (hub_source(hub.url, SECRET),)))
     await wait_progress(line, 7, lambda one: one.phase == ModelOrderPhase.DOWNLOADING and one.fetched > 0)
+    assert node.is_working(), "the Mac does not sleep meanwhile"
     hub.faults.chunk_seconds = 0.0
     end, _ = await wait_end(line, 7)
+    assert not node.is_working()
     assert (end.code, end.message, end.fetched, len(end.content)) == (ModelOrderCode.COMPLETED, "", TOTAL, 64)
     assert is_complete(tmp_path, manifest)
     assert {request.authorization for request in hub.requests} == {f"Bearer {SECRET}"}
