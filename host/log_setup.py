@@ -5,6 +5,7 @@ Events of this project and of libraries pass the same steps: repeats are counted
 """
 
 import contextlib
+import errno
 import logging
 import logging.handlers
 import os
@@ -114,8 +115,32 @@ def empty_if_longer(descriptor: int, longest: int = MAX_LOG_BYTES) -> bool:
 class _PrivateRotatingHandler(logging.handlers.RotatingFileHandler):
     """Rotating file of mode 0600.
 
-    A record is formatted once. The handler of `logging` formats it twice: for the size of the file, and to write it.
+    A record is formatted once. The handler of `logging` formats it twice: for the size of the file, and to write it. A
+    file that cannot be written, as on a full disk, is named once, not with a traceback for each record.
     """
+
+    _failures = 0
+    """Records that could not be written since the last one that was."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        before = self._failures
+        super().emit(record)
+        if self._failures == before:
+            self._failures = 0
+
+    def _report_error(self, record: logging.LogRecord) -> None:
+        """Print the first of several write errors in a row. Handle other errors as `logging` does."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self._failures += 1
+        if self._failures == 1:
+            step = ": free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            print(f"Error: the log {self.baseFilename} cannot be written: {error.strerror}{step}", file=sys.stderr)
+
+    handleError = _report_error  # noqa: N815  called by `logging`
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record once."""

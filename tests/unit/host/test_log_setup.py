@@ -3,6 +3,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,25 @@ def test_a_warning_on_a_terminal_is_a_short_line(tmp_path: Path, monkeypatch: py
         open_journal(tmp_path / "x.log", "info")
         structlog.get_logger("coordinator.test").warning("node gone", node="a")
         assert re.fullmatch(rb"\d\d:\d\d:\d\d  warning  node gone  node=a\r\n", read.read(1000))
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_a_log_that_cannot_be_written_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    full = tmp_path / "x.log"
+    full.symlink_to("/dev/full")
+    open_journal(full, "info")
+    log = structlog.get_logger("node.test")
+    for number in range(3):
+        log.info("event", number=number)
+    name = f"Error: the log {full} cannot be written: No space left on device: free disk space"
+    assert capsys.readouterr().err.splitlines() == [name]
+    handler = next(handler for handler in logging.getLogger().handlers if isinstance(handler, RotatingFileHandler))
+    for place in (tmp_path / "y.log", full, Path(os.devnull)):
+        with place.open("a") as file:
+            assert handler.stream is not None
+            os.dup2(file.fileno(), handler.stream.fileno())
+        log.info("event", place=str(place))
+    assert capsys.readouterr().err.splitlines() == [name], "again after a line that was written"
 
 
 @pytest.mark.usefixtures("own_logging")
