@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -69,7 +69,7 @@ def log_to_stderr() -> None:
     """Write log events of this child process, of level `info` or higher, to standard error, which its parent stores in
     a file.
 
-    Secrets are hidden.
+    Secrets are hidden. Events that cannot be written, as on a full disk, are lost.
     """
     plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(
@@ -81,9 +81,27 @@ def log_to_stderr() -> None:
             plain,
             _hide_secrets,
         ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _LossyStream(sys.stderr))),
         wrapper_class=structlog.make_filtering_bound_logger("info"),
     )
+
+
+class _LossyStream:
+    """Text stream whose write errors are ignored, because a full disk must not fail the work that is logged."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text. Return the number of its characters."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write the buffered text."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 class _StderrHandler(logging.StreamHandler[Any]):

@@ -160,6 +160,19 @@ def test_a_child_writes_its_events_to_standard_error_with_secrets_hidden(capsys:
 
 
 @pytest.mark.usefixtures("own_logging")
+def test_a_child_continues_although_its_events_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with Path("/dev/full").open("w", buffering=1) as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        log_to_stderr()
+        log = structlog.get_logger("engine.test")
+        log.warning("lost")
+        with (tmp_path / "engine.log").open("w") as file:
+            os.dup2(file.fileno(), stream.fileno())
+        log.warning("written")
+    assert (tmp_path / "engine.log").read_text().rstrip().endswith("written")
+
+
+@pytest.mark.usefixtures("own_logging")
 def test_an_orderly_stop_shows_errors_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     open_journal(tmp_path / "x.log", "info")
     hide_warnings()
