@@ -270,6 +270,17 @@ async def test_the_engines_stderr_is_in_a_private_file(agent: Callable[..., Agen
 
 
 @pytest.mark.slow
+async def test_an_engine_whose_log_cannot_be_written_serves_requests(agent: Callable[..., Agent]):
+    one = agent()
+    one.log_file.parent.mkdir()
+    one.log_file.symlink_to("/dev/full")
+    await one.supervisor.start()
+    await one.ready()
+    one.generate(1)
+    assert isinstance(await one.end(1), Finished)
+
+
+@pytest.mark.slow
 async def test_a_child_that_answers_nothing_at_all_is_hung_and_replaced(agent: Callable[..., Agent]):
     one = agent(replace(QUICK, silence=3.0))  # a start counts as silence, and takes a second on a busy machine
     await one.supervisor.start()
