@@ -291,7 +291,7 @@ def test_a_cancelled_download_ends_and_its_pieces_stay(hub: Hub, tmp_path: Path,
     manifest = hub.add("tests/tiny", FILES)
     hub.faults.chunk_seconds = 0.05
     channel.timer.cancel()
-    threading.Timer(0.3, channel.stop.set).start()
+    channel.on_progress = lambda progress: channel.stop.set() if progress.fetched else None
     end = run(channel, tmp_path, manifest, hub, connections=1)
     assert end.code == ModelOrderCode.CANCELLED
     assert 0 < end.fetched < TOTAL
