@@ -156,7 +156,8 @@ class _PrivateRotatingHandler(logging.handlers.RotatingFileHandler):
         self._failures += 1
         if self._failures == 1:
             step = ": free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-            print(f"Error: the log {self.baseFilename} cannot be written: {error.strerror}{step}", file=sys.stderr)
+            with contextlib.suppress(OSError):  # standard error may be a file of the same disk
+                print(f"Error: the log {self.baseFilename} cannot be written: {error.strerror}{step}", file=sys.stderr)
 
     handleError = _report_error  # noqa: N815  called by `logging`
 

@@ -129,6 +129,21 @@ def test_a_log_that_cannot_be_written_is_named_once(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.usefixtures("own_logging")
+def test_a_full_disk_with_log_and_standard_error_fails_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    full = tmp_path / "x.log"
+    full.symlink_to("/dev/full")
+    with Path("/dev/full").open("w", buffering=1) as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        open_journal(full, "info")
+        structlog.get_logger("node.test").warning("lost")
+        (handler,) = (one for one in logging.getLogger().handlers if isinstance(one, RotatingFileHandler))
+        with Path(os.devnull).open("w") as file:
+            for used in (stream, handler.stream):
+                assert used is not None
+                os.dup2(file.fileno(), used.fileno())
+
+
+@pytest.mark.usefixtures("own_logging")
 def test_what_another_process_appends_is_not_written_over(tmp_path: Path):
     open_journal(tmp_path / "x.log", "info")
     log = structlog.get_logger("coordinator.test")
