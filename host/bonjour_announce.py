@@ -28,7 +28,19 @@ GOODBYE_TIMEOUT_SECONDS = 3.0
 
 
 def list_addresses() -> list[str]:
-    """Return the IP addresses of this machine that another machine can dial, as texts, best first."""
+    """Return the addresses of `read_addresses`; an empty list, with a log line, if the system cannot list them."""
+    try:
+        return read_addresses()
+    except OSError as error:
+        log.warning("addresses of this machine not listed", error=str(error))
+        return []
+
+
+def read_addresses() -> list[str]:
+    """Return the IP addresses of this machine that another machine can dial, as texts, best first.
+
+    Raise `OSError` if the system cannot list them, for example without a free file descriptor.
+    """
     pairs = [(adapter.name, ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
     return rank_addresses((name, ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for name, ip in pairs)
 
@@ -87,7 +99,7 @@ class Announcement:
         if self._fixed_addresses is not None:
             return list(self._fixed_addresses)
         try:
-            return list_addresses()
+            return read_addresses()
         except OSError as error:
             self._log_failure_once(error)
             return self._announced

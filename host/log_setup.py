@@ -5,6 +5,7 @@ Events of this project and of libraries pass the same steps: repeats are counted
 """
 
 import contextlib
+import errno
 import logging
 import logging.handlers
 import os
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import structlog
 
@@ -68,7 +69,7 @@ def log_to_stderr() -> None:
     """Write log events of this child process, of level `info` or higher, to standard error, which its parent stores in
     a file.
 
-    Secrets are hidden.
+    Secrets are hidden. Events that cannot be written, as on a full disk, are lost.
     """
     plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
     structlog.configure(
@@ -80,9 +81,27 @@ def log_to_stderr() -> None:
             plain,
             _hide_secrets,
         ],
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _LossyStream(sys.stderr))),
         wrapper_class=structlog.make_filtering_bound_logger("info"),
     )
+
+
+class _LossyStream:
+    """Text stream whose write errors are ignored, because a full disk must not fail the work that is logged."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write a text. Return the number of its characters."""
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Write the buffered text."""
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 class _StderrHandler(logging.StreamHandler[Any]):
@@ -114,8 +133,33 @@ def empty_if_longer(descriptor: int, longest: int = MAX_LOG_BYTES) -> bool:
 class _PrivateRotatingHandler(logging.handlers.RotatingFileHandler):
     """Rotating file of mode 0600.
 
-    A record is formatted once. The handler of `logging` formats it twice: for the size of the file, and to write it.
+    A record is formatted once. The handler of `logging` formats it twice: for the size of the file, and to write it. A
+    file that cannot be written, as on a full disk, is named once, not with a traceback for each record.
     """
+
+    _failures = 0
+    """Records that could not be written since the last one that was."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record."""
+        before = self._failures
+        super().emit(record)
+        if self._failures == before:
+            self._failures = 0
+
+    def _report_error(self, record: logging.LogRecord) -> None:
+        """Print the first of several write errors in a row. Handle other errors as `logging` does."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        self._failures += 1
+        if self._failures == 1:
+            step = ": free disk space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            with contextlib.suppress(OSError):  # standard error may be a file of the same disk
+                print(f"Error: the log {self.baseFilename} cannot be written: {error.strerror}{step}", file=sys.stderr)
+
+    handleError = _report_error  # noqa: N815  called by `logging`
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record once."""

@@ -45,6 +45,11 @@ class Node:
     model_orders: ModelFileOrders
     hasher: IdleHasher
 
+    def is_working(self) -> bool:
+        """Return whether a request runs or is queued, memory is leased, or an order about model files is in progress,
+        such as a pull."""
+        return self.reporter.is_busy() or self.model_orders.is_working()
+
 
 def assemble(
     identity: NodeIdentity,

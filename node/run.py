@@ -12,7 +12,6 @@ if __name__ == "__main__":
 
 import argparse
 import asyncio
-import fcntl
 import json
 import os
 import platform
@@ -20,6 +19,7 @@ import signal
 import sys
 import tomllib
 from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib.metadata import version as installed
 from pathlib import Path
 
@@ -30,7 +30,6 @@ from msgspec.structs import replace
 from host.bonjour_announce import Announcement
 from host.left_marker import delete_left_mark, mark_left
 from host.log_setup import hide_warnings, open_journal
-from host.private_files import create_private_folder
 from host.settings_loader import ResolvedSettings, SettingsError, from_environment, from_pairs, from_tree
 from host.sleep_inhibitor import SleepInhibitor
 from host.sleep_watch import SleepWatch
@@ -51,6 +50,7 @@ from node.assembly import Node, assemble
 from node.inspect.running_settings import publish_settings
 from node.memory.limits import Limiter
 from node.memory.sensor import open_machine
+from node.node_lock import NodeLock, NodeStartError, name_unusable_files
 from node.settings import COORDINATOR_SECTIONS, NodeSettings, choose_node_name, resolve_settings
 from node.sharing.keep_awake import SleepPolicy
 from wire.bonjour_record import BonjourRecord
@@ -66,15 +66,6 @@ FIND_TIMEOUT_SECONDS = 5.0
 log = structlog.get_logger("node.run")
 
 
-class NodeStartError(Exception):
-    """Error for a node that cannot start. The text names the reason and the next step."""
-
-    def __init__(self, code: int, message: str) -> None:
-        super().__init__(message)
-        self.code = code
-        """Exit code of the program."""
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a node until it is stopped, or leave the cluster with `--leave`. Return the exit code.
 
@@ -84,7 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _create_parser().parse_args(arguments)
     try:
         resolved = _load_settings(options)
-        with _lock(options.state), publish_settings(options.state / "node", os.getpid(), resolved):
+        with ExitStack() as held:
+            with name_unusable_files():
+                held.enter_context(NodeLock(options.state / "node"))
+                open_journal(options.state / "logs" / "node.log", resolved.value.node.log_level)
+            held.enter_context(publish_settings(options.state / "node", os.getpid(), resolved))
             return _print_end(options, uvloop.run(_run(options, resolved)))
     except (NodeStartError, SettingsError) as error:
         print(f"Error: {error}", file=sys.stderr)
@@ -132,38 +127,14 @@ def _load_settings(options: argparse.Namespace) -> ResolvedSettings[NodeSettings
     if options.models and settings.engine.kind == "scripted":
         raise SettingsError("--models: the scripted engine serves engine.scripted.model and reads no model folders")
     folders = (*settings.models.folders, *(str(folder.resolve()) for folder in options.models))
-    missing = [folder for folder in folders if not Path(folder).expanduser().is_dir()]
+    missing = [folder for folder in folders if not os.path.isdir(os.path.expanduser(folder))]
     if missing:
         raise SettingsError(f"models.folders: {missing[0]} is not a folder")
     origins = {**resolved.origins, **({"models.folders": "--models"} if options.models else {})}
     return ResolvedSettings(replace(settings, models=replace(settings.models, folders=folders)), origins)
 
 
-class _lock:  # noqa: N801  used as a with-statement's word
-    """Lock that allows one node per state folder. The file has the process id for `cluster leave`.
-
-    The signal of `cluster leave` is held back until the node handles it (`_serve`). It would end the process before.
-    """
-
-    def __init__(self, state: Path) -> None:
-        self._file = create_private_folder(state / "node") / "lock"
-
-    def __enter__(self) -> None:
-        self._fd = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise NodeStartError(1, f"a node is already running in {self._file.parent}") from None
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
-
-
 async def _run(options: argparse.Namespace, resolved: ResolvedSettings[NodeSettings]) -> int:
-    open_journal(options.state / "logs" / "node.log", resolved.value.node.log_level)
     if options.leave and options.force:
         _delete_identity(options.state / "node")
         return 0
@@ -181,7 +152,8 @@ async def _run_node(
     machine = open_machine(settings)
     hardware, limiter = machine.hardware, Limiter(settings, machine, resolved.origins, state / "node")
     try:
-        identity = await _prepare_identity(options, token, settings, hardware)
+        with name_unusable_files():
+            identity = await _prepare_identity(options, token, settings, hardware)
     except (EnrollError, IdentityError) as error:
         raise NodeStartError(_choose_exit_code(error), str(error)) from None
     except OtherClusterError as error:
@@ -219,10 +191,11 @@ async def _serve(options: argparse.Namespace, node: Node, stay_awake: str, *, ne
     if not options.leave:
         await node.sharing.start()
         node.poll.start()
-        await node.supervisor.start()
+        with name_unusable_files():
+            await node.supervisor.start()
         await node.video.start()
         node.hasher.start()
-    sleep_policy = SleepPolicy(stay_awake, node.reporter.is_busy, loop.time, SleepInhibitor())
+    sleep_policy = SleepPolicy(stay_awake, node.is_working, loop.time, SleepInhibitor())
     watch = SleepWatch(agent.fall_asleep, agent.wake_up, on_look=sleep_policy.update)
     watch.start()
     run = asyncio.create_task(agent.run())

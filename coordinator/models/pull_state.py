@@ -177,6 +177,7 @@ def _record_progress(state: PullState, name: NodeId, frame: ModelOrderProgress) 
         fetched=node.earlier + frame.fetched,
         retries=0 if frame.fetched else node.retries,
         message=frame.message,
+        source=SourceKind.MIRROR if frame.from_mirror else node.source,
     )
 
 

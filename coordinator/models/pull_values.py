@@ -34,7 +34,8 @@ class NodePull:
     order: int = 0
     """Number of the newest order; 0 before the first."""
     source: SourceKind = SourceKind.HUB
-    """Source of the newest order."""
+    """Source of the newest order. `MIRROR` also if the node reports that another pull of the same files, to which the
+    order is attached, gets them from a mirror."""
     is_linked: bool = False
     unlinked_at: float = 0.0
     """Time at which the link was lost."""

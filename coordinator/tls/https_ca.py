@@ -38,7 +38,7 @@ from coordinator.tls.cluster_ca import (
     read_key_pair,
     write_key_pair,
 )
-from host.bonjour_announce import list_addresses
+from host.bonjour_announce import read_addresses
 from host.private_files import create_private_folder
 from wire.certificate import LEAF_VALIDITY_SECONDS, RENEW_AT_SHARE
 
@@ -82,7 +82,7 @@ class HttpsCa:
         folder: Path,
         hosts: Iterable[str],
         clock: Callable[[], float],
-        get_local_names: Callable[[], Iterable[str]] = lambda: (*get_own_names(), *list_addresses()),
+        get_local_names: Callable[[], Iterable[str]] = lambda: (*get_own_names(), *read_addresses()),
     ) -> None:
         create_private_folder(folder)
         self._clock = clock
@@ -124,7 +124,7 @@ class HttpsCa:
         """Issue a new certificate if this machine's names or addresses changed since the last one.
 
         Issue one as well after two thirds of the validity of the current certificate. Return whether a certificate was
-        issued. Raise `OSError` if it cannot be written.
+        issued. Raise `OSError` if it cannot be written, or if the addresses cannot be listed.
         """
         names = tuple(sorted({*LOOPBACK_NAMES, *self._hosts, *filter(is_local_name, self._get_local_names())}))
         now = self._clock()

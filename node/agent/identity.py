@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
+import structlog
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
@@ -29,6 +30,8 @@ from wire.join_token import build_rejoin_text
 
 MAX_ADDRESSES = 16
 """Maximum number of coordinator addresses that are stored."""
+
+log = structlog.get_logger("node.agent.identity")
 
 
 class IdentityError(Exception):
@@ -63,6 +66,8 @@ class NodeIdentity:
     """Highest generation that a coordinator of the cluster has shown."""
     seal: bytes = b""
     """Signature of `generation` by the CA."""
+    is_generation_stored: bool = True
+    """Whether the files have `generation`."""
 
 
 class _StoredIdentity(msgspec.Struct, frozen=True):
@@ -205,13 +210,20 @@ def remove_address(identity: NodeIdentity, address: str) -> NodeIdentity:
 def adopt_generation(identity: NodeIdentity, generation: int, seal: bytes) -> NodeIdentity:
     """Store the generation of a proven coordinator and its seal, if the generation is higher than the stored one.
 
-    Return the new identity, or the same one if nothing changed. Raise `OSError` if the identity cannot be written.
+    Return the new identity, or the same one if nothing changed. If the identity cannot be written, as on a full disk,
+    the new one has the generation all the same. A log line names the error, and the next call tries to store again.
     """
-    if generation <= identity.generation:
+    if generation > identity.generation:
+        identity = replace(identity, generation=generation, seal=seal, is_generation_stored=False)
+    if identity.is_generation_stored:
         return identity
-    after = replace(identity, generation=generation, seal=seal)
-    _write_identity(after)
-    return after
+    try:
+        _write_identity(identity)
+    except OSError as error:
+        effect = "after a restart, this node would follow an older coordinator: free disk space"
+        log.warning("generation not stored", generation=identity.generation, error=str(error), effect=effect)
+        return identity
+    return replace(identity, is_generation_stored=True)
 
 
 def create_client_context(identity: NodeIdentity) -> ssl.SSLContext:

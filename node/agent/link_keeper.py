@@ -181,7 +181,7 @@ class LinkKeeper:
         """Make the link of a Welcome the current one, and store the coordinator's generation and addresses.
 
         Set `welcomed` and return True. Return False if the coordinator is superseded: the link is then closed, and its
-        address removed. Raise `OSError` if the generation cannot be written.
+        address removed.
         """
         if welcome.generation < self._identity.generation:
             self._leave_superseded(link)

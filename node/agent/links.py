@@ -4,7 +4,7 @@ Rules
 - A request belongs to the link that it came on. No frame of a request is sent on another link, except its failure
   when the older of two links is lost. Clients get one answer.
 - A second link replaces the first after a renewal of the certificate. The first is closed when its last request has
-  ended.
+  ended, or aborted when the second is lost.
 """
 
 from collections.abc import Iterator
@@ -57,10 +57,16 @@ class CoordinatorLinks:
 
     def remove(self, link: CoordinatorLink) -> None:
         """Remove a link whose connection has ended. If another link is the current one, send on that link the failure
-        of each request of the removed link."""
+        of each request of the removed link.
+
+        With the current link, abort older ones with requests: the coordinator resumes all requests of the node then.
+        """
         self._links.discard(link)
         if link is self._current:
             self._current = None
+            for older in tuple(self._links):
+                if older.requests:
+                    older.abort("the newer of two links to the coordinator was lost")
         elif self._current is not None:
             for request in link.requests:
                 self._current.send(

@@ -189,7 +189,7 @@ class Reporter:
 
 def measure_disk(folder: Path) -> Disk:
     """Return the size and the free bytes of the disk of a folder, which may not exist yet. Both are 0 if unreadable."""
-    existing = next((parent for parent in (folder, *folder.parents) if parent.exists()), folder)
+    existing = next((parent for parent in (folder, *folder.parents) if os.path.exists(parent)), folder)
     try:
         usage = shutil.disk_usage(existing)
     except OSError:

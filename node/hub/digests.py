@@ -5,6 +5,7 @@ as size, time of change and inode of its file are the same. The content hash of 
 SHA-256 of each file that changes answers: `IDENTITY_FILES` and all safetensors files.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -15,7 +16,9 @@ from pathlib import Path
 import msgspec
 
 from host.private_files import create_private_folder, write_private
+from node.hub.errors import ModelFileError
 from node.models.identity_files import IDENTITY_FILES
+from wire.frames.model_files import ModelOrderCode
 from wire.models.files import ModelFile
 
 READ_BYTES = 1024 * 1024
@@ -66,6 +69,16 @@ class ContentHasher:
         return self.digest == self._expected
 
 
+class DigestStoreError(ModelFileError):
+    """Error: the digest store `file` cannot be written because of `error`. The code is `disk_full` or `failed`."""
+
+    def __init__(self, file: Path, error: OSError) -> None:
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        step = "free disk space there, then try again" if is_full else "check its folder, then try again"
+        text = f"the digests of files cannot be written to {file}: {error.strerror or type(error).__name__}: {step}"
+        super().__init__(ModelOrderCode.DISK_FULL if is_full else ModelOrderCode.FAILED, text)
+
+
 class DigestStore:
     """Store of digests in a file. `find` reads the file again after another process has replaced it."""
 
@@ -85,7 +98,13 @@ class DigestStore:
 
     def add(self, digests: Mapping[Path, FileDigest]) -> None:
         """Add or replace the entries of these files, and remove entries of files that are missing. Wait until no other
-        process writes. Raise `OSError` on failure."""
+        process writes. Raise `DigestStoreError` on failure."""
+        try:
+            self._add(digests)
+        except OSError as error:
+            raise DigestStoreError(self._file, error) from error
+
+    def _add(self, digests: Mapping[Path, FileDigest]) -> None:
         create_private_folder(self._file.parent)
         lock = os.open(self._file.with_name(f"{self._file.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:

@@ -45,7 +45,8 @@ class Download:
         """Download all missing files and return the content hash of the model.
 
         Raise `OrderStopped` after a cancel. Raise `ModelFileError` if the manifest is invalid, a file cannot be
-        downloaded or verified, or another process has the lock. Raise `OSError` for faults of the disk.
+        downloaded or verified, the digests cannot be written, or another process has the lock. Raise `OSError` for
+        faults of the cache's disk.
         """
         fault = find_manifest_fault(self._order.manifest)
         if fault:

@@ -41,10 +41,9 @@ def locate_model(settings: ModelSettings, name: str, environment: Mapping[str, s
     A repository of the cache is also found without a complete snapshot. Raise `ModelFileError` if this node has no such
     model, or only the embedded one.
     """
-    for top in (Path(folder).expanduser() for folder in settings.folders):
-        for candidate, folder in find_model_folders(top):
-            if candidate == name:
-                return ModelPlace(name, folder, top)
+    place = find_in_model_folders(settings, name)
+    if place is not None:
+        return place
     if settings.use_huggingface_cache:
         hub = Path(os.path.realpath(get_hub_folder(environment)))
         repository = RepositoryFolder(hub, name)
@@ -54,6 +53,15 @@ def locate_model(settings: ModelSettings, name: str, environment: Mapping[str, s
     if name == EMBEDDED.name:
         raise ModelFileError(ModelOrderCode.INVALID, f"{name} is a part of Macpool and takes no further disk")
     raise ModelFileError(ModelOrderCode.NOT_FOUND, f"this node has no model {name} on its disk")
+
+
+def find_in_model_folders(settings: ModelSettings, name: str) -> ModelPlace | None:
+    """Return the place of a model in a model folder of the settings; None if no model folder has the name."""
+    for top in (Path(folder).expanduser() for folder in settings.folders):
+        for candidate, folder in find_model_folders(top):
+            if candidate == name:
+                return ModelPlace(name, folder, top)
+    return None
 
 
 def remove_model(place: ModelPlace) -> int:

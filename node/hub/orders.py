@@ -36,9 +36,10 @@ from node.hub.child_messages import (
 )
 from node.hub.digests import STORE_NAME
 from node.hub.errors import ModelFileError
-from node.hub.model_places import locate_model, remove_model
+from node.hub.model_places import find_in_model_folders, locate_model, remove_model
 from node.hub.order_child import OrderChild
 from node.hub.quantization.quantizer import Quantizer
+from node.hub.running_order import RunningOrder
 from node.hub.serving.addresses import choose_hosts
 from node.models.folders import get_hub_folder
 from node.settings import ModelSettings
@@ -54,7 +55,7 @@ from wire.frames import (
 )
 from wire.frames.model_files import ModelOrderCode
 from wire.identity import is_valid_model
-from wire.models.files import find_manifest_fault
+from wire.models.files import SourceKind, find_manifest_fault
 
 MAX_ORDERS = 32
 """Maximum orders in progress; further orders are refused."""
@@ -67,46 +68,6 @@ _DOWNLOADER, _MIRROR, _VERIFIER = "node.hub.downloader", "node.hub.serving.mirro
 log = structlog.get_logger("node.hub.orders")
 
 ModelOrder = PullModel | ServeModel | VerifyModel | RemoveModel | QuantizeModel
-
-
-class _RunningOrder:
-    """Order in progress. A pull or quantization can have the numbers of several orders for the same result.
-
-    `key` is the model whose files the order changes or reads, `commit` that of a pull, empty for other orders. `result`
-    is that of a quantization: name and bits.
-    """
-
-    def __init__(self, number: int, key: str, commit: str = "", result: tuple[str, int] | None = None) -> None:
-        self.numbers = {number}
-        self.key = key
-        self.commit = commit
-        self.cancelled = False
-        """Whether the order was cancelled and has not ended yet."""
-        self.result = result
-        self._child: OrderChild | None = None
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self, work: Coroutine[object, object, None]) -> None:
-        """Perform the order in a task."""
-        self._task = asyncio.get_running_loop().create_task(work)
-
-    async def run_child(self, child: OrderChild) -> ChildEnd:
-        """Run the process of the order, unless the order is cancelled."""
-        if self.cancelled:
-            return build_end(ModelOrderCode.CANCELLED)
-        self._child = child
-        return await child.run()
-
-    def cancel(self) -> None:
-        """End the process of the order, if the order has one. A removal is not cancelled."""
-        self.cancelled = True
-        if self._child is not None:
-            self._child.cancel()
-
-    async def wait_end(self) -> None:
-        """Wait for the end of the order."""
-        if self._task is not None:
-            await asyncio.wait((self._task,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,7 +112,7 @@ class ModelFileOrders:
         self._is_loaded = is_loaded
         self._on_change = on_change
         self._environment = environment
-        self._running: set[_RunningOrder] = set()
+        self._running: set[RunningOrder] = set()
         self._ends = deque[_Ending](maxlen=MAX_ENDS)
         self._stopping = False
 
@@ -200,7 +161,7 @@ class ModelFileOrders:
 
     # orders
 
-    def _find(self, number: int) -> _RunningOrder | None:
+    def _find(self, number: int) -> RunningOrder | None:
         return next((running for running in self._running if number in running.numbers), None)
 
     def _begin(self, order: ModelOrder, link: CoordinatorLink) -> None:
@@ -215,11 +176,11 @@ class ModelFileOrders:
                 self._start_mirror(order, link)
             case VerifyModel():
                 self._check_name(order.model)
-                self._start(_RunningOrder(order.order, order.model), self._verify)
+                self._start(RunningOrder(order.order, order.model), self._verify)
             case RemoveModel():
                 self._check_name(order.model)
                 self._check_unused(order.model)
-                self._start(_RunningOrder(order.order, order.model), self._remove)
+                self._start(RunningOrder(order.order, order.model), self._remove)
             case QuantizeModel():
                 self._check_name(order.model)
                 self._start_quantization(order)
@@ -260,7 +221,9 @@ class ModelFileOrders:
             cluster=replace(self._cluster, coordinator=link.address),
         )
         log.info("pull", model=manifest.repo, commit=manifest.commit, sources=[source.kind for source in order.sources])
-        self._start_child(_RunningOrder(order.order, manifest.repo, manifest.commit), _DOWNLOADER, message)
+        from_mirror = any(source.kind != SourceKind.HUB for source in order.sources)
+        running = RunningOrder(order.order, manifest.repo, manifest.commit, from_mirror=from_mirror)
+        self._start(running, lambda running: self._run_pull(running, message))
 
     def _start_mirror(self, order: ServeModel, link: CoordinatorLink) -> None:
         fault = find_manifest_fault(order.manifest)
@@ -275,7 +238,7 @@ class ModelFileOrders:
             idle_seconds=order.idle,
             relay=order.relay,
         )
-        self._start_child(_RunningOrder(order.order, order.manifest.repo), _MIRROR, message)
+        self._start_child(RunningOrder(order.order, order.manifest.repo), _MIRROR, message)
 
     def _start_quantization(self, order: QuantizeModel) -> None:
         result = (order.name, order.bits)
@@ -293,12 +256,12 @@ class ModelFileOrders:
         ending = [open_order for open_order in self._running if open_order.result and open_order.cancelled]
         log.info("quantize", model=order.model, bits=order.bits, name=order.name)
         self._start(
-            _RunningOrder(order.order, order.model, result=result),
+            RunningOrder(order.order, order.model, result=result),
             lambda running: self._run_quantization(running, order, ending),
         )
 
     async def _run_quantization(
-        self, running: _RunningOrder, order: QuantizeModel, ending: list[_RunningOrder]
+        self, running: RunningOrder, order: QuantizeModel, ending: list[RunningOrder]
     ) -> ChildEnd:
         for cancelled in ending:
             await cancelled.wait_end()
@@ -306,12 +269,24 @@ class ModelFileOrders:
             order, running.run_child, lambda progress: self._send_progress(running, progress)
         )
 
-    async def _verify(self, running: _RunningOrder) -> ChildEnd:
+    async def _run_pull(self, running: RunningOrder, message: DownloadOrder) -> ChildEnd:
+        """Download a model. Raise `ModelFileError` if a model folder has a model of this name, which is served instead
+        of that of the cache."""
+        place = await asyncio.to_thread(find_in_model_folders, self._settings, running.key)
+        if place is not None:
+            text = (
+                f"this node serves {running.key} from {place.folder}, and would not use a copy in the Hugging Face "
+                "cache: remove that model, then pull again"
+            )
+            raise ModelFileError(ModelOrderCode.FAILED, text)
+        return await self._run_child(running, _DOWNLOADER, message)
+
+    async def _verify(self, running: RunningOrder) -> ChildEnd:
         place = await asyncio.to_thread(locate_model, self._settings, running.key, self._environment)
         message = VerifyOrder(folder=str(place.folder), digests=str(self._digests))
         return await self._run_child(running, _VERIFIER, message)
 
-    async def _remove(self, running: _RunningOrder) -> ChildEnd:
+    async def _remove(self, running: RunningOrder) -> ChildEnd:
         place = await asyncio.to_thread(locate_model, self._settings, running.key, self._environment)
         freed = await asyncio.to_thread(remove_model, place)
         log.info("model removed", model=running.key, folder=str(place.folder), freed=freed)
@@ -319,16 +294,16 @@ class ModelFileOrders:
 
     # lifecycle of an order
 
-    def _start_child(self, running: _RunningOrder, module: str, message: DownloadOrder | MirrorOrder) -> None:
+    def _start_child(self, running: RunningOrder, module: str, message: DownloadOrder | MirrorOrder) -> None:
         self._start(running, lambda running: self._run_child(running, module, message))
 
     def _start(
-        self, running: _RunningOrder, work: Callable[[_RunningOrder], Coroutine[object, object, ChildEnd]]
+        self, running: RunningOrder, work: Callable[[RunningOrder], Coroutine[object, object, ChildEnd]]
     ) -> None:
         self._running.add(running)
         running.start(self._run(running, work(running)))
 
-    async def _run(self, running: _RunningOrder, work: Coroutine[object, object, ChildEnd]) -> None:
+    async def _run(self, running: RunningOrder, work: Coroutine[object, object, ChildEnd]) -> None:
         """Perform an order and send its end, also after an unexpected error."""
         end = build_end(ModelOrderCode.FAILED, "the order failed: see the node's log")
         try:
@@ -349,12 +324,12 @@ class ModelFileOrders:
                 self._send_end(number, end)
 
     async def _run_child(
-        self, running: _RunningOrder, module: str, message: DownloadOrder | MirrorOrder | VerifyOrder
+        self, running: RunningOrder, module: str, message: DownloadOrder | MirrorOrder | VerifyOrder
     ) -> ChildEnd:
         child = OrderChild(module, message, lambda progress: self._send_progress(running, progress))
         return await running.run_child(child)
 
-    def _send_progress(self, running: _RunningOrder, progress: ChildProgress) -> None:
+    def _send_progress(self, running: RunningOrder, progress: ChildProgress) -> None:
         for number in running.numbers:
             self._links.send(
                 ModelOrderProgress(
@@ -367,6 +342,7 @@ class ModelFileOrders:
                     addresses=progress.addresses,
                     fetched=progress.fetched,
                     message=hide_secrets(progress.message),
+                    from_mirror=running.from_mirror,
                 )
             )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, VerifyOrder, build_end, perform_order
 from node.hub.digests import DigestStore, FileDigest, compute_content, hash_file, list_content_files
-from node.hub.errors import OrderStopped
+from node.hub.errors import ModelFileError, OrderStopped
 from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
 
 REPORT_SECONDS = 0.5
@@ -37,7 +37,8 @@ class Verification:
         """Hash all files, store their digests, and return the end of the order with the content hash.
 
         The end is a failure if a file changed meanwhile or differs from its blob name, or if there are no files.
-        Raise `OrderStopped` after a cancel, `OSError` if a file cannot be read or the digests cannot be written.
+        Raise `OrderStopped` after a cancel, `OSError` if a file cannot be read, `ModelFileError` if the digests cannot
+        be written.
         """
         names = list_content_files(self._folder)
         self._total = sum((self._folder / name).stat().st_size for name in names)
@@ -94,6 +95,8 @@ def run_verification(order: VerifyOrder, channel: ChildChannel) -> ChildEnd:
         return Verification(order, channel).run()
     except OrderStopped:
         return build_end(ModelOrderCode.CANCELLED)
+    except ModelFileError as error:
+        return build_end(error.code, error.message)
     except OSError as error:
         return build_end(ModelOrderCode.FAILED, f"{order.folder} cannot be read: {error.strerror or error}")
 

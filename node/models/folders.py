@@ -13,13 +13,10 @@ MAX_FOLDERS = 20_000
 
 
 def get_hub_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder of Hugging Face's cache, by the environment variables that `huggingface_hub` uses."""
-    if "HF_HUB_CACHE" in environment:
-        return Path(environment["HF_HUB_CACHE"])
-    home = environment.get("HF_HOME") or os.path.join(
-        environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "huggingface"
-    )
-    return Path(home) / "hub"
+    """Return the folder of Hugging Face's cache, by the environment variables that `huggingface_hub` uses. `~` stands
+    for the home folder there as well."""
+    home = environment.get("HF_HOME") or os.path.join(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(os.path.expanduser(environment.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
 
 
 def get_own_folder(state: Path) -> Path:

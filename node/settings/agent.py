@@ -106,8 +106,8 @@ class AgentSettings(Section, frozen=True):
         str,
         Meta(
             description=(
-                'macOS: prevention of idle sleep: "busy" (while the node works and for one minute after), '
-                '"always", or "never". Lid and menu always put the Mac to sleep.'
+                'macOS: prevention of idle sleep: "busy" (while the node works, also on a pull, and for one minute '
+                'after), "always", or "never". Lid and menu always put the Mac to sleep.'
             )
         ),
     ] = "busy"

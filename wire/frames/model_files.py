@@ -166,6 +166,9 @@ class ModelOrderProgress(Frame, frozen=True, array_like=True, gc=False):
     """Bytes received over the network since the start of the order."""
     message: ErrorText = ""
     """Fault from which the node recovers, such as a lost source; empty without one."""
+    from_mirror: bool = False
+    """Whether the files come from a mirror. This is possible for an order to download from the hub, if the order is
+    attached to the download of another pull."""
 
 
 class ModelOrderEnded(Frame, frozen=True, array_like=True, gc=False):

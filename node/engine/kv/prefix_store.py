@@ -84,7 +84,7 @@ class CachedPrefix(Generic[V]):
     """Bytes of the cache, as counted by the caller."""
     prompt_hash: bytes = b""
     """Hash of the whole prompt of the row (`hash_prompt`), also for a snapshot within the prompt. Empty for a shared
-    system prompt and for a shared beginning of texts. Reports name the hash after an eviction."""
+    system prompt and for a shared beginning of texts. Reports name the hash after the eviction of its last entry."""
     snapshot: bool = False
     """Whether the cache was copied within a prefill, as a prefix that many prompts share."""
     scope: str = ""
@@ -174,6 +174,8 @@ class PrefixCache(Generic[V]):
         self._nbytes = self._hits = self._hit_tokens = self._stores = self._evictions = 0
         self._model_hits: Counter[str] = Counter()
         self._evicted: deque[bytes] = deque(maxlen=MAX_EVICTIONS_REPORTED)
+        self._prompts: Counter[bytes] = Counter()
+        """Entries by prompt hash: the prompt itself, and snapshots within it."""
 
     @property
     def nbytes(self) -> int:
@@ -249,6 +251,7 @@ class PrefixCache(Generic[V]):
         trie.put(entry.key, entry)
         self._order[entry] = None
         self._nbytes += entry.nbytes
+        self._prompts[entry.prompt_hash] += 1
         self._stores += 1
 
     def pop(self, entry: CachedPrefix[V]) -> V:
@@ -263,6 +266,9 @@ class PrefixCache(Generic[V]):
         if self._tries[place].empty:
             del self._tries[place]
         self._nbytes -= entry.nbytes
+        self._prompts[entry.prompt_hash] -= 1
+        if not self._prompts[entry.prompt_hash]:
+            del self._prompts[entry.prompt_hash]
         return value
 
     def evict(self, size: int) -> int:
@@ -286,18 +292,17 @@ class PrefixCache(Generic[V]):
                 self.pop(entry)
 
     def evict_entry(self, entry: CachedPrefix[V]) -> None:
-        """Remove an entry that is in memory. Its prompt counts as evicted unless the disk has a copy of the entry, or
-        the entry has no hash."""
+        """Remove an entry that is in memory. Its prompt counts as evicted, unless the disk has a copy of the entry."""
+        self.pop(entry)
         if entry.copy is not None and entry.copy.on_disk:
             entry.copy.leave_memory()
         else:
             self.count_eviction(entry.prompt_hash)
-        self.pop(entry)
 
     def count_eviction(self, prompt_hash: bytes) -> None:
-        """Count a prompt that is no longer cached, neither in memory nor on the disk. An empty hash names no prompt and
-        does not count."""
-        if prompt_hash:
+        """Count the prompt of an entry that is no longer cached, neither in memory nor on the disk. The prompt does not
+        count as long as memory has another entry of the prompt. An empty hash names no prompt and does not count."""
+        if prompt_hash and prompt_hash not in self._prompts:
             self._evictions += 1
             self._evicted.append(prompt_hash)
 

@@ -25,6 +25,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import NoReturn
 
 import msgspec
@@ -171,8 +172,7 @@ class ProcessExit:
             self._engine.close()
         except Exception:
             log.exception("close")
-        sys.stderr.flush()
-        os._exit(self._code)
+        _end_process(self._code)
 
     def guard_thread(self, work: Callable[[], object]) -> Callable[[], NoReturn]:
         """Wrap the function of a thread: when it returns or raises, the process ends within `EXIT_TIMEOUT_SECONDS`. An
@@ -261,6 +261,13 @@ def _open_termination_pipe() -> int:
     return source
 
 
+def _end_process(code: int) -> NoReturn:
+    """Write the buffered log, unless its disk is full, and end the process."""
+    with suppress(OSError):
+        sys.stderr.flush()
+    os._exit(code)
+
+
 def main() -> None:
     """Run the engine process on the descriptors of the command line. End the process when its socket ends."""
     options = argparse.ArgumentParser(prog="node.engine.process.main")
@@ -271,8 +278,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     code = serve(socket.socket(fileno=given.socket), CrashRecorder(given.page), _open_termination_pipe())
-    sys.stderr.flush()
-    os._exit(code)
+    _end_process(code)
 
 
 if __name__ == "__main__":

@@ -51,6 +51,8 @@ class BatchRecovery:
         self._forwards = forwards
         self._prefixes = prefixes
         self._loaded_models = loaded_models
+        self._leaving = set[int]()
+        """Ids of the rows that `drop_rows` removes now."""
 
     def get_model(self, sequence: Sequence) -> LoadedModel:
         """Return the loaded model of a live request."""
@@ -106,16 +108,16 @@ class BatchRecovery:
     ) -> None:
         """Discard a batch whose object raised `error`; prefill its rows again from their ids.
 
-        Rows in `failing` are left out, because the caller ends or preempts them. Rows that have ended are left out as
-        well. The request of a row that was rebuilt before fails. All prefixes of the model in memory are evicted,
-        because the fault may be in one of them. The memory of the batch is released, also if callers hold the batch. Do
-        nothing if the batch was discarded before.
+        Rows in `failing` are left out, because the caller ends them. Rows that have ended or are being dropped are left
+        out as well. The request of a row that was rebuilt before fails. All prefixes of the model in memory are
+        evicted, because the fault may be in one of them. The memory of the batch is released, also if callers hold the
+        batch. Do nothing if the batch was discarded before.
         """
         batch = self._batches.pop(loaded_model, number)
         if batch is None:
             return
         self._prefixes.invalidate(loaded_model.name)
-        known = {id(row) for row in failing}
+        known = self._leaving | {id(row) for row in failing}
         rows = [row for row in batch.list_rows() if id(row) not in known and not row.reason]
         log.warning("rebuild", model=loaded_model.name, rows=len(rows), error=format_error(error))
         for row in rows:
@@ -141,12 +143,15 @@ class BatchRecovery:
 
     def drop_rows(self, loaded_model: LoadedModel, rows: list[Row]) -> None:
         """Remove rows from their batches and from the ledger. If the removal raises, the other rows of that batch are
-        rebuilt."""
+        rebuilt. This can fail a request whose other rows break a further batch, which may have rows of `rows`."""
         self._batches.invalidate_step()
+        leaving = {id(row) for row in rows}
+        self._leaving |= leaving
         for number in {loaded_model.ledger.get_batch_number(row.commitment) for row in rows}:
             batch = self._batches.get(loaded_model, number)
             if batch is not None:
                 self._drop_from(loaded_model, number, batch, rows)
+        self._leaving -= leaving
         for row in rows:
             loaded_model.ledger.release(row.commitment)
 
@@ -154,7 +159,7 @@ class BatchRecovery:
         try:
             batch.drop_rows(rows)
         except Exception as error:
-            self.rebuild_batch(loaded_model, number, error, failing=rows)
+            self.rebuild_batch(loaded_model, number, error)
             return
         if not len(batch):
             self._batches.pop(loaded_model, number)

@@ -93,7 +93,8 @@ class Quantizer:
         self._lessor.on_engine_change()
 
     def pause(self, why: str) -> None:
-        """Refuse new quantizations because of `why`; an empty text ends the pause. A running one continues."""
+        """Refuse new quantizations because of `why`, and cancel the one that waits for its lease; an empty text ends
+        the pause. A running process continues."""
         self._paused = why
 
     def end(self, why: str) -> None:
@@ -205,13 +206,16 @@ class Quantizer:
         run_child: Callable[[OrderChild], Awaitable[ChildEnd]],
         report: Callable[[ChildProgress], None],
     ) -> ChildEnd:
-        """Run the child under its lease, and return its end."""
+        """Run the child under its lease, and return its end. Without a child, return the end of a quantization whose
+        node stopped sharing meanwhile."""
 
         def on_progress(progress: ChildProgress) -> None:
             self._progress = progress
             report(progress)
 
         await asyncio.to_thread(plan.prepare)
+        if self._paused:
+            return self._build_pause_end()
         message = QuantizeOrder(source=str(plan.source), target=str(plan.temporary), bits=plan.bits)
         child = self._child = OrderChild(CONVERTER, message, on_progress)
         self._watchdog = watchdog_policy.create_state(time.monotonic())
@@ -228,8 +232,11 @@ class Quantizer:
         if watch.done() and not watch.cancelled():
             return replace(build_end(ModelOrderCode.NO_MEMORY, watch.result()), peak=peak)
         if end.code == ModelOrderCode.CANCELLED and self._paused:
-            return build_end(ModelOrderCode.CANCELLED, f"this node stopped sharing: {self._paused}")
+            return self._build_pause_end()
         return replace(end, peak=peak)
+
+    def _build_pause_end(self) -> ChildEnd:
+        return build_end(ModelOrderCode.CANCELLED, f"this node stopped sharing: {self._paused}")
 
     async def _watch(self, child: OrderChild, lease: int) -> str:
         """Kill the child when it exceeds its bounds, and return the reason."""

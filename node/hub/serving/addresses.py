@@ -4,6 +4,9 @@ import ipaddress
 from collections.abc import Iterable
 
 import ifaddr
+import structlog
+
+log = structlog.get_logger("node.hub.serving.addresses")
 
 
 def choose_hosts(linked: str, own: Iterable[str] | None = None) -> tuple[str, ...]:
@@ -23,9 +26,13 @@ def choose_hosts(linked: str, own: Iterable[str] | None = None) -> tuple[str, ..
 
 
 def _list_own_addresses() -> list[str]:
-    return [
-        str(ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for adapter in ifaddr.get_adapters() for ip in adapter.ips
-    ]
+    """Return the addresses of all interfaces; an empty list if the system cannot list them: the relay serves then."""
+    try:
+        adapters = list(ifaddr.get_adapters())
+    except OSError as error:
+        log.warning("addresses of this machine not listed", error=str(error))
+        return []
+    return [str(ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for adapter in adapters for ip in adapter.ips]
 
 
 def _is_reachable(address: str) -> bool:

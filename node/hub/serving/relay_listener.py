@@ -48,6 +48,7 @@ class RelayListener:
             except RelayRefusedError as error:
                 if error.is_final:
                     return
+                retry = FIRST_RETRY_SECONDS  # the coordinator has answered
                 await asyncio.sleep(retry)
             except (OSError, TimeoutError):
                 await asyncio.sleep(retry)

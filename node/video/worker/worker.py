@@ -17,6 +17,7 @@ Versions of the engine differ in their parameters. Every call is filtered by the
 work.
 """
 
+import contextlib
 import errno
 import importlib
 import importlib.metadata
@@ -336,5 +337,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     code = main()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a full disk
+        sys.stderr.flush()
     os._exit(code)

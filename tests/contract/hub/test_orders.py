@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -72,10 +73,13 @@ async def test_a_pull_reports_its_progress_and_one_end(hub: Hub, node: ModelNode
     manifest = hub.add("tests/tiny", FILES)
     hub.faults.chunk_seconds = 0.1
     line = await node.start()
+    assert not node.is_working()
     line.send(PullModel(7, manifest, (hub_source(hub.url, SECRET),)))
     await wait_progress(line, 7, lambda one: one.phase == ModelOrderPhase.DOWNLOADING and one.fetched > 0)
+    assert node.is_working(), "the Mac does not sleep meanwhile"
     hub.faults.chunk_seconds = 0.0
     end, _ = await wait_end(line, 7)
+    assert not node.is_working()
     assert (end.code, end.message, end.fetched, len(end.content)) == (ModelOrderCode.COMPLETED, "", TOTAL, 64)
     assert is_complete(tmp_path, manifest)
     assert {request.authorization for request in hub.requests} == {f"Bearer {SECRET}"}
@@ -167,6 +171,38 @@ async def test_a_second_commit_of_a_repository_waits_for_the_first(hub: Hub, nod
     line.send(RemoveModel(3, "tests/tiny"))
     end = await line.until(ModelOrderEnded)
     assert (end.order, end.code) == (3, ModelOrderCode.IN_USE)
+
+
+async def test_a_model_that_a_model_folder_has_is_not_pulled_into_the_cache(hub: Hub, node: ModelNode, tmp_path: Path):
+    manifest = hub.add("tests/tiny", FILES)
+    folder = tmp_path / "tests" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    line = await node.start()
+    line.send(PullModel(1, manifest, (hub_source(hub.url),)))
+    end, _ = await wait_end(line, 1)
+    assert (end.code, end.message) == (
+        ModelOrderCode.FAILED,
+        f"this node serves tests/tiny from {folder}, and would not use a copy in the Hugging Face cache: remove that "
+        "model, then pull again",
+    )
+    assert hub.requests == []
+
+
+async def test_an_order_for_the_hub_that_attaches_to_a_download_from_a_mirror_reports_the_mirror(
+    hub: Hub, node: ModelNode
+):
+    manifest = hub.add("tests/tiny", FILES)
+    line = await node.start()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        mirror = ModelSource(SourceKind.MIRROR, f"https://127.0.0.1:{silent.getsockname()[1]}", "transfer", "n2")
+        line.send(PullModel(1, manifest, (mirror,)), PullModel(2, manifest, (hub_source(hub.url),)))
+        assert (await wait_progress(line, 2, lambda one: True)).from_mirror
+        line.send(CancelModelOrder(1))
+        await wait_end(line, 1)
+    hub.faults.chunk_seconds = 0.1
+    line.send(PullModel(3, manifest, (hub_source(hub.url),)))
+    assert not (await wait_progress(line, 3, lambda one: True)).from_mirror
 
 
 async def test_unsafe_manifests_are_refused(hub: Hub, node: ModelNode, tmp_path: Path):

@@ -91,6 +91,10 @@ class ModelNode:
         line.send(Welcome(1, self.authority.cluster, "home", time.time(), "1.2.3", (), 0, b""))
         self.links.put_nowait(line)
 
+    def is_working(self) -> bool:
+        """Return whether the node has work, because of which its Mac does not sleep."""
+        return self._node.is_working()
+
     async def stop(self) -> None:
         """End the node and its processes."""
         await self._node.model_orders.stop()

@@ -3,6 +3,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,40 @@ def test_a_warning_on_a_terminal_is_a_short_line(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.usefixtures("own_logging")
+def test_a_log_that_cannot_be_written_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    full = tmp_path / "x.log"
+    full.symlink_to("/dev/full")
+    open_journal(full, "info")
+    log = structlog.get_logger("node.test")
+    for number in range(3):
+        log.info("event", number=number)
+    name = f"Error: the log {full} cannot be written: No space left on device: free disk space"
+    assert capsys.readouterr().err.splitlines() == [name]
+    handler = next(handler for handler in logging.getLogger().handlers if isinstance(handler, RotatingFileHandler))
+    for place in (tmp_path / "y.log", full, Path(os.devnull)):
+        with place.open("a") as file:
+            assert handler.stream is not None
+            os.dup2(file.fileno(), handler.stream.fileno())
+        log.info("event", place=str(place))
+    assert capsys.readouterr().err.splitlines() == [name], "again after a line that was written"
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_a_full_disk_with_log_and_standard_error_fails_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    full = tmp_path / "x.log"
+    full.symlink_to("/dev/full")
+    with Path("/dev/full").open("w", buffering=1) as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        open_journal(full, "info")
+        structlog.get_logger("node.test").warning("lost")
+        (handler,) = (one for one in logging.getLogger().handlers if isinstance(one, RotatingFileHandler))
+        with Path(os.devnull).open("w") as file:
+            for used in (stream, handler.stream):
+                assert used is not None
+                os.dup2(file.fileno(), used.fileno())
+
+
+@pytest.mark.usefixtures("own_logging")
 def test_what_another_process_appends_is_not_written_over(tmp_path: Path):
     open_journal(tmp_path / "x.log", "info")
     log = structlog.get_logger("coordinator.test")
@@ -137,6 +172,19 @@ def test_a_child_writes_its_events_to_standard_error_with_secrets_hidden(capsys:
     assert second.rstrip().endswith("] prepare")
     assert trace[0] == "KeyError: [hidden]", "the message of such an event may quote a client's text"
     assert trace[1].startswith("test_log_setup.py:")
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_a_child_continues_although_its_events_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with Path("/dev/full").open("w", buffering=1) as stream:
+        monkeypatch.setattr("sys.stderr", stream)
+        log_to_stderr()
+        log = structlog.get_logger("engine.test")
+        log.warning("lost")
+        with (tmp_path / "engine.log").open("w") as file:
+            os.dup2(file.fileno(), stream.fileno())
+        log.warning("written")
+    assert (tmp_path / "engine.log").read_text().rstrip().endswith("written")
 
 
 @pytest.mark.usefixtures("own_logging")

@@ -73,6 +73,8 @@ class DiskCache:
         """Copies of entries by the file without which a copy is of no use, and by the hash of the prompt."""
         self._unwritten: list[tuple[DiskCopy, set[str]]] = []
         """Copies of which parts may still wait for the writer, each with the files to check."""
+        self._unusable = set[str]()
+        """Files that `remove_parts` left in the folder, because another process writes to it."""
         self._read_speed = FIRST_READ_SPEED
         self.writer: BlockWriter | None = None
         """Writer; None while another process writes to this folder. `offer` and `clear` try again to take the lock."""
@@ -93,6 +95,8 @@ class DiskCache:
         except BlockingIOError:
             return False
         self._read_folder(clean=True)
+        while self._unusable:
+            self._delete_file(self._unusable.pop())
         budget = WriteBudget(DAILY_DISK_SHARE * shutil.disk_usage(self._folder).total, time.monotonic())
         self.writer = BlockWriter(self._folder, self._index, self._compute_quota, budget)
         return True
@@ -277,13 +281,19 @@ class DiskCache:
         """Remove files from the index, because they are invalid, or because a request has failed that was restored from
         them or stored them.
 
-        The files themselves are deleted only if this process writes to the folder.
+        While another process writes to the folder, the files themselves stay. They are deleted once this process
+        writes.
         """
         for part in parts:
-            self._index.remove(part.name.file)
             if self.writer is not None:
-                with contextlib.suppress(OSError):
-                    (self._folder / part.name.file).unlink()
+                self._delete_file(part.name.file)
+            elif self._index.remove(part.name.file):
+                self._unusable.add(part.name.file)
+
+    def _delete_file(self, file: str) -> None:
+        self._index.remove(file)
+        with contextlib.suppress(OSError):
+            (self._folder / file).unlink()
 
     def remove_entry(self, entry: CachedPrefix[Layers], shape: CacheShape) -> None:
         """Remove the files of an entry, and its parts that are queued or copied for the writer, because the entry's

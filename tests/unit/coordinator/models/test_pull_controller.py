@@ -161,6 +161,27 @@ async def test_the_same_pull_is_not_started_twice(pool: Pool) -> None:
     assert pool.controller.start_pull(replace_commit("d"), (B,), "key").id != first.id
 
 
+async def test_nodes_of_two_pulls_do_not_mirror_each_others_download(pool: Pool) -> None:
+    pool.controller.start_pull(MANIFEST, (A, B), "key")
+    ((_, first),) = pool.take()
+    assert isinstance(first, PullModel)
+    pool.controller.handle_frame(A, ModelOrderProgress(first.order, ModelOrderPhase.DOWNLOADING, 1, 5))
+    ((_, serve),) = pool.take()
+    assert isinstance(serve, ServeModel)
+    serving = ModelOrderProgress(serve.order, ModelOrderPhase.SERVING, addresses=("https://10.0.0.2:9000",))
+    pool.controller.handle_frame(A, serving)
+    pool.take()
+    pool.controller.start_pull(MANIFEST, (B, A, C), "key")
+    ((node, second),) = pool.take()
+    assert isinstance(second, PullModel)
+    assert (node, second.sources[0].kind) == (B, SourceKind.HUB)
+    attached = ModelOrderProgress(second.order, ModelOrderPhase.DOWNLOADING, 1, 5, from_mirror=True)
+    pool.controller.handle_frame(B, attached)
+    ((node, third),) = pool.take()
+    assert isinstance(third, PullModel), "B follows A, and serves nobody"
+    assert (node, third.sources[0].kind) == (A, SourceKind.HUB)
+
+
 def replace_commit(digit: str) -> ModelManifest:
     return ModelManifest(MANIFEST.repo, digit * 40, MANIFEST.files)
 

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.agent import Agent
-from node.agent.identity import new_request, store_address, store_identity
+from node.agent.identity import load_identity, new_request, store_address, store_identity
 from node.agent.link_keeper import ExpelledError, LinkTimeouts
 from node.agent.reporter import shorten_report
 from node.assembly import assemble
@@ -46,7 +46,6 @@ from wire.frames import (
     Hello,
     Message,
     Ping,
-    Pong,
     RenewCertificate,
     Report,
     Welcome,
@@ -329,6 +328,13 @@ def asks(number: int, tokens: int = 4) -> Generate:
     )
 
 
+async def send_pings(line: Line) -> None:
+    """Send a ping every 0.1 s, until the task is cancelled."""
+    while True:
+        line.send(Ping(1))
+        await asyncio.sleep(0.1)
+
+
 async def test_a_hello_identifies_the_node_and_a_report_has_the_inputs_of_the_gate(mac: Callable[..., Mac]):
     one = mac()
     line = await one.start()
@@ -526,6 +532,26 @@ async def test_a_link_works_although_its_address_cannot_be_stored(mac: Callable[
     assert not one.running.done()
 
 
+async def test_a_generation_that_cannot_be_stored_ends_no_link_and_is_stored_later(mac: Callable[..., Mac]):
+    one = mac()
+    line = await one.start()
+    blocking = one.folder / "identity" / f"identity.json.{os.getpid()}.new"
+    blocking.mkdir()
+    with capture_logs() as logs:
+        line.writer.close()
+        line = await one.linked(generation=7)
+        await one.ready(line)
+    assert [entry["generation"] for entry in logs if entry["event"] == "generation not stored"] == [7]
+    blocking.rmdir()
+    line.writer.close()
+    await one.ready(await one.linked(generation=7))
+    assert one.hello.generation == 7
+    stored = load_identity(one.folder / "identity", "m1")
+    assert stored is not None
+    assert stored.generation == 7
+    assert one.authority.is_sealed(7, stored.seal)
+
+
 async def test_a_renewal_whose_key_cannot_be_stored_ends_no_link_and_is_tried_again(mac: Callable[..., Mac]):
     one = mac(age_days=61)
     line = await one.start()
@@ -546,7 +572,7 @@ async def test_a_renewal_whose_key_cannot_be_stored_ends_no_link_and_is_tried_ag
 async def test_a_renewal_without_a_certificate_to_install_ends_no_link_and_is_tried_again(
     mac: Callable[..., Mac], answer: str
 ):
-    one = mac(age_days=61, link_timeouts=LinkTimeouts(silence=1.0, renewal=0.1))
+    one = mac(age_days=61, link_timeouts=LinkTimeouts(silence=3.0, renewal=0.1))
     line = await one.start()
     asked = await line.until(RenewCertificate)
     if answer == "not writable":
@@ -555,10 +581,9 @@ async def test_a_renewal_without_a_certificate_to_install_ends_no_link_and_is_tr
     with capture_logs() as logs:
         if answer != "none":
             line.send(CertificateRenewed(one.authority.sign_request(csr, NodeId("n1"), "studio")))
-        line.send(Ping(1))
-        while not isinstance(again := await line.next(), RenewCertificate):
-            if isinstance(again, Pong):  # the coordinator is never silent
-                line.send(Ping(1))
+        pings = asyncio.create_task(send_pings(line))  # the coordinator is never silent
+        again = await line.until(RenewCertificate)
+        pings.cancel()
     assert again.csr != asked.csr
     assert [entry["event"] for entry in logs].count("renewed certificate not installed") == (answer != "none")
 

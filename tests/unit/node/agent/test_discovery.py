@@ -12,10 +12,12 @@ from uuid import uuid4
 import ifaddr
 import pytest
 
+from coordinator.http.listen import get_reachable_host, list_cluster_addresses
 from host.bonjour_announce import Announcement
 from node.agent.discovery import DiscoveredService, find_first_proven, find_services, locate_coordinator
 from node.agent.enrollment import enroll
 from node.agent.identity import store_address
+from node.hub.serving.addresses import choose_hosts
 from tests.support.cluster.enrolment import HARDWARE, opened
 from wire.bonjour_record import BonjourRecord, shorten_cluster_id
 
@@ -156,6 +158,17 @@ async def test_an_announcement_continues_after_the_system_could_not_list_its_add
     await asyncio.wait_for(third.wait(), 5)
     await announced.close()
     assert capsys.readouterr().out.count("no buffer space") == 1
+
+
+async def test_a_search_is_empty_if_the_system_cannot_list_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def list_adapters() -> list[ifaddr.Adapter]:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(ifaddr, "get_adapters", list_adapters)
+    assert await find_services(10) == []
+    assert get_reachable_host("0.0.0.0") == "127.0.0.1"
+    assert list_cluster_addresses("0.0.0.0", 8081) == ()
+    assert choose_hosts("127.0.0.1") == ("127.0.0.1",)
 
 
 async def test_addresses_are_tried_side_by_side() -> None:

@@ -127,6 +127,19 @@ async def test_an_older_link_closes_when_its_last_request_is_cancelled():
     assert not newer.closed.is_set(), "the current link stays open without requests"
 
 
+async def test_the_requests_of_an_older_link_end_with_the_newer_link():
+    links = CoordinatorLinks()
+    _, older = open_link(links, 1)
+    newer, _ = open_link(links, 2)
+    opening = CoordinatorLink("host:1", "cluster", lambda *frame: None, lambda *end: None)
+    transport = Transport()
+    opening.connection_made(transport)  # pyright: ignore[reportArgumentType]
+    links.add(opening)
+    links.remove(newer)
+    assert older.closed.is_set(), "the coordinator resumes its requests on another node"
+    assert not transport.closed.is_set(), "a link that is not accepted yet has no requests"
+
+
 @pytest.mark.parametrize("size", [MAX_PLAIN_BYTES, 700 * KIB])
 async def test_long_frames_at_once_stay_within_what_the_coordinator_joins(size: int):
     links = CoordinatorLinks()

@@ -12,12 +12,13 @@ from wire.frames import Report
 from wire.report import EngineState, Memory, Model
 
 
-def test_measure_disk_reads_the_disk_of_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
-    disk = measure_disk(tmp_path / "cache" / "hub")
+@pytest.mark.parametrize("name", ["cache", "n" * 300], ids=["missing", "not readable"])
+def test_measure_disk_reads_the_disk_of_a_folder_that_cannot_be_read_yet(tmp_path: Path, name: str) -> None:
+    disk = measure_disk(tmp_path / name / "hub")
     usage = shutil.disk_usage(tmp_path)
     assert disk.total == usage.total
     assert abs(disk.free - usage.free) < 1 << 30
-    assert disk.folder == str(tmp_path / "cache" / "hub")
+    assert disk.folder == str(tmp_path / name / "hub")
 
 
 def build_report(count: int, *loaded: int) -> Report:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from node.engine_process.supervisor import MAX_UNSENT_BYTES, Supervisor
 from node.engine_process.timeouts import SupervisorTimeouts
@@ -267,6 +268,23 @@ async def test_the_engines_stderr_is_in_a_private_file(agent: Callable[..., Agen
     await one.ready()
     assert one.log_file.stat().st_mode & 0o777 == 0o600
     assert "gate" in one.log_file.read_text()
+
+
+@pytest.mark.slow
+async def test_an_engine_whose_log_cannot_be_written_serves_requests_and_ends(
+    agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # then the end flushes events that were not written
+    one = agent()
+    one.log_file.parent.mkdir()
+    one.log_file.symlink_to("/dev/full")
+    await one.supervisor.start()
+    await one.ready()
+    one.generate(1)
+    assert isinstance(await one.end(1), Finished)
+    with capture_logs() as logs:
+        await one.supervisor.stop()
+    assert logs == [], "the engine has ended by itself"
 
 
 @pytest.mark.slow

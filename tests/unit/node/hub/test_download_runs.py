@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import replace
 
+from host import private_files
 from node.hub import downloader
 from node.hub.cache_layout import RepositoryFolder
 from node.hub.child_messages import ChildChannel, ChildEnd, ChildMessage, ChildProgress
@@ -264,11 +265,33 @@ def test_a_piece_that_cannot_be_written_ends_the_download(
     assert shutil.disk_usage(tmp_path).free > MIB
 
 
+def test_digests_that_cannot_be_stored_end_the_download_with_their_file(
+    hub: Hub, tmp_path: Path, channel: Channel, monkeypatch: pytest.MonkeyPatch
+):
+    manifest = hub.add("tests/tiny", FILES)
+
+    def fsync(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(private_files, "os", SimpleNamespace(**{**vars(private_files.os), "fsync": fsync}))
+        end = run(channel, tmp_path, manifest, hub)
+    file = tmp_path / "state" / "digests.json"
+    assert (end.code, end.fetched, end.message) == (
+        ModelOrderCode.DISK_FULL,
+        TOTAL,
+        f"the digests of files cannot be written to {file}: No space left on device: free disk space there, then try "
+        "again",
+    )
+    again = run(channel, tmp_path, manifest, hub)
+    assert (again.code, again.fetched) == (ModelOrderCode.COMPLETED, 0), "the received files stay"
+
+
 def test_a_cancelled_download_ends_and_its_pieces_stay(hub: Hub, tmp_path: Path, channel: Channel):
     manifest = hub.add("tests/tiny", FILES)
     hub.faults.chunk_seconds = 0.05
     channel.timer.cancel()
-    threading.Timer(0.3, channel.stop.set).start()
+    channel.on_progress = lambda progress: channel.stop.set() if progress.fetched else None
     end = run(channel, tmp_path, manifest, hub, connections=1)
     assert end.code == ModelOrderCode.CANCELLED
     assert 0 < end.fetched < TOTAL

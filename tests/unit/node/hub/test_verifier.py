@@ -85,6 +85,16 @@ def test_a_file_that_cannot_be_read_is_a_failure_with_its_reason(model: Model):
     assert end == ChildEnd(code=ModelOrderCode.FAILED, message=f"{model.folder} cannot be read: Is a directory")
 
 
+def test_digests_that_cannot_be_stored_are_a_failure_with_their_file(model: Model, tmp_path: Path):
+    (tmp_path / "state").write_text("a file in place of the folder")
+    end = model.verify()
+    assert (end.code, end.message) == (
+        ModelOrderCode.FAILED,
+        f"the digests of files cannot be written to {tmp_path / 'state' / 'digests.json'}: File exists: check its "
+        "folder, then try again",
+    )
+
+
 @pytest.mark.parametrize("config_blob", [git_sha1(CONFIG), hashlib.sha256(CONFIG).hexdigest()])
 def test_blobs_with_the_digests_of_their_names_are_intact(model: Model, tmp_path: Path, config_blob: str):
     snapshot = make_cached(tmp_path / "hub", config_blob, hashlib.sha256(WEIGHTS).hexdigest())

@@ -597,6 +597,9 @@ def test_the_hub_cache_follows_the_variables_of_its_library(monkeypatch: pytest.
         ({"XDG_CACHE_HOME": ""}, hub),
         ({"HF_HOME": "/h", "XDG_CACHE_HOME": "/c"}, Path("/h/hub")),
         ({"HF_HOME": "/h", "HF_HUB_CACHE": "/x"}, Path("/x")),
+        ({"HF_HOME": "/h", "HF_HUB_CACHE": ""}, Path("/h/hub")),
+        ({"HF_HOME": "~/h"}, Path("/somewhere/h/hub")),
+        ({"HF_HUB_CACHE": "~/x"}, Path("/somewhere/x")),
     ):
         assert get_hub_folder(environment) == folder
 

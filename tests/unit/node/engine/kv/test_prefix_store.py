@@ -11,6 +11,7 @@ from node.engine.kv.prefix_store import (
     MAX_EVICTIONS_REPORTED,
     MIN_PREFIX_TOKENS,
     CachedPrefix,
+    DiskCopy,
     PrefixCache,
     PrefixHit,
     PrefixStore,
@@ -249,6 +250,21 @@ def test_an_eviction_without_a_hash_names_no_prompt_and_does_not_count():
     assert kept.evict(1) == 10
     kept.count_eviction(b"")
     assert (kept.get_state().evictions, kept.get_state().evicted) == (0, ())
+
+
+def test_a_prompt_counts_as_evicted_with_the_last_of_its_entries():
+    kept: PrefixCache[str] = PrefixCache()
+    prompt = entry(1, 2, 3)
+    snapshot, copied = (replace(entry(*ids, snapshot=True), prompt_hash=prompt.prompt_hash) for ids in [(1,), (1, 2)])
+    for one in (snapshot, copied, prompt):
+        kept.store(one)
+    copied.set_copy(copy := DiskCopy(prompt.prompt_hash))
+    kept.evict_entry(snapshot)
+    kept.evict_entry(copied)
+    kept.count_eviction(copy.prompt_hash)  # the disk has lost its copy
+    assert (kept.get_state().evictions, copy.in_memory) == (0, False), "the prompt itself is still cached"
+    kept.evict_entry(prompt)
+    assert (kept.get_state().evictions, kept.get_state().evicted) == (1, (prompt.prompt_hash,))
 
 
 def test_snapshots_are_taken_behind_the_last_turn_and_where_prompts_part():

@@ -144,6 +144,35 @@ def test_a_request_that_fails_while_its_rows_are_stored_ends_alone(driver: Drive
     ends_alone(driver, broken, other, "the engine failed twice on this request: ZeroDivisionError")
 
 
+def test_two_batches_that_break_at_one_cancel_queue_no_row_of_the_cancelled_request(driver: Driver):
+    """The break of one batch fails a request that shares both batches with the cancelled one, and breaks the other."""
+    params = replace(ENDLESS, max_tokens=900, n=2)
+    scheduler, ledger = driver.engine.parts.scheduler, driver.resident().ledger
+    (alone,) = decoding(driver, 1)
+    cancelled = driver.ask("word " * 100, params)
+    driver.until(lambda: all(len(driver.ids[cancelled, choice]) > 2 for choice in range(2)))
+    ids = tuple(driver.ids[alone, 0][:3])
+    shared = driver.ask("word " * 100, params, resume=(ids, ids * 160))
+    driver.cancel(alone)
+    driver.until(lambda: all(len(driver.ids[shared, choice]) > 2 for choice in range(2)))
+    scheduler.preemptor.preempt(scheduler.live[shared])
+    ledger.extend(scheduler.live[cancelled].rows[0].commitment, 400)
+    driver.until(lambda: not scheduler.preempted and not scheduler.prefills)
+    numbers = [
+        [ledger.get_batch_number(row.commitment) for row in scheduler.live[request].rows]
+        for request in (cancelled, shared)
+    ]
+    assert numbers[1] == numbers[0][::-1], "they share two batches"
+    for row in scheduler.live[shared].rows:
+        row.rebuilt = MAX_REBUILDS
+    for batch in driver.batches().values():
+        batch.drop_rows = lambda rows: 1 / 0  # type: ignore[method-assign, assignment]
+    driver.cancel(cancelled)
+    assert (scheduler.live, scheduler.prefills) == ({}, ())
+    assert driver.engine.check() == []
+    assert isinstance(driver.end(driver.ask("hello", ENDLESS)), Finished)
+
+
 def test_a_rebuild_frees_the_memory_of_a_batch_that_its_caller_holds(driver: Driver):
     decoding(driver, 2)
     (batch,), (number,) = driver.batches().values(), driver.batches()

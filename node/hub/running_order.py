@@ -1,0 +1,57 @@
+"""Order about model files that is in progress on this node: its numbers, its task and its process."""
+
+import asyncio
+from collections.abc import Coroutine
+
+from node.hub.child_messages import ChildEnd, build_end
+from node.hub.order_child import OrderChild
+from wire.frames.model_files import ModelOrderCode
+
+
+class RunningOrder:
+    """Order in progress. A pull or quantization can have the numbers of several orders for the same result.
+
+    `key` is the model whose files the order changes or reads, `commit` that of a pull, empty for other orders.
+    `from_mirror` is whether a pull gets the files from a mirror. `result` is that of a quantization: name and bits.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        key: str,
+        commit: str = "",
+        *,
+        from_mirror: bool = False,
+        result: tuple[str, int] | None = None,
+    ) -> None:
+        self.numbers = {number}
+        self.key = key
+        self.commit = commit
+        self.from_mirror = from_mirror
+        self.cancelled = False
+        """Whether the order was cancelled and has not ended yet."""
+        self.result = result
+        self._child: OrderChild | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, work: Coroutine[object, object, None]) -> None:
+        """Perform the order in a task."""
+        self._task = asyncio.get_running_loop().create_task(work)
+
+    async def run_child(self, child: OrderChild) -> ChildEnd:
+        """Run the process of the order, unless the order is cancelled."""
+        if self.cancelled:
+            return build_end(ModelOrderCode.CANCELLED)
+        self._child = child
+        return await child.run()
+
+    def cancel(self) -> None:
+        """End the process of the order, if the order has one. A removal is not cancelled."""
+        self.cancelled = True
+        if self._child is not None:
+            self._child.cancel()
+
+    async def wait_end(self) -> None:
+        """Wait for the end of the order."""
+        if self._task is not None:
+            await asyncio.wait((self._task,))

@@ -1,0 +1,73 @@
+"""Start of a node: the lock that allows one node per state folder, and errors with the next step."""
+
+import fcntl
+import os
+import signal
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from host.private_files import create_private_folder
+
+LOCK_TIMEOUT_SECONDS = 1.0
+"""Seconds to wait for the lock. `cluster leave` and the commands that read the running settings hold the lock for
+an instant."""
+_POLL_SECONDS = 0.05
+
+
+class NodeStartError(Exception):
+    """Error for a node that cannot start. The text names the reason and the next step."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        """Exit code of the program."""
+
+
+@contextmanager
+def name_unusable_files() -> Generator[None]:
+    """Raise an `OSError` of the block as a `NodeStartError` that names the file and the next step."""
+    try:
+        yield
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        step = ": run the node as the owner of that folder, or use another one with --state"
+        message = f"{place}{error.strerror or error}{step if isinstance(error, PermissionError) else ''}"
+        raise NodeStartError(1, message) from None
+
+
+class NodeLock:
+    """Lock of the folder of a node (STATE/node). Its file has the process id for `cluster leave`.
+
+    The signal of `cluster leave` is held back until the node handles it. It would end the process before.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        """Take the lock. Raise `NodeStartError` if another node has it, `OSError` if the folder cannot be used."""
+        file = create_private_folder(self._folder) / "lock"
+        self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        clock, deadline = threading.Event(), time.monotonic() + LOCK_TIMEOUT_SECONDS
+        while not self._try_lock():
+            if time.monotonic() >= deadline:
+                os.close(self._descriptor)
+                raise NodeStartError(1, f"a node is already running in {self._folder}")
+            clock.wait(_POLL_SECONDS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
+
+    def _try_lock(self) -> bool:
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def __exit__(self, *_: object) -> None:
+        """Release the lock."""
+        os.close(self._descriptor)
