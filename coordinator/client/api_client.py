@@ -23,6 +23,8 @@ from coordinator.client.errors import DENIED, NOT_FOUND, REFUSED, TIMED_OUT, UNR
 
 MEMBER_PATHS = frozenset({"/api/v1/status", "/api/v1/nodes", "/api/v1/models"})
 """Paths of the API that a node's Mac can read with its certificate, without a key."""
+FOLLOW_TIMEOUT_SECONDS = 86400.0
+"""Seconds without data after which a command with `--follow` ends."""
 LOGIN_FILE = "login.json"
 """File in the state folder (0600) with the data of `cluster login`."""
 
@@ -197,7 +199,12 @@ class ApiSession:
 
         Raise the errors of `select_coordinator`, and `CommandError` if there is no response.
         """
-        return send_request(self.select_coordinator(), method, path, body, timeout)
+        reached = self.select_coordinator()
+        response = send_request(reached, method, path, body, timeout)
+        if response.status == 401 and (current := self.select_coordinator()) != reached:
+            response.close()  # the coordinator started meanwhile, with another key in run.json
+            response = send_request(current, method, path, body, timeout)
+        return response
 
     def request_json(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> dict[str, Any]:
         """Send a request and return the JSON of the response; an empty dict for an empty body. `timeout` is in seconds.
@@ -234,6 +241,17 @@ class ApiSession:
         if response.status >= 400:
             raise_for_status(response.status, b"".join(pieces))
         yield from pieces
+
+    def follow(self, path: str) -> Iterator[bytes]:
+        """Request a path whose body has no end, and yield the body as it arrives.
+
+        Raise the errors of `stream`. Raise `CommandError` when the coordinator ends the body: if it refuses the key by
+        now, with its message.
+        """
+        yield from self.stream(path, FOLLOW_TIMEOUT_SECONDS)
+        self.request_json("GET", "/api/v1/version")
+        text = "this log can no longer be read: check the node with `cluster nodes`, then repeat the command"
+        raise CommandError(UNREACHABLE, text)
 
     def read_body(self, response: http.client.HTTPResponse, timeout: float) -> Iterator[bytes]:
         """Yield the body of a response as it arrives. Raise `CommandError` if the connection breaks before the end.
