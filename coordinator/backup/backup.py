@@ -7,6 +7,8 @@ not included, because its identity belongs to the machine.
 
 import hashlib
 import os
+import re
+import shutil
 import sqlite3
 import stat
 import tempfile
@@ -71,12 +73,42 @@ def create_backup(state: Path, file: Path, *, artifacts: bool = False, passphras
         raise BackupError(f"a restore in {state} was interrupted: run `cluster up` to finish it, then back up")
     _check_target(file, passphrase)
     try:
-        with tempfile.TemporaryDirectory(prefix=".backup-", dir=state) as folder:
+        _delete_leftovers(state, r"\.backup-(\d{1,9})-.*")
+        _delete_leftovers(file.parent, re.escape(file.name) + r"\.(\d{1,9})\.new")
+        with tempfile.TemporaryDirectory(prefix=f".backup-{os.getpid()}-", dir=state) as folder:
             members, manifest = _gather(state, create_private_folder(Path(folder)), artifacts=artifacts)
             size = _write(file, members, manifest, passphrase)
     except (OSError, sqlite3.Error, AuthorityError) as error:
         raise BackupError(f"no backup was made: {error}") from None
     return BackupResult(file, size, manifest, passphrase is not None)
+
+
+def _delete_leftovers(folder: Path, name: str) -> None:
+    """Delete the temporary files and folders of killed backups, because they contain secrets.
+
+    `name` is the pattern of their names, with a group for the process id. Raise `OSError` if that fails.
+    """
+    for path in folder.iterdir():
+        found = re.fullmatch(name, path.name)
+        if found is None or _is_other_process(int(found[1])):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _is_other_process(process: int) -> bool:
+    """Return whether a process with this id runs, other than this process. A leftover can have the id of this process,
+    for example in a container.
+    """
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # a process of another user
+        return True
+    return process != os.getpid()
 
 
 def _check_target(file: Path, passphrase: bytes | None) -> None:
