@@ -1234,6 +1234,12 @@ def test_videos_show_state_progress_and_fault_and_are_cancelled_or_deleted(page:
     with page.expect_request(f"{BASE}/v1/videos/v3/content"):
         cards["v3"].get_by_role("button", name="Play").click()
     expect(cards["v3"].locator("video")).to_have_attribute("src", re.compile("^blob:"))
+    playing = cards["v3"].locator("video").get_attribute("src")
+    api.by_path["GET /v1/videos"] = "the disk of the coordinator is full"
+    expect(page.get_by_role("alert").filter(has_text="the disk of the coordinator is full")).to_be_visible()
+    assert cards["v3"].locator("video").get_attribute("src") == playing, (
+        "a failed reload keeps the list and its players"
+    )
 
 
 def test_settings_and_the_runbook_show_what_is_in_force(page: Page, api: Answers):

@@ -171,7 +171,8 @@ export function useAction(act) {
   return [run, state];
 }
 
-// Something that is asked for now and whenever `reload` is called; nothing while there is no path.
+// Something that is asked for now and whenever `reload` is called; nothing while there is no path. After a failed reload the
+// latest value of the path stays.
 export function useAsked(path) {
   const [state, setState] = useState({ value: null, error: "" });
   const [turn, setTurn] = useState(0);
@@ -179,8 +180,8 @@ export function useAsked(path) {
     if (!path) return;
     let here = true;
     call("GET", path).then(
-      (value) => here && setState({ value, error: "" }),
-      (error) => here && setState({ value: null, error: error.message }),
+      (value) => here && setState({ path, value, error: "" }),
+      (error) => here && setState((old) => ({ path, value: old.path === path ? old.value : null, error: error.message })),
     );
     return () => { here = false; };
   }, [path, turn]);

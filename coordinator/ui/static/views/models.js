@@ -126,7 +126,7 @@ export function Models({ pool, own }) {
   const fits = ({ name }) => name.toLowerCase().includes(wanted);
   const rows = withWishes(models, pool.wishes ?? []), shown = rows.filter(fits), named = aliases.filter(fits);
   const disks = (pool.nodes ?? []).filter((node) => PRESENT.includes(node.state) && node.disk.total);
-  return html`<p class="good" role="status">${note}</p>
+  return html`<p class="good" role="status">${note}</p><${Wrong} text=${error} />
     ${own.admin ? html`<${NewPull} announce=${announce} />` : null}
     <${Pulls} pulls=${pool.pulls ?? []} own=${own} announce=${announce} />
     ${rows.length || aliases.length ? html`<p class="row"><label>Search <input type="search" value=${text} placeholder="model or alias" onInput=${(event) => setText(event.target.value)} /></label>

@@ -34,6 +34,6 @@ export function Videos() {
     return () => clearInterval(timer);
   }, [open]);
   if (!list) return html`<${Wrong} text=${error} />`;
-  if (!list.data.length) return html`<${Nothing}>There are no video jobs.<//>`;
-  return html`<div class="cards">${list.data.map((job) => html`<${Job} key=${job.id} job=${job} reload=${reload} />`)}</div>`;
+  if (!list.data.length) return html`<${Wrong} text=${error} /><${Nothing}>There are no video jobs.<//>`;
+  return html`<${Wrong} text=${error} /><div class="cards">${list.data.map((job) => html`<${Job} key=${job.id} job=${job} reload=${reload} />`)}</div>`;
 }
