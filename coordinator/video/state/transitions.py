@@ -45,7 +45,7 @@ def advance(table: JobTable, event: Event, now: float) -> tuple[JobTable, Action
     turn = Transition(table, now)
     match event:
         case JobSubmitted(job):
-            turn.put_job(job)
+            turn.put_job(job, save=False)
         case JobPlaced():
             _apply_placed(turn, table, event)
         case JobWaited():

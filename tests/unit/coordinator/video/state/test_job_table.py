@@ -712,10 +712,11 @@ def test_fewer_ended_jobs_than_the_maximum_are_all_kept():
 
 
 def test_every_transition_of_a_job_is_stored():
+    """The controller stores a new job before its event."""
     story = Story()
     completed(story, 1)
     saved = [action.job for action in story.actions if isinstance(action, SaveJob)]
-    states = [JobState.QUEUED, JobState.LEASING, JobState.IN_PROGRESS, JobState.FINALIZING, JobState.COMPLETED]
+    states = [JobState.LEASING, JobState.IN_PROGRESS, JobState.FINALIZING, JobState.COMPLETED]
     assert [state for state in dict.fromkeys(job.state for job in saved)] == states  # noqa: C416
     assert saved[-1] == story.job(1)
 
