@@ -4,6 +4,8 @@ import http.client
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
@@ -25,6 +27,8 @@ MEMBER_PATHS = frozenset({"/api/v1/status", "/api/v1/nodes", "/api/v1/models"})
 """Paths of the API that a node's Mac can read with its certificate, without a key."""
 FOLLOW_TIMEOUT_SECONDS = 86400.0
 """Seconds without data after which a command with `--follow` ends."""
+RESTART_SECONDS, RESTART_POLL_SECONDS = 60.0, 1.0
+"""Maximum duration of a restart of the coordinator for a command that waits, and the interval of its tries."""
 LOGIN_FILE = "login.json"
 """File in the state folder (0600) with the data of `cluster login`."""
 
@@ -229,6 +233,21 @@ class ApiSession:
         except ValueError:
             text = f"{url} does not answer with JSON: use the `endpoint` of `cluster up`"
             raise CommandError(UNREACHABLE, text) from None
+
+    def poll_json(self, path: str, restart_seconds: float = RESTART_SECONDS) -> dict[str, Any]:
+        """Request a path for a command that waits, and return the JSON of the response.
+
+        While the coordinator cannot be reached, repeat the request for `restart_seconds`, because it may be restarting.
+        Raise the errors of `request_json`.
+        """
+        deadline, pause = time.monotonic() + restart_seconds, threading.Event()
+        while True:
+            try:
+                return self.request_json("GET", path)
+            except CommandError as error:
+                if error.exit_code != UNREACHABLE or time.monotonic() >= deadline:
+                    raise
+            pause.wait(RESTART_POLL_SECONDS)
 
     def stream(self, path: str, timeout: float = 30.0) -> Iterator[bytes]:
         """Request a path and yield the body as it arrives. `timeout` is in seconds, for each read.
