@@ -169,6 +169,7 @@ def test_a_followed_log_that_can_no_longer_be_read_ends_with_an_error(
     assert next(pieces) == b"first\n"
     log.unlink()
     log.mkdir()
+    assert b"Is a directory" in next(pieces)
     with pytest.raises(CommandError, match="check the node with `cluster nodes`") as ended:
         next(pieces)
     assert ended.value.exit_code == 3
