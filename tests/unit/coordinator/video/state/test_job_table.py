@@ -763,6 +763,18 @@ def test_the_pause_of_a_node_that_refuses_has_bounds(asked: float, pause: float)
     assert story.board.pauses == {"a": story.now + pause}
 
 
+def test_the_pause_of_a_node_ends_when_the_clock_is_set_back():
+    story = Story()
+    story.submit(1)
+    job = story.place("a")
+    story.tell(LeaseAnswered("a", LeaseRefused(job.lease, 1, "no_headroom", "no", retry_after=MAX_PAUSE_SECONDS)))
+    story.tell(JobTick())
+    assert "a" in story.board.pauses
+    story.now -= 1.0
+    story.tell(JobTick())
+    assert story.board.pauses == {}
+
+
 def test_a_running_job_keeps_the_begin_of_its_lease_over_a_restart():
     story = Story()
     running = story.running(1, "a")
