@@ -26,7 +26,7 @@ from coordinator.client.errors import DENIED, NOT_FOUND, REFUSED, TIMED_OUT, UNR
 MEMBER_PATHS = frozenset({"/api/v1/status", "/api/v1/nodes", "/api/v1/models"})
 """Paths of the API that a node's Mac can read with its certificate, without a key."""
 FOLLOW_TIMEOUT_SECONDS = 86400.0
-"""Seconds without data after which a command with `--follow` ends."""
+"""Seconds without data after which a command that follows a log ends."""
 RESTART_SECONDS, RESTART_POLL_SECONDS = 60.0, 1.0
 """Maximum duration of a restart of the coordinator for a command that waits, and the interval of its tries."""
 LOGIN_FILE = "login.json"
@@ -261,13 +261,14 @@ class ApiSession:
             raise_for_status(response.status, b"".join(pieces))
         yield from pieces
 
-    def follow(self, path: str) -> Iterator[bytes]:
-        """Request a path whose body has no end, and yield the body as it arrives.
+    def follow(self, path: str, timeout: float = FOLLOW_TIMEOUT_SECONDS) -> Iterator[bytes]:
+        """Request a path whose body has no end, and yield the body as it arrives. `timeout` is in seconds, for each
+        read.
 
         Raise the errors of `stream`. Raise `CommandError` when the coordinator ends the body: if it refuses the key by
         now, with its message.
         """
-        yield from self.stream(path, FOLLOW_TIMEOUT_SECONDS)
+        yield from self.stream(path, timeout)
         self.request_json("GET", "/api/v1/version")
         text = "this log can no longer be read: check the node with `cluster nodes`, then repeat the command"
         raise CommandError(UNREACHABLE, text)

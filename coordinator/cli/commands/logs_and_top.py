@@ -25,6 +25,8 @@ from wire.node_state import NodeState
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
+EVENTS_TIMEOUT_SECONDS = 60.0
+"""Seconds without data after which followed events end. The coordinator sends a comment after 15 s without events."""
 TRANSIENT_ERRORS = (UNREACHABLE, TIMED_OUT, REFUSED)
 """Exit codes of errors after which the live view continues to ask."""
 BAR_COLUMNS, NARROW_BAR_COLUMNS = 24, 8
@@ -88,7 +90,7 @@ def logs(session: ApiSession, node: str | None, follow: bool, size: int) -> None
 def events(session: ApiSession, follow: bool, last: int) -> None:
     """Print the events of the pool: nodes, conditions, joins. With -o json, one event per line."""
     path = f"/api/v1/events?last={last}" + ("&follow=true" if follow else "")
-    for event in _iterate_events(session.follow(path) if follow else session.stream(path)):
+    for event in _iterate_events(session.follow(path, EVENTS_TIMEOUT_SECONDS) if follow else session.stream(path)):
         click.echo(json.dumps(event) if session.json else _format_event(event))
 
 

@@ -12,9 +12,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from coordinator.cli import cluster
-from coordinator.cli.commands.logs_and_top import LiveView, print_log
+from coordinator.cli.commands.logs_and_top import EVENTS_TIMEOUT_SECONDS, LiveView, print_log
 from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import CommandError
+from coordinator.observe.event_log import KEEPALIVE_SECONDS
 from tests.support.cluster.answering_server import Server
 from tests.support.cluster.whole_pool import Served, served
 
@@ -138,6 +139,16 @@ def test_the_live_view_continues_after_a_restart_of_the_coordinator(pool: Served
     with pytest.raises(CommandError, match="unknown, expired or revoked") as refused:
         render()
     assert refused.value.exit_code == 4
+
+
+def test_followed_events_end_if_the_coordinator_is_silent(server: Server, monkeypatch: pytest.MonkeyPatch):
+    """The connection to a Mac without power stays open."""
+    assert EVENTS_TIMEOUT_SECONDS > 3 * KEEPALIVE_SECONDS
+    monkeypatch.setattr("coordinator.cli.commands.logs_and_top.EVENTS_TIMEOUT_SECONDS", 0.2)
+    server.may.clear()
+    done = server.run("events", "-f")
+    server.may.set()
+    assert (done.exit_code, "did not answer within 0 s" in done.stderr) == (7, True), done.output
 
 
 def test_a_followed_log_ends_with_an_error_when_its_key_is_revoked(
