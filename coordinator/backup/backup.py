@@ -73,8 +73,7 @@ def create_backup(state: Path, file: Path, *, artifacts: bool = False, passphras
         raise BackupError(f"a restore in {state} was interrupted: run `cluster up` to finish it, then back up")
     _check_target(file, passphrase)
     try:
-        _delete_leftovers(state, r"\.backup-(\d{1,9})-.*")
-        _delete_leftovers(file.parent, re.escape(file.name) + r"\.(\d{1,9})\.new")
+        _delete_leftovers(state, file)
         with tempfile.TemporaryDirectory(prefix=f".backup-{os.getpid()}-", dir=state) as folder:
             members, manifest = _gather(state, create_private_folder(Path(folder)), artifacts=artifacts)
             size = _write(file, members, manifest, passphrase)
@@ -83,19 +82,25 @@ def create_backup(state: Path, file: Path, *, artifacts: bool = False, passphras
     return BackupResult(file, size, manifest, passphrase is not None)
 
 
-def _delete_leftovers(folder: Path, name: str) -> None:
-    """Delete the temporary files and folders of killed backups, because they contain secrets.
+def _delete_leftovers(state: Path, file: Path) -> None:
+    """Delete the temporary folders and files of killed backups, because they contain secrets.
 
-    `name` is the pattern of their names, with a group for the process id. Raise `OSError` if that fails.
+    Raise `OSError` if that fails.
     """
-    for path in folder.iterdir():
-        found = re.fullmatch(name, path.name)
-        if found is None or _is_other_process(int(found[1])):
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    for folder in _find_leftovers(state, r"\.backup-(\d{1,9})-.*"):
+        shutil.rmtree(folder)
+    for beside in _find_leftovers(file.parent, re.escape(file.name) + r"\.(\d{1,9})\.new"):
+        if beside.is_file() and not beside.is_symlink():
+            beside.unlink()
+
+
+def _find_leftovers(folder: Path, name: str) -> list[Path]:
+    """Return the entries of a folder whose names match `name`, without those of running processes.
+
+    `name` is a pattern with a group for the process id. Raise `OSError` if the folder cannot be read.
+    """
+    named = [(path, found) for path in folder.iterdir() if (found := re.fullmatch(name, path.name))]
+    return [path for path, found in named if not _is_other_process(int(found[1]))]
 
 
 def _is_other_process(process: int) -> bool:

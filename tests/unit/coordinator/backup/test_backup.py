@@ -149,9 +149,10 @@ def test_a_backup_deletes_what_killed_backups_left(home: tuple[Path, str], tmp_p
         (folder / f".backup-{process}-abc" / "cluster.db").touch()
         (tmp_path / f"b.{process}.new").touch()
         (tmp_path / f"other.{process}.new").touch()
+    (tmp_path / "b.999999999.new").mkdir()  # no backup makes such a folder
     create_backup(folder, tmp_path / "b")
     assert [path.name for path in folder.glob(".backup-*")] == [f".backup-{kept}-abc"]
-    assert [path.name for path in tmp_path.glob("b.*")] == [f"b.{kept}.new"]
+    assert {path.name for path in tmp_path.glob("b.*")} == {f"b.{kept}.new", "b.999999999.new"}
     assert len(list(tmp_path.glob("other.*"))) == 3
 
 
