@@ -1,6 +1,6 @@
 // Models: their copies on each Mac, wishes, aliases and disks. Administrators pull, load, verify, want and delete them.
-import { html, useEffect, useState } from "/ui/vendor/preact.js";
-import { Nothing, PRESENT, Table, Wrong, call, clock, count, size, useAction, useAsked } from "/ui/pool.js";
+import { html, useState } from "/ui/vendor/preact.js";
+import { Nothing, PRESENT, Table, Wrong, call, clock, count, size, useAction, usePolled } from "/ui/pool.js";
 import { NewPull, Pulls } from "/ui/views/pulls.js";
 
 const RELOAD_MS = 5000;
@@ -99,12 +99,7 @@ const Disks = ({ nodes }) => html`<section class="card" aria-label="Disks"><h3>D
 
 // The models and aliases of the live stream, or, for a key that may not read it, those that it may use.
 export function useModels(pool, own) {
-  const [asked, error, reload] = useAsked(own.metrics ? "" : "/api/v1/models");
-  useEffect(() => {
-    if (own.metrics) return;
-    const timer = setInterval(reload, RELOAD_MS);
-    return () => clearInterval(timer);
-  }, [own.metrics]);
+  const [asked, error] = usePolled(own.metrics ? "" : "/api/v1/models", () => RELOAD_MS);
   const { models, aliases = [] } = (own.metrics ? pool : asked) ?? {};
   return [models, error, aliases];
 }
