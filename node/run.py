@@ -209,8 +209,6 @@ async def _serve(options: argparse.Namespace, node: Node, stay_awake: str, *, ne
             _print_error("the coordinator cannot be reached: run `cluster leave --force` to leave without notifying it")
         hide_warnings()
         if run not in done:
-            await node.video.lease_manager.stop()
-            await node.model_orders.stop()
             await agent.stop(drain, reason)
         await run
         if reason is GoodbyeReason.LEAVE:

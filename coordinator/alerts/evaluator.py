@@ -93,14 +93,15 @@ class ConditionEvaluator:
     def evaluate(self, sample: Sample, now: float) -> None:
         """Evaluate the rules on the next sample and notify the listeners of conditions that begin or end.
 
-        `now` is in Unix seconds.
+        `now` is in Unix seconds. If the clock was set back, the begins of rules are set back as well.
         """
+        back = max(0.0, self._history.now - now)
         self._history.add_sample(sample, now)
         holding: dict[_Key, AlertRule] = {}
         for rule in self._rules:
             value = rule.expression.evaluate(self._history)
             holding |= {(rule.name, labels): rule for labels in (() if isinstance(value, Scalar) else value)}
-        self._since = {key: self._since.get(key, now) for key in holding}
+        self._since = {key: self._since.get(key, now + back) - back for key in holding}
         for key in self._active.keys() - holding.keys():
             self._notify_listeners(self._active.pop(key), began=False)
         for key, rule in holding.items():

@@ -54,8 +54,12 @@ class SampleHistory:
     def add_sample(self, sample: Sample, now: float) -> None:
         """Replace the newest sample by one taken at `now` (Unix seconds), and record the increases of counters.
 
-        Remove counters that are absent from the new sample, and increases before the longest window.
+        Remove counters that are absent from the new sample, and increases before the longest window. If the clock was
+        set back, the times of earlier increases are set back as well.
         """
+        if (back := self.now - now) > 0:
+            for key, rises in self._rises.items():
+                self._rises[key] = deque((at - back, rise) for at, rise in rises)
         self.sample, self.now = sample, now
         present = {(name, labels) for name in self._windows for labels in sample.get(name, {})}
         for removed in self._last.keys() - present:

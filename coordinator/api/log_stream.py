@@ -1,7 +1,8 @@
 """Log responses: text that is streamed as it arrives."""
 
-import contextlib
+import json
 from collections.abc import AsyncGenerator, AsyncIterator
+from datetime import UTC, datetime
 from typing import Annotated
 
 from fastapi import Query
@@ -15,28 +16,41 @@ MAX_LOG_BYTES = 2**30
 """Maximum of the parameter `bytes` of a log route."""
 FOLLOW_INTERVAL_SECONDS = 1.0
 """Seconds between two reads of a followed log."""
+NO_ANSWER = "the node did not answer"
 LogBytes = Annotated[int, Query(alias="bytes", ge=1, le=MAX_LOG_BYTES)]
 """Query parameter `bytes`: number of bytes from the end of a log."""
+
+
+def _render_end(reason: str) -> bytes:
+    """Return a line in the format of the logs about the early end of a log."""
+    now = datetime.now(UTC).isoformat()
+    line = {"event": "log is incomplete", "reason": reason, "level": "error", "timestamp": now}
+    return json.dumps(line).encode() + b"\n"
 
 
 async def stream_log(pieces: AsyncGenerator[bytes]) -> Response:
     """Return a response that streams the text of a log. `pieces` are the parts of the text in UTF-8.
 
-    Raise `ProblemError` (503) for an error before the first piece. A later error, or an API key that becomes invalid,
-    ends the text.
+    Raise `ProblemError` (503) for an error before the first piece. A later error ends the text with a line about it. An
+    API key that becomes invalid ends the text.
     """
     pieces = end_with_key(pieces)
     try:
         first = await anext(pieces, b"")
     except (LookupError, TimeoutError) as error:
-        raise ProblemError(Problem(503, "node_unreachable", str(error) or "the node did not answer")) from None
+        raise ProblemError(Problem(503, "node_unreachable", str(error) or NO_ANSWER)) from None
     except OSError as error:
         raise ProblemError(Problem(503, "no_log", f"the log cannot be read: {error.strerror}")) from None
 
     async def body() -> AsyncIterator[bytes]:
         yield first
-        with contextlib.suppress(LookupError, TimeoutError, OSError):  # the node is gone, which ends its log
+        last = first
+        try:
             async for piece in pieces:
+                last = piece
                 yield piece
+        except (LookupError, TimeoutError, OSError) as error:
+            separator = b"" if last.endswith(b"\n") else b"\n"
+            yield separator + _render_end(str(error) or NO_ANSWER)
 
     return StreamingResponse(body(), media_type="text/plain; charset=utf-8")

@@ -7,6 +7,8 @@ not included, because its identity belongs to the machine.
 
 import hashlib
 import os
+import re
+import shutil
 import sqlite3
 import stat
 import tempfile
@@ -71,12 +73,47 @@ def create_backup(state: Path, file: Path, *, artifacts: bool = False, passphras
         raise BackupError(f"a restore in {state} was interrupted: run `cluster up` to finish it, then back up")
     _check_target(file, passphrase)
     try:
-        with tempfile.TemporaryDirectory(prefix=".backup-", dir=state) as folder:
+        _delete_leftovers(state, file)
+        with tempfile.TemporaryDirectory(prefix=f".backup-{os.getpid()}-", dir=state) as folder:
             members, manifest = _gather(state, create_private_folder(Path(folder)), artifacts=artifacts)
             size = _write(file, members, manifest, passphrase)
     except (OSError, sqlite3.Error, AuthorityError) as error:
         raise BackupError(f"no backup was made: {error}") from None
     return BackupResult(file, size, manifest, passphrase is not None)
+
+
+def _delete_leftovers(state: Path, file: Path) -> None:
+    """Delete the temporary folders and files of killed backups, because they contain secrets.
+
+    Raise `OSError` if that fails.
+    """
+    for folder in _find_leftovers(state, r"\.backup-(\d{1,9})-.*"):
+        shutil.rmtree(folder)
+    for beside in _find_leftovers(file.parent, re.escape(file.name) + r"\.(\d{1,9})\.new"):
+        if beside.is_file() and not beside.is_symlink():
+            beside.unlink()
+
+
+def _find_leftovers(folder: Path, name: str) -> list[Path]:
+    """Return the entries of a folder whose names match `name`, without those of running processes.
+
+    `name` is a pattern with a group for the process id. Raise `OSError` if the folder cannot be read.
+    """
+    named = [(path, found) for path in folder.iterdir() if (found := re.fullmatch(name, path.name))]
+    return [path for path, found in named if not _is_other_process(int(found[1]))]
+
+
+def _is_other_process(process: int) -> bool:
+    """Return whether a process with this id runs, other than this process. A leftover can have the id of this process,
+    for example in a container.
+    """
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # a process of another user
+        return True
+    return process != os.getpid()
 
 
 def _check_target(file: Path, passphrase: bytes | None) -> None:

@@ -68,8 +68,8 @@ class ExistingState:
 
     cluster: str
     """Id of the cluster; empty if the CA's file cannot be read."""
-    epoch: int
-    """Epoch of its coordinator; 0 if the database cannot be read."""
+    changed: float
+    """Time of the last change of its files in Unix seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,12 +194,8 @@ def find_existing_cluster(state: Path) -> ExistingState | None:
         cluster = read_cluster_id(authority)
     except AuthorityError:
         cluster = ""
-    try:
-        with closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True)) as connection:
-            row = connection.execute("SELECT epoch FROM meta").fetchone()
-    except sqlite3.Error:
-        row = None
-    return ExistingState(cluster, 0 if row is None else row[0])
+    files = (database, database.with_name(f"{DATABASE}-wal"), authority)
+    return ExistingState(cluster, max(file.stat().st_mtime for file in files if file.exists()))
 
 
 def _restore(source: ReadableStream, state: Path, now: float, *, replace: bool) -> Restored:
@@ -228,10 +224,15 @@ def _build_occupied_message(state: Path, manifest: Manifest, existing: ExistingS
             "choose another --state, or use --replace, which renames and keeps the existing files"
         )
     return (
-        f"{state} has this cluster already, after {existing.epoch} starts; the backup was made after {manifest.epoch}. "
-        "A restore undoes later changes: keys and nodes that were revoked since then become valid again. To restore "
-        "anyway, use --replace, which renames and keeps the existing files"
+        f"{state} has this cluster already, last changed at {_format_time(existing.changed)}; the backup was made at "
+        f"{_format_time(manifest.made)}. A restore undoes later changes: keys and nodes that were revoked since then "
+        "become valid again. To restore anyway, use --replace, which renames and keeps the existing files"
     )
+
+
+def _format_time(seconds: float) -> str:
+    """Format Unix seconds as local date and time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 
 def _write_staged(staged: Path, name: str, pieces: Iterable[bytes]) -> None:

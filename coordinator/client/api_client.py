@@ -4,6 +4,8 @@ import http.client
 import json
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import update_wrapper
@@ -23,6 +25,10 @@ from coordinator.client.errors import DENIED, NOT_FOUND, REFUSED, TIMED_OUT, UNR
 
 MEMBER_PATHS = frozenset({"/api/v1/status", "/api/v1/nodes", "/api/v1/models"})
 """Paths of the API that a node's Mac can read with its certificate, without a key."""
+FOLLOW_TIMEOUT_SECONDS = 86400.0
+"""Seconds without data after which a command that follows a log ends."""
+RESTART_SECONDS, RESTART_POLL_SECONDS = 60.0, 1.0
+"""Maximum duration of a restart of the coordinator for a command that waits, and the interval of its tries."""
 LOGIN_FILE = "login.json"
 """File in the state folder (0600) with the data of `cluster login`."""
 
@@ -197,7 +203,12 @@ class ApiSession:
 
         Raise the errors of `select_coordinator`, and `CommandError` if there is no response.
         """
-        return send_request(self.select_coordinator(), method, path, body, timeout)
+        reached = self.select_coordinator()
+        response = send_request(reached, method, path, body, timeout)
+        if response.status == 401 and (current := self.select_coordinator()) != reached:
+            response.close()  # the coordinator started meanwhile, with another key in run.json
+            response = send_request(current, method, path, body, timeout)
+        return response
 
     def request_json(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> dict[str, Any]:
         """Send a request and return the JSON of the response; an empty dict for an empty body. `timeout` is in seconds.
@@ -223,6 +234,21 @@ class ApiSession:
             text = f"{url} does not answer with JSON: use the `endpoint` of `cluster up`"
             raise CommandError(UNREACHABLE, text) from None
 
+    def poll_json(self, path: str, restart_seconds: float = RESTART_SECONDS) -> dict[str, Any]:
+        """Request a path for a command that waits, and return the JSON of the response.
+
+        While the coordinator cannot be reached, repeat the request for `restart_seconds`, because it may be restarting.
+        Raise the errors of `request_json`.
+        """
+        deadline, pause = time.monotonic() + restart_seconds, threading.Event()
+        while True:
+            try:
+                return self.request_json("GET", path)
+            except CommandError as error:
+                if error.exit_code != UNREACHABLE or time.monotonic() >= deadline:
+                    raise
+            pause.wait(RESTART_POLL_SECONDS)
+
     def stream(self, path: str, timeout: float = 30.0) -> Iterator[bytes]:
         """Request a path and yield the body as it arrives. `timeout` is in seconds, for each read.
 
@@ -234,6 +260,18 @@ class ApiSession:
         if response.status >= 400:
             raise_for_status(response.status, b"".join(pieces))
         yield from pieces
+
+    def follow(self, path: str, timeout: float = FOLLOW_TIMEOUT_SECONDS) -> Iterator[bytes]:
+        """Request a path whose body has no end, and yield the body as it arrives. `timeout` is in seconds, for each
+        read.
+
+        Raise the errors of `stream`. Raise `CommandError` when the coordinator ends the body: if it refuses the key by
+        now, with its message.
+        """
+        yield from self.stream(path, timeout)
+        self.request_json("GET", "/api/v1/version")
+        text = "this log can no longer be read: check the node with `cluster nodes`, then repeat the command"
+        raise CommandError(UNREACHABLE, text)
 
     def read_body(self, response: http.client.HTTPResponse, timeout: float) -> Iterator[bytes]:
         """Yield the body of a response as it arrives. Raise `CommandError` if the connection breaks before the end.

@@ -131,7 +131,12 @@ def inspect_settings(
             {"key": setting.key, "value": setting.default, "origin": "default", "description": setting.description}
             for setting in list_settings(CoordinatorSettings)
         ]
-        return SettingsReport(tuple(defaults), (build_syntax_fault(str(file), str(error)),))
+        if isinstance(error, OSError):
+            text = f"cannot be read: {error.strerror}: check the owner and the mode of the file"
+            fault = ConfigFault(str(file), 0, "", text)
+        else:
+            fault = build_syntax_fault(str(file), str(error))
+        return SettingsReport(tuple(defaults), (fault,))
     try:
         layers = [(str(file), tree), ("environment", from_environment(environ)), ("--set", from_pairs(pairs))]
     except SettingsError as error:

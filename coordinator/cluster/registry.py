@@ -246,6 +246,7 @@ class Registry:
                     self._links.close_link(action.node, action.link, action.reason)
                 case ResumeRequests():
                     log.warning("node gone", node=action.node, reason=action.reason)
+                    self._links.abort_retired_links(action.node, f"its requests are resumed: {action.reason}")
                     self._listener.handle_lost_node(action.node, action.reason)
                 case DeleteMember():
                     self._delete_node(action.node)

@@ -124,8 +124,10 @@ class VideoController:
         """Enqueue a job of the API key `key` (id), and return it after it is on disk.
 
         `idempotency` is the idempotency key of the request, and `digest` the digest of its body; both may be empty.
-        Raise `StoreError` if the job cannot be stored; the job is deleted then.
+        Raise `StoreError` if the job cannot be stored; the job is deleted then. A failed write of a later state of the
+        job is no error here, because a restart queues the stored job again.
         """
+        self._records.raise_failure()
         self._sequence += 1
         job = VideoJob(
             f"video_{secrets.token_hex(12)}",
@@ -138,9 +140,10 @@ class VideoController:
             digest=digest,
         )
         log.info("video submitted", job=job.id, model=wanted.model, size=f"{wanted.width}x{wanted.height}")
+        stored = self._records.put_job(job)
         self.apply_event(events.JobSubmitted(job))
         try:
-            await self._records.flush()
+            await asyncio.shield(asyncio.wrap_future(stored))  # a client that disconnects must not cancel the write
         except StoreError:
             self.apply_event(events.JobDeleted(job.id))
             raise

@@ -1,6 +1,7 @@
 """Records of jobs and of measured memory on disk. After a failed write every `flush` fails; jobs in the table run."""
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 
 import structlog
 
@@ -28,9 +29,11 @@ class JobRecords:
         """Measured memory by package, version of the engine, and bits of the quantization."""
         return self._profiles
 
-    def put_job(self, job: VideoJob) -> None:
-        """Store a job, in the background. `flush` raises the error of a failed write."""
-        self._write(lambda: self._store.put_job(job))
+    def put_job(self, job: VideoJob) -> Future[None]:
+        """Store a job, in the background. The result raises `StoreError` if this write fails, `flush` after any failed
+        write.
+        """
+        return self._write(lambda: self._store.put_job(job))
 
     def delete_job(self, job: str) -> None:
         """Delete the record of a job, in the background. `flush` raises the error of a failed write."""
@@ -52,16 +55,24 @@ class JobRecords:
         log.info("video measured", package=key.package, engine=key.engine, peak=peak, base=profile.base)
         self._write(lambda: self._store.put_profile(key, profile))
 
-    def _write(self, write: Callable[[], None]) -> None:
+    def _write(self, write: Callable[[], Future[None]]) -> Future[None]:
         try:
-            write()
+            return write()
         except StoreError as error:
             self._broken = str(error)
+            failed = Future[None]()
+            failed.set_exception(error)
+            return failed
+
+    def raise_failure(self) -> None:
+        """Raise `StoreError` if a change could not be written, because no later one is written either."""
+        if self._broken:
+            raise StoreError(self._broken)
+        self._store.raise_failure()
 
     async def flush(self) -> None:
         """Wait until all changes so far are on disk. Raise `StoreError` if a change could not be written."""
-        if self._broken:
-            raise StoreError(self._broken)
+        self.raise_failure()
         await self._store.flush()
 
     def close(self) -> None:

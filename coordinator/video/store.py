@@ -8,7 +8,7 @@ returns after all changes so far are on disk. A job is confirmed to its client o
 import asyncio
 import sqlite3
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -68,29 +68,37 @@ class VideoStore:
         for package, engine, bits, record in connection.execute("SELECT * FROM profiles"):
             self.profiles[VideoProfileKey(package, engine, bits)] = msgspec.json.decode(record, type=VideoMemoryProfile)
 
-    def put_job(self, job: VideoJob) -> None:
-        """Add or replace a job.
+    def put_job(self, job: VideoJob) -> Future[None]:
+        """Add or replace a job, in the background. The result raises `StoreError` if this write fails.
 
         Raise `StoreError` if the database cannot be opened or an earlier change was not written.
         """
         record = msgspec.json.encode(job).decode()
-        self._enqueue_write("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?)", job.id, job.sequence, record)
+        return self._enqueue_write("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?)", job.id, job.sequence, record)
 
-    def delete_job(self, job: str) -> None:
-        """Delete a job. Raise `StoreError` if the database cannot be opened or an earlier change was not written."""
-        self._enqueue_write("DELETE FROM jobs WHERE id = ?", job)
+    def delete_job(self, job: str) -> Future[None]:
+        """Delete a job, in the background. The result raises `StoreError` if this write fails.
 
-    def put_profile(self, key: VideoProfileKey, profile: VideoMemoryProfile) -> None:
-        """Add or replace the memory profile of a package.
+        Raise `StoreError` if the database cannot be opened or an earlier change was not written.
+        """
+        return self._enqueue_write("DELETE FROM jobs WHERE id = ?", job)
+
+    def put_profile(self, key: VideoProfileKey, profile: VideoMemoryProfile) -> Future[None]:
+        """Add or replace the memory profile of a package, in the background. The result raises `StoreError` if this
+        write fails.
 
         Raise `StoreError` if the database cannot be opened or an earlier change was not written.
         """
         record = msgspec.json.encode(profile).decode()
-        self._enqueue_write("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?)", *key, record)
+        return self._enqueue_write("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?)", *key, record)
 
     async def flush(self) -> None:
         """Wait until all changes so far are on the disk. Raise `StoreError` if one of them could not be written."""
         await asyncio.wrap_future(self._writer.submit(_do_nothing))
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise `StoreError` if a write has failed."""
         if self._failure is not None:
             raise self._failure
 
@@ -101,20 +109,19 @@ class VideoStore:
             self._connection.close()
             self._connection = None
 
-    def _enqueue_write(self, statement: str, *values: object) -> None:
-        if self._failure is not None:
-            raise self._failure
+    def _enqueue_write(self, statement: str, *values: object) -> Future[None]:
+        self.raise_failure()
         connection = self._open_connection()
-        self._writer.submit(self._execute, connection, statement, values)
+        return self._writer.submit(self._execute, connection, statement, values)
 
     def _execute(self, connection: sqlite3.Connection, statement: str, values: tuple[object, ...]) -> None:
-        if self._failure is not None:
-            return
+        self.raise_failure()
         try:
             connection.execute(statement, values)
         except sqlite3.Error as error:
             log.exception("video store write failed")
             self._failure = StoreError(f"a video job could not be written down ({error}): make room, then restart")
+            raise self._failure from None
 
 
 def _do_nothing() -> None:

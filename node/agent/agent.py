@@ -126,11 +126,15 @@ class Agent:
         await self._keeper.run()
 
     async def stop(self, drain: float, reason: GoodbyeReason = GoodbyeReason.STOPPING) -> None:
-        """Report draining, wait at most `drain` seconds for running requests, send a goodbye and close the links.
+        """Report draining, end the lease and the model orders, and wait at most `drain` seconds for running requests.
 
-        Requests that still run then are cancelled. `reason` is sent in the Goodbye: `stopping` or `leave`.
+        Then send a goodbye and close the links. Requests that still run then are cancelled. `reason` is sent in the
+        Goodbye: `stopping` or `leave`. The report comes first, because the end of a lease can take as long as
+        `worker.terminate_grace_seconds`.
         """
         self._parts.reporter.report_draining()
+        await self._parts.lease_manager.stop()
+        await self._parts.model_orders.stop()
         await self._keeper.stop(drain, reason)
 
     def fall_asleep(self, acknowledge: Callable[[], None]) -> None:

@@ -56,27 +56,39 @@ def _find_line_start(file: BinaryIO, position: int) -> int:
     return start if line.endswith(b"\n") and file.read(1) else position
 
 
+def _has_rotated_offset(path: Path, rotated: Path, offset: int) -> bool:
+    """Return whether an offset of a log is in its latest rotated file, because the log is shorter or is missing during
+    the rotation.
+    """
+    sizes = [file.stat().st_size if file.exists() else 0 for file in (path, rotated)]
+    return sizes[0] < offset <= sizes[1]
+
+
 def read_chunks(request: FetchRequest, path: Path, *, lines: bool = False) -> Iterator[FetchChunk]:
     """Yield the requested window of a file in chunks, read while they are sent. A read error ends the window with an
     error chunk.
 
     The offset and the limit of the request are in bytes. A negative offset counts from the end; with `lines`, such a
-    window begins with a whole line. With an offset beyond the end, the window starts at 0, because the log was rotated.
+    window begins with a whole line. With an offset beyond the end of a log that was rotated, the window has the rest of
+    the rotated file. Otherwise such a window starts at 0.
     The last chunk has `end`, the offset in bytes after the window, and `next`, the same offset if the file has more
-    bytes, else 0.
+    bytes, else 0. After the rest of a rotated file, `end` is 0.
     """
     try:
-        with path.open("rb") as file:
+        rotated = path.with_name(f"{path.name}.1")
+        is_rotated = lines and _has_rotated_offset(path, rotated, request.offset)
+        with (rotated if is_rotated else path).open("rb") as file:
             size = file.seek(0, 2)
             start = max(0, size + request.offset) if request.offset < 0 else request.offset
             if lines and request.offset < 0:
                 start = _find_line_start(file, start)
-            start = 0 if start > size else start  # the log was rotated since the last request
+            start = 0 if start > size else start
             end = min(size, start + request.limit)
             file.seek(start)
             while start < end and (piece := file.read(min(ANSWER_CHUNK_BYTES, end - start))):
                 start += len(piece)
                 yield FetchChunk(request.number, piece)
-        yield FetchChunk(request.number, b"", last=True, next=start if start < size else 0, end=start)
+        following = 0 if is_rotated and start == size else start
+        yield FetchChunk(request.number, b"", last=True, next=start if start < size else 0, end=following)
     except OSError as error:
         yield FetchChunk(request.number, b"", last=True, error=str(error))

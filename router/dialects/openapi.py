@@ -19,14 +19,12 @@ from router.dialects.rerank.schema import CohereRerankBody, RerankBody
 _KEPT = "/v1/responses"
 _REF = "#/components/schemas/{model}"
 _KEYS: list[dict[str, list[str]]] = [{"key": []}]
-_EARLY = frozenset({400, 403, 421, 431})
+_EARLY = frozenset({400, 403, 415, 417, 421, 431, 501})
 """Statuses that may be sent before the route is known, and then in OpenAI's shape for every dialect."""
-ALWAYS = (400, 401, 403, 405, 421, 431)
+ALWAYS = (400, 401, 403, 405, 415, 417, 421, 431, 501)
 """Error statuses that every route with a key may send."""
 _NAMED = (*ALWAYS, 404)
 _POSTED = (*ALWAYS, 404, 408, 413, 429, 500, 502, 503, 504)
-_UNLOADING = ("/api/chat", "/api/generate")
-"""Routes with a body that may ask for an unload (`keep_alive: 0` without a prompt), which is refused with 501."""
 _ERROR: dict[str, Any] = {
     "type": "object",
     "description": "An error in OpenAI's format; `memory` has the numbers of a memory refusal, in bytes.",
@@ -81,7 +79,9 @@ REASONS = {
     408: "the body did not arrive in time, or the client did not read its stream",
     409: "the object is in use or not finished",
     413: "the body is too large, or the video needs more memory than any node can lease",
+    415: "the body has a Content-Encoding: send it without",
     416: "the range is outside of the file",
+    417: "the only supported value of Expect is 100-continue",
     421: "the Host header names another server",
     429: "a limit of this API key; retry after Retry-After",
     431: "the request headers are too large",
@@ -301,8 +301,7 @@ def _build_post_operation(path: str, body: type[BaseModel], name: str, summary: 
     answer: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if stream:
         answer[stream] = {"schema": {"type": "string"}}
-    bad = (*_POSTED, 501) if path in _UNLOADING else _POSTED
-    operation = _build_operation(path, name, summary, "the answer", bad, answer)
+    operation = _build_operation(path, name, summary, "the answer", _POSTED, answer)
     return operation | {"requestBody": {"required": True, "content": schema}}
 
 
@@ -347,7 +346,7 @@ def _build_operation(
 def _build_unsupported(path: str) -> dict[str, Any]:
     name = "ollama_" + path.rpartition("/")[2]
     why = "Not supported; the response names the command to use"
-    operation = _build_operation(path, name, why, "never", (*ALWAYS, 501))
+    operation = _build_operation(path, name, why, "never")
     del operation["responses"]["200"]
     return operation
 

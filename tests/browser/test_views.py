@@ -1249,6 +1249,41 @@ def test_videos_show_state_progress_and_fault_and_are_cancelled_or_deleted(page:
     with page.expect_request(f"{BASE}/v1/videos/v3/content"):
         cards["v3"].get_by_role("button", name="Play").click()
     expect(cards["v3"].locator("video")).to_have_attribute("src", re.compile("^blob:"))
+    playing = cards["v3"].locator("video").get_attribute("src")
+    api.by_path["GET /v1/videos"] = "the disk of the coordinator is full"
+    expect(page.get_by_role("alert").filter(has_text="the disk of the coordinator is full")).to_be_visible()
+    assert cards["v3"].locator("video").get_attribute("src") == playing, (
+        "a failed reload keeps the list and its players"
+    )
+
+
+def test_a_list_that_arrives_later_than_the_next_reload_is_shown(page: Page, api: Answers):
+    held = list[Route]()
+
+    def count_held() -> int:
+        """Return the number of requests that wait. Requests before this call have arrived: a later one is answered."""
+        page.evaluate("() => fetch('/api/v1/key').then((answer) => answer.status)")
+        return len(held)
+
+    def wait_held(number: int) -> None:
+        """Advance the clock of the page until this number of requests waits."""
+        deadline = time.monotonic() + 15
+        while count_held() != number and time.monotonic() < deadline:
+            page.clock.run_for(1_000)
+        assert len(held) == number
+
+    page.route("**/v1/videos?*", lambda route: held.append(route))
+    page.clock.install()
+    page.goto(f"{BASE}/#/videos")
+    wait_held(1)
+    page.clock.run_for(20_000)
+    assert count_held() == 1, "no further request before the answer"
+    held.pop().fulfill(json={"data": []})
+    expect(page.get_by_text("There are no video jobs.")).to_be_visible()
+    wait_held(1)
+    held.pop().fulfill(status=503, json={"error": {"message": "the disk is full"}})
+    expect(page.get_by_role("alert")).to_have_text("the disk is full")
+    wait_held(1)  # a failed reload is repeated
 
 
 def test_settings_and_the_runbook_show_what_is_in_force(page: Page, api: Answers):

@@ -12,7 +12,10 @@ import requests
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from coordinator.http import request_heads
+from coordinator.http.http_protocol import HEAD_TOO_LONG
 from coordinator.http.origin_check import OriginCheck
+from router.errors import Problem
 from tests.effort import SEED, thin_cases
 from tests.support.cluster import whole_pool
 from tests.support.cluster.whole_pool import OPERATIONS, Served
@@ -50,6 +53,15 @@ def served() -> Iterator[Served]:
 def test_every_operation_is_tried(served: Served):
     described = {f"{m.upper()} {path}" for path, item in served.document["paths"].items() for m in item}
     assert described == set(OPERATIONS)
+
+
+def test_every_operation_describes_the_refusals_of_a_head(served: Served):
+    heads = [value for value in vars(request_heads).values() if isinstance(value, Problem)]
+    refused = {str(problem.status) for problem in (*heads, HEAD_TOO_LONG)}
+    assert {"400", "415", "417", "431", "501"} <= refused
+    for path, item in served.document["paths"].items():
+        for method, operation in item.items():
+            assert refused <= operation["responses"].keys(), f"{method} {path}"
 
 
 ORDERS = ("POST /api/v1/models/load", "POST /api/v1/models/unload", "POST /api/v1/models/profile")

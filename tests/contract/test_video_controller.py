@@ -14,7 +14,7 @@ from coordinator.video import artifacts as artifacts_module
 from coordinator.video.artifacts import ArtifactFolder
 from coordinator.video.state.events import JobPlaced
 from coordinator.video.state.jobs import JobFault, JobState
-from coordinator.video.store import FILE
+from coordinator.video.store import FILE, VideoStore
 from tests.contract.test_videos import Pool, pool
 from tests.support.cluster.cluster_port import opened
 from tests.support.cluster.loopback_cluster import a_memory
@@ -351,6 +351,28 @@ async def test_a_job_that_cannot_be_stored_does_not_run(tmp_path: Path):
             assert list(one.conductor.table.jobs) == [stored]
             await one.port.until(lambda: not one.conductor.table.holds)
         assert one.peer.leases == {}
+
+
+async def test_a_stored_job_whose_next_state_cannot_be_stored_is_confirmed(tmp_path: Path):
+    """A restart queues the stored job again, therefore the client must not get an error."""
+    async with pool(tmp_path, peer={"plays": False}) as one, one.http() as http:
+        await http.delete(f"/v1/videos/{await asked(one)}")
+        with sqlite3.connect(tmp_path / "state" / FILE) as other:
+            other.execute(
+                "CREATE TRIGGER full BEFORE INSERT ON jobs WHEN json_extract(new.record, '$.state') != 'queued' "
+                "BEGIN SELECT RAISE(ABORT, 'the disk is full'); END"
+            )
+        await one.port.until(lambda: not one.conductor.table.holds)
+        video = await asked(one)
+        await one.until(video, "in_progress")
+        assert one.conductor.take_snapshot().counters.ends["cancelled"] == 1, "the job that was deleted"
+        answer = await http.post("/v1/videos", json={"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_failed")
+        assert list(one.conductor.table.jobs) == [video]
+        assert one.conductor.take_snapshot().counters.ends["cancelled"] == 1, "a refused job was not cancelled"
+    stored = VideoStore(tmp_path / "state")
+    assert [(job.id, job.state) for job in stored.jobs] == [(video, JobState.QUEUED)]
+    stored.close()
 
 
 async def test_a_second_end_of_a_lease_that_contradicts_the_first_is_ignored(tmp_path: Path):

@@ -5,6 +5,7 @@ import itertools
 import json
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
@@ -17,15 +18,17 @@ from coordinator.cli.memory_breakdown import format_age, get_guard_state
 from coordinator.cli.node_table import format_headroom, format_memory, format_model_count, format_state, render_bar
 from coordinator.client.api_client import ApiSession, session_options
 from coordinator.client.connection import split_lines
-from coordinator.client.errors import CommandError
+from coordinator.client.errors import REFUSED, TIMED_OUT, UNREACHABLE, CommandError
 from coordinator.client.terminal_text import get_raw_stream, replace_control_characters
 from wire.node_state import NodeState
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
-FOLLOW_TIMEOUT_SECONDS = 86400.0
-"""Seconds without data after which a command with `--follow` ends."""
+EVENTS_TIMEOUT_SECONDS = 60.0
+"""Seconds without data after which followed events end. The coordinator sends a comment after 15 s without events."""
+TRANSIENT_ERRORS = (UNREACHABLE, TIMED_OUT, REFUSED)
+"""Exit codes of errors after which the live view continues to ask."""
 BAR_COLUMNS, NARROW_BAR_COLUMNS = 24, 8
 """Characters of a node's bar on a wide screen, and on one of 80 characters."""
 WIDE_SCREEN_COLUMNS = 132
@@ -35,16 +38,18 @@ WIDE_SCREEN_COLUMNS = 132
 def print_log(session: ApiSession, pieces: Iterable[bytes]) -> None:
     """Print the pieces of a log as they arrive: unchanged with `-o json`, else with JSON lines formatted for people."""
     decoder, rest = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
-    for piece in pieces:
-        text = decoder.decode(piece)
-        if session.json:
-            click.echo(text, nl=False)
-            continue
-        *lines, rest = (rest + text).split("\n")
-        for line in lines:
-            click.echo(format_log_line(line))
-    if rest:
-        click.echo(format_log_line(rest))
+    try:
+        for piece in pieces:
+            text = decoder.decode(piece)
+            if session.json:
+                click.echo(text, nl=False)
+                continue
+            *lines, rest = (rest + text).split("\n")
+            for line in lines:
+                click.echo(format_log_line(line))
+    finally:
+        if rest:
+            click.echo(format_log_line(rest))
 
 
 def format_log_line(line: str) -> str:
@@ -75,7 +80,7 @@ def logs(session: ApiSession, node: str | None, follow: bool, size: int) -> None
     """
     query = f"bytes={size}" + ("&follow=true" if follow else "")
     path = f"/api/v1/logs?{query}" if node is None else f"/api/v1/nodes/{quote(node, safe='')}/logs?{query}"
-    print_log(session, session.stream(path, timeout=FOLLOW_TIMEOUT_SECONDS if follow else 30.0))
+    print_log(session, session.follow(path) if follow else session.stream(path))
 
 
 @click.command()
@@ -85,7 +90,7 @@ def logs(session: ApiSession, node: str | None, follow: bool, size: int) -> None
 def events(session: ApiSession, follow: bool, last: int) -> None:
     """Print the events of the pool: nodes, conditions, joins. With -o json, one event per line."""
     path = f"/api/v1/events?last={last}" + ("&follow=true" if follow else "")
-    for event in _iterate_events(session.stream(path, timeout=FOLLOW_TIMEOUT_SECONDS if follow else 30.0)):
+    for event in _iterate_events(session.follow(path, EVENTS_TIMEOUT_SECONDS) if follow else session.stream(path)):
         click.echo(json.dumps(event) if session.json else _format_event(event))
 
 
@@ -125,6 +130,8 @@ def _format_local_time(when: str) -> str:
 def top(session: ApiSession, once: bool, every: float) -> None:
     """Show the pool live: a memory bar for each node, requests, and conditions.
 
+    While the coordinator cannot be reached, for example during a restart, the error is shown above the latest state.
+
     With --once, with `-o json`, or without a terminal, the state is printed once.
     """
     from rich.console import Console
@@ -143,11 +150,40 @@ def top(session: ApiSession, once: bool, every: float) -> None:
     from rich.live import Live
 
     console = Console(highlight=False, file=get_raw_stream(sys.stdout))
-    pause = threading.Event()
-    with Live(_render_pool(session, console.width), console=console, screen=True, auto_refresh=False) as live:
+    pause, view = threading.Event(), LiveView(session)
+    with Live(view.render(console.width), console=console, screen=True, auto_refresh=False) as live:
         while True:
             pause.wait(every)
-            live.update(_render_pool(session, console.width), refresh=True)
+            live.update(view.render(console.width), refresh=True)
+
+
+class LiveView:
+    """State of the pool on a screen, also while the coordinator restarts or cannot be reached."""
+
+    def __init__(self, session: ApiSession) -> None:
+        self._session = session
+        self._latest: Group | None = None
+        self._received = 0.0
+
+    def render(self, screen_columns: int) -> "Group":
+        """Render the current state of the pool, or the latest one below the error of a failed request.
+
+        Raise `CommandError` if the first request fails, or for an error that does not pass with time, such as a
+        refused key.
+        """
+        from rich.console import Group
+        from rich.text import Text
+
+        try:
+            self._latest = _render_pool(self._session, screen_columns)
+        except CommandError as error:
+            if self._latest is None or error.exit_code not in TRANSIENT_ERRORS:
+                raise
+            age = format_age(time.monotonic() - self._received)
+            head = Text(f"{error.message}\nTrying again. The state below is {age} old.", "bold red")
+            return Group(head, self._latest)
+        self._received = time.monotonic()
+        return self._latest
 
 
 def _render_pool(session: ApiSession, width: int) -> "Group":

@@ -180,12 +180,16 @@ def wait_pull(session: ApiSession, pull: str) -> None:
 @session_options
 def cancel_pull(session: ApiSession, pull: str) -> None:
     """Cancel a pull. Received parts stay on the disks, and a later pull continues with them."""
-    answer = session.request_json("DELETE", f"/api/v1/pulls/{quote(pull, safe='')}")
+    answer = session.request_json("DELETE", _get_path(pull))
     session.print_answer(answer, lambda answer: click.echo(f"{answer['pull']['id']} {answer['pull']['state']}"))
 
 
 def _fetch_pull(session: ApiSession, pull: str) -> dict[str, Any]:
-    return session.request_json("GET", f"/api/v1/pulls/{quote(pull, safe='')}")["pull"]
+    return session.request_json("GET", _get_path(pull))["pull"]
+
+
+def _get_path(pull: str) -> str:
+    return f"/api/v1/pulls/{quote(pull, safe='')}"
 
 
 def _wait_for_pull(session: ApiSession, started: dict[str, Any]) -> dict[str, Any]:
@@ -194,7 +198,7 @@ def _wait_for_pull(session: ApiSession, started: dict[str, Any]) -> dict[str, An
         while pull["state"] == "pulling":
             output.show(pull)
             pause.wait(POLL_INTERVAL_SECONDS)
-            pull = _fetch_pull(session, pull["id"])
+            pull = session.poll_json(_get_path(pull["id"]))["pull"]
         output.show(pull)
     return pull
 

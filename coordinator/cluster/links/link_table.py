@@ -1,7 +1,7 @@
 """Table of the open links of nodes: the newest link of each node, and older links that a takeover has retired.
 
 A new connection of a node replaces and closes the older one. With `takeover` from the same agent instance, the older
-connection stays open until the node closes it or opens a third one.
+connection stays open until the node closes it or opens a third one. It ends earlier if the node's requests are resumed.
 """
 
 from coordinator.cluster.links.link_connection import Connection
@@ -74,6 +74,11 @@ class LinkTable:
         for link in self._list_links():
             if link.node == node and link.number == number:
                 link.abort(reason)
+
+    def abort_retired_links(self, node: NodeId, reason: str) -> None:
+        """End the older links of a node at once."""
+        for link in [link for link in self._retired if link.node == node]:
+            link.abort(reason)
 
     def close(self, reason: str) -> None:
         """Close every link."""

@@ -171,20 +171,33 @@ export function useAction(act) {
   return [run, state];
 }
 
-// Something that is asked for now and whenever `reload` is called; nothing while there is no path.
+// Something that is asked for now and whenever `reload` is called; nothing while there is no path. After a failed reload the
+// latest value of the path stays. The last result is the number of answers.
 export function useAsked(path) {
-  const [state, setState] = useState({ value: null, error: "" });
+  const [state, setState] = useState({ value: null, error: "", answers: 0 });
   const [turn, setTurn] = useState(0);
   useEffect(() => {
     if (!path) return;
     let here = true;
     call("GET", path).then(
-      (value) => here && setState({ value, error: "" }),
-      (error) => here && setState({ value: null, error: error.message }),
+      (value) => here && setState((old) => ({ path, value, error: "", answers: old.answers + 1 })),
+      (error) => here && setState((old) => ({ path, value: old.path === path ? old.value : null, error: error.message, answers: old.answers + 1 })),
     );
     return () => { here = false; };
   }, [path, turn]);
-  return [state.value, state.error, () => setTurn((old) => old + 1)];
+  return [state.value, state.error, () => setTurn((old) => old + 1), state.answers];
+}
+
+// As `useAsked`, and asked for again `pauseMs(value)` after each answer. A slow answer delays the next request.
+export function usePolled(path, pauseMs) {
+  const [value, error, reload, answers] = useAsked(path);
+  const pause = pauseMs(value);
+  useEffect(() => {
+    if (!answers) return;
+    const timer = setTimeout(reload, pause);
+    return () => clearTimeout(timer);
+  }, [answers, pause]);
+  return [value, error, reload];
 }
 
 export function size(bytes) {

@@ -14,7 +14,7 @@ from wire.video import Artifact, LeaseState, ReleaseCause
 
 @dataclass(frozen=True, slots=True)
 class JobSubmitted:
-    """Event: a client submitted a job."""
+    """Event: a client submitted a job. The controller stores the job before this event."""
 
     job: VideoJob
 

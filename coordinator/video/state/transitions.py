@@ -45,7 +45,7 @@ def advance(table: JobTable, event: Event, now: float) -> tuple[JobTable, Action
     turn = Transition(table, now)
     match event:
         case JobSubmitted(job):
-            turn.put_job(job)
+            turn.put_job(job, save=False)
         case JobPlaced():
             _apply_placed(turn, table, event)
         case JobWaited():
@@ -166,7 +166,8 @@ def _apply_tick(turn: Transition) -> None:
     ]:
         text = f"no node had room for it within {turn.rules.headroom_seconds:.0f} s: {job.phase}"
         turn.fail_job(job, JobFaultCode.NO_HEADROOM, text)
-    for node in [node for node, until in turn.pauses.items() if until <= turn.now]:
+    longest = turn.now + MAX_PAUSE_SECONDS  # a later end is from before the clock was set back
+    for node in [node for node, until in turn.pauses.items() if not turn.now < until <= longest]:
         del turn.pauses[node]
     apply_retention(turn)
 

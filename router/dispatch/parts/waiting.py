@@ -10,7 +10,7 @@ from router.dispatch.active_request import ActiveRequest
 from router.dispatch.aliases.placement import AliasPlacement
 from router.dispatch.counters import Counters
 from router.dispatch.model_swaps import fits_next_to_loaded
-from router.dispatch.parts.assignment import Assignment
+from router.dispatch.parts.assignment import MAX_NODES_IN_A_ROW, Assignment
 from router.dispatch.parts.crowding import CrowdRules
 from router.dispatch.parts.endings import Endings
 from router.dispatch.parts.placer import Placer
@@ -206,17 +206,26 @@ class QueuedRequests:
                 entry.item.extend_deadline(now + self._timeout_seconds)
         for request in self._queue.expire(now):
             self._apply(request, DeadlinePassed())
-            result = self._aliases.decide(request)
-            waited = f" (waited {now - request.arrived:.0f} s in the queue)"
-            if not isinstance(result, Placement):
-                refused = result.refused
-                self._endings.deny(request, replace(refused, message=refused.message + waited))
-                continue
+            self._start_or_end(request, f" (waited {now - request.arrived:.0f} s in the queue)")
+
+    def _start_or_end(self, request: ActiveRequest, waited: str) -> None:
+        """Send a request whose deadline has passed to a node with room and a link, or end the request.
+
+        `waited` is added to the message of the refusal.
+        """
+        text = ""
+        result = self._aliases.decide(request)
+        while isinstance(result, Placement) and request.life.in_a_row < MAX_NODES_IN_A_ROW:
             chosen = result.chosen
-            text = ""
             if self._crowds.must_end(request, chosen):
-                text = f"other API keys use {chosen.name} up to its limit: retry{waited}"
-            elif not self._assignment.start_attempt(request, chosen, chosen.need):
-                text = f"the link to {chosen.name} ended: retry{waited}"
-            if text:
-                self._endings.deny(request, Refused(RefusalCode.DEADLINE, text, None, 1.0))
+                text = f"other API keys use {chosen.name} up to its limit: retry"
+                break
+            if self._assignment.start_attempt(request, chosen, chosen.need):
+                return
+            text = f"the link to {chosen.name} ended: retry"
+            result = self._aliases.decide(request)
+        if isinstance(result, NoPlacement) and not text:
+            refused = result.refused
+        else:
+            refused = Refused(RefusalCode.DEADLINE, text, None, 1.0)
+        self._endings.deny(request, replace(refused, message=refused.message + waited))

@@ -32,6 +32,7 @@ from wire.frames import (
     FetchChunk,
     FetchRequest,
     Frame,
+    Goodbye,
     Hello,
     LeaseEnded,
     LeaseGranted,
@@ -226,12 +227,15 @@ async def test_a_coordinator_lends_watches_fetches_and_acknowledges_over_the_lin
             pass
 
 
-async def test_a_stopping_node_reports_the_end_of_its_job_first(tmp_path: Path):
+async def test_a_stopping_node_drains_then_ends_its_job_then_signs_off(tmp_path: Path):
     async with linked(tmp_path) as (node, lines):
         line = await asyncio.wait_for(lines.get(), 20)
         line.send(LeaseRequest("l-1", 1, "video_1", "tiny-wan", LEASE, msgspec.json.encode(LONG)))
         await line.until(LeaseGranted, 20)
-        await node.lender.stop()
-        assert (await line.until(LeaseEnded, 20)).code == "node_stopping"
-        line.send(LeaseRequest("l-2", 1, "video_2", "tiny-wan", LEASE, msgspec.json.encode(JOB)))
-        assert (await line.until(LeaseRefused, 20)).code == "node_stopping"
+        await node.agent.stop(0.0)
+        frames = await line.ended(20)
+        (draining,) = [at for at, frame in enumerate(frames) if isinstance(frame, Report) and frame.draining][:1]
+        (ended,) = [at for at, frame in enumerate(frames) if isinstance(frame, LeaseEnded)]
+        (goodbye,) = [at for at, frame in enumerate(frames) if isinstance(frame, Goodbye)]
+        assert draining < ended < goodbye, "nothing new is sent to the node while its worker ends"
+        assert [frame.code for frame in frames if isinstance(frame, LeaseEnded)] == ["node_stopping"]

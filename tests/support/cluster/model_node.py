@@ -97,7 +97,6 @@ class ModelNode:
 
     async def stop(self) -> None:
         """End the node and its processes."""
-        await self._node.model_orders.stop()
         await self._node.agent.stop(0.0)
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)

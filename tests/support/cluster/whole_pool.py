@@ -40,6 +40,8 @@ class Served:
     cluster: LoopbackCluster
     built: Application
     call: Callable[[Callable[[], object]], object]
+    folder: Path
+    """State folder, with the log."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -109,7 +111,7 @@ def served(*nodes: LoopbackNode, front: bool = True, **settings: object) -> Iter
 
                         return asyncio.run_coroutine_threadsafe(done(), loop).result(20)
 
-                    made.append(Served(url, built.document(), keys, cluster, built, call))
+                    made.append(Served(url, built.document(), keys, cluster, built, call, Path(folder)))
                     stop.append(lambda: loop.call_soon_threadsafe(ended.set))
                     begun.set()
                     await ended.wait()

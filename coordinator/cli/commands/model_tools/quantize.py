@@ -64,7 +64,7 @@ def _wait_for_end(session: ApiSession, started: dict[str, Any]) -> dict[str, Any
         while row["state"] == "running":
             show(row)
             pause.wait(POLL_INTERVAL_SECONDS)
-            row = session.request_json("GET", f"{_PATH}/{quote(row['id'], safe='')}")["quantization"]
+            row = session.poll_json(f"{_PATH}/{quote(row['id'], safe='')}")["quantization"]
     return row
 
 

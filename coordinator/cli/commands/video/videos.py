@@ -14,7 +14,7 @@ import click
 
 from coordinator.cli.commands.tokens_and_keys import Duration, format_minute
 from coordinator.cli.group import CommandGroup
-from coordinator.client.api_client import ApiSession, print_table, session_options
+from coordinator.client.api_client import RESTART_SECONDS, ApiSession, print_table, session_options
 from coordinator.client.errors import NOT_FOUND, REFUSED, TIMED_OUT, CommandError
 from coordinator.client.terminal_text import get_raw_stream, replace_control_characters
 from wire.units import show_size
@@ -64,7 +64,11 @@ def show(session: ApiSession, video: str) -> None:
 
 
 def _fetch_video(session: ApiSession, video: str) -> dict[str, Any]:
-    return session.request_json("GET", f"/v1/videos/{quote(video, safe='')}")
+    return session.request_json("GET", _get_path(video))
+
+
+def _get_path(video: str) -> str:
+    return f"/v1/videos/{quote(video, safe='')}"
 
 
 def _print_video(video: dict[str, Any]) -> None:
@@ -180,7 +184,8 @@ def _raise_if_failed(job: dict[str, Any]) -> None:
 def _wait_for_video(session: ApiSession, video: str, timeout: float | None) -> dict[str, Any]:
     began, last_phase, pause = time.monotonic(), "", threading.Event()
     with _open_progress(session) as bar:
-        while (job := _fetch_video(session, video))["status"] not in ("completed", "failed"):
+        job = _fetch_video(session, video)
+        while job["status"] not in ("completed", "failed"):
             if timeout is not None and time.monotonic() - began >= timeout:
                 raise CommandError(
                     TIMED_OUT,
@@ -188,6 +193,8 @@ def _wait_for_video(session: ApiSession, video: str, timeout: float | None) -> d
                 )
             last_phase = bar.show_progress(job["progress"], replace_control_characters(job["phase"]), last_phase)
             pause.wait(POLL_INTERVAL_SECONDS)
+            left = RESTART_SECONDS if timeout is None else timeout - (time.monotonic() - began)
+            job = session.poll_json(_get_path(video), min(left, RESTART_SECONDS))
     return job
 
 

@@ -1,6 +1,6 @@
 // Models: their copies on each Mac, wishes, aliases and disks. Administrators pull, load, verify, want and delete them.
-import { html, useEffect, useState } from "/ui/vendor/preact.js";
-import { Nothing, PRESENT, Table, Wrong, call, clock, count, size, useAction, useAsked } from "/ui/pool.js";
+import { html, useState } from "/ui/vendor/preact.js";
+import { Nothing, PRESENT, Table, Wrong, call, clock, count, size, useAction, usePolled } from "/ui/pool.js";
 import { NewPull, Pulls } from "/ui/views/pulls.js";
 
 const RELOAD_MS = 5000;
@@ -99,12 +99,7 @@ const Disks = ({ nodes }) => html`<section class="card" aria-label="Disks"><h3>D
 
 // The models and aliases of the live stream, or, for a key that may not read it, those that it may use.
 export function useModels(pool, own) {
-  const [asked, error, reload] = useAsked(own.metrics ? "" : "/api/v1/models");
-  useEffect(() => {
-    if (own.metrics) return;
-    const timer = setInterval(reload, RELOAD_MS);
-    return () => clearInterval(timer);
-  }, [own.metrics]);
+  const [asked, error] = usePolled(own.metrics ? "" : "/api/v1/models", () => RELOAD_MS);
   const { models, aliases = [] } = (own.metrics ? pool : asked) ?? {};
   return [models, error, aliases];
 }
@@ -126,7 +121,7 @@ export function Models({ pool, own }) {
   const fits = ({ name }) => name.toLowerCase().includes(wanted);
   const rows = withWishes(models, pool.wishes ?? []), shown = rows.filter(fits), named = aliases.filter(fits);
   const disks = (pool.nodes ?? []).filter((node) => PRESENT.includes(node.state) && node.disk.total);
-  return html`<p class="good" role="status">${note}</p>
+  return html`<p class="good" role="status">${note}</p><${Wrong} text=${error} />
     ${own.admin ? html`<${NewPull} announce=${announce} />` : null}
     <${Pulls} pulls=${pool.pulls ?? []} own=${own} announce=${announce} />
     ${rows.length || aliases.length ? html`<p class="row"><label>Search <input type="search" value=${text} placeholder="model or alias" onInput=${(event) => setText(event.target.value)} /></label>

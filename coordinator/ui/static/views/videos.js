@@ -1,6 +1,6 @@
 // Video jobs: queue, progress, and a player for completed videos.
 import { html, useEffect, useState } from "/ui/vendor/preact.js";
-import { Nothing, Wrong, ask, call, useAction, useAsked, when } from "/ui/pool.js";
+import { Nothing, Wrong, ask, call, useAction, usePolled, when } from "/ui/pool.js";
 
 function Player({ id }) {
   const [url, setUrl] = useState("");
@@ -13,10 +13,12 @@ function Player({ id }) {
     : html`<button disabled=${busy} onClick=${load}>Play</button><${Wrong} text=${error} />`;
 }
 
+const isOpen = (job) => job.status === "queued" || job.status === "in_progress";
+
 function Job({ job, reload }) {
   const [end, { busy, error }] = useAction(async (method, path) => { await call(method, path); reload(); });
   const path = `/v1/videos/${encodeURIComponent(job.id)}`;
-  const open = job.status === "queued" || job.status === "in_progress";
+  const open = isOpen(job);
   return html`<section class="card" aria-label=${job.id}><div class="row spread"><h3>${job.model}</h3><span class=${`badge ${job.status === "failed" ? "bad" : "good"}`}>${job.status}</span></div>
     <p class="says">${job.prompt ?? ""}</p>
     <p class="small quiet">${job.size}, ${job.seconds} s, ${when(job.created_at)}${job.phase ? `: ${job.phase}` : ""}</p>
@@ -27,13 +29,8 @@ function Job({ job, reload }) {
 }
 
 export function Videos() {
-  const [list, error, reload] = useAsked("/v1/videos?limit=50&order=desc");
-  const open = list?.data.some((job) => job.status === "queued" || job.status === "in_progress");
-  useEffect(() => {
-    const timer = setInterval(reload, open ? 1000 : 5000);
-    return () => clearInterval(timer);
-  }, [open]);
+  const [list, error, reload] = usePolled("/v1/videos?limit=50&order=desc", (list) => list?.data.some(isOpen) ? 1000 : 5000);
   if (!list) return html`<${Wrong} text=${error} />`;
-  if (!list.data.length) return html`<${Nothing}>There are no video jobs.<//>`;
-  return html`<div class="cards">${list.data.map((job) => html`<${Job} key=${job.id} job=${job} reload=${reload} />`)}</div>`;
+  if (!list.data.length) return html`<${Wrong} text=${error} /><${Nothing}>There are no video jobs.<//>`;
+  return html`<${Wrong} text=${error} /><div class="cards">${list.data.map((job) => html`<${Job} key=${job.id} job=${job} reload=${reload} />`)}</div>`;
 }

@@ -61,6 +61,16 @@ def test_a_condition_begins_when_its_rule_has_held_for_its_seconds_and_not_befor
     assert [one.since for one in conditions.list_active()] == [100.0]
 
 
+def test_a_condition_begins_in_time_although_the_clock_is_set_back():
+    conditions = ConditionEvaluator([LATE])
+    conditions.evaluate(m(a=1), 90_000.0)
+    for now in (100.0, 129.9):
+        conditions.evaluate(m(a=1, b=1), now)
+        assert conditions.list_active() == []
+    conditions.evaluate(m(a=1), 130.0)
+    assert [(one.node, one.since) for one in conditions.list_active()] == [("a", 100.0)]
+
+
 def test_a_condition_that_rests_once_begins_again_from_zero():
     conditions = ConditionEvaluator([LATE])
     for now, value in ((0.0, 1), (25.0, 0), (30.0, 1), (55.0, 1)):
@@ -248,3 +258,14 @@ def test_a_rise_is_of_its_own_window_and_older_ones_are_forgotten():
     finally:
         tracemalloc.stop()
     assert held < 50_000
+
+
+def test_a_rise_before_a_clock_that_is_set_back_is_forgotten_in_time():
+    history = SampleHistory({"c": frozenset({30.0})})
+    for now, value in ((90_000.0, 1.0), (90_010.0, 5.0), (100.0, 6.0)):
+        history.add_sample({"c": {A: value}}, now)
+    assert dict(history.iterate_increases("c", 30.0)) == {A: 5.0}
+    history.add_sample({"c": {A: 6.0}}, 129.0)
+    assert dict(history.iterate_increases("c", 30.0)) == {A: 5.0}
+    history.add_sample({"c": {A: 6.0}}, 130.0)
+    assert dict(history.iterate_increases("c", 30.0)) == {A: 0.0}

@@ -8,6 +8,7 @@ import os
 import shutil
 import sqlite3
 import stat
+import subprocess
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -139,6 +140,22 @@ def test_backup_of_a_store_in_use_can_be_restored_elsewhere(
     assert not list(folder.glob(".backup-*"))
 
 
+def test_a_backup_deletes_what_killed_backups_left(home: tuple[Path, str], tmp_path: Path) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    folder, kept = home[0], os.getppid()
+    for process in (ended.pid, os.getpid(), kept):
+        (folder / f".backup-{process}-abc").mkdir()
+        (folder / f".backup-{process}-abc" / "cluster.db").touch()
+        (tmp_path / f"b.{process}.new").touch()
+        (tmp_path / f"other.{process}.new").touch()
+    (tmp_path / "b.999999999.new").mkdir()  # no backup makes such a folder
+    create_backup(folder, tmp_path / "b")
+    assert [path.name for path in folder.glob(".backup-*")] == [f".backup-{kept}-abc"]
+    assert {path.name for path in tmp_path.glob("b.*")} == {f"b.{kept}.new", "b.999999999.new"}
+    assert len(list(tmp_path.glob("other.*"))) == 3
+
+
 def test_generations_only_grow(home: tuple[Path, str], tmp_path: Path) -> None:
     first = create_backup(home[0], tmp_path / "b").file
     restore(first, tmp_path / "two", NOW)
@@ -156,7 +173,9 @@ def test_restore_moves_an_existing_state_aside_only_with_replace(home: tuple[Pat
     (other / "node").mkdir()
     with pytest.raises(RestoreError, match=rf"another cluster \({stranger}\).*--replace"):
         restore(saved, other, NOW)
-    with pytest.raises(RestoreError, match=r"this cluster already, after 1 starts.*revoked"):
+    with pytest.raises(
+        RestoreError, match=r"this cluster already, last changed at .*; the backup was made at .*revoked"
+    ):
         restore(saved, home[0], NOW)
     assert shows(other)[0] == stranger
     done = restore(saved, other, NOW, replace=True)

@@ -1,8 +1,10 @@
 """A restore reads valid backups, refuses any other file with the reason, and completes after an interruption."""
 
 import hashlib
+import os
 import shutil
 import sqlite3
+import time
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -87,14 +89,27 @@ def test_members_that_do_not_belong_together_are_not_used(saved: Path, tmp_path:
 
 def test_half_of_a_cluster_is_one_that_is_present(saved: Path, tmp_path: Path) -> None:
     state, name = tmp_path / "home", shows(tmp_path / "home")[0]
+    for file, changed in (("cluster.db", NOW - 60), ("authority/authority.pem", NOW - 3600)):
+        os.utime(state / file, (changed, changed))
     assert find_existing_cluster(tmp_path / "empty") is None
-    assert find_existing_cluster(state) == ExistingState(name, 1)
+    assert find_existing_cluster(state) == ExistingState(name, NOW - 60)
     shutil.copytree(state, tmp_path / "without-database")
     (tmp_path / "without-database" / "cluster.db").unlink()
-    assert find_existing_cluster(tmp_path / "without-database") == ExistingState(name, 0)
+    assert find_existing_cluster(tmp_path / "without-database") == ExistingState(name, NOW - 3600)
     shutil.rmtree(state / "authority")
-    assert find_existing_cluster(state) == ExistingState("", 1)
-    with pytest.raises(RestoreError, match="has this cluster already, after 1 starts"):
+    assert find_existing_cluster(state) == ExistingState("", NOW - 60)
+
+
+def test_a_second_restore_names_the_last_change_and_the_time_of_the_backup(saved: Path, tmp_path: Path) -> None:
+    """The epoch is no number of starts: a restore adds 1000 to it."""
+    state = tmp_path / "state"
+    restore(saved, state, NOW)
+    for file in ("cluster.db", "authority/authority.pem"):
+        os.utime(state / file, (NOW, NOW))
+    changed, made = (
+        time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when)) for when in (NOW, inspect_backup(saved).made)
+    )
+    with pytest.raises(RestoreError, match=f"last changed at {changed}; the backup was made at {made}\\. A restore"):
         restore(saved, state, NOW)
 
 
@@ -146,12 +161,9 @@ def test_a_restore_that_breaks_off_at_any_rename_is_finished_or_taken_back(
     assert len(finished) > 5
 
 
-def test_a_database_without_its_row_is_an_existing_cluster_without_epoch(saved: Path, tmp_path: Path) -> None:
+def test_a_database_without_its_row_belongs_to_no_cluster(saved: Path, tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / "home" / "cluster.db")) as connection, connection:
         connection.execute("DELETE FROM meta")
-    existing = find_existing_cluster(tmp_path / "home")
-    assert existing is not None
-    assert existing.epoch == 0
     file = rebuilt(saved, "cluster.db", (tmp_path / "home" / "cluster.db").read_bytes())
     with pytest.raises(RestoreError, match="belong to different clusters"):
         restore(file, tmp_path / "elsewhere", NOW)

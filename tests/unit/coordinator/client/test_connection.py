@@ -1,8 +1,10 @@
 """Connections that break: each is a clear error with its exit code, also after the first bytes of a body."""
 
+import json
 import socket
 import threading
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -95,3 +97,47 @@ def test_a_stream_with_an_error_status_raises_its_message(tmp_path: Path):
 def test_a_damaged_authority_is_a_clear_error():
     with pytest.raises(CommandError, match="the stored authority of the coordinator is damaged"):
         send_request(CoordinatorAddress("https://127.0.0.1:1", "k", "no certificate"), "GET", "/")
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_a_command_that_waits_continues_after_a_restart_of_the_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, returns: bool
+):
+    monkeypatch.setattr("coordinator.client.api_client.RESTART_POLL_SECONDS", 0.001)
+    (tmp_path / "key").write_text("mp_key")
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor() as threads:
+        listening.settimeout(20)
+        session = ApiSession(tmp_path, f"http://127.0.0.1:{listening.getsockname()[1]}", tmp_path / "key", "text")
+        polled = threads.submit(session.poll_json, "/api/v1/pulls/p-1", 60.0 if returns else 0.0)
+        for response in (b"", b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"schema": 1}')[: 1 + returns]:
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(65_536)
+                connection.sendall(response)
+        if returns:
+            assert polled.result() == {"schema": 1}
+        else:
+            with pytest.raises(CommandError, match="cannot be reached"):
+                polled.result()
+
+
+def test_a_request_that_meets_a_restart_of_the_coordinator_uses_its_new_key(tmp_path: Path):
+    """The request waits in the queue of the port until the new coordinator has written `run.json` and accepts."""
+    run, keys = tmp_path / "run.json", list[bytes]()
+
+    def accept(listening: socket.socket, response: bytes) -> None:
+        connection, _ = listening.accept()
+        with connection:
+            keys.append(connection.recv(65_536).partition(b"Bearer ")[2].partition(b"\r")[0])
+            run.write_text(json.dumps({"url": url, "secret": "mp_new"}))
+            connection.sendall(response)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor() as threads:
+        listening.settimeout(20)
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        run.write_text(json.dumps({"url": url, "secret": "mp_old"}))
+        asked = threads.submit(ApiSession(tmp_path, None, None, "text").request_json, "GET", "/api/v1/keys")
+        accept(listening, b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 2\r\n\r\n{}")
+        accept(listening, b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"schema": 1}')
+        assert asked.result() == {"schema": 1}
+    assert keys == [b"mp_old", b"mp_new"]

@@ -51,6 +51,27 @@ async def test_log_reader_follows_appends_and_restarts_with_a_new_file(tmp_path:
     await reading.aclose()
 
 
+async def test_log_reader_reads_a_rotated_file_to_its_end(tmp_path: Path):
+    file = tmp_path / "x.log"
+    file.write_bytes(b"old\n")
+    reading = log_reader.read_log(file, 100, interval_seconds=0.001)
+    async with asyncio.timeout(30):
+        assert await anext(reading) == b"old\n"
+        with file.open("ab") as opened:
+            opened.write(b"last before the rotation\n")
+        file.rename(tmp_path / "x.log.1")
+        assert await anext(reading) == b"last before the rotation\n", "no file has the name during a rotation"
+        with (tmp_path / "x.log.1").open("ab") as opened:
+            opened.write(b"last\n")
+        file.write_bytes(b"a line that is longer than all of the former file together\n")
+        assert await anext(reading) == b"last\n"
+        assert await anext(reading) == file.read_bytes()
+        with file.open("ab") as opened:
+            opened.write(b"new\n")
+        assert await anext(reading) == b"new\n"
+    await reading.aclose()
+
+
 async def test_a_line_that_begins_with_the_newest_bytes_is_read(tmp_path: Path):
     file = tmp_path / "x.log"
     file.write_bytes(b"".join(b"line %d\n" % number for number in range(9)))

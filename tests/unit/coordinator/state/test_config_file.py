@@ -138,6 +138,21 @@ def test_check_of_a_named_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert (done.exit_code, says in done.output) == (code, True), done.output
 
 
+@pytest.mark.parametrize("content", [None, b"[cluster\n", b"name = '\xff'\n"])
+def test_show_names_the_fault_of_a_file_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+):
+    file = tmp_path / "config.toml"
+    if content is None:
+        file.mkdir()
+    else:
+        file.write_bytes(content)
+    done = invoke(monkeypatch, "show", "--state", str(tmp_path), "http.tls")
+    assert done.exit_code == 2
+    unreadable = f"Error: {file}: cannot be read: Is a directory: check the owner and the mode of the file\n"
+    assert done.stderr == unreadable if content is None else "not valid TOML" in done.stderr
+
+
 def test_show_gives_every_setting_its_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "config.toml").write_text(FILE)
     done = invoke(

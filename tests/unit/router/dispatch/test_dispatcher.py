@@ -358,6 +358,23 @@ async def test_refusal_at_the_deadline_names_a_lost_link(one: Cluster):
     assert outcome.message == "the link to node-a ended: retry (waited 31 s in the queue)"
 
 
+async def test_a_request_at_its_deadline_is_sent_to_a_node_with_a_link(two: Cluster):
+    for node in (A, B):
+        two.memory[node] = a_memory(20 * GIB)
+    two.report()
+    for key in ("ada", "bob"):
+        two.submit(prompt_tokens=100, key=key)
+    greedy = [two.submit(prompt_tokens=1500, key="greedy") for _ in range(16)]
+    waiting = [ticket for ticket in greedy if ticket.entry is not None]
+    assert len(waiting) > 1
+    two.now += 31
+    two.report()
+    two.cut = {A}
+    two.dispatcher.sweep()
+    assert {(ticket.node, ticket.outcome) for ticket in waiting} == {(B, None)}
+    assert any(step[1:] == ("no link", "node-a") for ticket in waiting for step in ticket.steps)
+
+
 async def test_crowding_key_is_refused_when_its_queue_share_is_full(one: Cluster):
     for key in ("ada", "bob"):
         one.submit(prompt_tokens=100, key=key)

@@ -10,6 +10,7 @@ import pytest
 
 from coordinator.cluster.links import link_admission
 from coordinator.cluster.links.link_admission import ALIVE_REPORT_AGE_SECONDS, LinkAdmission
+from coordinator.cluster.member_transitions import LOST_AFTER_SECONDS, SUSPECT_AFTER_SECONDS
 from node.agent.identity import NodeIdentity
 from tests.support.cluster.cluster_port import Port, hello, opened
 from wire.frames import Denied, Welcome
@@ -132,10 +133,26 @@ async def test_a_link_that_takes_over_leaves_one_older_link_of_its_process_open(
     third = await port.link(who, takeover=True)
     await first.ended(SECONDS)
     await port.until(lambda: table.retired == 2, SECONDS)
-    newest = await port.link(who)
-    await third.ended(SECONDS)
-    await asyncio.sleep(0.02)
-    assert not any(line.reader.at_eof() for line in (second, newest, *kept))
+    assert not any(line.reader.at_eof() for line in (second, third, *kept))
+
+
+@pytest.mark.parametrize("loss", ["silent", "closed", "replaced"])
+async def test_an_older_link_ends_once_the_requests_of_its_node_are_resumed(port: Port, loss: str):
+    """A Mac without power closes no connection: without this end, the coordinator would never close the older link."""
+    table, who = port.application.nodes.links.table, port.member("studio")
+    older = await port.link(who)
+    newest = await port.link(who, takeover=True)
+    await port.until(lambda: port.state(who) == "ready")
+    if loss == "silent":
+        registry, now = port.application.registry, asyncio.get_running_loop().time()
+        for seconds in (SUSPECT_AFTER_SECONDS, LOST_AFTER_SECONDS):
+            registry.tick(now + seconds + 1)
+    elif loss == "closed":
+        newest.close()
+    else:
+        await port.link(who)
+    await older.ended()
+    await port.until(lambda: table.retired == 0)
 
 
 async def test_a_link_of_another_process_takes_nothing_over(port: Port, monkeypatch: pytest.MonkeyPatch):

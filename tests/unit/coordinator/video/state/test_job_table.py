@@ -712,10 +712,11 @@ def test_fewer_ended_jobs_than_the_maximum_are_all_kept():
 
 
 def test_every_transition_of_a_job_is_stored():
+    """The controller stores a new job before its event."""
     story = Story()
     completed(story, 1)
     saved = [action.job for action in story.actions if isinstance(action, SaveJob)]
-    states = [JobState.QUEUED, JobState.LEASING, JobState.IN_PROGRESS, JobState.FINALIZING, JobState.COMPLETED]
+    states = [JobState.LEASING, JobState.IN_PROGRESS, JobState.FINALIZING, JobState.COMPLETED]
     assert [state for state in dict.fromkeys(job.state for job in saved)] == states  # noqa: C416
     assert saved[-1] == story.job(1)
 
@@ -760,6 +761,18 @@ def test_the_pause_of_a_node_that_refuses_has_bounds(asked: float, pause: float)
     job = story.place("a")
     story.tell(LeaseAnswered("a", LeaseRefused(job.lease, 1, "no_headroom", "no", retry_after=asked)))
     assert story.board.pauses == {"a": story.now + pause}
+
+
+def test_the_pause_of_a_node_ends_when_the_clock_is_set_back():
+    story = Story()
+    story.submit(1)
+    job = story.place("a")
+    story.tell(LeaseAnswered("a", LeaseRefused(job.lease, 1, "no_headroom", "no", retry_after=MAX_PAUSE_SECONDS)))
+    story.tell(JobTick())
+    assert "a" in story.board.pauses
+    story.now -= 1.0
+    story.tell(JobTick())
+    assert story.board.pauses == {}
 
 
 def test_a_running_job_keeps_the_begin_of_its_lease_over_a_restart():
