@@ -65,6 +65,25 @@ def test_the_likeliest_token_is_never_cut(
     assert np.array(left[0])[likeliest(row[0])] > -math.inf
 
 
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("top_p", [0.8, 0.95])
+def test_the_nucleus_of_a_large_vocabulary_has_its_probability(dtype: mx.Dtype, top_p: float):
+    logits = mx.array([[2.0, *np.linspace(0, -9, 50_000)]]).astype(dtype)
+    row = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    probabilities = np.exp(np.array(row.astype(mx.float32), np.float64))
+    probabilities /= probabilities.sum()
+    kept_tokens = np.array(apply_cuts(row, SamplingParameters(top_p=top_p))) > -math.inf
+    assert probabilities[kept_tokens].sum() == pytest.approx(top_p, abs=0.02)  # equal ones stay together
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("temperature", [1e-3, 1e-5, 1e-6, 1e-8, 1e-45])
+def test_a_small_temperature_leaves_the_likeliest_token(dtype: mx.Dtype, temperature: float):
+    row = mx.array([[-3.5, -2.5, -0.5, -1.0, -7.5, -math.inf]]).astype(dtype)
+    sampler = create_sampler(SamplingParameters(temperature), 7, 0, 0)
+    assert {sampler(row).item() for _ in range(20)} == {2}
+
+
 def drawn(seed: int, choice: int, start: int, count: int) -> list[int]:
     sampler = create_sampler(SamplingParameters(), seed, choice, start)
     return [int(np.array(sampler(ROW)).item()) for _ in range(count)]
