@@ -89,7 +89,8 @@ class NextToken(Generic[K]):
     token: int
     """Token id."""
     logprobs: mx.array
-    """Log probabilities of all tokens after the processors, before temperature and cuts, shape (vocabulary,)."""
+    """Log probabilities of all tokens after the processors, before temperature and cuts, in float32, shape
+    (vocabulary,)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,6 +134,7 @@ class DecodeBatch(Generic[K]):
         logits after the last id. Exceptions of MLX and mlx-lm propagate; the whole batch must then be discarded.
         """
         past, layers = list(ids), _merge_cache(cache, len(joining))
+        logits = logits.astype(mx.float32)
         drawn = [_draw_first(joining_row.guard, mx.array(past), logits) for joining_row in joining]
         tokens = mx.concatenate([token for token, _ in drawn])
         pending = self._build_pending(
@@ -183,7 +185,8 @@ class DecodeBatch(Generic[K]):
         count = len(joining)
         uids = list(range(self._next, self._next + count))
         self._next += count
-        batch = GenerationBatch(self._model, [], mx.array([], mx.uint32), [], [], [], choose_greedily, [], [], [])
+        model = cast("Any", self._compute_logits)
+        batch = GenerationBatch(model, [], mx.array([], mx.uint32), [], [], [], choose_greedily, [], [], [])
         state = cast("Any", batch)
         state.uids, state.prompt_cache, state.tokens = uids, layers, [past.copy() for past in pasts]
         state.samplers = [joining_row.guard.sampler for joining_row in joining]
@@ -194,6 +197,13 @@ class DecodeBatch(Generic[K]):
         state._num_tokens, state._matchers = [0] * count, [NO_STOPS.matcher() for _ in uids]
         evaluate(tokens, logprobs)
         return PendingRows(batch, dict(zip(uids, joining, strict=True)))
+
+    def _compute_logits(self, tokens: mx.array, cache: Layers) -> mx.array:
+        """Run a forward of the model, lazily, as `TextModel` does, but return logits in float32.
+
+        With 16 bits, the difference between a logit and the logarithm of the sum is a multiple of up to 1/8.
+        """
+        return self._model(tokens, cache=cache).astype(mx.float32)
 
     def wait(self) -> None:
         """Wait for the launched step, so that later work can be timed. Exceptions of the step propagate; the whole
