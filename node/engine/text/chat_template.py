@@ -7,12 +7,14 @@ template may run on several threads at the same time.
 
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from msgspec.structs import replace
 
 from node.engine.text.time_limit import Deadline
 from node.engine.text.tokenizer_errors import TemplateFailed
@@ -41,6 +43,8 @@ RESERVED: Final = frozenset(
     }
 )
 """Forbidden names of a request's template variables: they would change the call instead of the template's variables."""
+DEVELOPER: Final = "developer"
+"""Role of OpenAI's API for instructions of an application, as `system` was before."""
 RENDER_TIMEOUT_SECONDS: Final = 5.0
 """Time limit of a chat template in seconds. A conversation of 8 MB takes less than 1 s."""
 _NOW: ContextVar[int] = ContextVar("_NOW")
@@ -69,25 +73,45 @@ class ChatTemplate:
         if continued:
             variables["continue_final_message"] = True
         tools = parse_tools(request.tools) or None
+        source = "" if self._own_renderer else self._wrapper.get_chat_template(None, tools)
         if not self._own_renderer:
-            _set_clock(self._wrapper.get_chat_template(None, tools))
+            _set_clock(source)
+        given = convert_developer_messages(request.messages, is_known=DEVELOPER in source)
         moment = _NOW.set(request.created)
         try:
-            return self._apply_template(request, tools, continued, variables)
+            return self._apply_template(given, tools, continued, variables)
         finally:
             _NOW.reset(moment)
 
     def _apply_template(
-        self, request: Generate, tools: list[object] | None, continued: bool, variables: dict[str, object]
+        self, given: Sequence[Message], tools: list[object] | None, continued: bool, variables: dict[str, object]
     ) -> str:
         with Deadline(RENDER_TIMEOUT_SECONDS, f"the chat template took more than {RENDER_TIMEOUT_SECONDS:.0f} s"):
-            messages = [_to_template_message(message, self._own_renderer) for message in request.messages]
+            messages = [_to_template_message(message, self._own_renderer) for message in given]
             return cast(
                 "str",
                 cast("Any", self._wrapper).apply_chat_template(
                     messages, tools=tools, add_generation_prompt=not continued, tokenize=False, **variables
                 ),
             )
+
+
+def convert_developer_messages(messages: Sequence[Message], *, is_known: bool) -> Sequence[Message]:
+    """Return messages without the role `developer`, unless the template knows that role (`is_known`).
+
+    Most templates leave out messages of an unknown role, or raise. These messages therefore become system messages. At
+    the beginning they are joined with their neighbours, because many templates take only one message there.
+    """
+    if all(message.role != DEVELOPER for message in messages):
+        return messages
+    opening = list(takewhile(lambda message: message.role in ("system", DEVELOPER), messages))
+    rest = messages[len(opening) :]
+    if any(message.role == DEVELOPER for message in opening):
+        opening = [replace(opening[0], content="\n\n".join(message.content for message in opening))]
+    found = [*opening, *rest]
+    if is_known:
+        return found
+    return [replace(message, role="system") if message.role == DEVELOPER else message for message in found]
 
 
 def _format_now(form: str) -> str:

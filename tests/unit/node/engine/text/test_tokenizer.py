@@ -77,6 +77,29 @@ def test_the_template_sees_every_part_of_a_message(tmp_path: Path):
     assert (given["tools"], given["extra"], given["prompted"]) == (TOOLS, [1], True)
 
 
+KNOWS_DEVELOPERS = SHOWN + "{# developer #}"
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "given"),
+    [
+        (SHOWN, ["developer", "user"], [("system", "0"), ("user", "1")]),
+        (SHOWN, ["system", "developer", "developer", "user"], [("system", "0\n\n1\n\n2"), ("user", "3")]),
+        (SHOWN, ["user", "developer", "user"], [("user", "0"), ("system", "1"), ("user", "2")]),
+        (SHOWN, ["system", "system", "user"], [("system", "0"), ("system", "1"), ("user", "2")]),
+        (KNOWS_DEVELOPERS, ["developer", "user"], [("developer", "0"), ("user", "1")]),
+        (KNOWS_DEVELOPERS, ["system", "developer", "user"], [("system", "0\n\n1"), ("user", "2")]),
+        (KNOWS_DEVELOPERS, ["user", "developer"], [("user", "0"), ("developer", "1")]),
+    ],
+)
+def test_a_developer_message_reaches_templates_that_know_only_system_messages(
+    tmp_path: Path, template: str, roles: list[str], given: list[tuple[str, str]]
+):
+    messages = [Message(role, str(place)) for place, role in enumerate(roles)]
+    found = shown(with_template(tmp_path, template), ask(*messages, template='{"extra": 0}'))["messages"]
+    assert [(message["role"], message["content"]) for message in found] == given
+
+
 def test_without_tools_the_template_is_given_none(tmp_path: Path):
     model = with_template(tmp_path, SHOWN)
     assert [shown(model, ask(tools=tools, template='{"extra": 0}'))["tools"] for tools in ("", "[]")] == [None, None]
