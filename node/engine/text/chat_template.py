@@ -7,9 +7,11 @@ template may run on several threads at the same time.
 
 import importlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from hashlib import blake2b
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -45,6 +47,9 @@ RESERVED: Final = frozenset(
 """Forbidden names of a request's template variables: they would change the call instead of the template's variables."""
 DEVELOPER: Final = "developer"
 """Role of OpenAI's API for instructions of an application, as `system` was before."""
+SHORT_ID_CHARS: Final = 9
+"""Characters of the ids of calls that templates of Mistral's models accept. They raise for any other id."""
+_SHORT_IDS = re.compile(rf"\blength\s*!=\s*{SHORT_ID_CHARS}\b")
 RENDER_TIMEOUT_SECONDS: Final = 5.0
 """Time limit of a chat template in seconds. A conversation of 8 MB takes less than 1 s."""
 _NOW: ContextVar[int] = ContextVar("_NOW")
@@ -77,6 +82,8 @@ class ChatTemplate:
         if not self._own_renderer:
             _set_clock(source)
         given = convert_developer_messages(request.messages, is_known=DEVELOPER in source)
+        if _SHORT_IDS.search(source):
+            given = [shorten_call_ids(message) for message in given]
         moment = _NOW.set(request.created)
         try:
             return self._apply_template(given, tools, continued, variables)
@@ -112,6 +119,19 @@ def convert_developer_messages(messages: Sequence[Message], *, is_known: bool) -
     if is_known:
         return found
     return [replace(message, role="system") if message.role == DEVELOPER else message for message in found]
+
+
+def shorten_call_ids(message: Message) -> Message:
+    """Return a message whose ids of calls have `SHORT_ID_CHARS` letters and digits. Equal ids stay equal."""
+    calls = tuple(replace(call, id=_shorten_id(call.id)) for call in message.tool_calls)
+    result_of = _shorten_id(message.tool_call_id) if message.tool_call_id else ""
+    return replace(message, tool_calls=calls, tool_call_id=result_of)
+
+
+def _shorten_id(name: str) -> str:
+    if len(name) == SHORT_ID_CHARS and name.isascii() and name.isalnum():
+        return name
+    return blake2b(name.encode(), digest_size=SHORT_ID_CHARS).hexdigest()[:SHORT_ID_CHARS]
 
 
 def _format_now(form: str) -> str:

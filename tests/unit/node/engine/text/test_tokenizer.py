@@ -100,6 +100,27 @@ def test_a_developer_message_reaches_templates_that_know_only_system_messages(
     assert [(message["role"], message["content"]) for message in found] == given
 
 
+CHECKS_IDS = (
+    "{% for message in messages %}{% for id in message.tool_calls | map(attribute='id') | list"
+    " + ([message.tool_call_id] if message.tool_call_id else []) %}"
+    "{% if id|length != 9 %}{{ raise_exception('Tool call IDs should have length 9!') }}{% endif %}"
+    "{{ id }},{% endfor %}{% endfor %}"
+)
+
+
+def test_the_ids_of_calls_suit_templates_that_check_their_length(tmp_path: Path):
+    model = with_template(tmp_path, CHECKS_IDS)
+    calls = tuple(
+        ToolCall(name, "look", "{}") for name in ("call_0123456789abcdef_0", "call_0123456789abcdef_1", "a1B2c3D4e")
+    )
+    results = [Message("tool", "seen", tool_call_id=call.id) for call in calls]
+    ids = text(model, model.tokenize_request(ask(USER, Message("assistant", tool_calls=calls), *results)).ids)
+    first, second, third, *again, _ = ids.split(",")
+    assert [first, second, third] == again
+    assert (len({first, second, third}), third) == (3, "a1B2c3D4e")
+    assert (first + second).isalnum()
+
+
 def test_without_tools_the_template_is_given_none(tmp_path: Path):
     model = with_template(tmp_path, SHOWN)
     assert [shown(model, ask(tools=tools, template='{"extra": 0}'))["tools"] for tools in ("", "[]")] == [None, None]
