@@ -18,6 +18,7 @@ Stop sequences, limits and the lazily extracted cache at a row's end are not use
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import mlx.core as mx
@@ -112,7 +113,7 @@ class DecodeBatch(Generic[K]):
 
     def __init__(self, model: TextModel) -> None:
         self._called: float | None = None
-        self._model = model
+        self._model = cast("Any", partial(_compute_logits, model))
         self._batch: GenerationBatch | None = None
         self._rows: dict[int, JoiningRow[K]] = {}
         self._next = 0
@@ -185,8 +186,7 @@ class DecodeBatch(Generic[K]):
         count = len(joining)
         uids = list(range(self._next, self._next + count))
         self._next += count
-        model = cast("Any", self._compute_logits)
-        batch = GenerationBatch(model, [], mx.array([], mx.uint32), [], [], [], choose_greedily, [], [], [])
+        batch = GenerationBatch(self._model, [], mx.array([], mx.uint32), [], [], [], choose_greedily, [], [], [])
         state = cast("Any", batch)
         state.uids, state.prompt_cache, state.tokens = uids, layers, [past.copy() for past in pasts]
         state.samplers = [joining_row.guard.sampler for joining_row in joining]
@@ -197,13 +197,6 @@ class DecodeBatch(Generic[K]):
         state._num_tokens, state._matchers = [0] * count, [NO_STOPS.matcher() for _ in uids]
         evaluate(tokens, logprobs)
         return PendingRows(batch, dict(zip(uids, joining, strict=True)))
-
-    def _compute_logits(self, tokens: mx.array, cache: Layers) -> mx.array:
-        """Run a forward of the model, lazily, as `TextModel` does, but return logits in float32.
-
-        With 16 bits, the difference between a logit and the logarithm of the sum is a multiple of up to 1/8.
-        """
-        return self._model(tokens, cache=cache).astype(mx.float32)
 
     def wait(self) -> None:
         """Wait for the launched step, so that later work can be timed. Exceptions of the step propagate; the whole
@@ -350,6 +343,14 @@ class DecodeBatch(Generic[K]):
         assert self._batch is not None  # noqa: S101 the callers have checked it
         for layer in self._batch.prompt_cache:
             evaluate(layer.state)
+
+
+def _compute_logits(model: TextModel, tokens: mx.array, cache: Layers) -> mx.array:
+    """Run a forward of the model, lazily, as `TextModel` does, but return logits in float32.
+
+    With 16 bits, the difference between a logit and the logarithm of the sum is a multiple of up to 1/8.
+    """
+    return model(tokens, cache=cache).astype(mx.float32)
 
 
 def _draw_first(guard: RowSampler, ids: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
