@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from wire.frames import GenerationParams
+from wire.frames import NO_REPETITION_PENALTY, GenerationParams
 
 Sampler = Callable[[mx.array], mx.array]
 """Function that chooses a token, shape (1,), from log probabilities."""
@@ -89,8 +89,9 @@ def _get_number(config: Mapping[str, object], key: str, default: float, least: f
 def resolve_sampling(params: GenerationParams, defaults: SamplingDefaults) -> SamplingParameters:
     """Return the sampling parameters of a request, with the model's defaults for those that are not set.
 
-    A repetition penalty of 1 counts as not set.
+    A repetition penalty of 1 counts as not set, and one of `NO_REPETITION_PENALTY` as 1.
     """
+    penalty = params.repetition_penalty
     return SamplingParameters(
         defaults.temperature if params.temperature is None else params.temperature,
         defaults.top_p if params.top_p is None else params.top_p,
@@ -98,7 +99,7 @@ def resolve_sampling(params: GenerationParams, defaults: SamplingDefaults) -> Sa
         defaults.min_p if params.min_p is None else params.min_p,
         params.presence_penalty,
         params.frequency_penalty,
-        defaults.repetition if params.repetition_penalty == 1 else params.repetition_penalty,
+        defaults.repetition if penalty == 1 else 1.0 if penalty == NO_REPETITION_PENALTY else penalty,
         params.logit_bias,
     )
 

@@ -3,6 +3,7 @@
 import math
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,7 +21,7 @@ from node.engine.scheduling.sampling import (
     resolve_sampling,
 )
 from tests.support.engine.text_engine import likeliest
-from wire.frames import GenerationParams
+from wire.frames import NO_REPETITION_PENALTY, GenerationParams
 
 ROW = mx.log(mx.array([[0.5, 0.25, 0.15, 0.1]]))
 KEYS = [12035550249420947055, 13309476754707697221, 9391409690812996836, 11984929618412882174, 3460257376661948410]
@@ -146,6 +147,9 @@ def test_the_request_wins_over_the_models_defaults():
         temperature=0.0, top_p=0.5, top_k=0, min_p=0.1, repetition_penalty=1.2, presence_penalty=1.0
     )
     assert resolve_sampling(asked, defaults) == SamplingParameters(0.0, 0.5, 0, 0.1, 1.0, 0.0, 1.2)
+    off = GenerationParams(repetition_penalty=NO_REPETITION_PENALTY)
+    assert resolve_sampling(off, defaults).repetition == 1
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(off), type=GenerationParams) == off
 
 
 def test_a_strange_generation_config_is_read_as_far_as_it_makes_sense():
