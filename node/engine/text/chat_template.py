@@ -151,7 +151,10 @@ def _set_clock(source: str) -> None:
 
 def _to_template_message(message: Message, own_renderer: bool) -> dict[str, object]:
     """Return a message in the form of templates. Arguments are objects, because most templates iterate over them;
-    renderers in Python parse the text themselves."""
+    renderers in Python parse the text themselves.
+
+    Empty arguments, which clients send for functions without parameters, are an empty object.
+    """
     fields: dict[str, object] = {"role": message.role, "content": message.content}
     if message.name:
         fields["name"] = message.name
@@ -166,7 +169,7 @@ def _to_template_message(message: Message, own_renderer: bool) -> dict[str, obje
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": call.arguments if own_renderer else _parse_arguments(call.arguments),
+                    "arguments": (call.arguments or "{}") if own_renderer else _parse_arguments(call.arguments or "{}"),
                 },
             }
             for call in message.tool_calls

@@ -61,7 +61,12 @@ def test_the_template_sees_every_part_of_a_message(tmp_path: Path):
     call = ToolCall("c1", "look", '{"at": ["東京", 1]}')
     messages = (
         Message("user", "hi", name="ann"),
-        Message("assistant", "", tool_calls=(call, ToolCall("c2", "look", "not json")), reasoning="hm"),
+        Message(
+            "assistant",
+            "",
+            tool_calls=(call, ToolCall("c2", "look", "not json"), ToolCall("c3", "now", "")),
+            reasoning="hm",
+        ),
         Message("tool", "sunny", tool_call_id="c1"),
     )
     given = shown(with_template(tmp_path, SHOWN), ask(*messages, tools=json.dumps(TOOLS), template='{"extra": [1]}'))
@@ -72,6 +77,7 @@ def test_the_template_sees_every_part_of_a_message(tmp_path: Path):
     assert assistant["tool_calls"] == [
         {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"at": ["東京", 1]}}},
         {"id": "c2", "type": "function", "function": {"name": "look", "arguments": "not json"}},
+        {"id": "c3", "type": "function", "function": {"name": "now", "arguments": {}}},
     ]
     assert tool == {"role": "tool", "content": "sunny", "tool_call_id": "c1"}
     assert (given["tools"], given["extra"], given["prompted"]) == (TOOLS, [1], True)
