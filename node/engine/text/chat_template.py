@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from msgspec.structs import replace
 
-from node.engine.text.time_limit import Deadline
+from node.engine.text.time_limit import Deadline, DeadlineError
 from node.engine.text.tokenizer_errors import TemplateFailed
 from wire.frames import Generate, Message
 
@@ -47,6 +47,7 @@ RESERVED: Final = frozenset(
 """Forbidden names of a request's template variables: they would change the call instead of the template's variables."""
 DEVELOPER: Final = "developer"
 """Role of OpenAI's API for instructions of an application, as `system` was before."""
+_INSTRUCTIONS = frozenset({"system", DEVELOPER})
 SHORT_ID_CHARS: Final = 9
 """Characters of the ids of calls that templates of Mistral's models accept. They raise for any other id."""
 _SHORT_IDS = re.compile(rf"\blength\s*!=\s*{SHORT_ID_CHARS}\b")
@@ -65,7 +66,8 @@ class ChatTemplate:
 
     def render(self, request: Generate) -> str:
         """Return the text of a request's prompt. With the variable `continue_final_message`, the prompt ends within the
-        last message, which the answer continues; otherwise it ends with the beginning of an answer.
+        last message, which the answer continues; otherwise it ends with the beginning of an answer. System messages at
+        the beginning are joined if the template raises for several of them.
 
         Raise `TemplateFailed` if the model has no template, a variable is in `RESERVED`, the tools are no array, or the
         variables no object. Raise `ValueError` for tools or variables that are no JSON, `DeadlineError` after
@@ -87,6 +89,13 @@ class ChatTemplate:
         moment = _NOW.set(request.created)
         try:
             return self._apply_template(given, tools, continued, variables)
+        except DeadlineError:
+            raise
+        except Exception:
+            joined = join_opening(given)
+            if len(joined) == len(given):
+                raise
+            return self._apply_template(joined, tools, continued, variables)
         finally:
             _NOW.reset(moment)
 
@@ -111,14 +120,20 @@ def convert_developer_messages(messages: Sequence[Message], *, is_known: bool) -
     """
     if all(message.role != DEVELOPER for message in messages):
         return messages
-    opening = list(takewhile(lambda message: message.role in ("system", DEVELOPER), messages))
-    rest = messages[len(opening) :]
-    if any(message.role == DEVELOPER for message in opening):
-        opening = [replace(opening[0], content="\n\n".join(message.content for message in opening))]
-    found = [*opening, *rest]
+    opening = takewhile(lambda message: message.role in _INSTRUCTIONS, messages)
+    found = join_opening(messages) if any(message.role == DEVELOPER for message in opening) else messages
     if is_known:
         return found
     return [replace(message, role="system") if message.role == DEVELOPER else message for message in found]
+
+
+def join_opening(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return messages whose instructions at the beginning are one message, with the role of the first."""
+    opening = list(takewhile(lambda message: message.role in _INSTRUCTIONS, messages))
+    if len(opening) < 2:
+        return messages
+    text = "\n\n".join(message.content for message in opening)
+    return [replace(opening[0], content=text), *messages[len(opening) :]]
 
 
 def shorten_call_ids(message: Message) -> Message:

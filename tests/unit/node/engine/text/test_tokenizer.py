@@ -106,6 +106,19 @@ def test_a_developer_message_reaches_templates_that_know_only_system_messages(
     assert [(message["role"], message["content"]) for message in found] == given
 
 
+STRICT = (
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{{ message.content }}|{% endfor %}"
+)
+
+
+def test_system_messages_at_the_beginning_are_joined_for_a_template_that_takes_only_one(tmp_path: Path):
+    model, system = with_template(tmp_path, STRICT), [Message("system", "be brief"), Message("system", "be kind")]
+    assert text(model, model.tokenize_request(ask(*system, USER)).ids) == "be brief\n\nbe kind|hello|"
+    with pytest.raises(TemplateFailed, match="must be at the beginning"):
+        model.tokenize_request(ask(system[0], USER, system[1]))
+
+
 CHECKS_IDS = (
     "{% for message in messages %}{% for id in message.tool_calls | map(attribute='id') | list"
     " + ([message.tool_call_id] if message.tool_call_id else []) %}"
