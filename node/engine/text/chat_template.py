@@ -66,8 +66,8 @@ class ChatTemplate:
 
     def render(self, request: Generate) -> str:
         """Return the text of a request's prompt. With the variable `continue_final_message`, the prompt ends within the
-        last message, which the answer continues; otherwise it ends with the beginning of an answer. System messages at
-        the beginning are joined if the template raises for several of them.
+        last message, which the answer continues; otherwise it ends with the beginning of an answer. If the template
+        raises, it gets the messages of `simplify_turns` instead.
 
         Raise `TemplateFailed` if the model has no template, a variable is in `RESERVED`, the tools are no array, or the
         variables no object. Raise `ValueError` for tools or variables that are no JSON, `DeadlineError` after
@@ -92,10 +92,10 @@ class ChatTemplate:
         except DeadlineError:
             raise
         except Exception:
-            joined = join_opening(given)
-            if len(joined) == len(given):
+            simplified = simplify_turns(given)
+            if simplified == list(given):
                 raise
-            return self._apply_template(joined, tools, continued, variables)
+            return self._apply_template(simplified, tools, continued, variables)
         finally:
             _NOW.reset(moment)
 
@@ -134,6 +134,22 @@ def join_opening(messages: Sequence[Message]) -> Sequence[Message]:
         return messages
     text = "\n\n".join(message.content for message in opening)
     return [replace(opening[0], content=text), *messages[len(opening) :]]
+
+
+def simplify_turns(messages: Sequence[Message]) -> list[Message]:
+    """Return messages for templates that accept one system message, at the beginning, and no two user messages in a
+    row.
+
+    System messages at the beginning are joined. Later ones become user messages. User messages in a row are joined.
+    """
+    found = list[Message]()
+    for message in join_opening(messages):
+        turn = replace(message, role="user") if found and message.role in _INSTRUCTIONS else message
+        if found and turn.role == "user" and found[-1].role == "user":
+            found[-1] = replace(found[-1], content=f"{found[-1].content}\n\n{turn.content}")
+        else:
+            found.append(turn)
+    return found
 
 
 def shorten_call_ids(message: Message) -> Message:

@@ -107,16 +107,28 @@ def test_a_developer_message_reaches_templates_that_know_only_system_messages(
 
 
 STRICT = (
-    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
-    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}{{ message.content }}|{% endfor %}"
+    "{% for message in messages %}"
+    "{% if not loop.first and message.role in ('system', loop.previtem.role) %}"
+    "{{ raise_exception('the roles must alternate after a system message') }}{% endif %}"
+    "{{ message.role }}={{ message.content }}|{% endfor %}"
 )
 
 
-def test_system_messages_at_the_beginning_are_joined_for_a_template_that_takes_only_one(tmp_path: Path):
-    model, system = with_template(tmp_path, STRICT), [Message("system", "be brief"), Message("system", "be kind")]
-    assert text(model, model.tokenize_request(ask(*system, USER)).ids) == "be brief\n\nbe kind|hello|"
-    with pytest.raises(TemplateFailed, match="must be at the beginning"):
-        model.tokenize_request(ask(system[0], USER, system[1]))
+@pytest.mark.parametrize(
+    ("roles", "prompt"),
+    [
+        (["system", "system", "user"], "system=0\n\n1|user=2|"),
+        (["system", "user", "user", "assistant"], "system=0|user=1\n\n2|assistant=3|"),
+        (["user", "system", "assistant", "system"], "user=0\n\n1|assistant=2|user=3|"),
+        (["developer", "user", "developer"], "system=0|user=1\n\n2|"),
+    ],
+)
+def test_a_template_that_raises_for_the_order_of_roles_gets_simple_turns(tmp_path: Path, roles: list[str], prompt: str):
+    model = with_template(tmp_path, STRICT)
+    messages = [Message(role, str(place)) for place, role in enumerate(roles)]
+    assert text(model, model.tokenize_request(ask(*messages)).ids) == prompt
+    with pytest.raises(TemplateFailed, match="must alternate"):
+        model.tokenize_request(ask(Message("assistant", "a"), Message("assistant", "b")))
 
 
 CHECKS_IDS = (
