@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import partial
 from hashlib import blake2b
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, cast
@@ -67,7 +68,7 @@ class ChatTemplate:
     def render(self, request: Generate) -> str:
         """Return the text of a request's prompt. With the variable `continue_final_message`, the prompt ends within the
         last message, which the answer continues; otherwise it ends with the beginning of an answer. If the template
-        raises, it gets the messages of `simplify_turns` instead.
+        raises, or leaves out instructions, it gets the messages of `simplify_turns` instead.
 
         Raise `TemplateFailed` if the model has no template, a variable is in `RESERVED`, the tools are no array, or the
         variables no object. Raise `ValueError` for tools or variables that are no JSON, `DeadlineError` after
@@ -86,16 +87,20 @@ class ChatTemplate:
         given = convert_developer_messages(request.messages, is_known=DEVELOPER in source)
         if _SHORT_IDS.search(source):
             given = [shorten_call_ids(message) for message in given]
+        apply = partial(self._apply_template, tools=tools, continued=continued, variables=variables)
+        simplified = simplify_turns(given)
         moment = _NOW.set(request.created)
         try:
-            return self._apply_template(given, tools, continued, variables)
+            text = apply(given)
+            if simplified == list(given) or has_instructions(text, given):
+                return text
+            return apply(simplified)
         except DeadlineError:
             raise
         except Exception:
-            simplified = simplify_turns(given)
             if simplified == list(given):
                 raise
-            return self._apply_template(simplified, tools, continued, variables)
+            return apply(simplified)
         finally:
             _NOW.reset(moment)
 
@@ -134,6 +139,11 @@ def join_opening(messages: Sequence[Message]) -> Sequence[Message]:
         return messages
     text = "\n\n".join(message.content for message in opening)
     return [replace(opening[0], content=text), *messages[len(opening) :]]
+
+
+def has_instructions(text: str, messages: Sequence[Message]) -> bool:
+    """Return whether a prompt has the text of all system and developer messages."""
+    return all(message.content.strip() in text for message in messages if message.role in _INSTRUCTIONS)
 
 
 def simplify_turns(messages: Sequence[Message]) -> list[Message]:

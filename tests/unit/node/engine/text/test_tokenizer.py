@@ -131,6 +131,26 @@ def test_a_template_that_raises_for_the_order_of_roles_gets_simple_turns(tmp_pat
         model.tokenize_request(ask(Message("assistant", "a"), Message("assistant", "b")))
 
 
+DROPS = (
+    "{% for message in messages %}{% if loop.first or message.role == 'user' %}"
+    "{{ message.role }}={{ message.content | trim }}|{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("roles", "prompt"),
+    [
+        (["system", "user", "user"], "system=0|user=1|user=2|"),
+        (["system", "user", "system"], "system=0|user=1\n\n 2|"),
+        (["system", "system", "user"], "system=0\n\n 1|user=2|"),
+    ],
+)
+def test_a_template_that_leaves_instructions_out_gets_simple_turns(tmp_path: Path, roles: list[str], prompt: str):
+    model = with_template(tmp_path, DROPS)
+    messages = [Message(role, f" {place}") for place, role in enumerate(roles)]
+    assert text(model, model.tokenize_request(ask(*messages)).ids) == prompt
+
+
 CHECKS_IDS = (
     "{% for message in messages %}{% for id in message.tool_calls | map(attribute='id') | list"
     " + ([message.tool_call_id] if message.tool_call_id else []) %}"
