@@ -194,6 +194,21 @@ class RateLimits:
         meter.add(tokens, size, charge)
         return charge
 
+    def refuse_prompts(self, key: str, count: int) -> Refused | None:
+        """Return the refusal of a body with `count` prompts if the limits of the key can never admit all of them.
+
+        Return None if they can. Each prompt is a request.
+        """
+        limits = self.get_limits(key)
+        for most, unit in (
+            (limits.concurrency or self._settings.max_requests_per_key, "open"),
+            (limits.requests_per_minute, "per minute"),
+        ):
+            if most is not None and count > most:
+                text = f"{count} prompts are {count} requests, and the limit of this API key is {most} {unit}"
+                return Refused(RefusalCode.INVALID, f"{text}: send at most {show_count(most, 'prompt')} in one body")
+        return None
+
     def admit_video(self, key: str, model: str, open_videos: int, queued: int, now: float) -> Refused | None:
         """Admit a new video of a key that has `open_videos` videos, of which `queued` are in the queue.
 

@@ -35,7 +35,15 @@ from router.dispatch import count_tokens
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.request import RequestSpec
-from router.errors import NO_KEY, WRONG_KEY, Problem, build_missing_scope, build_not_found, build_wrong_method
+from router.errors import (
+    NO_KEY,
+    WRONG_KEY,
+    Problem,
+    build_missing_scope,
+    build_not_found,
+    build_wrong_method,
+    from_refused,
+)
 from router.http import respond
 from router.http.exchange import MAX_INLINE_BYTES, Exchange, Receive, Scope
 from router.http.sse import Send
@@ -179,6 +187,9 @@ class RouterApp:
             await self._refuse(exchange, key, parsed)
             return
         specs = parsed.to_specs(key.id, exchange.request_id, int(self._clock()))
+        if len(specs) > 1 and (refused := self._dispatcher.quotas.refuse_prompts(key.id, len(specs))) is not None:
+            await self._refuse(exchange, key, from_refused(refused, "prompt"))
+            return
         session = parse_session(exchange.get_header(SESSION_HEADER))
         if session:
             specs = tuple(replace(job, session=session) for job in specs)

@@ -140,12 +140,15 @@ async def _receive_until(receive: Receive, body: bytearray, limit: int, pause: i
 class DisconnectWatch:
     """Watcher that calls `on_disconnect` when the client leaves or the reception fails.
 
-    The watch begins at its creation. The caller must `close` it.
+    The watch begins at its creation, which calls `on_disconnect` if the client has left already. The caller must
+    `close` the watch.
     """
 
-    __slots__ = ("_on_disconnect", "_receive", "_stepper")
+    __slots__ = ("_on_disconnect", "_receive", "_stepper", "disconnected")
 
     def __init__(self, receive: Receive, on_disconnect: Callable[[], None]) -> None:
+        self.disconnected = False
+        """Whether the client has left or the reception has failed."""
         self._receive = cast("Callable[[], Step]", receive)
         self._on_disconnect = on_disconnect
         self._stepper = CoroutineDriver(self._handle_message)
@@ -158,6 +161,7 @@ class DisconnectWatch:
 
     def _handle_message(self, message: Message | None) -> None:
         if message is None or message["type"] == "http.disconnect":
+            self.disconnected = True
             self._on_disconnect()
         else:
             self._stepper.run(self._receive())

@@ -51,6 +51,8 @@ async def generate(
 
     watch = DisconnectWatch(exchange.receive, close_requests)
     try:
+        if watch.disconnected:  # since its body arrived, which a thread may have parsed meanwhile
+            return
         requests += (dispatcher.submit(job) for job in specs)
         request = requests[0] if len(requests) == 1 else MergedRequest(requests)
         if forward is not None and isinstance(request, ActiveRequest):

@@ -40,6 +40,7 @@ from wire.frames.model_files import (
 from wire.frames.registry import TAGS
 from wire.frames.requests import (
     MAX_ROWS_IN_STEP,
+    NO_REPETITION_PENALTY,
     SHARED_SCOPE,
     Admitted,
     CallConstraint,
@@ -89,6 +90,7 @@ __all__ = [
     "MAX_INPUTS",
     "MAX_ROWS_IN_STEP",
     "MAX_VECTORS_BYTES",
+    "NO_REPETITION_PENALTY",
     "NUMBER_BYTES",
     "SHARED_SCOPE",
     "TAGS",

@@ -1,5 +1,6 @@
 """Frames of requests and of commands about models, between the coordinator and the engine of a node."""
 
+import math
 from collections.abc import Sequence
 from enum import IntEnum, StrEnum
 from typing import Annotated
@@ -120,6 +121,11 @@ class GrammarSpec(WireStruct, frozen=True, array_like=True, gc=False):
     """Name of the only tool that may be called; empty for all."""
 
 
+NO_REPETITION_PENALTY = math.nextafter(1.0, 2.0)
+"""Repetition penalty of a request that turns the penalty of the model off: 1.0 is also that of a request without one.
+Nodes that do not know this number apply it without an effect."""
+
+
 class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
     """Sampling parameters and limits of a request. None selects the default of the model."""
 
@@ -136,7 +142,8 @@ class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
     presence_penalty: Real = 0.0
     frequency_penalty: Real = 0.0
     repetition_penalty: Real = 1.0
-    """Divides logits; 1 for none. The other penalties are subtracted."""
+    """Divides logits. 1 selects the default of the model, `NO_REPETITION_PENALTY` none. The other penalties are
+    subtracted."""
     logit_bias: Annotated[tuple[tuple[Tokens, Real], ...], Meta(max_length=MAX_BIASES)] = ()
     """Bias by token id."""
     logprobs: bool = False

@@ -18,6 +18,7 @@ Stop sequences, limits and the lazily extracted cache at a row's end are not use
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar, cast
 
 import mlx.core as mx
@@ -89,7 +90,8 @@ class NextToken(Generic[K]):
     token: int
     """Token id."""
     logprobs: mx.array
-    """Log probabilities of all tokens after the processors, before temperature and cuts, shape (vocabulary,)."""
+    """Log probabilities of all tokens after the processors, before temperature and cuts, in float32, shape
+    (vocabulary,)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +113,7 @@ class DecodeBatch(Generic[K]):
 
     def __init__(self, model: TextModel) -> None:
         self._called: float | None = None
-        self._model = model
+        self._model = cast("Any", partial(_compute_logits, model))
         self._batch: GenerationBatch | None = None
         self._rows: dict[int, JoiningRow[K]] = {}
         self._next = 0
@@ -133,6 +135,7 @@ class DecodeBatch(Generic[K]):
         logits after the last id. Exceptions of MLX and mlx-lm propagate; the whole batch must then be discarded.
         """
         past, layers = list(ids), _merge_cache(cache, len(joining))
+        logits = logits.astype(mx.float32)
         drawn = [_draw_first(joining_row.guard, mx.array(past), logits) for joining_row in joining]
         tokens = mx.concatenate([token for token, _ in drawn])
         pending = self._build_pending(
@@ -340,6 +343,14 @@ class DecodeBatch(Generic[K]):
         assert self._batch is not None  # noqa: S101 the callers have checked it
         for layer in self._batch.prompt_cache:
             evaluate(layer.state)
+
+
+def _compute_logits(model: TextModel, tokens: mx.array, cache: Layers) -> mx.array:
+    """Run a forward of the model, lazily, as `TextModel` does, but return logits in float32.
+
+    With 16 bits, the difference between a logit and the logarithm of the sum is a multiple of up to 1/8.
+    """
+    return model(tokens, cache=cache).astype(mx.float32)
 
 
 def _draw_first(guard: RowSampler, ids: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:

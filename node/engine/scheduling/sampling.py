@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from wire.frames import GenerationParams
+from wire.frames import NO_REPETITION_PENALTY, GenerationParams
 
 Sampler = Callable[[mx.array], mx.array]
 """Function that chooses a token, shape (1,), from log probabilities."""
@@ -25,6 +25,9 @@ Processor = Callable[[mx.array, mx.array], mx.array]
 """Function that returns changed logits, from the tokens so far (prompt and answer) and the logits of the next token."""
 
 _MASK = 2**64 - 1
+MIN_TEMPERATURE = 1e-6
+"""Minimum temperature of a draw. Below, the most likely token is chosen, as any draw would: differences between log
+probabilities become too large for float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class SamplingParameters:
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always chosen."""
-        return self.temperature == 0 or self.top_k == 1
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,9 @@ def _get_number(config: Mapping[str, object], key: str, default: float, least: f
 def resolve_sampling(params: GenerationParams, defaults: SamplingDefaults) -> SamplingParameters:
     """Return the sampling parameters of a request, with the model's defaults for those that are not set.
 
-    A repetition penalty of 1 counts as not set.
+    A repetition penalty of 1 counts as not set, and one of `NO_REPETITION_PENALTY` as 1.
     """
+    penalty = params.repetition_penalty
     return SamplingParameters(
         defaults.temperature if params.temperature is None else params.temperature,
         defaults.top_p if params.top_p is None else params.top_p,
@@ -95,7 +99,7 @@ def resolve_sampling(params: GenerationParams, defaults: SamplingDefaults) -> Sa
         defaults.min_p if params.min_p is None else params.min_p,
         params.presence_penalty,
         params.frequency_penalty,
-        defaults.repetition if params.repetition_penalty == 1 else params.repetition_penalty,
+        defaults.repetition if penalty == 1 else 1.0 if penalty == NO_REPETITION_PENALTY else penalty,
         params.logit_bias,
     )
 
@@ -147,10 +151,13 @@ def create_sampler(sampling: SamplingParameters, seed: int, choice: int, positio
 def apply_cuts(logprobs: mx.array, sampling: SamplingParameters) -> mx.array:
     """Return log probabilities (rows, vocabulary) after the temperature, with −inf outside top-k, top-p and min-p.
 
-    The argument has the same shape. The result is not normalized, and each row keeps at least one finite value. The
-    temperature must not be 0.
+    The argument has the same shape. The result is in float32 and not normalized, and each row keeps at least one finite
+    value. The temperature is at least `MIN_TEMPERATURE`.
+
+    The numbers of most models have 16 bits. In these, the sum of a softmax stops to grow before the end of a large
+    vocabulary, and a small temperature exceeds the range.
     """
-    scaled = logprobs * (1 / sampling.temperature)
+    scaled = logprobs.astype(mx.float32) * (1 / sampling.temperature)
     vocabulary = scaled.shape[-1]
     if 0 < sampling.top_k < vocabulary:
         least = mx.min(mx.topk(scaled, sampling.top_k, axis=-1), axis=-1, keepdims=True)

@@ -7,14 +7,19 @@ template may run on several threads at the same time.
 
 import importlib
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from datetime import UTC, datetime
+from functools import partial
+from hashlib import blake2b
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from msgspec.structs import replace
 
-from node.engine.text.time_limit import Deadline
+from node.engine.text.time_limit import Deadline, DeadlineError
 from node.engine.text.tokenizer_errors import TemplateFailed
 from wire.frames import Generate, Message
 
@@ -41,6 +46,12 @@ RESERVED: Final = frozenset(
     }
 )
 """Forbidden names of a request's template variables: they would change the call instead of the template's variables."""
+DEVELOPER: Final = "developer"
+"""Role of OpenAI's API for instructions of an application, as `system` was before."""
+_INSTRUCTIONS = frozenset({"system", DEVELOPER})
+SHORT_ID_CHARS: Final = 9
+"""Characters of the ids of calls that templates of Mistral's models accept. They raise for any other id."""
+_SHORT_IDS = re.compile(rf"\blength\s*!=\s*{SHORT_ID_CHARS}\b")
 RENDER_TIMEOUT_SECONDS: Final = 5.0
 """Time limit of a chat template in seconds. A conversation of 8 MB takes less than 1 s."""
 _NOW: ContextVar[int] = ContextVar("_NOW")
@@ -56,7 +67,8 @@ class ChatTemplate:
 
     def render(self, request: Generate) -> str:
         """Return the text of a request's prompt. With the variable `continue_final_message`, the prompt ends within the
-        last message, which the answer continues; otherwise it ends with the beginning of an answer.
+        last message, which the answer continues; otherwise it ends with the beginning of an answer. If the template
+        raises, or leaves out instructions, it gets the messages of `simplify_turns` instead.
 
         Raise `TemplateFailed` if the model has no template, a variable is in `RESERVED`, the tools are no array, or the
         variables no object. Raise `ValueError` for tools or variables that are no JSON, `DeadlineError` after
@@ -69,25 +81,98 @@ class ChatTemplate:
         if continued:
             variables["continue_final_message"] = True
         tools = parse_tools(request.tools) or None
+        source = "" if self._own_renderer else self._wrapper.get_chat_template(None, tools)
         if not self._own_renderer:
-            _set_clock(self._wrapper.get_chat_template(None, tools))
+            _set_clock(source)
+        given = convert_developer_messages(request.messages, is_known=DEVELOPER in source)
+        if _SHORT_IDS.search(source):
+            given = [shorten_call_ids(message) for message in given]
+        apply = partial(self._apply_template, tools=tools, continued=continued, variables=variables)
+        simplified = simplify_turns(given)
         moment = _NOW.set(request.created)
         try:
-            return self._apply_template(request, tools, continued, variables)
+            text = apply(given)
+            if simplified == list(given) or has_instructions(text, given):
+                return text
+            return apply(simplified)
+        except DeadlineError:
+            raise
+        except Exception:
+            if simplified == list(given):
+                raise
+            return apply(simplified)
         finally:
             _NOW.reset(moment)
 
     def _apply_template(
-        self, request: Generate, tools: list[object] | None, continued: bool, variables: dict[str, object]
+        self, given: Sequence[Message], tools: list[object] | None, continued: bool, variables: dict[str, object]
     ) -> str:
         with Deadline(RENDER_TIMEOUT_SECONDS, f"the chat template took more than {RENDER_TIMEOUT_SECONDS:.0f} s"):
-            messages = [_to_template_message(message, self._own_renderer) for message in request.messages]
+            messages = [_to_template_message(message, self._own_renderer) for message in given]
             return cast(
                 "str",
                 cast("Any", self._wrapper).apply_chat_template(
                     messages, tools=tools, add_generation_prompt=not continued, tokenize=False, **variables
                 ),
             )
+
+
+def convert_developer_messages(messages: Sequence[Message], *, is_known: bool) -> Sequence[Message]:
+    """Return messages without the role `developer`, unless the template knows that role (`is_known`).
+
+    Most templates leave out messages of an unknown role, or raise. These messages therefore become system messages. At
+    the beginning they are joined with their neighbours, because many templates take only one message there.
+    """
+    if all(message.role != DEVELOPER for message in messages):
+        return messages
+    opening = takewhile(lambda message: message.role in _INSTRUCTIONS, messages)
+    found = join_opening(messages) if any(message.role == DEVELOPER for message in opening) else messages
+    if is_known:
+        return found
+    return [replace(message, role="system") if message.role == DEVELOPER else message for message in found]
+
+
+def join_opening(messages: Sequence[Message]) -> Sequence[Message]:
+    """Return messages whose instructions at the beginning are one message, with the role of the first."""
+    opening = list(takewhile(lambda message: message.role in _INSTRUCTIONS, messages))
+    if len(opening) < 2:
+        return messages
+    text = "\n\n".join(message.content for message in opening)
+    return [replace(opening[0], content=text), *messages[len(opening) :]]
+
+
+def has_instructions(text: str, messages: Sequence[Message]) -> bool:
+    """Return whether a prompt has the text of all system and developer messages."""
+    return all(message.content.strip() in text for message in messages if message.role in _INSTRUCTIONS)
+
+
+def simplify_turns(messages: Sequence[Message]) -> list[Message]:
+    """Return messages for templates that accept one system message, at the beginning, and no two user messages in a
+    row.
+
+    System messages at the beginning are joined. Later ones become user messages. User messages in a row are joined.
+    """
+    found = list[Message]()
+    for message in join_opening(messages):
+        turn = replace(message, role="user") if found and message.role in _INSTRUCTIONS else message
+        if found and turn.role == "user" and found[-1].role == "user":
+            found[-1] = replace(found[-1], content=f"{found[-1].content}\n\n{turn.content}")
+        else:
+            found.append(turn)
+    return found
+
+
+def shorten_call_ids(message: Message) -> Message:
+    """Return a message whose ids of calls have `SHORT_ID_CHARS` letters and digits. Equal ids stay equal."""
+    calls = tuple(replace(call, id=_shorten_id(call.id)) for call in message.tool_calls)
+    result_of = _shorten_id(message.tool_call_id) if message.tool_call_id else ""
+    return replace(message, tool_calls=calls, tool_call_id=result_of)
+
+
+def _shorten_id(name: str) -> str:
+    if len(name) == SHORT_ID_CHARS and name.isascii() and name.isalnum():
+        return name
+    return blake2b(name.encode(), digest_size=SHORT_ID_CHARS).hexdigest()[:SHORT_ID_CHARS]
 
 
 def _format_now(form: str) -> str:
@@ -107,7 +192,10 @@ def _set_clock(source: str) -> None:
 
 def _to_template_message(message: Message, own_renderer: bool) -> dict[str, object]:
     """Return a message in the form of templates. Arguments are objects, because most templates iterate over them;
-    renderers in Python parse the text themselves."""
+    renderers in Python parse the text themselves.
+
+    Empty arguments, which clients send for functions without parameters, are an empty object.
+    """
     fields: dict[str, object] = {"role": message.role, "content": message.content}
     if message.name:
         fields["name"] = message.name
@@ -122,7 +210,7 @@ def _to_template_message(message: Message, own_renderer: bool) -> dict[str, obje
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": call.arguments if own_renderer else _parse_arguments(call.arguments),
+                    "arguments": (call.arguments or "{}") if own_renderer else _parse_arguments(call.arguments or "{}"),
                 },
             }
             for call in message.tool_calls

@@ -26,6 +26,9 @@ from wire.frames import Message, ToolCall
 
 MAX_INPUT_BYTES = 1024 * 1024
 """Maximum size of the `input` of one tool call, in bytes of its JSON."""
+ATTRIBUTION = "x-anthropic-billing-header:"
+"""Beginning of a line with which Claude Code begins its system prompt. The line is for Anthropic's billing, and has a
+checksum of the request. No later request would find its beginning in the prefix cache."""
 _JOINT = {"system": "\n\n", "user": "\n", "assistant": ""}
 
 
@@ -34,17 +37,26 @@ def convert_messages(
 ) -> list[Message] | Problem:
     """Return Anthropic's messages as messages of a frame, or a 400 problem with the path of the wrong block.
 
-    The system prompt `system`, if there is one, comes first. Neighbours of one role are merged, except tool results.
+    The system prompt `system`, if there is one, comes first, without attribution lines (`ATTRIBUTION`). Neighbours of
+    one role are merged, except tool results.
     """
     messages: list[Message] = []
-    if system:
-        messages.append(Message("system", join_texts(system, _JOINT["system"])))
+    prompt = _join_system(system)
+    if prompt:
+        messages.append(Message("system", prompt))
     for at, message in enumerate(body_messages):
         for part in _convert_blocks(message, f"messages[{at}]"):
             if isinstance(part, Problem):
                 return part
             messages.append(part)
     return [_merge_run(role, list(run)) for role, run in _group_runs(messages)]
+
+
+def _join_system(system: str | list[TextBlock] | None) -> str:
+    """Return the text of a system prompt without attribution lines at the beginning of its blocks."""
+    texts = [system] if isinstance(system, str) else [block.text for block in system or ()]
+    kept = [text if not text.startswith(ATTRIBUTION) else text.partition("\n")[2].lstrip("\n") for text in texts]
+    return _JOINT["system"].join(new for text, new in zip(texts, kept, strict=True) if new or not text)
 
 
 def join_texts(content: str | Sequence[TextBlock] | None, joint: str = "\n") -> str:

@@ -103,12 +103,17 @@ def is_cut_short(finished: Finished) -> bool:
     return bool(finished.reasons) and finished.reasons[0] == "length"
 
 
-def build_output(outline: ResponseMeta, assembled: SingleChoiceAnswer) -> list[Shape]:
-    """Return the output items of a whole answer: reasoning, text, and calls."""
+def build_output(outline: ResponseMeta, assembled: SingleChoiceAnswer, *, cut: bool) -> list[Shape]:
+    """Return the output items of a whole answer: reasoning, text, and calls.
+
+    With `cut`, the token limit has ended the answer: its last item is incomplete, unless it is a call.
+    """
     output: list[Shape] = []
     for channel, text in ((Channel.REASONING, assembled.reasoning), (Channel.CONTENT, assembled.content)):
         if text:
             output.append(_build_text_item(channel, outline.get_item_id(len(output), channel), "completed", text))
+    if cut and output and not assembled.calls:
+        output[-1]["status"] = "incomplete"
     for call in assembled.calls:
         output.append(outline.build_call_item(outline.get_item_id(len(output), Channel.TOOL_CALL), "completed", call))
     return output
@@ -130,7 +135,8 @@ def encode_response(
 ) -> tuple[bytes, SingleChoiceAnswer]:
     """Return the whole answer to a request without a stream as JSON, and its content."""
     assembled = assemble_answer(answer)
-    return msgspec.json.encode(outline.build_finished_body(spec, build_output(outline, assembled), finished)), assembled
+    output = build_output(outline, assembled, cut=is_cut_short(finished))
+    return msgspec.json.encode(outline.build_finished_body(spec, output, finished)), assembled
 
 
 class ResponseChunks:

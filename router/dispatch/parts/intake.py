@@ -14,7 +14,7 @@ from router.dispatch.request import RequestSpec
 from router.dispatch.resource_demand import find_features
 from router.placement.prefix_affinity import NOWHERE, PrefixAffinity, PrefixHashChain, compute_hash_chain
 from wire.capacity.fairness import WeightedKey
-from wire.frames import CountTokens, GenerationParams, Message
+from wire.frames import NO_REPETITION_PENALTY, CountTokens, GenerationParams, Message
 from wire.identity import NodeId
 from wire.refusals import Refused
 
@@ -22,6 +22,9 @@ MIN_AFFINITY_BYTES = 1024
 """Minimum bytes of a prompt without a session for prefix affinity: a shorter prompt is prefilled in an instant."""
 SEEDS = 1 << 53
 """Number of different seeds that the router draws: `draw` returns floats with 53 random bits."""
+
+
+REPETITION = "repetition_penalty"
 
 
 class Intake:
@@ -84,7 +87,7 @@ class Intake:
             number,
             now,
             demand=demand,
-            params=self._add_seed(spec),
+            params=_mark_penalty(self._add_seed(spec), spec.set_penalties),
             charged=charged,
             rates=(
                 self._quotas.list_rates(spec.key, now)
@@ -136,6 +139,9 @@ class Intake:
             params=params,
             template=spec.template if is_plain_text else profile.apply_to_template(spec.template),
             profile=target.profile,
+            set_penalties=spec.set_penalties
+            if profile.repetition_penalty is None
+            else spec.set_penalties | {REPETITION},
             context_limit=profile.context_limit or 0,
         )
 
@@ -164,3 +170,11 @@ class Intake:
         messages = (Message("", spec.text),) if spec.text else spec.messages
         shared = self._scopes.has_shared_prompt(messages)
         return compute_hash_chain(root, messages, spec.session, self._scopes.get_scope(spec.key), shared=shared)
+
+
+def _mark_penalty(params: GenerationParams, set_penalties: frozenset[str]) -> GenerationParams:
+    """Return the parameters with `NO_REPETITION_PENALTY` for a repetition penalty that is set to 1: a node applies the
+    default of the model otherwise."""
+    if params.repetition_penalty != 1 or REPETITION not in set_penalties:
+        return params
+    return replace(params, repetition_penalty=NO_REPETITION_PENALTY)

@@ -4,6 +4,7 @@ The index is built from the names of the files at start and holds no content. A 
 dictionary access for each block of 256 tokens.
 """
 
+import contextlib
 import os
 import threading
 from collections import OrderedDict, deque
@@ -165,8 +166,8 @@ class BlockIndex:
     def scan(self, folder: Path, *, clean: bool) -> None:
         """Replace the index by the files in the folders of all models, oldest first, without reading the files.
 
-        With `clean`, delete files that were not completed. Raise `OSError` if a folder cannot be read or a file cannot
-        be deleted.
+        With `clean`, delete files that were not completed. Leave out files and folders that another process deletes
+        meanwhile. Raise `OSError` if a folder cannot be read or a file cannot be deleted.
         """
         found = list[ScannedFile]()
         with os.scandir(folder) as entries:
@@ -190,18 +191,27 @@ class BlockIndex:
 def _scan_model(folder: Path, model: str, *, clean: bool) -> Iterator[ScannedFile]:
     """Yield the files of a model; with `clean`, delete those that were not completed.
 
-    Entries are read relative to their folder, which is faster than by their paths.
+    Entries are read relative to their folder, which is faster than by their paths. Another process may delete the
+    folder, or evict its files, meanwhile.
     """
-    place, is_whole_block = os.open(folder / model, os.O_RDONLY | os.O_DIRECTORY), WHOLE_BLOCK.fullmatch
+    is_whole_block = WHOLE_BLOCK.fullmatch
+    try:
+        place = os.open(folder / model, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return
     try:
         with os.scandir(place) as entries:
             for entry in entries:
                 last = entry.name
                 file = f"{model}/{last}"
                 if is_whole_block(last) or parse_name(file) is not None:
-                    stat = entry.stat(follow_symlinks=False)
+                    try:
+                        stat = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue
                     yield stat.st_mtime, file, stat.st_size
                 elif clean and last.endswith(TEMPORARY):
-                    os.unlink(last, dir_fd=place)
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(last, dir_fd=place)
     finally:
         os.close(place)

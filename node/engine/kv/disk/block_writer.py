@@ -176,6 +176,8 @@ class BlockWriter:
             os.replace(temporary, target)
         except OSError:
             temporary.unlink(missing_ok=True)
+            if self._discard:  # its folder was deleted as well
+                return
             raise
         with self._changed:
             if self._discard:

@@ -71,8 +71,9 @@ class DiskCache:
         """Entries that wait to be written."""
         self._copies: dict[str, dict[bytes, DiskCopy]] = {}
         """Copies of entries by the file without which a copy is of no use, and by the hash of the prompt."""
-        self._unwritten: list[tuple[DiskCopy, set[str]]] = []
-        """Copies of which parts may still wait for the writer, each with the files to check."""
+        self._unwritten: list[tuple[DiskCopy, set[str], list[str]]] = []
+        """Copies of which parts may still wait for the writer. Each has the files to check, and all of its files in the
+        order of the blocks."""
         self._unusable = set[str]()
         """Files that `remove_parts` left in the folder, because another process writes to it."""
         self._read_speed = FIRST_READ_SPEED
@@ -173,22 +174,34 @@ class DiskCache:
 
     def _take_dropped(self) -> list[DiskCopy]:
         """Return the copies of which a part was dropped and not written, and forget those whose parts are all
-        written."""
+        written.
+
+        Mark the files of the latter as used. Without that, the files of a prompt that they continue are older, and the
+        first file is evicted first.
+        """
         waiting = self.queue.launched | (set[str]() if self.writer is None else self.writer.waiting)
         unwritten, dropped = self._unwritten, list[DiskCopy]()
         self._unwritten = []
-        for copy, files in unwritten:
+        for copy, files, ordered in unwritten:
             if not self._index.has_files(files - waiting):
                 dropped.append(copy)
             elif files & waiting:
-                self._unwritten.append((copy, files & waiting))
+                self._unwritten.append((copy, files & waiting, ordered))
+            else:
+                self._mark_used(ordered)
         return dropped
+
+    def _mark_used(self, files: list[str]) -> None:
+        """Mark the files of a prompt as used, in the order of its blocks, also for the next process."""
+        self._index.mark_used(files)
+        threading.Thread(target=_set_file_times, args=(self._folder, files), daemon=True).start()
 
     def _add_copy(self, pending: PendingEntry) -> None:
         """Record the copy of an entry on the disk, once all of its parts were copied for the writer."""
         entry, copies = pending.entry, self._copies.setdefault(pending.key_file, {})
         copies[entry.prompt_hash] = copy = DiskCopy(entry.prompt_hash, in_memory=entry.is_stored)
-        self._unwritten.append((copy, pending.list_files()))
+        files = pending.list_files()
+        self._unwritten.append((copy, set(files) - pending.absent | {pending.key_file}, files))
         entry.set_copy(copy)
         if len(copies) > MAX_EVICTIONS_REPORTED:
             del copies[next(iter(copies))]
@@ -273,9 +286,7 @@ class DiskCache:
         self.read_bytes += plan.nbytes
         speed = plan.nbytes / max(restore.seconds, 1e-6)
         self._read_speed += SPEED_WEIGHT * (speed - self._read_speed)
-        files = [part.name.file for part in plan.parts]
-        self._index.mark_used(files)
-        threading.Thread(target=_set_file_times, args=(self._folder, files), daemon=True).start()
+        self._mark_used([part.name.file for part in plan.parts])
 
     def remove_parts(self, parts: tuple[PlannedPart, ...] | list[PlannedPart]) -> None:
         """Remove files from the index, because they are invalid, or because a request has failed that was restored from

@@ -68,10 +68,9 @@ class PendingEntry(NamedTuple):
             return self.view()
         return self.entry.value
 
-    def list_files(self) -> set[str]:
-        """Return the files without which the copy on the disk is not complete."""
-        files = {name.file for name, _, _ in list_entry_parts(self.entry, self.shape)}
-        return files - self.absent | {self.key_file}
+    def list_files(self) -> list[str]:
+        """Return the files of all parts, in the order of the blocks, also of absent ones."""
+        return [name.file for name, _, _ in list_entry_parts(self.entry, self.shape)]
 
 
 def list_entry_parts(entry: CachedPrefix[Layers], shape: CacheShape) -> Iterator[tuple[BlockName, int, int]]:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from router.admission.rate_limits import KeyLimits
-from router.http.exchange import CLIENT_CLOSED
+from router.http.exchange import CLIENT_CLOSED, MAX_INLINE_BYTES
 from router.settings import RouterSettings
 from tests.support.cluster.asgi_call import CHAT, Call
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_memory
@@ -48,6 +48,19 @@ async def test_a_client_that_leaves_cancels_its_request_and_gets_no_answer(strea
     await asyncio.wait_for(running, 30)
     assert call.sent == []
     assert sum(isinstance(frame, Cancel) for frame in node.heard) == 1
+    assert cluster.dispatcher.idle
+    assert cluster.dispatcher.counters.answers == {CLIENT_CLOSED: 1}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_request_of_a_client_that_left_before_its_submission_reaches_no_node(stream: bool):
+    node = LoopbackNode("studio")
+    cluster = LoopbackCluster(node)
+    call = Call(cluster, {**CHAT, "messages": [{"role": "user", "content": "x" * MAX_INLINE_BYTES}], "stream": stream})
+    call.leave()
+    await asyncio.wait_for(call.run(), 30)
+    assert call.sent == []
+    assert node.heard == []
     assert cluster.dispatcher.idle
     assert cluster.dispatcher.counters.answers == {CLIENT_CLOSED: 1}
 

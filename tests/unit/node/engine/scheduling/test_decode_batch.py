@@ -1,5 +1,7 @@
 """The behaviour of mlx-lm's GenerationBatch (pinned) on which its adapter relies."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -71,6 +73,28 @@ def test_rows_that_come_and_go_decode_as_if_alone(model: TextModel):
         assert len(tokens) >= 6
         assert tokens == wanted[name][: len(tokens)], name
     assert sorted(batch.list_rows()) == ["c", "d"]
+
+
+def test_the_probabilities_of_a_model_with_16_bits_add_up_to_one():
+    model = load_model(models.path("llama"))[0]
+    model.set_dtype(mx.bfloat16)
+    ids, batch = prompt(6, 20), DecodeBatch[str](model)
+    tokens = batch.join([JoiningRow("a", RowSampler(choose_greedily, ()))], ids, *prefilled(model, ids))
+    for token in (*tokens, *(token for _ in range(3) for token in batch.step())):
+        assert mx.exp(token.logprobs.astype(mx.float32)).sum().item() == pytest.approx(1, abs=1e-4)
+
+
+def test_a_batch_is_freed_without_a_collection_of_garbage(llama: TextModel):
+    batch = DecodeBatch[str](llama)
+    join(batch, llama, "a", prompt(7, 20))
+    batch.step()
+    left = weakref.ref(batch)
+    gc.disable()
+    try:
+        del batch
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_equal_rows_share_one_prefill(model: TextModel):

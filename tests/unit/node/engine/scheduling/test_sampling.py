@@ -3,6 +3,7 @@
 import math
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,7 +21,7 @@ from node.engine.scheduling.sampling import (
     resolve_sampling,
 )
 from tests.support.engine.text_engine import likeliest
-from wire.frames import GenerationParams
+from wire.frames import NO_REPETITION_PENALTY, GenerationParams
 
 ROW = mx.log(mx.array([[0.5, 0.25, 0.15, 0.1]]))
 KEYS = [12035550249420947055, 13309476754707697221, 9391409690812996836, 11984929618412882174, 3460257376661948410]
@@ -63,6 +64,25 @@ def test_the_likeliest_token_is_never_cut(
     row = mx.array([logits])
     left = apply_cuts(row, SamplingParameters(temperature, top_p or 1.0, top_k, min_p))
     assert np.array(left[0])[likeliest(row[0])] > -math.inf
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("top_p", [0.8, 0.95])
+def test_the_nucleus_of_a_large_vocabulary_has_its_probability(dtype: mx.Dtype, top_p: float):
+    logits = mx.array([[2.0, *np.linspace(0, -9, 50_000)]]).astype(dtype)
+    row = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    probabilities = np.exp(np.array(row.astype(mx.float32), np.float64))
+    probabilities /= probabilities.sum()
+    kept_tokens = np.array(apply_cuts(row, SamplingParameters(top_p=top_p))) > -math.inf
+    assert probabilities[kept_tokens].sum() == pytest.approx(top_p, abs=0.02)  # equal ones stay together
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+@pytest.mark.parametrize("temperature", [1e-3, 1e-5, 1e-6, 1e-8, 1e-45])
+def test_a_small_temperature_leaves_the_likeliest_token(dtype: mx.Dtype, temperature: float):
+    row = mx.array([[-3.5, -2.5, -0.5, -1.0, -7.5, -math.inf]]).astype(dtype)
+    sampler = create_sampler(SamplingParameters(temperature), 7, 0, 0)
+    assert {sampler(row).item() for _ in range(20)} == {2}
 
 
 def drawn(seed: int, choice: int, start: int, count: int) -> list[int]:
@@ -128,6 +148,9 @@ def test_the_request_wins_over_the_models_defaults():
         temperature=0.0, top_p=0.5, top_k=0, min_p=0.1, repetition_penalty=1.2, presence_penalty=1.0
     )
     assert resolve_sampling(asked, defaults) == SamplingParameters(0.0, 0.5, 0, 0.1, 1.0, 0.0, 1.2)
+    off = GenerationParams(repetition_penalty=NO_REPETITION_PENALTY)
+    assert resolve_sampling(off, defaults).repetition == 1
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(off), type=GenerationParams) == off
 
 
 def test_a_strange_generation_config_is_read_as_far_as_it_makes_sense():

@@ -61,7 +61,12 @@ def test_the_template_sees_every_part_of_a_message(tmp_path: Path):
     call = ToolCall("c1", "look", '{"at": ["東京", 1]}')
     messages = (
         Message("user", "hi", name="ann"),
-        Message("assistant", "", tool_calls=(call, ToolCall("c2", "look", "not json")), reasoning="hm"),
+        Message(
+            "assistant",
+            "",
+            tool_calls=(call, ToolCall("c2", "look", "not json"), ToolCall("c3", "now", "")),
+            reasoning="hm",
+        ),
         Message("tool", "sunny", tool_call_id="c1"),
     )
     given = shown(with_template(tmp_path, SHOWN), ask(*messages, tools=json.dumps(TOOLS), template='{"extra": [1]}'))
@@ -72,9 +77,99 @@ def test_the_template_sees_every_part_of_a_message(tmp_path: Path):
     assert assistant["tool_calls"] == [
         {"id": "c1", "type": "function", "function": {"name": "look", "arguments": {"at": ["東京", 1]}}},
         {"id": "c2", "type": "function", "function": {"name": "look", "arguments": "not json"}},
+        {"id": "c3", "type": "function", "function": {"name": "now", "arguments": {}}},
     ]
     assert tool == {"role": "tool", "content": "sunny", "tool_call_id": "c1"}
     assert (given["tools"], given["extra"], given["prompted"]) == (TOOLS, [1], True)
+
+
+KNOWS_DEVELOPERS = SHOWN + "{# developer #}"
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "given"),
+    [
+        (SHOWN, ["developer", "user"], [("system", "0"), ("user", "1")]),
+        (SHOWN, ["system", "developer", "developer", "user"], [("system", "0\n\n1\n\n2"), ("user", "3")]),
+        (SHOWN, ["user", "developer", "user"], [("user", "0"), ("system", "1"), ("user", "2")]),
+        (SHOWN, ["system", "system", "user"], [("system", "0"), ("system", "1"), ("user", "2")]),
+        (KNOWS_DEVELOPERS, ["developer", "user"], [("developer", "0"), ("user", "1")]),
+        (KNOWS_DEVELOPERS, ["system", "developer", "user"], [("system", "0\n\n1"), ("user", "2")]),
+        (KNOWS_DEVELOPERS, ["user", "developer"], [("user", "0"), ("developer", "1")]),
+    ],
+)
+def test_a_developer_message_reaches_templates_that_know_only_system_messages(
+    tmp_path: Path, template: str, roles: list[str], given: list[tuple[str, str]]
+):
+    messages = [Message(role, str(place)) for place, role in enumerate(roles)]
+    found = shown(with_template(tmp_path, template), ask(*messages, template='{"extra": 0}'))["messages"]
+    assert [(message["role"], message["content"]) for message in found] == given
+
+
+STRICT = (
+    "{% for message in messages %}"
+    "{% if not loop.first and message.role in ('system', loop.previtem.role) %}"
+    "{{ raise_exception('the roles must alternate after a system message') }}{% endif %}"
+    "{{ message.role }}={{ message.content }}|{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("roles", "prompt"),
+    [
+        (["system", "system", "user"], "system=0\n\n1|user=2|"),
+        (["system", "user", "user", "assistant"], "system=0|user=1\n\n2|assistant=3|"),
+        (["user", "system", "assistant", "system"], "user=0\n\n1|assistant=2|user=3|"),
+        (["developer", "user", "developer"], "system=0|user=1\n\n2|"),
+    ],
+)
+def test_a_template_that_raises_for_the_order_of_roles_gets_simple_turns(tmp_path: Path, roles: list[str], prompt: str):
+    model = with_template(tmp_path, STRICT)
+    messages = [Message(role, str(place)) for place, role in enumerate(roles)]
+    assert text(model, model.tokenize_request(ask(*messages)).ids) == prompt
+    with pytest.raises(TemplateFailed, match="must alternate"):
+        model.tokenize_request(ask(Message("assistant", "a"), Message("assistant", "b")))
+
+
+DROPS = (
+    "{% for message in messages %}{% if loop.first or message.role == 'user' %}"
+    "{{ message.role }}={{ message.content | trim }}|{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("roles", "prompt"),
+    [
+        (["system", "user", "user"], "system=0|user=1|user=2|"),
+        (["system", "user", "system"], "system=0|user=1\n\n 2|"),
+        (["system", "system", "user"], "system=0\n\n 1|user=2|"),
+    ],
+)
+def test_a_template_that_leaves_instructions_out_gets_simple_turns(tmp_path: Path, roles: list[str], prompt: str):
+    model = with_template(tmp_path, DROPS)
+    messages = [Message(role, f" {place}") for place, role in enumerate(roles)]
+    assert text(model, model.tokenize_request(ask(*messages)).ids) == prompt
+
+
+CHECKS_IDS = (
+    "{% for message in messages %}{% for id in message.tool_calls | map(attribute='id') | list"
+    " + ([message.tool_call_id] if message.tool_call_id else []) %}"
+    "{% if id|length != 9 %}{{ raise_exception('Tool call IDs should have length 9!') }}{% endif %}"
+    "{{ id }},{% endfor %}{% endfor %}"
+)
+
+
+def test_the_ids_of_calls_suit_templates_that_check_their_length(tmp_path: Path):
+    model = with_template(tmp_path, CHECKS_IDS)
+    calls = tuple(
+        ToolCall(name, "look", "{}") for name in ("call_0123456789abcdef_0", "call_0123456789abcdef_1", "a1B2c3D4e")
+    )
+    results = [Message("tool", "seen", tool_call_id=call.id) for call in calls]
+    ids = text(model, model.tokenize_request(ask(USER, Message("assistant", tool_calls=calls), *results)).ids)
+    first, second, third, *again, _ = ids.split(",")
+    assert [first, second, third] == again
+    assert (len({first, second, third}), third) == (3, "a1B2c3D4e")
+    assert (first + second).isalnum()
 
 
 def test_without_tools_the_template_is_given_none(tmp_path: Path):

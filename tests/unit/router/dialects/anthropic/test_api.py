@@ -5,6 +5,7 @@ import json
 import pytest
 
 from router.dialects.anthropic.api import CountRequest, MessagesRoute, parse_count
+from router.errors import Problem
 from tests.support.answers import CREATED, asked
 from wire.frames import GenerationParams, GrammarSpec, Message
 
@@ -52,6 +53,16 @@ def test_a_forced_call_is_a_grammar(choice: dict[str, object] | None, grammar: G
 def test_thinking_is_a_switch_of_the_template(thinking: dict[str, object] | None, template: object):
     _, job = asked(MessagesRoute(), max_tokens=9, messages=HELLO, thinking=thinking)
     assert (json.loads(job.template) if job.template else "") == template
+
+
+def test_the_name_of_a_tool_has_up_to_128_characters():
+    name = "mcp__server__".ljust(128, "x")
+    tool, choice = TOOL | {"name": name}, {"type": "tool", "name": name}
+    assert params(tools=[tool], tool_choice=choice).grammar == GrammarSpec(calls="required", tool=name)
+    body = {"model": "m", "max_tokens": 9, "messages": HELLO, "tools": [tool | {"name": name + "x"}]}
+    refused = MessagesRoute().parse(json.dumps(body).encode(), "key")
+    assert isinstance(refused, Problem)
+    assert (refused.status, refused.param) == (400, "tools[0].name")
 
 
 def test_a_count_has_the_prompt_of_the_request_that_it_counts():

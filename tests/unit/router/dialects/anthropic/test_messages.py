@@ -39,6 +39,16 @@ def test_texts_of_one_role_become_one_message():
     )
 
 
+@pytest.mark.parametrize("checksum", ["fa690", "0aaa9"])
+def test_the_attribution_line_of_an_agent_is_no_part_of_the_prompt(checksum: str):
+    line = f"x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch={checksum};"
+    rest = [text("You are an agent."), text(f"Not {line}")]
+    wanted = Message("system", f"You are an agent.\n\nNot {line}")
+    for system in ([text(line), *rest], [text(f"{line}\n{rest[0]['text']}"), rest[1]], f"{line}\n\n{wanted.content}"):
+        assert convert(("user", "hi"), system=system) == (wanted, Message("user", "hi"))
+    assert convert(("user", "hi"), system=[text(line)]) == (Message("user", "hi"),)
+
+
 def test_reasoning_text_and_calls_of_a_turn_become_one_message():
     thoughts = [{"type": "thinking", "thinking": value, "signature": "s"} for value in ("let me", "look")]
     assert convert(("user", "hi"), ("assistant", [*thoughts, text("I look."), USE])) == (

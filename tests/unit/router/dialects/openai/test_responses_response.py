@@ -101,12 +101,15 @@ def test_response_repeats_tool_choice_and_format(choice: object):
     ],
 )
 def test_only_the_limit_of_tokens_makes_it_incomplete(finished: Finished, status: str, details: object):
-    said = whole(ResponsesRoute(), finished=finished, input="hi")
+    without_call = CompleteAnswer({(0, Channel.REASONING): "let me", (0, Channel.CONTENT): "I look."}, {}, {})
+    said = whole(ResponsesRoute(), without_call, finished, input="hi")
     name, last = events(streamed(ResponsesRoute(), *SAID[:2], finished=finished, input="hi"))[-1]
     assert name == f"response.{status}"
     for found in (said, last["response"]):
         assert (found["status"], found["incomplete_details"], found["usage"]) == (status, details, USAGE)
-    assert [item["status"] for item in last["response"]["output"]] == ["completed", status]
+        assert [item["status"] for item in found["output"]] == ["completed", status]
+    with_call = whole(ResponsesRoute(), finished=finished, input="hi")
+    assert [item["status"] for item in with_call["output"]] == ["completed"] * 3
 
 
 def test_events_are_numbered_and_each_item_is_added_filled_and_done():

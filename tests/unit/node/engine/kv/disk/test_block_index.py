@@ -1,5 +1,6 @@
 """The index of the disk cache: names, order of use, evictions and lookups."""
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -157,6 +158,35 @@ def test_a_folder_is_read_by_its_names_in_order_of_use(tmp_path: Path):
     assert index.choose_evictions(0, 0) == [*(block(number).file for number in (2, 3, 1)), state.file]
     BlockIndex().scan(tmp_path, clean=True)
     assert not unfinished.exists()
+
+
+def test_files_that_another_process_deletes_while_the_folder_is_read_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    kept, evicted, cleared = block(1), block(2), BlockName("n", BlockPart.TOKENS, bytes(16))
+    unfinished = tmp_path / (block(3).file + TEMPORARY)
+    paths = [tmp_path / name.file for name in (kept, evicted, cleared)]
+    for path in (*paths, unfinished):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"x")
+    list_folder = os.scandir
+
+    def list_and_delete(path: int | Path) -> contextlib.nullcontext[list[os.DirEntry[str]]]:
+        with list_folder(path) as entries:
+            listed = list(entries)
+        if path == tmp_path:  # the other process clears a model
+            paths[2].unlink()
+            paths[2].parent.rmdir()
+        else:  # the other process evicts a file, and completes one
+            paths[1].unlink()
+            unfinished.unlink()
+        return contextlib.nullcontext(listed)
+
+    monkeypatch.setattr(os, "scandir", list_and_delete)
+    index = BlockIndex()
+    index.scan(tmp_path, clean=True)
+    assert (len(index), index.nbytes, index.list_models()) == (1, 1, {"m": FolderSize(1, 1)})
+    assert kept in index
 
 
 @pytest.mark.parametrize("order", [range(20), range(19, -1, -1)], ids=["as named", "reversed"])

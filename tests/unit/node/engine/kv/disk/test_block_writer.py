@@ -1,5 +1,6 @@
 """The writer of the disk cache: complete files, limits, and a disk that fails."""
 
+import os
 import stat
 import threading
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from node.engine.kv.disk.block_chain import BlockName
 from node.engine.kv.disk.block_file import BlockArray, BlockPart, decode_block
-from node.engine.kv.disk.block_index import MAX_EVICTIONS_PER_SAVE, BlockIndex
+from node.engine.kv.disk.block_index import MAX_EVICTIONS_PER_SAVE, TEMPORARY, BlockIndex
 from node.engine.kv.disk.block_writer import MAX_QUEUED_BYTES, BlockWriter
 from node.engine.kv.disk.disk_budget import WriteBudget
 from wire.units import GIB
@@ -145,6 +146,26 @@ def test_a_discarded_part_is_removed_although_it_is_being_written(tmp_path: Path
     wait(made)
     assert (len(index), made.persisted, list(tmp_path.glob("*/*"))) == (0, 0, [])
     made.put(block(3), ARRAYS)
+    wait(made)
+    assert len(index) == 1
+
+
+def test_a_folder_that_is_cleared_during_a_write_is_no_error(tmp_path: Path):
+    made, index = writer(tmp_path)
+    temporary, pipe = tmp_path / (block(1).file + TEMPORARY), tmp_path / "pipe"
+    temporary.parent.mkdir()
+    os.mkfifo(temporary)
+    pipe.hardlink_to(temporary)
+    larger_than_a_pipe = [BlockArray("float32", np.zeros((1, 1, 4, 65_536), np.float32))]
+    made.put(block(1), larger_than_a_pipe)
+    with pipe.open("rb") as reader:  # waits until the writer has opened the file
+        made.discard()
+        temporary.unlink()
+        temporary.parent.rmdir()
+        reader.read()
+    assert made.wait(10)
+    assert (made.errors, made.persisted, len(index), made.can_accept()) == (0, 0, 0, True)
+    made.put(block(2), ARRAYS)
     wait(made)
     assert len(index) == 1
 

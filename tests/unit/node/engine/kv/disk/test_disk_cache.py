@@ -269,6 +269,21 @@ def test_a_removed_entry_leaves_no_file_and_nothing_in_the_queue(tmp_path: Path)
     assert find(disk, PLAIN, [9] * 300) == [("t", 0)], "other files stay"
 
 
+def test_a_prompt_that_is_continued_is_evicted_last_and_from_its_end(tmp_path: Path):
+    single = open_cache(tmp_path / "single")
+    write(single, build_entry(PLAIN, IDS[:BLOCK_TOKENS]))
+    disk = DiskCache(tmp_path / "full", 5 * single.nbytes, 0.0)
+    other = [9] * (2 * BLOCK_TOKENS)
+    for ids in (IDS[: 2 * BLOCK_TOKENS], other, IDS[: 3 * BLOCK_TOKENS]):
+        write(disk, build_entry(PLAIN, ids))
+        disk.take_lost()
+    assert disk.files == 5
+    write(disk, build_entry(PLAIN, [8] * (2 * BLOCK_TOKENS)))
+    assert (len(find(disk, PLAIN, [*other, 1])), len(find(disk, PLAIN, IDS))) == (0, 3)
+    write(disk, build_entry(PLAIN, [7] * BLOCK_TOKENS))
+    assert len(find(disk, PLAIN, IDS)) == 2
+
+
 def test_a_prompt_is_lost_once_neither_memory_nor_disk_has_it(tmp_path: Path):
     disk = open_cache(tmp_path)
     entries = [build_entry(STATES, IDS[:length], bytes([length])) for length in (40, 41, 42)]
