@@ -1,4 +1,4 @@
-"""What a connection to the cluster port does with bytes before a Hello, after a refusal, and beyond its turn."""
+"""Connections to the cluster port: bytes before a Hello, frames after a refusal, and frames beyond a turn."""
 
 from collections.abc import AsyncGenerator
 from pathlib import Path
