@@ -68,7 +68,7 @@ types: $(READY)
 	$(BIN)/basedpyright --level error
 
 changed-types: $(READY)
-	$(BIN)/python -m tests.changed_types
+	$(BIN)/python -m tests.quick --types
 
 unit: $(READY)
 	$(SUITE) -n 2 --dist worksteal -m "not hosts and not slow" tests

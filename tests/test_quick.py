@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests import quick
-from tests.quick import ALWAYS, choose_tests, list_changed
+from tests.quick import ALWAYS, PACKAGES, choose_tests, choose_typed, list_changed
 
 TESTS = ("tests/unit/wire/test_units.py", "tests/unit/node/test_run.py", "tests/contract/test_links.py")
 SOURCES = (
@@ -59,3 +59,23 @@ def test_list_changed_compares_other_trees_with_head_and_lists_new_files(reposit
 def test_list_changed_of_an_unknown_commit_ends_with_the_message_of_git(repository: Path) -> None:
     with pytest.raises(SystemExit, match="nonsense"):
         list_changed("nonsense")
+
+
+TYPED_TESTS = ("tests/unit/wire/test_units.py", "tests/unit/node/test_run.py")
+TYPED_SOURCES = ("from wire.units import GIB\n", "from tests.support.processes import Pool\n")
+
+
+def test_choose_typed_takes_packages_changed_files_of_tests_and_tests_that_import_a_changed_module() -> None:
+    changed = ["wire/units.py", "docs/cli.md", "tests/support/processes.py", "tests/data.json", ALWAYS[0]]
+    assert choose_typed(changed, TYPED_TESTS, TYPED_SOURCES) == [
+        *PACKAGES,
+        *sorted([*TYPED_TESTS, ALWAYS[0], "tests/support/processes.py"]),
+    ]
+
+
+def test_choose_typed_without_changes_takes_the_packages_alone() -> None:
+    assert choose_typed([], TYPED_TESTS, TYPED_SOURCES) == list(PACKAGES)
+
+
+def test_choose_typed_takes_everything_where_the_verified_commit_is_unknown() -> None:
+    assert choose_typed(None, TYPED_TESTS, TYPED_SOURCES) == []

@@ -188,13 +188,8 @@ class DiskCache:
             elif files & waiting:
                 self._unwritten.append((copy, files & waiting, ordered))
             else:
-                self._mark_used(ordered)
+                _mark_used(self._index, self._folder, ordered)
         return dropped
-
-    def _mark_used(self, files: list[str]) -> None:
-        """Mark the files of a prompt as used, in the order of its blocks, also for the next process."""
-        self._index.mark_used(files)
-        threading.Thread(target=_set_file_times, args=(self._folder, files), daemon=True).start()
 
     def _add_copy(self, pending: PendingEntry) -> None:
         """Record the copy of an entry on the disk, once all of its parts were copied for the writer."""
@@ -286,7 +281,7 @@ class DiskCache:
         self.read_bytes += plan.nbytes
         speed = plan.nbytes / max(restore.seconds, 1e-6)
         self._read_speed += SPEED_WEIGHT * (speed - self._read_speed)
-        self._mark_used([part.name.file for part in plan.parts])
+        _mark_used(self._index, self._folder, [part.name.file for part in plan.parts])
 
     def remove_parts(self, parts: tuple[PlannedPart, ...] | list[PlannedPart]) -> None:
         """Remove files from the index, because they are invalid, or because a request has failed that was restored from
@@ -386,6 +381,12 @@ def _read_identity(file: Path) -> str:
     if not file.exists():
         write_private(file, secrets.token_hex(8).encode())
     return file.read_text(errors="replace")[:32]
+
+
+def _mark_used(index: BlockIndex, folder: Path, files: list[str]) -> None:
+    """Mark the files of a prompt as used, in the order of its blocks, also for the next process."""
+    index.mark_used(files)
+    threading.Thread(target=_set_file_times, args=(folder, files), daemon=True).start()
 
 
 def _set_file_times(folder: Path, files: list[str]) -> None:
