@@ -151,7 +151,7 @@ async def enroll(
     nonce = secrets.token_bytes(16)
     async with _connect(host, port, _create_trusting_context(authority)) as line:
         if not proves_coordinator(line.tls, authority.cluster):
-            raise CoordinatorUnreachable(f"{host}:{port} has a certificate that is not a coordinator's")
+            raise CoordinatorUnreachable(f"{_format_address(host, port)} has a certificate that is not a coordinator's")
         await line.send(EnrollStart(PROTOCOL, b"" if token else compute_commitment(nonce, request.csr)))
         again = await line.receive(EnrollAuthority)
         if again.ca != authority.ca:

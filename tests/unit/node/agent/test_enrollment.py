@@ -4,6 +4,8 @@ import asyncio
 import base64
 import json
 import os
+import re
+import socket
 import ssl
 import stat
 import time
@@ -47,9 +49,12 @@ from wire.identity import PROTOCOL, build_coordinator_uri
 from wire.join_token import JoinToken
 
 
-async def join(door: Door, folder: Path, token: JoinToken, name: str = "studio", machine: str = "m1") -> NodeIdentity:
+async def join(
+    door: Door | str, folder: Path, token: JoinToken | None, name: str = "studio", machine: str = "m1"
+) -> NodeIdentity:
+    """Enroll a node at a coordinator or an address."""
     return await enroll(
-        door.address,
+        door if isinstance(door, str) else door.address,
         token,
         name=name,
         machine=machine,
@@ -275,16 +280,25 @@ async def test_a_pairing_code_is_rejected_by_an_admin(tmp_path: Path) -> None:
         ("https://10.0.0.7:99/", ("10.0.0.7", 99)),
         ("[fd00::1]:99", ("fd00::1", 99)),
         ("[fe80::1%en0]", ("fe80::1%en0", 8081)),
+        ("studio.local:65535", ("studio.local", 65535)),
     ],
 )
-def test_parse_webhook_url_returns_the_address(text: str, address: tuple[str, int]) -> None:
+def test_parse_address_returns_host_and_port(text: str, address: tuple[str, int]) -> None:
     assert parse_address(text) == address
 
 
-@pytest.mark.parametrize("text", ["", "a b", "host:0", "host:70000", "host:x", "fd00::1", "http://h:1/path"])
+@pytest.mark.parametrize("text", ["", "a b", "host:0", "host:65536", "host:x", "fd00::1", "http://h:1/path"])
 def test_an_invalid_address_is_an_error(text: str) -> None:
     with pytest.raises(EnrollError, match="not an address"):
         parse_address(text)
+
+
+async def test_an_unreachable_address_is_named_in_the_form_in_which_it_is_entered(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    for text in (f"127.0.0.1:{port}", f"[::1]:{port}"):
+        with pytest.raises(CoordinatorUnreachable, match=re.escape(f"{text} cannot be reached: ")):
+            await join(text, tmp_path, None)
 
 
 @pytest.mark.parametrize("content", [None, b"no certificate"])
