@@ -98,7 +98,8 @@ class DiskCache:
         self._read_folder(clean=True)
         while self._unusable:
             self._delete_file(self._unusable.pop())
-        budget = WriteBudget(DAILY_DISK_SHARE * shutil.disk_usage(self._folder).total, time.monotonic())
+        daily = DAILY_DISK_SHARE * shutil.disk_usage(self._folder).total
+        budget = WriteBudget(daily, time.monotonic(), self._folder)
         self.writer = BlockWriter(self._folder, self._index, self._compute_quota, budget)
         return True
 

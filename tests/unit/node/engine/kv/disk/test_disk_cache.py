@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+import msgspec
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from node.engine.kv.disk.block_file import BlockPart
+from node.engine.kv.disk.disk_budget import FILE
 from node.engine.kv.disk.disk_cache import FIRST_READ_SPEED, IDENTITY, LOCK, SPEED_WEIGHT, DiskCache, clear_folder
 from node.engine.kv.disk.write_queue import CacheShape
 from node.engine.kv.kv_cache import Layers
@@ -219,6 +221,14 @@ def test_the_identity_of_a_folder_stays_until_all_models_are_cleared(tmp_path: P
     again.close()
     (tmp_path / IDENTITY).write_text("x" * 100)
     assert open_cache(tmp_path).store_id == "x" * 32
+
+
+def test_the_written_bytes_of_an_earlier_engine_count_for_the_day(tmp_path: Path):
+    disk = open_cache(tmp_path)
+    daily = disk.describe(CacheState()).disk_budget
+    disk.close()
+    (tmp_path / FILE).write_bytes(msgspec.json.encode((0.0, time.time())))
+    assert open_cache(tmp_path).describe(CacheState()).disk_budget < daily / 10
 
 
 def test_a_folder_without_a_cache_is_cleared_unless_another_process_writes_to_it(tmp_path: Path):
