@@ -79,8 +79,8 @@ class CoordinatorLink(LinkEndpoint):
 async def dial(address: str, context: ssl.SSLContext, make: Callable[[str], CoordinatorLink]) -> CoordinatorLink:
     """Connect to `host:port`, verify the coordinator, and return the link. `make` creates the link for an address.
 
-    Raise `OSError`, `ssl.SSLError` or `TimeoutError` if the connection fails, `NotTheCoordinator` if the certificate is
-    wrong.
+    Raise `OSError` if the connection fails (also `ssl.SSLError` and `TimeoutError`), `NotTheCoordinator` if the
+    certificate is wrong. Raise `ValueError` or `OverflowError` if `address` has no possible host or port.
     """
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(2 * DIAL_TIMEOUT_SECONDS):

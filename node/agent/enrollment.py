@@ -274,6 +274,8 @@ async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenera
         raise CoordinatorUnreachable(f"{where} does not respond as a coordinator: {error}") from None
     except TimeoutError:
         raise CoordinatorUnreachable(f"{where} did not answer in time") from None
+    except UnicodeError:
+        raise CoordinatorUnreachable(f"{where} cannot be reached: its host name is not valid") from None
     except OSError as error:
         raise CoordinatorUnreachable(
             f"{where} cannot be reached: {error.strerror or error}{_explain_unreachable(error)}; "

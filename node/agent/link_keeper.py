@@ -8,7 +8,6 @@ that replaces the first.
 
 import asyncio
 import random
-import ssl
 import time
 import uuid
 from collections.abc import Callable, Coroutine
@@ -273,7 +272,7 @@ class LinkKeeper:
                 return False
             try:
                 link = await dial(where, self._context, self._new_link)
-            except (OSError, ssl.SSLError, TimeoutError) as error:
+            except (OSError, ValueError, OverflowError) as error:  # no host or port: ValueError, OverflowError
                 log.info("dial failed", address=where, error=str(error) or type(error).__name__)
                 continue
             if self._life.state in (LinkState.ASLEEP, LinkState.STOPPED):

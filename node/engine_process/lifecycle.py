@@ -356,10 +356,10 @@ def _begin_rest(life: EngineLife) -> Step:
 
 
 def _wake(life: EngineLife) -> Step:
-    awake, child = replace(life, resting=False), life.child
+    child = life.child
     if child is not None and child.resting and life.preloads:
-        return _recycle(awake, child, WAKE_CAUSE)
-    return awake, ()
+        return _recycle(replace(life, resting=False), child, WAKE_CAUSE)
+    return replace(life, resting=False, child=child and replace(child, resting=False)), ()
 
 
 def _recycle(life: EngineLife, child: ChildLife, cause: str) -> Step:

@@ -26,6 +26,8 @@ MIN_IDLE_CHECKS = 12
 NEXT_SEARCH_CHECKS = 108
 """Idle checks after a search without a result, or a failure, before the next `MIN_IDLE_CHECKS`: nine minutes."""
 MAX_BYTES_PER_SECOND = 500 * MIB
+_OTHER_CAUSES = frozenset({ModelOrderCode.DISK_FULL, ModelOrderCode.INTERRUPTED})
+"""Ends that say nothing about the files: the disk of the digests is full, or a signal ended the child."""
 
 _FilesState = tuple[tuple[str, int, int], ...]
 """Name, size in bytes and time of change (Unix nanoseconds) of each file."""
@@ -57,7 +59,7 @@ class IdleHasher:
         self._environment = environment
         self._interval = interval
         self._failed: dict[Path, _FilesState] = {}
-        """State of the files of each folder that could not be hashed."""
+        """State of the files of each folder whose files could not be hashed."""
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -86,8 +88,8 @@ class IdleHasher:
     def find_unhashed(self) -> Path | None:
         """Return the folder of a model whose files are not all hashed; None if there is none.
 
-        Folders that could not be hashed before are left out until their files change, as when they are still being
-        copied. Folders without safetensors files are left out as well.
+        Folders whose files could not be hashed before are left out until their files change, as when they are still
+        being copied. Folders without safetensors files are left out as well.
         """
         return next((folder for folder in self._list_folders() if self._is_unhashed(folder)), None)
 
@@ -123,7 +125,8 @@ class IdleHasher:
             self._on_change()
         elif end.code != ModelOrderCode.CANCELLED:
             log.warning("model not hashed", folder=str(folder), why=end.message)
-            self._failed[folder] = state
+            if end.code not in _OTHER_CAUSES:
+                self._failed[folder] = state
             return False
         return True
 

@@ -142,6 +142,16 @@ class MemoryProbe:
             self.loaded_model.estimator.fit()
             release_free_memory()
 
+    def estimate_step_seconds(self) -> float:
+        """Return the maximum expected seconds of one step of `run`, at most `seconds`.
+
+        That is the largest chunk at the end of the long row, or the decode steps of the largest batch.
+        """
+        stats = self.loaded_model.stats
+        chunk = stats.pace.estimate_seconds(self.chunk, self.reach)
+        steps = stats.pace.estimate_seconds(DECODE_TOKENS, 0) + STEPS_PER_SIZE * stats.step_seconds * self.batch
+        return min(self.seconds, max(chunk, steps))
+
     def repeat_largest(self) -> bool:
         """Run and record a forward of as many tokens as the largest measured one, over an empty cache. Return whether
         there was room for it, and time within `seconds`; False if nothing was measured."""

@@ -28,7 +28,7 @@ from wire.refusals import FailureCode, RefusalCode, Refused
 from wire.report import Model
 
 EXPECTED_STEP_SECONDS = 10.0
-"""Seconds that a step may take: its largest forward, or compiling kernels."""
+"""Seconds that a step may take besides its forwards: compiling kernels."""
 GIVEN_UP = "measuring {} was stopped, because requests need the memory: repeat it when the node is idle"
 """Message of the refusal of an order whose sweep was stopped, with the name of the model."""
 
@@ -224,12 +224,11 @@ class SweepQueue:
 
     def _run_step(self, sweep: ProfileSweep) -> None:
         self._synchronize()
+        expected = EXPECTED_STEP_SECONDS + sweep.probe.estimate_step_seconds()
         try:
             with (
                 self.running.mark_stepping(),
-                self._forwards.run_native(
-                    NativeCallKind.PREFILL, sweep.loaded_model.name, sweep.number, EXPECTED_STEP_SECONDS
-                ),
+                self._forwards.run_native(NativeCallKind.PREFILL, sweep.loaded_model.name, sweep.number, expected),
             ):
                 end = self._step(sweep)
         except Exception as error:

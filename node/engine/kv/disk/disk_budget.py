@@ -4,15 +4,23 @@ Writes are limited to a share of the disk per day, because the disks of Macs are
 """
 
 import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import structlog
 
+from host.private_files import write_private
 from wire.units import MIB
 
 DAILY_DISK_SHARE = 0.07
 """Share of the disk that may be written per day: a disk that endures 600 times its size in writes lasts 23 years."""
 SECONDS_PER_DAY = 86_400.0
+FILE = "budget.json"
+"""Name of the file with the rest of the budget, in the folder of the cache."""
+STORE_SHARE = 0.01
+"""Share of the daily bytes after which the rest is stored again. A process that ends loses at most this count."""
 BUSY_WRITE_INTERVAL_SECONDS, BUSY_WRITE_SPEED = 1.0, 12 * MIB
 """Maximum seconds between the copies of two parts while requests run, and the bytes per second for smaller parts."""
 URGENT_WRITE_INTERVAL_SECONDS, URGENT_WRITE_SPEED = 0.25, 32 * MIB
@@ -26,12 +34,20 @@ log = structlog.get_logger("engine.disk_cache")
 
 class WriteBudget:
     """Budget of written bytes: `daily` bytes per day; unused bytes add up to at most one day. `now` is in monotonic
-    seconds."""
+    seconds.
 
-    def __init__(self, daily: float, now: float) -> None:
+    The rest is stored in `folder` for the next process; None: not stored. `wall` returns Unix seconds.
+    """
+
+    def __init__(
+        self, daily: float, now: float, folder: Path | None = None, wall: Callable[[], float] = time.time
+    ) -> None:
         self._daily = daily
-        self._left = daily
+        self._file = None if folder is None else folder / FILE
+        self._wall = wall
+        self._left = daily if self._file is None else _read_left(self._file, daily, wall())
         self._at = now
+        self._unstored = 0
 
     def compute_left(self, now: float) -> float:
         """Return the bytes that are left at the monotonic time `now`."""
@@ -43,7 +59,30 @@ class WriteBudget:
         if size > self._left:
             return False
         self._left -= size
+        self._unstored += size
+        if self._unstored >= STORE_SHARE * self._daily:
+            self._store()
         return True
+
+    def _store(self) -> None:
+        """Store the rest. A write error is logged."""
+        self._unstored = 0
+        if self._file is None:
+            return
+        try:
+            write_private(self._file, msgspec.json.encode((self._left, self._wall())))
+        except OSError as error:
+            log.warning("write budget not stored", file=str(self._file), error=str(error))
+
+
+def _read_left(file: Path, daily: float, now: float) -> float:
+    """Return the bytes that are left at `now` (Unix seconds) of a stored budget; `daily` without a readable one. Time
+    before the stored one counts as no time."""
+    try:
+        left, at = msgspec.json.decode(file.read_bytes(), type=tuple[float, float])
+    except (OSError, msgspec.DecodeError):
+        return daily
+    return min(daily, left + max(0.0, now - at) / SECONDS_PER_DAY * daily)
 
 
 def compute_quota(setting: str | int, folder: Path, used: int) -> int:

@@ -29,7 +29,7 @@ from node.engine.kv.disk.block_chain import BlockName, compute_chain, compute_ro
 from node.engine.kv.disk.block_file import BlockPart
 from node.engine.kv.disk.block_index import BlockIndex, FolderSize
 from node.engine.kv.disk.block_reader import DiskRestore, PlannedPart, ReadPlan
-from node.engine.kv.disk.block_writer import BlockWriter
+from node.engine.kv.disk.block_writer import DISCARD_SECONDS, BlockWriter
 from node.engine.kv.disk.disk_budget import DAILY_DISK_SHARE, WriteBudget, compute_quota
 from node.engine.kv.disk.layer_parts import count_window_blocks
 from node.engine.kv.disk.write_queue import VERSIONS, CacheShape, PendingEntry, RowView, WriteQueue, list_entry_parts
@@ -98,7 +98,8 @@ class DiskCache:
         self._read_folder(clean=True)
         while self._unusable:
             self._delete_file(self._unusable.pop())
-        budget = WriteBudget(DAILY_DISK_SHARE * shutil.disk_usage(self._folder).total, time.monotonic())
+        daily = DAILY_DISK_SHARE * shutil.disk_usage(self._folder).total
+        budget = WriteBudget(daily, time.monotonic(), self._folder)
         self.writer = BlockWriter(self._folder, self._index, self._compute_quota, budget)
         return True
 
@@ -215,6 +216,7 @@ class DiskCache:
             raise BlockingIOError(f"another process writes to {self._folder}")
         self.queue.clear()
         self.writer.discard()
+        self.writer.wait(DISCARD_SECONDS)
         for fingerprint in [model] if model else self.list_models():
             for file in self._index.list_files(fingerprint):
                 self._index.remove(file)

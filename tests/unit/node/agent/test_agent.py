@@ -63,19 +63,22 @@ DIALS = 3
 LEAST_PAUSE = 0.25
 
 
-def agent_of(folder: Path, authority: ClusterCa, address: str, link_timeouts: LinkTimeouts | None) -> Agent:
-    """Make the agent of a node that last found its coordinator at `address`."""
+def agent_of(folder: Path, authority: ClusterCa, addresses: list[str], link_timeouts: LinkTimeouts | None) -> Agent:
+    """Make the agent of a node that found its coordinator at these addresses, at the last one most recently."""
     request = new_request("studio")
     certificate = authority.sign_request(request.csr, NodeId("n1"), "studio")
     identity = store_identity(folder / "identity", request, certificate, authority.cluster, authority.ca, "m1")
-    return unstarted_node(store_address(identity, address), folder / "state", link_timeouts).agent
+    for address in addresses:
+        identity = store_address(identity, address)
+    return unstarted_node(identity, folder / "state", link_timeouts).agent
 
 
 @asynccontextmanager
 async def running(
-    folder: Path, serve: Serve, *, tls: bool, link_timeouts: LinkTimeouts | None = None
+    folder: Path, serve: Serve, *, tls: bool, link_timeouts: LinkTimeouts | None = None, latest: str = ""
 ) -> AsyncGenerator[tuple[Agent, asyncio.Task[None]]]:
-    """Run an agent whose coordinator's address is served by `serve`."""
+    """Run an agent whose coordinator's address is served by `serve`. `latest`: a stored address that is dialed
+    first."""
     authority = ClusterCa(folder / "authority", time.time)
     context: ssl.SSLContext | None = authority.get_server_context() if tls else None
     writers = list[asyncio.StreamWriter]()
@@ -85,7 +88,8 @@ async def running(
         await serve(reader, writer)
 
     server = await asyncio.start_server(kept, "127.0.0.1", 0, ssl=context)
-    agent = agent_of(folder, authority, f"127.0.0.1:{server.sockets[0].getsockname()[1]}", link_timeouts)
+    addresses = [f"127.0.0.1:{server.sockets[0].getsockname()[1]}", *filter(None, [latest])]
+    agent = agent_of(folder, authority, addresses, link_timeouts)
     task = asyncio.create_task(agent.run())
     try:
         yield agent, task
@@ -112,6 +116,19 @@ async def test_a_silent_address_does_not_hold_up_the_end(tmp_path: Path) -> None
         await agent.stop(0.0)
         await asyncio.wait_for(task, 30)
         assert time.monotonic() - began < 4
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:http", "127.0.0.1:99999", "studio..local:8081"])
+async def test_an_address_that_cannot_be_dialled_ends_no_node(tmp_path: Path, address: str) -> None:
+    dialled = asyncio.Event()
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        dialled.set()
+        writer.close()
+
+    async with running(tmp_path, hang_up, tls=True, latest=address) as (_, task):
+        await asyncio.wait({asyncio.ensure_future(dialled.wait()), task}, return_when=asyncio.FIRST_COMPLETED)
+        assert not task.done()
 
 
 async def test_a_coordinator_that_hangs_up_is_dialled_with_pauses(tmp_path: Path) -> None:

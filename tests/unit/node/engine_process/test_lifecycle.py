@@ -170,7 +170,21 @@ def test_rest_replaces_a_child_with_models_and_the_next_one_loads_none():
     assert step(life, RestRequested(), TIMEOUTS) == (life, ()), "rest is requested once"
     life = after(ChildExited("ended"), StartDue(), ChildStarted(), life=life)
     assert (life.models, life.child) == (frozenset(), ChildLife(resting=True))
-    assert step(life, WakeRequested(), TIMEOUTS) == (replace(life, resting=False), ()), "there is no model to load"
+    awake, actions = step(life, WakeRequested(), TIMEOUTS)
+    assert (awake, actions) == (replace(life, resting=False, child=ChildLife()), ()), "there is no model to load"
+
+
+@pytest.mark.parametrize("before", [(), (ChildReported(loaded=MODEL),)])
+def test_each_rest_replaces_a_child_that_has_loaded_a_model_since_the_last_one(before: tuple[Event, ...]):
+    """Without a model before the first rest, the same child runs at both rests."""
+    life = after(*before, RestRequested(), life=READY)
+    if before:
+        life = after(ChildExited("ended"), StartDue(), ChildStarted(), ChildReported(), life=life)
+    rests = life.recycles
+    life = after(WakeRequested(), ChildReported(loaded=MODEL), life=life)
+    life, actions = step(life, RestRequested(), TIMEOUTS)
+    assert actions == (EndChild(ExitUrgency.GRACEFUL), StateChanged()), "the owner gets the memory back"
+    assert (life.resting, life.recycles) == (True, rests + 1)
 
 
 def test_rest_replaces_a_child_that_has_unloaded_its_models_or_will_load_them():

@@ -1,14 +1,17 @@
 """Hashing of models while a node is idle: the folders that are searched, and the time between two searches."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from node.hub.cache_layout import RepositoryFolder
 from node.hub.digests import STORE_NAME, DigestStore, find_content
 from node.hub.idle_hasher import MIN_IDLE_CHECKS, NEXT_SEARCH_CHECKS, IdleHasher
 from node.settings import ModelSettings
+from tests.support.hub.downloads import list_children
 from tests.support.processes import until
 from tests.unit.node.models.test_catalogue import lock
 
@@ -103,6 +106,20 @@ async def test_a_model_that_could_not_be_hashed_is_found_again_when_its_files_ch
     await node.hasher.stop()
     (tmp_path / "missing").write_bytes(bytes(1000))
     assert node.hasher.find_unhashed() == folder
+
+
+async def test_a_model_whose_child_was_killed_is_found_again(tmp_path: Path):
+    node = Node(tmp_path)
+    folder = node.add_model()
+    os.truncate(folder / "model.safetensors", 2**36)  # its hashing takes two minutes
+    with capture_logs() as events:
+        node.hasher.start()
+        await asyncio.to_thread(until, lambda: bool(list_children("node.hub.verifier")), 60)
+        for child in list_children("node.hub.verifier"):
+            child.kill()
+        await asyncio.to_thread(until, lambda: any(event["event"] == "model not hashed" for event in events), 60)
+        assert node.hasher.find_unhashed() == folder
+        await node.hasher.stop()
 
 
 async def test_the_setting_ends_all_checks(tmp_path: Path):

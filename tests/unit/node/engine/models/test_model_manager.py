@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from node.engine.memory.reserve import HEADROOM_BEFORE_REFILL_SECONDS
 from node.engine.models.load_state import LoadPhase
 from tests import models
 from tests.support.engine.text_engine import Driver
@@ -146,6 +147,18 @@ def test_after_the_last_unload_the_memory_is_back(tmp_path: Path):
     phys = driver.engine.report(0.0).memory.phys
     assert phys is not None
     assert phys <= base + 64 * MIB
+
+
+def test_the_emergency_reserve_is_no_unreturned_memory(tmp_path: Path):
+    driver = two(tmp_path, canary="256MiB")
+    load(driver, "one")
+    reserve = driver.engine.parts.emergency_reserve
+    for later in (1, 2):
+        reserve.maintain(time.monotonic() + later * 2 * HEADROOM_BEFORE_REFILL_SECONDS)
+    assert reserve.nbytes == 256 * MIB
+    unload(driver, "one")
+    assert look(driver) == 0
+    assert reserve.nbytes == 256 * MIB, "the idle engine keeps it"
 
 
 def test_unreturned_memory_is_reported_until_the_next_load(tmp_path: Path):

@@ -1,16 +1,18 @@
 """The full sweep on request: under the gate, during answers, in place of an older profile, and aborted for requests."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import mlx.core as mx
 import msgspec
 import pytest
 
+from node.engine.kv.kv_cache import Layers, TextModel
 from node.engine.memory.gate import GateSite
 from node.engine.models import context_search, memory_probe
 from node.engine.models.profile import MemoryProfile
+from node.engine.scheduling.rules.chunk_policy import ChunkPace
 from tests import models
 from tests.support.engine.text_engine import Driver
 from wire.capacity.arithmetic import compute_max_context
@@ -125,6 +127,23 @@ def test_the_gate_refuses_a_forward_and_it_does_not_run(monkeypatch: pytest.Monk
     assert isinstance(end, Refusal)
     assert end.refused.code is RefusalCode.NO_ROOM
     assert ran == []
+
+
+def test_the_forwards_of_a_slow_model_are_expected_to_take_their_time(monkeypatch: pytest.MonkeyPatch):
+    driver = a_driver()
+    resident(driver).stats.pace = ChunkPace(each=1.0)
+    forwards = list[tuple[int, float]]()
+    whole = memory_probe.run_forward
+
+    def run_forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) -> mx.array | None:
+        known, call = list(ids), driver.engine.read_running_call()
+        forwards.append((len(known), 0.0 if call is None else call.expected))
+        return whole(model, known, cache, last=last)
+
+    monkeypatch.setattr(memory_probe, "run_forward", run_forward)
+    assert isinstance(swept(driver), Finished)
+    assert max(tokens for tokens, _ in forwards) == 256
+    assert [(tokens, expected) for tokens, expected in forwards if expected < tokens] == []
 
 
 def test_its_model_is_not_unloaded_meanwhile_and_a_cancel_ends_it():

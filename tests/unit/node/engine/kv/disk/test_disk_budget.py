@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from node.engine.kv.disk.disk_budget import WriteBudget, compute_pause_seconds, compute_quota
+from node.engine.kv.disk.disk_budget import FILE, WriteBudget, compute_pause_seconds, compute_quota
 from wire.units import MIB
 
 
@@ -12,6 +12,26 @@ def test_write_budget_saves_up_one_day_at_most():
     budget = WriteBudget(100.0, 0.0)
     assert [budget.take(60, 0.0), budget.take(60, 0.0), budget.take(60, 86_400 * 0.2)] == [True, False, True]
     assert [budget.take(101, 1e9), budget.take(100, 1e9), budget.take(1, 1e9)] == [False, True, False]
+
+
+def test_the_write_budget_continues_in_the_next_process(tmp_path: Path):
+    def left(wall: float) -> float:
+        return WriteBudget(1000.0, 7.0, tmp_path, lambda: wall).compute_left(7.0)
+
+    first = WriteBudget(1000.0, 0.0, tmp_path, lambda: 1e9)
+    assert first.take(9, 0.0)
+    assert left(1e9) == 1000, "too few bytes to store"
+    assert first.take(791, 0.0)
+    assert [left(1e9), left(1e9 + 0.3 * 86_400), left(2e9)] == [200, pytest.approx(500), 1000]
+    assert left(0.0) == 200, "a clock that was set back adds nothing"
+    (tmp_path / FILE).write_text("{")
+    assert left(1e9) == 1000
+
+
+def test_a_write_budget_that_cannot_be_stored_is_used(tmp_path: Path):
+    budget = WriteBudget(1000.0, 0.0, tmp_path / "gone")
+    assert budget.take(500, 0.0)
+    assert budget.compute_left(0.0) == 500
 
 
 def test_compute_quota_leaves_a_part_of_the_disk_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

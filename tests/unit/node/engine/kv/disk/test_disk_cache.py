@@ -2,18 +2,22 @@
 
 import os
 import shutil
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+import msgspec
 import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache
 
 from node.engine.kv.disk.block_file import BlockPart
+from node.engine.kv.disk.block_index import TEMPORARY
+from node.engine.kv.disk.disk_budget import FILE
 from node.engine.kv.disk.disk_cache import FIRST_READ_SPEED, IDENTITY, LOCK, SPEED_WEIGHT, DiskCache, clear_folder
-from node.engine.kv.disk.write_queue import CacheShape
+from node.engine.kv.disk.write_queue import CacheShape, list_entry_parts
 from node.engine.kv.kv_cache import Layers
 from node.engine.kv.prefix_store import BLOCK_TOKENS, MAX_EVICTIONS_REPORTED, CachedPrefix
 from node.engine.kv.radix_trie import pack
@@ -219,6 +223,39 @@ def test_the_identity_of_a_folder_stays_until_all_models_are_cleared(tmp_path: P
     again.close()
     (tmp_path / IDENTITY).write_text("x" * 100)
     assert open_cache(tmp_path).store_id == "x" * 32
+
+
+def test_no_folder_is_deleted_while_the_writer_writes_to_it(tmp_path: Path):
+    disk, entry = open_cache(tmp_path), build_entry(PLAIN, IDS)
+    name, _, _ = next(list_entry_parts(entry, PLAIN))
+    temporary, pipe = tmp_path / (name.file + TEMPORARY), tmp_path / "pipe"
+    temporary.parent.mkdir()
+    os.mkfifo(temporary)
+    pipe.hardlink_to(temporary)
+    disk.offer(entry, PLAIN, 1.0)
+    while disk.writer is None or not disk.writer.writing:
+        disk.write_next(time.monotonic(), busy=False, room=1)
+    cleared = threading.Event()
+
+    def read_pipe() -> None:
+        cleared.wait(0.2)  # it is not set before, because `clear` waits for the writer
+        pipe.read_bytes()
+
+    thread = threading.Thread(target=read_pipe)
+    thread.start()
+    disk.clear("m")
+    writing = disk.writer.writing
+    cleared.set()
+    thread.join()
+    assert (writing, disk.files, (tmp_path / "m").exists()) == ("", 0, False)
+
+
+def test_the_written_bytes_of_an_earlier_engine_count_for_the_day(tmp_path: Path):
+    disk = open_cache(tmp_path)
+    daily = disk.describe(CacheState()).disk_budget
+    disk.close()
+    (tmp_path / FILE).write_bytes(msgspec.json.encode((0.0, time.time())))
+    assert open_cache(tmp_path).describe(CacheState()).disk_budget < daily / 10
 
 
 def test_a_folder_without_a_cache_is_cleared_unless_another_process_writes_to_it(tmp_path: Path):

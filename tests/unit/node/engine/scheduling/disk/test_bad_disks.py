@@ -60,7 +60,7 @@ def repeat(driver: Driver, wanted: dict[int, list[int]], cached: int) -> None:
 def test_a_disk_without_room_for_a_file_stores_nothing_more(
     mounted: Callable[[str], Path], wanted: dict[int, list[int]]
 ):
-    driver = open_driver(models.path("llama"), mounted("size=64m,nr_inodes=8") / "cache")
+    driver = open_driver(models.path("llama"), mounted("size=64m,nr_inodes=9") / "cache")
     store(driver, 1, wanted)
     with capture_logs() as logs:
         assert answer(driver, words(COUNT, 2))[1] == wanted[2]
