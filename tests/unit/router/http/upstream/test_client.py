@@ -276,3 +276,4 @@ async def test_more_requests_than_connections_are_refused_with_the_number():
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
     assert error.message == f"the upstream home already has {MAX_CONNECTIONS} requests of this pool"
+    assert (error.status, error.outcome, error.retry_after, error.is_fault) == (503, "limited", 1.0, False)
