@@ -28,7 +28,7 @@ class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     ca_file: str = ""
     """PEM file of the authority of the server's certificate; empty for the authorities of the system."""
     proxy: str = ""
-    """URL of a proxy; empty for none. Environment variables are not used."""
+    """URL of a proxy, HTTP or HTTPS; empty for none. Environment variables are not used."""
     connect_seconds: Seconds = 5.0
     """Maximum time to connect, and to wait for a free connection. After it the request ends with an error."""
     idle_seconds: Seconds = 60.0
@@ -54,6 +54,9 @@ def find_upstream_fault(upstreams: Mapping[str, UpstreamSettings]) -> str:
         fault = _find_url_fault(upstream.url)
         if fault:
             return f"the url of the upstream {name} {fault}"
+        fault = _find_proxy_fault(upstream.proxy)
+        if fault:
+            return f"the proxy of the upstream {name} {fault}"
     return ""
 
 
@@ -69,6 +72,21 @@ def _find_url_fault(url: str) -> str:
         return "must have no user, password, query or fragment: write the key into key_file"
     if parts.scheme == "http" and not _is_loopback(host):
         return f"must be https, because its key and prompts could be read on the way to {host}"
+    return ""
+
+
+def _find_proxy_fault(url: str) -> str:
+    """Return the fault of a proxy's URL, which may have a user and a password; empty without one. The result does not
+    contain the URL."""
+    if not url:
+        return ""
+    try:
+        parts = urlsplit(url)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        host, parts = None, urlsplit("")
+    if parts.scheme not in ("http", "https") or not host or not url.isprintable() or " " in url:
+        return "must be http://HOST:PORT or https://HOST:PORT"
     return ""
 
 

@@ -43,8 +43,8 @@ OUTCOMES = frozenset({"ok", FAILED, *RefusalCode, *FailureCode} - {FailureCode.C
 UPSTREAM_OUTCOMES = ("ok", "refused", "limited", "failed", "interrupted", "cancelled")
 """Outcomes of a request at an upstream.
 
-`refused`: a 4xx answer about the request. `limited`: 429. `failed`: no usable answer. `interrupted`: no complete
-stream. `cancelled`: the client left, or the coordinator stopped.
+`refused`: a 4xx answer about the request. `limited`: 429, or all connections of this pool in use. `failed`: no usable
+answer. `interrupted`: no complete stream. `cancelled`: the client left, or the coordinator stopped.
 """
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from msgspec.structs import replace
 
 from router.admission.rate_limits import KeyLimits
 from router.dispatch.circuit_breaker import MAX_FAULTS, SAME_FAULT_SECONDS
@@ -370,6 +371,25 @@ async def test_requests_that_an_upstream_refuses_for_their_faults_pause_it_for_n
             assert "the upstream home answered 400" in answer.text
             await asyncio.sleep(1.01)  # faults within a second count as one
         assert counts(cluster) == {"refused": 4}
+
+
+async def test_requests_above_the_number_of_connections_do_not_pause_an_upstream(
+    server: str, key_file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("router.http.upstream.client.MAX_CONNECTIONS", 1)
+    monkeypatch.setattr("router.dispatch.circuit_breaker.MAX_FAULTS", 1)
+    async with served(server, key_file, "stalls", idle_seconds=30.0) as cluster, plain(cluster) as client:
+        body = {"model": "coder", "messages": MESSAGES, "stream": True}
+        async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            parts = answer.aiter_bytes()  # kept, because its end ends the request
+            await anext(parts)
+            home = cluster.clients["home"]
+            home.settings = replace(home.settings, connect_seconds=0.1)  # the only connection exists already
+            refused = await client.post("/v1/chat/completions", json=body)
+        assert (refused.status_code, refused.headers.get("retry-after")) == (503, "1"), refused.text
+        assert "the upstream home already has 1 requests of this pool" in refused.json()["error"]["message"]
+        assert cluster.dispatcher.upstreams.find_obstacle("home") == ""
+        await cluster.dispatcher.drain(10)
 
 
 async def test_a_client_that_leaves_ends_the_request_of_the_upstream(server: str, key_file: Path):

@@ -67,7 +67,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "height": "text only",
         "steps": "text only",
         "stream": "default true",
-        "think": "true and false set the template's enable_thinking; low, medium and high also set reasoning_effort",
+        "think": "true and false set the template's enable_thinking; low, medium, high, max also set reasoning_effort",
         "raw": "the prompt is not rendered with the model's template",
         "options": "see the options below",
         "model": "a `:latest` at the end is ignored",
@@ -171,7 +171,7 @@ def _get_think_tag(think: object) -> str:
 
 
 Think = Annotated[
-    Annotated[bool, Tag("switch_part")] | Annotated[Literal["low", "medium", "high"], Tag("word_part")],
+    Annotated[bool, Tag("switch_part")] | Annotated[Literal["low", "medium", "high", "max"], Tag("word_part")],
     Discriminator(_get_think_tag),
 ]
 

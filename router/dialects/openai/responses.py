@@ -1,7 +1,7 @@
 """`/v1/responses`: convert items to the parts of a Generate frame, which may continue a stored conversation."""
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -10,13 +10,20 @@ from router.dialects.openai.responses_input import convert_items
 from router.dialects.openai.responses_response import ResponseChunks, ResponseMeta, encode_response
 from router.dialects.openai.responses_schema import (
     RESPONSES,
+    CallItem,
+    CustomCallItem,
     FunctionTool,
+    InputItem,
+    Item,
+    ItemReference,
+    MessageItem,
     Namespace,
+    ReasoningItem,
     ResponsesBody,
     ResponsesCustomTool,
     SchemaFormat,
 )
-from router.dialects.openai.responses_store import ResponseStore, build_stored_response
+from router.dialects.openai.responses_store import OutputItems, ResponseStore, build_stored_response
 from router.dialects.shared.common_fields import ForeignPart
 from router.dialects.shared.conversation import ConversationRequest
 from router.dialects.shared.field_table import sanitize_names
@@ -48,6 +55,8 @@ class ResponsesRequest(ConversationRequest, frozen=True):
     """Conversation up to the answer, without the instructions."""
     store: ResponseStore | None = None
     """Store for the answer; None if the answer is not stored."""
+    items: OutputItems | None = None
+    """Store for the items of the answer; None if the answer is not stored."""
     owner: str = ""
     """Id of the API key."""
 
@@ -62,11 +71,13 @@ class ResponsesRequest(ConversationRequest, frozen=True):
         return ResponseChunks(cast("ResponseMeta", self.outline), reader.spec, self._store_answer)
 
     def _store_answer(self, body: bytes, assembled: SingleChoiceAnswer) -> None:
-        if self.store is None or self.outline is None:
+        if self.store is None or self.items is None or self.outline is None:
             return
         calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in assembled.calls)
         last = Message("assistant", assembled.content, tool_calls=calls, reasoning=assembled.reasoning)
-        self.store.put(self.owner, f"resp_{self.outline.name}", build_stored_response(body, (*self.conversation, last)))
+        name = f"resp_{self.outline.name}"
+        self.store.put(self.owner, name, build_stored_response(body, (*self.conversation, last)))
+        self.items.put(self.owner, name, body)
 
 
 class ResponsesRoute:
@@ -76,6 +87,7 @@ class ResponsesRoute:
 
     def __init__(self, *, strict: bool = False) -> None:
         self.store = ResponseStore()
+        self.items = OutputItems()
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> ResponsesRequest | Problem:
@@ -94,6 +106,7 @@ class ResponsesRoute:
 
     def delete(self, key: str, name: str) -> bytes | Problem:
         """Delete a stored answer of an API key. Return the confirmation as JSON, or a 404 problem."""
+        self.items.drop(key, name)
         if not self.store.drop(key, name):
             return _build_unknown(name)
         return msgspec.json.encode({"id": name, "object": "response", "deleted": True})
@@ -136,12 +149,16 @@ class ResponsesRoute:
             ResponseMeta(secrets.token_hex(16), body, fields, tools.origins),
             conversation,
             self.store if body.store is not False else None,
+            self.items if body.store is not False else None,
             key,
         )
 
     def _build_conversation(self, body: ResponsesBody, key: str, tools: ToolSet) -> tuple[Message, ...] | Problem:
         """Return the conversation: the stored messages, then the new ones."""
-        messages = convert_items(body.input, tools.origins)
+        items = body.input if isinstance(body.input, str) else self._resolve_references(body.input, key)
+        if isinstance(items, Problem):
+            return items
+        messages = convert_items(items, tools.origins)
         before = body.previous_response_id
         if isinstance(messages, Problem) or before is None:
             return messages if isinstance(messages, Problem) else tuple(messages)
@@ -150,6 +167,33 @@ class ResponsesRoute:
             text = f"no answer {before[:64]!r} is stored for this key: send the whole conversation in input"
             return build_invalid(text, "previous_response_id", "previous_response_not_found")
         return (*stored.messages, *messages)
+
+    def _resolve_references(self, items: Sequence[InputItem], key: str) -> list[Item] | Problem:
+        """Replace the references of a body by the stored items of its key.
+
+        Return a 400 problem for an item that is not stored, and for a second reference to the same item.
+        """
+        found = self.items.find(key, [item.id for item in items if isinstance(item, ItemReference)])
+        resolved: list[Item] = []
+        for at, item in enumerate(items):
+            if isinstance(item, ItemReference):
+                stored = found.pop(item.id, None)
+                if stored is None:
+                    text = f"no item {item.id[:64]!r} is stored for this key, or input has it twice"
+                    return build_invalid(f"{text}: send the items themselves, and store: false", f"input[{at}].id")
+                resolved.append(_STORED[stored["type"]].model_validate(stored))
+            else:
+                resolved.append(item)
+        return resolved
+
+
+_STORED: Mapping[str, type[MessageItem | CallItem | CustomCallItem | ReasoningItem]] = {
+    "message": MessageItem,
+    "function_call": CallItem,
+    "custom_tool_call": CustomCallItem,
+    "reasoning": ReasoningItem,
+}
+"""Input item for each type of output item."""
 
 
 def _build_grammar(body: ResponsesBody, tools: ToolSet) -> GrammarSpec | Problem | None:

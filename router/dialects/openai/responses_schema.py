@@ -64,8 +64,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "include": "no effect: reasoning is always included, and no tools run on the server",
         "store": "default true; answers are stored in memory until newer answers need the space",
         "previous_response_id": "id of an answer that is stored for the same key",
-        "input": "a text, or messages, calls of functions and custom tools, their outputs, and reasoning; other items "
-        "are refused by name",
+        "input": "a text, or messages, calls of functions and custom tools, their outputs, reasoning, and references "
+        "to stored items; other items are refused by name",
         "metadata": "returned with the answer",
         "prompt_cache_key": SESSION_NOTE,
         "user": SESSION_NOTE,
@@ -192,13 +192,22 @@ class ReasoningItem(ReturnedItem):
     encrypted_content: Any = None
 
 
-Item = Annotated[
+class ItemReference(StrictPart):
+    """Input item: an item of an earlier answer to the same API key, by its id."""
+
+    type: Literal["item_reference"]
+    id: Named
+
+
+Item = MessageItem | CallItem | OutputItem | CustomCallItem | CustomOutputItem | ReasoningItem
+InputItem = Annotated[
     Annotated[MessageItem, Tag("message_part")]
     | Annotated[CallItem, Tag("function_call_part")]
     | Annotated[OutputItem, Tag("function_call_output_part")]
     | Annotated[CustomCallItem, Tag("custom_tool_call_part")]
     | Annotated[CustomOutputItem, Tag("custom_tool_call_output_part")]
-    | Annotated[ReasoningItem, Tag("reasoning_part")],
+    | Annotated[ReasoningItem, Tag("reasoning_part")]
+    | Annotated[ItemReference, Tag("item_reference_part")],
     build_type_discriminator(
         "message",
         "function_call",
@@ -206,11 +215,12 @@ Item = Annotated[
         "custom_tool_call",
         "custom_tool_call_output",
         "reasoning",
+        "item_reference",
     ),
 ]
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag("text")]
-    | Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), Tag("parts")],
+    | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 

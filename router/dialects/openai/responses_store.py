@@ -3,9 +3,14 @@
 The store is bounded by count and by bytes, for each key and for all keys together. A key over its own limits loses its
 oldest answers; over the limits of all, the oldest answers of any key are removed. Nothing survives the process. A
 client that must not depend on the store sends the whole conversation.
+
+The output items of answers are stored a second time, without the conversations. A client that refers to all items of a
+long conversation needs many answers, and the conversations of these would not fit.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -20,6 +25,14 @@ MAX_RESPONSES_PER_KEY = 512
 """Maximum answers of one key."""
 MAX_BYTES_PER_KEY = 32 * MIB
 """Maximum bytes of the answers of one key."""
+MAX_ITEM_ANSWERS = 32_768
+"""Maximum answers of all keys together whose items are stored."""
+MAX_ITEM_BYTES = 32 * MIB
+"""Maximum bytes of the items of all keys together."""
+MAX_ITEM_ANSWERS_PER_KEY = 4096
+"""Maximum answers of one key whose items are stored."""
+MAX_ITEM_BYTES_PER_KEY = 8 * MIB
+"""Maximum bytes of the items of one key."""
 MESSAGE_BYTES = 256
 """Bytes charged for a message in addition to its text."""
 
@@ -127,3 +140,37 @@ class ResponseStore:
         if not responses.entries:
             del self._by_key[key]
         return True
+
+
+class _Output(msgspec.Struct):
+    output: msgspec.Raw
+
+
+class OutputItems:
+    """Output items of the answers of all API keys, in memory, to which later requests refer by their ids."""
+
+    def __init__(self) -> None:
+        self._answers = ResponseStore(
+            MAX_ITEM_ANSWERS, MAX_ITEM_BYTES, MAX_ITEM_ANSWERS_PER_KEY, MAX_ITEM_BYTES_PER_KEY
+        )
+
+    def put(self, key: str, name: str, body: bytes) -> None:
+        """Store the items of an answer of a key under the answer's id (`name`). `body` is the answer's JSON."""
+        output = msgspec.json.decode(body, type=_Output).output
+        self._answers.put(key, name, build_stored_response(bytes(output), ()))
+
+    def find(self, key: str, items: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """Return the stored items of a key by their ids. `items` are the wanted ids; unknown ids are left out.
+
+        The result may have further items of the same answers.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for name in {f"resp_{item.partition('_')[2].rpartition('_')[0]}" for item in items}:
+            answer = self._answers.get(key, name)
+            if answer is not None:
+                found |= {item["id"]: item for item in msgspec.json.decode(answer.body, type=list[dict[str, Any]])}
+        return found
+
+    def drop(self, key: str, name: str) -> None:
+        """Delete the items of an answer of a key, if they are stored."""
+        self._answers.drop(key, name)

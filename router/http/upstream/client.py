@@ -31,7 +31,15 @@ ABOUT_REQUEST = frozenset({400, 404, 413, 422})
 class UpstreamError(Exception):
     """Failure of an upstream. The text is one sentence with the name of the upstream."""
 
-    def __init__(self, message: str, outcome: str = "failed", status: int = 502, retry_after: float | None = None):
+    def __init__(
+        self,
+        message: str,
+        outcome: str = "failed",
+        status: int = 502,
+        retry_after: float | None = None,
+        *,
+        is_fault: bool = True,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.outcome = outcome
@@ -40,6 +48,8 @@ class UpstreamError(Exception):
         """Status of the answer to the client."""
         self.retry_after = retry_after
         """Retry-After in seconds; None without one."""
+        self.is_fault = is_fault
+        """Whether this counts as a fault of the upstream, which pauses it."""
 
 
 class KeyFileError(Exception):
@@ -141,7 +151,8 @@ class UpstreamClient:
             text = f"did not accept a connection within {settings.connect_seconds:g} s"
             raise self.build_error(text) from None
         except httpx2.PoolTimeout:
-            raise self.build_error(f"already has {MAX_CONNECTIONS} requests of this pool") from None
+            text = f"already has {MAX_CONNECTIONS} requests of this pool"
+            raise self.build_error(text, "limited", 503, 1.0, is_fault=False) from None
         except httpx2.TimeoutException:
             raise self.build_error(f"sent nothing for {idle:g} s") from None
         except httpx2.ConnectError as error:
@@ -150,14 +161,20 @@ class UpstreamClient:
             raise self.build_error(f"broke the connection ({type(error).__name__})") from None
 
     def build_error(
-        self, text: str, outcome: str = "failed", status: int = 502, retry_after: float | None = None
+        self,
+        text: str,
+        outcome: str = "failed",
+        status: int = 502,
+        retry_after: float | None = None,
+        *,
+        is_fault: bool = True,
     ) -> UpstreamError:
         """Return an error about this upstream, whose sentence is the upstream's name followed by `text`.
 
         `outcome` is one of `UPSTREAM_OUTCOMES`, `status` the status of the answer to the client, and `retry_after` its
-        Retry-After in seconds, None without one.
+        Retry-After in seconds, None without one. `is_fault` tells whether the error counts as a fault of the upstream.
         """
-        return UpstreamError(f"the upstream {self.name} {text}", outcome, status, retry_after)
+        return UpstreamError(f"the upstream {self.name} {text}", outcome, status, retry_after, is_fault=is_fault)
 
     async def _check_response(self, response: httpx2.Response, *, stream: bool) -> None:
         status = response.status_code
@@ -182,7 +199,8 @@ class UpstreamClient:
             return self.build_error(f"answered {status}: redirects are not followed")
         if status in ABOUT_REQUEST:
             reason = await self._read_reason(response)
-            return self.build_error(f"answered {status}{f': {reason}' if reason else ''}", "refused", 400)
+            text = f"answered {status}{f': {reason}' if reason else ''}"
+            return self.build_error(text, "refused", 400, is_fault=False)
         return self.build_error(f"answered {status}")
 
     async def _read_reason(self, response: httpx2.Response) -> str:

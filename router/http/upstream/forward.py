@@ -200,7 +200,7 @@ class _Passing:
         """End the request with a failure: a plain answer before the first byte, else an event."""
         prompt, completion = self._count_tokens()
         outcome = "interrupted" if self._is_open else error.outcome
-        fault = "" if error.outcome == "refused" else error.message
+        fault = error.message if error.is_fault else ""
         self._record(outcome, fault=fault, prompt=prompt, completion=completion)
         local = self._request.alias.refused if self._request.alias is not None else None
         message = error.message if local is None else f"{error.message}; {local.message}"

@@ -119,9 +119,14 @@ async def test_every_option_reaches_the_node(cluster: LoopbackCluster):
 
 
 @pytest.mark.parametrize(
-    ("think", "template"), [(True, {"enable_thinking": True}), (False, {"enable_thinking": False})]
+    ("think", "template"),
+    [
+        (True, {"enable_thinking": True}),
+        (False, {"enable_thinking": False}),
+        ("max", {"reasoning_effort": "max", "enable_thinking": True}),
+    ],
 )
-async def test_thinking_is_a_switch(cluster: LoopbackCluster, think: bool, template: dict):
+async def test_thinking_is_a_switch(cluster: LoopbackCluster, think: bool | str, template: dict):
     async with plain(cluster) as client:
         await client.post("/api/chat", json=ASK | {"think": think, "options": {"num_predict": -1}})
     assert json.loads(generated(cluster).template) == template

@@ -191,6 +191,45 @@ async def test_stored_response_belongs_to_its_key(cluster: LoopbackCluster):
             await client.responses.retrieve(kept.id)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_reference_to_an_item_is_the_item(cluster: LoopbackCluster, stream: bool):
+    play(cluster, play=spoken)
+    hello: Any = {"role": "user", "content": "hello"}
+    async with library(cluster) as client:
+        if stream:
+            first = (await collect(await client.responses.create(**ASK, stream=True)))[-1].response
+        else:
+            first = await client.responses.create(**ASK)
+        items: list[Any] = [item.model_dump(exclude_unset=True) for item in first.output]
+        references: list[Any] = [{"type": "item_reference", "id": item.id} for item in first.output]
+        conversations: list[Any] = []
+        for sent in (items, references):
+            output: Any = {"type": "function_call_output", "call_id": "call_1", "output": "sun"}
+            await client.responses.create(model="tiny", input=[hello, *sent, output])
+            conversations.append(generated(cluster).messages)
+    assert conversations[0] == conversations[1]
+    assert [message.role for message in conversations[1]][:2] == ["user", "assistant"]
+    assert conversations[1][1].reasoning == "let me"
+    assert len(conversations[1][1].tool_calls) == 2
+
+
+async def test_reference_to_an_item_that_is_not_stored_for_the_key_is_refused(cluster: LoopbackCluster):
+    async with library(cluster) as client:
+        kept, gone = [await client.responses.create(**ASK) for _ in range(2)]
+        hidden = await client.responses.create(**ASK, store=False)
+        await client.responses.delete(gone.id)
+    item = kept.output[0].id
+    wrong = ["msg_1", f"{item}0", gone.output[0].id, hidden.output[0].id]
+    other = cluster.make_key("infer")
+    for key, ids in [*(("", [name]) for name in wrong), ("", [item, item]), (other, [item])]:
+        references = [{"type": "item_reference", "id": name} for name in ids]
+        async with plain(cluster, key or cluster.key) as client:
+            answer = await client.post(PATH, json=ASK | {"input": references})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, f"input[{len(ids) - 1}].id"), ids
+        assert "is stored for this key" in error["message"]
+
+
 def test_response_store_is_bounded():
     kept = ResponseStore(most=5, nbytes=10_000, of_key=3, key_bytes=5_000)
     for number in range(9):
@@ -233,7 +272,7 @@ async def test_failed_stream_has_the_reason(cluster: LoopbackCluster):
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"text": {"format": {"type": "poem"}}}, "text.format.type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0].type",

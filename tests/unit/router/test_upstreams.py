@@ -53,3 +53,16 @@ def test_the_label_names_upstream_and_model():
 )
 def test_a_url_has_only_characters_that_can_be_read(url: str):
     assert fault(url) == "the url of the upstream home must be https://HOST/v1"
+
+
+@pytest.mark.parametrize("proxy", ["", "http://proxy.lan:3128", "https://me:pw@[::1]:3128"])
+def test_a_proxy_of_http_is_allowed(proxy: str):
+    assert find_upstream_fault({"home": UpstreamSettings(url="https://h/v1", model="m", proxy=proxy)}) == ""
+
+
+@pytest.mark.parametrize(
+    "proxy", ["proxy.lan:3128", "proxy.lan", "socks5://h:1", "http://", "http://h:99999", "http://[", "http://a b"]
+)
+def test_a_proxy_that_the_client_cannot_use_is_a_fault_of_the_settings(proxy: str):
+    fault = find_upstream_fault({"home": UpstreamSettings(url="https://h/v1", model="m", proxy=proxy)})
+    assert fault == "the proxy of the upstream home must be http://HOST:PORT or https://HOST:PORT"

@@ -2,7 +2,12 @@
 
 import pytest
 
-from router.dialects.openai.responses_store import ResponseStore, build_stored_response
+from router.dialects.openai.responses_store import (
+    MAX_RESPONSES_PER_KEY,
+    OutputItems,
+    ResponseStore,
+    build_stored_response,
+)
 
 
 def test_the_oldest_answers_of_any_key_leave_above_the_bytes_of_all_keys():
@@ -74,3 +79,16 @@ def test_an_answer_replaces_an_earlier_one_with_its_id():
     assert (list_stored(store), len(store), store.nbytes) == (["a1"], 1, 60)
     put(store, ("a", "1", 101))
     assert (list_stored(store), len(store), store.nbytes) == ([], 0, 0)
+
+
+def test_the_items_of_more_answers_are_stored_than_answers():
+    items = OutputItems()
+    for number in range(MAX_RESPONSES_PER_KEY + 1):
+        items.put("a", f"resp_{number}", b'{"tools":[{}],"output":[{"id":"msg_%d_0"}]}' % number)
+    assert items.find("a", ["msg_0_0", f"msg_{MAX_RESPONSES_PER_KEY}_0", "msg_x_0", "", "_"]) == {
+        "msg_0_0": {"id": "msg_0_0"},
+        f"msg_{MAX_RESPONSES_PER_KEY}_0": {"id": f"msg_{MAX_RESPONSES_PER_KEY}_0"},
+    }
+    items.drop("a", "resp_0")
+    items.drop("a", "resp_0")
+    assert items.find("a", ["msg_0_0"]) == items.find("b", ["msg_1_0"]) == {}

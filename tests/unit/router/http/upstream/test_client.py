@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from router.http.upstream.client import (
     MAX_CONNECTIONS,
@@ -266,11 +267,13 @@ async def test_a_server_that_accepts_no_connection_is_named_with_the_time():
 
 
 async def test_more_requests_than_connections_are_refused_with_the_number():
-    async with served(b"", connect_seconds=1.0) as (client, foreign):  # 64 connections need 0.4 s on a busy machine
+    async with served(b"", connect_seconds=60.0) as (client, foreign):
         waiting = [asyncio.create_task(fetch(client)) for _ in range(MAX_CONNECTIONS)]
         await foreign.wait_connections(MAX_CONNECTIONS)
+        client.settings = replace(client.settings, connect_seconds=0.1)  # all connections exist already
         error = await fail(client)
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
     assert error.message == f"the upstream home already has {MAX_CONNECTIONS} requests of this pool"
+    assert (error.status, error.outcome, error.retry_after, error.is_fault) == (503, "limited", 1.0, False)
