@@ -124,9 +124,9 @@ class HttpsCa:
         """Issue a new certificate if this machine's names or addresses changed since the last one.
 
         Issue one as well after two thirds of the validity of the current certificate. Return whether a certificate was
-        issued. Raise `OSError` if it cannot be written, or if the addresses cannot be listed.
+        issued. Raise `OSError` if it cannot be written.
         """
-        names = tuple(sorted({*LOOPBACK_NAMES, *self._hosts, *filter(is_local_name, self._get_local_names())}))
+        names = self._list_names()
         now = self._clock()
         if names == self._names and now < self._renew_from:
             return False
@@ -150,6 +150,21 @@ class HttpsCa:
         self._names, self._renew_from = names, now + RENEW_AT_SHARE * LEAF_VALIDITY_SECONDS
         log.info("endpoint certificate", names=", ".join(names))
         return True
+
+    def _list_names(self) -> tuple[str, ...]:
+        """Return the names for the certificate.
+
+        If the addresses of this machine cannot be listed, log that. Then return the current names, or for the first
+        certificate the names without these addresses.
+        """
+        try:
+            local_names = self._get_local_names()
+        except OSError as error:
+            log.warning("addresses of this machine not listed", error=str(error))
+            if self._names:
+                return self._names
+            local_names = get_own_names()
+        return tuple(sorted({*LOOPBACK_NAMES, *self._hosts, *filter(is_local_name, local_names)}))
 
     def _load_authority(self, file: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
         """Read the authority, or create one. If the permitted names changed, create a new key."""

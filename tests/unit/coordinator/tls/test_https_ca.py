@@ -33,7 +33,14 @@ from coordinator.tls.cluster_ca import (
     read_key_pair,
     write_key_pair,
 )
-from coordinator.tls.https_ca import HttpsCa, get_name_constraints, is_local_name, is_loopback, load_server_context
+from coordinator.tls.https_ca import (
+    HttpsCa,
+    get_name_constraints,
+    get_own_names,
+    is_local_name,
+    is_loopback,
+    load_server_context,
+)
 from wire.certificate import LEAF_VALIDITY_SECONDS, RENEW_AT_SHARE
 
 NOW = time.time()
@@ -317,3 +324,23 @@ def test_the_endpoint_speaks_http_1_1_only(tmp_path: Path, offered: list[str]) -
                 side.do_handshake()
     assert sides[0].selected_alpn_protocol() == ("http/1.1" if offered else None)
     assert sides[0].version() == "TLSv1.3"
+
+
+def test_addresses_that_cannot_be_listed_end_no_start_and_no_renewal(tmp_path: Path):
+    clock, listed = Clock(), False
+
+    def get_local_names() -> tuple[str, ...]:
+        if not listed:
+            raise OSError(24, "Too many open files")
+        return "studio.local", "192.168.1.7"
+
+    made = HttpsCa(tmp_path, ("pool.example",), clock, get_local_names)
+    assert {"localhost", "127.0.0.1", "pool.example", *get_own_names()} == {*made.names} - {"::1"}
+    assert not made.renew()
+    listed = True
+    assert made.renew()
+    assert {"studio.local", "192.168.1.7"} <= set(made.names)
+    names, listed = made.names, False
+    clock.now += RENEW_AT_SHARE * LEAF_VALIDITY_SECONDS + 1
+    assert made.renew()
+    assert made.names == names, "the last known addresses are kept"
