@@ -178,7 +178,7 @@ class HttpsCa:
             if [general for general in constrained if isinstance(general, x509.DNSName)] == names:
                 log.warning(REISSUED_WARNING)
                 return self._issue_authority(file, key, _get_common_name(known), names)
-        host = socket.gethostname().partition(".")[0]
+        host = socket.gethostname().partition(".")[0].encode("ascii", "replace").decode()
         return self._issue_authority(
             file, ec.generate_private_key(ec.SECP256R1()), f"macpool endpoint {host}"[:64], names
         )
@@ -225,12 +225,12 @@ def _get_common_name(certificate: x509.Certificate) -> str:
 def is_local_name(name: str) -> bool:
     """Return whether the endpoint's certificate may contain an address or name of this machine.
 
-    Those are addresses in `LOCAL_NETWORKS`, `localhost` and names under `.local`.
+    Those are addresses in `LOCAL_NETWORKS`, `localhost` and names in ASCII under `.local`.
     """
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
-        return name == "localhost" or name.endswith("." + LOCAL_DOMAIN)
+        return name == "localhost" or (name.isascii() and name.endswith("." + LOCAL_DOMAIN))
     networks = map(ipaddress.ip_network, LOCAL_NETWORKS)
     return any(address in network for network in networks if network.version == address.version)
 

@@ -344,3 +344,11 @@ def test_addresses_that_cannot_be_listed_end_no_start_and_no_renewal(tmp_path: P
     clock.now += RENEW_AT_SHARE * LEAF_VALIDITY_SECONDS + 1
     assert made.renew()
     assert made.names == names, "the last known addresses are kept"
+
+
+def test_a_host_name_with_other_than_ascii_letters_ends_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "büro" + "ü" * 59)
+    made = HttpsCa(tmp_path, (), Clock())
+    assert {"localhost", "127.0.0.1"} <= set(made.names)
+    assert not [name for name in made.names if name.endswith(".local")]
+    assert verifies(tmp_path, "localhost", made.ca_pem) == ""
