@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import socket
 import ssl
 import time
 from pathlib import Path
@@ -21,10 +22,12 @@ from coordinator.cli.commands.clients.trust_ca import (
     build_commands,
     check_authority,
     fetch_authority,
+    fetch_confirmed_authority,
     find_bundle,
     write_bundle,
 )
 from coordinator.client.errors import PIN, CommandError
+from coordinator.http.origin_check import OriginCheck
 from coordinator.tls.cluster_ca import (
     AuthorityError,
     build_common_name,
@@ -205,6 +208,30 @@ async def test_an_endpoint_that_answers_no_http_is_named(tmp_path: Path):
     base = f"https://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     with pytest.raises(CommandError, match="does not answer in HTTP"):
         await asyncio.to_thread(fetch_authority, base)
+    server.close()
+
+
+async def answer_nothing(*_: object) -> None:
+    """Stand for the routes behind a check of hosts."""
+
+
+async def test_an_endpoint_that_refuses_its_host_name_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        host = next(line[6:] for line in head.split(b"\r\n") if line.lower().startswith(b"host: "))
+        problem = OriginCheck(answer_nothing).find_problem("GET", [(b"host", host)])
+        assert problem is not None
+        body = problem.encode_body("")
+        writer.write(b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%b" % (problem.status, len(body), body))
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0, ssl=endpoint(tmp_path).context)
+    port = server.sockets[0].getsockname()[1]
+    local = socket.getaddrinfo("127.0.0.1", port, type=socket.SOCK_STREAM)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: local)
+    for fingerprint in (None, "0" * 64):
+        with pytest.raises(CommandError, match=r"add it to http\.allowed_hosts"):
+            await asyncio.to_thread(fetch_confirmed_authority, f"https://mac.fritz.box:{port}", fingerprint)
     server.close()
 
 
