@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -140,6 +141,17 @@ def test_a_taken_port_creates_nothing(running: Pool, tmp_path: Path):
     )
     assert (done.returncode, f"cannot listen on 127.0.0.1:{port}" in done.stderr) == (1, True), done.stderr
     assert not (tmp_path / "s" / "cluster.db").exists()
+
+
+def test_a_start_that_fails_after_the_cluster_was_created_leaves_the_first_key_to_the_next_one(made: Pool):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = [*CLI, "up", "--state", str(made.state), "--listen", "127.0.0.1:0", "--cluster-listen", address]
+        command += ["--no-local-node", "--set", "cluster.bonjour=false"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=60)
+    assert (done.returncode, "address already in use" in done.stderr) == (1, True), done.stderr
+    assert (made.state / "cluster.db").exists()
+    assert made.up()["api_key"].startswith("mp_")
 
 
 # a Mac that is a node
