@@ -1,5 +1,6 @@
 """TLS configuration of the endpoint, and validity of its certificates."""
 
+import os
 import ssl
 import time
 from collections.abc import Callable
@@ -24,7 +25,8 @@ def create_https_tls(http: HttpSettings, listen: str, state: Path) -> HttpsCa | 
     check_http_settings(http, listen)
     if http.tls_cert_file:
         return load_server_context(
-            Path(http.tls_cert_file).expanduser(), Path(http.tls_key_file or http.tls_cert_file).expanduser()
+            Path(os.path.expanduser(http.tls_cert_file)),
+            Path(os.path.expanduser(http.tls_key_file or http.tls_cert_file)),
         )
     if _needs_own_authority(http, listen):
         return HttpsCa(state / "authority", _list_allowed_hosts(http), time.time)
@@ -45,7 +47,8 @@ def check_http_settings(http: HttpSettings, listen: str) -> None:
         raise AuthorityError("http.tls_key_file is given without http.tls_cert_file")
     if http.tls_cert_file:
         load_server_context(
-            Path(http.tls_cert_file).expanduser(), Path(http.tls_key_file or http.tls_cert_file).expanduser()
+            Path(os.path.expanduser(http.tls_cert_file)),
+            Path(os.path.expanduser(http.tls_key_file or http.tls_cert_file)),
         )
     if _needs_own_authority(http, listen):
         for host in _list_allowed_hosts(http):
@@ -86,7 +89,7 @@ def read_https_validity(
     if isinstance(tls, HttpsCa):
         readers["endpoint"] = lambda: tls.validity
     elif tls is not None:
-        readers["endpoint"] = lambda: read_certificate_validity(Path(file).expanduser())
+        readers["endpoint"] = lambda: read_certificate_validity(Path(os.path.expanduser(file)))
     validity: dict[str, tuple[float, float]] = {}
     for name, read in readers.items():
         try:

@@ -109,6 +109,8 @@ IMPOSSIBLE = (
     (["--models", "/no/such/folder"], "--models: /no/such/folder is not a folder"),
     (["--set", "http.tls_cert_file=/x"], "/x"),
     (["--set", "models.folders=/no/such/folder"], "models.folders (--set): /no/such/folder is not a folder"),
+    (["--models", "~nobody-here/models"], "--models: ~nobody-here/models is not a folder"),
+    (["--set", "models.folders=~nobody-here/models"], "~nobody-here/models is not a folder"),
     (["--set", "memory.cap=lots"], "is not a size"),
     (["--set", "router.queue_timeout_seconds=soon"], "router.queue_timeout_seconds"),
     (["--set", "alerts.webhook_url=here"], "alerts.webhook_url"),
