@@ -163,10 +163,12 @@ class ClusterCa:
     def renew(self) -> bool:
         """Issue a new coordinator certificate after two thirds of the validity of the current one.
 
+        Issue one as well if the current one is from the future, because the clock was set back: nodes would refuse it.
         New connections use the new certificate. Return whether a certificate was issued. Raise `AuthorityError` if the
         current certificate cannot be read, and `OSError` if the new one cannot be written.
         """
-        if self._clock() < self.renew_from:
+        own = read_certificate(self._read_own_certificate())
+        if own.issued <= self._clock() < own.renew_from:
             return False
         self._issue_own_certificate()
         self._context.load_cert_chain(self._own)

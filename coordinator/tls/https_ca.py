@@ -92,7 +92,7 @@ class HttpsCa:
         file = folder / "endpoint-authority.pem"
         self._key, self._ca = self._load_authority(file)
         self._names: tuple[str, ...] = ()
-        self._renew_from = 0.0
+        self._issued_at = self._renew_from = 0.0
         self.context = create_server_context()
         """TLS context of the endpoint, with its current certificate."""
         self.renew()
@@ -123,12 +123,13 @@ class HttpsCa:
     def renew(self) -> bool:
         """Issue a new certificate if this machine's names or addresses changed since the last one.
 
-        Issue one as well after two thirds of the validity of the current certificate. Return whether a certificate was
-        issued. Raise `OSError` if it cannot be written.
+        Issue one as well after two thirds of the validity of the current certificate. Issue one also if the current one
+        is from the future, because the clock was set back. Return whether a certificate was issued. Raise `OSError` if
+        it cannot be written.
         """
         names = self._list_names()
         now = self._clock()
-        if names == self._names and now < self._renew_from:
+        if names == self._names and self._issued_at <= now < self._renew_from:
             return False
         key = ec.generate_private_key(ec.SECP256R1())
         issuer = self._ca.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
@@ -147,7 +148,8 @@ class HttpsCa:
         with self._own.open("a") as file:
             file.write(self.ca_pem)  # sent in the handshake, because `cluster trust-ca` fetches it
         self.context.load_cert_chain(self._own)
-        self._names, self._renew_from = names, now + RENEW_AT_SHARE * LEAF_VALIDITY_SECONDS
+        self._names, self._issued_at = names, now
+        self._renew_from = now + RENEW_AT_SHARE * LEAF_VALIDITY_SECONDS
         log.info("endpoint certificate", names=", ".join(names))
         return True
 

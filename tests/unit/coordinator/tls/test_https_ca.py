@@ -379,3 +379,13 @@ def test_a_host_name_with_other_than_ascii_letters_ends_no_start(tmp_path: Path,
     assert {"localhost", "127.0.0.1"} <= set(made.names)
     assert not [name for name in made.names if name.endswith(".local")]
     assert verifies(tmp_path, "localhost", made.ca_pem) == ""
+
+
+def test_a_certificate_from_the_future_is_replaced_after_the_clock_was_set_back(tmp_path: Path):
+    clock = Clock()
+    clock.now += LEAF_VALIDITY_SECONDS
+    made = endpoint(tmp_path, clock=clock)
+    clock.now = NOW
+    assert made.renew()
+    assert made.validity[0] <= NOW
+    assert not made.renew()
