@@ -57,7 +57,12 @@ def open_state(
     open_journal(log_file, "info", events.add_event)
     store = Database(state, on_death)
     stack.callback(store.close)
-    authority = ClusterCa(state / "authority", time.time, cluster.certificate_days * DAY_SECONDS)
+    authority = ClusterCa(
+        state / "authority",
+        time.time,
+        cluster.certificate_days * DAY_SECONDS,
+        is_new_cluster=not store.meta.cluster,
+    )
     if not store.meta.cluster:
         store.create_cluster(authority.cluster, cluster.name)
     guard = GenerationFence(authority, store.meta.generation)

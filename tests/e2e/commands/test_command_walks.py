@@ -145,6 +145,20 @@ def test_a_taken_port_creates_nothing(running: Pool, tmp_path: Path):
     assert not (tmp_path / "s" / "cluster.db").exists()
 
 
+def test_a_cluster_without_its_authority_gets_no_new_one(made: Pool):
+    """A new authority would refuse all nodes, for example after a copy of the state folder without `authority`."""
+    made.up()
+    assert made.coordinator is not None
+    made.coordinator.close()
+    authority = made.state / "authority" / "authority.pem"
+    authority.unlink()
+    command = [*CLI, "up", "--state", str(made.state), "--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0"]
+    command += ["--no-local-node", "--set", "cluster.bonjour=false"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=60)
+    assert (done.returncode, "restore it from a backup" in done.stderr) == (1, True), done.stderr
+    assert not authority.exists()
+
+
 def test_a_start_that_fails_after_the_cluster_was_created_leaves_the_first_key_to_the_next_one(made: Pool):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
