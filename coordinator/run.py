@@ -99,7 +99,6 @@ async def _start_parts(
     endpoint = create_endpoint(options, state.state, cluster.port, listener)
     await serve_http(options, state, access, cluster, endpoint, stack)
 
-    key = access.admin.create_key("first", ["infer"], None)["key"] if state.is_new_cluster else None
     create_local_key(state, access, endpoint, stack)
     await state.store.flush()
     start_periodic_tasks(state, access, cluster.dispatcher, endpoint.tls, stack)
@@ -110,6 +109,8 @@ async def _start_parts(
     # The last callback runs first: running requests end before their dependencies are closed.
     stack.push_async_callback(cluster.dispatcher.drain, settings.http.drain_seconds)
     token = access.tokens.create()
+    # Created last, because a start that fails prints no key, and the next start then creates it.
+    key = access.admin.create_key("first", ["infer"], None)["key"] if state.needs_first_key else None
     await state.store.flush()
     log_guards(options, endpoint.tls)
     return {**build_ready_facts(endpoint, str(token), key), "local_node_ready": node_ready}

@@ -190,7 +190,7 @@ def _copy(database: Path, copy: Path) -> int:
     """Copy a database that may be in use. Return its schema version."""
     os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     with (
-        closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=10)) as source,
+        closing(sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as source,
         closing(sqlite3.connect(copy)) as target,
     ):
         source.backup(target)

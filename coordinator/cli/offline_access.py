@@ -40,7 +40,7 @@ def run_offline(session: ApiSession, method: str, path: str, body: dict[str, Any
 def _use_database(session: ApiSession, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     store = Database(session.state)
     try:
-        authority = ClusterCa(session.state / "authority", time.time)
+        authority = ClusterCa(session.state / "authority", time.time, is_new_cluster=not store.meta.cluster)
         pepper = load_pepper(session.state)
         tokens = JoinTokens(store, authority.ca, time.time)
         return _run_operation(AccessAdmin(store, tokens, KeyRing(pepper), pepper, time.time), method, path, body)

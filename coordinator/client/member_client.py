@@ -73,7 +73,7 @@ def query_coordinator(member: MemberIdentity, path: str) -> dict[str, Any]:
     """Return the JSON that the coordinator's API has at `path`, from the first address that answers.
 
     Raise `CommandError` if no address answers, if the coordinator refuses, or if the peer is not the coordinator. Raise
-    it also if the coordinator is too old for queries, or if the certificate of the node cannot be read.
+    it also if the peer uses another protocol, or if the certificate of the node cannot be read.
     """
     failures: list[str] = []
     for address in member.addresses:
@@ -116,11 +116,7 @@ def _receive_answer(link: ssl.SSLSocket, address: str) -> bytes:
                 answer += frame.payload
                 if frame.last or len(answer) > MAX_ANSWER_BYTES:
                     return bytes(answer)
-    raise CommandError(
-        PROTOCOL,
-        f"the coordinator at {address} does not answer queries of nodes: it runs an older macpool; "
-        "update it, or run the command there",
-    )
+    raise ConnectionResetError("it ended the connection before its answer was complete")
 
 
 def _create_context(member: MemberIdentity) -> ssl.SSLContext:

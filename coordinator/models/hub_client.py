@@ -41,7 +41,7 @@ class HubClient:
         """Return the token of the hub; empty without a token file. Raise TokenFileError if the file cannot be used."""
         if not self._token_file:
             return ""
-        path = Path(self._token_file).expanduser()
+        path = Path(os.path.expanduser(self._token_file))
         try:
             with path.open("rb") as file:
                 if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:

@@ -35,8 +35,8 @@ class CoordinatorState:
     store: Database
     authority: ClusterCa
     fence: GenerationFence
-    is_new_cluster: bool
-    """Whether this start created the cluster."""
+    needs_first_key: bool
+    """Whether the cluster has never had an API key: no earlier start has printed one."""
     epoch: int
     """Number of this start, higher than the number of every earlier start."""
     version: str
@@ -57,14 +57,26 @@ def open_state(
     open_journal(log_file, "info", events.add_event)
     store = Database(state, on_death)
     stack.callback(store.close)
-    first = store.meta.cluster == ""
-    authority = ClusterCa(state / "authority", time.time, cluster.certificate_days * DAY_SECONDS)
-    if first:
+    authority = ClusterCa(
+        state / "authority",
+        time.time,
+        cluster.certificate_days * DAY_SECONDS,
+        is_new_cluster=not store.meta.cluster,
+    )
+    if not store.meta.cluster:
         store.create_cluster(authority.cluster, cluster.name)
     guard = GenerationFence(authority, store.meta.generation)
     guard.check(state)
     return CoordinatorState(
-        state, log_file, events, store, authority, guard, first, store.increment_epoch(), installed("macpool")
+        state,
+        log_file,
+        events,
+        store,
+        authority,
+        guard,
+        store.keys.was_empty,
+        store.increment_epoch(),
+        installed("macpool"),
     )
 
 

@@ -99,6 +99,8 @@ class KeyTable(RowTable[str, KeyRow]):
     def __init__(self, connection: sqlite3.Connection, writer: StoreWriter) -> None:
         rows = map(_parse_key_row, connection.execute("SELECT * FROM keys WHERE revoked IS NULL"))
         super().__init__({row.id: row for row in rows}, writer)
+        self.was_empty = connection.execute("SELECT 1 FROM keys").fetchone() is None
+        """Whether no key had ever been stored when the database was opened, not even one that was revoked later."""
 
     def put(self, row: KeyRow) -> None:
         """Add an API key, or replace the row of its id. Raise `StoreError` after a failed write."""

@@ -60,17 +60,25 @@ class ClusterCa:
     """CA of one cluster, with the coordinator's own certificate. Both are created in `folder` on first use.
 
     A coordinator certificate that is damaged or that another CA issued is replaced. `clock` returns Unix seconds.
-    `node_life` is the validity of node certificates, in seconds. Raise `AuthorityError` if the CA's file is damaged,
-    and `OSError` if a file cannot be written.
+    `node_life` is the validity of node certificates, in seconds. `is_new_cluster` permits a new CA; for an existing
+    cluster, a new CA would refuse every node. Raise `AuthorityError` if the CA's file is damaged, or missing for an
+    existing cluster, and `OSError` if a file cannot be written.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float], node_life: float = LEAF_VALIDITY_SECONDS) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        clock: Callable[[], float],
+        node_life: float = LEAF_VALIDITY_SECONDS,
+        *,
+        is_new_cluster: bool = True,
+    ) -> None:
         create_private_folder(folder)
         self._clock = clock
         self._node_life = node_life
         self._own = folder / "coordinator.pem"
         file = folder / "authority.pem"
-        if not file.exists():
+        if is_new_cluster and not file.exists():
             write_key_pair(file, *_create_ca(clock()))
         self._key, self._certificate = read_key_pair(file)
         self.cluster = _get_cluster_id(self._certificate, file)
@@ -163,10 +171,12 @@ class ClusterCa:
     def renew(self) -> bool:
         """Issue a new coordinator certificate after two thirds of the validity of the current one.
 
+        Issue one as well if the current one is from the future, because the clock was set back: nodes would refuse it.
         New connections use the new certificate. Return whether a certificate was issued. Raise `AuthorityError` if the
         current certificate cannot be read, and `OSError` if the new one cannot be written.
         """
-        if self._clock() < self.renew_from:
+        own = read_certificate(self._read_own_certificate())
+        if own.issued <= self._clock() < own.renew_from:
             return False
         self._issue_own_certificate()
         self._context.load_cert_chain(self._own)

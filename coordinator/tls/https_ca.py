@@ -92,7 +92,7 @@ class HttpsCa:
         file = folder / "endpoint-authority.pem"
         self._key, self._ca = self._load_authority(file)
         self._names: tuple[str, ...] = ()
-        self._renew_from = 0.0
+        self._issued_at = self._renew_from = 0.0
         self.context = create_server_context()
         """TLS context of the endpoint, with its current certificate."""
         self.renew()
@@ -123,12 +123,13 @@ class HttpsCa:
     def renew(self) -> bool:
         """Issue a new certificate if this machine's names or addresses changed since the last one.
 
-        Issue one as well after two thirds of the validity of the current certificate. Return whether a certificate was
-        issued. Raise `OSError` if it cannot be written, or if the addresses cannot be listed.
+        Issue one as well after two thirds of the validity of the current certificate. Issue one also if the current one
+        is from the future, because the clock was set back. Return whether a certificate was issued. Raise `OSError` if
+        it cannot be written.
         """
-        names = tuple(sorted({*LOOPBACK_NAMES, *self._hosts, *filter(is_local_name, self._get_local_names())}))
+        names = self._list_names()
         now = self._clock()
-        if names == self._names and now < self._renew_from:
+        if names == self._names and self._issued_at <= now < self._renew_from:
             return False
         key = ec.generate_private_key(ec.SECP256R1())
         issuer = self._ca.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
@@ -147,9 +148,25 @@ class HttpsCa:
         with self._own.open("a") as file:
             file.write(self.ca_pem)  # sent in the handshake, because `cluster trust-ca` fetches it
         self.context.load_cert_chain(self._own)
-        self._names, self._renew_from = names, now + RENEW_AT_SHARE * LEAF_VALIDITY_SECONDS
+        self._names, self._issued_at = names, now
+        self._renew_from = now + RENEW_AT_SHARE * LEAF_VALIDITY_SECONDS
         log.info("endpoint certificate", names=", ".join(names))
         return True
+
+    def _list_names(self) -> tuple[str, ...]:
+        """Return the names for the certificate.
+
+        If the addresses of this machine cannot be listed, log that. Then return the current names, or for the first
+        certificate the names without these addresses.
+        """
+        try:
+            local_names = self._get_local_names()
+        except OSError as error:
+            log.warning("addresses of this machine not listed", error=str(error))
+            if self._names:
+                return self._names
+            local_names = get_own_names()
+        return tuple(sorted({*LOOPBACK_NAMES, *self._hosts, *filter(is_local_name, local_names)}))
 
     def _load_authority(self, file: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
         """Read the authority, or create one. If the permitted names changed, create a new key."""
@@ -163,7 +180,7 @@ class HttpsCa:
             if [general for general in constrained if isinstance(general, x509.DNSName)] == names:
                 log.warning(REISSUED_WARNING)
                 return self._issue_authority(file, key, _get_common_name(known), names)
-        host = socket.gethostname().partition(".")[0]
+        host = socket.gethostname().partition(".")[0].encode("ascii", "replace").decode()
         return self._issue_authority(
             file, ec.generate_private_key(ec.SECP256R1()), f"macpool endpoint {host}"[:64], names
         )
@@ -210,12 +227,12 @@ def _get_common_name(certificate: x509.Certificate) -> str:
 def is_local_name(name: str) -> bool:
     """Return whether the endpoint's certificate may contain an address or name of this machine.
 
-    Those are addresses in `LOCAL_NETWORKS`, `localhost` and names under `.local`.
+    Those are addresses in `LOCAL_NETWORKS`, `localhost` and names in ASCII under `.local`.
     """
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
-        return name == "localhost" or name.endswith("." + LOCAL_DOMAIN)
+        return name == "localhost" or (name.isascii() and name.endswith("." + LOCAL_DOMAIN))
     networks = map(ipaddress.ip_network, LOCAL_NETWORKS)
     return any(address in network for network in networks if network.version == address.version)
 

@@ -1,5 +1,6 @@
 """TLS configuration of the endpoint, and validity of its certificates."""
 
+import os
 import ssl
 import time
 from collections.abc import Callable
@@ -24,14 +25,11 @@ def create_https_tls(http: HttpSettings, listen: str, state: Path) -> HttpsCa | 
     check_http_settings(http, listen)
     if http.tls_cert_file:
         return load_server_context(
-            Path(http.tls_cert_file).expanduser(), Path(http.tls_key_file or http.tls_cert_file).expanduser()
+            Path(os.path.expanduser(http.tls_cert_file)),
+            Path(os.path.expanduser(http.tls_key_file or http.tls_cert_file)),
         )
-    if http.tls == "on" or (http.tls == "auto" and not is_loopback(listen)):
-        return HttpsCa(
-            state / "authority",
-            (host.strip().lower() for host in http.allowed_hosts.split(",") if host.strip()),
-            time.time,
-        )
+    if _needs_own_authority(http, listen):
+        return HttpsCa(state / "authority", _list_allowed_hosts(http), time.time)
     if not is_loopback(listen):
         log.warning("endpoint without TLS", listen=listen, danger="keys and prompts can be read")
     return None
@@ -41,7 +39,7 @@ def check_http_settings(http: HttpSettings, listen: str) -> None:
     """Check the settings of the endpoint that listens on the host `listen`, and their certificate files.
 
     Raise `AuthorityError` if the settings contradict each other, admit anonymous clients of other machines, or name
-    files that cannot be used.
+    files that cannot be used. Raise it also for an allowed host that the certificate cannot contain.
     """
     if http.tls_cert_file and http.tls == "off":
         raise AuthorityError("http.tls_cert_file is given, but http.tls is off: leave one of them out")
@@ -49,13 +47,30 @@ def check_http_settings(http: HttpSettings, listen: str) -> None:
         raise AuthorityError("http.tls_key_file is given without http.tls_cert_file")
     if http.tls_cert_file:
         load_server_context(
-            Path(http.tls_cert_file).expanduser(), Path(http.tls_key_file or http.tls_cert_file).expanduser()
+            Path(os.path.expanduser(http.tls_cert_file)),
+            Path(os.path.expanduser(http.tls_key_file or http.tls_cert_file)),
         )
+    if _needs_own_authority(http, listen):
+        for host in _list_allowed_hosts(http):
+            if not host.isascii() or "*" in host:
+                raise AuthorityError(
+                    f"http.allowed_hosts: the certificate of the endpoint cannot contain {host!r}: write complete "
+                    "names, and names with other than ASCII letters in their encoded form (xn--…)"
+                )
     if http.anonymous and not is_loopback(listen):
         raise AuthorityError(
             f"http.anonymous is for loopback only, but other machines can reach {listen}: listen on 127.0.0.1, "
             "or create API keys"
         )
+
+
+def _needs_own_authority(http: HttpSettings, listen: str) -> bool:
+    """Return whether the endpoint that listens on the host `listen` uses HTTPS without given certificate files."""
+    return not http.tls_cert_file and (http.tls == "on" or (http.tls == "auto" and not is_loopback(listen)))
+
+
+def _list_allowed_hosts(http: HttpSettings) -> list[str]:
+    return [host.strip().lower() for host in http.allowed_hosts.split(",") if host.strip()]
 
 
 def read_https_validity(
@@ -74,7 +89,7 @@ def read_https_validity(
     if isinstance(tls, HttpsCa):
         readers["endpoint"] = lambda: tls.validity
     elif tls is not None:
-        readers["endpoint"] = lambda: read_certificate_validity(Path(file).expanduser())
+        readers["endpoint"] = lambda: read_certificate_validity(Path(os.path.expanduser(file)))
     validity: dict[str, tuple[float, float]] = {}
     for name, read in readers.items():
         try:

@@ -95,7 +95,7 @@ class IdleHasher:
 
     def _list_folders(self) -> Iterator[Path]:
         for top in self._settings.folders:
-            yield from (folder for _, folder in find_model_folders(Path(top).expanduser()))
+            yield from (folder for _, folder in find_model_folders(Path(os.path.expanduser(top))))
         if self._settings.use_huggingface_cache:
             yield from (folder for _, folder in find_snapshots(get_hub_folder(self._environment)))
 

@@ -57,7 +57,7 @@ def locate_model(settings: ModelSettings, name: str, environment: Mapping[str, s
 
 def find_in_model_folders(settings: ModelSettings, name: str) -> ModelPlace | None:
     """Return the place of a model in a model folder of the settings; None if no model folder has the name."""
-    for top in (Path(folder).expanduser() for folder in settings.folders):
+    for top in (Path(os.path.expanduser(folder)) for folder in settings.folders):
         for candidate, folder in find_model_folders(top):
             if candidate == name:
                 return ModelPlace(name, folder, top)

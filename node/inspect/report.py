@@ -131,7 +131,7 @@ def report_machine(state: Path, settings: NodeSettings) -> dict[str, Any]:
         "memory": {**report_memory(settings, with_device(bounds, device)), "metal_reported": device is not None},
         "engine": settings.engine.kind,
         "video": {"enabled": settings.worker.enabled, "first_port": settings.worker.ray_ports},
-        "folders": [str(Path(folder).expanduser()) for folder in settings.models.folders]
+        "folders": [str(Path(os.path.expanduser(folder))) for folder in settings.models.folders]
         + ([str(get_hub_folder(os.environ))] if settings.models.use_huggingface_cache else []),
         "sections": sorted(SECTIONS),
         **report_identity(state / "node" / "identity", machine),

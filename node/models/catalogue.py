@@ -204,7 +204,7 @@ class ModelCatalogue:
 
     def _find_folders(self) -> Iterator[tuple[str, Path]]:
         for folder in self._settings.folders:
-            yield from find_model_folders(Path(folder).expanduser())
+            yield from find_model_folders(Path(os.path.expanduser(folder)))
         if self._hub is not None:
             yield from find_snapshots(self._hub)
 

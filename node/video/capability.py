@@ -136,4 +136,4 @@ class VideoCapability:
 def get_environments_folder(settings: NodeSettings, state: Path) -> Path:
     """Return the folder of the video workers' environments: `worker.environments`, or else a folder below `state`."""
     wanted = settings.worker.environments
-    return Path(wanted).expanduser() if wanted else state / "node" / "video" / "environments"
+    return Path(os.path.expanduser(wanted)) if wanted else state / "node" / "video" / "environments"

@@ -9,6 +9,7 @@ engine's catalogue, which has two entries: packages with one expert, and package
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ def find_packages(folders: tuple[str, ...], hub: Path | None) -> dict[str, Packa
 
 def _find_folders(folders: tuple[str, ...], hub: Path | None) -> Iterator[tuple[str, Path]]:
     for folder in folders:
-        yield from find_model_folders(Path(folder).expanduser(), PACKAGE)
+        yield from find_model_folders(Path(os.path.expanduser(folder)), PACKAGE)
     if hub is not None:
         yield from find_snapshots(hub, PACKAGE)
 

@@ -154,7 +154,7 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) 
     from coordinator.cluster.local_node import LocalNodeElsewhereError, check_node_cluster
 
     for model in models:
-        if not model.expanduser().is_dir():
+        if not os.path.isdir(os.path.expanduser(model)):
             raise CommandError(2, f"--models: {model} is not a folder")
     if not (folder / "cluster.db").exists():
         try:
@@ -166,7 +166,7 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) 
         raise CommandError(2, "\n".join(fault.render() for fault in report.faults))
     for row in report.rows:
         for place in row["value"] if row["key"] == "models.folders" else ():
-            if not Path(place).expanduser().is_dir():
+            if not os.path.isdir(os.path.expanduser(place)):
                 raise CommandError(2, f"models.folders ({row['origin']}): {place} is not a folder")
 
 

@@ -27,7 +27,7 @@ from coordinator.video.state.events import (
     ReleaseLease,
     RequestLease,
 )
-from coordinator.video.state.job_table import JobTable, LeaseHold
+from coordinator.video.state.job_table import JobRules, JobTable, LeaseHold
 from coordinator.video.state.jobs import JobFaultCode, JobState, VideoJob, change_state
 from coordinator.video.state.lease_transitions import apply_answer, apply_node_away, apply_node_removed, apply_report
 from coordinator.video.state.retention import apply_retention
@@ -159,6 +159,8 @@ def _apply_restart(turn: Transition) -> None:
 
 
 def _apply_tick(turn: Transition) -> None:
+    for job in list(turn.jobs.values()):
+        _limit_deadlines(turn, job)
     for job in [job for job in turn.jobs.values() if job.due is not None and job.due <= turn.now]:
         _apply_overdue(turn, job)
     for job in [
@@ -170,6 +172,24 @@ def _apply_tick(turn: Transition) -> None:
     for node in [node for node, until in turn.pauses.items() if not turn.now < until <= longest]:
         del turn.pauses[node]
     apply_retention(turn)
+
+
+def _limit_deadlines(turn: Transition, job: VideoJob) -> None:
+    """Shorten the deadlines of a job to their whole waits from now. Longer ones are from before the clock was set
+    back."""
+    due = None if job.due is None else min(job.due, turn.now + _get_wait_seconds(turn.rules, job))
+    fail_at = None if job.room_by is None else min(job.room_by, turn.now + turn.rules.headroom_seconds)
+    if (due, fail_at) != (job.due, job.room_by):
+        turn.put_job(replace(job, due=due, room_by=fail_at), save=False)
+
+
+def _get_wait_seconds(rules: JobRules, job: VideoJob) -> float:
+    """Return the seconds from the begin of a job's wait until its `due`."""
+    if job.state == JobState.LEASING:
+        return rules.lease_seconds
+    if job.state == JobState.FINALIZING:
+        return rules.keep_seconds
+    return rules.away_seconds if job.away else rules.start_seconds
 
 
 def _apply_overdue(turn: Transition, job: VideoJob) -> None:

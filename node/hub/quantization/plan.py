@@ -123,7 +123,7 @@ def choose_folder(settings: ModelSettings, own: Path) -> Path:
 
     A folder that is a model itself is not searched for further models. Raise `ModelFileError` if there is none.
     """
-    for folder in (Path(path).expanduser() for path in settings.folders):
+    for folder in (Path(os.path.expanduser(path)) for path in settings.folders):
         if folder != own and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) and not _is_model(folder):
             return folder
     try:

@@ -271,9 +271,9 @@ class LocalRay:
     def _create_ray_folder(self) -> Path:
         """Return Ray's own folder: the folder of the settings, else a temporary folder (`create_short_folder`)."""
         wanted = self._settings.ray_folder
-        return (
-            create_private_folder(Path(wanted).expanduser()) if wanted else ray_process.create_short_folder(self._files)
-        )
+        if not wanted:
+            return ray_process.create_short_folder(self._files)
+        return create_private_folder(Path(os.path.expanduser(wanted)))
 
     def _store_output(self, output: bytes) -> None:
         """Write the output of Ray's start to the log file. Later output is in the logs of Ray's session."""

@@ -80,7 +80,7 @@ def create_clients(upstreams: Mapping[str, UpstreamSettings]) -> dict[str, "Upst
     clients: dict[str, UpstreamClient] = {}
     for name, settings in upstreams.items():
         try:
-            key = read_key_file(Path(settings.key_file).expanduser()) if settings.key_file else ""
+            key = read_key_file(Path(os.path.expanduser(settings.key_file))) if settings.key_file else ""
             clients[name] = UpstreamClient(name, settings, key)
         except KeyFileError as error:
             raise KeyFileError(f"router.upstreams.{name}.key_file: {error}") from None
@@ -113,7 +113,7 @@ class UpstreamClient:
         headers = {"accept-encoding": "identity", "user-agent": "macpool"}
         if key:
             headers["authorization"] = f"Bearer {key}"
-        authority = str(Path(settings.ca_file).expanduser()) if settings.ca_file else None
+        authority = str(Path(os.path.expanduser(settings.ca_file))) if settings.ca_file else None
         self._client = httpx2.AsyncClient(
             headers=headers,
             verify=create_tls_context(authority),

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from coordinator.client.api_client import MEMBER_PATHS
-from coordinator.client.errors import CommandError
+from coordinator.client.errors import UNREACHABLE, CommandError
 from coordinator.client.member_client import query_coordinator, read_member_identity
 from coordinator.cluster.links.link_budgets import QUERIES_BURST
 from node.agent.identity import NodeIdentity, store_address
 from tests.support.cluster.cluster_port import Ended, Port, a_report, opened
 from tests.support.cluster.loopback_cluster import a_model
+from wire.codec import encode
 from wire.frames import Denied, FetchChunk, MemberQuery
 from wire.identity import PROTOCOL
 
@@ -122,3 +123,25 @@ async def test_command_queries_the_coordinator_of_the_node(port: Port, tmp_path:
     damaged = replace(member, addresses=("127.0.0.1:port",))
     with pytest.raises(CommandError, match="its address or its answer is invalid"):
         await asyncio.to_thread(query_coordinator, damaged, "/api/v1/nodes")
+
+
+async def test_a_coordinator_that_stops_during_a_query_is_not_reached_for_now(port: Port, tmp_path: Path):
+    """`cluster top` tries again after this exit code, and scripts expect it for a coordinator that restarts."""
+    who, state = port.member("studio"), tmp_path / "mac"
+    (state / "node").mkdir(parents=True)
+    who.folder.rename(state / "node" / "identity")
+
+    async def stop(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(encode(FetchChunk(0, b'{"nodes"', last=False)))
+        writer.close()
+
+    context = port.application.authority.get_server_context()
+    server = await asyncio.start_server(stop, "127.0.0.1", 0, ssl=context)
+    store_address(replace(who, folder=state / "node" / "identity"), f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    member = read_member_identity(state)
+    assert member is not None
+    with pytest.raises(CommandError, match="ended the connection before its answer was complete") as ended:
+        await asyncio.to_thread(query_coordinator, member, "/api/v1/nodes")
+    assert ended.value.exit_code == UNREACHABLE
+    server.close()

@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -108,6 +109,8 @@ IMPOSSIBLE = (
     (["--models", "/no/such/folder"], "--models: /no/such/folder is not a folder"),
     (["--set", "http.tls_cert_file=/x"], "/x"),
     (["--set", "models.folders=/no/such/folder"], "models.folders (--set): /no/such/folder is not a folder"),
+    (["--models", "~nobody-here/models"], "--models: ~nobody-here/models is not a folder"),
+    (["--set", "models.folders=~nobody-here/models"], "~nobody-here/models is not a folder"),
     (["--set", "memory.cap=lots"], "is not a size"),
     (["--set", "router.queue_timeout_seconds=soon"], "router.queue_timeout_seconds"),
     (["--set", "alerts.webhook_url=here"], "alerts.webhook_url"),
@@ -140,6 +143,31 @@ def test_a_taken_port_creates_nothing(running: Pool, tmp_path: Path):
     )
     assert (done.returncode, f"cannot listen on 127.0.0.1:{port}" in done.stderr) == (1, True), done.stderr
     assert not (tmp_path / "s" / "cluster.db").exists()
+
+
+def test_a_cluster_without_its_authority_gets_no_new_one(made: Pool):
+    """A new authority would refuse all nodes, for example after a copy of the state folder without `authority`."""
+    made.up()
+    assert made.coordinator is not None
+    made.coordinator.close()
+    authority = made.state / "authority" / "authority.pem"
+    authority.unlink()
+    command = [*CLI, "up", "--state", str(made.state), "--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0"]
+    command += ["--no-local-node", "--set", "cluster.bonjour=false"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=60)
+    assert (done.returncode, "restore it from a backup" in done.stderr) == (1, True), done.stderr
+    assert not authority.exists()
+
+
+def test_a_start_that_fails_after_the_cluster_was_created_leaves_the_first_key_to_the_next_one(made: Pool):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        command = [*CLI, "up", "--state", str(made.state), "--listen", "127.0.0.1:0", "--cluster-listen", address]
+        command += ["--no-local-node", "--set", "cluster.bonjour=false"]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=60)
+    assert (done.returncode, "address already in use" in done.stderr) == (1, True), done.stderr
+    assert (made.state / "cluster.db").exists()
+    assert made.up()["api_key"].startswith("mp_")
 
 
 # a Mac that is a node

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from coordinator.client.api_client import ApiSession, parse_base_url, session_options
+from coordinator.client.api_client import ApiSession, parse_base_url, raise_for_status, session_options
 from coordinator.client.connection import explain_connection_error
 from coordinator.client.errors import NOT_FOUND, PIN, UNREACHABLE, CommandError
 
@@ -109,7 +109,8 @@ def confirm_fingerprint(base: str, fingerprint: str, pem: str) -> None:
 def fetch_authority(base: str) -> str:
     """Fetch the authority's certificate (PEM) from an endpoint that is not yet trusted.
 
-    Raise `CommandError` if the endpoint does not use HTTPS, cannot be reached, or does not serve an authority.
+    Raise `CommandError` if the endpoint does not use HTTPS, cannot be reached, or does not serve an authority. Raise it
+    also if the endpoint refuses the request, for example because of its host name.
     """
     parts = urlsplit(base)
     if parts.scheme != "https" or not parts.hostname:
@@ -127,8 +128,10 @@ def fetch_authority(base: str) -> str:
         raise CommandError(UNREACHABLE, f"{base} does not answer in HTTP: check the address and the port") from None
     finally:
         connection.close()
-    if response.status != 200:
+    if response.status == 404:
         raise CommandError(NOT_FOUND, f"{base} uses given certificate files: it has no authority of its own")
+    if response.status != 200:
+        raise_for_status(response.status, text.encode())
     return text
 
 

@@ -101,4 +101,4 @@ def _find_environments_folder(state: Path) -> Path:
     except (OSError, ValueError) as error:
         raise CommandError(2, f"{file}: {error}") from None
     wanted = from_environment(os.environ).get(SETTING, file_settings.get(SETTING))
-    return Path(str(wanted)).expanduser() if wanted else state / "node" / "video" / "environments"
+    return Path(os.path.expanduser(str(wanted))) if wanted else state / "node" / "video" / "environments"

@@ -112,6 +112,12 @@ def shows(folder: Path) -> tuple[str, int, set[str], set[str]]:
         store.close()
 
 
+@pytest.mark.parametrize("name", ["Mac #2", "50%20 ü", "a?b"])
+def test_the_name_of_the_state_folder_may_have_any_characters(tmp_path: Path, name: str) -> None:
+    ident = cluster(tmp_path / name)
+    assert create_backup(tmp_path / name, tmp_path / "b").manifest.cluster == ident
+
+
 @pytest.mark.parametrize("passphrase", [None, b"correct horse"])
 def test_backup_of_a_store_in_use_can_be_restored_elsewhere(
     home: tuple[Path, str], tmp_path: Path, passphrase: bytes | None

@@ -22,7 +22,13 @@ from coordinator.tls.cluster_ca import ClusterCa
 
 
 @pytest.mark.parametrize(
-    ("broken", "words"), [("authority", "authority.pem"), ("pepper", "pepper"), ("disk", "could not be written")]
+    ("broken", "words"),
+    [
+        ("authority", "authority.pem"),
+        ("no authority", "authority.pem cannot be read .*: restore it from a backup"),
+        ("pepper", "pepper"),
+        ("disk", "could not be written"),
+    ],
 )
 def test_a_file_that_cannot_be_used_is_a_clear_error(tmp_path: Path, broken: str, words: str) -> None:
     store = Database(tmp_path)
@@ -30,6 +36,8 @@ def test_a_file_that_cannot_be_used_is_a_clear_error(tmp_path: Path, broken: str
     store.close()
     if broken == "authority":
         (tmp_path / "authority" / "authority.pem").write_text("junk")
+    elif broken == "no authority":
+        (tmp_path / "authority" / "authority.pem").unlink()
     elif broken == "pepper":
         (tmp_path / "pepper").mkdir()
     else:

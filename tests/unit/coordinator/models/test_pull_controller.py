@@ -293,6 +293,8 @@ async def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> N
     token.chmod(0o644)
     with pytest.raises(TokenFileError, match="chmod 600"):
         HubClient(HubSettings(token_file=str(token))).read_token()
+    with pytest.raises(TokenFileError, match="~nobody-here/token cannot be read"):
+        HubClient(HubSettings(token_file="~nobody-here/token")).read_token()
     pool = Pool(tmp_path / "state", token_file=str(token))
     record = pool.controller.start_pull(MANIFEST, (A,), "key")
     await asyncio.sleep(0)

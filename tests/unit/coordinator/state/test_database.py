@@ -70,6 +70,7 @@ async def test_everything_survives_a_restart(tmp_path: Path) -> None:
     assert again.members == {"n1": MEMBER}
     assert again.tokens == {TOKEN.id: TOKEN}
     assert again.keys == {"k1": KEY}
+    assert (store.keys.was_empty, again.keys.was_empty) == (True, False)
     assert again.wishes == {"tiny": WISH}
     assert again.wishes.delete("tiny")
     assert not again.wishes.delete("tiny")

@@ -366,3 +366,19 @@ def test_keys_are_for_signatures_of_certificates_or_of_connections_only(tmp_path
         names = ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement")
         found = {name for name in (*names, "key_cert_sign", "crl_sign") if getattr(usage.value, name)}
         assert (usage.critical, found) == (True, uses)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_certificate_from_the_future_is_replaced_after_the_clock_was_set_back(tmp_path: Path, restarted: bool):
+    """Nodes refuse a certificate that is not valid yet, and the clock may have been wrong for one renewal only."""
+    wall = Wall()
+    authority, now = ClusterCa(tmp_path, wall), wall.now
+    wall.now += LEAF_VALIDITY_SECONDS
+    assert authority.renew()
+    wall.now = now
+    if restarted:
+        authority = ClusterCa(tmp_path, wall)
+    else:
+        assert authority.renew()
+    assert authority.validity[0] <= now
+    assert not authority.renew()

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import socket
 import ssl
 import time
 from pathlib import Path
@@ -21,10 +22,12 @@ from coordinator.cli.commands.clients.trust_ca import (
     build_commands,
     check_authority,
     fetch_authority,
+    fetch_confirmed_authority,
     find_bundle,
     write_bundle,
 )
 from coordinator.client.errors import PIN, CommandError
+from coordinator.http.origin_check import OriginCheck
 from coordinator.tls.cluster_ca import (
     AuthorityError,
     build_common_name,
@@ -33,7 +36,14 @@ from coordinator.tls.cluster_ca import (
     read_key_pair,
     write_key_pair,
 )
-from coordinator.tls.https_ca import HttpsCa, get_name_constraints, is_local_name, is_loopback, load_server_context
+from coordinator.tls.https_ca import (
+    HttpsCa,
+    get_name_constraints,
+    get_own_names,
+    is_local_name,
+    is_loopback,
+    load_server_context,
+)
 from wire.certificate import LEAF_VALIDITY_SECONDS, RENEW_AT_SHARE
 
 NOW = time.time()
@@ -201,6 +211,30 @@ async def test_an_endpoint_that_answers_no_http_is_named(tmp_path: Path):
     server.close()
 
 
+async def answer_nothing(*_: object) -> None:
+    """Stand for the routes behind a check of hosts."""
+
+
+async def test_an_endpoint_that_refuses_its_host_name_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        host = next(line[6:] for line in head.split(b"\r\n") if line.lower().startswith(b"host: "))
+        problem = OriginCheck(answer_nothing).find_problem("GET", [(b"host", host)])
+        assert problem is not None
+        body = problem.encode_body("")
+        writer.write(b"HTTP/1.1 %d x\r\ncontent-length: %d\r\n\r\n%b" % (problem.status, len(body), body))
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0, ssl=endpoint(tmp_path).context)
+    port = server.sockets[0].getsockname()[1]
+    local = socket.getaddrinfo("127.0.0.1", port, type=socket.SOCK_STREAM)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: local)
+    for fingerprint in (None, "0" * 64):
+        with pytest.raises(CommandError, match=r"add it to http\.allowed_hosts"):
+            await asyncio.to_thread(fetch_confirmed_authority, f"https://mac.fritz.box:{port}", fingerprint)
+    server.close()
+
+
 def test_given_files_that_cannot_be_used_are_named(tmp_path: Path):
     endpoint(tmp_path)
     assert load_server_context(tmp_path / "endpoint.pem", tmp_path / "endpoint.pem")
@@ -317,3 +351,41 @@ def test_the_endpoint_speaks_http_1_1_only(tmp_path: Path, offered: list[str]) -
                 side.do_handshake()
     assert sides[0].selected_alpn_protocol() == ("http/1.1" if offered else None)
     assert sides[0].version() == "TLSv1.3"
+
+
+def test_addresses_that_cannot_be_listed_end_no_start_and_no_renewal(tmp_path: Path):
+    clock, listed = Clock(), False
+
+    def get_local_names() -> tuple[str, ...]:
+        if not listed:
+            raise OSError(24, "Too many open files")
+        return "studio.local", "192.168.1.7"
+
+    made = HttpsCa(tmp_path, ("pool.example",), clock, get_local_names)
+    assert {"localhost", "127.0.0.1", "pool.example", *get_own_names()} == {*made.names} - {"::1"}
+    assert not made.renew()
+    listed = True
+    assert made.renew()
+    assert {"studio.local", "192.168.1.7"} <= set(made.names)
+    names, listed = made.names, False
+    clock.now += RENEW_AT_SHARE * LEAF_VALIDITY_SECONDS + 1
+    assert made.renew()
+    assert made.names == names, "the last known addresses are kept"
+
+
+def test_a_host_name_with_other_than_ascii_letters_ends_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "büro" + "ü" * 59)
+    made = HttpsCa(tmp_path, (), Clock())
+    assert {"localhost", "127.0.0.1"} <= set(made.names)
+    assert not [name for name in made.names if name.endswith(".local")]
+    assert verifies(tmp_path, "localhost", made.ca_pem) == ""
+
+
+def test_a_certificate_from_the_future_is_replaced_after_the_clock_was_set_back(tmp_path: Path):
+    clock = Clock()
+    clock.now += LEAF_VALIDITY_SECONDS
+    made = endpoint(tmp_path, clock=clock)
+    clock.now = NOW
+    assert made.renew()
+    assert made.validity[0] <= NOW
+    assert not made.renew()

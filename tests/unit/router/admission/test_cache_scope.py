@@ -56,3 +56,8 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_next_step(content: bytes
     with pytest.raises(SettingsError, match=told) as refused:
         open_scopes(CacheSettings(shared_prompts=(str(file),)))
     assert "cache.shared_prompts" in str(refused.value)
+
+
+def test_a_file_of_an_unknown_user_is_named():
+    with pytest.raises(SettingsError, match=r"cache\.shared_prompts: ~nobody-here/clerk\.txt cannot be read"):
+        open_scopes(CacheSettings(shared_prompts=("~nobody-here/clerk.txt",)))

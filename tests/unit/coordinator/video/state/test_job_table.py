@@ -763,6 +763,39 @@ def test_the_pause_of_a_node_that_refuses_has_bounds(asked: float, pause: float)
     assert story.board.pauses == {"a": story.now + pause}
 
 
+@pytest.mark.parametrize("wait", ["room", "lease", "start", "return", "files"])
+def test_a_job_waits_no_longer_after_the_clock_was_set_back(wait: str):
+    story, rules = Story(), JobRules()
+    if wait in ("room", "lease"):
+        story.submit(1)
+    else:
+        job = story.running()
+        if wait == "return":
+            story.tell(NodeAway("a"))
+        elif wait == "files":
+            story.end(job)
+    if wait == "room":
+        story.tell(JobWaited("video_1", "no room", busy=False))
+    elif wait == "lease":
+        story.place()
+    story.now -= 1e6
+    story.tell(JobTick())
+    before = story.job(1)
+    seconds = {
+        "room": rules.headroom_seconds,
+        "lease": rules.lease_seconds,
+        "start": rules.start_seconds,
+        "return": rules.away_seconds,
+        "files": rules.keep_seconds,
+    }
+    story.now += seconds[wait] - 1
+    story.tell(JobTick())
+    assert (story.job(1).state, story.job(1).generation) == (before.state, before.generation)
+    story.now += 1
+    story.tell(JobTick())
+    assert story.job(1).generation > before.generation
+
+
 def test_the_pause_of_a_node_ends_when_the_clock_is_set_back():
     story = Story()
     story.submit(1)
