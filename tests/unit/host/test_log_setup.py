@@ -129,7 +129,7 @@ def test_a_log_that_cannot_be_written_is_named_once(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.usefixtures("own_logging")
-def test_a_full_disk_with_log_and_standard_error_fails_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_log_and_standard_error_on_a_full_disk_fail_no_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     full = tmp_path / "x.log"
     full.symlink_to("/dev/full")
     with Path("/dev/full").open("w", buffering=1) as stream:

@@ -178,7 +178,7 @@ async def test_nodes_of_two_pulls_do_not_mirror_each_others_download(pool: Pool)
     attached = ModelOrderProgress(second.order, ModelOrderPhase.DOWNLOADING, 1, 5, from_mirror=True)
     pool.controller.handle_frame(B, attached)
     ((node, third),) = pool.take()
-    assert isinstance(third, PullModel), "B follows A, and serves nobody"
+    assert isinstance(third, PullModel), "B follows A, and is no mirror"
     assert (node, third.sources[0].kind) == (A, SourceKind.HUB)
 
 
@@ -293,8 +293,8 @@ async def test_a_token_file_that_others_can_read_is_refused(tmp_path: Path) -> N
     token.chmod(0o644)
     with pytest.raises(TokenFileError, match="chmod 600"):
         HubClient(HubSettings(token_file=str(token))).read_token()
-    with pytest.raises(TokenFileError, match="~nobody-here/token cannot be read"):
-        HubClient(HubSettings(token_file="~nobody-here/token")).read_token()
+    with pytest.raises(TokenFileError, match="~unknown-user/token cannot be read"):
+        HubClient(HubSettings(token_file="~unknown-user/token")).read_token()
     pool = Pool(tmp_path / "state", token_file=str(token))
     record = pool.controller.start_pull(MANIFEST, (A,), "key")
     await asyncio.sleep(0)

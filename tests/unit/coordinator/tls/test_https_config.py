@@ -51,7 +51,7 @@ def test_certificate_has_the_names_of_the_setting(tmp_path: Path):
         (HttpSettings(tls="off", tls_cert_file="cert.pem"), "127.0.0.1", "http.tls_cert_file is given, but http.tls"),
         (HttpSettings(tls_key_file="key.pem"), "127.0.0.1", "http.tls_key_file is given without http.tls_cert_file"),
         (HttpSettings(tls_cert_file="/missing.pem"), "127.0.0.1", "/missing.pem .* cannot be used: No such file"),
-        (HttpSettings(tls_cert_file="~nobody-here/cert.pem"), "127.0.0.1", "~nobody-here/cert.pem .* cannot be used"),
+        (HttpSettings(tls_cert_file="~unknown-user/cert.pem"), "127.0.0.1", "~unknown-user/cert.pem .* cannot be used"),
         (HttpSettings(anonymous=True), "0.0.0.0", "other machines can reach 0.0.0.0: listen on 127.0.0.1"),
         (HttpSettings(anonymous=True), "studio.local", "other machines can reach studio.local"),
         (HttpSettings(tls="on", allowed_hosts="pool.lan,*.lan"), "127.0.0.1", r"cannot contain '\*\.lan'"),

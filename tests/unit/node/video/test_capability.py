@@ -93,7 +93,7 @@ async def test_a_check_that_fails_is_the_reason_and_is_repeated(
 
 @pytest.mark.parametrize(
     ("wanted", "folder"),
-    [("", "/state/node/video/environments"), ("/other", "/other"), ("~/x", ""), ("~nobody-here/x", "~nobody-here/x")],
+    [("", "/state/node/video/environments"), ("/other", "/other"), ("~/x", ""), ("~unknown-user/x", "~unknown-user/x")],
 )
 def test_the_environments_are_below_the_state_unless_a_setting_names_a_folder(wanted: str, folder: str):
     settings = resolve_settings([("test", {"worker.environments": wanted})]).value

@@ -59,5 +59,5 @@ def test_a_file_that_cannot_be_used_is_refused_with_the_next_step(content: bytes
 
 
 def test_a_file_of_an_unknown_user_is_named():
-    with pytest.raises(SettingsError, match=r"cache\.shared_prompts: ~nobody-here/clerk\.txt cannot be read"):
-        open_scopes(CacheSettings(shared_prompts=("~nobody-here/clerk.txt",)))
+    with pytest.raises(SettingsError, match=r"cache\.shared_prompts: ~unknown-user/clerk\.txt cannot be read"):
+        open_scopes(CacheSettings(shared_prompts=("~unknown-user/clerk.txt",)))

@@ -220,20 +220,20 @@ async def test_a_long_body_that_waits_too_long_for_others_of_its_key_is_refused_
 
 
 @pytest.mark.parametrize(
-    ("limits", "status", "told"),
+    ("limits", "status", "message"),
     [
         (KeyLimits(concurrency=2), 400, "3 requests, and the limit of this API key is 2 open: send at most 2 prompts"),
         (KeyLimits(requests_per_minute=2), 400, "limit of this API key is 2 per minute: send at most 2 prompts"),
         (KeyLimits(concurrency=3, requests_per_minute=3), 200, ""),
     ],
 )
-async def test_more_prompts_than_a_key_may_ever_send_are_refused_for_good(limits: KeyLimits, status: int, told: str):
+async def test_more_prompts_than_a_key_may_ever_send_are_refused_for_good(limits: KeyLimits, status: int, message: str):
     node = LoopbackNode("studio")
     cluster = LoopbackCluster(node)
     cluster.limits = lambda _: limits
     body = {"model": "tiny", "prompt": ["one", "two", "three"]}
     call = await Call(cluster, body, path="/v1/completions").run()
     assert call.status == status
-    if told:
+    if message:
         assert (call.error["code"], call.error["param"], node.heard) == ("invalid_request", "prompt", [])
-        assert told in call.error["message"]
+        assert message in call.error["message"]

@@ -70,8 +70,8 @@ async def test_the_setting_is_named(tmp_path: Path):
     settings = UpstreamSettings(url="https://example.com/v1", model="m", key_file=str(tmp_path / "missing"))
     with pytest.raises(KeyFileError, match=r"router\.upstreams\.home\.key_file: .*missing cannot be read"):
         create_clients({"home": settings})
-    unknown = UpstreamSettings(url="https://example.com/v1", model="m", key_file="~nobody-here/key")
-    with pytest.raises(KeyFileError, match=r"~nobody-here/key cannot be read"):
+    unknown = UpstreamSettings(url="https://example.com/v1", model="m", key_file="~unknown-user/key")
+    with pytest.raises(KeyFileError, match=r"~unknown-user/key cannot be read"):
         create_clients({"home": unknown})
     wrong = UpstreamSettings(url="https://example.com/v1", model="m", ca_file=str(tmp_path / "missing"))
     with pytest.raises(KeyFileError, match=r"router\.upstreams\.home\.ca_file cannot be used"):
