@@ -50,6 +50,7 @@ ENTRIES = (
     Entry("layouts", "Layout definitions, compared with the headers of this Mac", apple_layouts.check_layouts),
     Entry("chip", "Name of the chip", mac_machine.check_chip),
     Entry("machine-id", "Identity of the machine", mac_machine.check_identity),
+    Entry("clocks", "One clock of the event loop and of time.monotonic", mac_machine.check_clocks),
     Entry("notsent-lowat", "TCP_NOTSENT_LOWAT on a link", mac_network.check_notsent_lowat),
     Entry("child-eof", "The engine ends with its socket", mac_network.check_child_eof),
     Entry("local-network", "Local network privacy", mac_network.check_local_network),

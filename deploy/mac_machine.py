@@ -1,13 +1,17 @@
 """Entries of the Mac check about memory and the machine: Macpool's readings, compared with the system's tools."""
 
+import asyncio
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 
 from deploy.outcome import Outcome, ToolError, create_outcome, create_skip, is_near, parse_number, parse_size, run_tool
+from host.event_loop import run_event_loop
 from host.power import read_power
+from host.sleep_watch import system_clocks
 from node.agent.machine_id import compute_machine_id, parse_platform_uuid
 from node.memory.cap import estimate_metal_limit
 from node.memory.darwin import LibSystem
@@ -18,6 +22,8 @@ ALLOCATE_PROGRAM = "import os, sys; block = os.urandom(2**20) * 1024; print(len(
 """Program of a child that writes 1 GiB of memory, prints the size, and holds the memory until its input ends."""
 ACTIVE_SHARE = 0.5
 """Share of the active pages that counts as reclaimable."""
+MAX_CLOCK_DIFFERENCE_SECONDS = 0.5
+"""Seconds by which the clock of the event loop may differ from `time.monotonic`."""
 MAX_METAL_DIFFERENCE = 0.03
 """Share by which the assumed limit of Metal may differ from the device's figure."""
 METAL_PROGRAM = (
@@ -161,3 +167,15 @@ def check_power() -> Outcome:
     return create_outcome(
         now.plugged is not None and now.idle_s is not None, f"plugged {now.plugged}, {charge}, {touched}"
     )
+
+
+def check_clocks() -> Outcome:
+    """Check that the clock of the event loop is `time.monotonic`. The check proves something only after a sleep."""
+
+    async def compare() -> float:
+        return asyncio.get_running_loop().time() - time.monotonic()
+
+    difference = abs(run_event_loop(compare()))
+    on, off = system_clocks()
+    text = f"the clocks differ by {difference:.3f} s; this Mac slept for {on() - off():.0f} s since its start"
+    return create_outcome(difference <= MAX_CLOCK_DIFFERENCE_SECONDS, text)

@@ -11,7 +11,8 @@ import sys
 import time
 
 from deploy.outcome import ROOT, Outcome, ToolError, create_outcome, create_skip, run_tool
-from host.bonjour_announce import Announcement, list_addresses
+from host.bonjour_announce import Announcement
+from host.local_names import list_addresses
 from node.agent import discovery
 from node.engine.process.main import encode_settings
 from node.settings import NodeSettings

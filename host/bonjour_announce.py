@@ -11,12 +11,12 @@ import contextlib
 import ipaddress
 from collections.abc import Sequence
 
-import ifaddr
 import structlog
 from zeroconf import Error, IPVersion
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
-from wire.bonjour_record import BonjourRecord, build_instance_name, rank_addresses, to_txt
+from host.local_names import read_addresses
+from wire.bonjour_record import BonjourRecord, build_instance_name, to_txt
 from wire.identity import SERVICE_TYPE
 
 log = structlog.get_logger()
@@ -25,24 +25,6 @@ ADDRESS_POLL_SECONDS = 5.0
 """Interval of checks of the addresses of this machine, in seconds."""
 GOODBYE_TIMEOUT_SECONDS = 3.0
 """Maximum seconds of each step of a withdrawal: unregister the record, and close zeroconf."""
-
-
-def list_addresses() -> list[str]:
-    """Return the addresses of `read_addresses`; an empty list, with a log line, if the system cannot list them."""
-    try:
-        return read_addresses()
-    except OSError as error:
-        log.warning("addresses of this machine not listed", error=str(error))
-        return []
-
-
-def read_addresses() -> list[str]:
-    """Return the IP addresses of this machine that another machine can dial, as texts, best first.
-
-    Raise `OSError` if the system cannot list them, for example without a free file descriptor.
-    """
-    pairs = [(adapter.name, ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
-    return rank_addresses((name, ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for name, ip in pairs)
 
 
 class Announcement:

@@ -6,7 +6,6 @@ macOS: the entry `power` of the checklist.
 """
 
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +13,10 @@ from typing import Protocol, cast
 
 import psutil
 
-TOOL_TIMEOUT_SECONDS = 5.0
-"""Maximum seconds that a tool may run."""
+from host.subprocesses import RunTool, run_tool
+
 TOUCHED = ("/usr/sbin/ioreg", "-rd1", "-c", "IOHIDSystem")
 """Command that prints the idle time of macOS."""
-
-RunCommand = Callable[[tuple[str, ...]], str]
-"""Function that runs a tool and returns its output; empty after an error."""
 
 
 class Battery(Protocol):
@@ -52,14 +48,14 @@ def read_battery() -> Battery | None:
 
 
 def read_power(
-    platform: str = sys.platform, run: RunCommand | None = None, battery: Callable[[], Battery | None] = read_battery
+    platform: str = sys.platform, run: RunTool = run_tool, battery: Callable[[], Battery | None] = read_battery
 ) -> PowerState:
     """Return the power state of this machine, with None for values that cannot be read.
 
-    The call blocks for at most TOOL_TIMEOUT_SECONDS. A machine without a battery counts as plugged in. The arguments
-    replace the platform, the tool runner and the battery in tests.
+    The call blocks for at most `host.subprocesses.TOOL_TIMEOUT_SECONDS`. A machine without a battery counts as plugged
+    in. The arguments replace the platform, the tool runner and the battery in tests.
     """
-    idle = parse_idle_seconds((run or _run_tool)(TOUCHED)) if platform == "darwin" else None
+    idle = parse_idle_seconds(run(TOUCHED)) if platform == "darwin" else None
     try:
         reading = battery()
     except (OSError, RuntimeError, psutil.Error):
@@ -71,19 +67,3 @@ def parse_idle_seconds(listing: str) -> float | None:
     """Return the idle seconds from the output of `ioreg` (HIDIdleTime, nanoseconds); None if they are missing."""
     match = re.search(r'"HIDIdleTime"\s*=\s*(\d+)', listing)
     return None if match is None else int(match[1]) / 1e9
-
-
-def _run_tool(command: tuple[str, ...]) -> str:
-    try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TOOL_TIMEOUT_SECONDS,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""

@@ -1,7 +1,13 @@
 """Create folders and replace files that only this user can read, and write files to the disk."""
 
+import fcntl
 import os
+from contextlib import suppress
 from pathlib import Path
+
+FULL_SYNC: int | None = getattr(fcntl, "F_FULLFSYNC", None)
+"""Operation of macOS that writes a file to the medium. `fsync` of macOS writes it to the cache of the drive, which a
+power failure clears (fsync(2)). None on other systems."""
 
 
 def create_private_folder(folder: Path) -> Path:
@@ -25,12 +31,30 @@ def write_private(path: Path, content: bytes) -> None:
             os.fchmod(descriptor, 0o600)
             file.write(content)
             file.flush()
-            os.fsync(descriptor)
+            sync_descriptor(descriptor)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _sync(path.parent)
+    sync_path(path.parent)
+
+
+def sync_descriptor(descriptor: int) -> None:
+    """Write an open file or folder to the disk. Raise OSError on failure."""
+    if FULL_SYNC is not None:
+        with suppress(OSError):  # such as on a network share
+            fcntl.fcntl(descriptor, FULL_SYNC)
+            return
+    os.fsync(descriptor)
+
+
+def sync_path(path: Path) -> None:
+    """Write a file or the entries of a folder to the disk. Raise OSError on failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        sync_descriptor(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_tree(folder: Path) -> None:
@@ -39,12 +63,4 @@ def sync_tree(folder: Path) -> None:
     A power failure after that damages none of them, even if the folder is renamed.
     """
     for path in (*folder.rglob("*"), folder):
-        _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        sync_path(path)

@@ -5,6 +5,10 @@ the other stops (Linux CLOCK_MONOTONIC, macOS CLOCK_UPTIME_RAW). A change of the
 sleep that has ended. Changes of the wall clock have no effect.
 Only the system can announce a sleep in advance. macOS does by IOKit, and waits for registered processes
 (`host.iokit`). Without an announcement, a sleep looks like an unplugged cable to the pool.
+
+Between two sleeps macOS wakes for some seconds, such as for Power Nap (a dark wake). It announces neither that wake-up
+nor the sleep after it. An announced sleep therefore ends with the announced wake-up. A clock that runs again is not
+enough, because the next sleep would end the requests of this machine without a goodbye.
 """
 
 import asyncio
@@ -21,6 +25,10 @@ POLL_INTERVAL_SECONDS = 2.0
 """Seconds between two checks of the clocks."""
 MIN_SLEEP_SECONDS = 3.0
 """Minimum change of the difference between the two clocks that counts as a sleep."""
+
+MAX_DARK_WAKE_SECONDS = 60.0
+"""Seconds awake in a row after which an announced sleep ends without a notice: it was called off, or the notice is
+missing. Most dark wakes are shorter."""
 
 Acknowledge = Callable[[], None]
 """Function that permits an announced sleep."""
@@ -79,7 +87,8 @@ class SleepWatch:
     """Detector of sleep and wake-up of this machine. All callbacks run on the event loop of `start`.
 
     `on_sleep` is called before an announced sleep, with a function that permits the sleep. `on_wake` is called after a
-    sleep with its duration in seconds, `on_look` at every check. In tests, `notices` and `clocks` replace the source
+    sleep with its duration in seconds. An announced sleep includes its dark wakes, without their duration. `on_look` is
+    called at every check. In tests, `notices` and `clocks` replace the source
     and the clocks of the system.
     """
 
@@ -99,6 +108,11 @@ class SleepWatch:
         self._on, self._off = clocks or system_clocks()
         self._ahead = 0.0
         self._notified = False
+        """Whether an announced sleep has begun and not ended."""
+        self._seen = 0.0
+        """Seconds of the announced sleep that the last check found."""
+        self._awake_since = 0.0
+        """Time by the clock that stops during sleep, from which this machine was awake during an announced sleep."""
         self._handle: asyncio.TimerHandle | asyncio.Handle | None = None
 
     def start(self) -> None:
@@ -128,7 +142,9 @@ class SleepWatch:
     def _check_clocks(self) -> None:
         """Check the clocks and schedule the next check."""
         slept = self._compute_seconds_asleep()
-        if slept >= MIN_SLEEP_SECONDS:
+        if self._notified and slept - self._seen >= MIN_SLEEP_SECONDS:
+            self._seen, self._awake_since = slept, self._off()
+        if self._is_awake_for_long() if self._notified else slept >= MIN_SLEEP_SECONDS:
             self._end_sleep(slept)
         self._on_check()
         self._handle = asyncio.get_running_loop().call_later(POLL_INTERVAL_SECONDS, self._check_clocks)
@@ -136,8 +152,12 @@ class SleepWatch:
     def _compute_seconds_asleep(self) -> float:
         return self._on() - self._off() - self._ahead
 
+    def _is_awake_for_long(self) -> bool:
+        return self._off() - self._awake_since >= MAX_DARK_WAKE_SECONDS
+
     def _handle_sleep(self, acknowledge: Acknowledge) -> None:
         self._notified = True
+        self._seen, self._awake_since = self._compute_seconds_asleep(), self._off()
         log.info("system sleep")
         self._on_sleep(acknowledge)
 

@@ -1,5 +1,5 @@
 """Node of the pool: the agent, and the engine process, which alone imports MLX."""
 
-from host.structlog_import import import_structlog
+from host.imports import import_structlog
 
 import_structlog()

@@ -14,7 +14,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import signal
 import sys
 import tomllib
@@ -24,12 +23,13 @@ from importlib.metadata import version as installed
 from pathlib import Path
 
 import structlog
-import uvloop
 from msgspec.structs import replace
 
 from host.bonjour_announce import Announcement
-from host.left_marker import delete_left_mark, mark_left
+from host.event_loop import run_event_loop
+from host.local_names import read_local_name
 from host.log_setup import hide_warnings, open_journal
+from host.node_marks import delete_left_mark, mark_left
 from host.settings_loader import ResolvedSettings, SettingsError, from_environment, from_pairs, from_tree
 from host.sleep_inhibitor import SleepInhibitor
 from host.sleep_watch import SleepWatch
@@ -50,6 +50,7 @@ from node.assembly import Node, assemble
 from node.inspect.running_settings import publish_settings
 from node.memory.limits import Limiter
 from node.memory.sensor import open_machine
+from node.models.folders import use_hub_folder
 from node.node_lock import NodeLock, NodeStartError, name_unusable_files
 from node.settings import COORDINATOR_SECTIONS, NodeSettings, choose_node_name, resolve_settings
 from node.sharing.keep_awake import SleepPolicy
@@ -75,12 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _create_parser().parse_args(arguments)
     try:
         resolved = _load_settings(options)
+        use_hub_folder(resolved.value.models.huggingface_cache, os.environ)
         with ExitStack() as held:
             with name_unusable_files():
                 held.enter_context(NodeLock(options.state / "node"))
                 open_journal(options.state / "logs" / "node.log", resolved.value.node.log_level)
             held.enter_context(publish_settings(options.state / "node", os.getpid(), resolved))
-            return _print_end(options, uvloop.run(_run(options, resolved)))
+            return _print_end(options, run_event_loop(_run(options, resolved)))
     except (NodeStartError, SettingsError) as error:
         print(f"Error: {error}", file=sys.stderr)
         return error.code if isinstance(error, NodeStartError) else 2
@@ -299,7 +301,7 @@ async def _prepare_identity(
         return enrollment.store_address(known, _normalize_address(options.url)) if options.url else known
     if options.leave:
         raise NodeStartError(5, f"there is no node in {options.state}")
-    name = choose_node_name(settings, platform.node())
+    name = choose_node_name(settings, read_local_name())
     announcement = Announcement(BonjourRecord(role="new", version=installed("macpool")), name, machine, 9)
     announcement.start()
     try:

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from host.structlog_import import import_structlog
+from host.imports import import_structlog
 from tests import models
 from tests.effort import IS_NIGHTLY, SEED, deal_slow_modules, scale_examples
 from tests.support.processes import ROOT, Pool, pool

@@ -33,6 +33,7 @@ FORBIDDEN = {
     r"\bverify\s*=\s*False|CERT_NONE|_create_unverified_context": "a peer proves who it is",
     r"\b(?:eval|exec)\(": "text is never run",
     r"\btime\.sleep\(": "what is waited for is awaited, with a limit",
+    r"\buvloop\.(?:run|new_event_loop|install)\(": "`host.event_loop` has one clock on macOS",
     r"\.when\(\)": "uvloop gives a timer that is due within half a millisecond a handle without it",
     r"\b0x?o?777\b|\bos\.umask\b": "files are private by their own mode",
 }
@@ -46,6 +47,7 @@ ALLOWED = {
         "coordinator/cli/commands/clients/trust_ca.py",
         "CERT_NONE",
     ): "it only fetches a public certificate, which its fingerprint or a person then proves",
+    ("host/event_loop.py", "uvloop.run("): "it starts the loop with that clock",
 }
 """Exceptions: file and the words found, with the reason."""
 BROUGHT = {

@@ -64,6 +64,19 @@ def test_each_section_belongs_to_one_process():
     assert NODE_SECTIONS == SECTIONS
 
 
+def test_the_code_that_a_page_names_exists():
+    wrong, seen = [], 0
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]:
+        text = re.sub(r"\n\s*", " ", page.read_text())
+        for names, file in re.findall(r"((?:`[A-Za-z_][\w.]*`(?:, | and | or )?)+) (?:in |\()`([\w/]+/\w+\.py)`", text):
+            code = (ROOT / file).read_text() if (ROOT / file).exists() else ""
+            parts = [part for name in re.findall(r"`(.*?)`", names) for part in name.split(".")]
+            seen += len(parts)
+            wrong += [(page.name, part, file) for part in parts if not re.search(rf"\b{part}\b", code)]
+    assert seen > 40
+    assert wrong == []
+
+
 def test_the_settings_of_examples_exist():
     settings_of = {kind: list_settings(kind) for kind in (CoordinatorSettings, NodeSettings)}
     known = {setting.key for found in settings_of.values() for setting in found}

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from host.private_files import create_private_folder, write_private
+from host.private_files import create_private_folder, sync_path, write_private
 
 RESTORING = "restoring"
 COMMIT = "commit.json"
@@ -104,8 +104,4 @@ def _move_aside(place: Path, aside: Path) -> None:
 def _sync(folder: Path) -> None:
     """Sync the entries of a folder and of its subfolders to disk."""
     for root, _, _ in os.walk(folder):
-        descriptor = os.open(root, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_path(Path(root))

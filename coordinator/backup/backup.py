@@ -39,7 +39,7 @@ from coordinator.backup.archive import (
 from coordinator.backup.atomic_swap import is_unsettled
 from coordinator.backup.encryption import DecryptingReader, EncryptingWriter, EncryptionError
 from coordinator.tls.cluster_ca import AuthorityError, read_cluster_id
-from host.private_files import create_private_folder
+from host.private_files import create_private_folder, sync_descriptor, sync_path
 from host.settings_loader import from_tree
 
 
@@ -239,13 +239,13 @@ def _write(file: Path, members: list[Path], manifest: Manifest, passphrase: byte
                     _write_member(source, writer, member)
             writer.finish()
             out.flush()
-            os.fsync(out.fileno())
+            sync_descriptor(out.fileno())
         size = beside.stat().st_size
         beside.replace(file)
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    _sync(file.parent)
+    sync_path(file.parent)
     return size
 
 
@@ -271,11 +271,3 @@ def _write_member(source: BinaryIO, writer: _Writer, member: ArchiveMember) -> N
         size += len(piece)
     if (size, digest.hexdigest()) != (member.size, member.sha256):
         raise BackupError(f"{member.name} changed during the backup: back up again")
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -39,7 +39,7 @@ from coordinator.state.state_lock import StateLock
 from coordinator.state.store_errors import StoreError
 from coordinator.tls.cluster_ca import AuthorityError, read_cluster_id
 from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
-from host.private_files import create_private_folder
+from host.private_files import create_private_folder, sync_descriptor
 
 SCHEMAS = {DATABASE: MIGRATIONS, VIDEOS: VIDEO_MIGRATIONS}
 """Migrations of each database. The number of migrations is the newest schema version that this version of Macpool
@@ -245,7 +245,7 @@ def _write_staged(staged: Path, name: str, pieces: Iterable[bytes]) -> None:
         for piece in pieces:
             out.write(piece)
         out.flush()
-        os.fsync(descriptor)
+        sync_descriptor(descriptor)
 
 
 def _examine(staged: Path, manifest: Manifest, generation: int) -> RestoredCounts:

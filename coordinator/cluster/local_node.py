@@ -13,7 +13,7 @@ import structlog
 
 from coordinator.cluster.registry import Registry
 from coordinator.state.store_errors import StoreError
-from host.left_marker import has_left
+from host.node_marks import has_left
 
 log = structlog.get_logger("coordinator.cluster.local_node")
 

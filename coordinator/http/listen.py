@@ -3,7 +3,7 @@
 import ipaddress
 import socket
 
-from host.bonjour_announce import list_addresses
+from host.local_names import list_addresses
 
 
 def open_listener(host: str, port: int) -> socket.socket:

@@ -30,8 +30,10 @@ LOGS = "/Library/Logs/macpool"
 """Folder of the service's output. Must be on the startup volume, because launchd opens no log on another volume."""
 DOMAIN = "system"
 """Domain of launchd for jobs of the system."""
-NOT_FOUND = frozenset({113, 3, 36})
+NOT_LOADED = frozenset({113, 3})
 """Exit codes of launchctl for a job that is not loaded."""
+IN_PROGRESS = 36
+"""Exit code of `launchctl bootout` if the job has not ended yet."""
 KEY_TYPES: dict[str, type | tuple[type, ...]] = {
     "Label": str,
     "ProgramArguments": list,

@@ -7,15 +7,20 @@ import os
 import pwd
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.service import launchd, systemd
-from coordinator.service.plan import LABEL, UNIT, WIRED_LABEL, ServicePlan, ServiceState
+from coordinator.service.plan import LABEL, STOP_TIMEOUT_SECONDS, UNIT, WIRED_LABEL, ServicePlan, ServiceState
 
 TOOL_TIMEOUT_SECONDS = 60.0
 """Maximum duration of a tool's run, in seconds."""
+UNLOAD_TIMEOUT_SECONDS = STOP_TIMEOUT_SECONDS + 15.0
+"""Maximum seconds until launchd has unloaded a job, which it kills after `STOP_TIMEOUT_SECONDS`."""
+UNLOAD_POLL_SECONDS = 0.5
 TOOLS = {
     "launchctl": "/bin/launchctl",
     "plutil": "/usr/bin/plutil",
@@ -131,22 +136,38 @@ class ServiceHost:
         self.run_tool_checked("systemctl", "restart", UNIT)
 
     def unload_unit(self, label: str = LABEL) -> None:
-        """Stop and unload the service; on macOS, the job `label`. Do nothing if it is not loaded.
+        """Stop and unload the service, and wait for its end; on macOS, the job `label`. Do nothing if it is not loaded.
 
-        Raise `ServiceError` if launchctl or systemctl fails.
+        Raise `ServiceError` if launchctl or systemctl fails, or if the job does not end.
         """
         if self.mac:
-            done = self.run_tool("launchctl", "bootout", f"{launchd.DOMAIN}/{label}")
-            if done.returncode and done.returncode not in launchd.NOT_FOUND:
-                raise ServiceError(1, f"launchctl bootout failed with {done.returncode}: {done.stderr.strip()[:300]}")
-            return
-        if self.read_state().loaded:
+            self._unload_job(f"{launchd.DOMAIN}/{label}")
+        elif self.read_state().loaded:
             self.run_tool_checked("systemctl", "disable", "--now", UNIT)
+
+    def _unload_job(self, target: str) -> None:
+        """Unload a launchd job. `bootout` may return before the job has ended, and until then launchd refuses to load
+        a job of this name."""
+        done = self.run_tool("launchctl", "bootout", target)
+        if done.returncode in launchd.NOT_LOADED:
+            return
+        if done.returncode not in (0, launchd.IN_PROGRESS):
+            raise ServiceError(1, f"launchctl bootout failed with {done.returncode}: {done.stderr.strip()[:300]}")
+        pause, deadline = threading.Event(), time.monotonic() + UNLOAD_TIMEOUT_SECONDS
+        while self.run_tool("launchctl", "print", target).returncode not in launchd.NOT_LOADED:
+            if time.monotonic() >= deadline:
+                raise ServiceError(
+                    7,
+                    f"launchd did not unload {target} within {UNLOAD_TIMEOUT_SECONDS:.0f} s: wait until "
+                    f"`launchctl print {target}` does not find it, and run the command again",
+                )
+            pause.wait(UNLOAD_POLL_SECONDS)
 
     def restart_service(self) -> None:
         """Stop the service gracefully and start it again. Raise `ServiceError` if launchctl or systemctl fails."""
-        if self.mac:
-            self.run_tool_checked("launchctl", "kickstart", "-k", f"{launchd.DOMAIN}/{LABEL}")
+        if self.mac:  # `kickstart -k` would kill the service, and its requests would be lost
+            self.unload_unit()
+            self.load_unit()
         else:
             self.run_tool_checked("systemctl", "restart", UNIT)
 

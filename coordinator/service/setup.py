@@ -24,6 +24,7 @@ from pathlib import Path
 from coordinator.service import launchd, systemd
 from coordinator.service.plan import WIRED_LABEL, ServicePlan, ServiceState
 from coordinator.service.service_manager import ServiceError, ServiceHost, find_account
+from host.private_files import sync_descriptor
 
 READY_TIMEOUT_SECONDS = 45.0
 """Maximum wait for the service to run, in seconds."""
@@ -251,7 +252,7 @@ def _write_unit(host: ServiceHost, file: Path, text: str) -> None:
         with os.fdopen(descriptor, "w") as opened:
             opened.write(text)
             opened.flush()
-            os.fsync(descriptor)
+            sync_descriptor(descriptor)
             os.fchmod(descriptor, 0o644)
         if host.mac:
             host.run_tool_checked("plutil", "-lint", str(beside))

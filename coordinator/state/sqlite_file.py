@@ -41,6 +41,8 @@ def _prepare_schema(connection: sqlite3.Connection, path: Path, migrations: Sequ
         raise StoreError(f"{path} is damaged ({state}): restore a backup or move it away")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
+    connection.execute("PRAGMA fullfsync = ON")  # on macOS; without effect elsewhere (host.private_files)
+    connection.execute("PRAGMA checkpoint_fullfsync = ON")
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version > len(migrations):
         raise StoreError(

@@ -17,7 +17,6 @@ change, or after two thirds of its validity. New connections use the new certifi
 
 import hashlib
 import ipaddress
-import socket
 import ssl
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -38,7 +37,7 @@ from coordinator.tls.cluster_ca import (
     read_key_pair,
     write_key_pair,
 )
-from host.bonjour_announce import read_addresses
+from host.local_names import read_addresses, read_local_name
 from host.private_files import create_private_folder
 from wire.certificate import LEAF_VALIDITY_SECONDS, RENEW_AT_SHARE
 
@@ -180,7 +179,7 @@ class HttpsCa:
             if [general for general in constrained if isinstance(general, x509.DNSName)] == names:
                 log.warning(REISSUED_WARNING)
                 return self._issue_authority(file, key, _get_common_name(known), names)
-        host = socket.gethostname().partition(".")[0].encode("ascii", "replace").decode()
+        host = read_local_name().encode("ascii", "replace").decode()
         return self._issue_authority(
             file, ec.generate_private_key(ec.SECP256R1()), f"macpool endpoint {host}"[:64], names
         )
@@ -238,8 +237,8 @@ def is_local_name(name: str) -> bool:
 
 
 def get_own_names() -> tuple[str, ...]:
-    """Return the names of this machine on the local network: its host name under `.local`."""
-    return (f"{socket.gethostname().partition('.')[0].lower()}.{LOCAL_DOMAIN}",)
+    """Return the names of this machine on the local network: its name in Bonjour under `.local`."""
+    return (f"{read_local_name().lower()}.{LOCAL_DOMAIN}",)
 
 
 def load_server_context(certificate: Path, key: Path) -> ssl.SSLContext:

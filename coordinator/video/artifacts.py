@@ -17,7 +17,7 @@ from pathlib import Path
 import structlog
 
 from coordinator.video.state.jobs import JobFault, JobFaultCode, StoredFile, VideoJob
-from host.private_files import create_private_folder
+from host.private_files import create_private_folder, sync_descriptor, sync_path
 from wire.identity import NodeId
 from wire.video import Artifact, LeaseEndCode
 
@@ -126,7 +126,7 @@ class ArtifactFolder:
                     break
                 digest.update(piece)
                 await asyncio.to_thread(_write, descriptor, piece)
-            await asyncio.to_thread(os.fsync, descriptor)
+            await asyncio.to_thread(sync_descriptor, descriptor)
         except (LookupError, TimeoutError) as error:
             raise FetchInterrupted(str(error) or "it stopped answering") from None
         finally:
@@ -189,8 +189,4 @@ def _write(descriptor: int, piece: bytes) -> None:
 
 def _publish_file(beside: Path, path: Path) -> None:
     beside.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_path(path.parent)

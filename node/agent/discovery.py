@@ -15,7 +15,7 @@ import structlog
 from zeroconf import Error, IPVersion, ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
-from host.bonjour_announce import list_addresses
+from host.local_names import list_addresses
 from node.agent.enrollment import proves_itself
 from node.agent.identity import NodeIdentity
 from wire.bonjour_record import (

@@ -54,8 +54,6 @@ class LinkTimeouts:
 
     silence: float = 10.0
     """Time without received bytes after which the link is aborted."""
-    no_wake: float = 60.0
-    """Time awake after which the node dials again without a wake event, because the sleep was called off."""
     renewal: float = 600.0
     """Time after which a renewal of the certificate without a result is requested again on the same link."""
 
@@ -131,8 +129,7 @@ class LinkKeeper:
                     await self._wait_until_left(LinkState.WAITING, self._life.wait)
                     self._apply(link_state.DelayOver())
                 case LinkState.ASLEEP:
-                    await self._wait_until_left(LinkState.ASLEEP, self._timeouts.no_wake)
-                    self._apply(link_state.WokeUp())
+                    await self._wait_until_left(LinkState.ASLEEP, None)
                 case LinkState.EXPELLED:
                     raise ExpelledError(self._denied)
                 case LinkState.STOPPED:

@@ -7,10 +7,11 @@ address.
 
 import hashlib
 import re
-import subprocess
 import sys
 import uuid
 from pathlib import Path
+
+from host.subprocesses import run_tool
 
 _LINUX = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 
@@ -30,17 +31,7 @@ def compute_machine_id(override: str = "") -> str:
 
 
 def _read_platform_uuid() -> str:
-    try:
-        listing = subprocess.run(
-            ["/usr/sbin/ioreg", "-rd1", "-c", "IOPlatformExpertDevice"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-            check=False,
-        ).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return parse_platform_uuid(listing)
+    return parse_platform_uuid(run_tool(("/usr/sbin/ioreg", "-rd1", "-c", "IOPlatformExpertDevice")))
 
 
 def parse_platform_uuid(listing: str) -> str:

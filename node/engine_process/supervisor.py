@@ -28,7 +28,7 @@ from typing import Final
 import structlog
 from msgspec.structs import replace
 
-from host.exit_status import describe_exit
+from host.subprocesses import describe_exit
 from node.engine.process.crash_recorder import CrashRecord
 from node.engine.process.main import encode_settings
 from node.engine_process import lifecycle

@@ -10,6 +10,7 @@ Rules
 - One process at a time changes a repository. The lock is released by the system when its process ends.
 """
 
+import errno
 import fcntl
 import os
 import threading
@@ -66,11 +67,28 @@ class RepositoryFolder:
         return self.hub / ".locks" / self.root.name / LOCK_NAME
 
     def prepare(self) -> None:
-        """Create the folders. Raise `ModelFileError` if one of them is a link or a file, `OSError` if it cannot be
-        created."""
+        """Create the folders. Raise `ModelFileError` if one of them is a link or a file, or the disk has no symbolic
+        links. Raise `OSError` if a folder cannot be created."""
         self.hub.mkdir(parents=True, exist_ok=True)
         for folder in (self.root, self.blobs, self.snapshots, self.refs):
             _create_real_folder(folder)
+        self._check_links()
+
+    def _check_links(self) -> None:
+        """Create and remove a symbolic link. Raise `ModelFileError` if the disk has none, as exFAT."""
+        link = self.blobs / f".link{_NEW_SUFFIX}"
+        link.unlink(missing_ok=True)
+        try:
+            link.symlink_to("..")
+        except OSError as error:
+            if error.errno not in (errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM, errno.ENOSYS):
+                raise
+            raise ModelFileError(
+                ModelOrderCode.INVALID,
+                f"the disk of {self.hub} has no symbolic links, as exFAT, and the Hugging Face cache needs them: move "
+                "the cache to a disk with APFS, and set models.huggingface_cache",
+            ) from None
+        link.unlink()
 
     @contextmanager
     def lock(self) -> Generator[None]:

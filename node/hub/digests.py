@@ -18,6 +18,7 @@ import msgspec
 from host.private_files import create_private_folder, write_private
 from node.hub.errors import ModelFileError
 from node.models.identity_files import IDENTITY_FILES
+from node.models.weight_files import list_visible_files
 from wire.frames.model_files import ModelOrderCode
 from wire.models.files import ModelFile
 
@@ -130,7 +131,7 @@ def list_content_files(folder: Path) -> list[str]:
     """Return the sorted paths, below a model folder, of the files that change answers. Leave out files that are not
     accessible."""
     named = {name for name in IDENTITY_FILES if os.path.exists(folder / name)}
-    return sorted(named | {file.name for file in folder.glob("*.safetensors")})
+    return sorted(named | {file.name for file in list_visible_files(folder, "*.safetensors")})
 
 
 def find_content(folder: Path, store: DigestStore) -> str:

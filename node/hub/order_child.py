@@ -16,8 +16,8 @@ import msgspec
 import structlog
 
 import node
-from host.exit_status import describe_exit
 from host.redaction import hide_secrets
+from host.subprocesses import describe_exit
 from node.hub.child_messages import ChildEnd, ChildMessage, ChildProgress, build_end
 from wire.frames.model_files import ModelOrderCode
 

@@ -38,7 +38,7 @@ from node.inspect.running_settings import read_running_settings
 from node.memory.cap import MachineBounds, compute_safe_wired_limit, resolve_cap, resolve_margin, with_device
 from node.memory.metal_limit import read_metal_device
 from node.memory.sensor import open_machine
-from node.models.folders import get_hub_folder
+from node.models.folders import get_hub_folder, use_hub_folder
 from node.settings import AUTO, COORDINATOR_SECTIONS, SECTIONS, NodeSettings, check_settings, resolve_settings
 from wire.certificate import read_certificate
 
@@ -58,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings, running = report.pop("made"), read_running_settings(options.state / "node", COORDINATOR_SECTIONS)
     report["running"] = None if running is None else report_running(running, file)
     if not options.settings_only:
-        report |= report_machine(options.state, settings if running is None else running.value)
+        settings = settings if running is None else running.value
+        use_hub_folder(settings.models.huggingface_cache, os.environ)
+        report |= report_machine(options.state, settings)
     print(json.dumps(report, default=str))
     return 0
 

@@ -52,7 +52,13 @@ from node.models.memory_prediction import (
 )
 from node.models.rerank_files import is_reranker, read_rerank_layout
 from node.models.template_files import has_reasoning
-from node.models.weight_files import Config, parse_json_object, read_tensor_sizes, read_weight_headers
+from node.models.weight_files import (
+    Config,
+    list_visible_files,
+    parse_json_object,
+    read_tensor_sizes,
+    read_weight_headers,
+)
 from node.settings import ModelSettings
 from wire.identity import is_valid_model
 from wire.models.kind import ModelKind
@@ -234,7 +240,7 @@ class ModelCatalogue:
 
 def _read_file_state(folder: Path) -> tuple[object, ...]:
     """Return a value that changes when any relevant file changes."""
-    files = [folder / name for name in IDENTITY_FILES] + sorted(folder.glob("*.safetensors"))
+    files = [folder / name for name in IDENTITY_FILES] + list_visible_files(folder, "*.safetensors")
     stats = [(str(file), file.stat()) for file in files if file.exists()]
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
 

@@ -1,7 +1,7 @@
 """Folders of models on this machine: below configured folders, and in Hugging Face's cache."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
 MODEL, PACKAGE = "config.json", "model_index.json"
@@ -17,6 +17,15 @@ def get_hub_folder(environment: Mapping[str, str]) -> Path:
     for the home folder there as well."""
     home = environment.get("HF_HOME") or os.path.join(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     return Path(os.path.expanduser(environment.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
+
+
+def use_hub_folder(setting: str, environment: MutableMapping[str, str]) -> None:
+    """Replace the folder of Hugging Face's cache in `environment` by the path `setting`, if that is not empty.
+
+    `setting` is `models.huggingface_cache`. Child processes inherit the folder with the environment.
+    """
+    if setting:
+        environment["HF_HUB_CACHE"] = setting
 
 
 def get_own_folder(state: Path) -> Path:

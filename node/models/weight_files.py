@@ -76,6 +76,15 @@ def _list_indexed_files(folder: Path) -> set[str]:
     return {str(name) for name in cast("dict[str, object]", named).values()} if isinstance(named, dict) else set()
 
 
+def list_visible_files(folder: Path, pattern: str) -> list[Path]:
+    """Return the sorted files in a folder that match `pattern` and whose names do not begin with a dot.
+
+    On disks without extended attributes, such as exFAT, and on network shares, macOS adds a file `._NAME` to each file
+    `NAME`. It has attributes of that file, and no content of the model.
+    """
+    return sorted(file for file in folder.glob(pattern) if not file.name.startswith("."))
+
+
 def read_tensor_sizes(file: Path, digest: Digest) -> tuple[int, int, int]:
     """Read the header of a safetensors file, and add the header and samples of the tensors to `digest`.
 

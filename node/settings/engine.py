@@ -281,6 +281,15 @@ class ModelSettings(Section, frozen=True):
         tuple[str, ...],
         Meta(description=("Folders that are searched for models, three levels deep. `--models DIR` adds a folder.")),
     ] = ()
+    huggingface_cache: Annotated[
+        str,
+        Meta(
+            description=(
+                "Folder of the Hugging Face cache, an absolute path. Empty: `HF_HUB_CACHE`, `HF_HOME`/hub or "
+                "~/.cache/huggingface/hub. A service does not have the variables of your shell."
+            )
+        ),
+    ] = ""
     use_huggingface_cache: Annotated[
         bool, Meta(description="Also serve the models of the local Hugging Face cache.")
     ] = True

@@ -67,9 +67,10 @@ _CACHES = ("engine.mlx.prefix_cache_size", "engine.mlx.disk_cache_size")
 _AUTOMATIC = frozenset({"memory.cap", "memory.margin", "memory.reserve", *_CACHES})
 _SWITCHED = frozenset({"memory.reserve", *_CACHES})
 _RELATIVE = frozenset({"memory.cap"})
-_IDENTIFIERS: dict[str, tuple[Callable[[str], bool], str]] = {
+_FORMS: dict[str, tuple[Callable[[str], object], str]] = {
     "node.name": (is_valid_name, "1 to 63 letters, digits, spaces, dots, dashes or underscores"),
     "node.machine": (is_valid_id, "1 to 64 letters, digits or dashes"),
+    "models.huggingface_cache": (re.compile("[/~]").match, "an absolute path"),
 }
 
 
@@ -117,7 +118,7 @@ def check_settings(settings: NodeSettings) -> None:
             raise SettingsError(f"setting {key}: {value!r} is not one of {', '.join(choices)}")
     for key in _SIZES:
         _check_size(key, _get_value(settings, key))
-    for key, (valid, form) in _IDENTIFIERS.items():
+    for key, (valid, form) in _FORMS.items():
         value = str(_get_value(settings, key))
         if value and not valid(value):
             raise SettingsError(f"setting {key}: {value!r} is not {form}")

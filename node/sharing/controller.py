@@ -1,6 +1,6 @@
 """Apply `node.sharing.policy`: read pause, clocks and power supply, and run the actions that are due.
 
-The pause is a file (`host.pause_file`). `cluster pause` on this machine writes it without node or coordinator; the
+The pause is a file (`host.node_marks`). `cluster pause` on this machine writes it without node or coordinator; the
 coordinator sets it by a frame. The controller reads the file once a second; a pause survives restarts.
 """
 
@@ -14,8 +14,8 @@ from typing import Protocol
 
 import structlog
 
-from host.pause_file import PauseFile
-from host.pause_file import PauseRecord as Kept
+from host.node_marks import PauseFile
+from host.node_marks import PauseRecord as Kept
 from host.power import PowerState, read_power
 from node.settings import SharingSettings
 from node.sharing.policy import (

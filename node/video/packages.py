@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from node.models.folders import PACKAGE, find_model_folders, find_snapshots
-from node.models.weight_files import Digest, read_header
+from node.models.weight_files import Digest, list_visible_files, read_header
 from wire.identity import is_valid_model
 from wire.video import VideoPackage
 
@@ -156,7 +156,7 @@ def _read_component(folder: Path, digest: Digest) -> PackageComponent:
     The first unreadable header ends the reading and is the `cause` of the result.
     """
     size = bits = 0
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in list_visible_files(folder, "*.safetensors"):
         try:
             raw, end = read_header(file)
         except (OSError, ValueError, KeyError, TypeError, IndexError) as error:

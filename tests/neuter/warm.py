@@ -57,7 +57,7 @@ LIBRARIES = (
 """Imported before the fork if installed, because these imports take most of the start of a test run."""
 NO_CACHE = "/nonexistent/huggingface"
 """HF_HOME of tests (tests/conftest.py). huggingface_hub reads it while it is imported."""
-STRUCTLOG_IMPORT = "host.structlog_import"
+STRUCTLOG_IMPORT = "host.imports"
 """Imports structlog without rich. With rich, each logged traceback would take 5 s of CPU time."""
 TIMED_OUT = 124
 """Takes the place of an exit code."""

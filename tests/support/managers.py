@@ -3,11 +3,13 @@
 Their rules are those of launchctl(1) of macOS 14 and 15, and of systemctl(1) of systemd 252:
 
 `launchctl bootstrap system FILE`: 5 when the job is loaded, or its file has another owner than root or is writable
-  for group or world. The file has the job's label. `bootout`: 3 when the job is not loaded. `print`: 113 when it is
-  not; else a listing with tabs.
+  for group or world. The file has the job's label. `bootout`: 3 when the job is not loaded. It returns before the job
+  has ended: the job is listed for `SLOW` more calls of `print`, and stays loaded until then. `print`: 113 when the job
+  is not loaded; else a listing with tabs.
 `systemctl show`: also answers for unknown units, with LoadState=not-found. `restart` of such a unit: 5.
 
-A job runs unless the file `broken` is in the same folder. Then the job ends at once with 1.
+A job runs unless the file `broken` is in the same folder. Then the job ends at once with 1. With the file `stuck`, a
+job of launchctl does not end after `bootout`.
 
 A test starts these programs dozens of times. Hence they import only `os`: with json and pathlib, a start takes 46 ms of
 CPU, not 20 ms.
@@ -20,6 +22,7 @@ from coordinator.service.service_manager import ServiceHost
 
 LAUNCHCTL = """
 import os
+SLOW = 1
 here = os.path.dirname(__file__)
 book, broken, counted = here + "/loaded", os.path.exists(here + "/broken"), here + "/count"
 loaded = eval(open(book).read()) if os.path.exists(book) else {}
@@ -49,15 +52,20 @@ label = rest[-1].partition("/")[2]
 if label not in loaded:
     fail({"bootout": 3}.get(verb, 113), f'Could not find service "{label}" in domain for system')
 if verb == "bootout":
-    del loaded[label]
+    loaded[label]["ends"] = loaded[label].get("ends", SLOW)
     keep()
-elif verb == "kickstart":
-    loaded[label]["pid"] += 100
-    keep()
+    fail(36, "Boot-out failed: 36: Operation now in progress")
 elif verb == "print":
     job = loaded[label]
+    if "ends" in job:
+        job["ends"] -= not os.path.exists(here + "/stuck")
+        if job["ends"] < 0:
+            del loaded[label]
+        keep()
+    if label not in loaded:
+        fail(113, f'Could not find service "{label}" in domain for system')
     print(f"system/{label} = {{\\n\\tactive count = 1\\n\\tpath = {job['path']}\\n\\ttype = LaunchDaemon")
-    print("\\tstate = " + ("spawn scheduled" if broken else "running"))
+    print("\\tstate = " + ("SIGTERMed" if "ends" in job else "spawn scheduled" if broken else "running"))
     print("\\n\\tprogram = /x\\n\\targuments = {\\n\\t\\tstate = 1\\n\\t}\\n")
     if broken:
         print("\\truns = 4\\n\\tlast exit code = 1")

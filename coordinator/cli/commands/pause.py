@@ -10,7 +10,7 @@ import click
 from coordinator.cli.commands.tokens_and_keys import Duration, format_minute
 from coordinator.client.api_client import ApiSession, session_options
 from coordinator.client.errors import NOT_FOUND, CommandError
-from host.pause_file import PauseFile, PauseRecord
+from host.node_marks import PauseFile, PauseRecord
 from wire.units import show_count
 
 

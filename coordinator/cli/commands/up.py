@@ -81,7 +81,7 @@ def up(
     if local_node is False and models:
         raise click.UsageError("--models is for the node on this machine, which --no-local-node omits")
 
-    from host.structlog_import import import_structlog
+    from host.imports import import_structlog
 
     import_structlog()
     from coordinator.startup.options import RunOptions
@@ -138,7 +138,7 @@ def _should_start_node(folder: Path, requested: bool | None) -> bool:
 
     If `requested` is true, delete the file that marks the node as having left.
     """
-    from host.left_marker import delete_left_mark, has_left
+    from host.node_marks import delete_left_mark, has_left
 
     if requested:
         delete_left_mark(folder / "node")
@@ -196,20 +196,19 @@ def _select_node_settings(pairs: tuple[str, ...]) -> list[str]:
 
 def _run_coordinator(options: "RunOptions", ready: Callable[[dict[str, Any]], None]) -> None:
     """Run the coordinator until a signal. Raise `CommandError` if a part cannot start, or the coordinator fails."""
-    from host.imports_without_gc import pause_collection
+    from host.imports import pause_collection
 
     with pause_collection():
-        import uvloop
-
         from coordinator.backup.generation_fence import SupersededError
         from coordinator.cluster.local_node import LocalNodeElsewhereError
         from coordinator.run import serve
         from coordinator.state.store_errors import StoreError
         from coordinator.tls.cluster_ca import AuthorityError
+        from host.event_loop import run_event_loop
         from host.settings_loader import SettingsError
 
     try:
-        uvloop.run(serve(options, ready))
+        run_event_loop(serve(options, ready))
     except (SupersededError, LocalNodeElsewhereError) as error:
         raise CommandError(REFUSED, str(error)) from None
     except SettingsError as error:
@@ -233,10 +232,10 @@ def _read_tree(file: Path) -> dict[str, Any]:
 def _print_welcome(facts: dict[str, Any], listen: tuple[str, int]) -> None:
     click.echo(f"endpoint  {facts['base_url']}")
     if listen[0] in ALL_INTERFACES:
-        import socket
+        from host.local_names import read_local_name
 
         scheme, port = facts["base_url"].partition(":")[0], facts["base_url"].rpartition(":")[2].removesuffix("/v1")
-        click.echo(f"          {scheme}://{socket.gethostname().partition('.')[0]}.local:{port}/v1")
+        click.echo(f"          {scheme}://{read_local_name()}.local:{port}/v1")
         if not facts["tls"]:
             click.secho(
                 "          open to the local network without TLS: every request needs an API key, but other machines "

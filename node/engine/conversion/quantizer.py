@@ -25,6 +25,7 @@ from host.private_files import sync_tree
 from node.hub.child_messages import ChildChannel, ChildEnd, ChildProgress, QuantizeOrder, build_end, perform_order
 from node.hub.errors import OrderStopped
 from node.hub.quantization.prediction import GROUP_WEIGHTS, SHARD_BYTES
+from node.models.weight_files import list_visible_files
 from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
 from wire.units import GIB, MIB
 
@@ -110,7 +111,7 @@ class QuantizationRun:
 
     def _copy_files(self) -> None:
         for pattern in COPIED:
-            for file in sorted(self._source.glob(pattern)):
+            for file in list_visible_files(self._source, pattern):
                 name = file.relative_to(self._source)
                 if file.name in REPLACED and name.parent == Path():
                     continue

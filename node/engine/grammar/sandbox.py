@@ -14,7 +14,7 @@ import weakref
 from pathlib import Path
 from typing import IO, cast
 
-from host.exit_status import describe_exit
+from host.subprocesses import describe_exit
 
 CPU_LIMIT_SECONDS = 0.05
 """Limit of CPU seconds for a grammar. A hundred tools of three parameters take 0.03 s."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
-from host.imports_without_gc import pause_collection
+from host.imports import pause_collection
 from node.engine.process.kinds import KINDS
 from node.engine.requests.prepared import PreparedEmbedding, PreparedRequest
 from node.engine.requests.tokenize_admission import TokenizeResult, UntokenizedPrompt

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from host.exit_status import describe_exit
+from host.subprocesses import describe_exit
 from node.engine.text.tokenizer_errors import TokenizerError
 from node.memory.sensor import measure_footprint
 from wire.units import MIB, show_size

@@ -8,6 +8,7 @@ caller has verified the digest of the content.
 import os
 from contextlib import suppress
 
+from host.private_files import sync_descriptor
 from node.hub.cache_layout import RepositoryFolder
 from node.hub.download.piece_journal import (
     compute_piece_checksum,
@@ -106,7 +107,7 @@ class PartFile:
 
     def finish(self) -> None:
         """Rename the file to its blob. The content must be complete and verified. Raise `OSError` on failure."""
-        os.fsync(self._part)
+        sync_descriptor(self._part)
         self._folder.get_part(self._file.etag).replace(self._folder.get_blob(self._file.etag))
         self._folder.get_journal(self._file.etag).unlink(missing_ok=True)
         self.close()

@@ -20,7 +20,7 @@ import psutil
 from tests.models import EMBEDDED
 from tests.support.cluster.hosts import Host, Hosts
 from tests.support.hub.hub import Hub, serve_hub
-from tests.support.processes import Pool, environment, until
+from tests.support.processes import Pool, until
 
 NAMES = ("one", "two", "three")
 HUB_HOST, HUB_PORT = 4, 8000
@@ -73,10 +73,10 @@ class PullLab:
             self.pool.join(
                 name,
                 f"engine.kind={engine}",
+                f"models.huggingface_cache={self.get_home(name)}/hub",
                 *NODE_SETTINGS,
                 wait=False,
                 wrap=self.get_host(name).enter(),
-                env=environment(HF_HOME=str(self.get_home(name))),
             )
         until(lambda: all(self.pool.serves(name) for name in names), 60, f"{', '.join(names)} serve")
 

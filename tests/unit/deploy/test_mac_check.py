@@ -52,6 +52,7 @@ def test_other_systems_get_an_error():
     "check",
     [
         mac_machine.check_identity,
+        mac_machine.check_clocks,
         mac_network.check_notsent_lowat,
         mac_network.check_child_eof,
         *thin_cases([mac_engine.check_engine_answers, mac_engine.check_soft_end], 2),

@@ -1,5 +1,6 @@
 """Files that only their owner may read, with any umask and any existing file at the path."""
 
+import fcntl
 import os
 import stat
 from collections.abc import Iterator
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from host.private_files import create_private_folder, sync_tree, write_private
+from host import private_files
+from host.private_files import create_private_folder, sync_descriptor, sync_tree, write_private
 
 
 @pytest.fixture(autouse=True)
@@ -79,3 +81,23 @@ def test_a_tree_is_written_to_the_disk_with_its_subfolders(tmp_path: Path, monke
     expected = [path.stat()[1:3] for path in (*files, tmp_path, tmp_path / "a", tmp_path / "a/b")]
     assert sorted(synced) == sorted(expected)
     assert synced[-1] == tmp_path.stat()[1:3], "a folder follows its entries"
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_macos_writes_to_the_medium_where_the_disk_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
+    calls: list[str] = []
+
+    def control(descriptor: int, operation: int) -> int:
+        calls.append(f"fcntl {operation}")
+        if not works:
+            raise OSError(45, "Operation not supported")
+        return descriptor
+
+    monkeypatch.setattr(private_files, "FULL_SYNC", 51)
+    monkeypatch.setattr(fcntl, "fcntl", control)
+    monkeypatch.setattr(os, "fsync", lambda _: calls.append("fsync"))
+    with (tmp_path / "file").open("w") as file:
+        sync_descriptor(file.fileno())
+    assert calls == (["fcntl 51"] if works else ["fcntl 51", "fsync"])

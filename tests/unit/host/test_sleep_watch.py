@@ -27,6 +27,10 @@ class Clocks:
     def sleep(self, seconds: float):
         self.on += seconds
 
+    def stay_awake(self, seconds: float):
+        self.on += seconds
+        self.off += seconds
+
     def pair(self):
         return (lambda: self.on), (lambda: self.off)
 
@@ -100,6 +104,50 @@ async def test_an_announced_sleep_is_notified_once_at_each_end():
     await asyncio.sleep(0.05)
     watch.stop()
     assert owner.heard == ["sleeps", "woke after 300"]
+
+
+async def test_an_announced_sleep_includes_the_dark_wakes():
+    clocks, owner, system, looks = Clocks(), Owner(), Told(), asyncio.Semaphore(0)
+    watch = SleepWatch(owner.slept, owner.woke, on_look=looks.release, notices=system, clocks=clocks.pair())
+    watch.start()
+    await asyncio.to_thread(system.sleep, lambda: None)
+    await owner.next()
+    for _ in range(4):
+        clocks.sleep(900.0)
+        clocks.stay_awake(sleep_watch.MAX_DARK_WAKE_SECONDS / 2)
+        await wait_for_checks(looks)
+    assert owner.heard == ["sleeps"]
+    await asyncio.to_thread(system.wake)
+    await owner.next()
+    watch.stop()
+    assert owner.heard == ["sleeps", "woke after 3600"]
+
+
+@pytest.mark.parametrize("slept", [0.0, 900.0])
+async def test_an_announced_sleep_without_a_notice_of_its_end_ends_after_a_minute_awake(slept: float):
+    clocks, owner, system, looks = Clocks(), Owner(), Told(), asyncio.Semaphore(0)
+    watch = SleepWatch(owner.slept, owner.woke, on_look=looks.release, notices=system, clocks=clocks.pair())
+    watch.start()
+    await asyncio.to_thread(system.sleep, lambda: None)
+    await owner.next()
+    clocks.sleep(slept)
+    await wait_for_checks(looks)
+    clocks.stay_awake(sleep_watch.MAX_DARK_WAKE_SECONDS - 1)
+    await wait_for_checks(looks)
+    assert owner.heard == ["sleeps"]
+    clocks.stay_awake(1.0)
+    await owner.next()
+    watch.stop()
+    assert owner.heard == ["sleeps", f"woke after {slept:.0f}"]
+
+
+async def wait_for_checks(looks: asyncio.Semaphore):
+    """Wait until a check has begun and ended from now on."""
+    while not looks.locked():
+        await looks.acquire()
+    async with asyncio.timeout(30):
+        for _ in range(2):
+            await looks.acquire()
 
 
 async def test_a_sleep_that_was_called_off_ends_too():

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from host.pause_file import PauseFile
-from host.pause_file import PauseRecord as Kept
+from host.node_marks import PauseFile
+from host.node_marks import PauseRecord as Kept
 from tests.support.cluster.older_protocol import old_coordinator
 from tests.support.processes import Process
 from wire.codec import encode

@@ -118,6 +118,13 @@ def test_a_tier_that_there_is_not_is_refused_by_its_name_also_beside_a_cap():
         resolve_settings([("--set", {"memory.tier": "reckless", "memory.cap": "12GiB"})])
 
 
+def test_the_hugging_face_cache_is_an_absolute_path():
+    with pytest.raises(SettingsError, match=r"models\.huggingface_cache: 'models/hub' is not an absolute path"):
+        resolve_settings([("config.toml", {"models.huggingface_cache": "models/hub"})])
+    for path in ("/Volumes/Models/hub", "~/hub"):
+        assert resolve_settings([("config.toml", {"models.huggingface_cache": path})])
+
+
 def test_the_tier_custom_needs_a_cap():
     with pytest.raises(SettingsError, match=r"memory\.tier \(environment\): custom needs memory\.cap"):
         resolve_settings([("environment", {"memory.tier": "custom"})])

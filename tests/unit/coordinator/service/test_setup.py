@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from coordinator.cli import cluster
 from coordinator.doctor.service_checks import check_service
-from coordinator.service import launchd, setup
+from coordinator.service import launchd, service_manager, setup
 from coordinator.service.plan import ServicePlan
 from coordinator.service.service_manager import ServiceError, ServiceHost
 from coordinator.service.setup import install, uninstall
@@ -28,6 +28,7 @@ BOTH = pytest.mark.parametrize("platform", ["darwin", "linux"])
 def quick(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(setup, "STEADY_SECONDS", 0.05)
     monkeypatch.setattr(setup, "POLL_INTERVAL_SECONDS", 0.02)
+    monkeypatch.setattr(service_manager, "UNLOAD_POLL_SECONDS", 0.02)
 
 
 def plan(tmp_path: Path, **changes: object) -> ServicePlan:
@@ -143,6 +144,27 @@ def test_failed_change_restarts_the_former_service(tmp_path: Path, platform: str
     (tmp_path / "bin" / "broken").unlink()
     assert host.unit.read_text() == host.render_unit(wanted)
     assert host.read_state().running
+
+
+def test_restart_under_launchd_does_not_kill_the_service(tmp_path: Path):
+    host = manager(tmp_path, "darwin")
+    install(host, plan(tmp_path))
+    before = len(calls(tmp_path))
+    host.restart_service()
+    assert [line.split()[1] for line in calls(tmp_path)[before:]] == ["bootout", "enable", "bootstrap"]
+    assert host.read_state().running
+
+
+def test_a_job_that_launchd_does_not_unload_is_an_error_with_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    host = manager(tmp_path, "darwin")
+    install(host, plan(tmp_path))
+    (tmp_path / "bin" / "stuck").touch()
+    monkeypatch.setattr(service_manager, "UNLOAD_TIMEOUT_SECONDS", 0.1)
+    with pytest.raises(ServiceError, match=r"did not unload system/org\.macpool within 0 s: wait until") as caught:
+        host.unload_unit()
+    assert caught.value.code == 7
 
 
 @BOTH

@@ -207,12 +207,6 @@ async def test_links_from_before_a_sleep_that_was_not_announced_end_at_wake(tmp_
         await port.until(lambda: len(links) == 1)
 
 
-async def test_a_sleep_that_never_came_ends_by_itself(tmp_path: Path) -> None:
-    async with linked(tmp_path, LinkTimeouts(no_wake=0.1)) as (port, agent, _):
-        agent.fall_asleep(lambda: None)
-        await port.until(lambda: port.application.nodes.server.established == 2)
-
-
 async def test_an_agent_that_sleeps_can_be_stopped(tmp_path: Path) -> None:
     async with linked(tmp_path) as (_, agent, _):
         agent.fall_asleep(lambda: None)

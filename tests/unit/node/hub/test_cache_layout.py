@@ -1,6 +1,8 @@
 """The layout of a repository in the cache: nothing is written outside of its folder."""
 
+import errno
 import hashlib
+import os
 import threading
 from pathlib import Path
 
@@ -23,6 +25,24 @@ def folder(tmp_path: Path) -> RepositoryFolder:
     made.prepare()
     made.get_blob(ETAG).write_bytes(CONTENT)
     return made
+
+
+@pytest.mark.parametrize("number", [errno.ENOTSUP, errno.EPERM])
+def test_a_disk_without_symbolic_links_is_refused_before_a_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+):
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "symlink", refuse)
+    with pytest.raises(
+        ModelFileError, match=r"has no symbolic links, as exFAT, .* set models\.huggingface_cache"
+    ) as caught:
+        RepositoryFolder(tmp_path / "hub", "a/b").prepare()
+    assert caught.value.code is ModelOrderCode.INVALID
+    monkeypatch.undo()
+    RepositoryFolder(tmp_path / "hub", "a/b").prepare()
+    assert list((tmp_path / "hub" / "models--a--b" / "blobs").iterdir()) == []
 
 
 def test_create_snapshot_links_every_file(folder: RepositoryFolder):

@@ -85,6 +85,15 @@ def test_find_content_is_empty_if_a_file_is_unknown(tmp_path: Path, model: Path)
     assert find_content(tmp_path / "missing", store) == ""
 
 
+def test_the_content_of_a_model_has_no_files_of_macos(tmp_path: Path, model: Path):
+    store = DigestStore(tmp_path / "state" / "digests.json")
+    hash_model(model, store)
+    before = find_content(model, store)
+    (model / "._model.safetensors").write_bytes(b"attributes")
+    assert list_content_files(model) == ["config.json", "model.safetensors"]
+    assert find_content(model, store) == before
+
+
 def test_compute_content_depends_on_names_and_digests():
     hashes = {
         compute_content(one) for one in ({"a": "1", "b": "2"}, {"a": "2", "b": "1"}, {"a": "1"}, {"a": "1", "c": "2"})

@@ -270,11 +270,11 @@ def test_digests_that_cannot_be_stored_end_the_download_with_their_file(
 ):
     manifest = hub.add("tests/tiny", FILES)
 
-    def fsync(descriptor: int) -> None:
+    def fchmod(descriptor: int, mode: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(private_files, "os", SimpleNamespace(**{**vars(private_files.os), "fsync": fsync}))
+        full.setattr(private_files, "os", SimpleNamespace(**{**vars(private_files.os), "fchmod": fchmod}))
         end = run(channel, tmp_path, manifest, hub)
     file = tmp_path / "state" / "digests.json"
     assert (end.code, end.fetched, end.message) == (

@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 
 from node.hub.digests import DigestStore, find_content, hash_file, list_content_files
 from node.models.catalogue import EMBEDDED, ModelCatalogue, describe_folder
-from node.models.folders import MAX_DEPTH, find_model_folders, find_snapshots, get_hub_folder
+from node.models.folders import MAX_DEPTH, find_model_folders, find_snapshots, get_hub_folder, use_hub_folder
 from node.models.identity_files import IDENTITY_FILES
 from node.models.memory_prediction import find_unknown_dimensions, name_quantization, predict_kv, predict_transient
 from node.models.weight_files import read_header
@@ -602,6 +602,11 @@ def test_the_hub_cache_follows_the_variables_of_its_library(monkeypatch: pytest.
         ({"HF_HUB_CACHE": "~/x"}, Path("/somewhere/x")),
     ):
         assert get_hub_folder(environment) == folder
+        set_here = dict(environment)
+        use_hub_folder("", set_here)
+        assert set_here == environment
+        use_hub_folder("~/s", set_here)
+        assert get_hub_folder(set_here) == Path("/somewhere/s")
 
 
 def test_hidden_folders_and_those_of_the_cache_are_not_searched_and_models_not_for_others(tmp_path: Path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from host.pause_file import PauseFile, PauseRecord
+from host.node_marks import PauseFile, PauseRecord
 from host.power import PowerState
 from host.settings_loader import SettingsError
 from node.settings import SharingSettings, resolve_settings

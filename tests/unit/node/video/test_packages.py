@@ -110,6 +110,13 @@ def test_weights_that_are_not_whole_are_named(tmp_path: Path):
     assert cause.startswith("transformer_2: 0.safetensors: the file is incomplete")
 
 
+def test_files_of_macos_beside_the_weights_are_ignored(tmp_path: Path):
+    folder = package(tmp_path / "wan")
+    before = found(tmp_path)["wan"].described
+    (folder / "vae" / "._0.safetensors").write_bytes(b"\x00\x05\x16\x07\x00\x02\x00\x00Mac OS X")
+    assert found(tmp_path)["wan"].described == before
+
+
 def test_other_weights_are_another_fingerprint(tmp_path: Path):
     folder = package(tmp_path / "wan")
     first = found(tmp_path)["wan"].described.fingerprint

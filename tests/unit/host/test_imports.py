@@ -1,4 +1,4 @@
-"""Imports during which no garbage is collected."""
+"""Imports during which no garbage is collected, and those that do not load rich."""
 
 import gc
 import subprocess
@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from host.imports_without_gc import pause_collection
+from host.imports import pause_collection
 from tests.support.processes import ROOT, environment
 
 COLLECTS = """
@@ -15,7 +15,7 @@ import gc, sys
 collected = []
 gc.callbacks.append(lambda phase, info: collected.append(info["generation"]))
 from importlib import import_module
-from host.imports_without_gc import pause_collection
+from host.imports import pause_collection
 collected.clear()
 with pause_collection():
     import_module(sys.argv[1])
@@ -43,3 +43,22 @@ def test_collection_that_is_disabled_stays_disabled():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+PROGRAM = """
+import sys
+{first}
+print(sorted({{"rich", "structlog"}} & set(sys.modules)))
+import rich.console
+"""
+
+
+@pytest.mark.parametrize(
+    "first",
+    ["import node.run", "from host.imports import import_structlog; import_structlog()"],
+    ids=["node", "function"],
+)
+def test_structlog_is_imported_without_rich_which_can_be_imported_later(first: str) -> None:
+    command = [sys.executable, "-P", "-c", PROGRAM.format(first=first)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "['structlog']\n"

@@ -1,6 +1,7 @@
-"""File with the pause that a person set for a node.
+"""Files in the folder of a node that have effect beyond its process: the pause, and the mark of a node that left.
 
-The file is written by `cluster pause` on the Mac, or by the node on request of the coordinator. The node reads it.
+The pause is written by `cluster pause` on the Mac, or by the node on request of the coordinator. The node reads it. The
+coordinator on the same Mac does not restart a node that left its cluster on purpose.
 """
 
 from pathlib import Path
@@ -57,3 +58,18 @@ class PauseFile:
             return msgspec.json.decode(self.path.read_bytes(), type=PauseRecord)
         except msgspec.MsgspecError as error:
             raise ValueError(str(error)) from None
+
+
+def mark_left(node: Path) -> None:
+    """Record that the node with the folder `node` (STATE/node) left its cluster. Raise OSError if that fails."""
+    (node / "left").touch(mode=0o600)
+
+
+def has_left(node: Path) -> bool:
+    """Return whether the node with the folder `node` left its cluster, and has not been started or joined again."""
+    return (node / "left").exists()
+
+
+def delete_left_mark(node: Path) -> None:
+    """Delete the file of `mark_left`, because the node joins again or is started. Raise OSError if that fails."""
+    (node / "left").unlink(missing_ok=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from host.exit_status import describe_exit
+from host.subprocesses import describe_exit
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,45 @@
+"""Name and addresses of this machine on the local network.
+
+The host name of a Mac is not the name under which other machines find it: the DHCP server can choose the host name.
+Bonjour answers for the LocalHostName, which the user sets under System Settings > General > Sharing. Unverified on
+macOS: the entry `local-name` of the checklist.
+"""
+
+import socket
+import sys
+
+import ifaddr
+import structlog
+
+from host.subprocesses import RunTool, run_tool
+from wire.bonjour_record import rank_addresses
+
+LOCAL_HOST_NAME = ("/usr/sbin/scutil", "--get", "LocalHostName")
+"""Command that prints the name of a Mac without `.local`."""
+
+log = structlog.get_logger()
+
+
+def read_local_name(platform: str = sys.platform, run: RunTool = run_tool) -> str:
+    """Return the name of this machine in Bonjour, without `.local`: the LocalHostName of a Mac, else the first label of
+    the host name. `platform` and `run` replace the platform and the tool runner in tests."""
+    name = run(LOCAL_HOST_NAME).strip() if platform == "darwin" else ""
+    return name or socket.gethostname().partition(".")[0]
+
+
+def list_addresses() -> list[str]:
+    """Return the addresses of `read_addresses`; an empty list, with a log line, if the system cannot list them."""
+    try:
+        return read_addresses()
+    except OSError as error:
+        log.warning("addresses of this machine not listed", error=str(error))
+        return []
+
+
+def read_addresses() -> list[str]:
+    """Return the IP addresses of this machine that another machine can dial, as texts, best first.
+
+    Raise `OSError` if the system cannot list them, for example without a free file descriptor.
+    """
+    pairs = [(adapter.name, ip) for adapter in ifaddr.get_adapters() for ip in adapter.ips]
+    return rank_addresses((name, ip.ip if isinstance(ip.ip, str) else ip.ip[0]) for name, ip in pairs)
