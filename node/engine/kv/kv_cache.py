@@ -8,12 +8,14 @@ from enum import Enum
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from wire.report import CACHE_STEP_TOKENS, KvParameters
 
 evaluate = cast("Callable[..., None]", mx.eval)
 """`mx.eval`, with a type."""
+launch_evaluation = cast("Callable[..., None]", mx.async_eval)
+"""`mx.async_eval`, with a type."""
 
 
 class LayerCache(Protocol):
@@ -274,3 +276,33 @@ def copy_prefix(layers: Iterable[LayerCache], length: int) -> Layers:
             layer.keys, layer.values = layer.keys[..., :length, :], layer.values[..., :length, :]
             layer.offset = length
     return mine
+
+
+def merge_copies(cache: Layers, count: int) -> list[LayerCache]:
+    """Turn one row's cache into a batch of `count` equal rows, layer by layer, and free each layer after its copy."""
+    merged: list[LayerCache] = []
+    while cache:
+        layer = cache.pop(0)
+        both = layer.merge([layer] * count)
+        evaluate(both.state)
+        merged.append(both)
+    return merged
+
+
+def align_rows(cache: Layers, lengths: Sequence[int]) -> list[LayerCache]:
+    """Turn right-padded plain caches of rows into left-padded ones of a batch, layer by layer. Each layer is freed
+    after its copy. Rows of equal length are not copied."""
+    longest = max(lengths)
+    padding = [longest - length for length in lengths]
+    aligned: list[LayerCache] = []
+    while cache:
+        plain = cast("Any", cache.pop(0))
+        layer = cast("Any", BatchKVCache)([0] * len(lengths))
+        layer.keys, layer.values, layer._idx = plain.keys, plain.values, longest
+        layer.offset = layer.offset + longest
+        del plain
+        layer.prepare(right_padding=padding)
+        layer.finalize()
+        evaluate(layer.state)
+        aligned.append(layer)
+    return aligned

@@ -39,6 +39,10 @@ BYTES_BETWEEN_STEPS = 256 * MIB
 """Bytes of weights between two decode steps: about 0.1 s from an internal SSD."""
 WARMUP_TOKENS = 32
 """Tokens of the prompt of a warm-up, or of the text for an encoder."""
+TOGETHER_TOKENS = (11, 4)
+"""Lengths of the prompts of two rows that are decoded together once, for a class of models (`check_batching`)."""
+WRONG_TOGETHER = frozenset({"afm7"})
+"""Values of `model_type` whose rows of different lengths get wrong positions in mlx-lm 0.32.2, without an error."""
 STACKED, CONVERTED = 1, 3
 """Transient bytes of evaluating an array, as a multiple of its bytes. Stacking the experts of a layer reads all of them
 first. Converting fp8 blocks uses a padded copy and a product in float32: 2 + 4 + 2 bytes for each final number of 2
@@ -95,6 +99,10 @@ class LoadedModel:
         return compute_last_chunk_tokens(self.estimator.transient)
 
 
+class UnbatchableModelError(Exception):
+    """Error of `load`: rows of this architecture cannot decode together."""
+
+
 def run_forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) -> mx.array | None:
     """Run and evaluate one prefill forward over the token ids `ids`, which writes into `cache`. With `last`, return the
     logits (1, vocabulary) after the last token; else None."""
@@ -111,12 +119,14 @@ def load(
     the model.
 
     Before the model's first forward, `on_weighed` is called with the bytes of its weights. Exceptions of a faulty
-    checkpoint propagate, such as `EmbeddingHeadError` or `ValueError`. Closing the generator releases the loaded
-    pieces.
+    checkpoint propagate, such as `EmbeddingHeadError` or `ValueError`. Raise `UnbatchableModelError` if its rows cannot
+    decode together. Closing the generator releases the loaded pieces.
     """
     folder = Path(descriptor.folder)
     layout = descriptor.layout
     model, config = _open_model(folder, layout)
+    if layout is None or layout.answers is not None:
+        check_architecture(model, config.get("model_type"))
     head = None if layout is None else load_head(folder, layout, model)
     arrays = [*_list_arrays(model), *([] if head is None else head.arrays)]
     left = weights = sum(array.nbytes for array in arrays)
@@ -129,7 +139,7 @@ def load(
     yield LoadStep(
         0,
         estimate_prefill_transient(descriptor.forward, WARMUP_TOKENS, 0, last=True)
-        + compute_row_bytes(descriptor.kv, WARMUP_TOKENS + 2),
+        + 2 * compute_row_bytes(descriptor.kv, WARMUP_TOKENS + 2),
     )
     on_weighed(weights)
     warmth = _warm_up_encoder(head) if head is not None and head.runs_whole_texts else _warm_up(model)
@@ -211,15 +221,15 @@ def _warm_up_encoder(head: EmbeddingHead) -> WarmupResult:
 def _warm_up(model: TextModel) -> WarmupResult:
     """Run a short prompt through prefill and decode twice: the first run compiles kernels, the second is measured."""
     _try_out(model)
-    return _try_out(model)
+    warmth = _try_out(model)
+    check_batching(model)
+    return warmth
 
 
 def _try_out(model: TextModel) -> WarmupResult:
-    cache = create_cache(model)
     ids = [0] * WARMUP_TOKENS
     begun = time.monotonic()
-    logits = run_forward(model, ids, cache, last=True)
-    assert logits is not None  # noqa: S101 the last logits were requested
+    cache, logits = _prefill(model, ids)
     speed = WARMUP_TOKENS / max(time.monotonic() - begun, 1e-6)
     kv = measure_kv_parameters(cache)
     batch: DecodeBatch[int] = DecodeBatch(model)
@@ -232,6 +242,49 @@ def _try_out(model: TextModel) -> WarmupResult:
     vocabulary = token.logprobs.shape[-1]
     seconds, plain = time.monotonic() - joined, is_plain(create_cache(model))
     return WarmupResult(kv, vocabulary, speed, seconds, plain, 4.0 * vocabulary)
+
+
+def check_architecture(model: TextModel, model_type: object) -> None:
+    """Check, without reading weights, that rows of a model can be put together. Raise `UnbatchableModelError` if not.
+
+    `model_type` is the value in its config.
+    """
+    if model_type in WRONG_TOGETHER:
+        raise UnbatchableModelError(f"mlx-lm decodes several rows of {model_type} wrongly: choose another model")
+    for layer in create_cache(model):
+        if not hasattr(layer, "merge"):
+            kind = type(layer).__name__
+            raise UnbatchableModelError(f"mlx-lm cannot put rows with a {kind} together: choose another model")
+
+
+_checked = set[type]()
+"""Classes of models that have passed `check_batching` in this process."""
+
+
+def check_batching(model: TextModel) -> None:
+    """Decode two rows of different lengths together, once for each class of models. Raise `UnbatchableModelError` if
+    the model fails, as gpt_bigcode and phi3small of mlx-lm 0.32.2 do."""
+    if type(model) in _checked:
+        return
+    batch: DecodeBatch[int] = DecodeBatch(model)
+    try:
+        for row, tokens in enumerate(TOGETHER_TOKENS):
+            ids = [0] * tokens
+            batch.join([JoiningRow(row, RowSampler(choose_greedily, ()))], ids, *_prefill(model, ids))
+        batch.step()
+        batch.wait()
+    except (ValueError, TypeError) as error:
+        text = f"mlx-lm cannot decode several rows of it ({error}): choose another model"
+        raise UnbatchableModelError(text) from None
+    _checked.add(type(model))
+
+
+def _prefill(model: TextModel, ids: list[int]) -> tuple[Layers, mx.array]:
+    """Prefill a prompt. Return its cache and the logits after the last token, shape (1, vocabulary)."""
+    cache = create_cache(model)
+    logits = run_forward(model, ids, cache, last=True)
+    assert logits is not None  # noqa: S101 the last logits were requested
+    return cache, logits
 
 
 def _read_defaults(folder: Path, config: dict[str, Any]) -> SamplingDefaults:

@@ -26,11 +26,26 @@ from mlx_lm.generate import GenerationBatch, StopSequences
 from mlx_lm.models.cache import BatchKVCache, TokenBuffer
 
 from node.engine.grammar.logits_mask import LogitsMask
-from node.engine.kv.kv_cache import LayerCache, Layers, TextModel, evaluate, materialize, sum_nbytes, view_row
+from node.engine.kv.kv_cache import (
+    LayerCache,
+    Layers,
+    TextModel,
+    align_rows,
+    evaluate,
+    launch_evaluation,
+    materialize,
+    merge_copies,
+    sum_nbytes,
+    view_row,
+)
 from node.engine.scheduling.sampling import Processor, Sampler, choose_greedily
 
 NO_STOPS = StopSequences()
 NO_LIMIT = 2**62
+EVALUATION_INTERVAL_STEPS = 64
+"""Steps after which all arrays of the caches are evaluated. Arrays that no forward reads, such as the offsets of layers
+without rotary embedding, otherwise keep a buffer for each step. Metal has at most 499,000 buffers, and longer answers
+fail or panic the machine (https://github.com/ml-explore/mlx-lm/issues/1662, ml-explore/mlx-lm#1911)."""
 K = TypeVar("K")
 
 
@@ -116,7 +131,7 @@ class DecodeBatch(Generic[K]):
         self._model = cast("Any", partial(_compute_logits, model))
         self._batch: GenerationBatch | None = None
         self._rows: dict[int, JoiningRow[K]] = {}
-        self._next = 0
+        self._next = self._steps = 0
         self._reported: set[int] = set()
         """Uids of rows whose token in flight is known to the caller. That token is the first of an answer, the last of
         a prompt, or was returned by `take_last_tokens`."""
@@ -134,7 +149,7 @@ class DecodeBatch(Generic[K]):
         `ids` are the token ids so far. `cache` holds all of them and is consumed. `logits` (1, vocabulary) are the
         logits after the last id. Exceptions of MLX and mlx-lm propagate; the whole batch must then be discarded.
         """
-        past, layers = list(ids), _merge_cache(cache, len(joining))
+        past, layers = list(ids), merge_copies(cache, len(joining))
         logits = logits.astype(mx.float32)
         drawn = [_draw_first(joining_row.guard, mx.array(past), logits) for joining_row in joining]
         tokens = mx.concatenate([token for token, _ in drawn])
@@ -157,7 +172,7 @@ class DecodeBatch(Generic[K]):
         """
         pasts = [list(row_ids[:-1]) for row_ids in ids]
         last = mx.array([row_ids[-1] for row_ids in ids], mx.uint32)
-        layers = _align_cache(cache, [len(past) for past in pasts])
+        layers = align_rows(cache, [len(past) for past in pasts])
         pending = self._build_pending(joining, pasts, layers, last, [mx.zeros((1,)) for _ in ids])
         self._requested.update(pending.rows)
         return pending
@@ -225,6 +240,9 @@ class DecodeBatch(Generic[K]):
             return []
         self._update_maskers(self._batch)
         found = self._batch.next()
+        self._steps += 1
+        if self._steps % EVALUATION_INTERVAL_STEPS == 0:
+            launch_evaluation([layer.state for layer in self._batch.prompt_cache])
         reported, self._reported, self._requested = self._reported, self._requested, set()
         tokens = [
             NextToken(self._rows[response.uid].row, response.token, response.logprobs)
@@ -359,33 +377,3 @@ def _draw_first(guard: RowSampler, ids: mx.array, logits: mx.array) -> tuple[mx.
         logits = processor(ids, logits)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     return guard.sampler(logprobs), logprobs[0]
-
-
-def _merge_cache(cache: Layers, count: int) -> list[LayerCache]:
-    """Turn one row's cache into a batch of `count` equal rows, layer by layer, and free each layer after its copy."""
-    merged: list[LayerCache] = []
-    while cache:
-        layer = cache.pop(0)
-        both = layer.merge([layer] * count)
-        evaluate(both.state)
-        merged.append(both)
-    return merged
-
-
-def _align_cache(cache: Layers, lengths: Sequence[int]) -> list[LayerCache]:
-    """Turn right-padded plain caches of rows into left-padded ones of a batch, layer by layer. Each layer is freed
-    after its copy. Rows of equal length are not copied."""
-    longest = max(lengths)
-    padding = [longest - length for length in lengths]
-    aligned: list[LayerCache] = []
-    while cache:
-        plain = cast("Any", cache.pop(0))
-        layer = cast("Any", BatchKVCache)([0] * len(lengths))
-        layer.keys, layer.values, layer._idx = plain.keys, plain.values, longest
-        layer.offset = layer.offset + longest
-        del plain
-        layer.prepare(right_padding=padding)
-        layer.finalize()
-        evaluate(layer.state)
-        aligned.append(layer)
-    return aligned

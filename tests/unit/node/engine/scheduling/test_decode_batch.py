@@ -2,7 +2,8 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -13,14 +14,15 @@ from mlx_lm.utils import load_model
 
 from node.engine.kv.disk.block_file import BlockPart
 from node.engine.kv.disk.layer_parts import begin_cut
-from node.engine.kv.kv_cache import TextModel, is_plain, measure_kv_parameters, sum_nbytes
-from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
+from node.engine.kv.kv_cache import LayerCache, TextModel, is_plain, measure_kv_parameters, sum_nbytes
+from node.engine.scheduling.decode_batch import EVALUATION_INTERVAL_STEPS, DecodeBatch, JoiningRow, RowSampler
 from node.engine.scheduling.sampling import choose_greedily
 from tests import models
 from tests.support.engine.text_engine import decoded_alone, prefilled
 from wire.capacity.batches import compute_padded_bytes
 from wire.report import BatchGroup
 
+smollm3: Any = import_module("mlx_lm.models.smollm3")
 ARCHITECTURES = (
     "llama",
     *(
@@ -50,6 +52,56 @@ def join(batch: DecodeBatch[str], model: TextModel, name: str, ids: list[int]) -
 
 def prompt(seed: int, length: int) -> list[int]:
     return [(seed * 31 + place * 7) % 400 + 20 for place in range(length)]
+
+
+class Watched:
+    """Model that keeps the caches of its last forward."""
+
+    def __init__(self, model: TextModel):
+        self.model = model
+        self.caches: Sequence[LayerCache] = ()
+
+    def __call__(self, tokens: mx.array, cache: Sequence[LayerCache]) -> mx.array:
+        self.caches = cache
+        return self.model(tokens, cache=cache)
+
+    def count_unevaluated(self, file: Path) -> int:
+        """Return the number of edges of the largest graph of operations that an array of the caches still needs."""
+        export: Callable[..., None] = vars(mx)["export_to_dot"]
+        most = 0
+        for layer in self.caches:
+            for array in cast("tuple[object, ...]", layer.state):
+                if isinstance(array, mx.array):
+                    export(str(file), array)
+                    most = max(most, file.read_text().count("->"))
+        return most
+
+
+def test_layers_without_rotary_embedding_keep_no_buffer_for_each_step(tmp_path: Path):
+    shape = {"hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 64, "num_attention_heads": 2}
+    arguments = smollm3.ModelArgs.from_dict(
+        {
+            **shape,
+            "model_type": "smollm3",
+            "num_key_value_heads": 1,
+            "rms_norm_eps": 1e-5,
+            "vocab_size": 64,
+            "rope_theta": 1e4,
+            "max_position_embeddings": 2048,
+            "tie_word_embeddings": True,
+            "no_rope_layer_interval": 2,
+        }
+    )
+    model = cast("TextModel", smollm3.Model(arguments))
+    watched = Watched(model)
+    batch: DecodeBatch[str] = DecodeBatch(watched)
+    join(batch, model, "a", [1, 2, 3])
+    counts = list[int]()
+    for _ in range(3 * EVALUATION_INTERVAL_STEPS):
+        batch.step()
+        counts.append(watched.count_unevaluated(tmp_path / "graph"))
+    assert max(counts[:EVALUATION_INTERVAL_STEPS]) > EVALUATION_INTERVAL_STEPS, "a forward does not read their offsets"
+    assert max(counts) <= max(counts[:EVALUATION_INTERVAL_STEPS]) + 8
 
 
 def test_the_version_is_the_one_that_was_read():
