@@ -4,8 +4,15 @@ from pathlib import Path
 
 from node.models.embedding_files import EmbeddingFilesError, read_file, read_object
 
-_THOUGHTS = ("<think>", "<longcat_think>", "<|think:start|>", "<|channel>thought", "<|open|>think<|sep|>")
-"""Markers that begin a thought, as mlx-lm knows them."""
+_THOUGHTS = (
+    "<think>",
+    "<longcat_think>",
+    "<|think:start|>",
+    "<|channel>thought",
+    "<|open|>think<|sep|>",
+    "<|channel|>analysis<|message|>",
+)
+"""Markers that begin a thought, as mlx-lm and `node.engine.text.harmony` know them."""
 
 
 def read_template(folder: Path) -> str:

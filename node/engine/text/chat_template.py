@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from msgspec.structs import replace
 
+from node.engine.text.harmony import ANALYSIS
 from node.engine.text.time_limit import Deadline, DeadlineError
 from node.engine.text.tokenizer_errors import TemplateFailed
 from wire.frames import Generate, Message
@@ -85,6 +86,8 @@ class ChatTemplate:
         if not self._own_renderer:
             _set_clock(source)
         given = convert_developer_messages(request.messages, is_known=DEVELOPER in source)
+        if ANALYSIS in source:  # this template raises for a call with both
+            given = [replace(one, reasoning="") if one.tool_calls and one.content else one for one in given]
         if _SHORT_IDS.search(source):
             given = [shorten_call_ids(message) for message in given]
         apply = partial(self._apply_template, tools=tools, continued=continued, variables=variables)

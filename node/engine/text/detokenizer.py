@@ -170,14 +170,15 @@ class TextPipeline:
             self._block = []
 
     def _add_text(self, text: str) -> None:
-        """Add text of the current place. Text of states outside the common ones is not for the client."""
+        """Add text of the current place. Text of states outside the common ones is not for the client, unless no marker
+        follows it."""
         if not text or self._stopped:
             return
         if self._place.state == NORMAL:
             self._add_content(text)
         elif self._place.state == REASONING:
             self._emit(Channel.REASONING, self._reasoning.feed(text))
-        elif self._place.state in (TOOL, INNER):
+        elif self._place.state in (TOOL, INNER) or not self._place.marker:
             self._block.append(text)
 
     # tool blocks
@@ -191,11 +192,17 @@ class TextPipeline:
             self._parse_block(body, left.marker, place.marker)
 
     def _end_block(self) -> None:
-        """Handle the block that the end of the answer cut off. It is complete only for parsers without an end
-        marker."""
-        if self._stopped or self._place.state not in (TOOL, INNER):
+        """Handle the block that the end of the answer cut off. It is complete only for parsers without an end marker.
+
+        An answer without a marker of its response format is content.
+        """
+        if self._stopped or self._place.state in (NORMAL, REASONING):
             return
         body = "".join(self._block)
+        if self._place.state not in (TOOL, INNER):
+            if not self._place.marker:
+                self._add_content(body)
+            return
         if self._calls.end:
             self._add_content(self._place.marker + body)
         else:

@@ -27,6 +27,7 @@ from transformers import PreTrainedTokenizerFast
 
 from node.engine.grammar.tool_arguments import list_tool_variants
 from node.engine.grammar.tool_spec import ToolCallFormat
+from node.engine.text import harmony
 from node.engine.text.chat_template import ChatTemplate, parse_tools
 from node.engine.text.detokenizer import AnswerFormat, TextPipeline
 from node.engine.text.markers import NORMAL, MarkerPlace, MarkerSet
@@ -74,11 +75,15 @@ class Tokenizer:
     def __init__(self, wrapper: TokenizerWrapper) -> None:
         self.wrapper = wrapper
         """Tokenizer of mlx-lm, with the chat template."""
-        self.eos = frozenset(wrapper.eos_token_ids)
+        vocabulary = wrapper.get_vocab()
+        has_harmony = not wrapper.has_tool_calling and harmony.has_format(vocabulary)
+        ends = {vocabulary[token] for token in harmony.ENDS} if has_harmony else set[int]()
+        self.eos = frozenset(wrapper.eos_token_ids) | ends
         """Ids that end an answer."""
-        self.size = max(len(wrapper), max(wrapper.get_vocab().values(), default=-1) + 1)
+        self.size = max(len(wrapper), max(vocabulary.values(), default=-1) + 1)
         """Highest id plus one."""
-        self.features = ("tools",) if wrapper.has_tool_calling else ()
+        self._parse_call = harmony.parse_call if has_harmony else wrapper.tool_parser
+        self.features = ("tools",) if wrapper.has_tool_calling or has_harmony else ()
         """Features of the model: `tools` if its calls can be parsed."""
         self.token_bytes = TokenBytes(wrapper, self.size).get_bytes
         """Returns the bytes of a token; none for an id out of range."""
@@ -86,7 +91,7 @@ class Tokenizer:
         self._ids: dict[str, int] = {}
         self._openings: dict[tuple[str, str, int], tuple[int, ...]] = {}
         self._special = re.compile("")
-        self.markers = _build_markers(wrapper)
+        self.markers = harmony.MARKERS if has_harmony else _build_markers(wrapper)
         """Markers of reasoning and tool calls."""
         self._machines = {tools: TextStateMachine(self.markers.build_transitions(tools)) for tools in (False, True)}
         self._encode_plainly = cast(
@@ -219,7 +224,7 @@ class Tokenizer:
         prefix = f"call_{request_id}_{choice}_" if choice else f"call_{request_id}_"
         calls = ToolCallParser(
             prefix,
-            self.wrapper.tool_parser if parsed_tools else None,
+            self._parse_call if parsed_tools else None,
             list_tool_variants(parsed_tools),
             self.markers.call[1],
         )
