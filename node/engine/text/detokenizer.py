@@ -23,12 +23,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from node.engine.text.markers import INNER, NORMAL, REASONING, TOOL, MarkerPlace
+from node.engine.text.markers import INNER, NAKED, NORMAL, REASONING, TOOL, MarkerPlace
 from node.engine.text.stop_strings import StopStrings
 from node.engine.text.tool_call_parser import ToolCallParser
 from wire.bounds import MAX_CALL_BYTES
 from wire.frames import Channel
 
+_CALLS = frozenset({TOOL, INNER, NAKED})
+"""States within a call."""
 Pieces = tuple[tuple[Channel, str], ...]
 """Pairs of channel and text. The text of a tool call is its JSON (`wire.frames.Delta`)."""
 
@@ -160,13 +162,13 @@ class TextPipeline:
 
     def _enter_place(self, place: MarkerPlace) -> None:
         left, self._place = self._place, place
-        if left.state in (TOOL, INNER):
+        if left.state in _CALLS:
             self._close_block(left, place)
         elif left.state == REASONING:
             self._gap = ""
         if place.state == REASONING:
             self._reasoning.open()
-        elif place.state in (TOOL, INNER):
+        elif place.state in _CALLS:
             self._block = []
 
     def _add_text(self, text: str) -> None:
@@ -178,7 +180,7 @@ class TextPipeline:
             self._add_content(text)
         elif self._place.state == REASONING:
             self._emit(Channel.REASONING, self._reasoning.feed(text))
-        elif self._place.state in (TOOL, INNER) or not self._place.marker:
+        elif self._place.state in _CALLS or not self._place.marker:
             self._block.append(text)
 
     # tool blocks
@@ -189,7 +191,7 @@ class TextPipeline:
             self._emit(Channel.REASONING, self._reasoning.feed(left.marker + body))
             self._gap = ""
         else:
-            self._parse_block(body, left.marker, place.marker)
+            self._parse_block(body, left.marker, place.marker, whole=left.state == NAKED)
 
     def _end_block(self) -> None:
         """Handle the block that the end of the answer cut off. It is complete only for parsers without an end marker.
@@ -199,7 +201,7 @@ class TextPipeline:
         if self._stopped or self._place.state in (NORMAL, REASONING):
             return
         body = "".join(self._block)
-        if self._place.state not in (TOOL, INNER):
+        if self._place.state not in _CALLS:
             if not self._place.marker:
                 self._add_content(body)
             return
@@ -208,8 +210,10 @@ class TextPipeline:
         else:
             self._parse_block(body, self._place.marker, "")
 
-    def _parse_block(self, body: str, start: str, end: str) -> None:
-        calls = self._calls.parse_block(body)
+    def _parse_block(self, body: str, start: str, end: str, *, whole: bool = False) -> None:
+        """Send the calls of a block between two markers, or the block as content. `whole`: the markers are part of the
+        call."""
+        calls = self._calls.parse_block(start + body + end if whole else body)
         shown = calls[:1] if self._one_call else calls
         if calls and all(len(call.encode()) <= MAX_CALL_BYTES for call in shown):
             self._pieces += ((Channel.TOOL_CALL, call) for call in shown)

@@ -8,6 +8,7 @@ therefore rebuild a block exactly as generated.
     normal ──call start───► tool ──────call end────► normal
     reasoning ──call start► inner ─────call end────► normal      a call without the end of the reasoning
                             inner ─────think end───► normal      no call: the reasoning only mentioned the marker
+    normal ──naked start──► naked ─────naked end───► normal      and a lone call end is removed
 
 A model's own response format adds states and edges; text in other states is never sent.
 """
@@ -20,8 +21,9 @@ NORMAL: Final = "normal"
 REASONING: Final = "reasoning"
 TOOL: Final = "tool"
 INNER: Final = "inner"
+NAKED: Final = "naked"
 """States. The first three are mlx-lm's own names, which response formats use. `INNER` is a tool block within
-reasoning."""
+reasoning, `NAKED` a call without the markers of its block."""
 
 
 class MarkerPlace(NamedTuple):
@@ -40,6 +42,9 @@ class MarkerSet:
     call: tuple[str, str] = ("", "")
     """Start and end of a call or of several; empty without calls. If only the end is empty, a call ends with the
     answer."""
+    naked: tuple[str, str] = ("", "")
+    """Start and end of a call that a model writes without the markers of its block; empty if it never does. They are
+    part of the call."""
     structure: tuple[str, ...] = ()
     """Markers that are removed from the text outside of reasoning and calls, such as the end of a message."""
     edges: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict[str, Sequence[tuple[str, str]]])
@@ -84,6 +89,9 @@ class MarkerSet:
         start, end = self.call
         if not formatted:
             edges[NORMAL].append((start, TOOL))
+        if self.naked[0]:
+            edges[NORMAL] += [(self.naked[0], NAKED), (end, NORMAL)]
+            edges[NAKED] = [(self.naked[1], NORMAL)]
         if self.think[0]:
             edges[REASONING].append((start, INNER))
         edges[TOOL] = [(end, NORMAL)] if end else []

@@ -28,6 +28,7 @@ from transformers import PreTrainedTokenizerFast
 from node.engine.grammar.tool_arguments import list_tool_variants
 from node.engine.grammar.tool_spec import ToolCallFormat
 from node.engine.text import harmony
+from node.engine.text.call_repairs import NAKED, wrap_parser
 from node.engine.text.chat_template import ChatTemplate, parse_tools
 from node.engine.text.detokenizer import AnswerFormat, TextPipeline
 from node.engine.text.markers import NORMAL, MarkerPlace, MarkerSet
@@ -35,7 +36,7 @@ from node.engine.text.pipeline_parts import MarkCutter, PassThrough, TokenDecode
 from node.engine.text.stop_strings import StopStrings
 from node.engine.text.token_bytes import TokenBytes
 from node.engine.text.tokenizer_errors import TemplateFailed, TooLong, convert_panics, format_error
-from node.engine.text.tool_call_parser import ToolCallParser
+from node.engine.text.tool_call_parser import Parse, ToolCallParser
 from wire.capacity.arithmetic import TOKENIZE_SLACK, TOKENIZE_SLICE_CHARS
 from wire.frames import Generate, Message
 
@@ -82,7 +83,10 @@ class Tokenizer:
         """Ids that end an answer."""
         self.size = max(len(wrapper), max(vocabulary.values(), default=-1) + 1)
         """Highest id plus one."""
-        self._parse_call = harmony.parse_call if has_harmony else wrapper.tool_parser
+        parser: Parse | None = wrapper.tool_parser
+        self._parse_call = parser and wrap_parser(_get_parser_name(wrapper), parser)
+        if has_harmony:
+            self._parse_call = harmony.parse_call
         self.features = ("tools",) if wrapper.has_tool_calling or has_harmony else ()
         """Features of the model: `tools` if its calls can be parsed."""
         self.token_bytes = TokenBytes(wrapper, self.size).get_bytes
@@ -259,7 +263,7 @@ class Tokenizer:
         """Format of the model's tool calls; None if the model makes no calls."""
         if not self.markers.call[0]:
             return None
-        parser = str(getattr(self.wrapper.tool_parser, "__module__", "")).rpartition(".")[2]
+        parser = _get_parser_name(self.wrapper)
         template = self.wrapper.chat_template
         return ToolCallFormat(
             parser, self.markers.call, template if isinstance(template, str) else "", self._render_literal
@@ -318,10 +322,16 @@ class Tokenizer:
         return bool(marker) and self.wrapper.decode(list(ids[-TAIL_TOKENS:])).rstrip().endswith(marker)
 
 
+def _get_parser_name(wrapper: TokenizerWrapper) -> str:
+    """Return the name of the parser of calls in mlx-lm; empty or another text without one."""
+    return str(getattr(wrapper.tool_parser, "__module__", "")).rpartition(".")[2]
+
+
 def _build_markers(wrapper: TokenizerWrapper) -> MarkerSet:
     return MarkerSet(
         think=(wrapper.think_start or "", wrapper.think_end or ""),
         call=(wrapper.tool_call_start or "", wrapper.tool_call_end or ""),
+        naked=NAKED.get(_get_parser_name(wrapper), ("", "")),
         structure=tuple(wrapper.structural_markers),
         edges=wrapper.response_transitions,
         initial=wrapper.response_initial_state or "",
