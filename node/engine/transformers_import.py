@@ -65,9 +65,11 @@ class _Loader(Loader):
 
 
 def create_reader(models: Path, define: Callable[..., Structure], file: Path) -> Callable[..., Structure]:
-    """Return a replacement of `define(path, prefix)` that reads the folder `models` at most once, or not at all if its
-    structure is in `file`. The replacement passes every other folder to `define`. A new structure is written to `file`,
-    unless Python writes no bytecode; a write error is ignored."""
+    """Return a replacement of `define(path, prefix)` that computes the structure of the folder `models` at most once.
+
+    If `file` has the structure, the folder is not read. Otherwise the structure is written to `file`, unless Python
+    writes no bytecode; a write error is ignored. The replacement passes every other folder to `define`.
+    """
     known: list[Structure] = []
 
     def read(module_path: str | Path, prefix: str | None = None) -> Structure:

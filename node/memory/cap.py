@@ -66,7 +66,11 @@ https://github.com/ollama/ollama/pull/17367. The entry `metal-share` of the macO
 METAL_SHARES_SINCE = 26
 """Major version of macOS from which `METAL_SHARES` applies."""
 METAL_SHARE_BEFORE, METAL_SHARE_BEFORE_SMALL, METAL_SMALL = 0.75, 2 / 3, 36 * GIB
-"""Shares before macOS 26, with a smaller one up to 36 GiB of RAM: 10.7 GiB of 16, 21.3 of 32, 384 of 512.
+"""Default Metal limit before macOS 26 as a share of the RAM.
+
+`METAL_SHARE_BEFORE_SMALL` applies to a RAM of at most `METAL_SMALL` bytes.
+
+Examples: 10.7 of 16 GiB, 21.3 of 32, 384 of 512.
 
 Sources: https://github.com/ollama/ollama/pull/17367, https://github.com/exo-explore/exo/pull/1672
 """

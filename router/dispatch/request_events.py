@@ -53,8 +53,8 @@ class Undelivered(OfAttempt, frozen=True, gc=False):
 class NoRoom(Event, frozen=True, gc=False):
     """Event: the request must wait in the queue, for room on a node or for fairness. `result` is the decision.
 
-    If `result` is a `Placement`, a node has room, but the request waits for fairness, or after `MAX_NODES_IN_A_ROW`
-    nodes.
+    If `result` is a `Placement`, a node has room. The request waits because requests of other API keys come first, or
+    because `MAX_NODES_IN_A_ROW` nodes have refused it.
     """
 
     result: Placement | NoPlacement
