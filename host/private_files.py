@@ -1,4 +1,4 @@
-"""Create folders and replace files that only this user can read, and write files to the disk."""
+"""Create folders and replace files that only this user can read, write files to the disk, and find the home folder."""
 
 import os
 from pathlib import Path
@@ -31,6 +31,11 @@ def write_private(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     _sync(path.parent)
+
+
+def resolve_home(text: str) -> Path:
+    """Return the path that a setting names, with the home folder for `~` or `~USER`. An unknown user stays as it is."""
+    return Path(os.path.expanduser(text))
 
 
 def sync_tree(folder: Path) -> None:
