@@ -150,7 +150,7 @@ def create_forwarder(settings: RouterSettings, dispatcher: Dispatcher, stack: As
         raise SettingsError(str(error)) from None
     for client in clients.values():
         stack.push_async_callback(client.close)
-    return UpstreamForwarder(dispatcher, clients, settings.profiles)
+    return UpstreamForwarder(dispatcher, clients, settings)
 
 
 def _build_server_info(options: RunOptions, state: CoordinatorState, endpoint: Endpoint) -> ServerInfo:
