@@ -141,7 +141,7 @@ async def application(
             dispatcher,
             ring,
             "0",
-            partial(read_https_validity, authority, None, ""),
+            partial(read_https_validity, authority, None),
             conditions.get_flags,
             conductor.take_snapshot,
             wishes.take_snapshot,
