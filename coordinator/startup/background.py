@@ -144,10 +144,9 @@ async def renew_certificates(authority: ClusterCa, tls: EndpointTls) -> None:
 def _renew_certificate(owner: ClusterCa | HttpsCa | CertificateFiles) -> None:
     try:
         owner.renew()
-    except AuthorityError as error:
-        log.warning("certificate not renewed", error=str(error), retry_in=RENEWAL_INTERVAL_SECONDS)
-    except Exception:
-        log.exception("certificate not renewed", retry_in=RENEWAL_INTERVAL_SECONDS)
+    except Exception as error:
+        is_bug = not isinstance(error, AuthorityError)
+        log.exception("certificate not renewed", error=str(error), retry_in=RENEWAL_INTERVAL_SECONDS, exc_info=is_bug)
 
 
 async def store_usage(history: UsageHistory, usage: UsageCounter) -> None:
