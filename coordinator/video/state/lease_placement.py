@@ -131,9 +131,7 @@ def choose_node(
         return LeaseChoice(job, best.node)
     served = {node.id for node, _ in packages}
     unused = [node.name for node, _ in _list_offers(view, model, labels) if node.id not in served]
-    phase = _describe_wait(job, best)
-    if unused:
-        phase += f"; other files under the name {model} on {', '.join(unused[:3])} are not used"
+    phase = _describe_wait(job, best, unused)
     return NoLeaseChoice(job, phase, best is not None and best.readiness == NodeReadiness.BUSY)
 
 
@@ -206,11 +204,16 @@ def _explain_absence(node: NodeView, at: float) -> str:
     return explain_denial(node) or ("" if node.video.ray else node.video.ray_cause or "Ray is starting there")
 
 
-def _describe_wait(job: VideoJob, best: LeaseCandidate | None) -> str:
+def _describe_wait(job: VideoJob, best: LeaseCandidate | None, unused: list[str]) -> str:
+    """Return why a job waits. `unused` are the names of the nodes that have another package under the job's model."""
+    model = job.wanted.model
     if best is None:
         labels = f" and the labels {', '.join(job.wanted.labels)}" if job.wanted.labels else ""
-        return f"waiting for a node that has {job.wanted.model}{labels}"
-    return job.phase if best.readiness == NodeReadiness.PAUSED else f"waiting: {best.why}"
+        return f"waiting for a node that has {model}{labels}"
+    if best.readiness == NodeReadiness.PAUSED:
+        return job.phase
+    others = f"; other files under the name {model} on {', '.join(unused[:3])} are not used" if unused else ""
+    return f"waiting: {best.why}{others}"
 
 
 def find_nearest_misfit(

@@ -169,3 +169,5 @@ def test_of_different_packages_under_one_name_one_is_used():
     assert (chosen(*fewer), list_video_models(ClusterView(fewer))["wan"]) == ("a", other), "a ready node has it"
     busy = a_board(holds={key: LeaseHold(key, key, 1, "video_0", LEASE, 0.0, granted=True) for key in "bc"})
     assert chosen(*nodes, board=busy).endswith("; other files under the name wan on a, d are not used")
+    paused = a_board(pauses=dict.fromkeys("bc", 10.0))
+    assert chosen(*nodes, board=paused) == a_job(1, size=LEASE).phase, "the refusal of the node stays the reason"
