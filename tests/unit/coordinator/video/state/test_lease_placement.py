@@ -164,6 +164,7 @@ def test_of_different_packages_under_one_name_one_is_used():
         a_node("d", 99 * GIB, state="lost", package=other),
     )
     assert chosen(*nodes[:3]) == "c", "most nodes have it"
+    assert chosen(*nodes[:2], a_node("e", 20 * GIB, package=other)) == "a"
     assert (chosen(*nodes), list_video_models(ClusterView(nodes))["wan"]) == ("c", one), "of equals the first by hash"
     fewer = (nodes[0], *(a_node(name, state="lost", package=one) for name in "bc"))
     assert (chosen(*fewer), list_video_models(ClusterView(fewer))["wan"]) == ("a", other), "a ready node has it"
