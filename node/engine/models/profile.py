@@ -76,7 +76,7 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     repeat it without another measurement."""
     refused_bytes: int = 0
     """Bytes of the first forward that the gate refused to the probe at a load, with its row; 0 without one. Loads
-    measure again if these bytes pass then. A sweep measures as far as the gate allows, and has 0."""
+    measure again if twice these bytes pass then. A sweep measures as far as the gate allows, and has 0."""
 
 
 def build_key(fingerprint: str, hardware: Hardware) -> MemoryProfileKey:

@@ -124,8 +124,11 @@ class Profiler:
             log.warning("probe broken", model=loaded_model.name, error=f"{type(error).__name__}: {error}"[:300])
 
     def _can_measure_more(self, stored: MemoryProfile) -> bool:
-        """Return whether the gate now admits the forward at which it ended a measurement."""
-        return stored.refused_bytes > 0 and self._check(stored.refused_bytes)
+        """Return whether the gate now admits twice the forward at which it ended a measurement.
+
+        A measurement with less room would perhaps end at the same forward, at each load again.
+        """
+        return stored.refused_bytes > 0 and self._check(2 * stored.refused_bytes)
 
     def create_sweep_probe(self, loaded_model: LoadedModel) -> MemoryProbe:
         """Return the probe of a sweep, which measures as far as the gate allows. After its run, `store_sweep` makes a

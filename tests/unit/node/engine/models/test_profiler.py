@@ -109,12 +109,20 @@ def test_what_the_gate_refuses_ends_the_probe_and_nothing_stays_taken():
 
 
 def test_a_profile_that_the_gate_cut_short_is_measured_again_when_there_is_room(tmp_path: Path):
+    needs: list[int] = []
+
     def load(most: int) -> tuple[Driver, tested.MemoryProfile]:
         driver = Driver(
             models.path("llama"), profile="auto", profiles=tmp_path, prefill_step_size=256, max_batch_size=4
         )
         checks = driver.engine.gate.checks
-        driver.gate.refuses = lambda site, need: site is GateSite.PROBE and checks[site] > most
+
+        def refuses(site: GateSite, need: int) -> bool:
+            if site is GateSite.PROBE:
+                needs.append(need)
+            return site is GateSite.PROBE and checks[site] > most
+
+        driver.gate.refuses = refuses
         driver.take(LoadModel(10**6, driver.default))
         driver.until(lambda: driver.said[10**6])
         profile = resident(driver).stats.profile
@@ -126,6 +134,7 @@ def test_a_profile_that_the_gate_cut_short_is_measured_again_when_there_is_room(
     driver, same = load(0)
     assert same == short
     assert driver.engine.gate.checks[GateSite.PROBE] == 1, "the gate still refuses the forward after the last one"
+    assert needs[-1] == 2 * short.refused_bytes, "the next measurement makes progress"
     _, longer = load(6)
     assert longer.chunk > short.chunk
 
