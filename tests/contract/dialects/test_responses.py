@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from router.dialects.openai.responses_store import ResponseStore, build_stored_response
+from router.settings import RouterSettings
 from tests.contract.dialects.test_anthropic import generated, play, spoken
 from tests.contract.dialects.test_chat import collect, library, plain, served, until
 from tests.support.cluster.asgi_call import Call
@@ -265,6 +266,11 @@ async def test_failed_stream_has_the_reason(cluster: LoopbackCluster):
     assert events[-1].response.error.code == "server_error"
 
 
+def read_id(call: Call) -> str:
+    """Return the id of a streamed answer."""
+    return json.loads(call.body.split(b"data: ")[1].split(b"\n")[0])["response"]["id"]
+
+
 @pytest.mark.parametrize("leaves", [True, False])
 async def test_answer_so_far_of_a_stream_without_end_can_be_continued(cluster: LoopbackCluster, leaves: bool):
     play(cluster, mute=True)
@@ -284,7 +290,7 @@ async def test_answer_so_far_of_a_stream_without_end_can_be_continued(cluster: L
                     cluster.fail(one)
                 await asyncio.sleep(0)
         await running
-    first = json.loads(call.body.split(b"data: ")[1].split(b"\n")[0])["response"]["id"]
+    first = read_id(call)
     play(cluster, mute=False)
     async with library(cluster) as client:
         kept = await client.responses.retrieve(first)
@@ -295,6 +301,24 @@ async def test_answer_so_far_of_a_stream_without_end_can_be_continued(cluster: L
         await client.responses.create(model="tiny", input="more", previous_response_id=first)
     assert by_reference == (Message("assistant", "Once upon"), Message("user", "more"))
     assert generated(cluster).messages == (Message("user", "hello"), *by_reference)
+
+
+async def test_answer_so_far_of_a_client_that_does_not_read_can_be_continued():
+    node = LoopbackNode("studio", mute=True)
+    async with served(LoopbackCluster(node, settings=RouterSettings(slow_client_seconds=0.1))) as cluster:
+        call = Call(cluster, ASK | {"stream": True}, path=PATH)
+        running = asyncio.create_task(call.run())
+        async with asyncio.timeout(20):
+            await until(lambda: node.reserved)
+            request = next(iter(node.reserved))
+            for text in ("Once", " upon"):
+                cluster.say(node, Deltas((Delta(request, 0, (1,), ((Channel.CONTENT, text),)),)))
+                await call.begun.wait()
+                call.reading.clear()
+            await running
+        async with library(cluster) as client:
+            kept = await client.responses.retrieve(read_id(call))
+    assert (kept.status, kept.output_text) == ("cancelled", "Once upon")
 
 
 @pytest.mark.parametrize(
