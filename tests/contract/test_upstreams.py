@@ -549,6 +549,12 @@ async def test_a_chunk_that_arrives_together_with_an_error_is_passed_on():
         assert counts(cluster) == {"interrupted": 1}
 
 
+async def test_a_comment_that_arrives_together_with_an_error_begins_no_stream():
+    async with Fixed(b": wait" + EOE + b'data: {"error":{"message":"x"}}' + EOE).served() as cluster:
+        call = await Call(cluster, STREAM).run()
+        assert (call.status, call.error["code"], counts(cluster)) == (502, "upstream_failed", {"failed": 1})
+
+
 async def test_a_connection_is_used_again_after_a_stream():
     upstream = Fixed(WORD + END)
     async with upstream.served() as cluster:

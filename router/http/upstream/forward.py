@@ -154,23 +154,28 @@ class _Passing:
     async def _pass_events(self, received: AsyncIterator[bytes], clock: asyncio.Timeout) -> None:
         """Send the events of an upstream to the client, up to the end of the stream.
 
-        Also events that arrive together with a fault are sent. `clock` limits the time of the upstream.
+        Also the text that arrives together with a fault is sent. `clock` limits the time of the upstream.
         """
-        reader, finished = EventReader(), False
+        reader, finished, is_done = EventReader(), False, False
         async for part in received:
             events = b""
             try:
                 for data in reader.feed(part):
                     if data == DONE:
-                        return
+                        is_done = True
+                        break
                     if not data:
                         events += _COMMENT
                         continue
                     chunk = parse_object(data)
                     finished = is_finished(check_answer(chunk)) or finished
                     events += self._convert_chunk(chunk)
-            finally:
-                await self._send_in_time(events, clock)
+            except UpstreamStreamError:
+                await self._send_in_time(events.replace(_COMMENT, b""), clock)
+                raise
+            await self._send_in_time(events, clock)
+            if is_done:
+                return
         if not finished:
             raise UpstreamStreamError("ended its stream in the middle of the answer")
 
