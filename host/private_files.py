@@ -1,4 +1,4 @@
-"""Create folders and replace files that only this user can read, and write files to the disk."""
+"""Create folders and replace files that only this user can read, write files to the disk, and find the home folder."""
 
 import fcntl
 import os
@@ -55,6 +55,11 @@ def sync_path(path: Path) -> None:
         sync_descriptor(descriptor)
     finally:
         os.close(descriptor)
+
+
+def resolve_home(text: str) -> Path:
+    """Return the path that a setting names, with the home folder for `~` or `~USER`. An unknown user stays as it is."""
+    return Path(os.path.expanduser(text))
 
 
 def sync_tree(folder: Path) -> None:

@@ -30,6 +30,7 @@ from host.event_loop import run_event_loop
 from host.local_names import read_local_name
 from host.log_setup import hide_warnings, open_journal
 from host.node_marks import delete_left_mark, mark_left
+from host.private_files import resolve_home
 from host.settings_loader import ResolvedSettings, SettingsError, from_environment, from_pairs, from_tree
 from host.sleep_inhibitor import SleepInhibitor
 from host.sleep_watch import SleepWatch
@@ -129,7 +130,7 @@ def _load_settings(options: argparse.Namespace) -> ResolvedSettings[NodeSettings
     if options.models and settings.engine.kind == "scripted":
         raise SettingsError("--models: the scripted engine serves engine.scripted.model and reads no model folders")
     folders = (*settings.models.folders, *(str(folder.resolve()) for folder in options.models))
-    missing = [folder for folder in folders if not os.path.isdir(os.path.expanduser(folder))]
+    missing = [folder for folder in folders if not os.path.isdir(resolve_home(folder))]
     if missing:
         raise SettingsError(f"models.folders: {missing[0]} is not a folder")
     origins = {**resolved.origins, **({"models.folders": "--models"} if options.models else {})}
@@ -269,13 +270,17 @@ class Announce:
         self._done = False
 
     def __call__(self, address: str) -> None:
-        """Print once that the node is ready and linked to the coordinator at `address` (`host:port`)."""
+        """Print once that the node is ready and linked to the coordinator at `address` (`host:port`).
+
+        An output that cannot be written is logged: the node serves without a reader of its output.
+        """
         if self._done:
             return
         self._done = True
         identity = self._identity
+        line = f"{identity.name} is in the pool of {address}; Ctrl-C stops it"
         if self._output == "json":
-            line = {
+            facts = {
                 "schema": 1,
                 "ready": True,
                 "node": identity.node,
@@ -283,9 +288,11 @@ class Announce:
                 "cluster": identity.cluster,
                 "cluster_url": f"macpool://{address}",
             }
-            print(json.dumps(line), flush=True)
-        else:
-            print(f"{identity.name} is in the pool of {address}; Ctrl-C stops it", flush=True)
+            line = json.dumps(facts)
+        try:
+            print(line, flush=True)
+        except OSError as error:
+            log.warning("ready line not printed", error=str(error))
 
 
 # -- identity -----------------------------------------------------------------------------------

@@ -34,7 +34,8 @@ class UpstreamSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     idle_seconds: Seconds = 60.0
     """Maximum time without a byte of a streamed answer. After it the request ends with an error."""
     total_seconds: Seconds = 600.0
-    """Maximum time of a request. After it the request ends with an error."""
+    """Maximum time of a request, without the time that its client needs to read. After it the request ends with an
+    error."""
     stream_usage: bool = True
     """Whether streams are requested with their token counts (`stream_options.include_usage`)."""
 

@@ -12,13 +12,13 @@ ALARMING = frozenset({OFF, NO_MARGIN})
 
 
 def format_age(seconds: float | None) -> str:
-    """Format an age in seconds in its largest unit, as `5m`; `-` if it is None."""
+    """Format an age in seconds in its largest unit, as `5m`; `-` if it is None. A time in the future has the age 0."""
     if seconds is None:
         return "-"
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= size:
             return f"{seconds / size:.0f}{unit}"
-    return f"{seconds:.0f}s"
+    return f"{max(0.0, seconds):.0f}s"
 
 
 def get_guard_state(node: dict[str, Any]) -> str:

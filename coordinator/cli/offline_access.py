@@ -41,7 +41,7 @@ def _use_database(session: ApiSession, method: str, path: str, body: dict[str, A
     store = Database(session.state)
     try:
         authority = ClusterCa(session.state / "authority", time.time, is_new_cluster=not store.meta.cluster)
-        pepper = load_pepper(session.state)
+        pepper = load_pepper(session.state, len(store.keys))
         tokens = JoinTokens(store, authority.ca, time.time)
         return _run_operation(AccessAdmin(store, tokens, KeyRing(pepper), pepper, time.time), method, path, body)
     finally:

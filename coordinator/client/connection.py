@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import sys
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 65_536
 """Maximum bytes of a body that are read at once."""
+PROBE_SECONDS, MAX_LOST_PROBES = 15, 3
+"""Seconds without bytes after which the system probes the peer of a connection, and between two probes. The connection
+ends after that number of probes without an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +69,22 @@ def send_request(
     if body is not None:
         headers["Content-Type"] = "application/json"
     with convert_connection_errors(base, timeout):
+        connection.connect()
+        _watch_peer(connection.sock)
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         return connection.getresponse()
+
+
+def _watch_peer(connected: socket.socket) -> None:
+    """Make the system end a connection within a minute after its peer fell silent, such as a machine without power.
+
+    The timeout of a read does not do that for a followed log, which may have no new lines for hours.
+    """
+    idle = socket.TCP_KEEPALIVE if sys.platform == "darwin" else socket.TCP_KEEPIDLE
+    connected.setsockopt(socket.IPPROTO_TCP, idle, PROBE_SECONDS)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_SECONDS)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, MAX_LOST_PROBES)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def iterate_body(response: http.client.HTTPResponse, url: str, timeout: float) -> Iterator[bytes]:
@@ -100,7 +118,9 @@ def convert_connection_errors(base: str, timeout: float) -> Generator[None]:
     """Convert the errors of a connection to the URL `base` to `CommandError`. `timeout` is in seconds."""
     try:
         yield
-    except TimeoutError:
+    except TimeoutError as error:
+        if error.errno is not None:  # the system gave up, before the time of this program
+            raise CommandError(*explain_connection_error(base, error)) from None
         raise CommandError(TIMED_OUT, f"{base} did not answer within {timeout:.0f} s") from None
     except OSError as error:
         raise CommandError(*explain_connection_error(base, error)) from None

@@ -12,7 +12,8 @@ is trusted before its token or code is verified. After that, only its key, a val
 A machine id is not secret, and knowledge of it does not replace a member. A request with the machine id of a member is
 refused, unless the key of that member signed it. There are two other exceptions while that member is not linked. A
 person approved the code, shown as a replacement; or the token was created for a replacement (`JoinTokens.may_replace`).
-After `cluster node remove`, the machine enrols as a new node.
+After `cluster node remove`, the machine enrols as a new node, which takes the place of the removed one in wishes for
+models.
 
 The caller feeds bytes and sends the returned frames. It calls `poll` at `deadline` and whenever `wake` fires, and
 `withdraw` when the connection ends. It flushes the store before it sends `Enrolled`, because a used token must stay
@@ -27,6 +28,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 import structlog
+from msgspec import structs
 
 from coordinator.joining.join_approvals import (
     APPROVAL_TIMEOUT_SECONDS,
@@ -321,6 +323,7 @@ class EnrollmentConnection:
             video=before.video if before else False,
         )
         store.members.put(row)
+        _rename_in_wishes(store, row.machine, node)
         store.audit.add(now, "node", "joined", f"{name} {node}", self._address)
         log.info("node enrolled", node=node, name=name, address=self._address, by=means, again=before is not None)
         cluster.on_enrolled(row)
@@ -350,6 +353,18 @@ def _find_member_on(machine: str, rows: Collection[MemberRow]) -> MemberRow | No
     A machine that joins again keeps its node id. After a removal it becomes a new node, and the old id stays denied.
     """
     return next((row for row in rows if row.machine == machine and row.removed is None), None)
+
+
+def _rename_in_wishes(store: Database, machine: str, node: NodeId) -> None:
+    """Put a machine's new node in the place of its removed nodes in the node lists of all wishes."""
+    removed = {row.node for row in store.members.values() if row.machine == machine and row.removed is not None}
+    for wish in tuple(store.wishes.values()):
+        if removed.intersection((*wish.allow, *wish.deny)):
+            allow, deny = (
+                tuple(sorted({node if listed in removed else listed for listed in nodes}))
+                for nodes in (wish.allow, wish.deny)
+            )
+            store.wishes.put(structs.replace(wish, allow=allow, deny=deny))
 
 
 def sanitize_hardware(hardware: Hardware) -> Hardware:

@@ -202,13 +202,22 @@ class MetricsService:
 
     def _read_process_metrics(self) -> ProcessMetrics:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return ProcessMetrics(
             self._started,
             time.process_time(),
             peak if sys.platform == "darwin" else peak * 1024,
-            len(os.listdir("/dev/fd")) - 1,
-            resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            _count_open_files(max_files),
+            max_files,
         )
+
+
+def _count_open_files(max_files: int) -> int:
+    """Return the number of open files of this process: `max_files` if no file is free for the count."""
+    try:
+        return len(os.listdir("/dev/fd")) - 1
+    except OSError:
+        return max_files
 
 
 def decode_measures(answer: bytes) -> NodeMeasures | None:

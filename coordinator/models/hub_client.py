@@ -4,12 +4,12 @@ import asyncio
 import os
 import stat
 import sys
-from pathlib import Path
 
 import msgspec
 import structlog
 
 from coordinator.models.settings import HubSettings
+from host.private_files import resolve_home
 from wire.frames import ModelOrderCode
 from wire.models.hub_query import QUERY_TIMEOUT_SECONDS, HubAnswer, HubQuery, HubRefusal
 
@@ -41,7 +41,7 @@ class HubClient:
         """Return the token of the hub; empty without a token file. Raise TokenFileError if the file cannot be used."""
         if not self._token_file:
             return ""
-        path = Path(os.path.expanduser(self._token_file))
+        path = resolve_home(self._token_file)
         try:
             with path.open("rb") as file:
                 if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:

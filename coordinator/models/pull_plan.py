@@ -100,20 +100,27 @@ def _plan_node(
     context = compute_max_context(node.memory, model)
     has_model = model.name in node.models and not node.models[model.name].cause
     away = "" if node.state in LINKED else f"is {node.state}, and starts the pull when it is back"
-    outdated = "its version of Macpool cannot pull models: update it" if not away and not node.disk.total else ""
+    unable = "" if away or node.disk.total else _explain_unknown_disk(node)
     disk = "" if has_model else _explain_disk(node, size)
     memory = _explain_memory(node, model, context)
     match selection:
         case NodeSelection.NAMED:
-            chosen = node.id in named and not (outdated or disk)
-            reason = (outdated or disk or memory or away) if node.id in named else "was not named"
+            chosen = node.id in named and not (unable or disk)
+            reason = (unable or disk or memory or away) if node.id in named else "was not named"
         case NodeSelection.ALL:
-            chosen = not (outdated or disk or memory)
-            reason = outdated or disk or memory or away
+            chosen = not (unable or disk or memory)
+            reason = unable or disk or memory or away
         case NodeSelection.AUTO:
-            chosen = not (outdated or disk or memory or away)
-            reason = outdated or disk or memory or (f"is {node.state}" if away else "")
+            chosen = not (unable or disk or memory or away)
+            reason = unable or disk or memory or (f"is {node.state}" if away else "")
     return NodePlan(node.id, node.name, str(node.state), chosen, has_model, node.disk.free, context, reason)
+
+
+def _explain_unknown_disk(node: NodeView) -> str:
+    """Return why the size of a node's disk is unknown. A node that can pull models reports the folder for them."""
+    if node.disk.folder:
+        return f"the disk of {node.disk.folder} cannot be read there: check it"
+    return "its version of Macpool cannot pull models: update it"
 
 
 def _explain_disk(node: NodeView, size: int) -> str:

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import hashlib
-import ssl
 import time
 from contextlib import AsyncExitStack
 from functools import partial
@@ -23,8 +22,10 @@ from coordinator.startup.state import CoordinatorState, Credentials
 from coordinator.state.settings import CoordinatorSettings
 from coordinator.state.store_errors import StoreError
 from coordinator.state.usage_history import UsageHistory
-from coordinator.tls.cluster_ca import ClusterCa
+from coordinator.tls.certificate_files import CertificateFiles
+from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
 from coordinator.tls.https_ca import HttpsCa
+from coordinator.tls.https_config import EndpointTls
 from host.bonjour_announce import Announcement
 from host.heap import trim
 from router.admission.usage import UsageCounter
@@ -47,13 +48,12 @@ def start_periodic_tasks(
     state: CoordinatorState,
     access: Credentials,
     dispatcher: Dispatcher,
-    tls: HttpsCa | ssl.SSLContext | None,
+    tls: EndpointTls,
     stack: AsyncExitStack,
 ) -> None:
     """Start the periodic renewal of certificates and the periodic write of usage.
 
-    `stack` stops them and writes the usage a last time. `tls` is the TLS of the endpoint, of which only an `HttpsCa` is
-    renewed; None without TLS.
+    `stack` stops them and writes the usage a last time. `tls` is the TLS of the endpoint; None without TLS.
     """
     stack.push_async_callback(_cancel_task, asyncio.create_task(renew_certificates(state.authority, tls)))
     stack.callback(access.admin.usage.record, dispatcher.usage)
@@ -129,23 +129,24 @@ async def start_local_node(
     return await node.wait_until_ready(cluster.nodes.registry, stop, LOCAL_NODE_TIMEOUT_SECONDS)
 
 
-async def renew_certificates(authority: ClusterCa, tls: HttpsCa | ssl.SSLContext | None) -> None:
-    """Renew the due certificates at once, then every `RENEWAL_INTERVAL_SECONDS` until cancelled.
+async def renew_certificates(authority: ClusterCa, tls: EndpointTls) -> None:
+    """Renew due certificates, and load replaced files of the settings, at once and every `RENEWAL_INTERVAL_SECONDS`.
 
-    A failed renewal is logged.
+    A failed renewal is logged. The loop ends when it is cancelled.
     """
     while True:
         _renew_certificate(authority)
-        if isinstance(tls, HttpsCa):
+        if tls is not None:
             _renew_certificate(tls)
         await asyncio.sleep(RENEWAL_INTERVAL_SECONDS)
 
 
-def _renew_certificate(authority: ClusterCa | HttpsCa) -> None:
+def _renew_certificate(owner: ClusterCa | HttpsCa | CertificateFiles) -> None:
     try:
-        authority.renew()
-    except Exception:
-        log.exception("certificate not renewed", retry_in=RENEWAL_INTERVAL_SECONDS)
+        owner.renew()
+    except Exception as error:
+        is_bug = not isinstance(error, AuthorityError)
+        log.exception("certificate not renewed", error=str(error), retry_in=RENEWAL_INTERVAL_SECONDS, exc_info=is_bug)
 
 
 async def store_usage(history: UsageHistory, usage: UsageCounter) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import resource
 import socket
-import ssl
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from coordinator.startup.options import RunOptions
 from coordinator.startup.state import CoordinatorState, Credentials
 from coordinator.state.access_admin import LOCAL_KEY_NAME
 from coordinator.tls.https_ca import HttpsCa
-from coordinator.tls.https_config import create_https_tls, read_https_validity
+from coordinator.tls.https_config import EndpointTls, create_https_tls, read_https_validity
 from coordinator.ui.browser_sessions import BrowserSessions
 from coordinator.ui.static_files import PageApp
 from coordinator.video.api import VideoApp
@@ -50,8 +49,8 @@ class Endpoint:
 
     socket: socket.socket
     """Listening socket of the endpoint."""
-    tls: HttpsCa | ssl.SSLContext | None
-    """TLS of the endpoint: an authority of its own, or the context of given files; None for plain HTTP."""
+    tls: EndpointTls
+    """TLS of the endpoint: an authority of its own, or given files; None for plain HTTP."""
     base_url: str
     """URL for clients on other machines, without a path."""
     local_url: str
@@ -126,7 +125,7 @@ async def serve_http(
         local=not settings.http.anonymous,
     )
     fast_path = FastPath(dispatcher, ring, settings.router, app)
-    context = endpoint.tls.context if isinstance(endpoint.tls, HttpsCa) else endpoint.tls
+    context = None if endpoint.tls is None else endpoint.tls.context
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     connections = compute_max_connections(MAX_OPEN_FILES if files == resource.RLIM_INFINITY else files)
     places = ConnectionSlots(connections, settings.http.max_connections_without_key)
@@ -150,7 +149,7 @@ def create_forwarder(settings: RouterSettings, dispatcher: Dispatcher, stack: As
         raise SettingsError(str(error)) from None
     for client in clients.values():
         stack.push_async_callback(client.close)
-    return UpstreamForwarder(dispatcher, clients, settings.profiles)
+    return UpstreamForwarder(dispatcher, clients, settings)
 
 
 def _build_server_info(options: RunOptions, state: CoordinatorState, endpoint: Endpoint) -> ServerInfo:
@@ -182,7 +181,7 @@ def _start_observability(
         cluster.dispatcher,
         access.ring,
         state.version,
-        partial(read_https_validity, state.authority, endpoint.tls, options.settings.http.tls_cert_file),
+        partial(read_https_validity, state.authority, endpoint.tls),
         conditions.get_flags,
         cluster.video_controller.take_snapshot,
         cluster.wishes.take_snapshot,

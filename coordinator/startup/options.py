@@ -1,6 +1,5 @@
 """Options of one run of the coordinator, their check, and the log of the resolved protective settings."""
 
-import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from coordinator.alerts.webhook import WebhookAddress, WebhookError, parse_webho
 from coordinator.state.settings import CoordinatorSettings
 from coordinator.tls.cluster_ca import AuthorityError
 from coordinator.tls.https_ca import HttpsCa
-from coordinator.tls.https_config import check_http_settings
+from coordinator.tls.https_config import EndpointTls, check_http_settings
 from host.settings_loader import SettingsError
 
 log = structlog.get_logger("coordinator.run")
@@ -57,7 +56,7 @@ def parse_webhook_address(settings: CoordinatorSettings) -> WebhookAddress:
         raise AuthorityError(str(error)) from None
 
 
-def log_guards(options: RunOptions, tls: HttpsCa | ssl.SSLContext | None) -> None:
+def log_guards(options: RunOptions, tls: EndpointTls) -> None:
     """Log the resolved value of every protective setting. `tls` is the TLS of the endpoint; None without TLS."""
     http, router = options.settings.http, options.settings.router
     webhook = options.settings.alerts.webhook_url

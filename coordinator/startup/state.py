@@ -98,13 +98,14 @@ def load_credentials(state: CoordinatorState, http: HttpSettings, listen: str) -
     """Load the credentials for an endpoint that listens on the host `listen`.
 
     Raise `AuthorityError` if the settings contradict each other, admit anonymous clients of other machines, or name
-    certificate files that cannot be used. Raise `OSError` if the pepper cannot be read or written.
+    certificate files that cannot be used. Raise `StoreError` if the pepper is lost, `OSError` if it cannot be read or
+    written.
     """
     check_http_settings(http, listen)
     tokens, approvals, pepper = (
         JoinTokens(state.store, state.authority.ca, time.time),
         ApprovalQueue(),
-        load_pepper(state.state),
+        load_pepper(state.state, len(state.store.keys)),
     )
     ring = KeyRing(pepper, anonymous=create_anonymous_key(time.time()) if http.anonymous else None)
     admin = AccessAdmin(state.store, tokens, ring, pepper, time.time)

@@ -1,6 +1,7 @@
 """Administration of join tokens and API keys, with or without a running coordinator."""
 
 import secrets
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import msgspec
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.state.database import Database
 from coordinator.state.rows import KeyRow
+from coordinator.state.store_errors import StoreError
 from coordinator.state.usage_history import UsageHistory
 from host.private_files import write_private
 from router.admission.api_keys import ApiKey, KeyRing, new_key, new_secret
@@ -23,15 +25,25 @@ PAGE_KEY_NAME = "page"
 """Name of the keys of browser sessions, in the audit log. These keys are not listed."""
 
 
-def load_pepper(state: Path) -> bytes:
+def load_pepper(state: Path, keys: int) -> bytes:
     """Return the secret for digests of API keys. Create it on first use (file `pepper`, 32 bytes, mode 0600).
 
+    `keys` is the number of stored keys. Raise `StoreError` if there are keys and the secret of their digests is lost.
     Raise `OSError` if the file cannot be read or written.
     """
     file = state / "pepper"
-    if not file.exists():
-        write_private(file, secrets.token_bytes(32))
-    return file.read_bytes()
+    pepper = file.read_bytes() if file.exists() else b""
+    if not pepper and keys:
+        quoted = shlex.quote(str(file))
+        raise StoreError(
+            f"{file} is {'empty' if file.exists() else 'missing'}, and without it none of {keys} API keys is valid: "
+            "restore it from a backup (`cluster restore FILE --replace`), or copy it from there. To use new keys, run "
+            f"`(umask 077; head -c 32 /dev/urandom > {quoted})`, then `cluster key rotate NAME` for each key"
+        )
+    if not pepper:
+        pepper = secrets.token_bytes(32)
+        write_private(file, pepper)
+    return pepper
 
 
 class NameReservedError(ValueError):

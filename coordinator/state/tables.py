@@ -176,13 +176,17 @@ class UsageTable:
         """Return the usage of every key, model and day, oldest day first."""
         return sorted(self._rows.values(), key=lambda row: (row.day, row.key, row.model))
 
-    def delete_before(self, before: str) -> None:
-        """Delete the usage of all days before `before` (`2026-01-31`). Raise `StoreError` after a failed write."""
+    def delete_before(self, before: str, days: int) -> None:
+        """Delete the usage of all days before `before` (`2026-01-31`), if at least `days` later days have usage.
+
+        Raise `StoreError` after a failed write.
+        """
         old = [row for row in self._rows if row[2] < before]
+        if not old or len({row[2] for row in self._rows if row[2] >= before}) < days:
+            return
         for row in old:
             del self._rows[row]
-        if old:
-            self._writer.enqueue("DELETE FROM usage WHERE day < ?", before)
+        self._writer.enqueue("DELETE FROM usage WHERE day < ?", before)
 
 
 class AuditLog(Sequence[AuditRow]):

@@ -14,6 +14,9 @@ from router.admission.usage import UsageCounter, UsageTotals
 
 USAGE_DAYS = 400
 """Days for which usage is stored."""
+CONFIRMING_DAYS = 7
+"""Days with usage among the last USAGE_DAYS days without which nothing is deleted. A clock that is ahead for a moment
+therefore deletes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,8 @@ class UsageHistory:
     def record(self, usage: UsageCounter) -> None:
         """Move the counts of `usage` into the database, and delete rows older than `USAGE_DAYS` days.
 
+        Nothing is deleted before there is usage of `CONFIRMING_DAYS` days after these rows.
+
         Raise `StoreError` after a failed write. The sums then have the counts until the coordinator ends.
         """
         today = datetime.fromtimestamp(self.clock(), UTC).date()
@@ -39,7 +44,7 @@ class UsageHistory:
                 failure = error
         if failure is not None:
             raise failure
-        self.store.usage.delete_before((today - timedelta(days=USAGE_DAYS)).isoformat())
+        self.store.usage.delete_before((today - timedelta(days=USAGE_DAYS)).isoformat(), CONFIRMING_DAYS)
 
     def sum(self, key: str | None = None, since: str = "", *, daily: bool = False) -> dict[str, Any]:
         """Return the body of `/api/v1/keys/usage`: requests and tokens by key and model, with `daily` also by day.

@@ -1,7 +1,5 @@
 """TLS configuration of the endpoint, and validity of its certificates."""
 
-import os
-import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,30 +7,37 @@ from pathlib import Path
 import structlog
 
 from coordinator.state.settings import HttpSettings
+from coordinator.tls.certificate_files import CertificateFiles
 from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
-from coordinator.tls.https_ca import HttpsCa, is_loopback, load_server_context, read_certificate_validity
+from coordinator.tls.https_ca import HttpsCa, is_loopback, load_server_context
+from host.private_files import resolve_home
 
 log = structlog.get_logger("coordinator.tls.https_ca")
 
+EndpointTls = HttpsCa | CertificateFiles | None
+"""TLS of the endpoint: an authority of its own, the files of the settings, or None for plain HTTP."""
 
-def create_https_tls(http: HttpSettings, listen: str, state: Path) -> HttpsCa | ssl.SSLContext | None:
+
+def create_https_tls(http: HttpSettings, listen: str, state: Path) -> EndpointTls:
     """Return the TLS of the endpoint that listens on the host `listen`. `state` is the state folder.
 
-    The TLS is the context of the settings' certificate files, or an `HttpsCa`, or None for plain HTTP. Log a warning
-    for plain HTTP beyond loopback. Raise `AuthorityError` if the settings contradict each other or admit anonymous
-    clients of other machines, or a file cannot be used. Raise `OSError` if a file of the `HttpsCa` cannot be written.
+    Log a warning for plain HTTP beyond loopback. Raise `AuthorityError` if the settings contradict each other or admit
+    anonymous clients of other machines, or a file cannot be used. Raise `OSError` if a file of the `HttpsCa` cannot be
+    written.
     """
     check_http_settings(http, listen)
     if http.tls_cert_file:
-        return load_server_context(
-            Path(os.path.expanduser(http.tls_cert_file)),
-            Path(os.path.expanduser(http.tls_key_file or http.tls_cert_file)),
-        )
+        return CertificateFiles(*_get_files(http))
     if _needs_own_authority(http, listen):
         return HttpsCa(state / "authority", _list_allowed_hosts(http), time.time)
     if not is_loopback(listen):
         log.warning("endpoint without TLS", listen=listen, danger="keys and prompts can be read")
     return None
+
+
+def _get_files(http: HttpSettings) -> tuple[Path, Path]:
+    """Return the files of the certificate and of its key."""
+    return resolve_home(http.tls_cert_file), resolve_home(http.tls_key_file or http.tls_cert_file)
 
 
 def check_http_settings(http: HttpSettings, listen: str) -> None:
@@ -46,10 +51,7 @@ def check_http_settings(http: HttpSettings, listen: str) -> None:
     if http.tls_key_file and not http.tls_cert_file:
         raise AuthorityError("http.tls_key_file is given without http.tls_cert_file")
     if http.tls_cert_file:
-        load_server_context(
-            Path(os.path.expanduser(http.tls_cert_file)),
-            Path(os.path.expanduser(http.tls_key_file or http.tls_cert_file)),
-        )
+        load_server_context(*_get_files(http))
     if _needs_own_authority(http, listen):
         for host in _list_allowed_hosts(http):
             if not host.isascii() or "*" in host:
@@ -73,23 +75,18 @@ def _list_allowed_hosts(http: HttpSettings) -> list[str]:
     return [host.strip().lower() for host in http.allowed_hosts.split(",") if host.strip()]
 
 
-def read_https_validity(
-    authority: ClusterCa, tls: HttpsCa | ssl.SSLContext | None, file: str
-) -> dict[str, tuple[float, float]]:
+def read_https_validity(authority: ClusterCa, tls: EndpointTls) -> dict[str, tuple[float, float]]:
     """Return issue and expiry of certificates in Unix seconds, by name: `authority`, `coordinator` and `endpoint`.
 
-    `file` is the certificate file of the settings. A certificate whose file cannot be read is missing, and the log has
-    a warning. The metrics of everything else, and the alerts, do not depend on the file. Without TLS, `endpoint` is
-    missing.
+    A certificate whose file cannot be read is missing, and the log has a warning. The metrics of everything else, and
+    the alerts, do not depend on the file. Without TLS, `endpoint` is missing.
     """
     readers: dict[str, Callable[[], tuple[float, float]]] = {
         "authority": lambda: authority.ca_validity,
         "coordinator": lambda: authority.validity,
     }
-    if isinstance(tls, HttpsCa):
+    if tls is not None:
         readers["endpoint"] = lambda: tls.validity
-    elif tls is not None:
-        readers["endpoint"] = lambda: read_certificate_validity(Path(os.path.expanduser(file)))
     validity: dict[str, tuple[float, float]] = {}
     for name, read in readers.items():
         try:

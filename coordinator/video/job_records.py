@@ -7,7 +7,7 @@ import structlog
 
 from coordinator.state.store_errors import StoreError
 from coordinator.video.state.jobs import VideoJob
-from coordinator.video.state.lease_placement import find_packages, get_profile
+from coordinator.video.state.lease_placement import get_profile
 from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey, get_profile_key
 from coordinator.video.store import VideoStore
 from router.placement.cluster_view import ClusterView
@@ -46,7 +46,14 @@ class JobRecords:
         have the package in `view`.
         """
         package = next(
-            (offered for node, offered in find_packages(view, job.wanted.model) if node.id == job.node), None
+            (
+                offered
+                for node in view.nodes
+                if node.id == job.node
+                for offered in node.video.packages
+                if offered.name == job.wanted.model and not offered.cause
+            ),
+            None,
         )
         if package is None or peak <= 0:
             return

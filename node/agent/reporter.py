@@ -2,13 +2,12 @@
 
 import asyncio
 import os
-import shutil
 import time
-from pathlib import Path
 
 import structlog
 from msgspec.structs import replace
 
+from node.agent.disk_meter import DiskMeter
 from node.agent.links import CoordinatorLinks
 from node.engine_process.supervisor import Supervisor
 from node.illegal_events import IllegalEvents
@@ -23,7 +22,6 @@ from node.video.ray.local_ray import LocalRay
 from wire.bounds import MAX_MODELS
 from wire.codec import MAX_REPORT_BYTES, encode
 from wire.frames import Report
-from wire.machine import Disk
 from wire.report import Hardware, Memory
 from wire.video import VideoState
 
@@ -60,6 +58,7 @@ class Reporter:
         self._ray = ray
         self._sharing = sharing
         self._illegal_events = illegal_events
+        self._disk = DiskMeter(get_hub_folder(os.environ))
         self._sequence = 0
         self._ping = 0
         self._reported_at = 0.0
@@ -95,7 +94,7 @@ class Reporter:
                     video=self._build_video_state(),
                     sharing=self._sharing.to_report(),
                     illegal_events=self._illegal_events.count,
-                    disk=measure_disk(get_hub_folder(os.environ)),
+                    disk=self._disk.read(),
                 )
             )
         )
@@ -185,16 +184,6 @@ class Reporter:
             leases=limits.leases,
             total=self._hardware.memory,
         )
-
-
-def measure_disk(folder: Path) -> Disk:
-    """Return the size and the free bytes of the disk of a folder, which may not exist yet. Both are 0 if unreadable."""
-    existing = next((parent for parent in (folder, *folder.parents) if os.path.exists(parent)), folder)
-    try:
-        usage = shutil.disk_usage(existing)
-    except OSError:
-        return Disk(folder=str(folder))
-    return Disk(usage.free, usage.total, str(folder))
 
 
 def shorten_report(report: Report) -> Report:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import structlog
 
+from host.private_files import resolve_home
 from node.hub.child_messages import ChildProgress, VerifyOrder
 from node.hub.digests import STORE_NAME, DigestStore, find_content, list_content_files
 from node.hub.order_child import OrderChild
@@ -95,7 +96,7 @@ class IdleHasher:
 
     def _list_folders(self) -> Iterator[Path]:
         for top in self._settings.folders:
-            yield from (folder for _, folder in find_model_folders(Path(os.path.expanduser(top))))
+            yield from (folder for _, folder in find_model_folders(resolve_home(top)))
         if self._settings.use_huggingface_cache:
             yield from (folder for _, folder in find_snapshots(get_hub_folder(self._environment)))
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from host.private_files import resolve_home
 from node.hub.cache_layout import RepositoryFolder
 from node.hub.errors import ModelFileError
 from node.models.catalogue import EMBEDDED
@@ -57,7 +58,7 @@ def locate_model(settings: ModelSettings, name: str, environment: Mapping[str, s
 
 def find_in_model_folders(settings: ModelSettings, name: str) -> ModelPlace | None:
     """Return the place of a model in a model folder of the settings; None if no model folder has the name."""
-    for top in (Path(os.path.expanduser(folder)) for folder in settings.folders):
+    for top in (resolve_home(folder) for folder in settings.folders):
         for candidate, folder in find_model_folders(top):
             if candidate == name:
                 return ModelPlace(name, folder, top)

@@ -311,7 +311,8 @@ class ModelFileOrders:
         except ModelFileError as error:
             end = build_end(error.code, error.message)
         except OSError as error:
-            end = build_end(ModelOrderCode.FAILED, f"the files of {running.key} cannot be changed: {error.strerror}")
+            why = error.strerror or error
+            end = build_end(ModelOrderCode.FAILED, f"the files of {running.key} cannot be changed: {why}")
         except Exception:
             log.exception("model order")
         finally:

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from host.private_files import resolve_home
 from host.settings_loader import (
     Flat,
     ResolvedSettings,
@@ -133,7 +134,7 @@ def report_machine(state: Path, settings: NodeSettings) -> dict[str, Any]:
         "memory": {**report_memory(settings, with_device(bounds, device)), "metal_reported": device is not None},
         "engine": settings.engine.kind,
         "video": {"enabled": settings.worker.enabled, "first_port": settings.worker.ray_ports},
-        "folders": [str(Path(os.path.expanduser(folder))) for folder in settings.models.folders]
+        "folders": [str(resolve_home(folder)) for folder in settings.models.folders]
         + ([str(get_hub_folder(os.environ))] if settings.models.use_huggingface_cache else []),
         "sections": sorted(SECTIONS),
         **report_identity(state / "node" / "identity", machine),

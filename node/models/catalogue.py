@@ -26,6 +26,7 @@ from typing import cast
 
 import structlog
 
+from host.private_files import resolve_home
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.models.embedding_files import (
     EmbeddingFilesError,
@@ -210,7 +211,7 @@ class ModelCatalogue:
 
     def _find_folders(self) -> Iterator[tuple[str, Path]]:
         for folder in self._settings.folders:
-            yield from find_model_folders(Path(os.path.expanduser(folder)))
+            yield from find_model_folders(resolve_home(folder))
         if self._hub is not None:
             yield from find_snapshots(self._hub)
 

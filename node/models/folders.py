@@ -4,6 +4,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
+from host.private_files import resolve_home
+
 MODEL, PACKAGE = "config.json", "model_index.json"
 """Files that identify a model and a diffusers package."""
 MAX_DEPTH = 3
@@ -16,7 +18,7 @@ def get_hub_folder(environment: Mapping[str, str]) -> Path:
     """Return the folder of Hugging Face's cache, by the environment variables that `huggingface_hub` uses. `~` stands
     for the home folder there as well."""
     home = environment.get("HF_HOME") or os.path.join(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return Path(os.path.expanduser(environment.get("HF_HUB_CACHE") or os.path.join(home, "hub")))
+    return resolve_home(environment.get("HF_HUB_CACHE") or os.path.join(home, "hub"))
 
 
 def use_hub_folder(setting: str, environment: MutableMapping[str, str]) -> None:

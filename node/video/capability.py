@@ -9,6 +9,7 @@ from pathlib import Path
 import structlog
 from msgspec.structs import replace
 
+from host.private_files import resolve_home
 from node.models.folders import get_hub_folder
 from node.settings import NodeSettings
 from node.video import environment, packages
@@ -136,4 +137,4 @@ class VideoCapability:
 def get_environments_folder(settings: NodeSettings, state: Path) -> Path:
     """Return the folder of the video workers' environments: `worker.environments`, or else a folder below `state`."""
     wanted = settings.worker.environments
-    return Path(os.path.expanduser(wanted)) if wanted else state / "node" / "video" / "environments"
+    return resolve_home(wanted) if wanted else state / "node" / "video" / "environments"

@@ -9,12 +9,12 @@ engine's catalogue, which has two entries: packages with one expert, and package
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from host.private_files import resolve_home
 from node.models.folders import PACKAGE, find_model_folders, find_snapshots
 from node.models.weight_files import Digest, list_visible_files, read_header
 from wire.identity import is_valid_model
@@ -69,7 +69,7 @@ def find_packages(folders: tuple[str, ...], hub: Path | None) -> dict[str, Packa
 
 def _find_folders(folders: tuple[str, ...], hub: Path | None) -> Iterator[tuple[str, Path]]:
     for folder in folders:
-        yield from find_model_folders(Path(os.path.expanduser(folder)), PACKAGE)
+        yield from find_model_folders(resolve_home(folder), PACKAGE)
     if hub is not None:
         yield from find_snapshots(hub, PACKAGE)
 

@@ -4,13 +4,13 @@ A cached prefix shows in `usage.cached_tokens`, in the time to the first token a
 key would tell that key, word by word, whether a prompt has been sent before.
 """
 
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
+from host.private_files import resolve_home
 from host.settings_loader import Section, SettingsError
 from wire.frames import SHARED_SCOPE, Message
 from wire.units import MIB
@@ -78,7 +78,7 @@ def open_scopes(settings: CacheSettings) -> CacheScopes:
     """
     prompts: set[str] = set()
     for name in settings.shared_prompts:
-        text = _read_prompt(Path(os.path.expanduser(name)))
+        text = _read_prompt(resolve_home(name))
         prompts |= {text, text.removesuffix("\n")}  # editors end a file with a newline
     return CacheScopes(settings.share, prompts)
 

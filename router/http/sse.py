@@ -22,6 +22,7 @@ _HEADERS: list[Header] = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+_LEFT = from_failure(CANCELLED.code, CANCELLED.message)
 
 
 class EventSink(Protocol):
@@ -185,6 +186,7 @@ class StreamPump:
         source, stream = self._source, self._stream
         if stream.busy:
             if source.outcome is SLOW:
+                self._encode_end(SLOW)
                 stream.abandon()
             return
         while True:
@@ -220,6 +222,9 @@ class StreamPump:
     def _encode_end(self, outcome: Outcome) -> bytes:
         if isinstance(outcome, Finished):
             return self._chunks.encode_end(outcome)
+        if outcome is CANCELLED or outcome is SLOW:
+            self._chunks.encode_failure(_LEFT)  # some routes store the answer so far; no client reads this event
+            return b""
         problem = build_problem(outcome)
         return b"" if problem is None else self._chunks.encode_failure(problem)
 

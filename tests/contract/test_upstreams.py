@@ -20,6 +20,7 @@ from router.profiles import ProfileSettings
 from router.settings import RouterSettings
 from router.upstreams import UpstreamSettings
 from tests.support import upstream
+from tests.support.cluster.asgi_call import Call
 from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_memory, a_model
 from tests.support.upstream import WORDS, read_seen
 from wire.units import GIB
@@ -48,6 +49,7 @@ def key_file(tmp_path: Path) -> Path:
 async def served(url: str, key_file: Path | str, model: str = "far", **more: Any) -> AsyncIterator[LoopbackCluster]:
     options: dict[str, Any] = {"idle_seconds": 2.0, "total_seconds": 20.0, "connect_seconds": 2.0}
     default = more.pop("upstreams_by_default", True)
+    slow_seconds = more.pop("slow_client_seconds", 60.0)
     settings = RouterSettings(
         aliases={"coder": ("big-30b", "upstream:home")},
         profiles={
@@ -56,6 +58,7 @@ async def served(url: str, key_file: Path | str, model: str = "far", **more: Any
         },
         upstreams={"home": UpstreamSettings(url=url, model=model, key_file=str(key_file), **(options | more))},
         upstreams_by_default=default,
+        slow_client_seconds=slow_seconds,
     )
     cluster = LoopbackCluster(LoopbackNode("studio", a_memory(), (BIG,)), settings=settings)
     async with cluster.serving() as base:
@@ -496,3 +499,102 @@ async def test_a_stream_that_ends_before_its_first_event_is_one_error(key_file: 
             assert (answer.status_code, answer.json()["error"]["code"]) == (502, "upstream_failed")
             assert "ended its stream in the middle of the answer" in answer.text
             assert counts(cluster) == {"failed": 1}
+
+
+def event(delta: dict[str, str], reason: str | None = None) -> bytes:
+    return b"data: " + json.dumps({"choices": [{"index": 0, "delta": delta, "finish_reason": reason}]}).encode() + EOE
+
+
+EOE = b"\n\n"
+WORD, END = event({"content": "Far"}), event({}, "stop") + b"data: [DONE]" + EOE
+STREAM: Any = {"model": "coder", "messages": MESSAGES, "stream": True}
+
+
+class Fixed:
+    """Upstream that answers each request with the same events, sent in one write. Without `ends`, no answer ends."""
+
+    def __init__(self, events: bytes, *, ends: bool = True) -> None:
+        self._answer = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+        self._answer += b"%x\r\n%s\r\n" % (len(events), events) + (b"0\r\n\r\n" if ends else b"")
+        self.connections = 0
+        self.bodies: list[bytes] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                self.bodies.append(await reader.readexactly(int(head.partition("content-length: ")[2].split()[0])))
+                writer.write(self._answer)
+        writer.close()
+
+    @contextlib.asynccontextmanager
+    async def served(self, **settings: Any) -> AsyncIterator[LoopbackCluster]:
+        """Yield a cluster whose last candidate is this upstream."""
+        server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+        try:
+            async with served(url, "", **settings) as cluster, asyncio.timeout(20):
+                yield cluster
+        finally:
+            server.close()
+
+
+async def test_a_chunk_that_arrives_together_with_an_error_is_passed_on():
+    async with Fixed(WORD + b'data: {"error":{"message":"x"}}' + EOE).served() as cluster:
+        call = await Call(cluster, STREAM).run()
+        word, problem, _ = call.body.split(EOE)
+        assert json.loads(word[6:])["choices"][0]["delta"] == {"content": "Far"}
+        assert "sent an error in place of an answer" in json.loads(problem[6:])["error"]["message"]
+        assert counts(cluster) == {"interrupted": 1}
+
+
+async def test_a_comment_that_arrives_together_with_an_error_begins_no_stream():
+    async with Fixed(b": wait" + EOE + b'data: {"error":{"message":"x"}}' + EOE).served() as cluster:
+        call = await Call(cluster, STREAM).run()
+        assert (call.status, call.error["code"], counts(cluster)) == (502, "upstream_failed", {"failed": 1})
+
+
+async def test_a_connection_is_used_again_after_a_stream():
+    upstream = Fixed(WORD + END)
+    async with upstream.served() as cluster:
+        for _ in range(2):
+            assert (await Call(cluster, STREAM).run()).body.endswith(b"data: [DONE]" + EOE)
+    assert (len(upstream.bodies), upstream.connections) == (2, 1)
+
+
+async def test_a_stream_is_complete_at_its_last_event(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("router.http.upstream.client.REST_SECONDS", 0.01)
+    async with Fixed(WORD + END, ends=False).served(idle_seconds=30.0) as cluster:
+        assert (await Call(cluster, STREAM).run()).body.endswith(b"data: [DONE]" + EOE)
+        assert counts(cluster) == {"ok": 1}
+
+
+async def test_a_client_that_does_not_read_is_no_fault_of_its_upstream(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("router.dispatch.circuit_breaker.MAX_FAULTS", 1)
+    async with Fixed(WORD + END).served(slow_client_seconds=0.05, total_seconds=2.0) as cluster:
+        call = Call(cluster, STREAM)
+        call.reading.clear()
+        await call.run()
+        assert (counts(cluster), cluster.dispatcher.counters.slow_clients) == ({"cancelled": 1}, 1)
+        (record,) = cluster.dispatcher.history.records
+        assert (record.outcome, record.completion_tokens) == ("slow_client", 2)
+        assert cluster.dispatcher.upstreams.find_obstacle("home") == ""
+
+
+async def test_time_of_a_slow_reader_is_not_time_of_the_upstream():
+    async with Fixed(WORD + END).served(total_seconds=1.0) as cluster:
+        call = Call(cluster, STREAM)
+        call.reading.clear()
+        asyncio.get_running_loop().call_later(1.2, call.reading.set)
+        assert (await call.run()).body.endswith(b"data: [DONE]" + EOE)
+        assert counts(cluster) == {"ok": 1}
+
+
+async def test_fields_of_a_client_are_passed_on_as_they_are_written():
+    upstream = Fixed(WORD + END)
+    written = b'{"model":"coder","messages":[{"role":"user","content":"hi"}],"stream":true,"own":[1e999,-0.0,1E2]}'
+    async with upstream.served() as cluster:
+        assert (await Call(cluster, written).run()).status == 200
+    own = b'"own":[1e999,-0.0,1E2],"stream_options":{"include_usage":true}}'
+    assert upstream.bodies == [written.replace(b'"coder"', b'"far"').partition(b'"own"')[0] + own]

@@ -168,8 +168,11 @@ class WishRoutes:
         }
 
     def _get_names(self, nodes: tuple[NodeId, ...]) -> list[str]:
-        members = self._store.members
-        return [members[node].name if node in members else node for node in nodes]
+        rows = {node: self._store.members.get(node) for node in nodes}
+        return [
+            node if row is None else row.name if row.removed is None else f"{row.name} (removed)"
+            for node, row in rows.items()
+        ]
 
 
 def _build_action_row(action: WishAction) -> dict[str, Any]:

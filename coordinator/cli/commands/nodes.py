@@ -311,4 +311,5 @@ def approve(session: ApiSession, code: str | None, reject: bool) -> None:
         )
         return
     answer = session.request_json("DELETE" if reject else "POST", f"/api/v1/joins/{quote(code, safe='')}")
-    session.print_answer(answer, lambda answer: click.echo(f"{answer['name']} {'rejected' if reject else 'joined'}"))
+    text = "is rejected" if reject else "is approved: `cluster nodes` shows it once it has joined"
+    session.print_answer(answer, lambda answer: click.echo(f"{answer['name']} {text}"))

@@ -152,9 +152,10 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) 
     """
     from coordinator.client.config_inspect import inspect_settings
     from coordinator.cluster.local_node import LocalNodeElsewhereError, check_node_cluster
+    from host.private_files import resolve_home
 
     for model in models:
-        if not os.path.isdir(os.path.expanduser(model)):
+        if not os.path.isdir(resolve_home(str(model))):
             raise CommandError(2, f"--models: {model} is not a folder")
     if not (folder / "cluster.db").exists():
         try:
@@ -166,7 +167,7 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) 
         raise CommandError(2, "\n".join(fault.render() for fault in report.faults))
     for row in report.rows:
         for place in row["value"] if row["key"] == "models.folders" else ():
-            if not os.path.isdir(os.path.expanduser(place)):
+            if not os.path.isdir(resolve_home(place)):
                 raise CommandError(2, f"models.folders ({row['origin']}): {place} is not a folder")
 
 

@@ -5,7 +5,8 @@ The coordinator only chooses the node; the node alone grants. First choice is a 
 knows these models. A node that refused is skipped for the time that its refusal states.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -78,20 +79,35 @@ def get_profile(package: VideoPackage, profiles: Profiles) -> VideoMemoryProfile
     return profiles.get(get_profile_key(package)) or predict_profile(package)
 
 
-def find_packages(view: ClusterView, model: str, labels: Iterable[str] = ()) -> Iterator[tuple[NodeView, VideoPackage]]:
-    """Yield the nodes with all of these labels and a usable package of `model`, with that package."""
+def find_packages(view: ClusterView, model: str, labels: Iterable[str] = ()) -> list[tuple[NodeView, VideoPackage]]:
+    """Return the nodes with all of these labels and the served package of `model`, with that package.
+
+    Of different packages under one name, the one on the most nodes is served, if a ready node has it. Of equals, it is
+    the one with the smallest fingerprint. The other packages are not used.
+    """
+    offers = _list_offers(view, model, labels)
+    ready = {package.fingerprint for node, package in offers if node.state == NodeState.READY}
+    counts = Counter(package.fingerprint for _, package in offers)
+    served = min(counts, key=lambda known: (known not in ready, -counts[known], known), default="")
+    return [(node, package) for node, package in offers if package.fingerprint == served]
+
+
+def _list_offers(view: ClusterView, model: str, labels: Iterable[str]) -> list[tuple[NodeView, VideoPackage]]:
+    """Return the nodes with all of these labels and any usable package of `model`, with that package."""
     wanted = frozenset(labels)
-    for node in view.nodes:
-        if not wanted <= node.labels:
-            continue
-        for package in node.video.packages:
-            if package.name == model and not package.cause:
-                yield node, package
+    return [
+        (node, package)
+        for node in view.nodes
+        if wanted <= node.labels
+        for package in node.video.packages
+        if package.name == model and not package.cause
+    ]
 
 
 def list_video_models(view: ClusterView) -> dict[str, VideoPackage]:
-    """Return the usable video models of all nodes, by name. Of a model on several nodes, return the last package."""
-    return {package.name: package for node in view.nodes for package in node.video.packages if not package.cause}
+    """Return the served packages of all usable video models, by name."""
+    names = dict.fromkeys(package.name for node in view.nodes for package in node.video.packages if not package.cause)
+    return {name: find_packages(view, name)[0][1] for name in names}
 
 
 def choose_node(
@@ -104,17 +120,19 @@ def choose_node(
     job = table.head
     if job is None:
         return None
+    model, labels = job.wanted.model, job.wanted.labels
+    packages = find_packages(view, model, labels)
     ratings = sorted(
-        (
-            rate_node(table, node, package, job, profiles, now, report_now)
-            for node, package in find_packages(view, job.wanted.model, job.wanted.labels)
-        ),
+        (rate_node(table, node, package, job, profiles, now, report_now) for node, package in packages),
         key=lambda rating: (-rating.readiness, -rating.headroom, rating.node),
     )
     best = ratings[0] if ratings else None
     if best is not None and best.readiness >= NodeReadiness.TIGHT:
         return LeaseChoice(job, best.node)
-    return NoLeaseChoice(job, _describe_wait(job, best), best is not None and best.readiness == NodeReadiness.BUSY)
+    served = {node.id for node, _ in packages}
+    unused = [node.name for node, _ in _list_offers(view, model, labels) if node.id not in served]
+    phase = _describe_wait(job, best, unused)
+    return NoLeaseChoice(job, phase, best is not None and best.readiness == NodeReadiness.BUSY)
 
 
 def rate_node(
@@ -186,11 +204,16 @@ def _explain_absence(node: NodeView, at: float) -> str:
     return explain_denial(node) or ("" if node.video.ray else node.video.ray_cause or "Ray is starting there")
 
 
-def _describe_wait(job: VideoJob, best: LeaseCandidate | None) -> str:
+def _describe_wait(job: VideoJob, best: LeaseCandidate | None, unused: list[str]) -> str:
+    """Return why a job waits. `unused` are the names of the nodes that have another package under the job's model."""
+    model = job.wanted.model
     if best is None:
         labels = f" and the labels {', '.join(job.wanted.labels)}" if job.wanted.labels else ""
-        return f"waiting for a node that has {job.wanted.model}{labels}"
-    return job.phase if best.readiness == NodeReadiness.PAUSED else f"waiting: {best.why}"
+        return f"waiting for a node that has {model}{labels}"
+    if best.readiness == NodeReadiness.PAUSED:
+        return job.phase
+    others = f"; other files under the name {model} on {', '.join(unused[:3])} are not used" if unused else ""
+    return f"waiting: {best.why}{others}"
 
 
 def find_nearest_misfit(

@@ -128,6 +128,8 @@ class MemoryProbe:
     """Largest number of rows that decoded together."""
     row_bytes: int = 0
     """Approximate bytes of its rows now."""
+    refused_bytes: int = 0
+    """Bytes of the first forward that the gate refused, with its row; 0 if it refused none."""
     _ends: float = 0.0
 
     def run(self) -> Iterator[None]:
@@ -197,7 +199,7 @@ class MemoryProbe:
         if time.monotonic() + expected > self._ends:
             return False
         needed = compute_row_bytes(loaded_model.kv, past + tokens) - compute_row_bytes(loaded_model.kv, past)
-        if not self.check(needed + estimator.estimate_chunk(tokens, past)):
+        if not self._passes_gate(needed + estimator.estimate_chunk(tokens, past)):
             return False
         before = measure_extent(cache)
         clear_buffers()
@@ -215,6 +217,12 @@ class MemoryProbe:
         )
         self.chunks.append(ForwardMeasurement(tokens, past, grew, wrote, self.peak_meter.measure_charged_bytes()))
         return True
+
+    def _passes_gate(self, size: int) -> bool:
+        passes = self.check(size)
+        if not passes:
+            self.refused_bytes = self.refused_bytes or size + self.row_bytes
+        return passes
 
     def _measure_decode(self) -> Iterator[None]:
         """Decode a few steps in batches of more and more rows."""
@@ -235,7 +243,7 @@ class MemoryProbe:
         most = max(
             estimator.estimate_chunk(tokens, 0, last=True), estimator.estimate_step(rows, tokens + STEPS_PER_SIZE)
         )
-        if time.monotonic() + expected > self._ends or not self.check(needed + most):
+        if time.monotonic() + expected > self._ends or not self._passes_gate(needed + most):
             return False
         ids = list(islice(cycle(self.ids), tokens))
         cache = create_cache(loaded_model.model)
@@ -291,4 +299,5 @@ class MemoryProbe:
             max((chunk.past + chunk.tokens for chunk in self.chunks), default=0),
             self.rows,
             round(self.seconds - max(0.0, self._ends - time.monotonic()), 3),
+            refused_bytes=0 if self.full else self.refused_bytes,
         )

@@ -74,6 +74,9 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     failed: str = ""
     """Diagnosis if no attempt with the longest row passed a reading, else empty. It is stored so that later loads
     repeat it without another measurement."""
+    refused_bytes: int = 0
+    """Bytes of the first forward that the gate refused to the probe at a load, with its row; 0 without one. Loads
+    measure again if twice these bytes pass then. A sweep measures as far as the gate allows, and has 0."""
 
 
 def build_key(fingerprint: str, hardware: Hardware) -> MemoryProfileKey:
@@ -140,5 +143,5 @@ class MemoryProfileStore:
 
 def _is_sane(profile: MemoryProfile) -> bool:
     """Return whether all numbers are within measurable bounds."""
-    numbers = (*msgspec.structs.astuple(profile.transient), profile.residual, profile.highest)
+    numbers = (*msgspec.structs.astuple(profile.transient), profile.residual, profile.highest, profile.refused_bytes)
     return all(0 <= number < 2**60 for number in numbers) and 0 < profile.share <= 1

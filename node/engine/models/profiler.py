@@ -97,7 +97,9 @@ class Profiler:
 
     def probe(self, loaded_model: LoadedModel, *, alone: bool) -> Iterator[None]:
         """Set the memory profile of a model: the stored one, or a new one if none is stored for its KV parameters.
-        Each step of the iterator runs one forward of the measurement.
+
+        Measure again if the gate cut the stored one short and has room for more now. Each step of the iterator runs one
+        forward of the measurement.
 
         With `alone`, no other model is loaded, and the longest row of a new profile is checked against a memory
         reading. A failure is logged and does not end the load. An encoder has no rows and gets no profile.
@@ -106,7 +108,7 @@ class Profiler:
             return
         key = build_key(loaded_model.descriptor.fingerprint, self._hardware)
         stored = self._profiles.read(key)
-        if stored is not None and stored.kv == loaded_model.kv:
+        if stored is not None and stored.kv == loaded_model.kv and not self._can_measure_more(stored):
             self._apply_profile(loaded_model, stored)
             log.info("profile", model=loaded_model.name, source="kept", residual=show_size(stored.residual))
             if stored.failed:
@@ -120,6 +122,13 @@ class Profiler:
                 log.warning("profile", model=loaded_model.name, cause=loaded_model.stats.profile.failed)
         except Exception as error:
             log.warning("probe broken", model=loaded_model.name, error=f"{type(error).__name__}: {error}"[:300])
+
+    def _can_measure_more(self, stored: MemoryProfile) -> bool:
+        """Return whether the gate now admits twice the forward at which it ended a measurement.
+
+        A measurement with less room would perhaps end at the same forward, at each load again.
+        """
+        return stored.refused_bytes > 0 and self._check(2 * stored.refused_bytes)
 
     def create_sweep_probe(self, loaded_model: LoadedModel) -> MemoryProbe:
         """Return the probe of a sweep, which measures as far as the gate allows. After its run, `store_sweep` makes a

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from host.private_files import create_private_folder
+from host.private_files import create_private_folder, resolve_home
 from node.hub.download.disk_space import DiskSpace
 from node.hub.errors import ModelFileError
 from node.hub.model_places import locate_model
@@ -123,7 +123,7 @@ def choose_folder(settings: ModelSettings, own: Path) -> Path:
 
     A folder that is a model itself is not searched for further models. Raise `ModelFileError` if there is none.
     """
-    for folder in (Path(os.path.expanduser(path)) for path in settings.folders):
+    for folder in (resolve_home(path) for path in settings.folders):
         if folder != own and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) and not _is_model(folder):
             return folder
     try:

@@ -127,10 +127,14 @@ class Quantizer:
             self._progress = ChildProgress(phase=ModelOrderPhase.LEASING, total=plan.cost.stored)
             report(self._progress)
             try:
-                await self._reserve_memory(plan)
-                end = await self._convert(plan, run_child, report)
-            finally:
-                self._lessor.return_memory()
+                try:
+                    await self._reserve_memory(plan)
+                    end = await self._convert(plan, run_child, report)
+                finally:
+                    self._lessor.return_memory()
+            except BaseException:
+                await asyncio.to_thread(plan.discard)
+                raise
             return await asyncio.to_thread(_finish, plan, end)
         finally:
             repeating.cancel()

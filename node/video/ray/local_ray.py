@@ -29,7 +29,7 @@ from typing import Literal
 
 import structlog
 
-from host.private_files import create_private_folder, write_private
+from host.private_files import create_private_folder, resolve_home, write_private
 from node.settings import WorkerSettings
 from node.video.ray import ray_process
 from node.video.ray.driver_link import (
@@ -273,7 +273,7 @@ class LocalRay:
         wanted = self._settings.ray_folder
         if not wanted:
             return ray_process.create_short_folder(self._files)
-        return create_private_folder(Path(os.path.expanduser(wanted)))
+        return create_private_folder(resolve_home(wanted))
 
     def _store_output(self, output: bytes) -> None:
         """Write the output of Ray's start to the log file. Later output is in the logs of Ray's session."""

@@ -19,6 +19,7 @@ from router.dialects.shared.tools import ClientTool, decode_input
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
 from wire.frames import Channel, Delta, Finished
+from wire.refusals import FailureCode
 
 Shape = dict[str, object]
 _PREFIX = {Channel.CONTENT: "msg", Channel.REASONING: "rs", Channel.TOOL_CALL: "fc"}
@@ -142,15 +143,15 @@ def encode_response(
 class ResponseChunks:
     """Encoder of one streamed answer into numbered events.
 
-    `on_complete` is called at the end of an answer that has not failed, with its JSON and its content.
+    `on_end` is called at the end of an answer with its JSON and its content, also if it failed or its client left.
     """
 
     def __init__(
-        self, outline: ResponseMeta, spec: RequestSpec, on_complete: Callable[[bytes, SingleChoiceAnswer], None]
+        self, outline: ResponseMeta, spec: RequestSpec, on_end: Callable[[bytes, SingleChoiceAnswer], None]
     ) -> None:
         self._outline = outline
         self._spec = spec
-        self._on_complete = on_complete
+        self._on_end = on_end
         self._number = 0
         self._pieces = StreamSplitter()
         self._output: list[Shape] = []
@@ -186,20 +187,29 @@ class ResponseChunks:
         return events
 
     def encode_end(self, finished: Finished) -> bytes:
-        """Encode the end of a complete stream, and call `on_complete`. The last event repeats the whole answer."""
+        """Encode the end of a complete stream, and call `on_end`. The last event repeats the whole answer."""
         events = self._close("incomplete" if is_cut_short(finished) else "completed")
         body = self._outline.build_finished_body(self._spec, self._output, finished)
-        reasoning, content = ("".join(self._texts[channel]) for channel in (Channel.REASONING, Channel.CONTENT))
-        assembled = SingleChoiceAnswer(reasoning, content, self._calls)
-        self._on_complete(msgspec.json.encode(body), assembled)
+        self._store(body)
         return events + self._encode_event(f"response.{body['status']}", response=body)
 
     def encode_failure(self, problem: Problem) -> bytes:
-        """Close the open item, and encode the event that ends a failed stream, with the reason and the items so far."""
+        """Close the open item, and encode the event that ends a failed stream, with the reason and the items so far.
+
+        Call `on_end`, because the next request may refer to items that the client has.
+        """
         code = "rate_limit_exceeded" if problem.status == HTTPStatus.TOO_MANY_REQUESTS else "server_error"
         error = {"code": code, "message": problem.message, "type": problem.code}
-        body = self._outline.build_body(self._spec, "failed", self._output, error=error)
-        return self._close("incomplete") + self._encode_event("response.failed", response=body)
+        has_left = problem.code == FailureCode.CANCELLED
+        events = self._close("incomplete")
+        status, reason = ("cancelled", None) if has_left else ("failed", error)
+        body = self._outline.build_body(self._spec, status, self._output, error=reason)
+        self._store(body)
+        return events + self._encode_event("response.failed", response=body)
+
+    def _store(self, body: Shape) -> None:
+        reasoning, content = ("".join(self._texts[channel]) for channel in (Channel.REASONING, Channel.CONTENT))
+        self._on_end(msgspec.json.encode(body), SingleChoiceAnswer(reasoning, content, self._calls))
 
     def _begin(self, channel: Channel) -> bytes:
         self._open, self._text = channel, []

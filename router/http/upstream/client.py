@@ -5,17 +5,19 @@ TLS is verified, redirects are not followed, and no proxy and no credentials are
 log, error or representation of an object contains it.
 """
 
+import asyncio
 import os
 import ssl
 import stat
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import httpx2
 import msgspec
 
+from host.private_files import resolve_home
 from router.http.upstream.events import UpstreamStreamError, parse_object
 from router.upstreams import UpstreamSettings
 
@@ -24,6 +26,8 @@ MAX_ERROR_BYTES = 64 * 1024
 MAX_REASON_CHARS = 300
 """Maximum characters of an upstream's own message in an error."""
 MAX_CONNECTIONS = 64
+REST_SECONDS = 1.0
+"""Maximum seconds for the rest of an answer that is complete for its reader."""
 ABOUT_REQUEST = frozenset({400, 404, 413, 422})
 """Statuses for a fault of the request. For these, the message of the upstream is passed on to the client."""
 
@@ -80,7 +84,7 @@ def create_clients(upstreams: Mapping[str, UpstreamSettings]) -> dict[str, "Upst
     clients: dict[str, UpstreamClient] = {}
     for name, settings in upstreams.items():
         try:
-            key = read_key_file(Path(os.path.expanduser(settings.key_file))) if settings.key_file else ""
+            key = read_key_file(resolve_home(settings.key_file)) if settings.key_file else ""
             clients[name] = UpstreamClient(name, settings, key)
         except KeyFileError as error:
             raise KeyFileError(f"router.upstreams.{name}.key_file: {error}") from None
@@ -100,6 +104,15 @@ def create_tls_context(authority: str | None) -> ssl.SSLContext:
     return context
 
 
+async def _read_rest(received: AsyncIterator[bytes]) -> None:
+    """Read the rest of an answer that is complete for its reader, because only then can a request use the connection
+    again. Stop without an error after `REST_SECONDS`."""
+    with suppress(TimeoutError, httpx2.HTTPError, httpx2.StreamError):
+        async with asyncio.timeout(REST_SECONDS):
+            async for _ in received:
+                pass
+
+
 class UpstreamClient:
     """HTTP client of the upstream `name`. `key` is the API key for that server; empty without one.
 
@@ -113,7 +126,7 @@ class UpstreamClient:
         headers = {"accept-encoding": "identity", "user-agent": "macpool"}
         if key:
             headers["authorization"] = f"Bearer {key}"
-        authority = str(Path(os.path.expanduser(settings.ca_file))) if settings.ca_file else None
+        authority = str(resolve_home(settings.ca_file)) if settings.ca_file else None
         self._client = httpx2.AsyncClient(
             headers=headers,
             verify=create_tls_context(authority),
@@ -146,7 +159,9 @@ class UpstreamClient:
                 timeout=timeout,
             ) as response:
                 await self._check_response(response, stream=stream)
-                yield response.aiter_raw()
+                received = response.aiter_raw()
+                yield received
+                await _read_rest(received)
         except httpx2.ConnectTimeout:
             text = f"did not accept a connection within {settings.connect_seconds:g} s"
             raise self.build_error(text) from None

@@ -6,13 +6,14 @@ Defaults of a profile are added where the body has none. Nothing of the client's
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from typing import Any, cast
+from contextlib import suppress
+from typing import Any
 
 import msgspec
 
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.request import RequestFailure
+from router.dispatch.request import SLOW, Outcome, RequestFailure
 from router.errors import Header, Problem
 from router.http.exchange import Exchange
 from router.http.sse import build_problem
@@ -28,6 +29,7 @@ from router.http.upstream.events import (
     read_usage,
 )
 from router.profiles import PENALTIES, ProfileSettings
+from router.settings import RouterSettings
 from wire.frames import Finished
 from wire.refusals import FailureCode
 
@@ -40,28 +42,31 @@ _COMMENT = b": waiting\n\n"
 _BYTES_PER_TOKEN = 4
 
 
+class _SlowClientError(Exception):
+    """Error for a client that reads nothing of its stream for the time of the settings."""
+
+
 class UpstreamForwarder:
     """Forwarder of requests to upstreams.
 
-    `clients` has the HTTP client of each upstream by its name. `profiles` has the profiles of the settings by
-    their names; their defaults are added to bodies.
+    `clients` has the HTTP client of each upstream by its name. `settings` has the profiles, whose defaults are added to
+    bodies, and the maximum time without progress of a stream.
     """
 
-    def __init__(
-        self, dispatcher: Dispatcher, clients: Mapping[str, UpstreamClient], profiles: Mapping[str, ProfileSettings]
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, clients: Mapping[str, UpstreamClient], settings: RouterSettings) -> None:
         self._dispatcher = dispatcher
         self._clients = clients
-        self._profiles = profiles
+        self._settings = settings
 
     async def forward(self, exchange: Exchange, request: ActiveRequest, body: bytes) -> None:
         """Pass a request with this body on to its upstream, and answer the client.
 
         The request ends here, or earlier because its client left or the coordinator stops.
         """
-        client = self._clients[request.answer.upstream]
-        passing = _Passing(exchange, self._dispatcher, client, request, _build_headers(exchange, request, client.name))
-        work = asyncio.ensure_future(passing.run(_build_body(body, request, client, self._profiles)))
+        client, settings = self._clients[request.answer.upstream], self._settings
+        headers = _build_headers(exchange, request, client.name)
+        passing = _Passing(exchange, self._dispatcher, client, request, headers, settings.slow_client_seconds)
+        work = asyncio.ensure_future(passing.run(_build_body(body, request, client, settings.profiles)))
         request.answer.attach(lambda: _cancel(work))
         try:
             await asyncio.wait({work})
@@ -84,45 +89,44 @@ class _Passing:
         client: UpstreamClient,
         request: ActiveRequest,
         headers: list[Header],
+        slow_seconds: float,
     ) -> None:
         self._exchange = exchange
         self._dispatcher = dispatcher
         self._client = client
         self._request = request
         self._headers = headers
+        self._slow_seconds = slow_seconds
         self._label = request.demand.model
         self._is_open = False
         self._usage: Usage | None = None
         self._chunks = 0
+        self._ends = 0.0
+        """End of the upstream's time for the answer, in seconds of the loop's clock."""
 
     async def run(self, body: bytes) -> None:
         """Send the body, answer the client, and end the request."""
         stream, seconds = self._request.spec.stream, self._client.settings.total_seconds
-        failure: UpstreamError | None = None
-        rendered = b""
+        self._ends = asyncio.get_running_loop().time() + seconds
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout_at(self._ends) as clock:
                 async with self._client.request(_get_path(self._exchange), body, stream=stream) as received:
                     self._request.record_prefill(self._estimate_prompt_tokens(), 0)
+                    answer = b""
                     if stream:
-                        await self._pass_events(received)
+                        await self._pass_events(received, clock)
                     else:
-                        rendered = await self._read_answer(received)
+                        answer = await self._read_answer(received)
+                    clock.reschedule(None)
+                    await self._complete(answer)
+        except _SlowClientError:
+            self._end_slow()
         except TimeoutError:
-            failure = self._client.build_error(f"did not end within {seconds:g} s")
+            await self._fail(self._client.build_error(f"did not end within {seconds:g} s"))
         except UpstreamStreamError as error:
-            failure = self._client.build_error(str(error))
+            await self._fail(self._client.build_error(str(error)))
         except UpstreamError as error:
-            failure = error
-        self._request.answer.detach()
-        if failure is not None:
-            await self._fail(failure)
-            return
-        self._end_complete()
-        if stream:
-            await self._send(b"data: [DONE]\n\n", last=True)
-        else:
-            await self._exchange.answer(rendered, 200, self._headers)
+            await self._fail(error)
 
     async def end_stopped(self) -> None:
         """End a request whose client left, or that the coordinator stops."""
@@ -147,21 +151,31 @@ class _Passing:
         self._chunks = len(whole) // _BYTES_PER_TOKEN
         return msgspec.json.encode({**answer, "model": self._label})
 
-    async def _pass_events(self, received: AsyncIterator[bytes]) -> None:
-        reader, finished = EventReader(), False
+    async def _pass_events(self, received: AsyncIterator[bytes], clock: asyncio.Timeout) -> None:
+        """Send the events of an upstream to the client, up to the end of the stream.
+
+        Also the text that arrives together with a fault is sent. `clock` limits the time of the upstream.
+        """
+        reader, finished, is_done = EventReader(), False, False
         async for part in received:
             events = b""
-            for data in reader.feed(part):
-                if data == DONE:
-                    await self._send(events)
-                    return
-                if not data:
-                    events += _COMMENT
-                    continue
-                chunk = parse_object(data)
-                finished = is_finished(check_answer(chunk)) or finished
-                events += self._convert_chunk(chunk)
-            await self._send(events)
+            try:
+                for data in reader.feed(part):
+                    if data == DONE:
+                        is_done = True
+                        break
+                    if not data:
+                        events += _COMMENT
+                        continue
+                    chunk = parse_object(data)
+                    finished = is_finished(check_answer(chunk)) or finished
+                    events += self._convert_chunk(chunk)
+            except UpstreamStreamError:
+                await self._send_in_time(events.replace(_COMMENT, b""), clock)
+                raise
+            await self._send_in_time(events, clock)
+            if is_done:
+                return
         if not finished:
             raise UpstreamStreamError("ended its stream in the middle of the answer")
 
@@ -175,26 +189,57 @@ class _Passing:
             return b""
         return b"data: " + msgspec.json.encode({**chunk, "model": self._label}) + b"\n\n"
 
+    async def _send_in_time(self, events: bytes, clock: asyncio.Timeout) -> None:
+        """Send events, and extend the time of the upstream by the time in which the client reads them."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        clock.reschedule(None)
+        await self._send(events)
+        self._ends += loop.time() - began
+        clock.reschedule(self._ends)
+
     async def _send(self, events: bytes, *, last: bool = False) -> None:
+        """Send events to the client. Raise `_SlowClientError` if it reads too little for too long."""
         if not events:
             return
-        if not self._is_open:
-            self._is_open = True
-            self._exchange.begin()
-            kind = (b"content-type", self._exchange.style.stream)
-            head = [kind, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
-            headers = [*head, *self._exchange.build_id_headers(), *self._headers]
-            await self._exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
-        await self._exchange.send({"type": "http.response.body", "body": events, "more_body": not last})
+        try:
+            async with asyncio.timeout(self._slow_seconds):
+                await self._open_stream()
+                await self._exchange.send({"type": "http.response.body", "body": events, "more_body": not last})
+        except TimeoutError:
+            raise _SlowClientError from None
+
+    async def _open_stream(self) -> None:
+        if self._is_open:
+            return
+        self._is_open = True
+        self._exchange.begin()
+        kind = (b"content-type", self._exchange.style.stream)
+        head = [kind, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
+        headers = [*head, *self._exchange.build_id_headers(), *self._headers]
+        await self._exchange.send({"type": "http.response.start", "status": 200, "headers": headers})
 
     # ends
 
-    def _end_complete(self) -> None:
+    async def _complete(self, answer: bytes) -> None:
+        """End a request that the upstream answered. `answer` is the answer; empty for a stream."""
         usage = self._usage or Usage(self._estimate_prompt_tokens(), self._chunks)
         choices = self._request.spec.params.n
         finished = Finished(0, ("stop",) * choices, usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens)
-        self._dispatcher.upstreams.end_request(self._request, finished)
+        self._end(finished)
         self._record("ok", prompt=usage.prompt_tokens, completion=usage.completion_tokens)
+        if answer:
+            await self._exchange.answer(answer, 200, self._headers)
+        else:
+            await self._send(b"data: [DONE]\n\n", last=True)
+
+    def _end_slow(self) -> None:
+        """End a request whose client does not read its stream, which is no fault of the upstream."""
+        self._dispatcher.counters.count_slow_client()
+        if self._request.outcome is None:
+            prompt, completion = self._count_tokens()
+            self._end(SLOW)
+            self._record("cancelled", prompt=prompt, completion=completion)
 
     async def _fail(self, error: UpstreamError) -> None:
         """End the request with a failure: a plain answer before the first byte, else an event."""
@@ -205,17 +250,24 @@ class _Passing:
         local = self._request.alias.refused if self._request.alias is not None else None
         message = error.message if local is None else f"{error.message}; {local.message}"
         memory = None if local is None else local.numbers
-        self._dispatcher.upstreams.end_request(self._request, RequestFailure(FailureCode.UPSTREAM_FAILED, message))
+        self._end(RequestFailure(FailureCode.UPSTREAM_FAILED, message))
         problem = Problem(
             error.status, FailureCode.UPSTREAM_FAILED, message, memory=memory, retry_after=error.retry_after
         )
         await self._send_problem(problem)
 
+    def _end(self, outcome: Outcome) -> None:
+        """End the request, which does not cancel this work."""
+        self._request.answer.detach()
+        self._dispatcher.upstreams.end_request(self._request, outcome)
+
     async def _send_problem(self, problem: Problem) -> None:
-        if self._is_open:
-            await self._send(problem.encode_event(self._exchange.request_id), last=True)
-        else:
+        """Send a problem, unless the client does not read its stream."""
+        if not self._is_open:
             await self._exchange.refuse(problem, self._headers)
+            return
+        with suppress(_SlowClientError):
+            await self._send(problem.encode_event(self._exchange.request_id), last=True)
 
     def _record(self, outcome: str, *, fault: str = "", prompt: int = 0, completion: int = 0) -> None:
         self._dispatcher.upstreams.record_end(
@@ -248,29 +300,40 @@ def _build_headers(exchange: Exchange, request: ActiveRequest, upstream: str) ->
 def _build_body(
     body: bytes, request: ActiveRequest, client: UpstreamClient, profiles: Mapping[str, ProfileSettings]
 ) -> bytes:
-    """Return the body for the upstream: its model, the defaults of the profile, and token counts in the stream."""
-    fields = cast("dict[str, Any]", msgspec.json.decode(body))
+    """Return the body for the upstream: its model, the defaults of the profile, and token counts in the stream.
+
+    Every other field is passed on as the client wrote it, because some numbers of JSON have no value in Python.
+    """
+    fields: dict[str, Any] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
     fields["model"] = client.settings.model
     profile = profiles.get(request.spec.profile)
     if profile is not None:
         _add_defaults(fields, profile)
     if request.spec.stream and client.settings.stream_usage:
-        options = fields.get("stream_options")
-        fields["stream_options"] = {**(options or {}), "include_usage": True}
+        fields["stream_options"] = {**_read_members(fields.get("stream_options")), "include_usage": True}
     return msgspec.json.encode(fields)
 
 
 def _add_defaults(fields: dict[str, Any], profile: ProfileSettings) -> None:
     """Add the defaults of a profile to the fields of a body that are absent or null."""
     defaults = {name: getattr(profile, name) for name in _SAMPLING}
-    if fields.get("max_completion_tokens") is None:
+    if _is_absent(fields.get("max_completion_tokens")):
         defaults["max_tokens"] = profile.max_tokens
     for name, value in defaults.items():
-        if value is not None and fields.get(name) is None:
+        if value is not None and _is_absent(fields.get(name)):
             fields[name] = value
     if profile.chat_template_kwargs:
-        own = cast("dict[str, Any]", fields.get("chat_template_kwargs") or {})
+        own = _read_members(fields.get("chat_template_kwargs"))
         fields["chat_template_kwargs"] = {**profile.chat_template_kwargs, **own}
+
+
+def _is_absent(field: msgspec.Raw | None) -> bool:
+    return field is None or bytes(field) == b"null"
+
+
+def _read_members(field: msgspec.Raw | None) -> dict[str, msgspec.Raw]:
+    """Return the members of an object; empty for an absent field."""
+    return {} if field is None else msgspec.json.decode(field, type=dict[str, msgspec.Raw] | None) or {}
 
 
 def _cancel(work: asyncio.Future[None]) -> None:

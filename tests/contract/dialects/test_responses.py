@@ -1,5 +1,6 @@
 """`/v1/responses` with OpenAI's own library over a real server, and in the shapes of coding agents."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -8,10 +9,12 @@ import openai
 import pytest
 
 from router.dialects.openai.responses_store import ResponseStore, build_stored_response
+from router.settings import RouterSettings
 from tests.contract.dialects.test_anthropic import generated, play, spoken
-from tests.contract.dialects.test_chat import collect, library, plain, served
+from tests.contract.dialects.test_chat import collect, library, plain, served, until
+from tests.support.cluster.asgi_call import Call
 from tests.support.cluster.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, a_model
-from wire.frames import Message, ToolCall
+from wire.frames import Channel, Delta, Deltas, Message, ToolCall
 
 ALL = "".join(TEXT)
 ASK: dict[str, Any] = {"model": "tiny", "input": "hello"}
@@ -261,6 +264,61 @@ async def test_failed_stream_has_the_reason(cluster: LoopbackCluster):
     assert events[-1].type == "response.failed"
     assert events[-1].response.status == "failed"
     assert events[-1].response.error.code == "server_error"
+
+
+def read_id(call: Call) -> str:
+    """Return the id of a streamed answer."""
+    return json.loads(call.body.split(b"data: ")[1].split(b"\n")[0])["response"]["id"]
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_answer_so_far_of_a_stream_without_end_can_be_continued(cluster: LoopbackCluster, leaves: bool):
+    play(cluster, mute=True)
+    call = Call(cluster, ASK | {"stream": True}, path=PATH)
+    running = asyncio.create_task(call.run())
+    async with asyncio.timeout(20):
+        await until(lambda: any(one.reserved for one in cluster.nodes.values()))
+        node = next(one for one in cluster.nodes.values() if one.reserved)
+        request = next(iter(node.reserved))
+        cluster.say(node, Deltas((Delta(request, 0, (1,), ((Channel.CONTENT, "Once upon"),)),)))
+        await until(lambda: b"Once upon" in b"".join(sent.get("body", b"") for sent in call.sent))
+        if leaves:
+            call.leave()
+        else:
+            while not running.done():  # also on the node that resumes the answer
+                for one in cluster.nodes.values():
+                    cluster.fail(one)
+                await asyncio.sleep(0)
+        await running
+    first = read_id(call)
+    play(cluster, mute=False)
+    async with library(cluster) as client:
+        kept = await client.responses.retrieve(first)
+        assert (kept.status, kept.output_text) == ("cancelled" if leaves else "failed", "Once upon")
+        more: Any = [{"type": "item_reference", "id": kept.output[0].id}, {"role": "user", "content": "more"}]
+        await client.responses.create(model="tiny", input=more)
+        by_reference = generated(cluster).messages
+        await client.responses.create(model="tiny", input="more", previous_response_id=first)
+    assert by_reference == (Message("assistant", "Once upon"), Message("user", "more"))
+    assert generated(cluster).messages == (Message("user", "hello"), *by_reference)
+
+
+async def test_answer_so_far_of_a_client_that_does_not_read_can_be_continued():
+    node = LoopbackNode("studio", mute=True)
+    async with served(LoopbackCluster(node, settings=RouterSettings(slow_client_seconds=0.1))) as cluster:
+        call = Call(cluster, ASK | {"stream": True}, path=PATH)
+        running = asyncio.create_task(call.run())
+        async with asyncio.timeout(20):
+            await until(lambda: node.reserved)
+            request = next(iter(node.reserved))
+            for text in ("Once", " upon"):
+                cluster.say(node, Deltas((Delta(request, 0, (1,), ((Channel.CONTENT, text),)),)))
+                await call.begun.wait()
+                call.reading.clear()
+            await running
+        async with library(cluster) as client:
+            kept = await client.responses.retrieve(read_id(call))
+    assert (kept.status, kept.output_text) == ("cancelled", "Once upon")
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ async def application(
         stack.callback(store.close)
         authority = ClusterCa(folder / "authority", time.time)
         store.create_cluster(authority.cluster, "home")
-        tokens, approvals, pepper = JoinTokens(store, authority.ca, time.time), ApprovalQueue(), load_pepper(folder)
+        tokens, approvals, pepper = JoinTokens(store, authority.ca, time.time), ApprovalQueue(), load_pepper(folder, 0)
         ring = KeyRing(pepper)
         if over is not None:
             ring, pepper = over.keys, PEPPER
@@ -141,7 +141,7 @@ async def application(
             dispatcher,
             ring,
             "0",
-            partial(read_https_validity, authority, None, ""),
+            partial(read_https_validity, authority, None),
             conditions.get_flags,
             conductor.take_snapshot,
             wishes.take_snapshot,

@@ -40,6 +40,9 @@ class Call:
         self.send_part(data, more=more)
         self.sent: list[Message] = []
         self.begun = asyncio.Event()
+        self.reading = asyncio.Event()
+        """Set while the client reads. Otherwise a send waits, as with a full buffer of the transport."""
+        self.reading.set()
 
     def send_part(self, data: bytes, *, more: bool = False) -> None:
         """Send a part of the body."""
@@ -57,6 +60,7 @@ class Call:
     async def _send(self, message: Message) -> None:
         self.sent.append(message)
         self.begun.set()
+        await self.reading.wait()
 
     @property
     def status(self) -> int:

@@ -174,7 +174,7 @@ class LoopbackCluster:
         )
         self.keys = KeyRing(PEPPER)
         self.clients = create_clients(self.settings.upstreams)
-        forwarder = UpstreamForwarder(self.dispatcher, self.clients, self.settings.profiles)
+        forwarder = UpstreamForwarder(self.dispatcher, self.clients, self.settings)
         self.forwarder = forwarder if self.clients else None
         self.app: App = RouterApp(self.dispatcher, self.keys, self.settings, control, forwarder=self.forwarder)
         self.key = self.make_key("infer")

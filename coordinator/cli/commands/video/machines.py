@@ -14,6 +14,7 @@ from coordinator.cli.commands.video.videos import fetch_video_models, measure_si
 from coordinator.cli.spinner import show_spinner
 from coordinator.client.api_client import ApiSession, get_default_state, print_table, session_options
 from coordinator.client.errors import CommandError
+from host.private_files import resolve_home
 from host.settings_loader import from_environment, from_tree
 from wire.units import show_size
 
@@ -101,4 +102,4 @@ def _find_environments_folder(state: Path) -> Path:
     except (OSError, ValueError) as error:
         raise CommandError(2, f"{file}: {error}") from None
     wanted = from_environment(os.environ).get(SETTING, file_settings.get(SETTING))
-    return Path(os.path.expanduser(str(wanted))) if wanted else state / "node" / "video" / "environments"
+    return resolve_home(str(wanted)) if wanted else state / "node" / "video" / "environments"

@@ -24,7 +24,16 @@ OPEN = {"state": "open", "until": 0.0, "why": "it crashed"}
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(None, "-"), (0.4, "0s"), (59.4, "59s"), (60.0, "1m"), (3599.0, "60m"), (3600.0, "1h"), (86400.0, "1d")],
+    [
+        (None, "-"),
+        (-5000.0, "0s"),
+        (0.4, "0s"),
+        (59.4, "59s"),
+        (60.0, "1m"),
+        (3599.0, "60m"),
+        (3600.0, "1h"),
+        (86400.0, "1d"),
+    ],
 )
 def test_an_age_is_in_its_largest_unit(seconds: float | None, text: str):
     assert format_age(seconds) == text

@@ -1,7 +1,9 @@
 """Connections that break: each is a clear error with its exit code, also after the first bytes of a body."""
 
+import errno
 import json
 import socket
+import sys
 import threading
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,12 @@ from pathlib import Path
 import pytest
 
 from coordinator.client.api_client import ApiSession
-from coordinator.client.connection import CoordinatorAddress, send_request, split_lines
+from coordinator.client.connection import (
+    CoordinatorAddress,
+    convert_connection_errors,
+    send_request,
+    split_lines,
+)
 from coordinator.client.errors import CommandError
 
 
@@ -141,3 +148,21 @@ def test_a_request_that_meets_a_restart_of_the_coordinator_uses_its_new_key(tmp_
         accept(listening, b'HTTP/1.1 200 OK\r\nContent-Length: 13\r\n\r\n{"schema": 1}')
         assert asked.result() == {"schema": 1}
     assert keys == [b"mp_old", b"mp_new"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the timers of connections are read from /proc")
+def test_system_probes_the_coordinator_while_a_response_is_silent(tmp_path: Path):
+    with serve(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{} wait", tmp_path) as session:
+        response = send_request(session.select_coordinator(), "GET", "/api/v1/logs")
+        port = int(session.get_url_and_key()[0].rpartition(":")[2])
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        (timer,) = [row[5] for row in rows if int(row[2].rpartition(":")[2], 16) == port]
+        response.close()
+    assert timer.startswith("02:"), "2 is the timer of keep-alive probes"
+
+
+def test_connection_that_the_system_ended_is_not_reachable():
+    found = pytest.raises(CommandError, match=r"^http://mac:8080 cannot be reached: no route")
+    with found as caught, convert_connection_errors("http://mac:8080", 86400.0):
+        raise TimeoutError(errno.ETIMEDOUT, "no route")
+    assert caught.value.exit_code == 3

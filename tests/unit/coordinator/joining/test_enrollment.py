@@ -23,6 +23,7 @@ from coordinator.joining.join_approvals import (
 )
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.joining.rate_limit import RateLimit
+from coordinator.models.wishes import Wish
 from coordinator.state.database import Database
 from coordinator.state.rows import MemberRow
 from coordinator.tls.cluster_ca import ClusterCa
@@ -229,6 +230,26 @@ def test_a_removed_machine_becomes_a_new_node(cluster: EnrollmentContext) -> Non
         )
     assert nodes[0] != nodes[1]
     assert {row.name for row in cluster.store.members.values()} == {"studio"}
+
+
+def test_new_node_of_a_removed_machine_takes_its_place_in_wishes(cluster: EnrollmentContext) -> None:
+    store, nodes = cluster.store, list[NodeId]()
+    for _ in range(2):
+        conversation = talk(cluster)
+        conversation.process_frame(START, 0.0)
+        (enrolled,) = conversation.process_frame(with_token(cluster, new_request("a").csr), 0.0)
+        assert isinstance(enrolled, Enrolled)
+        nodes.append(NodeId(enrolled.node))
+        if len(nodes) == 1:
+            mini = NodeId("mini")
+            for wish in (Wish("tiny", allow=(nodes[0], mini)), Wish("large", deny=(nodes[0],)), Wish("free")):
+                store.wishes.put(wish)
+            store.members.put(replace(store.members[nodes[0]], removed=1.0))
+    assert {name: (set(wish.allow), set(wish.deny)) for name, wish in store.wishes.items()} == {
+        "tiny": ({nodes[1], "mini"}, set()),
+        "large": (set(), {nodes[1]}),
+        "free": (set(), set()),
+    }
 
 
 def test_names_are_made_unique() -> None:

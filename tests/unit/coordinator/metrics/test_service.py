@@ -398,6 +398,9 @@ async def test_snapshot_has_memory_and_open_files_of_this_process(port: Port, mo
             before, process, files = peak(), metrics.take_snapshot().process, len(os.listdir("/dev/fd"))
             assert before * unit <= process.peak_bytes <= peak() * unit
             assert (process.open_files, process.max_files) == (files - 1, soft - 1)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # no file is free, not even for the count
+        process = metrics.take_snapshot().process
+        assert (process.open_files, process.max_files) == (3, 3)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

@@ -64,6 +64,11 @@ def test_a_node_whose_version_cannot_pull_is_not_chosen() -> None:
     assert found.explain() == ("no node can get the model: a: its version of Macpool cannot pull models: update it")
 
 
+def test_a_node_whose_disk_cannot_be_read_is_not_chosen() -> None:
+    found = plan(replace(node("a"), disk=Disk(folder="/nas/hub")), selection=NodeSelection.ALL)
+    assert (found.chosen, reasons(found)["a"]) == ((), "the disk of /nas/hub cannot be read there: check it")
+
+
 def test_explain_names_only_nodes_with_a_reason_and_an_empty_pool() -> None:
     assert plan().explain() == "no node can get the model: the pool has no nodes"
     found = plan(node("a"), node("b"), selection=NodeSelection.NAMED, named=("a",))

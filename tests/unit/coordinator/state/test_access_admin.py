@@ -1,6 +1,7 @@
 """Join tokens, API keys and the audit log for administrators."""
 
 import stat
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.state.access_admin import AccessAdmin, NameReservedError, NameTakenError, load_pepper
 from coordinator.state.database import Database
+from coordinator.state.store_errors import StoreError
 from coordinator.tls.cluster_ca import ClusterCa
 from router.admission.api_keys import KeyRing
 from router.admission.rate_limits import KeyLimits
@@ -28,8 +30,8 @@ class Office:
 
     def open(self) -> None:
         """Open the database, and load its keys."""
-        pepper = load_pepper(self._folder)
         self.store = Database(self._folder)
+        pepper = load_pepper(self._folder, len(self.store.keys))
         self.ring = KeyRing(pepper, clock=lambda: self.now)
         tokens = JoinTokens(self.store, self._authority.ca, lambda: self.now)
         self.admin = AccessAdmin(self.store, tokens, self.ring, pepper, lambda: self.now)
@@ -159,9 +161,25 @@ def test_the_newest_audit_entries_name_the_key_that_acted(office: Office):
 
 
 def test_the_pepper_is_private_and_is_created_once(tmp_path: Path):
-    pepper = load_pepper(tmp_path)
+    pepper = load_pepper(tmp_path, 0)
     assert (len(pepper), stat.S_IMODE((tmp_path / "pepper").stat().st_mode)) == (32, 0o600)
-    assert load_pepper(tmp_path) == pepper
+    assert load_pepper(tmp_path, 0) == pepper
+
+
+@pytest.mark.parametrize("left", [None, b""])
+def test_keys_whose_pepper_is_lost_are_not_replaced_in_silence(tmp_path: Path, left: bytes | None):
+    pepper, file = load_pepper(tmp_path, 0), tmp_path / "pepper"
+    assert load_pepper(tmp_path, 2) == pepper
+    file.unlink() if left is None else file.write_bytes(left)
+    with pytest.raises(StoreError) as caught:
+        load_pepper(tmp_path, 2)
+    state = "missing" if left is None else "empty"
+    assert f"{file} is {state}, and without it none of 2 API keys is valid: restore" in str(caught.value)
+    command = str(caught.value).partition("keys, run `")[2].partition("`")[0]
+    subprocess.run(["/bin/sh", "-c", command], check=True)
+    assert (len(load_pepper(tmp_path, 2)), stat.S_IMODE(file.stat().st_mode)) == (32, 0o600)
+    file.unlink()
+    assert load_pepper(tmp_path, 0) != pepper, "a new cluster gets its own"
 
 
 def test_every_answer_names_its_schema(office: Office):

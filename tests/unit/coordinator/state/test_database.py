@@ -65,7 +65,7 @@ async def test_everything_survives_a_restart(tmp_path: Path) -> None:
     ]
     again.audit.add(9.0, "k1", "uncordon", "n1")
     assert again.audit[-1].number == 3
-    again.usage.delete_before("2026-01-02")
+    again.usage.delete_before("2026-01-02", 1)
     assert (again.meta.cluster, again.meta.name, again.increment_epoch()) == ("c1", "lab", 2)
     assert again.members == {"n1": MEMBER}
     assert again.tokens == {TOKEN.id: TOKEN}

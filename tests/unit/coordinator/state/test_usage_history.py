@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.state.database import Database
 from coordinator.state.store_errors import StoreError
-from coordinator.state.usage_history import USAGE_DAYS, UsageHistory
+from coordinator.state.usage_history import CONFIRMING_DAYS, USAGE_DAYS, UsageHistory
 from router.admission.api_keys import KeyRing
 from router.admission.usage import UsageCounter
 
@@ -51,12 +51,25 @@ def test_sum_adds_the_days_of_each_key_and_selects_by_key_and_day(days: Days) ->
     assert days.list_tokens(since="1970-04-12") == [("a", None, 20), ("b", None, 5)]
 
 
-@pytest.mark.parametrize(("later", "expected"), [(USAGE_DAYS, 30), (USAGE_DAYS + 1, 20)])
+@pytest.mark.parametrize(("later", "expected"), [(USAGE_DAYS, 10 + CONFIRMING_DAYS), (USAGE_DAYS + 1, CONFIRMING_DAYS)])
 def test_record_deletes_days_older_than_the_limit(days: Days, later: int, expected: int) -> None:
     days.record("a", 10)
-    days.now += later * DAY
-    days.record("a", 20)
+    days.now += (later - CONFIRMING_DAYS + 1) * DAY
+    for _ in range(CONFIRMING_DAYS):
+        days.record("a", 1)
+        days.now += DAY
     assert days.list_tokens() == [("a", None, expected)]
+
+
+def test_clock_that_is_ahead_for_some_days_deletes_no_usage(days: Days) -> None:
+    days.record("a", 10)
+    days.now += 2000 * DAY
+    for _ in range(CONFIRMING_DAYS - 1):
+        days.record("a", 1)
+        days.now += DAY
+    days.now -= 2000 * DAY
+    days.record("a", 20)
+    assert days.list_tokens() == [("a", None, 30 + CONFIRMING_DAYS - 1)]
 
 
 async def test_record_keeps_the_counts_in_the_sums_if_they_cannot_be_written(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """TLS of the endpoint by its settings: where it is on, which settings are refused, and the reported validity."""
 
-import ssl
 import time
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 import structlog.testing
 
 from coordinator.state.settings import HttpSettings
+from coordinator.tls.certificate_files import CertificateFiles
 from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
 from coordinator.tls.https_ca import HttpsCa
 from coordinator.tls.https_config import check_http_settings, create_https_tls, read_https_validity
@@ -75,13 +75,13 @@ def test_own_certificate_file_is_used_with_its_key_and_its_validity_is_reported(
     own = HttpsCa(tmp_path / "own", (), time.time)
     file = tmp_path / "own" / "endpoint.pem"
     made = create_https_tls(HttpSettings(tls_cert_file=str(file)), "0.0.0.0", tmp_path / "state")
-    assert isinstance(made, ssl.SSLContext), "the key is in the same file"
+    assert isinstance(made, CertificateFiles), "the key is in the same file"
     assert not (tmp_path / "state").exists(), "no authority of the cluster is made for it"
-    validity = read_https_validity(authority, made, str(file))
+    validity = read_https_validity(authority, made)
     assert validity["endpoint"] == own.validity
     assert validity.keys() == {"authority", "coordinator", "endpoint"}
     file.unlink()
-    assert read_https_validity(authority, made, str(file)).keys() == {"authority", "coordinator"}
+    assert read_https_validity(authority, made) == validity, "the certificate that is served"
 
 
 def test_a_certificate_that_cannot_be_read_hides_no_other(tmp_path: Path):
@@ -90,20 +90,20 @@ def test_a_certificate_that_cannot_be_read_hides_no_other(tmp_path: Path):
     assert isinstance(made, HttpsCa)
     (tmp_path / "cluster" / "coordinator.pem").write_text("no certificate")
     with structlog.testing.capture_logs() as logs:
-        validity = read_https_validity(authority, made, "")
+        validity = read_https_validity(authority, made)
     assert validity == {"authority": authority.ca_validity, "endpoint": made.validity}
     assert [(line["log_level"], line["certificate"]) for line in logs] == [("warning", "coordinator")]
     assert "coordinator.pem" in logs[0]["error"]
     (tmp_path / "authority" / "endpoint.pem").unlink()
-    assert read_https_validity(authority, made, "").keys() == {"authority"}
+    assert read_https_validity(authority, made).keys() == {"authority"}
 
 
 def test_validity_of_the_own_authority_is_reported_with_tls_only(tmp_path: Path):
     authority = ClusterCa(tmp_path / "cluster", time.time)
     made = create_https_tls(HttpSettings(tls="on"), "127.0.0.1", tmp_path)
     assert isinstance(made, HttpsCa)
-    assert read_https_validity(authority, made, "")["endpoint"] == made.validity
-    assert "endpoint" not in read_https_validity(authority, None, "")
+    assert read_https_validity(authority, made)["endpoint"] == made.validity
+    assert "endpoint" not in read_https_validity(authority, None)
 
 
 def test_files_of_the_settings_are_checked_without_an_endpoint(tmp_path: Path):

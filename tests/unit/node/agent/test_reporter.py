@@ -1,24 +1,12 @@
 """Parts of a node's report."""
 
-import shutil
-from pathlib import Path
-
 import pytest
 
 from node.agent import reporter
-from node.agent.reporter import measure_disk, shorten_report
+from node.agent.reporter import shorten_report
 from wire.codec import encode
 from wire.frames import Report
 from wire.report import EngineState, Memory, Model
-
-
-@pytest.mark.parametrize("name", ["cache", "n" * 300], ids=["missing", "not readable"])
-def test_measure_disk_reads_the_disk_of_a_folder_that_cannot_be_read_yet(tmp_path: Path, name: str) -> None:
-    disk = measure_disk(tmp_path / name / "hub")
-    usage = shutil.disk_usage(tmp_path)
-    assert disk.total == usage.total
-    assert abs(disk.free - usage.free) < 1 << 30
-    assert disk.folder == str(tmp_path / name / "hub")
 
 
 def build_report(count: int, *loaded: int) -> Report:

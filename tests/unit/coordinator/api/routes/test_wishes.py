@@ -135,3 +135,11 @@ async def test_the_next_action_is_a_load_as_soon_as_the_wish_is_stored(port: Por
     await want(boss)
     await line.until(LoadModel)
     assert asyncio.get_running_loop().time() - began < 5, "the runner is woken"
+
+
+async def test_a_node_list_shows_which_node_was_removed(port: Port, boss: httpx.AsyncClient):
+    await node(port, "studio")
+    await want(boss, allow=["studio"])
+    assert (await boss.delete("/api/v1/nodes/studio")).status_code == 200
+    (row,) = (await boss.get("/api/v1/models/wishes")).json()["wishes"]
+    assert row["allow"] == ["studio (removed)"]

@@ -30,3 +30,13 @@ def test_drain_fails_while_requests_are_left_and_names_their_number(server: Serv
     done = server.run("node", "drain", "studio", "-o", form)
     assert done.exit_code == 0
     assert ("studio is empty and cordoned" in done.stdout) is (form == "text")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [((), "is approved: `cluster nodes` shows it once it has joined"), (("--reject",), "is rejected")],
+)
+def test_decision_about_a_code_says_what_is_decided(server: Server, options: tuple[str, ...], text: str):
+    server.answer = {"schema": 1, "name": "air", "decision": "any"}
+    done = server.run("approve", "123456", *options)
+    assert (done.exit_code, done.stdout) == (0, f"air {text}\n")

@@ -153,3 +153,22 @@ def test_choose_node_respects_the_labels_of_the_key():
     here, there = a_node("a", 90 * GIB), a_node("b", 40 * GIB, labels=frozenset({"lab"}))
     assert chosen(here, there, board=board) == "b"
     assert "the labels lab" in chosen(here, board=board)
+
+
+def test_of_different_packages_under_one_name_one_is_used():
+    one, other = (replace(WAN, fingerprint=name, steps=steps) for name, steps in (("one", 40), ("other", 8)))
+    nodes = (
+        a_node("a", 90 * GIB, package=other),
+        a_node("b", 10 * GIB, package=one),
+        a_node("c", 20 * GIB, package=one),
+        a_node("d", 99 * GIB, state="lost", package=other),
+    )
+    assert chosen(*nodes[:3]) == "c", "most nodes have it"
+    assert chosen(*nodes[:2], a_node("e", 20 * GIB, package=other)) == "a"
+    assert (chosen(*nodes), list_video_models(ClusterView(nodes))["wan"]) == ("c", one), "of equals the first by hash"
+    fewer = (nodes[0], *(a_node(name, state="lost", package=one) for name in "bc"))
+    assert (chosen(*fewer), list_video_models(ClusterView(fewer))["wan"]) == ("a", other), "a ready node has it"
+    busy = a_board(holds={key: LeaseHold(key, key, 1, "video_0", LEASE, 0.0, granted=True) for key in "bc"})
+    assert chosen(*nodes, board=busy).endswith("; other files under the name wan on a, d are not used")
+    paused = a_board(pauses=dict.fromkeys("bc", 10.0))
+    assert chosen(*nodes, board=paused) == a_job(1, size=LEASE).phase, "the refusal of the node stays the reason"

@@ -108,6 +108,37 @@ def test_what_the_gate_refuses_ends_the_probe_and_nothing_stays_taken():
     assert mx.get_active_memory() - before <= found.weights * 1.01, "the probe releases its memory"
 
 
+def test_a_profile_that_the_gate_cut_short_is_measured_again_when_there_is_room(tmp_path: Path):
+    needs: list[int] = []
+
+    def load(most: int) -> tuple[Driver, tested.MemoryProfile]:
+        driver = Driver(
+            models.path("llama"), profile="auto", profiles=tmp_path, prefill_step_size=256, max_batch_size=4
+        )
+        checks = driver.engine.gate.checks
+
+        def refuses(site: GateSite, need: int) -> bool:
+            if site is GateSite.PROBE:
+                needs.append(need)
+            return site is GateSite.PROBE and checks[site] > most
+
+        driver.gate.refuses = refuses
+        driver.take(LoadModel(10**6, driver.default))
+        driver.until(lambda: driver.said[10**6])
+        profile = resident(driver).stats.profile
+        assert profile is not None
+        return driver, profile
+
+    _, short = load(3)
+    assert (short.chunk < 256, short.refused_bytes > 0) == (True, True)
+    driver, same = load(0)
+    assert same == short
+    assert driver.engine.gate.checks[GateSite.PROBE] == 1, "the gate still refuses the forward after the last one"
+    assert needs[-1] == 2 * short.refused_bytes, "the next measurement makes progress"
+    _, longer = load(6)
+    assert longer.chunk > short.chunk
+
+
 def test_a_longest_row_that_never_fits_is_kept_and_not_measured_at_the_next_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

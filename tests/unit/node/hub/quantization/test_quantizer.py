@@ -1,46 +1,98 @@
 """Quantizations with the memory and the engine of a node, without their process."""
 
 import asyncio
+import contextlib
 import shutil
+from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
+import structlog.testing
+
+from node.agent.connection import CoordinatorLink
+from node.agent.identity import NodeIdentity
+from node.agent.links import CoordinatorLinks
 from node.hub.child_messages import ChildEnd, build_end
 from node.hub.order_child import OrderChild
+from node.hub.orders import ModelFileOrders
 from node.hub.quantization.quantizer import Quantizer
 from tests.models import EMBEDDED
 from tests.support.video.studio import Node
 from wire.frames import QuantizeModel
 from wire.frames.model_files import ModelOrderCode
+from wire.identity import NodeId
 
 ORDER = QuantizeModel(5, "me/tiny", 4, "me/tiny-4bit")
 
 
-async def test_a_mac_that_is_paused_while_a_quantization_waits_for_its_lease_starts_no_process(tmp_path: Path):
-    shutil.copytree(EMBEDDED, tmp_path / "models" / "me" / "tiny")
+@contextlib.asynccontextmanager
+async def studio(folder: Path) -> AsyncIterator[tuple[Node, Quantizer]]:
+    """Yield a node that has a model to quantize, and its quantizer."""
+    shutil.copytree(EMBEDDED, folder / "models" / "me" / "tiny")
     settings = {
         "engine.kind": "scripted",
         "memory.cap": "90GiB",
         "memory.margin": "1GiB",
         "models.use_huggingface_cache": False,
-        "models.folders": str(tmp_path / "models"),
+        "models.folders": str(folder / "models"),
     }
-    node = await Node(tmp_path / "node", settings).start()
+    node = await Node(folder / "node", settings).start()
+    try:
+        yield node, Quantizer(node.settings, node.folder, node.limiter, node.poll, node.supervisor, {})
+    finally:
+        await node.stop()
+
+
+async def confirm_ceiling(node: Node, quantizer: Quantizer) -> None:
+    """Confirm the lower ceiling, for which a quantization waits."""
+    await node.until(lambda: quantizer.holding)
+    await node.until(lambda: node.supervisor.reports.limits_number >= node.supervisor.orders.limits_number)
+    quantizer.on_engine_change()
+
+
+async def test_a_mac_that_is_paused_while_a_quantization_waits_for_its_lease_starts_no_process(tmp_path: Path):
     started = list[OrderChild]()
 
     async def run_child(child: OrderChild) -> ChildEnd:
         started.append(child)
         return build_end(ModelOrderCode.COMPLETED)
 
-    try:
-        quantizer = Quantizer(node.settings, node.folder, node.limiter, node.poll, node.supervisor, {})
+    async with studio(tmp_path) as (node, quantizer):
         running = asyncio.create_task(quantizer.run(ORDER, run_child, lambda progress: None))
         await node.until(lambda: quantizer.holding)
         quantizer.pause("its owner uses it")
-        await node.until(lambda: node.supervisor.reports.limits_number >= node.supervisor.orders.limits_number)
-        quantizer.on_engine_change()
+        await confirm_ceiling(node, quantizer)
         end = await running
         assert (end.code, end.message) == (ModelOrderCode.CANCELLED, "this node stopped sharing: its owner uses it")
         assert started == []
         assert not quantizer.holding, "the ceiling is restored"
-    finally:
-        await node.stop()
+
+
+async def test_failed_quantizations_leave_no_files_and_give_their_reason(tmp_path: Path):
+    temporary = tmp_path / "models" / "me" / ".quantizing-tiny-4bit"
+
+    async def run_child(child: OrderChild) -> ChildEnd:
+        temporary.mkdir()
+        (temporary / "model.safetensors").write_bytes(b"half")
+        raise OSError("no more processes")
+
+    async with studio(tmp_path) as (node, quantizer):
+        running = asyncio.create_task(quantizer.run(ORDER, run_child, lambda progress: None))
+        await confirm_ceiling(node, quantizer)
+        with pytest.raises(OSError, match="no more processes"):
+            await running
+        assert not temporary.exists()
+        assert not quantizer.holding
+
+        temporary.symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "elsewhere").mkdir()
+        links, identity = CoordinatorLinks(), NodeIdentity("c", NodeId("n"), "n", "m", tmp_path, b"", b"")
+        orders = ModelFileOrders(
+            node.settings.models, identity, node.folder, links, quantizer, lambda name: False, lambda: None
+        )
+        with structlog.testing.capture_logs() as logs:
+            orders.handle(ORDER, CoordinatorLink("mac:8081", "c", lambda *_: None, lambda *_: None))
+            await confirm_ceiling(node, quantizer)
+            await node.until(lambda: not orders.is_working())
+        (end,) = (line["message"] for line in logs if line["event"] == "model order ended")
+        assert end == "the files of me/tiny cannot be changed: Cannot call rmtree on a symbolic link"

@@ -1,0 +1,54 @@
+"""TLS of the clients' endpoint with the certificate files of the settings, which other programs replace."""
+
+import hashlib
+import ssl
+from pathlib import Path
+
+import structlog
+
+from coordinator.tls.cluster_ca import AuthorityError
+from coordinator.tls.https_ca import create_server_context, load_server_context, read_certificate_validity
+
+log = structlog.get_logger("coordinator.tls.certificate_files")
+
+
+class CertificateFiles:
+    """Certificate chain (PEM) and key of the settings, and the TLS context that serves them.
+
+    Raise `AuthorityError` if the files cannot be used.
+    """
+
+    def __init__(self, certificate: Path, key: Path) -> None:
+        self._certificate = certificate
+        self._key = key
+        self._digest: bytes | None = None
+        self.context = create_server_context()
+        """TLS context of the endpoint, with the certificate that was loaded last."""
+        self.validity = (0.0, 0.0)
+        """Issue and expiry of the certificate that is served, in Unix seconds."""
+        self.renew()
+
+    def renew(self) -> None:
+        """Load the files if they have changed. New connections use the new certificate.
+
+        Raise `AuthorityError` if the files cannot be used, and serve the former certificate.
+        """
+        digest = self._compute_digest()
+        if digest == self._digest:
+            return
+        load_server_context(self._certificate, self._key)  # a certificate without its key must not reach the endpoint
+        validity = read_certificate_validity(self._certificate)
+        try:
+            self.context.load_cert_chain(self._certificate, self._key)
+        except (OSError, ssl.SSLError) as error:
+            raise AuthorityError(f"{self._certificate} cannot be loaded: {error}") from None
+        if self._digest is not None:
+            log.info("certificate of the endpoint loaded", file=str(self._certificate))
+        self.validity, self._digest = validity, digest
+
+    def _compute_digest(self) -> bytes:
+        try:
+            files = self._certificate.read_bytes(), self._key.read_bytes()
+        except OSError:  # the error of the load names the file
+            return b""
+        return hashlib.sha256(b"\0".join(files)).digest()

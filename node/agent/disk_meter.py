@@ -1,0 +1,66 @@
+"""Size and free bytes of a disk, measured outside of the event loop, because a lost network disk blocks its reader."""
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from wire.machine import Disk
+
+INTERVAL_SECONDS = 5.0
+"""Minimum seconds between two measurements."""
+FIRST_SECONDS = 1.0
+"""Maximum seconds for which the start of a node waits for the first measurement."""
+UNREADABLE_SECONDS = 30.0
+"""Seconds after which a disk whose measurement has not ended is reported as unreadable."""
+
+
+class DiskMeter:
+    """Meter of the disk of a folder. `measure` measures it, and may block. `clock` returns monotonic seconds.
+
+    The construction waits at most `FIRST_SECONDS` for the first measurement. While one blocks, no other one begins.
+    """
+
+    def __init__(
+        self, folder: Path, measure: Callable[[Path], Disk] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._folder = folder
+        self._measure = measure or measure_disk
+        self._clock = clock
+        self._latest = Disk(folder=str(folder))
+        self._begun_at = clock()
+        self._thread = self._begin()
+        self._thread.join(FIRST_SECONDS)
+
+    def read(self) -> Disk:
+        """Return the latest measurement without waiting. Its numbers are 0 before the first one, and for a disk that is
+        unreadable.
+        """
+        age = self._clock() - self._begun_at
+        if self._thread.is_alive():
+            return self._latest if age < UNREADABLE_SECONDS else Disk(folder=str(self._folder))
+        if age >= INTERVAL_SECONDS:
+            self._begun_at = self._clock()
+            self._thread = self._begin()
+        return self._latest
+
+    def _begin(self) -> threading.Thread:
+        """Begin a measurement in a thread that does not delay the end of the process."""
+        thread = threading.Thread(target=self._run, name="disk-meter", daemon=True)
+        thread.start()
+        return thread
+
+    def _run(self) -> None:
+        self._latest = self._measure(self._folder)
+
+
+def measure_disk(folder: Path) -> Disk:
+    """Return the size and the free bytes of the disk of a folder, which may not exist yet. Both are 0 if unreadable."""
+    existing = next((parent for parent in (folder, *folder.parents) if os.path.exists(parent)), folder)
+    try:
+        usage = shutil.disk_usage(existing)
+    except OSError:
+        return Disk(folder=str(folder))
+    return Disk(usage.free, usage.total, str(folder))
