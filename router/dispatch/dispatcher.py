@@ -181,6 +181,8 @@ class Dispatcher:
             self.affinity.apply_report(node.id, node.engine_instance, cache.evictions, cache.evicted, cache.store)
             parts.attempts.release_reported_weights(node)
             before = old.get(node.id)
+            if before is not None and before.cordoned and not node.cordoned:
+                parts.drains.end_waits(node.id)
             if node.state == NodeState.READY and before is not None and before.state not in SERVING:
                 for request in self._open.values():
                     request.tried.readmit(node.id)

@@ -61,7 +61,9 @@ class DrainWaits:
         return list(self.waits)
 
     def add_wait(self, node: NodeId) -> asyncio.Event:
-        """Return an event that is set when the last request leaves the node. Pass it to `remove_wait` after the wait.
+        """Return an event that is set when the last request leaves the node, or by `end_waits`.
+
+        Pass the event to `remove_wait` after the wait.
 
         If the node has no request now, the event is not set.
         """
@@ -70,11 +72,17 @@ class DrainWaits:
         return empty
 
     def remove_wait(self, node: NodeId, empty: asyncio.Event) -> None:
-        """End the wait of the event `empty`. Raise `KeyError` if no caller waits for the node."""
-        waits = self.waits[node]
-        waits.remove(empty)
+        """End the wait of the event `empty`, unless `end_waits` has ended it."""
+        waits = self.waits.get(node, [])
+        if empty in waits:
+            waits.remove(empty)
         if not waits:
-            del self.waits[node]
+            self.waits.pop(node, None)
+
+    def end_waits(self, node: NodeId) -> None:
+        """End all waits for a node, although it may have requests."""
+        for empty in self.waits.pop(node, ()):
+            empty.set()
 
     def notify(self, node: NodeId) -> None:
         """Set the events of a node if it has no request."""

@@ -30,3 +30,10 @@ def test_drain_fails_while_requests_are_left_and_names_their_number(server: Serv
     done = server.run("node", "drain", "studio", "-o", form)
     assert done.exit_code == 0
     assert ("studio is empty and cordoned" in done.stdout) is (form == "text")
+
+
+def test_drain_of_a_node_that_was_uncordoned_meanwhile_does_not_call_it_cordoned(server: Server):
+    server.answer = {"schema": 1, "node": "id-1", "cordoned": False, "left": 2}
+    done = server.run("node", "drain", "studio", "--wait", "3s")
+    assert done.exit_code == REFUSED
+    assert "studio was uncordoned during the drain" in done.stderr
