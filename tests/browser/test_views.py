@@ -194,7 +194,7 @@ def sent(api: Answers, button: Locator) -> tuple[str, str, Any]:
 
 OPEN_STREAM = """() => {
     const real = window.fetch;
-    window.opened = 0;
+    window.opened = window.aborted = 0;
     window.fetch = async (path, options) => {
         const answer = await real(path, options);
         if (!path.startsWith("/api/v1/live")) return answer;
@@ -203,7 +203,10 @@ OPEN_STREAM = """() => {
         return new Response(new ReadableStream({ start(stream) {
             stream.enqueue(sections);
             window.send = (text) => stream.enqueue(new TextEncoder().encode(text));
-            options.signal.addEventListener("abort", () => stream.error(options.signal.reason));
+            options.signal.addEventListener("abort", () => {
+                window.aborted += 1;
+                stream.error(options.signal.reason);
+            });
         } }));
     };
 }"""
@@ -222,6 +225,68 @@ def test_a_live_stream_that_falls_silent_is_opened_again(page: Page):
     assert page.evaluate("window.opened") == 1, "a comment shows that the connection works"
     page.clock.fast_forward(30_000)
     page.wait_for_function("window.opened === 2")
+
+
+def test_a_hidden_tab_has_no_live_stream(page: Page):
+    """Browsers allow six connections to a server for all tabs: streams of hidden tabs would block the visible one."""
+    page.add_init_script(f"({OPEN_STREAM})()")
+    show(page)
+
+    def turn(*, hidden: bool) -> None:
+        page.evaluate(
+            """(hidden) => {
+            Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+            document.dispatchEvent(new Event("visibilitychange"));
+        }""",
+            hidden,
+        )
+
+    turn(hidden=True)
+    page.wait_for_function("window.aborted === 1")
+    turn(hidden=False)
+    page.wait_for_function("window.opened === 2")
+    expect(page.get_by_text("The coordinator does not answer")).to_have_count(0)
+    assert page.evaluate("window.aborted") == 1
+
+
+def test_the_reason_is_shown_while_no_live_stream_can_be_opened(page: Page):
+    full = {"error": {"message": "32 pages are open, which is the limit: close one", "code": "too_many_viewers"}}
+    page.route("**/api/v1/live?*", lambda route: route.fulfill(status=503, json=full))
+    show(page)
+    expect(page.get_by_text("32 pages are open, which is the limit: close one. Retrying.")).to_be_visible()
+    page.unroute("**/api/v1/live?*")
+    expect(page.get_by_role("region", name="studio")).to_be_visible()
+
+
+# signing in and out
+
+
+def test_a_link_of_the_command_signs_in_in_an_open_page_and_a_used_link_ends_no_session(page: Page, api: Answers):
+    show(page)
+    used = {"error": {"message": "this link was used", "code": "link_used_up"}}
+    page.route("**/api/v1/page/visits", lambda route: route.fulfill(status=401, json=used))
+    with page.expect_response("**/api/v1/page/visits"):
+        page.evaluate("location.hash = '#in=used'")
+    expect(page.get_by_role("button", name="Sign out")).to_be_visible()
+    assert page.evaluate("localStorage.getItem('macpool-key')") == "mp_test_key"
+    page.unroute("**/api/v1/page/visits")
+    api.by_path["POST /api/v1/page/visits"] = {"key": "mp_new_key", "expires": AT}
+    page.evaluate("location.hash = '#in=fresh'")
+    page.wait_for_function("localStorage.getItem('macpool-key') === 'mp_new_key'")
+    expect(page.get_by_role("button", name="Sign out")).to_be_visible()
+    assert ("POST", "/api/v1/page/visits", {"code": "fresh"}) in api.asked
+    assert "in=" not in page.url
+
+
+def test_signing_out_does_not_wait_for_the_coordinator(page: Page):
+    held = list[Route]()
+    page.route("**/api/v1/page/visit", lambda route: held.append(route))
+    show(page)
+    with page.expect_request("**/api/v1/page/visit") as asked:
+        page.get_by_role("button", name="Sign out").click()
+    assert asked.value.headers["authorization"] == "Bearer mp_test_key"
+    expect(page.get_by_role("heading", name="Sign in to Macpool")).to_be_visible()
+    assert page.evaluate("localStorage.getItem('macpool-key')") is None
 
 
 # the pool

@@ -8,6 +8,8 @@ const GIB = 2 ** 30, MIB = 2 ** 20, KIB = 2 ** 10;
 const POINTS = 360;
 // A live stream without a byte for this time is opened again: the coordinator sends a comment after 15 s of silence.
 const SILENT_MS = 40000;
+const HIDDEN = "the tab is hidden";
+const NO_ANSWER = "The coordinator does not answer";
 // States in which a Mac's report is of now.
 export const PRESENT = ["ready", "suspect", "draining"];
 
@@ -43,17 +45,21 @@ export class Refused extends Error {
   }
 }
 
+// A refusal for another reason than the key, such as a used link, ends no session.
 async function refused(answer, used) {
   const body = await answer.json().catch(() => null);
-  if (answer.status === 401 && used === key()) forget();
+  if (answer.status === 401 && body?.error?.code === "invalid_api_key" && used === key()) forget();
   return new Refused(answer.status, body);
 }
 
+// Browsers have a text of their own for a failed connection, such as "Failed to fetch".
+const lost = (wrong) => { throw wrong instanceof TypeError ? new Error(NO_ANSWER) : wrong; };
+
 export async function ask(method, path, body, signal) {
   const used = key();
-  const headers = { authorization: `Bearer ${used}` };
-  if (body !== undefined) headers["content-type"] = "application/json";
-  const answer = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body), signal });
+  const headers = new Headers({ authorization: `Bearer ${used}` });
+  if (body !== undefined) headers.set("content-type", "application/json");
+  const answer = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body), signal }).catch(lost);
   if (!answer.ok) throw await refused(answer, used);
   return answer;
 }
@@ -78,7 +84,7 @@ export async function* events(answer, heard = () => {}) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let waiting = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch(lost);
     if (done) return;
     heard();
     const pieces = (waiting + value).split("\n\n");
@@ -94,18 +100,24 @@ export async function* events(answer, heard = () => {}) {
   }
 }
 
-// The pool as it is now; `live` is false while the stream is down.
+// The pool as it is now; `live` is false while the stream is down, and `error` is the reason if there is one. A hidden tab has
+// no stream: browsers allow six connections to a server, for all tabs together.
 export function useLive(on) {
-  const [state, setState] = useState({ live: false });
+  const [state, setState] = useState({ live: false, error: "" });
   useEffect(() => {
     if (!on) return;
     let ended = false;
     let stream;
+    const hide = () => { if (document.hidden) stream?.abort(HIDDEN); };
     const follow = async () => {
       let pause = 500;
       while (!ended) {
+        if (document.hidden) {
+          await new Promise((then) => document.addEventListener("visibilitychange", then, { once: true }));
+          continue;
+        }
         const own = stream = new AbortController();
-        let silence;
+        let silence, error = "";
         const heard = () => {
           clearTimeout(silence);
           silence = setTimeout(() => own.abort(), SILENT_MS);
@@ -115,21 +127,25 @@ export function useLive(on) {
           const answer = await ask("GET", "/api/v1/live?follow=true", undefined, own.signal);
           pause = 500;
           for await (const { name, data } of events(answer, heard))
-            setState((old) => ({ ...old, live: true, [name]: JSON.parse(data) }));
-        } catch (error) {
-          if (ended || error.status === 401) return;
+            setState((old) => ({ ...old, live: true, error: "", [name]: JSON.parse(data) }));
+        } catch (wrong) {
+          if (ended || wrong.status === 401) return;
+          if (own.signal.reason === HIDDEN) continue;
+          error = own.signal.aborted ? NO_ANSWER : wrong.message;
         } finally {
           clearTimeout(silence);
         }
-        setState((old) => ({ ...old, live: false }));
+        setState((old) => ({ ...old, live: false, error }));
         await new Promise((then) => setTimeout(then, pause));
         pause = Math.min(pause * 2, 10000);
       }
     };
+    document.addEventListener("visibilitychange", hide);
     follow();
     return () => {
       ended = true;
-      stream.abort();
+      document.removeEventListener("visibilitychange", hide);
+      stream?.abort();
     };
   }, [on]);
   return state;
