@@ -1082,6 +1082,20 @@ def test_one_request_is_explained_with_the_arithmetic_of_each_mac(page: Page, ap
     ]
 
 
+def test_the_view_of_a_request_in_flight_follows_it_to_its_end(page: Page, api: Answers):
+    flying = {"id": "r1", "phase": "decode"}
+    api.sections["requests"] = [flying]
+    path = "GET /api/v1/requests/r1"
+    now = {"request_id": "r1", "model": "qwen", "phase": "decode", "seconds": 3.0, "steps": []}
+    api.by_path[path] = {"under_way": [now], "requests": [], "decisions": []}
+    show(page, "requests/r1")
+    expect(page.get_by_text("qwen: decode, for 3.00 s.")).to_be_visible()
+    done = ended("r1") | {"key_name": "laptop", "steps": []}
+    api.by_path[path] = {"under_way": [], "requests": [done], "decisions": []}
+    api.sections["requests"] = []
+    expect(page.get_by_text("qwen: ok after 12 s.")).to_be_visible()
+
+
 # keys and usage
 
 
@@ -1194,6 +1208,26 @@ def test_a_keys_row_shows_its_limits_and_its_buttons_send_what_was_changed_alone
     assert sent(api, row.get_by_role("button", name="Revoke")) == ("DELETE", "/api/v1/keys/k1", None)
 
 
+def test_with_many_keys_the_form_and_a_new_secret_are_in_sight_and_a_secret_stays(page: Page, api: Answers):
+    rows = [KEY | {"id": f"k{number}", "name": f"app-{number}", "expires": None} for number in range(60)]
+    api.by_path |= {"GET /api/v1/keys": {"keys": rows}, "GET /api/v1/keys/usage": {"usage": []}}
+    for number in (1, 59):
+        api.by_path[f"POST /api/v1/keys/k{number}/rotate"] = {"id": f"k{number}", "key": f"mp_k{number}_other"}
+    show(page, "keys")
+    keys = page.get_by_role("region", name="API keys")
+    keys.get_by_role("row").nth(1).get_by_role("button", name="Edit").click()
+    name = page.get_by_role("region", name="Edit app-0").get_by_label("New name")
+    expect(name).to_be_in_viewport()
+    expect(name).to_be_focused()
+    page.on("dialog", lambda dialog: dialog.dismiss() if dialog.message.startswith("Revoke") else dialog.accept())
+    for number in (59, 1):
+        keys.get_by_role("row").nth(number + 1).get_by_role("button", name="Rotate").click()
+        expect(keys.get_by_text(f"mp_k{number}_other")).to_be_in_viewport()
+    keys.get_by_role("row").nth(3).get_by_role("button", name="Revoke").click()
+    expect(keys.get_by_text("mp_k59_other")).to_be_visible()
+    expect(keys.get_by_text("mp_k1_other")).to_be_visible()
+
+
 @pytest.mark.parametrize("begin", ["=", "+", "-", "@", "\t"])
 def test_a_name_that_a_spreadsheet_would_run_is_text_in_the_csv_file(page: Page, api: Answers, begin: str):
     show(page)
@@ -1253,6 +1287,64 @@ def test_a_key_for_inference_shows_its_own_name_scopes_and_limits(page: Page, ap
     expect(page.get_by_role("navigation").get_by_role("link")).to_have_text(["Models", "Videos", "Chat", "Usage"])
 
 
+def test_a_drain_that_is_not_over_leaves_the_other_buttons_and_a_lost_answer_is_a_sentence(page: Page):
+    held = list[Route]()
+    page.route("**/nodes/studio/drain", lambda route: held.append(route))
+    page.route("**/nodes/studio/cordon", lambda route: route.abort())
+    show(page)
+    card = page.get_by_role("region", name="studio")
+    with page.expect_request("**/nodes/studio/drain"):
+        card.get_by_role("button", name="Drain").click()
+    expect(card.get_by_role("button", name="Drain")).to_be_disabled()
+    card.get_by_role("button", name="Cordon").click()
+    expect(card.get_by_role("alert")).to_have_text("The coordinator does not answer")
+
+
+LONG = "Maximilians_MacBookPro_im_Wohnzimmer_neben_der_Treppe_2023_M3Max"
+
+
+def test_long_names_without_a_place_to_break_fit_on_a_phone(page: Page, api: Answers):
+    api.sections |= {
+        "status": status(cluster={"id": "c", "name": LONG}, warnings=[f"{LONG}: its gate is not armed"]),
+        "nodes": [
+            node(LONG, disk={"free": GIB, "total": 2 * GIB, "folder": "/"}),
+            node(LONG + "2", NodeState.PAUSED, sharing=node()["sharing"] | {"why": LONG}),
+        ],
+        "models": [model("Größe_" * 30, place(LONG, "loaded"), place(LONG, "failed", cause=LONG))],
+        "wishes": [wish("Größe_" * 30, missing=LONG, ready=[LONG])],
+        "pulls": [pull(LONG, pull_node(LONG))],
+        "requests": [],
+        "ended": [ended("r1", node=LONG, key=LONG, model=LONG)],
+        "joins": [{"name": LONG, "chip": LONG, "address": "10.0.0.9", "replaces": LONG}],
+    }
+    long_key = KEY | {"name": LONG + LONG[:36], "limits": {"models": ["Größe_" * 30]}}
+    api.by_path |= {
+        "GET /api/v1/keys": {"keys": [long_key]},
+        "GET /api/v1/keys/usage": {"usage": [used(time.strftime("%Y-%m-%d", time.gmtime()), name=LONG, model=LONG)]},
+        "GET /api/v1/tokens": {"tokens": []},
+        "GET /v1/videos": {"data": []},
+    }
+    page.set_viewport_size({"width": 360, "height": 800})
+    for view in ("pool", "models", "requests", "chat", "keys", "join"):
+        show(page, view)
+        if view == "keys":
+            page.get_by_role("button", name="Edit").click()
+        wider = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert wider <= 0, f"{view} is {wider} wider than the screen"
+
+
+def test_a_chat_offers_the_models_for_chats_that_a_mac_can_load(page: Page, api: Answers):
+    api.sections["models"] = [
+        model("bge", place("a", "known"), kind="embed"),
+        model("broken", place("a", "failed"), kind="chat"),
+        model("gone", place("a", "loaded", state="left"), kind="chat"),
+        model("qwen", place("a", "known"), place("b", "failed"), kind="chat"),
+        model("ranker", place("a", "loaded"), kind="rerank"),
+    ]
+    show(page, "chat")
+    assert page.get_by_label("Model").get_by_role("option").all_inner_texts() == ["qwen"]
+
+
 # joining, videos, settings, runbook
 
 
@@ -1281,6 +1373,10 @@ def test_joining_sends_the_token_the_code_and_the_decision(page: Page, api: Answ
         expect(page.get_by_text(f"air: {decision}")).to_be_visible()
     page.once("dialog", lambda dialog: dialog.accept())
     assert sent(api, row.get_by_role("button", name="Revoke")) == ("DELETE", "/api/v1/tokens/t1", None)
+    api.by_path["DELETE /api/v1/tokens/t1"] = "there is no token t1"
+    page.once("dialog", lambda dialog: dialog.accept())
+    row.get_by_role("button", name="Revoke").click()
+    expect(page.get_by_role("alert")).to_have_text("there is no token t1")
 
 
 def test_videos_show_state_progress_and_fault_and_are_cancelled_or_deleted(page: Page, api: Answers):
