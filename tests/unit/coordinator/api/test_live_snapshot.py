@@ -252,6 +252,14 @@ async def test_snapshot_has_reason_and_end_of_an_open_breaker(port: Port):
     assert found == {"state": "open", "why": "signal 2", "opened": 1}
 
 
+async def test_rows_of_nodes_on_the_page_have_the_names_of_loaded_models_only(port: Port):
+    """They are sent twice a second, because their memory changes."""
+    await linked(port, "one", models=(a_model("qwen"), a_model("llama", loaded=False)))
+    found = await sections(port)
+    assert found["nodes"][0]["models"] == [{"name": "qwen", "loaded": True}]
+    assert [row["name"] for row in found["models"]] == ["llama", "qwen"]
+
+
 async def test_a_node_that_cannot_be_paused_is_named_also_if_the_request_has_its_id(port: Port):
     line = await linked(port, "studio")
     (node,) = port.application.registry.pool.members
