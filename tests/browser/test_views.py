@@ -278,6 +278,18 @@ def test_a_link_of_the_command_signs_in_in_an_open_page_and_a_used_link_ends_no_
     assert "in=" not in page.url
 
 
+def test_a_key_that_ends_while_the_page_is_open_is_named_as_the_reason(page: Page):
+    show(page)
+    wrong = {"error": {"message": "this API key is unknown", "code": "invalid_api_key"}}
+    page.route("**/api/v1/live?*", lambda route: route.fulfill(status=401, json=wrong))
+    expect(page.get_by_role("heading", name="Sign in to Macpool")).to_be_visible()
+    expect(page.get_by_role("alert")).to_contain_text("The key of this page has expired, was revoked")
+    page.get_by_label("Or an API key").fill("mp_other")
+    page.route("**/api/v1/key", lambda route: route.fulfill(status=401, json=wrong))
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.get_by_role("alert")).to_have_text("this API key is unknown")
+
+
 def test_signing_out_does_not_wait_for_the_coordinator(page: Page):
     held = list[Route]()
     page.route("**/api/v1/page/visit", lambda route: held.append(route))

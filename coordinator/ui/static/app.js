@@ -1,5 +1,5 @@
 // The shell: whose key this is, which view, and the one live stream that all views read.
-import { html, render, useEffect, useState } from "/ui/vendor/preact.js";
+import { html, render, useEffect, useRef, useState } from "/ui/vendor/preact.js";
 import { Wrong, call, forget, keep, key, ownKey, useAction, useLive, visit } from "/ui/pool.js";
 import { Chat } from "/ui/views/chat.js";
 import { Join } from "/ui/views/join.js";
@@ -113,7 +113,10 @@ function App() {
   const [own, setOwn] = useState(null);
   const [error, setError] = useState("");
   const [code, setCode] = useState(codeOf);
-  const out = () => { setError(""); setInside(signedIn()); setOwn(null); };
+  const opened = useRef(inside);
+  opened.current = inside;
+  // The form itself says why it refuses a key.
+  const out = ({ detail }) => { setError(opened.current ? detail : ""); setInside(signedIn()); setOwn(null); };
   useEffect(() => {
     const open = () => { if (codeOf()) location.reload(); };
     addEventListener("macpool-out", out);

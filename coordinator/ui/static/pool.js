@@ -10,6 +10,7 @@ const POINTS = 360;
 const SILENT_MS = 40000;
 const HIDDEN = "the tab is hidden";
 const NO_ANSWER = "The coordinator does not answer";
+const ENDED = "The key of this page has expired, was revoked, or ended with a restart of the coordinator: sign in again.";
 // States in which a Mac's report is of now.
 export const PRESENT = ["ready", "suspect", "draining"];
 
@@ -21,15 +22,15 @@ export const keep = (text) => {
   localStorage.setItem(KEY, text);
 };
 
-function endTab() {
+function endTab(why = "") {
   sessionStorage.removeItem(CHATS);
-  dispatchEvent(new Event("macpool-out"));
+  dispatchEvent(new CustomEvent("macpool-out", { detail: why }));
 }
 
-export const forget = () => {
+export const forget = (why) => {
   localStorage.removeItem(KEY);
   localStorage.removeItem(VISIT);
-  endTab();
+  endTab(why);
 };
 
 // Another tab has signed out, or signed in with another key.
@@ -48,7 +49,7 @@ export class Refused extends Error {
 // A refusal for another reason than the key, such as a used link, ends no session.
 async function refused(answer, used) {
   const body = await answer.json().catch(() => null);
-  if (answer.status === 401 && body?.error?.code === "invalid_api_key" && used === key()) forget();
+  if (answer.status === 401 && body?.error?.code === "invalid_api_key" && used === key()) forget(ENDED);
   return new Refused(answer.status, body);
 }
 
