@@ -181,15 +181,13 @@ class Dispatcher:
             self.affinity.apply_report(node.id, node.engine_instance, cache.evictions, cache.evicted, cache.store)
             parts.attempts.release_reported_weights(node)
             before = old.get(node.id)
-            if before is not None and before.cordoned and not node.cordoned:
-                parts.drains.end_waits(node.id)
             if node.state == NodeState.READY and before is not None and before.state not in SERVING:
                 for request in self._open.values():
                     request.tried.readmit(node.id)
             parts.changes.mark(node.id)
             if (node.draining or node.state == NodeState.DRAINING) and self.ledger.count_in_flight(node.id):
                 draining.append(node.id)
-        for node_id in (*draining, *parts.drains.list_nodes()):
+        for node_id in (*draining, *parts.drains.end_uncordoned(old, changed)):
             asyncio.get_running_loop().call_soon(self.migrate_node, node_id)
 
     def _wake(self) -> None:
