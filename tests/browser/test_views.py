@@ -278,6 +278,17 @@ def test_a_link_of_the_command_signs_in_in_an_open_page_and_a_used_link_ends_no_
     assert "in=" not in page.url
 
 
+def test_a_view_that_was_opened_while_the_coordinator_restarted_asks_again(page: Page, api: Answers):
+    api.by_path |= {"GET /api/v1/keys": {"keys": [KEY]}, "GET /api/v1/keys/usage": {"usage": []}}
+    page.route("**/api/v1/keys", lambda route: route.abort())
+    show(page, "keys")
+    keys = page.get_by_role("region", name="API keys")
+    expect(keys.get_by_role("alert")).to_have_text("The coordinator does not answer")
+    page.unroute("**/api/v1/keys")
+    expect(keys.get_by_role("button", name="Rotate")).to_be_visible()
+    expect(keys.get_by_role("alert")).to_have_count(0)
+
+
 def test_a_key_that_ends_while_the_page_is_open_is_named_as_the_reason(page: Page):
     show(page)
     wrong = {"error": {"message": "this API key is unknown", "code": "invalid_api_key"}}
@@ -1288,6 +1299,27 @@ def test_usage_is_summed_by_key_and_model_and_stacked_by_day(page: Page, api: An
     usage.get_by_label("Key shown").select_option("k2")
     usage.get_by_label("Key shown").select_option("k2 (ended)")
     expect(rows).to_have_count(2)
+
+
+def test_usage_is_not_added_up_again_with_each_change_of_the_pool(page: Page, api: Answers):
+    """A year of 200 keys has 200,000 rows, and the live stream may change twice a second."""
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    rows = [used(today, f"k{number}", name=f"app-{number}") for number in range(200)]
+    api.by_path |= {"GET /api/v1/keys": {"keys": []}, "GET /api/v1/keys/usage": {"usage": rows}}
+    page.add_init_script(f"({OPEN_STREAM})()")
+    show(page, "keys")
+    expect(page.get_by_role("region", name="Usage by day").get_by_role("row")).to_have_count(201)
+    page.evaluate(
+        """(told) => {
+        const set = Map.prototype.set;
+        window.added = 0;
+        Map.prototype.set = function (...given) { window.added += 1; return set.apply(this, given); };
+        window.send(`event: status\\ndata: ${told}\\n\\n`);
+    }""",
+        json.dumps(status(cluster={"id": "c-1", "name": "renamed"})),
+    )
+    expect(page.get_by_role("heading", level=1)).to_contain_text("renamed")
+    assert page.evaluate("window.added") < 100
 
 
 def test_a_key_for_inference_shows_its_own_name_scopes_and_limits(page: Page, api: Answers):

@@ -8,6 +8,8 @@ const GIB = 2 ** 30, MIB = 2 ** 20, KIB = 2 ** 10;
 const POINTS = 360;
 // A live stream without a byte for this time is opened again: the coordinator sends a comment after 15 s of silence.
 const SILENT_MS = 40000;
+// Pause after a failed connection.
+const RETRY_MS = 2000;
 const HIDDEN = "the tab is hidden";
 const NO_ANSWER = "The coordinator does not answer";
 const ENDED = "The key of this page has expired, was revoked, or ended with a restart of the coordinator: sign in again.";
@@ -188,19 +190,26 @@ export function useAction(act) {
   return [run, state];
 }
 
-// Something that is asked for now and whenever `reload` is called; nothing while there is no path. After a failed reload the
-// latest value of the path stays. The last result is the number of answers.
+// Something that is asked for now, whenever `reload` is called, and again after a failed connection; nothing while there is no
+// path. After a failed reload the latest value of the path stays. The last result is the number of answers.
 export function useAsked(path) {
   const [state, setState] = useState({ value: null, error: "", answers: 0 });
   const [turn, setTurn] = useState(0);
   useEffect(() => {
     if (!path) return;
-    let here = true;
+    let here = true, timer = 0;
     call("GET", path).then(
       (value) => here && setState((old) => ({ path, value, error: "", answers: old.answers + 1 })),
-      (error) => here && setState((old) => ({ path, value: old.path === path ? old.value : null, error: error.message, answers: old.answers + 1 })),
+      (error) => {
+        if (!here) return;
+        setState((old) => ({ path, value: old.path === path ? old.value : null, error: error.message, answers: old.answers + 1 }));
+        if (!error.status) timer = setTimeout(() => setTurn((old) => old + 1), RETRY_MS);
+      },
     );
-    return () => { here = false; };
+    return () => {
+      here = false;
+      clearTimeout(timer);
+    };
   }, [path, turn]);
   return [state.value, state.error, () => setTurn((old) => old + 1), state.answers];
 }
