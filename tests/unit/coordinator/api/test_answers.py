@@ -30,4 +30,4 @@ async def test_a_long_answer_takes_the_loop_a_small_multiple_of_the_time_to_pars
                 began = time.thread_time()
                 assert len(json.loads(answer.content)["requests"]) == REQUESTS
                 parsed.append(time.thread_time() - began)
-    assert min(encoded) < 8 * min(parsed), (encoded, parsed)
+    assert min(encoded) < 12 * min(parsed), (encoded, parsed)
