@@ -1198,6 +1198,14 @@ def test_a_keys_row_shows_its_limits_and_its_buttons_send_what_was_changed_alone
         },
     )
     expect(make.get_by_text("mp_k2_secret")).to_be_visible()
+    api.by_path["POST /api/v1/keys/k3/rotate"] = {"id": "k3", "key": "mp_k3_other"}
+    page.once("dialog", lambda dialog: dialog.accept())
+    keys.get_by_role("row").nth(2).get_by_role("button", name="Rotate").click()
+    expect(keys.get_by_text("mp_k3_other")).to_be_visible()
+    expect(make.get_by_text("mp_k2_secret")).to_be_visible()
+    page.once("dialog", lambda dialog: dialog.accept())
+    keys.get_by_role("row").nth(2).get_by_role("button", name="Revoke").click()
+    expect(keys.get_by_text("mp_k3_other")).to_have_count(0)
     row.get_by_role("button", name="Edit").click()
     edit = page.get_by_role("region", name="Edit app")
     edit.get_by_label("Requests at once").fill("3")

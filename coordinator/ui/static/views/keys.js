@@ -47,15 +47,14 @@ function useSecrets() {
   return [list, add, drop];
 }
 
-function Create({ reload }) {
+function Create({ reload, secrets, addSecret }) {
   const [name, setName] = useState("");
   const [scope, setScope] = useState("infer");
   const [life, setLife] = useState("");
   const [fields, setFields] = useState(fieldsOf({}));
-  const [secrets, addSecret] = useSecrets();
   const [make, { busy, error }] = useAction(async () => {
     const made = await call("POST", "/api/v1/keys", { name, scopes: [scope], ttl_seconds: life ? Number(life) : null, limits: limitsOf(fields) });
-    addSecret({ ...made, name });
+    addSecret({ ...made, name, isNew: true });
     setName("");
     setFields(fieldsOf({}));
     reload();
@@ -67,7 +66,7 @@ function Create({ reload }) {
         <label>Expires <select value=${life} onChange=${(event) => setLife(event.target.value)}>${LIVES.map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select></label></div>
       <details><summary>Models and limits</summary><${Limits} fields=${fields} set=${setFields} /></details>
       <p><button class="main" disabled=${busy || !name.trim()}>Create</button></p></form>
-    <${Secrets} list=${secrets} /><${Wrong} text=${error} /></section>`;
+    <${Secrets} list=${secrets.filter((one) => one.isNew)} /><${Wrong} text=${error} /></section>`;
 }
 
 // Form to edit a key. Unchanged fields are not sent.
@@ -112,8 +111,8 @@ export function Keys() {
   const rows = keys?.keys ?? [];
   const row = rows.find((one) => one.id === edited);
   const state = (one) => one.expires && one.expires * 1000 < Date.now() ? html`<span class="bad">expired ${when(one.expires)}</span>` : when(one.expires);
-  return html`<${Create} reload=${reload} />
-  <section class="card" aria-label="API keys"><h3>Keys</h3><${Wrong} text=${wrong || error} /><${Secrets} list=${secrets} />
+  return html`<${Create} reload=${reload} secrets=${secrets} addSecret=${addSecret} />
+  <section class="card" aria-label="API keys"><h3>Keys</h3><${Wrong} text=${wrong || error} /><${Secrets} list=${secrets.filter((one) => !one.isNew)} />
     ${rows.length ? html`<${Table} caption="Keys" head=${["name", "id", "scopes", "created", "expires", "limits", "actions"]}
       rows=${rows.map((one) => ({ key: one.id, cells: [one.name, html`<code>${one.id}</code>`, one.scopes.join(", "), when(one.created), state(one), limitsText(one.limits),
         html`<span class="row tight"><button onClick=${() => setEdited(one.id)}>Edit</button><button onClick=${() => act("rotate", one)}>Rotate</button><button onClick=${() => act("revoke", one)}>Revoke</button></span>`] }))} />` : html`<${Nothing}>None.<//>`}</section>
