@@ -6,10 +6,13 @@ routes in a table with their scopes, and only `_add_route` adds a route.
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 from fastapi import FastAPI, Request
+from fastapi.responses import Response
 
 from coordinator.alerts.evaluator import ConditionEvaluator
 from coordinator.api.auth import require_scope, wrap_audited
@@ -145,7 +148,7 @@ class ControlApi:
         is_open = route.scope == PUBLIC_SCOPE
         self.app.router.add_api_route(
             route.pattern,
-            wrap_audited(self._store, route.handler) if route.audited else route.handler,
+            _wrap_encoded(wrap_audited(self._store, route.handler) if route.audited else route.handler),
             methods=[route.method],
             route_class_override=_create_route_class(
                 None if is_open else require_scope(self._ring, route.scope), route.max_body_bytes
@@ -154,6 +157,22 @@ class ControlApi:
             summary=route.summary,
             response_model=None,
         )
+
+
+def _wrap_encoded(act: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a route handler so that it returns a response instead of a JSON object.
+
+    FastAPI encodes a JSON object on the event loop, in up to a hundred times the time of msgspec.
+    """
+
+    @wraps(act)
+    async def encode(**arguments: Any) -> Response:
+        answer = await act(**arguments)
+        if isinstance(answer, Response):
+            return answer
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    return encode
 
 
 def _create_route_class(check: Callable[[Request], Awaitable[None]] | None, max_body_bytes: int) -> type[StrictRoute]:

@@ -47,7 +47,7 @@ class SnapshotSources:
         records = self.traffic.history.list_newest(MAX_REQUESTS_SHOWN)
         return {
             "status": {name: value for name, value in self.pool.build_status_row().items() if name != "uptime_seconds"},
-            "nodes": [_remove_age_noise(row) for row in self.nodes.build_rows()],
+            "nodes": [_shorten_node_row(row) for row in self.nodes.build_rows()],
             "models": self.models.build_rows(),
             "aliases": self.models.build_alias_rows(),
             "pulls": [_remove_actor(row) for row in self.pulls.build_rows(MAX_ENDED_PULLS_SHOWN)],
@@ -68,16 +68,18 @@ def _remove_actor(row: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in row.items() if name != "actor"}
 
 
-def _remove_age_noise(row: dict[str, Any]) -> dict[str, Any]:
-    """Replace values that change without meaning in a node's row.
+def _shorten_node_row(row: dict[str, Any]) -> dict[str, Any]:
+    """Replace values that change without meaning in a node's row, and keep only the names of its loaded models.
 
     The age of the memory reading becomes 0. The age of the last report becomes complete seconds, and 0 below
-    `SILENCE_SHOWN_SECONDS`.
+    `SILENCE_SHOWN_SECONDS`. The rows of nodes are sent with each change of their memory, and the rows of models have
+    their own section.
     """
     reported_seconds = row["heard_seconds"]
     return {
         **row,
         "age": 0,
+        "models": [{"name": model["name"], "loaded": True} for model in row["models"] if model["loaded"]],
         "heard_seconds": None
         if reported_seconds is None
         else int(reported_seconds)

@@ -173,8 +173,8 @@ class UsageTable:
         )
 
     def list_rows(self) -> list[UsageRow]:
-        """Return the usage of every key, model and day, oldest day first."""
-        return sorted(self._rows.values(), key=lambda row: (row.day, row.key, row.model))
+        """Return the usage of every key, model and day, in any order."""
+        return list(self._rows.values())
 
     def delete_before(self, before: str, days: int) -> None:
         """Delete the usage of all days before `before` (`2026-01-31`), if at least `days` later days have usage.

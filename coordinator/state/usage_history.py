@@ -1,13 +1,15 @@
 """Usage of API keys by day and model in the database: its storage, its deletion after USAGE_DAYS days, and its sums."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from coordinator.state.database import Database
+from coordinator.state.rows import UsageRow
 from coordinator.state.store_errors import StoreError
 from router.admission.api_keys import KeyRing
 from router.admission.usage import UsageCounter, UsageTotals
@@ -52,19 +54,36 @@ class UsageHistory:
         `since` is the first day (UTC), as `2026-01-31`; empty for all days. `key` limits the result to the key of this
         id; None for all keys. Without `daily`, the days are added up.
         """
-        sums: dict[tuple[str, str, str], UsageTotals] = {}
-        for row in self.store.usage.list_rows():
-            if row.day >= since and key in (None, row.key):
-                sums.setdefault((row.day if daily else "", row.key, row.model), UsageTotals()).add(row.used)
+        return self.prepare_sum(key, since, daily=daily)()
+
+    def prepare_sum(
+        self, key: str | None = None, since: str = "", *, daily: bool = False
+    ) -> Callable[[], dict[str, Any]]:
+        """Return a function that returns the result of `sum`, from the rows of now.
+
+        The function may run in any thread: a year of many keys takes more than a second.
+        """
         names = {**self.ring.get_names(), **{row.id: row.name for row in self.store.keys.values()}}
-        rows = [
-            {
-                "key": key_id,
-                "name": names.get(key_id, ""),
-                "model": model,
-                **({"day": day} if daily else {}),
-                **msgspec.structs.asdict(used),
-            }
-            for (day, key_id, model), used in sorted(sums.items())
-        ]
-        return {"schema": 1, "since": since or None, "usage": rows}
+        return partial(_sum_rows, self.store.usage.list_rows(), names, key, since, daily=daily)
+
+
+def _sum_rows(
+    stored: Iterable[UsageRow], names: Mapping[str, str], key: str | None, since: str, *, daily: bool
+) -> dict[str, Any]:
+    days: dict[str, dict[tuple[str, str], UsageTotals]] = {}
+    for row in stored:
+        if row.day >= since and key in (None, row.key):
+            sums = days.setdefault(row.day if daily else "", {})
+            sums.setdefault((row.key, row.model), UsageTotals()).add(row.used)
+    rows = [
+        {
+            "key": key_id,
+            "name": names.get(key_id, ""),
+            "model": model,
+            **({"day": day} if daily else {}),
+            **msgspec.structs.asdict(used),
+        }
+        for day, sums in sorted(days.items())
+        for (key_id, model), used in sorted(sums.items())
+    ]
+    return {"schema": 1, "since": since or None, "usage": rows}

@@ -187,7 +187,7 @@ class Dispatcher:
             parts.changes.mark(node.id)
             if (node.draining or node.state == NodeState.DRAINING) and self.ledger.count_in_flight(node.id):
                 draining.append(node.id)
-        for node_id in (*draining, *parts.drains.list_nodes()):
+        for node_id in (*draining, *parts.drains.end_uncordoned(old, changed)):
             asyncio.get_running_loop().call_soon(self.migrate_node, node_id)
 
     def _wake(self) -> None:

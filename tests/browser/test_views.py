@@ -194,7 +194,7 @@ def sent(api: Answers, button: Locator) -> tuple[str, str, Any]:
 
 OPEN_STREAM = """() => {
     const real = window.fetch;
-    window.opened = 0;
+    window.opened = window.aborted = 0;
     window.fetch = async (path, options) => {
         const answer = await real(path, options);
         if (!path.startsWith("/api/v1/live")) return answer;
@@ -203,7 +203,10 @@ OPEN_STREAM = """() => {
         return new Response(new ReadableStream({ start(stream) {
             stream.enqueue(sections);
             window.send = (text) => stream.enqueue(new TextEncoder().encode(text));
-            options.signal.addEventListener("abort", () => stream.error(options.signal.reason));
+            options.signal.addEventListener("abort", () => {
+                window.aborted += 1;
+                stream.error(options.signal.reason);
+            });
         } }));
     };
 }"""
@@ -222,6 +225,91 @@ def test_a_live_stream_that_falls_silent_is_opened_again(page: Page):
     assert page.evaluate("window.opened") == 1, "a comment shows that the connection works"
     page.clock.fast_forward(30_000)
     page.wait_for_function("window.opened === 2")
+
+
+def test_a_hidden_tab_has_no_live_stream(page: Page):
+    """Browsers allow six connections to a server for all tabs: streams of hidden tabs would block the visible one."""
+    page.add_init_script(f"({OPEN_STREAM})()")
+    show(page)
+
+    def turn(*, hidden: bool) -> None:
+        page.evaluate(
+            """(hidden) => {
+            Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+            document.dispatchEvent(new Event("visibilitychange"));
+        }""",
+            hidden,
+        )
+
+    turn(hidden=True)
+    page.wait_for_function("window.aborted === 1")
+    turn(hidden=False)
+    page.wait_for_function("window.opened === 2")
+    expect(page.get_by_text("The coordinator does not answer")).to_have_count(0)
+    assert page.evaluate("window.aborted") == 1
+
+
+def test_the_reason_is_shown_while_no_live_stream_can_be_opened(page: Page):
+    full = {"error": {"message": "32 pages are open, which is the limit: close one", "code": "too_many_viewers"}}
+    page.route("**/api/v1/live?*", lambda route: route.fulfill(status=503, json=full))
+    show(page)
+    expect(page.get_by_text("32 pages are open, which is the limit: close one. Retrying.")).to_be_visible()
+    page.unroute("**/api/v1/live?*")
+    expect(page.get_by_role("region", name="studio")).to_be_visible()
+
+
+# signing in and out
+
+
+def test_a_link_of_the_command_signs_in_in_an_open_page_and_a_used_link_ends_no_session(page: Page, api: Answers):
+    show(page)
+    used = {"error": {"message": "this link was used", "code": "link_used_up"}}
+    page.route("**/api/v1/page/visits", lambda route: route.fulfill(status=401, json=used))
+    with page.expect_response("**/api/v1/page/visits"):
+        page.evaluate("location.hash = '#in=used'")
+    expect(page.get_by_role("button", name="Sign out")).to_be_visible()
+    assert page.evaluate("localStorage.getItem('macpool-key')") == "mp_test_key"
+    page.unroute("**/api/v1/page/visits")
+    api.by_path["POST /api/v1/page/visits"] = {"key": "mp_new_key", "expires": AT}
+    page.evaluate("location.hash = '#in=fresh'")
+    page.wait_for_function("localStorage.getItem('macpool-key') === 'mp_new_key'")
+    expect(page.get_by_role("button", name="Sign out")).to_be_visible()
+    assert ("POST", "/api/v1/page/visits", {"code": "fresh"}) in api.asked
+    assert "in=" not in page.url
+
+
+def test_a_view_that_was_opened_while_the_coordinator_restarted_asks_again(page: Page, api: Answers):
+    api.by_path |= {"GET /api/v1/keys": {"keys": [KEY]}, "GET /api/v1/keys/usage": {"usage": []}}
+    page.route("**/api/v1/keys", lambda route: route.abort())
+    show(page, "keys")
+    keys = page.get_by_role("region", name="API keys")
+    expect(keys.get_by_role("alert")).to_have_text("The coordinator does not answer")
+    page.unroute("**/api/v1/keys")
+    expect(keys.get_by_role("button", name="Rotate")).to_be_visible()
+    expect(keys.get_by_role("alert")).to_have_count(0)
+
+
+def test_a_key_that_ends_while_the_page_is_open_is_named_as_the_reason(page: Page):
+    show(page)
+    wrong = {"error": {"message": "this API key is unknown", "code": "invalid_api_key"}}
+    page.route("**/api/v1/live?*", lambda route: route.fulfill(status=401, json=wrong))
+    expect(page.get_by_role("heading", name="Sign in to Macpool")).to_be_visible()
+    expect(page.get_by_role("alert")).to_contain_text("The key of this page has expired, was revoked")
+    page.get_by_label("Or an API key").fill("mp_other")
+    page.route("**/api/v1/key", lambda route: route.fulfill(status=401, json=wrong))
+    page.get_by_role("button", name="Sign in").click()
+    expect(page.get_by_role("alert")).to_have_text("this API key is unknown")
+
+
+def test_signing_out_does_not_wait_for_the_coordinator(page: Page):
+    held = list[Route]()
+    page.route("**/api/v1/page/visit", lambda route: held.append(route))
+    show(page)
+    with page.expect_request("**/api/v1/page/visit") as asked:
+        page.get_by_role("button", name="Sign out").click()
+    assert asked.value.headers["authorization"] == "Bearer mp_test_key"
+    expect(page.get_by_role("heading", name="Sign in to Macpool")).to_be_visible()
+    assert page.evaluate("localStorage.getItem('macpool-key')") is None
 
 
 # the pool
@@ -1017,6 +1105,20 @@ def test_one_request_is_explained_with_the_arithmetic_of_each_mac(page: Page, ap
     ]
 
 
+def test_the_view_of_a_request_in_flight_follows_it_to_its_end(page: Page, api: Answers):
+    flying = {"id": "r1", "phase": "decode"}
+    api.sections["requests"] = [flying]
+    path = "GET /api/v1/requests/r1"
+    now = {"request_id": "r1", "model": "qwen", "phase": "decode", "seconds": 3.0, "steps": []}
+    api.by_path[path] = {"under_way": [now], "requests": [], "decisions": []}
+    show(page, "requests/r1")
+    expect(page.get_by_text("qwen: decode, for 3.00 s.")).to_be_visible()
+    done = ended("r1") | {"key_name": "laptop", "steps": []}
+    api.by_path[path] = {"under_way": [], "requests": [done], "decisions": []}
+    api.sections["requests"] = []
+    expect(page.get_by_text("qwen: ok after 12 s.")).to_be_visible()
+
+
 # keys and usage
 
 
@@ -1096,6 +1198,14 @@ def test_a_keys_row_shows_its_limits_and_its_buttons_send_what_was_changed_alone
         },
     )
     expect(make.get_by_text("mp_k2_secret")).to_be_visible()
+    api.by_path["POST /api/v1/keys/k3/rotate"] = {"id": "k3", "key": "mp_k3_other"}
+    page.once("dialog", lambda dialog: dialog.accept())
+    keys.get_by_role("row").nth(2).get_by_role("button", name="Rotate").click()
+    expect(keys.get_by_text("mp_k3_other")).to_be_visible()
+    expect(make.get_by_text("mp_k2_secret")).to_be_visible()
+    page.once("dialog", lambda dialog: dialog.accept())
+    keys.get_by_role("row").nth(2).get_by_role("button", name="Revoke").click()
+    expect(keys.get_by_text("mp_k3_other")).to_have_count(0)
     row.get_by_role("button", name="Edit").click()
     edit = page.get_by_role("region", name="Edit app")
     edit.get_by_label("Requests at once").fill("3")
@@ -1127,6 +1237,26 @@ def test_a_keys_row_shows_its_limits_and_its_buttons_send_what_was_changed_alone
     assert len(api.asked) == before
     page.once("dialog", lambda dialog: dialog.accept())
     assert sent(api, row.get_by_role("button", name="Revoke")) == ("DELETE", "/api/v1/keys/k1", None)
+
+
+def test_with_many_keys_the_form_and_a_new_secret_are_in_sight_and_a_secret_stays(page: Page, api: Answers):
+    rows = [KEY | {"id": f"k{number}", "name": f"app-{number}", "expires": None} for number in range(60)]
+    api.by_path |= {"GET /api/v1/keys": {"keys": rows}, "GET /api/v1/keys/usage": {"usage": []}}
+    for number in (1, 59):
+        api.by_path[f"POST /api/v1/keys/k{number}/rotate"] = {"id": f"k{number}", "key": f"mp_k{number}_other"}
+    show(page, "keys")
+    keys = page.get_by_role("region", name="API keys")
+    keys.get_by_role("row").nth(1).get_by_role("button", name="Edit").click()
+    name = page.get_by_role("region", name="Edit app-0").get_by_label("New name")
+    expect(name).to_be_in_viewport()
+    expect(name).to_be_focused()
+    page.on("dialog", lambda dialog: dialog.dismiss() if dialog.message.startswith("Revoke") else dialog.accept())
+    for number in (59, 1):
+        keys.get_by_role("row").nth(number + 1).get_by_role("button", name="Rotate").click()
+        expect(keys.get_by_text(f"mp_k{number}_other")).to_be_in_viewport()
+    keys.get_by_role("row").nth(3).get_by_role("button", name="Revoke").click()
+    expect(keys.get_by_text("mp_k59_other")).to_be_visible()
+    expect(keys.get_by_text("mp_k1_other")).to_be_visible()
 
 
 @pytest.mark.parametrize("begin", ["=", "+", "-", "@", "\t"])
@@ -1179,6 +1309,27 @@ def test_usage_is_summed_by_key_and_model_and_stacked_by_day(page: Page, api: An
     expect(rows).to_have_count(2)
 
 
+def test_usage_is_not_added_up_again_with_each_change_of_the_pool(page: Page, api: Answers):
+    """A year of 200 keys has 200,000 rows, and the live stream may change twice a second."""
+    today = time.strftime("%Y-%m-%d", time.gmtime())
+    rows = [used(today, f"k{number}", name=f"app-{number}") for number in range(200)]
+    api.by_path |= {"GET /api/v1/keys": {"keys": []}, "GET /api/v1/keys/usage": {"usage": rows}}
+    page.add_init_script(f"({OPEN_STREAM})()")
+    show(page, "keys")
+    expect(page.get_by_role("region", name="Usage by day").get_by_role("row")).to_have_count(201)
+    page.evaluate(
+        """(told) => {
+        const set = Map.prototype.set;
+        window.added = 0;
+        Map.prototype.set = function (...given) { window.added += 1; return set.apply(this, given); };
+        window.send(`event: status\\ndata: ${told}\\n\\n`);
+    }""",
+        json.dumps(status(cluster={"id": "c-1", "name": "renamed"})),
+    )
+    expect(page.get_by_role("heading", level=1)).to_contain_text("renamed")
+    assert page.evaluate("window.added") < 100
+
+
 def test_a_key_for_inference_shows_its_own_name_scopes_and_limits(page: Page, api: Answers):
     api.by_path |= {"GET /api/v1/key": KEY, "GET /api/v1/usage": {"usage": [used("2026-01-01")]}}
     show(page, "usage")
@@ -1186,6 +1337,64 @@ def test_a_key_for_inference_shows_its_own_name_scopes_and_limits(page: Page, ap
     assert "name app scopes infer expires" in text
     assert "limits models: qwen*; requests per minute: 10; concurrency: 2; priority: high" in text
     expect(page.get_by_role("navigation").get_by_role("link")).to_have_text(["Models", "Videos", "Chat", "Usage"])
+
+
+def test_a_drain_that_is_not_over_leaves_the_other_buttons_and_a_lost_answer_is_a_sentence(page: Page):
+    held = list[Route]()
+    page.route("**/nodes/studio/drain", lambda route: held.append(route))
+    page.route("**/nodes/studio/cordon", lambda route: route.abort())
+    show(page)
+    card = page.get_by_role("region", name="studio")
+    with page.expect_request("**/nodes/studio/drain"):
+        card.get_by_role("button", name="Drain").click()
+    expect(card.get_by_role("button", name="Drain")).to_be_disabled()
+    card.get_by_role("button", name="Cordon").click()
+    expect(card.get_by_role("alert")).to_have_text("The coordinator does not answer")
+
+
+LONG = "Maximilians_MacBookPro_im_Wohnzimmer_neben_der_Treppe_2023_M3Max"
+
+
+def test_long_names_without_a_place_to_break_fit_on_a_phone(page: Page, api: Answers):
+    api.sections |= {
+        "status": status(cluster={"id": "c", "name": LONG}, warnings=[f"{LONG}: its gate is not armed"]),
+        "nodes": [
+            node(LONG, disk={"free": GIB, "total": 2 * GIB, "folder": "/"}),
+            node(LONG + "2", NodeState.PAUSED, sharing=node()["sharing"] | {"why": LONG}),
+        ],
+        "models": [model("Größe_" * 30, place(LONG, "loaded"), place(LONG, "failed", cause=LONG))],
+        "wishes": [wish("Größe_" * 30, missing=LONG, ready=[LONG])],
+        "pulls": [pull(LONG, pull_node(LONG))],
+        "requests": [],
+        "ended": [ended("r1", node=LONG, key=LONG, model=LONG)],
+        "joins": [{"name": LONG, "chip": LONG, "address": "10.0.0.9", "replaces": LONG}],
+    }
+    long_key = KEY | {"name": LONG + LONG[:36], "limits": {"models": ["Größe_" * 30]}}
+    api.by_path |= {
+        "GET /api/v1/keys": {"keys": [long_key]},
+        "GET /api/v1/keys/usage": {"usage": [used(time.strftime("%Y-%m-%d", time.gmtime()), name=LONG, model=LONG)]},
+        "GET /api/v1/tokens": {"tokens": []},
+        "GET /v1/videos": {"data": []},
+    }
+    page.set_viewport_size({"width": 360, "height": 800})
+    for view in ("pool", "models", "requests", "chat", "keys", "join"):
+        show(page, view)
+        if view == "keys":
+            page.get_by_role("button", name="Edit").click()
+        wider = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert wider <= 0, f"{view} is {wider} wider than the screen"
+
+
+def test_a_chat_offers_the_models_for_chats_that_a_mac_can_load(page: Page, api: Answers):
+    api.sections["models"] = [
+        model("bge", place("a", "known"), kind="embed"),
+        model("broken", place("a", "failed"), kind="chat"),
+        model("gone", place("a", "loaded", state="left"), kind="chat"),
+        model("qwen", place("a", "known"), place("b", "failed"), kind="chat"),
+        model("ranker", place("a", "loaded"), kind="rerank"),
+    ]
+    show(page, "chat")
+    assert page.get_by_label("Model").get_by_role("option").all_inner_texts() == ["qwen"]
 
 
 # joining, videos, settings, runbook
@@ -1216,6 +1425,10 @@ def test_joining_sends_the_token_the_code_and_the_decision(page: Page, api: Answ
         expect(page.get_by_text(f"air: {decision}")).to_be_visible()
     page.once("dialog", lambda dialog: dialog.accept())
     assert sent(api, row.get_by_role("button", name="Revoke")) == ("DELETE", "/api/v1/tokens/t1", None)
+    api.by_path["DELETE /api/v1/tokens/t1"] = "there is no token t1"
+    page.once("dialog", lambda dialog: dialog.accept())
+    row.get_by_role("button", name="Revoke").click()
+    expect(page.get_by_role("alert")).to_have_text("there is no token t1")
 
 
 def test_videos_show_state_progress_and_fault_and_are_cancelled_or_deleted(page: Page, api: Answers):

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from fastapi import Query
+from fastapi.responses import Response
 from pydantic import Field
 
 from coordinator.api.auth import KEY
@@ -16,6 +17,7 @@ from coordinator.state.access_admin import AccessAdmin, NameReservedError, NameT
 from router.admission.api_keys import KeyRing
 from router.admission.rate_limits import NO_LIMITS, KeyLimits
 from router.errors import NO_KEY, Problem, build_invalid
+from router.worker_thread import encoded_list, run_in_worker
 
 MAX_KEY_LIFE_SECONDS = 10 * 365 * 86400.0
 """Maximum lifetime of a key with an expiry, in seconds. A key without expiry is valid until it is revoked."""
@@ -151,22 +153,22 @@ class KeyRoutes:
         await self._admin.store.flush()
         return {"schema": 1, "id": key}
 
-    async def keys_usage(self, key: str | None = None, since: Since = "", daily: bool = False) -> dict[str, Any]:
+    async def keys_usage(self, key: str | None = None, since: Since = "", daily: bool = False) -> Response:
         """Return the requests and tokens of each key by model; with `daily`, per day.
 
         `key` is the id of the only key to return; without it, all keys are returned. `since` is the first day (UTC,
         such as `2026-01-31`); without it, all stored days are included. Raise `StoreError` (503) if the counts up to
         now cannot be stored.
         """
-        return self._sum_usage(key, since, daily=daily)
+        return await self._answer_usage(key, since, daily=daily)
 
-    async def own_usage(self, since: Since = "", daily: bool = False) -> dict[str, Any]:
+    async def own_usage(self, since: Since = "", daily: bool = False) -> Response:
         """Return the requests and tokens of the calling key by model; with `daily`, per day.
 
         `since` is the first day (UTC, such as `2026-01-31`); without it, all stored days are included. Raise
         `StoreError` (503) if the counts up to now cannot be stored.
         """
-        return self._sum_usage(KEY.get(), since, daily=daily)
+        return await self._answer_usage(KEY.get(), since, daily=daily)
 
     async def own_key(self) -> dict[str, Any]:
         """Return the calling key without its secret: name, scopes, expiry and limits.
@@ -185,9 +187,15 @@ class KeyRoutes:
             "limits": msgspec.to_builtins(key.limits or NO_LIMITS),
         }
 
-    def _sum_usage(self, key: str | None, since: str, *, daily: bool) -> dict[str, Any]:
+    async def _answer_usage(self, key: str | None, since: str, *, daily: bool) -> Response:
         self._admin.usage.record(self._traffic.usage)  # up to now
-        return self._admin.usage.sum(key, since, daily=daily)
+        sum_rows = self._admin.usage.prepare_sum(key, since, daily=daily)
+        body = await run_in_worker(lambda: _encode_usage(sum_rows()))
+        return Response(body, media_type="application/json")
+
+
+def _encode_usage(answer: dict[str, Any]) -> bytes:
+    return msgspec.json.encode({**answer, "usage": encoded_list(answer["usage"])})
 
 
 def _parse_limits(limits: Mapping[str, Any]) -> KeyLimits:

@@ -185,15 +185,16 @@ class NodeRoutes:
     async def drain(self, node: str, body: DrainBody) -> dict[str, Any]:
         """Cordon a node, migrate its requests, and return the number of requests left after `wait_seconds`.
 
-        The answer follows earlier if no requests are left. The node stays cordoned until it is uncordoned. Raise
-        `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the cordon
+        The answer follows earlier if no requests are left, or if the node is uncordoned: `cordoned` is false then.
+        Raise `ProblemError`: 404 for an unknown node, 409 for one that has left. Raise `StoreError` (503) if the cordon
         cannot be stored.
         """
         node_id = self._find_member(node)
         self._nodes.administration.set_cordoned(node_id, on=True)
         await self._store.flush()
         left = await self._traffic.wait_drained(node_id, body.wait_seconds)
-        return {"schema": 1, "node": node_id, "cordoned": True, "left": left}
+        cordoned = self._nodes.registry.pool.members[node_id].cordoned
+        return {"schema": 1, "node": node_id, "cordoned": cordoned, "left": left}
 
     async def pause(self, node: str, body: PauseBody) -> dict[str, Any]:
         """Pause a node: migrate its requests and free its memory for its owner.
@@ -214,12 +215,13 @@ class NodeRoutes:
 
     async def _set_pause(self, node: str, seconds: float | None) -> dict[str, Any]:
         node_id = self._find_member(node)
+        name = self._nodes.directory.get_name(node_id)
         try:
             sharing = await self._nodes.administration.pause_node(node_id, seconds, "an administrator of the pool")
         except LookupError as error:
-            raise ProblemError(Problem(503, "node_unreachable", f"{node}: {error}")) from None
+            raise ProblemError(Problem(503, "node_unreachable", f"{name}: {error}")) from None
         if sharing is None:
-            raise ProblemError(Problem(503, "node_unreachable", f"{node} did not confirm the pause: check its log"))
+            raise ProblemError(Problem(503, "node_unreachable", f"{name} did not confirm the pause: check its log"))
         left = self._traffic.count_in_flight(node_id)
         return {"schema": 1, "node": node_id, "sharing": msgspec.structs.asdict(sharing), "in_flight": left}
 

@@ -235,6 +235,8 @@ def drain(session: ApiSession, node: str, wait: float | None) -> None:
             "POST", f"/api/v1/nodes/{quote(node, safe='')}/drain", {"wait_seconds": seconds}, timeout=seconds + 30
         )
     session.print_answer(answer, lambda _: None)
+    if not answer["cordoned"]:
+        raise CommandError(REFUSED, f"{node} was uncordoned during the drain: it keeps its requests and gets new ones")
     if answer["left"]:
         raise CommandError(
             REFUSED,

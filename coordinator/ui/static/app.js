@@ -1,5 +1,5 @@
 // The shell: whose key this is, which view, and the one live stream that all views read.
-import { html, render, useEffect, useState } from "/ui/vendor/preact.js";
+import { html, render, useEffect, useRef, useState } from "/ui/vendor/preact.js";
 import { Wrong, call, forget, keep, key, ownKey, useAction, useLive, visit } from "/ui/pool.js";
 import { Chat } from "/ui/views/chat.js";
 import { Join } from "/ui/views/join.js";
@@ -79,10 +79,10 @@ function Page({ own }) {
   const [view, ...rest] = useView();
   const [theme, setTheme] = useTheme();
   const pool = useLive(own.metrics);
-  const [leave] = useAction(async () => {
-    if (own.admin) await call("DELETE", "/api/v1/page/visit").catch(() => null);
+  const leave = () => {
+    if (own.admin) call("DELETE", "/api/v1/page/visit").catch(() => null);
     forget();
-  });
+  };
   const offered = Object.entries(VIEWS).filter(([, [, , allowed]]) => allowed(own));
   const name = offered.some(([id]) => id === view) ? view : own.metrics ? "pool" : "chat";
   const [title, View] = VIEWS[name];
@@ -98,10 +98,13 @@ function Page({ own }) {
         <option value="">System</option><option value="light">Light</option><option value="dark">Dark</option></select></label>
       <button onClick=${leave}>Sign out</button>
     </header>
-    ${pool.status && !pool.live ? html`<div class="gone" role="status">The coordinator does not answer: this page is out of date. Retrying.</div>` : null}
+    ${!pool.live && (pool.status || pool.error) ? html`<div class="gone" role="status">${pool.error || "The coordinator does not answer"}.${pool.status ? " This page is out of date." : ""} Retrying.</div>` : null}
     <main aria-label=${title}><h2>${title}</h2><${View} pool=${pool} own=${own} rest=${rest} /></main>`;
 }
 
+// Code of a link of `cluster open` in the address; empty without one. A link that is opened in an open page changes only the
+// part behind the `#`, and loads nothing.
+const codeOf = () => location.hash.startsWith("#in=") ? location.hash.slice(4) : "";
 // Name of the sign-in of this tab; empty without a key.
 const signedIn = () => key() && (visit() || "signed in");
 
@@ -109,11 +112,16 @@ function App() {
   const [inside, setInside] = useState(signedIn);
   const [own, setOwn] = useState(null);
   const [error, setError] = useState("");
-  const [code, setCode] = useState(location.hash.startsWith("#in=") ? location.hash.slice(4) : "");
-  const out = () => { setInside(signedIn()); setOwn(null); };
+  const [code, setCode] = useState(codeOf);
+  const opened = useRef(inside);
+  opened.current = inside;
+  // The form itself says why it refuses a key.
+  const out = ({ detail }) => { setError(opened.current ? detail : ""); setInside(signedIn()); setOwn(null); };
   useEffect(() => {
+    const open = () => { if (codeOf()) location.reload(); };
     addEventListener("macpool-out", out);
-    return () => removeEventListener("macpool-out", out);
+    addEventListener("hashchange", open);
+    return () => { removeEventListener("macpool-out", out); removeEventListener("hashchange", open); };
   }, []);
   useEffect(() => {
     if (!code) return;

@@ -8,6 +8,11 @@ const GIB = 2 ** 30, MIB = 2 ** 20, KIB = 2 ** 10;
 const POINTS = 360;
 // A live stream without a byte for this time is opened again: the coordinator sends a comment after 15 s of silence.
 const SILENT_MS = 40000;
+// Pause after a failed connection.
+const RETRY_MS = 2000;
+const HIDDEN = "the tab is hidden";
+const NO_ANSWER = "The coordinator does not answer";
+const ENDED = "The key of this page has expired, was revoked, or ended with a restart of the coordinator: sign in again.";
 // States in which a Mac's report is of now.
 export const PRESENT = ["ready", "suspect", "draining"];
 
@@ -19,15 +24,15 @@ export const keep = (text) => {
   localStorage.setItem(KEY, text);
 };
 
-function endTab() {
+function endTab(why = "") {
   sessionStorage.removeItem(CHATS);
-  dispatchEvent(new Event("macpool-out"));
+  dispatchEvent(new CustomEvent("macpool-out", { detail: why }));
 }
 
-export const forget = () => {
+export const forget = (why) => {
   localStorage.removeItem(KEY);
   localStorage.removeItem(VISIT);
-  endTab();
+  endTab(why);
 };
 
 // Another tab has signed out, or signed in with another key.
@@ -43,17 +48,21 @@ export class Refused extends Error {
   }
 }
 
+// A refusal for another reason than the key, such as a used link, ends no session.
 async function refused(answer, used) {
   const body = await answer.json().catch(() => null);
-  if (answer.status === 401 && used === key()) forget();
+  if (answer.status === 401 && body?.error?.code === "invalid_api_key" && used === key()) forget(ENDED);
   return new Refused(answer.status, body);
 }
 
+// Browsers have a text of their own for a failed connection, such as "Failed to fetch".
+const lost = (wrong) => { throw wrong instanceof TypeError ? new Error(NO_ANSWER) : wrong; };
+
 export async function ask(method, path, body, signal) {
   const used = key();
-  const headers = { authorization: `Bearer ${used}` };
-  if (body !== undefined) headers["content-type"] = "application/json";
-  const answer = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body), signal });
+  const headers = new Headers({ authorization: `Bearer ${used}` });
+  if (body !== undefined) headers.set("content-type", "application/json");
+  const answer = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body), signal }).catch(lost);
   if (!answer.ok) throw await refused(answer, used);
   return answer;
 }
@@ -78,7 +87,7 @@ export async function* events(answer, heard = () => {}) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let waiting = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch(lost);
     if (done) return;
     heard();
     const pieces = (waiting + value).split("\n\n");
@@ -94,18 +103,24 @@ export async function* events(answer, heard = () => {}) {
   }
 }
 
-// The pool as it is now; `live` is false while the stream is down.
+// The pool as it is now; `live` is false while the stream is down, and `error` is the reason if there is one. A hidden tab has
+// no stream: browsers allow six connections to a server, for all tabs together.
 export function useLive(on) {
-  const [state, setState] = useState({ live: false });
+  const [state, setState] = useState({ live: false, error: "" });
   useEffect(() => {
     if (!on) return;
     let ended = false;
     let stream;
+    const hide = () => { if (document.hidden) stream?.abort(HIDDEN); };
     const follow = async () => {
       let pause = 500;
       while (!ended) {
+        if (document.hidden) {
+          await new Promise((then) => document.addEventListener("visibilitychange", then, { once: true }));
+          continue;
+        }
         const own = stream = new AbortController();
-        let silence;
+        let silence, error = "";
         const heard = () => {
           clearTimeout(silence);
           silence = setTimeout(() => own.abort(), SILENT_MS);
@@ -115,21 +130,25 @@ export function useLive(on) {
           const answer = await ask("GET", "/api/v1/live?follow=true", undefined, own.signal);
           pause = 500;
           for await (const { name, data } of events(answer, heard))
-            setState((old) => ({ ...old, live: true, [name]: JSON.parse(data) }));
-        } catch (error) {
-          if (ended || error.status === 401) return;
+            setState((old) => ({ ...old, live: true, error: "", [name]: JSON.parse(data) }));
+        } catch (wrong) {
+          if (ended || wrong.status === 401) return;
+          if (own.signal.reason === HIDDEN) continue;
+          error = own.signal.aborted ? NO_ANSWER : wrong.message;
         } finally {
           clearTimeout(silence);
         }
-        setState((old) => ({ ...old, live: false }));
+        setState((old) => ({ ...old, live: false, error }));
         await new Promise((then) => setTimeout(then, pause));
         pause = Math.min(pause * 2, 10000);
       }
     };
+    document.addEventListener("visibilitychange", hide);
     follow();
     return () => {
       ended = true;
-      stream.abort();
+      document.removeEventListener("visibilitychange", hide);
+      stream?.abort();
     };
   }, [on]);
   return state;
@@ -171,19 +190,26 @@ export function useAction(act) {
   return [run, state];
 }
 
-// Something that is asked for now and whenever `reload` is called; nothing while there is no path. After a failed reload the
-// latest value of the path stays. The last result is the number of answers.
+// Something that is asked for now, whenever `reload` is called, and again after a failed connection; nothing while there is no
+// path. After a failed reload the latest value of the path stays. The last result is the number of answers.
 export function useAsked(path) {
   const [state, setState] = useState({ value: null, error: "", answers: 0 });
   const [turn, setTurn] = useState(0);
   useEffect(() => {
     if (!path) return;
-    let here = true;
+    let here = true, timer = 0;
     call("GET", path).then(
       (value) => here && setState((old) => ({ path, value, error: "", answers: old.answers + 1 })),
-      (error) => here && setState((old) => ({ path, value: old.path === path ? old.value : null, error: error.message, answers: old.answers + 1 })),
+      (error) => {
+        if (!here) return;
+        setState((old) => ({ path, value: old.path === path ? old.value : null, error: error.message, answers: old.answers + 1 }));
+        if (!error.status) timer = setTimeout(() => setTurn((old) => old + 1), RETRY_MS);
+      },
     );
-    return () => { here = false; };
+    return () => {
+      here = false;
+      clearTimeout(timer);
+    };
   }, [path, turn]);
   return [state.value, state.error, () => setTurn((old) => old + 1), state.answers];
 }

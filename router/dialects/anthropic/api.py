@@ -141,8 +141,11 @@ def _get_thinking_switch(thinking: ThinkingOptions | None) -> bool | None:
 
 def _build_grammar(body: CountBody, tools: ToolSet) -> GrammarSpec | Problem | None:
     """Return the grammar of the answer: its format and its forced calls."""
-    format_ = body.output_config.format if body.output_config is not None else None
-    form = None if format_ is None else convert_schema(format_.schema_, "output_config.format.schema")
+    form = None
+    if body.output_config is not None and body.output_config.format is not None:
+        form = convert_schema(body.output_config.format.schema_, "output_config.format.schema")
+    elif body.output_format is not None:
+        form = convert_schema(body.output_format.schema_, "output_format.schema")
     if isinstance(form, Problem):
         return form
     choice = body.tool_choice

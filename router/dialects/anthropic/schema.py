@@ -59,6 +59,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "display: omitted removes thinking blocks from the answer",
         "tool_choice": "auto, any, tool and none, also with disable_parallel_tool_use",
         "tools": "custom tools; tools of other types would run on the server and are left out",
+        "output_format": "same as output_config.format, which has precedence; older clients send it",
         "output_config": "effort sets the template's reasoning_effort; format constrains the answer to its JSON schema",
     }
 )
@@ -217,6 +218,7 @@ class CountBody(StrictPart):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
+    output_format: JsonFormat | None = None
 
 
 class MessagesBody(CountBody):

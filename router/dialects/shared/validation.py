@@ -20,7 +20,7 @@ _TAGGED = frozenset({"content", "stop", "system", "input", "output", "prompt", "
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 _LATER = frozenset({"function_call", "audio", "include_obfuscation", "images"})
 _QUESTIONS = frozenset({"contents", "input", "instructions", "messages", "prompt", "system"})
-_FORMS = frozenset({"format", "output_config", "response_format", "structured_outputs", "text"})
+_FORMS = frozenset({"format", "output_config", "output_format", "response_format", "structured_outputs", "text"})
 """Fields that define the format of an answer: an unknown field in them would change the answer."""
 _MAX_VALUE_CHARS = 64
 

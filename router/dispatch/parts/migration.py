@@ -70,6 +70,8 @@ class Migration:
     async def wait_drained(self, node: NodeId, seconds: float) -> int:
         """Migrate the requests of a live node to other nodes, and wait at most `seconds` until the node has none.
 
+        The wait also ends when the node is uncordoned.
+
         Requests that cannot be migrated now are migrated by later calls of `migrate_node`, or end on the node. Return
         the number of requests that are left on the node.
         """

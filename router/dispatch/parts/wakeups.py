@@ -1,10 +1,11 @@
 """Wake-ups: retries of queued requests after changes of nodes, and waits for drained nodes."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from router.admission.queue import AdmissionQueue
+from router.placement.cluster_view import NodeView
 from router.placement.reservations import ReservationLedger
 from wire.identity import NodeId
 
@@ -56,12 +57,10 @@ class DrainWaits:
         self.waits: dict[NodeId, list[asyncio.Event]] = {}
         """Events of the callers that wait for each node; read-only outside of this class."""
 
-    def list_nodes(self) -> list[NodeId]:
-        """Return the nodes for which a caller waits."""
-        return list(self.waits)
-
     def add_wait(self, node: NodeId) -> asyncio.Event:
-        """Return an event that is set when the last request leaves the node. Pass it to `remove_wait` after the wait.
+        """Return an event that is set when the last request leaves the node, or by `end_uncordoned`.
+
+        Pass the event to `remove_wait` after the wait.
 
         If the node has no request now, the event is not set.
         """
@@ -70,11 +69,24 @@ class DrainWaits:
         return empty
 
     def remove_wait(self, node: NodeId, empty: asyncio.Event) -> None:
-        """End the wait of the event `empty`. Raise `KeyError` if no caller waits for the node."""
-        waits = self.waits[node]
-        waits.remove(empty)
+        """End the wait of the event `empty`, unless `end_uncordoned` has ended it."""
+        waits = self.waits.get(node, [])
+        if empty in waits:
+            waits.remove(empty)
         if not waits:
-            del self.waits[node]
+            self.waits.pop(node, None)
+
+    def end_uncordoned(self, before: Mapping[NodeId, NodeView], changed: Iterable[NodeView]) -> list[NodeId]:
+        """End the waits for nodes that are uncordoned now, although they may have requests.
+
+        `before` has the former views of the nodes. Return the nodes for which a caller still waits.
+        """
+        for node in changed:
+            former = before.get(node.id)
+            if former is not None and former.cordoned and not node.cordoned:
+                for empty in self.waits.pop(node.id, ()):
+                    empty.set()
+        return list(self.waits)
 
     def notify(self, node: NodeId) -> None:
         """Set the events of a node if it has no request."""

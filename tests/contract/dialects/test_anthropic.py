@@ -209,10 +209,14 @@ async def test_every_part_of_a_conversation_reaches_the_node(cluster: LoopbackCl
     assert params.one_call is True
 
 
-async def test_a_format_reaches_the_node(cluster: LoopbackCluster):
+@pytest.mark.parametrize("older", [False, True], ids=["output_config", "output_format"])
+async def test_a_format_reaches_the_node(cluster: LoopbackCluster, older: bool):
+    """Libraries of 2025 send `output_format`."""
     schema = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+    form: Any = {"type": "json_schema", "schema": schema}
+    fields = {"output_format": form} if older else {"output_config": {"format": form}}
     async with library(cluster) as client:
-        await client.messages.create(**ASK, output_config={"format": {"type": "json_schema", "schema": schema}})
+        await client.messages.create(**ASK, extra_body=fields)
     grammar = generated(cluster).params.grammar
     assert grammar is not None
     assert grammar.kind == "json_schema"

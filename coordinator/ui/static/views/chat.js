@@ -3,7 +3,7 @@ import { html, useMemo, useState } from "/ui/vendor/preact.js";
 import { begin, drop, pick, send, set, stop, useChats } from "/ui/chats.js";
 import { markdown } from "/ui/markdown.js";
 import { Copy, Nothing, Wrong, count, rate, seconds } from "/ui/pool.js";
-import { useModels } from "/ui/views/models.js";
+import { answersChats, useModels } from "/ui/views/models.js";
 
 const MAX_TITLE = 40;
 // A decode time below which tokens per second say nothing.
@@ -42,7 +42,7 @@ export function Chat({ pool, own }) {
   const [models, wrong] = useModels(pool, own);
   const { chats, chat, busy } = useChats();
   const [text, setText] = useState("");
-  const names = (models ?? []).map((one) => one.name);
+  const names = (models ?? []).filter(answersChats).map((one) => one.name);
   const model = names.includes(chat.model) ? chat.model : names[0] ?? "";
   const submit = (event) => {
     event.preventDefault();
@@ -50,7 +50,7 @@ export function Chat({ pool, own }) {
     setText("");
     send(chat, model, text);
   };
-  if (!names.length) return html`<${Wrong} text=${wrong} /><${Nothing}>${models ? "No model is served yet." : "Asking the coordinator …"}<//>`;
+  if (!names.length) return html`<${Wrong} text=${wrong} /><${Nothing}>${models ? "No model for chats is served yet." : "Asking the coordinator …"}<//>`;
   return html`<section class="card">
     <div class="row"><label>Model <select value=${model} onChange=${(event) => set(chat.id, { model: event.target.value })}>${names.map((name) => html`<option value=${name}>${name}</option>`)}</select></label>
       ${chats.length > 1 ? html`<label>History <select value=${chat.id} onChange=${(event) => pick(event.target.value)}>${chats.map((one) => html`<option value=${one.id}>${titleOf(one)}</option>`)}</select></label>` : null}

@@ -30,10 +30,9 @@ export function Join({ pool }) {
     reload();
     return made;
   });
-  const [revoke] = useAction(async (id) => {
+  const [revoke, revoking] = useAction(async (id) => {
     if (!confirm(`Revoke the token ${id}? A Mac that uses it is refused at once.`)) return;
-    await call("DELETE", `/api/v1/tokens/${encodeURIComponent(id)}`);
-    reload();
+    await call("DELETE", `/api/v1/tokens/${encodeURIComponent(id)}`).finally(reload);
   });
   return html`<section class="card"><h3>Join command</h3>
     <p>Type it on the new Mac. It is valid for one Mac and 15 minutes, and is shown once.</p>
@@ -41,6 +40,6 @@ export function Join({ pool }) {
     ${done ? html`<pre tabindex="0">${done.join}</pre><p class="row"><${Copy} text=${done.join} /></p><${Code} rows=${done.qr} />` : null}
     <${Wrong} text=${error || refused} /></section>
     <${Approve} waiting=${pool.joins ?? []} />
-    <section class="card"><h3>Join tokens</h3>${tokens?.tokens.length ? html`<${Table} caption="Join tokens" head=${["token", "note", "#uses left", "expires", "actions"]}
+    <section class="card"><h3>Join tokens</h3><${Wrong} text=${revoking.error} />${tokens?.tokens.length ? html`<${Table} caption="Join tokens" head=${["token", "note", "#uses left", "expires", "actions"]}
       rows=${tokens.tokens.map((one) => ({ key: one.id, cells: [one.id, one.name, one.uses_left, when(one.expires), html`<button onClick=${() => revoke(one.id)}>Revoke</button>`] }))} />` : html`<${Nothing}>None.<//>`}</section>`;
 }

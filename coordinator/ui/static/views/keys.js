@@ -1,5 +1,5 @@
 // API keys of programs: limits, expiry, name, secret and usage.
-import { html, useState } from "/ui/vendor/preact.js";
+import { html, useEffect, useRef, useState } from "/ui/vendor/preact.js";
 import { Copy, Nothing, Table, Wrong, call, useAction, useAsked, when } from "/ui/pool.js";
 import { Usage, limitsText } from "/ui/views/usage.js";
 
@@ -30,20 +30,34 @@ function Limits({ fields, set }) {
     <label>Priority <select value=${fields.priority} onChange=${put("priority")}>${["low", "normal", "high"].map((value) => html`<option value=${value}>${value}</option>`)}</select></label></div>`;
 }
 
-const Secret = ({ made }) => made ? html`<div role="status"><p>The key of <b>${made.name}</b> is shown only now:</p><pre tabindex="0">${made.key}</pre><p class="row"><${Copy} text=${made.key} /></p></div>` : null;
+// A new secret. With many keys, its place may be far from the button.
+function Secret({ made }) {
+  const place = useRef(null);
+  useEffect(() => place.current.scrollIntoView({ block: "nearest" }), []);
+  return html`<div ref=${place} role="status"><p>The key of <b>${made.name}</b> is shown only now:</p><pre tabindex="0">${made.key}</pre><p class="row"><${Copy} text=${made.key} /></p></div>`;
+}
 
-function Create({ reload }) {
+const Secrets = ({ list }) => list.map((made) => html`<${Secret} key=${made.key} made=${made} />`);
+
+// Every secret that was made in this view, until its key gets another one or is revoked: no later action may hide it.
+function useSecrets() {
+  const [list, setList] = useState([]);
+  const drop = (id) => setList((old) => old.filter((one) => one.id !== id));
+  const add = (made) => setList((old) => [...old.filter((one) => one.id !== made.id), made]);
+  return [list, add, drop];
+}
+
+function Create({ reload, secrets, addSecret }) {
   const [name, setName] = useState("");
   const [scope, setScope] = useState("infer");
   const [life, setLife] = useState("");
   const [fields, setFields] = useState(fieldsOf({}));
-  const [make, { busy, error, done }] = useAction(async () => {
+  const [make, { busy, error }] = useAction(async () => {
     const made = await call("POST", "/api/v1/keys", { name, scopes: [scope], ttl_seconds: life ? Number(life) : null, limits: limitsOf(fields) });
-    const named = { ...made, name };
+    addSecret({ ...made, name, isNew: true });
     setName("");
     setFields(fieldsOf({}));
     reload();
-    return named;
   });
   return html`<section class="card" aria-label="Create a key"><h3>Create a key</h3>
     <form onSubmit=${(event) => { event.preventDefault(); make(); }}>
@@ -52,11 +66,13 @@ function Create({ reload }) {
         <label>Expires <select value=${life} onChange=${(event) => setLife(event.target.value)}>${LIVES.map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select></label></div>
       <details><summary>Models and limits</summary><${Limits} fields=${fields} set=${setFields} /></details>
       <p><button class="main" disabled=${busy || !name.trim()}>Create</button></p></form>
-    <${Secret} made=${done} /><${Wrong} text=${error} /></section>`;
+    <${Secrets} list=${secrets.filter((one) => one.isNew)} /><${Wrong} text=${error} /></section>`;
 }
 
 // Form to edit a key. Unchanged fields are not sent.
 function Edit({ row, close }) {
+  const first = useRef(null);
+  useEffect(() => first.current.focus(), []);
   const [name, setName] = useState(row.name);
   const [life, setLife] = useState(null);
   const [fields, setFields] = useState(fieldsOf(row.limits));
@@ -70,7 +86,7 @@ function Edit({ row, close }) {
   });
   return html`<section class="card" aria-label=${`Edit ${row.name}`}><h3>Edit ${row.name}</h3>
     <form onSubmit=${(event) => { event.preventDefault(); save(); }}>
-      <div class="fields"><label>New name <input required maxlength="100" value=${name} onInput=${(event) => setName(event.target.value)} /></label>
+      <div class="fields"><label>New name <input ref=${first} required maxlength="100" value=${name} onInput=${(event) => setName(event.target.value)} /></label>
         <label>New expiry <select value=${life ?? "keep"} onChange=${(event) => setLife(event.target.value)}><option value="keep" disabled>${row.expires ? when(row.expires) : "never (as now)"}</option>${LIVES.map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select></label></div>
       <${Limits} fields=${fields} set=${setFields} />
       <p class="row"><button class="main" disabled=${busy || !name.trim()}>Save</button><button type="button" onClick=${close}>Close</button></p></form>
@@ -80,24 +96,23 @@ function Edit({ row, close }) {
 export function Keys() {
   const [keys, wrong, reload] = useAsked("/api/v1/keys");
   const [edited, setEdited] = useState("");
-  const [act, { error, done }] = useAction(async (verb, row) => {
+  const [secrets, addSecret, dropSecret] = useSecrets();
+  const [act, { error }] = useAction(async (verb, row) => {
     const path = `/api/v1/keys/${encodeURIComponent(row.id)}`;
-    let made = null;
     if (verb === "rotate") {
-      if (!confirm(`Give ${row.name} a new secret? Programs that use the old one are refused at once.`)) return null;
-      made = { ...(await call("POST", `${path}/rotate`)), name: row.name };
+      if (!confirm(`Give ${row.name} a new secret? Programs that use the old one are refused at once.`)) return;
+      addSecret({ ...(await call("POST", `${path}/rotate`).finally(reload)), name: row.name });
     } else {
-      if (!confirm(`Revoke ${row.name}? Programs that use it are refused at once.`)) return null;
-      await call("DELETE", path);
+      if (!confirm(`Revoke ${row.name}? Programs that use it are refused at once.`)) return;
+      await call("DELETE", path).finally(reload);
+      dropSecret(row.id);
     }
-    reload();
-    return made;
   });
   const rows = keys?.keys ?? [];
   const row = rows.find((one) => one.id === edited);
   const state = (one) => one.expires && one.expires * 1000 < Date.now() ? html`<span class="bad">expired ${when(one.expires)}</span>` : when(one.expires);
-  return html`<${Create} reload=${reload} />
-  <section class="card" aria-label="API keys"><h3>Keys</h3><${Wrong} text=${wrong || error} /><${Secret} made=${done} />
+  return html`<${Create} reload=${reload} secrets=${secrets} addSecret=${addSecret} />
+  <section class="card" aria-label="API keys"><h3>Keys</h3><${Wrong} text=${wrong || error} /><${Secrets} list=${secrets.filter((one) => !one.isNew)} />
     ${rows.length ? html`<${Table} caption="Keys" head=${["name", "id", "scopes", "created", "expires", "limits", "actions"]}
       rows=${rows.map((one) => ({ key: one.id, cells: [one.name, html`<code>${one.id}</code>`, one.scopes.join(", "), when(one.created), state(one), limitsText(one.limits),
         html`<span class="row tight"><button onClick=${() => setEdited(one.id)}>Edit</button><button onClick=${() => act("rotate", one)}>Rotate</button><button onClick=${() => act("revoke", one)}>Revoke</button></span>`] }))} />` : html`<${Nothing}>None.<//>`}</section>

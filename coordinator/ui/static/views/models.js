@@ -97,6 +97,9 @@ const Aliases = ({ aliases }) => html`<section class="card" aria-label="Aliases"
 const Disks = ({ nodes }) => html`<section class="card" aria-label="Disks"><h3>Disks</h3>
   <dl class="facts">${nodes.map((node) => html`<dt>${node.name}</dt><dd>${size(node.disk.free)} of ${size(node.disk.total)} free</dd>`)}</dl></section>`;
 
+// Whether a model is for chats, and a Mac could load it.
+export const answersChats = (model) => !(model.kind in PURPOSES) && model.nodes.some((place) => place.state !== "left" && place.model !== "failed");
+
 // The models and aliases of the live stream, or, for a key that may not read it, those that it may use.
 export function useModels(pool, own) {
   const [asked, error] = usePolled(own.metrics ? "" : "/api/v1/models", () => RELOAD_MS);

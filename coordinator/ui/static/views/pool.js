@@ -89,18 +89,21 @@ function videoOf({ video }) {
 }
 
 function Actions({ node }) {
-  const [act, { busy, error }] = useAction((verb, body) => ask("POST", `/api/v1/nodes/${node.id}/${verb}`, body));
+  const send = (verb, body) => ask("POST", `/api/v1/nodes/${node.id}/${verb}`, body);
+  const [act, { busy, error }] = useAction(send);
+  // Its answer takes up to 30 s: the other buttons work meanwhile.
+  const [drain, draining] = useAction(() => send("drain", { wait_seconds: 30 }));
   const [remove, removing] = useAction(async () => {
     if (confirm(`Remove ${node.name} from the pool? Its certificate is revoked at once; to return, it must join again.`)) await ask("DELETE", `/api/v1/nodes/${node.id}`);
   });
   const here = PRESENT.includes(node.state);
   return html`<p class="row">
     ${here ? html`<button disabled=${busy} title="Send no new requests to this Mac" onClick=${() => act(node.cordoned ? "uncordon" : "cordon")}>${node.cordoned ? "Uncordon" : "Cordon"}</button>
-      <button disabled=${busy} title="Cordon it and move its requests to other Macs" onClick=${() => act("drain", { wait_seconds: 30 })}>Drain</button>` : null}
+      <button disabled=${draining.busy} title="Cordon it and move its requests to other Macs" onClick=${drain}>Drain</button>` : null}
     ${(here || node.state === "paused") && node.sharing.when ? html`<${Pause} node=${node} act=${act} busy=${busy} />` : null}
     <button disabled=${busy} onClick=${() => act(node.video.allowed ? "deny-video" : "allow-video")}>${node.video.allowed ? "Deny video" : "Allow video"}</button>
     ${["lost", "asleep"].includes(node.state) ? html`<button disabled=${removing.busy} onClick=${remove}>Remove</button>` : null}</p>
-    <${Wrong} text=${error || removing.error} />`;
+    <${Wrong} text=${error || draining.error || removing.error} />`;
 }
 
 // Card of an absent Mac: state and time, no outdated numbers.

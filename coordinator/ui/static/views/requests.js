@@ -1,5 +1,5 @@
 // Requests in flight and ended, with a filter; one of them explained: every decision with every node's arithmetic.
-import { html, useEffect, useState } from "/ui/vendor/preact.js";
+import { html, useEffect, useRef, useState } from "/ui/vendor/preact.js";
 import { Nothing, PRESENT, Table, Wrong, clock, count, rate, seconds, size, useAsked } from "/ui/pool.js";
 
 const CANCELLED = ["cancelled", "slow_client"];
@@ -16,8 +16,14 @@ const sameAs = (one) => [one.request_id, one.outcome, one.prompt_tokens, one.com
 const short = (name) => html`<span class=${name.length > MAX_UNBROKEN ? "" : "nowrap"}>${name}</span>`;
 const steps = (rows) => !rows.length ? null : html`<${Table} caption="Steps" head=${["#after", "event", "Mac"]} rows=${rows.map((step, at) => ({ key: at, cells: [seconds(step.at), step.what, step.node] }))} />`;
 
-function One({ id }) {
-  const [found, error] = useAsked(`/api/v1/requests/${encodeURIComponent(id)}`);
+// A request in flight is asked for again when its phase changes, and at its end.
+function One({ id, phase }) {
+  const [found, error, reload] = useAsked(`/api/v1/requests/${encodeURIComponent(id)}`);
+  const seen = useRef(phase);
+  useEffect(() => {
+    if (seen.current !== phase) reload();
+    seen.current = phase;
+  }, [phase]);
   const back = html`<p><a href="#/requests">All requests</a></p>`;
   if (!found) return html`${back}<${Wrong} text=${error} />`;
   return html`${back}
@@ -61,8 +67,11 @@ function Ended({ ended }) {
 }
 
 export function Requests({ pool, rest }) {
-  if (rest[0]) return html`<${One} id=${decodeURIComponent(rest[0])} />`;
   const { requests = [], ended = [] } = pool;
+  if (rest[0]) {
+    const id = decodeURIComponent(rest[0]);
+    return html`<${One} key=${id} id=${id} phase=${requests.find((one) => one.id === id)?.phase} />`;
+  }
   return html`<section class="card"><h3>In flight</h3>${requests.length ? html`<${Table} caption="Requests in flight" head=${["time", "request", "key", "model", "Mac", "state", "#prompt", "#cached", "#generated", "#attempts"]}
       rows=${requests.map((one) => ({ key: one.id, cells: [html`<span class="nowrap">${clock(one.at)}</span>`, link(one.id), one.key, short(one.model), one.node || "–", one.phase, count(one.prompt_tokens), count(one.cached_tokens), count(one.completion_tokens), one.attempts] }))} />` : html`<${Nothing}>None.<//>`}</section>
     <${Ended} ended=${ended} />`;

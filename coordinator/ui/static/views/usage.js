@@ -1,5 +1,5 @@
 // Tokens and requests by day: a chart, a table and a CSV file; of one key for its user, of all keys for an administrator.
-import { html, useState } from "/ui/vendor/preact.js";
+import { html, useMemo, useState } from "/ui/vendor/preact.js";
 import { Bars } from "/ui/chart.js";
 import { Nothing, Table, Wrong, count, download, useAsked, when } from "/ui/pool.js";
 
@@ -28,11 +28,8 @@ function sumsBy(rows, name) {
   return [...found.values()];
 }
 
-export function Usage({ path, keys }) {
-  const [span, setSpan] = useState("30");
-  const [key, setKey] = useState("");
-  const days = Array.from({ length: Number(span) }, (_, at) => dayOf(Date.now() - (Number(span) - 1 - at) * DAY_MS));
-  const [usage, error] = useAsked(`${path}?daily=true&since=${days[0]}`);
+// Sums of the rows of `usage`: of `key`, or of all keys without one. `names` has the names of all keys.
+function addUp(usage, key, days) {
   const all = usage?.usage ?? [];
   const rows = all.filter((row) => !key || row.key === key);
   const names = new Map(all.map((row) => [row.key, row.name || `${row.key} (ended)`]));
@@ -44,6 +41,15 @@ export function Usage({ path, keys }) {
     { name: "generated", kind: "current", values: values((row) => row.completion_tokens) },
   ];
   const sums = sumsBy(rows, (row) => `${row.key} ${row.model}`).sort((a, b) => b.completion_tokens + b.prompt_tokens - a.completion_tokens - a.prompt_tokens);
+  return { rows, names, parts, sums };
+}
+
+export function Usage({ path, keys }) {
+  const [span, setSpan] = useState("30");
+  const [key, setKey] = useState("");
+  const days = Array.from({ length: Number(span) }, (_, at) => dayOf(Date.now() - (Number(span) - 1 - at) * DAY_MS));
+  const [usage, error] = useAsked(`${path}?daily=true&since=${days[0]}`);
+  const { rows, names, parts, sums } = useMemo(() => addUp(usage, key, days), [usage, key, days[0], days.at(-1)]);
   return html`<section class="card" aria-label="Usage by day"><h3>Usage by day</h3>
     <p class="row"><select aria-label="Days shown" value=${span} onChange=${(event) => setSpan(event.target.value)}>${SPANS.map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select>
       ${keys ? html`<select aria-label="Key shown" value=${key} onChange=${(event) => setKey(event.target.value)}><option value="">all keys</option>${[...names].map(([id, name]) => html`<option value=${id}>${name}</option>`)}</select>` : null}

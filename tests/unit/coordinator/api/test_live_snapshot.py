@@ -28,6 +28,7 @@ from wire.frames import (
     PullModel,
 )
 from wire.models.files import ModelFile, ModelManifest
+from wire.node_state import NodeState
 from wire.report import EngineState
 from wire.units import MIB
 
@@ -249,6 +250,25 @@ async def test_snapshot_has_reason_and_end_of_an_open_breaker(port: Port):
     found = (await sections(port))["nodes"][0]["breaker"]
     assert abs(found.pop("until") - (time.time() + 5.0)) <= 2
     assert found == {"state": "open", "why": "signal 2", "opened": 1}
+
+
+async def test_rows_of_nodes_on_the_page_have_the_names_of_loaded_models_only(port: Port):
+    """They are sent twice a second, because their memory changes."""
+    await linked(port, "one", models=(a_model("qwen"), a_model("llama", loaded=False)))
+    found = await sections(port)
+    assert found["nodes"][0]["models"] == [{"name": "qwen", "loaded": True}]
+    assert [row["name"] for row in found["models"]] == ["llama", "qwen"]
+
+
+async def test_a_node_that_cannot_be_paused_is_named_also_if_the_request_has_its_id(port: Port):
+    line = await linked(port, "studio")
+    (node,) = port.application.registry.pool.members
+    line.close()
+    await port.until(lambda: port.application.registry.pool.members[node].state == NodeState.LOST)
+    async with port.client("admin") as client:
+        answer = await client.post(f"/api/v1/nodes/{node}/pause", json={})
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"].startswith("studio: ")
 
 
 async def test_verbs_of_a_node_change_it_and_are_on_the_disk_when_they_answer(port: Port):

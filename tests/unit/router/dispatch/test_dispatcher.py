@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -1055,6 +1056,31 @@ async def test_requests_after_the_end_of_a_drain_stay_where_they_are(two: Cluste
     assert await two.dispatcher.wait_drained(where, 0.0) == 1
     two.memory[other] = a_memory()
     two.report()
+    await turn()
+    assert (two.last()[0], len(two.generates())) == (where, 1)
+    two.finish()
+    two.settled()
+
+
+async def test_an_uncordon_ends_the_waits_of_a_drain_and_the_node_keeps_its_requests(two: Cluster):
+    """The client of a long drain may be gone: its wait must not take new requests from the node."""
+    two.submit()
+    where, _ = two.last()
+    other = B if where == A else A
+    full(two, other)
+
+    def cordon(*, on: bool) -> None:
+        nodes = (replace(node, cordoned=on and node.id == where) for node in two.dispatcher.view.nodes)
+        two.dispatcher.set_view(ClusterView(tuple(nodes)))
+
+    cordon(on=True)
+    drains = [asyncio.create_task(two.dispatcher.wait_drained(where, 3600.0)) for _ in range(2)]
+    await turn()
+    assert not any(drain.done() for drain in drains)
+    cordon(on=False)
+    async with asyncio.timeout(10):
+        assert await asyncio.gather(*drains) == [1, 1]
+    roomy(two, other)
     await turn()
     assert (two.last()[0], len(two.generates())) == (where, 1)
     two.finish()

@@ -1,6 +1,8 @@
 """Keys with limits, their usage, and the audit log, through the API of the coordinator."""
 
+import asyncio
 import sqlite3
+import threading
 import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
@@ -21,6 +23,7 @@ from router.dispatch.decision_log import RequestRecord, parse_line
 from router.dispatch.request import RequestSpec
 from router.placement.candidate import ResourceDemand
 from router.placement.cluster_view import ClusterView, NodeView
+from router.worker_thread import run_in_worker
 from tests.support.cluster.application import Application, application
 from tests.support.cluster.loopback_cluster import a_model
 from wire.frames import GenerationParams, Message, Timings
@@ -239,6 +242,22 @@ async def test_names_that_clients_make_up_make_no_rows(built: Application, admin
             assert (await one.post("/v1/chat/completions", json=chat(f"made-up-{number}"))).status_code == 429
     (row,) = (await admin.get("/api/v1/keys/usage")).json()["usage"]
     assert (row["model"], row["requests"], row["failed"]) == ("", 20, 20)
+
+
+async def test_usage_is_added_up_in_the_worker_thread(built: Application, admin: httpx.AsyncClient):
+    """A year of 200 keys takes seconds, in which the loop must serve streams and nodes."""
+    built.store.usage.add("k", "tiny", "2026-01-31", UsageTotals(1, 0, 30, 4, 5))
+    release = threading.Event()
+    busy = asyncio.create_task(run_in_worker(release.wait))
+    asking = asyncio.create_task(admin.get("/api/v1/keys/usage", params={"since": "2026-01-31", "daily": "true"}))
+    try:
+        done, _ = await asyncio.wait({asking}, timeout=0.1)
+        assert not done
+    finally:
+        release.set()
+    (row,) = (await asking).json()["usage"]
+    assert (row["day"], row["key"], row["model"], row["prompt_tokens"]) == ("2026-01-31", "k", "tiny", 30)
+    await busy
 
 
 async def test_audit_log_has_every_administrative_action_with_its_actor(built: Application, admin: httpx.AsyncClient):

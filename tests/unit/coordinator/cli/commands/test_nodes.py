@@ -40,3 +40,10 @@ def test_decision_about_a_code_says_what_is_decided(server: Server, options: tup
     server.answer = {"schema": 1, "name": "air", "decision": "any"}
     done = server.run("approve", "123456", *options)
     assert (done.exit_code, done.stdout) == (0, f"air {text}\n")
+
+
+def test_drain_of_a_node_that_was_uncordoned_meanwhile_does_not_call_it_cordoned(server: Server):
+    server.answer = {"schema": 1, "node": "id-1", "cordoned": False, "left": 2}
+    done = server.run("node", "drain", "studio", "--wait", "3s")
+    assert done.exit_code == REFUSED
+    assert "studio was uncordoned during the drain" in done.stderr
