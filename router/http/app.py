@@ -27,7 +27,7 @@ from router.dialects.ollama.unsupported_routes import UNSUPPORTED_ROUTES, build_
 from router.dialects.openai import models
 from router.dialects.openai.chat import ChatRoute
 from router.dialects.openai.completion import CompletionRoute
-from router.dialects.openai.responses import ResponsesRoute
+from router.dialects.openai.responses import ResponsesRoute, build_unsupported_use
 from router.dialects.openapi import build_openapi_paths, build_openapi_schemas
 from router.dialects.rerank.api import CohereRerankRoute, RerankRoute
 from router.dialects.shared.interface import Dialect, ParsedRequest
@@ -264,12 +264,16 @@ class RouterApp:
         await exchange.answer(b'{"input_tokens":%d}' % tokens, headers=respond.build_ignored_header(parsed.ignored))
 
     async def _serve_stored_response(self, exchange: Exchange) -> None:
-        key = self._authorize(exchange, (*_READ, "DELETE"), "infer")
+        name = exchange.path[len(RESPONSES) + 1 :]
+        unsupported = build_unsupported_use(name, exchange.query)
+        key = self._authorize(exchange, (*_READ, "DELETE") if unsupported is None else _ANY, "infer")
         if isinstance(key, Problem):
             await exchange.refuse(key)
-            return
-        act = self._responses.delete if exchange.method == "DELETE" else self._responses.get
-        await exchange.respond(act(key.id, exchange.path[len(RESPONSES) + 1 :]))
+        elif unsupported is not None:
+            await exchange.refuse(unsupported)
+        else:
+            act = self._responses.delete if exchange.method == "DELETE" else self._responses.get
+            await exchange.respond(act(key.id, name))
 
     async def _serve_models(self, exchange: Exchange) -> None:
         if exchange.get_header(b"anthropic-version") is not None:

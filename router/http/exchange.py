@@ -39,6 +39,7 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, style: DialectStyle = OPENAI) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
+        self.query: bytes = scope.get("query_string", b"")
         self.headers: list[Header] = scope["headers"]
         self.receive = receive
         self.send = send

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
+from urllib.parse import parse_qs
 
 import msgspec
 
@@ -44,6 +45,14 @@ from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import compute_demand
 from router.errors import Problem, build_invalid
 from wire.frames import Finished, GenerationParams, GrammarKind, GrammarSpec, Message, ToolCall
+
+_UNSUPPORTED: Mapping[str, str] = {
+    "cancel": "a request ends when its client closes the connection",
+    "compact": "send fewer or shorter items",
+    "input_items": "send the items with each request, or refer to their answer by previous_response_id",
+    "input_tokens": "/v1/messages/count_tokens counts the tokens of a conversation",
+}
+"""Last parts of the paths of OpenAI's routes that are not supported, with what to do instead."""
 
 
 class ResponsesRequest(ConversationRequest, frozen=True):
@@ -228,6 +237,19 @@ def _convert_tool(
     elif isinstance(tool, FunctionTool):
         body = build_function(tool.name, tool.description, tool.parameters, strict=tool.strict)
         yield OfferedTool(body, bool(tool.strict), ClientTool(tool.name, namespace=namespace) if namespace else None)
+
+
+def build_unsupported_use(name: str, query: bytes) -> Problem | None:
+    """Return the problem of a use of stored answers that is not supported, such as a stream; None for other uses.
+
+    `name` is the path after `/v1/responses/`, and `query` the query of the URL.
+    """
+    hint = _UNSUPPORTED.get(name.rpartition("/")[2])
+    if hint is not None:
+        return Problem(404, "not_found", f"/v1/responses/{name[:64]} is not supported: {hint}")
+    if parse_qs(query).get(b"stream", [b""])[-1] in (b"true", b"1"):
+        return build_invalid("a stored answer cannot be streamed: retrieve it without stream", "stream")
+    return None
 
 
 def _build_unknown(name: str) -> Problem:

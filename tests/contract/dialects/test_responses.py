@@ -194,6 +194,20 @@ async def test_stored_response_belongs_to_its_key(cluster: LoopbackCluster):
             await client.responses.retrieve(kept.id)
 
 
+async def test_use_of_a_stored_response_that_is_not_supported_is_refused_by_name(cluster: LoopbackCluster):
+    async with library(cluster) as client:
+        kept = await client.responses.create(**ASK)
+        with pytest.raises(openai.BadRequestError, match="cannot be streamed: retrieve it without stream"):
+            await client.responses.retrieve(kept.id, stream=True)
+        with pytest.raises(openai.NotFoundError, match=f"{kept.id}/cancel is not supported: a request ends when"):
+            await client.responses.cancel(kept.id)
+        with pytest.raises(openai.NotFoundError, match="input_items is not supported: send the items"):
+            await client.responses.input_items.list(kept.id)
+        with pytest.raises(openai.NotFoundError, match="input_tokens is not supported: /v1/messages/count_tokens"):
+            await client.responses.input_tokens.count(model="tiny", input="hello")
+        assert (await client.responses.retrieve(kept.id)).id == kept.id
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_reference_to_an_item_is_the_item(cluster: LoopbackCluster, stream: bool):
     play(cluster, play=spoken)

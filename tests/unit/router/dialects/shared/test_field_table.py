@@ -230,6 +230,7 @@ WITH: dict[str, dict[str, Any]] = {
     "thinking": {"thinking": {"type": "disabled"}},
     "think": {"think": True},
     "output_config": {"output_config": {"effort": "low"}},
+    "output_format": {"output_format": {"type": "json_schema", "schema": {"type": "boolean"}}},
     "options": {"options": {"seed": 5}},
     "raw": {"raw": True},
     "previous_response_id": {"previous_response_id": "resp_1"},
@@ -286,8 +287,12 @@ TOLD = {
     ("/v1/responses", "include"): {"include": []},
     ("/v1/responses", "stream_options"): STREAM | {"stream_options": {"include_obfuscation": False}},
     ("/v1/responses", "metadata"): {"metadata": {"a": "b"}},
+    ("/v1/messages/count_tokens", "output_format"): {"output_format": {"type": "json_schema", "schema": {}}},
 }
-"""Fields that count as supported because their only value is accepted, or because the answer repeats them."""
+"""Fields that count as supported because their only value is accepted, or because the answer repeats them.
+
+The format of an answer has no part in its counted prompt.
+"""
 PROBES: dict[str, object] = {"background": True, "store": True, "truncation": "auto", "speed": "fast", "stream": 5}
 
 
