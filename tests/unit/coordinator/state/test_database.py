@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import os
 import signal
 import sqlite3
@@ -114,6 +116,15 @@ def test_a_folder_in_use_is_a_clear_error(tmp_path: Path) -> None:
         Database(tmp_path)
     store.close()
     Database(tmp_path).close()
+
+
+def test_a_disk_without_locks_is_named_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(StoreError, match=f"cannot write to the state folder {tmp_path}: {os.strerror(errno.ENOLCK)}"):
+        Database(tmp_path)
 
 
 def test_files_and_folder_are_private(tmp_path: Path) -> None:
