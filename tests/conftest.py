@@ -36,6 +36,10 @@ JUNK = {
     "ALL_PROXY": "http://127.0.0.1:1",
 }
 os.environ.update(JUNK)
+if not IS_NIGHTLY:
+    # MLX compiles each fused function with g++, which takes 1 s of CPU time, and on a new machine in several workers.
+    # Processes of pools compile them (`environment`), because they run as on a user's machine.
+    os.environ["MLX_DISABLE_COMPILE"] = "1"
 # Collection makes 630,000 objects and no garbage: full collections of them would be a tenth of its time.
 gc.disable()
 # With rich, which some tests import, structlog would spend 5 s of CPU on each traceback that it logs.
