@@ -140,6 +140,18 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     return answer
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remove the keywords and the captured output from the report of a passed phase, in a worker of xdist.
+
+    The worker sends 40,000 reports to its controller, which reads neither.
+    """
+    report = yield
+    if report.passed and "PYTEST_XDIST_WORKER" in os.environ:
+        report.keywords, report.sections = {}, []
+    return report
+
+
 def _freeze_objects() -> None:
     """Free all garbage, and exclude the other objects from later collections."""
     gc.collect()
