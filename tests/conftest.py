@@ -36,6 +36,10 @@ JUNK = {
     "ALL_PROXY": "http://127.0.0.1:1",
 }
 os.environ.update(JUNK)
+if not IS_NIGHTLY:
+    # MLX compiles each fused function with g++, which takes 1 s of CPU time, and on a new machine in several workers.
+    # Processes of pools compile them (`environment`), because they run as on a user's machine.
+    os.environ["MLX_DISABLE_COMPILE"] = "1"
 # Collection makes 630,000 objects and no garbage: full collections of them would be a tenth of its time.
 gc.disable()
 # With rich, which some tests import, structlog would spend 5 s of CPU on each traceback that it logs.
@@ -66,8 +70,9 @@ it."""
 def write_one_ca(bundle: Path) -> str:
     """Write the first certificate of a bundle to a file, and return its path.
 
-    Every client of httpx reads the bundle of certifi. All its certificates take 36 ms of CPU, one takes 3 ms. No test
-    connects to a public host.
+    Every client of httpx reads the bundle of certifi, and every default TLS context that of the system, here and in
+    processes that tests start. All certificates of a bundle take 36 ms of CPU, one takes 3 ms. No test connects to a
+    public host.
     """
     end = "-----END CERTIFICATE-----\n"
     file = ROOT / ".cache" / "one_ca.pem"
@@ -80,6 +85,7 @@ def write_one_ca(bundle: Path) -> str:
 
 ONE_CA = write_one_ca(Path(certifi.where()))
 certifi.where = lambda: ONE_CA
+os.environ["SSL_CERT_FILE"] = ONE_CA
 
 
 @pytest.fixture
@@ -132,6 +138,18 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is not None and nextitem.path != item.path:
         _freeze_objects()
     return answer
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Remove the keywords and the captured output from the report of a passed phase, in a worker of xdist.
+
+    The worker sends 40,000 reports to its controller, which reads neither.
+    """
+    report = yield
+    if report.passed and "PYTEST_XDIST_WORKER" in os.environ:
+        report.keywords, report.sections = {}, []
+    return report
 
 
 def _freeze_objects() -> None:

@@ -55,7 +55,9 @@ class Person:
     def environment(self) -> dict[str, str]:
         """Return the variables of this user's shell."""
         known = environment(HOME=str(self.home), COLUMNS="80", LINES="24", **self.variables)
-        return known | {"PATH": f"{self._path}:{known['PATH']}", "XDG_DATA_HOME": "", "XDG_CONFIG_HOME": ""}
+        # A user's shell names no authorities; the tests' own environment does (tests/conftest.py).
+        kept = {name: value for name, value in known.items() if name != "SSL_CERT_FILE" or name in self.variables}
+        return kept | {"PATH": f"{self._path}:{kept['PATH']}", "XDG_DATA_HOME": "", "XDG_CONFIG_HOME": ""}
 
     def type(self, line: str, *, code: int = 0, answer: str = "") -> str:
         """Run a shell line and return its output. Raise AssertionError for another exit code or a traceback."""

@@ -23,7 +23,7 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 READY_SECONDS = 40.0
-JUNK = ("MACPOOL_", "OPENAI_", "ANTHROPIC_")
+JUNK = ("MACPOOL_", "OPENAI_", "ANTHROPIC_", "MLX_DISABLE_COMPILE")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 ENGINE_MODULE = "node.engine.process.main"
 CLI = (sys.executable, "-P", "-m", "coordinator.cli")

@@ -20,8 +20,8 @@ from tests.support.processes import environment, pool, until
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(240)]
 
 REPO = "tests/tiny"
-FILES = {**TINY, PADDING: random.Random(27).randbytes(24_000_000)}
-SIZE = sum(map(len, FILES.values()))
+PADDING_BYTES = 24_000_000
+SIZE = sum(map(len, TINY.values())) + PADDING_BYTES
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,8 @@ def find_snapshots(lab: PullLab, repo: str) -> dict[str, dict[str, bytes]]:
 
 
 def test_pull_all_gets_a_model_once_and_the_same_everywhere(lab: PullLab) -> None:
-    lab.hub.add(REPO, FILES)
+    files = {**TINY, PADDING: random.Random(27).randbytes(PADDING_BYTES)}
+    lab.hub.add(REPO, files)
     ports = {name: lab.list_ports(name) for name in NAMES}
     received = {name: lab.count_received(name) for name in NAMES}
     sent = lab.hub.sent_bytes
@@ -74,7 +75,7 @@ def test_pull_all_gets_a_model_once_and_the_same_everywhere(lab: PullLab) -> Non
     assert done.stdout.count("completed") == len(NAMES)
     copies = lab.list_copies(REPO)
     assert {name: copy["identity"] for name, copy in copies.items()} == dict.fromkeys(NAMES, "content")
-    assert find_snapshots(lab, REPO) == dict.fromkeys(NAMES, FILES)
+    assert find_snapshots(lab, REPO) == dict.fromkeys(NAMES, files)
     assert [lab.list_unfinished(name) for name in NAMES] == [[], [], []]
     until(lambda: {name: lab.list_ports(name) for name in NAMES} == ports, 10, "the mirror's port is closed")
     for name in NAMES:

@@ -1,7 +1,8 @@
 """Places of models, and their removal: nothing outside of the model's own folder is deleted."""
 
 import os
-import sys
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,20 +156,19 @@ def test_locate_model_refuses_the_embedded_model(disk: Disk):
     disk.refuse("macpool-tiny", ModelOrderCode.INVALID)
 
 
-class Interruption:
-    """Fault of the disk, which refuses to remove one path. Python never removes an audit hook: use one instance."""
+def refuse_path(refused: Path, delete: Callable[..., None]) -> Callable[..., None]:
+    """Return `delete` on a disk that refuses to remove one path.
 
-    path = ""
+    An audit hook would do without the replacement of functions. But Python never removes a hook, and each later audit
+    event of the process calls it.
+    """
 
-    def __init__(self) -> None:
-        sys.addaudithook(self._audit)
-
-    def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if self.path and event in ("os.remove", "shutil.rmtree") and str(arguments[0]) == self.path:
+    def run(path: Path, *arguments: Any, **options: Any) -> None:
+        if Path(path) == refused:
             raise OSError("the disk is gone")
+        delete(path, *arguments, **options)
 
-
-INTERRUPTION = Interruption()
+    return run
 
 
 def interrupt(disk: Disk, name: str, folder: Path, decisive: set[str], at: int) -> None:
@@ -177,10 +177,11 @@ def interrupt(disk: Disk, name: str, folder: Path, decisive: set[str], at: int) 
     while names[at] in decisive:
         (folder / f"more-{len(names)}").write_bytes(b"x")
         names = [path.name for path in folder.iterdir()]
-    INTERRUPTION.path = str(folder / names[at])
-    with pytest.raises(OSError, match="the disk is gone"):
-        disk.remove(name)
-    INTERRUPTION.path = ""
+    with pytest.MonkeyPatch.context() as patch:
+        for module, delete in ((os, "unlink"), (shutil, "rmtree")):
+            patch.setattr(module, delete, refuse_path(folder / names[at], getattr(module, delete)))
+        with pytest.raises(OSError, match="the disk is gone"):
+            disk.remove(name)
 
 
 def test_a_model_whose_removal_was_interrupted_is_removed_by_the_next(disk: Disk):
