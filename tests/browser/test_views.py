@@ -192,6 +192,18 @@ def sent(api: Answers, button: Locator) -> tuple[str, str, Any]:
 # the live stream
 
 
+def test_a_page_from_before_an_update_of_the_coordinator_offers_to_reload_itself(page: Page, api: Answers):
+    show(page)
+    old = page.get_by_text("this page is of version")
+    expect(old).to_have_count(0)
+    api.sections["status"] = status(version="1.3.0")
+    expect(old).to_contain_text("The coordinator has version 1.3.0 now, and this page is of version 1.2.3.")
+    page.get_by_role("button", name="Reload").click()
+    expect(page.get_by_role("heading", level=2)).to_be_visible()
+    page.evaluate(SETTLED)
+    expect(old).to_have_count(0)
+
+
 OPEN_STREAM = """() => {
     const real = window.fetch;
     window.opened = window.aborted = 0;

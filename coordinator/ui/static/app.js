@@ -79,6 +79,9 @@ function Page({ own }) {
   const [view, ...rest] = useView();
   const [theme, setTheme] = useTheme();
   const pool = useLive(own.metrics);
+  const version = pool.status?.version;
+  const loaded = useRef(version);
+  loaded.current ??= version;
   const leave = () => {
     if (own.admin) call("DELETE", "/api/v1/page/visit").catch(() => null);
     forget();
@@ -99,6 +102,7 @@ function Page({ own }) {
       <button onClick=${leave}>Sign out</button>
     </header>
     ${!pool.live && (pool.status || pool.error) ? html`<div class="gone" role="status">${pool.error || "The coordinator does not answer"}.${pool.status ? " This page is out of date." : ""} Retrying.</div>` : null}
+    ${version !== loaded.current ? html`<div class="gone" role="status">The coordinator has version ${version} now, and this page is of version ${loaded.current}. <button onClick=${() => location.reload()}>Reload</button></div>` : null}
     <main aria-label=${title}><h2>${title}</h2><${View} pool=${pool} own=${own} rest=${rest} /></main>`;
 }
 
