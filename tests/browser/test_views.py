@@ -1330,11 +1330,11 @@ def test_usage_is_not_added_up_again_with_each_change_of_the_pool(page: Page, ap
     show(page, "keys")
     expect(page.get_by_role("region", name="Usage by day").get_by_role("row")).to_have_count(201)
     page.evaluate(
-        """(told) => {
+        """(text) => {
         const set = Map.prototype.set;
         window.added = 0;
         Map.prototype.set = function (...given) { window.added += 1; return set.apply(this, given); };
-        window.send(`event: status\\ndata: ${told}\\n\\n`);
+        window.send(`event: status\\ndata: ${text}\\n\\n`);
     }""",
         json.dumps(status(cluster={"id": "c-1", "name": "renamed"})),
     )
