@@ -499,18 +499,18 @@ def test_a_slow_model_is_reported_with_its_best_speed_after_a_rest(driver: Drive
     """Otherwise the router would send it no request, and could not learn that its machine is free again."""
     driver.answer(SHORT[0]["prompt"])
     resident = driver.resident()
-    best = driver.engine.report(resident.usage.used_at + RECOVERY_SECONDS).models[0]
+    best = driver.engine.report(resident.usage.used_at + RECOVERY_SECONDS + 1).models[0]
     for _ in range(30):
         resident.stats.record_step(9.0, 1)
         resident.stats.record_prefill(10, 9.0, 0)
     slow = driver.engine.report(resident.usage.used_at + RECOVERY_SECONDS - 1).models[0]
     assert slow.decode_speed < 0.2 < best.decode_speed
     assert slow.prefill_speed < 2 < best.prefill_speed
-    rested = driver.engine.report(resident.usage.used_at + RECOVERY_SECONDS).models[0]
+    rested = driver.engine.report(resident.usage.used_at + RECOVERY_SECONDS + 1).models[0]
     assert (rested.decode_speed, rested.prefill_speed) == (best.decode_speed, best.prefill_speed)
     number = driver.ask(WAIT, GenerationParams(logit_bias=ENDLESS))
     driver.until(lambda: len(driver.ids[number, 0]) > 0)
-    assert driver.engine.report(resident.usage.used_at + RECOVERY_SECONDS).models[0].prefill_speed < best.prefill_speed
+    assert driver.engine.report(resident.usage.used_at + RECOVERY_SECONDS + 1).models[0].prefill_speed < best.prefill_speed
     driver.cancel(number)
 
 
