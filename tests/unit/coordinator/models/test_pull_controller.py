@@ -390,7 +390,7 @@ async def test_order_numbers_after_a_restart_are_higher_than_all_before(pool: Po
 
 async def test_every_pull_is_resumed_at_its_own_time(pool: Pool) -> None:
     orders: dict[NodeId, int] = {}
-    for node, digit, wait in ((A, "d", 0.2), (B, "e", 0.02)):
+    for node, digit, wait in ((A, "d", 1.0), (B, "e", 0.02)):
         pool.controller.start_pull(replace_commit(digit), (node,), "key")
         ((_, order),) = pool.take()
         assert isinstance(order, PullModel)
