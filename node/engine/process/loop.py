@@ -23,7 +23,9 @@ from node.engine.requests.tokenize_queue import TokenizeQueue
 from wire.frames import Admitted, Cancel, EngineReport, Failed, Finished, Frame, LoadModel, Refusal, UnloadModel
 
 MIN_REPORT_INTERVAL_SECONDS = 0.1
-"""Minimum interval between two published reports, in seconds."""
+"""Minimum interval in seconds between two published reports, the later of which follows frames from the agent."""
+STEP_REPORT_INTERVAL_SECONDS = 0.25
+"""Interval of reports in seconds while the engine only makes steps: each one costs CPU in the agent."""
 MAX_HELD_SECONDS = 0.02
 """Maximum seconds for which an `Admitted` frame waits for other frames, so that one write sends them all."""
 
@@ -148,8 +150,10 @@ class EngineLoop:
         if worked:
             for frames in self._engine.step(now):
                 self._route(frames)
-        if (work or worked) and self._publish_at is None:
-            self._publish_at = max(now, self._published_at + MIN_REPORT_INTERVAL_SECONDS)
+        if work:
+            self._publish_by(max(now, self._published_at + MIN_REPORT_INTERVAL_SECONDS))
+        elif worked:
+            self._publish_by(max(now, self._published_at + STEP_REPORT_INTERVAL_SECONDS))
         if self._publish_at is not None and now >= self._publish_at:
             self._publish(now)
 
@@ -192,6 +196,10 @@ class EngineLoop:
         together, self._held = [*self._held, *frames], []
         if together:
             self._send(together)
+
+    def _publish_by(self, due: float) -> None:
+        """Schedule a report at `due`, in seconds of the monotonic clock, or earlier if one is scheduled."""
+        self._publish_at = due if self._publish_at is None else min(due, self._publish_at)
 
     def _publish(self, now: float) -> None:
         """Send a report, unless it equals the last one."""

@@ -4,12 +4,13 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import Queue
 
 import pytest
+from msgspec.structs import replace
 
 from node.engine.build import compose
 from node.engine.process import loop as engine_loop
 from node.engine.process.crash_recorder import CrashRecorder
 from node.engine.process.interface import Engine, NativeCall
-from node.engine.process.loop import MIN_REPORT_INTERVAL_SECONDS, EngineLoop
+from node.engine.process.loop import STEP_REPORT_INTERVAL_SECONDS, EngineLoop
 from node.engine.scripted.engine import ScriptedEngine
 from node.models.catalogue import ModelCatalogue
 from node.settings import EngineSettings, ModelSettings, NodeSettings, ScriptedSettings
@@ -100,7 +101,7 @@ def test_it_publishes_at_the_start_and_when_limits_come(running: Running):
     assert armed.memory.ceiling == 96 * GIB
 
 
-def test_steps_come_at_their_pace_and_snapshots_at_most_ten_a_second(running: Running):
+def test_steps_come_at_their_pace_and_snapshots_at_most_four_a_second(running: Running):
     running.loop.put(LIMITS)
     running.loop.put(generate(1, 60))
     seen = running.until(resting)
@@ -108,8 +109,19 @@ def test_steps_come_at_their_pace_and_snapshots_at_most_ten_a_second(running: Ru
     assert len(steps) == 60
     assert steps[-1] - steps[0] == pytest.approx(0.59, abs=0.1)
     published = [when for when, frame in seen if isinstance(frame, EngineReport)]
-    assert len(published) >= 5
-    assert len(published) <= (published[-1] - published[0]) / MIN_REPORT_INTERVAL_SECONDS + 2
+    assert len(published) >= 4
+    assert len(published) <= (published[-1] - published[0]) / STEP_REPORT_INTERVAL_SECONDS + 3
+
+
+def test_a_frame_during_steps_is_reported_before_the_next_report_of_steps(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(engine_loop, "STEP_REPORT_INTERVAL_SECONDS", 2 * WAIT)
+    running.loop.put(LIMITS)
+    running.loop.put(generate(1, 10_000))
+    running.until(lambda frame: isinstance(frame, Deltas))
+    running.loop.put(replace(LIMITS, ceiling=90 * GIB))
+    running.until(lambda frame: isinstance(frame, EngineReport) and frame.memory.ceiling == 90 * GIB)
 
 
 def test_frames_of_one_step_are_sent_together():
