@@ -48,6 +48,7 @@ from node.agent.link_keeper import ExpelledError
 from node.agent.machine_id import compute_machine_id
 from node.agent.rejoin import DENIED, LEAVE_TIMEOUT_SECONDS, OtherClusterError, load_known_identity
 from node.assembly import Node, assemble
+from node.daemon_threads import DaemonExecutor
 from node.inspect.running_settings import publish_settings
 from node.memory.limits import Limiter
 from node.memory.sensor import open_machine
@@ -138,6 +139,7 @@ def _load_settings(options: argparse.Namespace) -> ResolvedSettings[NodeSettings
 
 
 async def _run(options: argparse.Namespace, resolved: ResolvedSettings[NodeSettings]) -> int:
+    asyncio.get_running_loop().set_default_executor(DaemonExecutor())  # a lost network disk must not delay the end
     if options.leave and options.force:
         _delete_identity(options.state / "node")
         return 0
