@@ -30,7 +30,7 @@ from host.event_loop import run_event_loop
 from host.local_names import read_local_name
 from host.log_setup import hide_warnings, open_journal
 from host.node_marks import delete_left_mark, mark_left
-from host.private_files import resolve_home
+from host.private_files import open_missing_streams, resolve_home
 from host.settings_loader import ResolvedSettings, SettingsError, from_environment, from_pairs, from_tree
 from host.sleep_inhibitor import SleepInhibitor
 from host.sleep_watch import SleepWatch
@@ -75,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `arguments` replace the arguments of the command line. `SettingsError` and `NodeStartError` are printed. Raise
     `SystemExit` for invalid arguments.
     """
+    open_missing_streams()
     options = _create_parser().parse_args(arguments)
     try:
         resolved = _load_settings(options)
