@@ -63,12 +63,20 @@ async def serve(options: RunOptions, ready: Callable[[dict[str, Any]], None]) ->
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD_OBJECTS, 20, 20)
-        ready(facts)
+        announce_ready(ready, facts)
         log.info("ready", **{name: value for name, value in facts.items() if name.endswith("url")})
         await stop.wait()
         hide_warnings()
         log.info("stopping")
     superseded.check()
+
+
+def announce_ready(ready: Callable[[dict[str, Any]], None], facts: dict[str, Any]) -> None:
+    """Call `ready`. An output that cannot be written is logged: the pool serves without a reader of its output."""
+    try:
+        ready(facts)
+    except OSError as error:
+        log.warning("ready line not printed", error=str(error))
 
 
 def _raise_file_limit() -> None:

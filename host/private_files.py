@@ -1,7 +1,11 @@
-"""Create folders and replace files that only this user can read, write files to the disk, and find the home folder."""
+"""Create folders and replace files that only this user can read, write files to the disk, and find the home folder.
+
+Open standard streams that are closed.
+"""
 
 import fcntl
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -69,3 +73,13 @@ def sync_tree(folder: Path) -> None:
     """
     for path in (*folder.rglob("*"), folder):
         sync_path(path)
+
+
+def open_missing_streams() -> None:
+    """Open the null device as each standard stream that is closed. Another file would get its number, and a write to
+    the stream would raise `AttributeError`. Call this before the process opens files."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode)
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)

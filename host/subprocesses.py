@@ -2,7 +2,7 @@
 
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 TOOL_TIMEOUT_SECONDS = 5.0
 """Maximum seconds that a tool may run."""
@@ -11,19 +11,25 @@ RunTool = Callable[[tuple[str, ...]], str]
 """Function that runs a tool and returns its output; empty after an error."""
 
 
+def run_process(command: Sequence[str], timeout_seconds: float) -> "subprocess.CompletedProcess[str]":
+    """Run a process without input, and return its end with its output as text. Raise OSError if it cannot be started,
+    `subprocess.TimeoutExpired` if it runs longer than `timeout_seconds`."""
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=timeout_seconds,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
 def run_tool(command: tuple[str, ...]) -> str:
     """Run a tool and return its standard output. Return an empty text if the tool is missing, fails, or runs longer
     than `TOOL_TIMEOUT_SECONDS`."""
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=TOOL_TIMEOUT_SECONDS,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
+        done = run_process(command, TOOL_TIMEOUT_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -30,7 +30,7 @@ from host.event_loop import run_event_loop
 from host.local_names import read_local_name
 from host.log_setup import hide_warnings, open_journal
 from host.node_marks import delete_left_mark, mark_left
-from host.private_files import resolve_home
+from host.private_files import open_missing_streams, resolve_home
 from host.settings_loader import ResolvedSettings, SettingsError, from_environment, from_pairs, from_tree
 from host.sleep_inhibitor import SleepInhibitor
 from host.sleep_watch import SleepWatch
@@ -48,6 +48,7 @@ from node.agent.link_keeper import ExpelledError
 from node.agent.machine_id import compute_machine_id
 from node.agent.rejoin import DENIED, LEAVE_TIMEOUT_SECONDS, OtherClusterError, load_known_identity
 from node.assembly import Node, assemble
+from node.daemon_threads import DaemonExecutor
 from node.inspect.running_settings import publish_settings
 from node.memory.limits import Limiter
 from node.memory.sensor import open_machine
@@ -74,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `arguments` replace the arguments of the command line. `SettingsError` and `NodeStartError` are printed. Raise
     `SystemExit` for invalid arguments.
     """
+    open_missing_streams()
     options = _create_parser().parse_args(arguments)
     try:
         resolved = _load_settings(options)
@@ -138,6 +140,7 @@ def _load_settings(options: argparse.Namespace) -> ResolvedSettings[NodeSettings
 
 
 async def _run(options: argparse.Namespace, resolved: ResolvedSettings[NodeSettings]) -> int:
+    asyncio.get_running_loop().set_default_executor(DaemonExecutor())  # a lost network disk must not delay the end
     if options.leave and options.force:
         _delete_identity(options.state / "node")
         return 0

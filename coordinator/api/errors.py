@@ -10,6 +10,7 @@ from starlette.routing import Match, Route
 
 from coordinator.state.store_errors import StoreError
 from router.errors import Problem, build_invalid, build_not_found, build_wrong_method
+from router.http.exchange import choose_request_id
 
 
 class ProblemError(Exception):
@@ -23,10 +24,11 @@ class ProblemError(Exception):
 def build_response(problem: Problem, request: Request) -> Response:
     """Return the HTTP response for a problem, in the API's JSON format.
 
-    The body repeats the first 64 characters of the `x-request-id` of `request`.
+    Body and headers have the `x-request-id` of `request` if that is valid, else a new id.
     """
-    headers = {name.decode(): value.decode() for name, value in problem.build_headers()}
-    body = problem.encode_body(request.headers.get("x-request-id", "")[:64])
+    request_id = choose_request_id(request.scope["headers"])
+    headers = {name.decode(): value.decode() for name, value in problem.build_headers()} | {"x-request-id": request_id}
+    body = problem.encode_body(request_id)
     return Response(body, problem.status, headers, "application/json")
 
 

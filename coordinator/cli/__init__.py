@@ -11,6 +11,7 @@ import click
 
 from coordinator.cli.group import CommandGroup, print_error
 from coordinator.client.terminal_text import filter_output
+from host.private_files import open_missing_streams
 
 SECTIONS = {
     "Every day": {
@@ -201,6 +202,7 @@ def cluster() -> None:
 
 def main() -> None:
     """Run the command under the name by which the program was called, `cluster` or `macpool`."""
+    open_missing_streams()
     called = Path(sys.argv[0]).name
     cluster.main(prog_name=called if called in NAMES else NAMES[0])
 

@@ -20,6 +20,7 @@ from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import CommandError
 from host.power import PowerState, read_power
 from host.settings_loader import OUTSIDE
+from host.subprocesses import run_process
 
 TOOL_TIMEOUT_SECONDS = 2.5
 """Maximum duration of a tool's run, in seconds."""
@@ -53,15 +54,7 @@ timeout."""
 def run_tool(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
     """Run a system tool for at most `seconds`. Return None if it is missing or does not end in time."""
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=seconds,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
+        done = run_process(command, seconds)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return ToolOutput(done.returncode, done.stdout, done.stderr)

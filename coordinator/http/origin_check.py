@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from router.errors import Problem
+from router.http.exchange import choose_request_id
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -22,10 +23,12 @@ SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change no state."""
 
 
-async def send_problem(send: Send, problem: Problem) -> None:
-    """Send a problem as a complete response through the ASGI function `send`."""
-    body = problem.encode_body("")
+async def send_problem(scope: Scope, send: Send, problem: Problem) -> None:
+    """Send a problem as the complete response to the request of `scope`, with its id in the body and the headers."""
+    request_id = choose_request_id(scope["headers"])
+    body = problem.encode_body(request_id)
     headers = [
+        (b"x-request-id", request_id.encode()),
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
         *problem.build_headers(),
@@ -78,7 +81,7 @@ class OriginCheck:
         if problem is None:
             await self._app(scope, receive, send)
             return
-        await send_problem(send, problem)
+        await send_problem(scope, send, problem)
 
     def find_problem(self, method: str, headers: Iterable[tuple[bytes, bytes]]) -> Problem | None:
         """Check host and origin of a request. Header names are in lower case.

@@ -2,14 +2,15 @@
 
 The code has six digits, and guessing is bounded. At most `MAX_WAITING` nodes wait, and at most `MAX_NEW_CODES` new
 codes appear within `APPROVAL_TIMEOUT_SECONDS`. An attacker in the middle would need about a million codes to match a
-waiting one. Two waiting nodes never share a code. After three wrong codes, decisions are locked for a minute. `now` is
-monotonic seconds.
+waiting one. Two waiting nodes never share a code. After three wrong codes, decisions are locked for a minute. An
+approval may be repeated, because its answer may be lost. `now` is monotonic seconds.
 
 One address cannot exclude another, because each address has a small part of both limits. The queue may be full when a
 node arrives from an address with fewer requests. Then the oldest request of the address with the most requests is
 removed. A machine with a token does not wait here.
 """
 
+import hmac
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,9 @@ MAX_WRONG_CODES = 3
 """Consecutive wrong codes that lock decisions."""
 LOCK_SECONDS = 60.0
 """Seconds without decisions after `MAX_WRONG_CODES` consecutive wrong codes."""
+
+REPEAT_SECONDS = 300.0
+"""Seconds for which an approval may be repeated with its code. The repetition has no effect and the same result."""
 
 
 class ApprovalDecision(StrEnum):
@@ -108,6 +112,8 @@ class ApprovalQueue:
         self._requests: dict[str, ApprovalRequest] = {}
         self._recent: deque[tuple[float, str]] = deque()
         """Time and address of each new code within `APPROVAL_TIMEOUT_SECONDS`."""
+        self._approved: deque[tuple[float, DecidedApproval]] = deque()
+        """Time and result of each approval within `REPEAT_SECONDS`."""
         self._wrong = 0
         self._locked_until = float("-inf")
 
@@ -167,7 +173,8 @@ class ApprovalQueue:
     def approve(self, code: str, now: float) -> DecidedApproval | WrongCode | ApprovalLock:
         """Approve the node with this code. A wrong code counts towards the lock.
 
-        Return the decision, or that the code is wrong, or that decisions are locked.
+        Return the decision, or that the code is wrong, or that decisions are locked. The code of an approval within
+        `REPEAT_SECONDS` is not wrong: return that decision again.
         """
         return self._decide(code, ApprovalDecision.APPROVED, now)
 
@@ -184,10 +191,20 @@ class ApprovalQueue:
             return ApprovalLock(self._locked_until - now)
         request = self._requests.pop(code.strip(), None)
         if request is None:
-            return self._count_wrong_code(now)
+            repeated = self._find_approval(code.strip()) if decision is ApprovalDecision.APPROVED else None
+            return repeated or self._count_wrong_code(now)
         self._wrong = 0
         request.decide(decision)
-        return DecidedApproval(request.waiting, decision)
+        decided = DecidedApproval(request.waiting, decision)
+        if decision is ApprovalDecision.APPROVED:
+            self._approved.append((now, decided))
+        return decided
+
+    def _find_approval(self, code: str) -> DecidedApproval | None:
+        """Return the approval with this code within `REPEAT_SECONDS`. The time does not depend on equal digits."""
+        given = code.encode(errors="replace")
+        same = [one for _, one in self._approved if hmac.compare_digest(one.waiting.code.encode(), given)]
+        return same[-1] if same else None
 
     def _count_wrong_code(self, now: float) -> WrongCode | ApprovalLock:
         self._wrong += 1
@@ -200,5 +217,7 @@ class ApprovalQueue:
     def _delete_expired(self, now: float) -> None:
         while self._recent and self._recent[0][0] + APPROVAL_TIMEOUT_SECONDS <= now:
             self._recent.popleft()
+        while self._approved and self._approved[0][0] + REPEAT_SECONDS <= now:
+            self._approved.popleft()
         for code in [code for code, request in self._requests.items() if request.waiting.expires <= now]:
             del self._requests[code]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from coordinator.service import launchd, systemd
 from coordinator.service.plan import LABEL, STOP_TIMEOUT_SECONDS, UNIT, WIRED_LABEL, ServicePlan, ServiceState
+from host.subprocesses import run_process
 
 TOOL_TIMEOUT_SECONDS = 60.0
 """Maximum duration of a tool's run, in seconds."""
@@ -82,15 +83,7 @@ class ServiceHost:
         """
         command = [self.tools[tool], *arguments]
         try:
-            return subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=TOOL_TIMEOUT_SECONDS,
-                stdin=subprocess.DEVNULL,
-                check=False,
-            )
+            return run_process(command, TOOL_TIMEOUT_SECONDS)
         except FileNotFoundError:
             raise ServiceError(
                 1, f"this system has no {command[0]}: `--dry-run` prints the unit for use with another service manager"

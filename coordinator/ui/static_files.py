@@ -67,9 +67,9 @@ class PageApp:
             return
         file = self._files.get(path)
         if file is None:
-            await send_problem(send, build_not_found(path))
+            await send_problem(scope, send, build_not_found(path))
         elif scope["method"] not in ("GET", "HEAD"):
-            await send_problem(send, build_wrong_method(scope["method"], "GET, HEAD"))
+            await send_problem(scope, send, build_wrong_method(scope["method"], "GET, HEAD"))
         else:
             await _send_file(scope, send, file)
 

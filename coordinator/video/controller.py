@@ -272,7 +272,7 @@ class VideoController:
             self._timer.cancel()
 
     def _tick(self) -> None:
-        self.apply_event(events.JobTick())
+        self.apply_event(events.JobTick(self._clock()))
 
     def _perform_action(self, action: events.Action) -> None:
         match action:

@@ -2,11 +2,13 @@
 
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
 
+from node.daemon_threads import start_call
 from wire.machine import Disk
 
 INTERVAL_SECONDS = 5.0
@@ -31,29 +33,24 @@ class DiskMeter:
         self._clock = clock
         self._latest = Disk(folder=str(folder))
         self._begun_at = clock()
-        self._thread = self._begin()
-        self._thread.join(FIRST_SECONDS)
+        self._call = self._begin()
+        wait((self._call,), FIRST_SECONDS)
 
     def read(self) -> Disk:
         """Return the latest measurement without waiting. Its numbers are 0 before the first one, and for a disk that is
         unreadable.
         """
         age = self._clock() - self._begun_at
-        if self._thread.is_alive():
+        if not self._call.done():
             return self._latest if age < UNREADABLE_SECONDS else Disk(folder=str(self._folder))
+        self._latest = self._call.result()
         if age >= INTERVAL_SECONDS:
             self._begun_at = self._clock()
-            self._thread = self._begin()
+            self._call = self._begin()
         return self._latest
 
-    def _begin(self) -> threading.Thread:
-        """Begin a measurement in a thread that does not delay the end of the process."""
-        thread = threading.Thread(target=self._run, name="disk-meter", daemon=True)
-        thread.start()
-        return thread
-
-    def _run(self) -> None:
-        self._latest = self._measure(self._folder)
+    def _begin(self) -> Future[Disk]:
+        return start_call(partial(self._measure, self._folder), "disk-meter")
 
 
 def measure_disk(folder: Path) -> Disk:

@@ -121,10 +121,10 @@ class DigestStore:
         state = _read_state(self._file)
         if state == self._state:
             return
-        self._digests = {}
+        digests: dict[str, FileDigest] = {}
         with suppress(OSError, msgspec.DecodeError):
-            self._digests = msgspec.json.decode(self._file.read_bytes(), type=dict[str, FileDigest])
-        self._state = state
+            digests = msgspec.json.decode(self._file.read_bytes(), type=dict[str, FileDigest])
+        self._digests, self._state = digests, state  # at once: several threads read
 
 
 def list_content_files(folder: Path) -> list[str]:

@@ -19,8 +19,9 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -41,6 +42,7 @@ from node.models.encoder_files import (
     predict_encoder_transient,
     read_encoder_shape,
 )
+from node.models.folder_scan import FolderScan, scan_places
 from node.models.folders import MODEL, find_model_folders, find_snapshots, get_hub_folder, has_gguf, list_names
 from node.models.identity_files import IDENTITY_FILES
 from node.models.memory_prediction import (
@@ -67,6 +69,10 @@ from wire.report import KvParameters
 
 SCAN_VALID_SECONDS = 2.0
 """Seconds for which a scan is not repeated because of an unknown name."""
+SCAN_TIMEOUT_SECONDS = 5.0
+"""Maximum seconds for which a scan waits for a folder. The thread of a scan also answers the pings of the agent."""
+FIRST_SCAN_TIMEOUT_SECONDS = 10.0
+"""Maximum seconds for which the first scan waits. A later scan adds the models of a folder that takes longer."""
 SCAN_INTERVAL_SECONDS = 30.0
 """Minimum seconds between the last scan and a periodic one (`ModelCatalogue.refresh`)."""
 EMBEDDED = Path(__file__).with_name("macpool-tiny")
@@ -93,13 +99,19 @@ class ModelCatalogue:
     ) -> None:
         self._find_content = find_content
         self._settings = settings
-        self._hub = get_hub_folder(environment) if settings.use_huggingface_cache else None
+        self._scans = [
+            FolderScan(folder, partial(self._read_folder, folder, is_hub=False)) for folder in settings.folders
+        ]
+        if settings.use_huggingface_cache:
+            hub = str(get_hub_folder(environment))
+            self._scans.append(FolderScan(hub, partial(self._read_folder, hub, is_hub=True)))
         self._known: Mapping[str, ModelDescriptor] = {}
         self._pinned: Mapping[str, ModelDescriptor] = {}
         self._pinned_states: dict[str, tuple[object, ...]] = {}
         """State of the files of a pinned model when it was pinned."""
         self._described: dict[Path, tuple[tuple[object, ...], ModelDescriptor]] = {}
-        self._scanned = -SCAN_INTERVAL_SECONDS
+        self._scanned: float | None = None
+        """Monotonic time of the last scan; None before the first one."""
         self._scanning = threading.RLock()
         """Held during a scan, also by threads that wait for its result."""
         self._changing = threading.Lock()
@@ -125,7 +137,7 @@ class ModelCatalogue:
         """
         if self.find(name) is None:
             with self._scanning:
-                if time.monotonic() - self._scanned > SCAN_VALID_SECONDS:
+                if not self._is_recent(SCAN_VALID_SECONDS):
                     self.scan()
         return self.find(name)
 
@@ -168,7 +180,7 @@ class ModelCatalogue:
     def refresh(self) -> bool:
         """Scan again if the last scan is older than `SCAN_INTERVAL_SECONDS`. Return whether the models have changed;
         False if no scan was due."""
-        if time.monotonic() - self._scanned < SCAN_INTERVAL_SECONDS:
+        if self._is_recent(SCAN_INTERVAL_SECONDS):
             return False
         before = self._known
         self.scan()
@@ -177,25 +189,37 @@ class ModelCatalogue:
     def scan(self) -> None:
         """Scan all folders and replace the result of the last scan.
 
-        The embedded model is included only if no other model can be served.
+        The embedded model is included only if no other model can be served. A folder that does not answer within
+        `SCAN_TIMEOUT_SECONDS`, as on a lost network disk, has the models of its last scan.
         """
         with self._scanning:
-            models = self._read_folders()
+            models = self._read_folders(FIRST_SCAN_TIMEOUT_SECONDS if self._scanned is None else SCAN_TIMEOUT_SECONDS)
             with self._changing:
                 self._known, self._scanned = models, time.monotonic()
                 self._pinned = {name: self._add_content(pinned) for name, pinned in self._pinned.items()}
 
-    def _read_folders(self) -> dict[str, ModelDescriptor]:
+    def _is_recent(self, seconds: float) -> bool:
+        """Return whether the last scan ended less than `seconds` ago."""
+        return self._scanned is not None and time.monotonic() - self._scanned < seconds
+
+    def _read_folders(self, timeout_seconds: float) -> dict[str, ModelDescriptor]:
+        models = scan_places(self._scans, timeout_seconds)
+        if all(model.cause for model in models.values()):
+            embedded = self._describe_cached(EMBEDDED.name, EMBEDDED)
+            models |= {embedded.name: embedded} if embedded is not None else {}
+        return models
+
+    def _read_folder(self, top: str, *, is_hub: bool) -> dict[str, ModelDescriptor]:
+        """Return the models of a folder, or of a cache of Hugging Face, by name. Blocks while its disk is lost."""
+        path = resolve_home(top)
+        found: Iterable[tuple[str, Path]] = find_snapshots(path) if is_hub else find_model_folders(path)
         models: dict[str, ModelDescriptor] = {}
-        for name, folder in self._find_folders():
+        for name, folder in found:
             if name not in models and is_valid_model(name):
                 described = self._describe_cached(name, folder)
                 if described is not None:
                     content = self._find_content(folder)
                     models[name] = replace(described, content=content) if content else described
-        if all(model.cause for model in models.values()):
-            embedded = self._describe_cached(EMBEDDED.name, EMBEDDED)
-            models |= {embedded.name: embedded} if embedded is not None else {}
         return models
 
     def _add_content(self, pinned: ModelDescriptor) -> ModelDescriptor:
@@ -208,12 +232,6 @@ class ModelCatalogue:
             return pinned
         unchanged = _read_file_state(Path(pinned.folder)) == self._pinned_states.get(pinned.name)
         return replace(pinned, content=newest.content) if unchanged else pinned
-
-    def _find_folders(self) -> Iterator[tuple[str, Path]]:
-        for folder in self._settings.folders:
-            yield from find_model_folders(resolve_home(folder))
-        if self._hub is not None:
-            yield from find_snapshots(self._hub)
 
     def _describe(self, name: str, folder: Path) -> ModelDescriptor | None:
         """Describe a folder as `describe_folder` does, with the kind that the settings name for the model."""

@@ -16,8 +16,10 @@ from router.dispatch.node_commands import CommandResult
 from router.dispatch.resource_demand import compute_demand
 from router.errors import Problem, from_failure, from_refused
 from router.placement.cluster_view import NodeView
+from router.placement.refusals import refuse_unknown_model
 from wire.capacity.fairness import WeightedKey
 from wire.frames import CountTokens, Finished, GenerationParams
+from wire.models.kind import ModelKind, explain_other_kind, get_kind
 from wire.refusals import FINAL, RefusalCode, Refused
 
 COUNT_TIMEOUT_SECONDS = 30.0
@@ -45,7 +47,8 @@ async def count_prompt_tokens(dispatcher: Dispatcher, request: CountTokens, key:
         return from_refused(charged)
     try:
         node_limits = replace(limits, models=()) if target.alias else limits
-        return await _ask_nodes(dispatcher, replace(request, owner=WeightedKey(key, limits.weight)), node_limits)
+        owned = replace(request, owner=WeightedKey(key, limits.weight))
+        return await _ask_nodes(dispatcher, owned, node_limits, names_others=not limits.models)
     finally:
         quotas.record_end(key, demand, charged, 0, dispatcher.get_time())
 
@@ -57,8 +60,13 @@ def _choose_model(dispatcher: Dispatcher, target: ModelTarget, limits: KeyLimits
     return next(able, target.candidates[0])
 
 
-async def _ask_nodes(dispatcher: Dispatcher, request: CountTokens, limits: KeyLimits) -> int | Problem:
-    """Ask nodes in turn, those with the model loaded first."""
+async def _ask_nodes(
+    dispatcher: Dispatcher, request: CountTokens, limits: KeyLimits, *, names_others: bool
+) -> int | Problem:
+    """Ask nodes in turn, those with the model loaded first.
+
+    `names_others`: the refusal of an unknown model may name other models.
+    """
     why: Refused | None = None
     for node in _list_counting_nodes(dispatcher, request.model, limits):
         unavailable = dispatcher.placer.find_unavailable_refusal(node)
@@ -73,7 +81,7 @@ async def _ask_nodes(dispatcher: Dispatcher, request: CountTokens, limits: KeyLi
         if ended.code in FINAL - _ELSEWHERE or ended.code is RefusalCode.OVER_SHARE:
             return from_refused(ended)
         why = ended
-    return from_refused(why or _refuse_without_node(dispatcher, request.model, limits))
+    return from_refused(why or _refuse_without_node(dispatcher, request.model, limits, names_others=names_others))
 
 
 async def _count_on(dispatcher: Dispatcher, node: NodeView, request: CountTokens) -> CommandResult:
@@ -91,14 +99,27 @@ async def _count_on(dispatcher: Dispatcher, node: NodeView, request: CountTokens
 
 
 def _list_counting_nodes(dispatcher: Dispatcher, model: str, limits: KeyLimits) -> list[NodeView]:
-    nodes = filter_view(dispatcher.view, limits).nodes
-    able = [node for node in nodes if model in node.models and not node.models[model].cause]
+    able = [node for node in _list_serving_nodes(dispatcher, model, limits) if _get_kind(node, model) is ModelKind.CHAT]
     return sorted(able, key=lambda node: (not node.models[model].loaded, dispatcher.count_in_flight(node.id)))
 
 
-def _refuse_without_node(dispatcher: Dispatcher, model: str, limits: KeyLimits) -> Refused:
+def _list_serving_nodes(dispatcher: Dispatcher, model: str, limits: KeyLimits) -> list[NodeView]:
+    nodes = filter_view(dispatcher.view, limits).nodes
+    return [node for node in nodes if model in node.models and not node.models[model].cause]
+
+
+def _get_kind(node: NodeView, model: str) -> ModelKind:
+    return get_kind(node.models[model].features)
+
+
+def _refuse_without_node(dispatcher: Dispatcher, model: str, limits: KeyLimits, *, names_others: bool) -> Refused:
+    others = _list_serving_nodes(dispatcher, model, limits)
+    if others:
+        return Refused(RefusalCode.UNSUPPORTED, explain_other_kind(model, _get_kind(others[0], model)))
     if dispatcher.view.has_model(model) and limits.labels:
         labels = ", ".join(sorted(limits.labels))
         text = f"no node with the labels that this API key is bound to ({labels}) serves {model}"
         return Refused(RefusalCode.NOT_ALLOWED, text)
+    if names_others and not dispatcher.view.has_model(model):
+        return refuse_unknown_model(dispatcher.view, model)
     return Refused(RefusalCode.NO_MODEL, f"no node serves the model {model!r}")

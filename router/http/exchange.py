@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import secrets
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any, cast
 
 from router.dialects.shared.interface import OPENAI, DialectStyle
@@ -44,7 +44,7 @@ class Exchange:
         self.receive = receive
         self.send = send
         self.style = style
-        self.request_id = _get_request_id(self.headers)
+        self.request_id = choose_request_id(self.headers)
         self.status = CLIENT_CLOSED
 
     def use_style(self, style: DialectStyle) -> None:
@@ -112,7 +112,8 @@ class Exchange:
             return Problem(408, "request_timeout", f"the body did not arrive within {seconds:.0f} s")
 
 
-def _get_request_id(headers: list[Header]) -> str:
+def choose_request_id(headers: Iterable[Header]) -> str:
+    """Return the client's `x-request-id` if that is valid, else a new id. Header names are in lower case."""
     for name, value in headers:
         if name == b"x-request-id":
             text = value.decode("latin-1")

@@ -45,7 +45,7 @@ def build_refusal(
     """
     all_known = [node for node in view.nodes if request.model in node.models]
     if not all_known:
-        return NoPlacement(_refuse_unknown_model(view, request), candidates)
+        return NoPlacement(refuse_unknown_model(view, request.model), candidates)
     if request.node:
         all_known = [node for node in all_known if node.id == request.node]
         if not all_known:
@@ -107,11 +107,10 @@ def _name_missing_features(serving: list[NodeView], request: ResourceDemand) -> 
     return " and ".join(_MEANT.get(feature, feature) for feature in sorted(missing))
 
 
-def _refuse_unknown_model(view: ClusterView, request: ResourceDemand) -> Refused:
-    if any(package.name == request.model for node in view.nodes for package in node.video.packages):
-        return Refused(
-            RefusalCode.INVALID, f"the model {request.model!r} generates videos, not text: use POST /v1/videos"
-        )
+def refuse_unknown_model(view: ClusterView, model: str) -> Refused:
+    """Return the refusal of a request for a model that no node has. Its message names the models with similar names."""
+    if any(package.name == model for node in view.nodes for package in node.video.packages):
+        return Refused(RefusalCode.INVALID, f"the model {model!r} generates videos, not text: use POST /v1/videos")
     known = view.get_models()
     if not known:
         return Refused(
@@ -124,14 +123,14 @@ def _refuse_unknown_model(view: ClusterView, request: ResourceDemand) -> Refused
     if awaited:
         return Refused(
             RefusalCode.NOT_READY,
-            f"no node has reported the model {request.model[:256]!r} yet; awaited are the reports of {_join(awaited)}",
+            f"no node has reported the model {model[:256]!r} yet; awaited are the reports of {_join(awaited)}",
             None,
             UNKNOWN_RETRY_SECONDS,
         )
-    near = difflib.get_close_matches(request.model[:256], known, 3, 0.4) or sorted(known)[:3]
+    near = difflib.get_close_matches(model[:256], known, 3, 0.4) or sorted(known)[:3]
     return Refused(
         RefusalCode.NO_MODEL,
-        f"no node serves the model {request.model[:256]!r}; the nearest names are {', '.join(near)}",
+        f"no node serves the model {model[:256]!r}; the nearest names are {', '.join(near)}",
     )
 
 

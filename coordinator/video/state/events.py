@@ -110,7 +110,9 @@ class CoordinatorRestarted:
 
 @dataclass(frozen=True, slots=True)
 class JobTick:
-    """Event: a timer of the controller fired; deadlines are checked."""
+    """Event: a timer of the controller fired; deadlines are checked. `steady` is in monotonic seconds."""
+
+    steady: float
 
 
 Event = (

@@ -73,13 +73,15 @@ class LeaseHold:
 class JobTable:
     """Table of all jobs by id and all holds by lease.
 
-    `pauses` has, by node, the Unix time until which the node is not asked for a lease.
+    `pauses` has, by node, the Unix time until which the node is not asked for a lease. `overdue` has, by job, the
+    monotonic time since which every tick found its files too old.
     """
 
     rules: JobRules = field(default_factory=JobRules)
     jobs: Mapping[str, VideoJob] = field(default_factory=dict[str, VideoJob])
     holds: Mapping[str, LeaseHold] = field(default_factory=dict[str, LeaseHold])
     pauses: Mapping[str, float] = field(default_factory=dict[str, float])
+    overdue: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def waiting(self) -> list[VideoJob]:

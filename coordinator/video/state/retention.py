@@ -9,26 +9,42 @@ from coordinator.video.state.job_table import JobRules
 from coordinator.video.state.jobs import VideoJob
 from coordinator.video.state.transition import Transition
 
+CONFIRMING_SECONDS = 3600.0
+"""Seconds for which every tick must find files too old before they expire, at most `JobRules.keep_seconds`. A clock
+that is ahead for a moment therefore deletes nothing."""
+
+
+def expire_old_files(turn: Transition, steady: float) -> None:
+    """Expire the files of jobs that have been too old for `CONFIRMING_SECONDS`. `steady` is in monotonic seconds."""
+    old = [job for job in turn.jobs.values() if job.files and (job.expires or 0.0) <= turn.now]
+    turn.set_overdue([job.id for job in old], steady)
+    wait = min(CONFIRMING_SECONDS, turn.rules.keep_seconds)
+    _expire(turn, [job for job in old if steady - turn.overdue[job.id] >= wait])
+
 
 def apply_retention(turn: Transition) -> None:
-    """Expire the files of jobs beyond `JobRules` in age, number of jobs or total size. The newest files are kept.
+    """Expire the files of jobs beyond `JobRules` in number of jobs or total size. The newest files are kept.
 
     Then delete the oldest records of ended jobs without files, until at most `JobRules.records` of them remain.
     """
-    for job in list(_find_excess(turn.jobs.values(), turn.rules, turn.now)):
-        turn.put_job(replace(job, expired=True, files=()))
-        turn.actions.append(ExpireFiles(job.id))
+    _expire(turn, list(_find_excess(turn.jobs.values(), turn.rules)))
     ended = sorted((job for job in turn.jobs.values() if not job.open and not job.files), key=lambda job: job.sequence)
     for job in ended[: max(0, len(ended) - turn.rules.records)]:
         del turn.jobs[job.id]
         turn.actions.append(DeleteJob(job.id))
 
 
-def _find_excess(jobs: Iterable[VideoJob], rules: JobRules, now: float) -> Iterator[VideoJob]:
-    """Yield the jobs whose files have expired at `now`, or exceed the rules when the newest files are kept first."""
+def _expire(turn: Transition, jobs: Iterable[VideoJob]) -> None:
+    for job in jobs:
+        turn.put_job(replace(job, expired=True, files=()))
+        turn.actions.append(ExpireFiles(job.id))
+
+
+def _find_excess(jobs: Iterable[VideoJob], rules: JobRules) -> Iterator[VideoJob]:
+    """Yield the jobs whose files exceed the rules when the newest files are kept first."""
     newest_first = sorted((job for job in jobs if job.files), key=lambda job: (-(job.ended or 0.0), -job.sequence))
     size = 0
     for number, job in enumerate(newest_first, 1):
         size += job.bytes
-        if number > rules.keep_count or size > rules.keep_bytes or (job.expires or 0.0) <= now:
+        if number > rules.keep_count or size > rules.keep_bytes:
             yield job

@@ -3,6 +3,8 @@
 Methods of `Transition` are the steps that several events share: fail a job, requeue a job, release a hold.
 """
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from coordinator.video.state.events import Action, ReleaseLease, SaveJob
@@ -24,11 +26,16 @@ class Transition:
     def __init__(self, table: JobTable, now: float) -> None:
         self.rules, self.now = table.rules, now
         self.jobs, self.holds, self.pauses = dict(table.jobs), dict(table.holds), dict(table.pauses)
+        self.overdue = table.overdue
         self.actions: list[Action] = []
 
     def build_table(self) -> JobTable:
         """Return the working copy as a table."""
-        return JobTable(self.rules, self.jobs, self.holds, self.pauses)
+        return JobTable(self.rules, self.jobs, self.holds, self.pauses, self.overdue)
+
+    def set_overdue(self, jobs: Sequence[str], steady: float) -> None:
+        """Replace the jobs whose files are too old. `steady` is the monotonic time of the new ones."""
+        self.overdue = {job: self.overdue.get(job, steady) for job in jobs}
 
     def put_job(self, job: VideoJob, *, save: bool = True) -> VideoJob:
         """Add or replace a job in the table, and return it. With `save`, store it in the database as well."""

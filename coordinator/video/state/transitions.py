@@ -30,7 +30,7 @@ from coordinator.video.state.events import (
 from coordinator.video.state.job_table import JobRules, JobTable, LeaseHold
 from coordinator.video.state.jobs import JobFaultCode, JobState, VideoJob, change_state
 from coordinator.video.state.lease_transitions import apply_answer, apply_node_away, apply_node_removed, apply_report
-from coordinator.video.state.retention import apply_retention
+from coordinator.video.state.retention import apply_retention, expire_old_files
 from coordinator.video.state.transition import MAX_PAUSE_SECONDS, Transition
 from wire.state_machine import IllegalEventError
 from wire.video import LeaseEndCode, ReleaseCause
@@ -68,8 +68,8 @@ def advance(table: JobTable, event: Event, now: float) -> tuple[JobTable, Action
                 turn.actions.append(DeleteJob(job))
         case CoordinatorRestarted():
             _apply_restart(turn)
-        case JobTick():
-            _apply_tick(turn)
+        case JobTick(steady):
+            _apply_tick(turn, steady)
     return turn.build_table(), tuple(turn.actions)
 
 
@@ -158,7 +158,7 @@ def _apply_restart(turn: Transition) -> None:
             turn.put_job(replace(job, room_by=None, phase="queued"), save=False)
 
 
-def _apply_tick(turn: Transition) -> None:
+def _apply_tick(turn: Transition, steady: float) -> None:
     for job in list(turn.jobs.values()):
         _limit_deadlines(turn, job)
     for job in [job for job in turn.jobs.values() if job.due is not None and job.due <= turn.now]:
@@ -171,6 +171,7 @@ def _apply_tick(turn: Transition) -> None:
     longest = turn.now + MAX_PAUSE_SECONDS  # a later end is from before the clock was set back
     for node in [node for node, until in turn.pauses.items() if not turn.now < until <= longest]:
         del turn.pauses[node]
+    expire_old_files(turn, steady)
     apply_retention(turn)
 
 

@@ -3,6 +3,8 @@
 import fcntl
 import os
 import stat
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,3 +103,14 @@ def test_macos_writes_to_the_medium_where_the_disk_can(
     with (tmp_path / "file").open("w") as file:
         sync_descriptor(file.fileno())
     assert calls == (["fcntl 51"] if works else ["fcntl 51", "fsync"])
+
+
+def test_closed_streams_are_opened_before_another_file_gets_their_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    code = (
+        "import sys; from host.private_files import open_missing_streams; open_missing_streams();"
+        f"file = open({str(file)!r}, 'w'); print('out', flush=True); print('err', file=sys.stderr);"
+        "file.write(f'{file.fileno()} {sys.stdin.read()!r}')"
+    )
+    subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code], check=True)
+    assert file.read_text() == "3 ''"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import httpx
 
+from coordinator.http.origin_check import OriginCheck
 from router.errors import build_invalid
 from tests.support.cluster.application import application
 
@@ -31,3 +32,28 @@ async def test_a_long_answer_takes_the_loop_a_small_multiple_of_the_time_to_pars
                 assert len(json.loads(answer.content)["requests"]) == REQUESTS
                 parsed.append(time.thread_time() - began)
     assert min(encoded) < 12 * min(parsed), (encoded, parsed)
+
+
+async def test_every_error_has_the_id_of_its_request(tmp_path: Path):
+    foreign = {"origin": "https://evil.example"}
+    async with application(tmp_path) as built:
+        key = built.admin.create_key("laptop", ["metrics"], None)["key"]
+        transport = httpx.ASGITransport(app=OriginCheck(built.app))
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://127.0.0.1", headers={"authorization": f"Bearer {key}"}
+        ) as client:
+            for method, path, headers, status in (
+                ("GET", "/api/v1/nodes/nowhere", {}, 404),
+                ("GET", "/api/v1/nothing", {}, 404),
+                ("GET", "/ui/nothing.js", {}, 404),
+                ("GET", "/api/v1/keys", {}, 403),
+                ("POST", "/api/v1/keys", foreign, 403),
+            ):
+                named = await client.request(method, path, headers={**headers, "x-request-id": "mine-1"})
+                unnamed = await client.request(method, path, headers={**headers, "x-request-id": "not valid"})
+                ids = [
+                    (answer.json()["error"]["request_id"], answer.headers["x-request-id"])
+                    for answer in (named, unnamed)
+                ]
+                assert (named.status_code, ids[0]) == (status, ("mine-1", "mine-1"))
+                assert ids[1][0] == ids[1][1] not in ("", "not valid")

@@ -7,6 +7,7 @@ from coordinator.joining.join_approvals import (
     MAX_NEW_CODES_PER_ADDRESS,
     MAX_WAITING,
     MAX_WAITING_PER_ADDRESS,
+    REPEAT_SECONDS,
     ApprovalDecision,
     ApprovalLock,
     ApprovalQueue,
@@ -41,9 +42,30 @@ def test_decision_on_a_code_is_final_and_wakes_the_request() -> None:
     assert first.decision is ApprovalDecision.APPROVED
     assert woken == [0, 1]
     assert line.list_waiting(1.0) == [second.waiting]
-    assert line.approve("111111", 1.0) == WrongCode(2)
+    assert line.reject("111111", 1.0) == WrongCode(2)
     line.reject("222222", 1.0)
     assert second.decision is ApprovalDecision.REJECTED
+
+
+def test_repeated_approval_has_the_first_result_and_counts_as_no_wrong_code() -> None:
+    line, woken = ApprovalQueue(), list[int]()
+    request = asked(line, "111111", wake=lambda: woken.append(1))
+    asked(line, "222222")
+    first = line.approve("111111", 1.0)
+    assert [line.approve(" 111111", 2.0) for _ in range(5)] == [first] * 5
+    assert (request.decision, woken) == (ApprovalDecision.APPROVED, [1])
+    assert line.approve("111112", 2.0) == WrongCode(2)
+    assert line.approve("111111", 2.0) == first
+    assert line.approve("111112", 2.0) == WrongCode(1), "a repetition does not end a row of wrong codes"
+    assert line.approve("111111", REPEAT_SECONDS + 1.0) == ApprovalLock(LOCK_SECONDS)
+    assert line.approve("111111", REPEAT_SECONDS + 2.0) == ApprovalLock(LOCK_SECONDS - 1.0)
+
+
+def test_rejection_is_not_repeated() -> None:
+    line = ApprovalQueue()
+    asked(line, "111111")
+    line.reject("111111", 0.0)
+    assert line.approve("111111", 1.0) == WrongCode(2)
 
 
 def test_three_wrong_codes_lock_for_a_minute() -> None:

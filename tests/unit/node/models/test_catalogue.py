@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from node.hub.digests import DigestStore, find_content, hash_file, list_content_files
+from node.models import catalogue
 from node.models.catalogue import EMBEDDED, ModelCatalogue, describe_folder
 from node.models.folders import MAX_DEPTH, find_model_folders, find_snapshots, get_hub_folder, use_hub_folder
 from node.models.identity_files import IDENTITY_FILES
@@ -26,6 +27,7 @@ from node.models.memory_prediction import find_unknown_dimensions, name_quantiza
 from node.models.weight_files import read_header
 from node.settings import ModelSettings
 from tests import models
+from tests.support.processes import until
 from wire.capacity.arithmetic import estimate_prefill_transient
 from wire.models.version import ModelVersion
 from wire.report import KvParameters, TransientModel
@@ -536,6 +538,27 @@ def test_a_refresh_scans_only_after_a_while_and_returns_whether_anything_changed
     assert made.refresh()
     assert set(made.get_models()) == {"m"}
     assert not made.refresh()
+
+
+def test_a_folder_that_does_not_answer_hides_no_other_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(catalogue, "SCAN_TIMEOUT_SECONDS", 0.01)
+    lost, local = model(tmp_path / "lost" / "a"), tmp_path / "local"
+    known = library(tmp_path / "lost", local)
+    assert list(known.get_models()) == ["a"]
+    model(local / "b")
+    (lost / "config.json").rename(tmp_path / "config.json")
+    os.mkfifo(lost / "config.json")  # a reader of it waits, as a reader of a lost network disk
+    known.scan()
+    assert {name: found.cause for name, found in known.get_models().items()} == {"a": "", "b": ""}
+    monkeypatch.setattr("node.models.folder_scan.UNREADABLE_SECONDS", 0.0)
+    known.scan()
+    causes = {name: found.cause for name, found in known.get_models().items()}
+    assert causes == {"a": f"{tmp_path / 'lost'} does not answer: check its disk, or its network mount", "b": ""}
+    with (lost / "config.json").open("w") as answer:
+        (tmp_path / "config.json").rename(lost / "config.json")
+        answer.write("{}")
+    monkeypatch.setattr(catalogue, "SCAN_TIMEOUT_SECONDS", 20.0)
+    until(lambda: known.scan() or ("a" in known.get_models() and not known.get_models()["a"].cause), 20, "an answer")
 
 
 def test_a_new_library_scans_at_its_first_refresh(tmp_path: Path):

@@ -72,6 +72,25 @@ async def test_a_model_that_no_node_has_is_a_404():
     assert (found.status, found.code) == (404, "model_not_found")
 
 
+async def test_unknown_model_is_refused_with_similar_names_as_a_chat():
+    cluster = LoopbackCluster(LoopbackNode("a"))
+    for limits, ending in ((KeyLimits(), "; the nearest names are tiny"), (KeyLimits(models=("tinx",)), "")):
+        cluster.limits = {"k": limits}.get
+        found = await count_prompt_tokens(cluster.dispatcher, replace(ASKED, model="tinx"), "k")
+        assert isinstance(found, Problem)
+        assert (found.status, found.code) == (404, "model_not_found")
+        assert found.message == f"no node serves the model 'tinx'{ending}"
+
+
+async def test_model_that_computes_vectors_is_refused_as_by_a_chat():
+    node = LoopbackNode("a", models=(a_model(features=("embed",)),))
+    found = await count_prompt_tokens(LoopbackCluster(node).dispatcher, ASKED, "k")
+    assert isinstance(found, Problem)
+    assert (found.status, found.code) == (400, RefusalCode.UNSUPPORTED.value)
+    assert found.message == "the model tiny computes embeddings only: use /v1/embeddings, or another model"
+    assert counted(node) == 0
+
+
 class Lost(LoopbackCluster):
     """Every node is lost when it gets a frame."""
 

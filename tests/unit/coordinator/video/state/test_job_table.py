@@ -184,7 +184,7 @@ def test_report_of_an_older_lease_is_released_without_a_change():
     old = story.running()
     story.tell(NodeAway("a"))
     story.now += 61
-    story.tell(JobTick())
+    story.tell(JobTick(0.0))
     assert story.job(1).state == JobState.QUEUED
     new = story.place("b")
     story.grant(new)
@@ -206,7 +206,7 @@ def test_absent_node_ends_its_job_after_the_configured_time(rule: Any, state: Jo
     story.tell(NodeAway("a"))
     assert (story.job(1).state, len(story.board.holds)) == (JobState.IN_PROGRESS, 1)
     story.now += 61
-    story.tell(JobTick())
+    story.tell(JobTick(0.0))
     assert story.job(1).state == state
     assert story.board.holds == {}
     assert (story.job(1).fault or JobFault("node_lost", "")).code == "node_lost"
@@ -233,7 +233,7 @@ def test_a_job_that_is_lost_again_and_again_is_requeued_so_many_times_and_then_f
         else:
             story.tell(NodeAway("a"))
             story.now += 61
-            story.tell(JobTick())
+            story.tell(JobTick(0.0))
         assert story.board.holds == {}
         assert story.job(1).state == (JobState.FAILED if attempt == 2 else JobState.QUEUED), attempt
     assert (story.job(1).fault or JobFault("", "")).code == ("worker_lost" if how == "worker" else "node_lost")
@@ -247,7 +247,7 @@ def test_returning_node_continues_its_job():
     story.now += 30
     story.report("a", state_of(job, progress=50))
     story.now += 300
-    story.tell(JobTick())
+    story.tell(JobTick(0.0))
     assert (story.job(1).state, story.job(1).progress) == (JobState.IN_PROGRESS, 50)
     story.end(job)
     assert story.job(1).state == JobState.FINALIZING
@@ -260,10 +260,10 @@ def test_returning_node_has_the_whole_time_to_start_its_worker():
     story.now += 59
     story.report("a", state_of(job, "granted"))
     story.now += 89
-    story.tell(JobTick())
+    story.tell(JobTick(0.0))
     assert story.job(1).state == JobState.IN_PROGRESS, "the time until its return does not count"
     story.now += 1
-    story.tell(JobTick())
+    story.tell(JobTick(0.0))
     assert story.job(1).state == JobState.QUEUED, "then its start is tried again"
 
 
@@ -293,7 +293,7 @@ def test_this_process_began_again():
     story.report("a", state_of(running, progress=60))
     assert story.job(1).progress == 60
     story.now += 61
-    story.tell(JobTick())
+    story.tell(JobTick(0.0))
     assert story.job(1).state == JobState.IN_PROGRESS
 
 
@@ -348,12 +348,12 @@ def test_a_worker_that_does_not_start_is_tried_again_so_many_times(event: str):
     story.submit(1)
     for attempt in range(3):
         story.now += 100
-        story.tell(JobTick())
+        story.tell(JobTick(0.0))
         job = story.place()
         story.grant(job)
         if event == "late":
             story.now += 91
-            actions = story.tell(JobTick())
+            actions = story.tell(JobTick(0.0))
         else:
             actions = story.end(job, "start_failed")
             assert story.board.find_hold("a") is None, "the node has reported the end of the lease"
@@ -370,7 +370,7 @@ def late_to_start(story: Story) -> VideoJob:
     """Fail a job whose worker did not start within the limit of attempts. Return the job before its end."""
     job = story.running()
     story.now += 91
-    assert story.tell(JobTick()) == [ReleaseLease("a", job.lease, job.generation, ReleaseCause.START_TIMEOUT)]
+    assert story.tell(JobTick(0.0)) == [ReleaseLease("a", job.lease, job.generation, ReleaseCause.START_TIMEOUT)]
     assert story.job(1).state == JobState.FAILED
     assert story.board.find_hold("a") is not None
     return job
@@ -435,7 +435,7 @@ def test_a_node_that_does_not_answer_is_left_alone():
     story.submit(1)
     job = story.place()
     story.now += 31
-    assert ReleaseLease("a", job.lease, 1, ReleaseCause.LEASE_TIMEOUT) in story.tell(JobTick())
+    assert ReleaseLease("a", job.lease, 1, ReleaseCause.LEASE_TIMEOUT) in story.tell(JobTick(0.0))
     assert story.job(1).state == JobState.QUEUED
     assert "a" in story.board.pauses
     assert story.tell(LeaseAnswered("a", LeaseGranted(job.lease, 1)))[-1].cause == "superseded"  # pyright: ignore
@@ -446,15 +446,15 @@ def test_a_head_without_headroom_fails_only_when_nothing_runs():
     story.submit(1)
     story.tell(JobWaited("video_1", "waiting: b makes another video", True))
     story.now += 4000
-    story.tell(JobTick())
+    story.tell(JobTick(0.0))
     assert story.job(1).state == JobState.QUEUED
     story.tell(JobWaited("video_1", "waiting: a has too little", False))
     story.now += 3599
     story.tell(JobWaited("video_1", "waiting: a has still too little", False))
-    story.tell(JobTick())
+    story.tell(JobTick(0.0))
     assert story.job(1).state == JobState.QUEUED
     story.now += 2
-    story.tell(JobTick())
+    story.tell(JobTick(0.0))
     assert (story.job(1).fault or JobFault("", "")).code == "no_headroom"
     assert "a has still too little" in (story.job(1).fault or JobFault("", "")).message
 
@@ -471,7 +471,7 @@ def test_the_next_job_starts_after_repeated_refusals():
         assert story.now < began + 70
         refused(story, story.place())
         story.now += 5
-        story.tell(JobTick())
+        story.tell(JobTick(0.0))
     fault = story.job(1).fault or JobFault("", "")
     assert (fault.code, story.now) == ("no_headroom", began + 60)
     assert "within 60 s" in fault.message
@@ -505,9 +505,22 @@ def test_retention_deletes_the_oldest_files_and_keeps_the_record():
     completed(story, 4, 200)
     assert [story.job(n).expired for n in (2, 3, 4)] == [True, True, False]
     story.now += 101
-    story.tell(JobTick())
-    assert story.job(4).expired
+    for steady, expired in ((500.0, False), (599.0, False), (600.0, True)):
+        story.tell(JobTick(steady))
+        assert story.job(4).expired is expired
     assert story.job(4).state == JobState.COMPLETED
+
+
+def test_a_clock_that_is_ahead_for_a_moment_expires_no_files():
+    story = Story()
+    completed(story, 1)
+    began = story.now
+    for moment, steady in ((1e9, 0.0), (1e9, 3599.0), (0.0, 3600.0), (1e9, 3601.0), (1e9, 7200.0)):
+        story.now = began + moment
+        story.tell(JobTick(steady))
+        assert story.job(1).files
+    story.tell(JobTick(7201.0))
+    assert ExpireFiles("video_1") in story.actions
 
 
 def test_only_so_many_records_are_kept():
@@ -515,7 +528,7 @@ def test_only_so_many_records_are_kept():
     story.submit(1, 2, 3)
     for number in (1, 2, 3):
         story.tell(JobCancelled(f"video_{number}"))
-    story.tell(JobTick())
+    story.tell(JobTick(0.0))
     assert list(story.board.jobs) == ["video_2", "video_3"]
 
 
@@ -571,7 +584,7 @@ def test_overdue_lease_returns_the_job_to_the_queue_and_pauses_the_node():
     story.submit(1)
     job = story.place()
     story.now += 30
-    assert story.tell(JobTick()) == [ReleaseLease("a", job.lease, 1, ReleaseCause.LEASE_TIMEOUT)]
+    assert story.tell(JobTick(0.0)) == [ReleaseLease("a", job.lease, 1, ReleaseCause.LEASE_TIMEOUT)]
     assert (story.job(1).state, story.job(1).phase) == (JobState.QUEUED, "its node did not answer")
     assert story.board.pauses == {"a": story.now + MAX_PAUSE_SECONDS / 2}
 
@@ -580,13 +593,13 @@ def test_overdue_start_releases_the_lease_and_a_job_of_an_absent_node_does_not()
     story = Story()
     job = story.running()
     story.now += 90
-    assert story.tell(JobTick()) == [ReleaseLease("a", job.lease, 1, ReleaseCause.START_TIMEOUT)]
+    assert story.tell(JobTick(0.0)) == [ReleaseLease("a", job.lease, 1, ReleaseCause.START_TIMEOUT)]
     assert (story.job(1).state, list(story.board.holds)) == (JobState.QUEUED, [job.lease])
     story = Story()
     story.running()
     story.tell(NodeAway("a"))
     story.now += 60
-    assert story.tell(JobTick()) == []
+    assert story.tell(JobTick(0.0)) == []
     assert (story.job(1).fault or JobFault("", "")).code == "node_lost"
     assert story.board.holds == {}
 
@@ -595,9 +608,9 @@ def test_overdue_fetch_fails_the_job():
     story = Story(keep_seconds=100.0, on_node_loss="requeue")
     story.end(story.running())
     story.now += 99
-    assert (story.tell(JobTick()), story.job(1).state) == ([], JobState.FINALIZING)
+    assert (story.tell(JobTick(0.0)), story.job(1).state) == ([], JobState.FINALIZING)
     story.now += 1
-    assert story.tell(JobTick()) == []
+    assert story.tell(JobTick(0.0)) == []
     assert (story.job(1).fault or JobFault("", "")).code == "artifact_lost"
 
 
@@ -647,7 +660,7 @@ EVENTS = st.one_of(
     st.builds(JobDeleted, JOBS),
     st.builds(JobWaited, JOBS, st.just("waits"), st.booleans()),
     st.just(CoordinatorRestarted()),
-    st.just(JobTick()),
+    st.just(JobTick(0.0)),
 )
 
 
@@ -707,7 +720,7 @@ def test_fewer_ended_jobs_than_the_maximum_are_all_kept():
     story.submit(1, 2)
     for number in (1, 2):
         story.tell(JobCancelled(f"video_{number}"))
-    story.tell(JobTick())
+    story.tell(JobTick(0.0))
     assert list(story.board.jobs) == ["video_1", "video_2"]
 
 
@@ -779,7 +792,7 @@ def test_a_job_waits_no_longer_after_the_clock_was_set_back(wait: str):
     elif wait == "lease":
         story.place()
     story.now -= 1e6
-    story.tell(JobTick())
+    story.tell(JobTick(0.0))
     before = story.job(1)
     seconds = {
         "room": rules.headroom_seconds,
@@ -789,10 +802,10 @@ def test_a_job_waits_no_longer_after_the_clock_was_set_back(wait: str):
         "files": rules.keep_seconds,
     }
     story.now += seconds[wait] - 1
-    story.tell(JobTick())
+    story.tell(JobTick(0.0))
     assert (story.job(1).state, story.job(1).generation) == (before.state, before.generation)
     story.now += 1
-    story.tell(JobTick())
+    story.tell(JobTick(0.0))
     assert story.job(1).generation > before.generation
 
 
@@ -801,10 +814,10 @@ def test_the_pause_of_a_node_ends_when_the_clock_is_set_back():
     story.submit(1)
     job = story.place("a")
     story.tell(LeaseAnswered("a", LeaseRefused(job.lease, 1, "no_headroom", "no", retry_after=MAX_PAUSE_SECONDS)))
-    story.tell(JobTick())
+    story.tell(JobTick(0.0))
     assert "a" in story.board.pauses
     story.now -= 1.0
-    story.tell(JobTick())
+    story.tell(JobTick(0.0))
     assert story.board.pauses == {}
 
 

@@ -50,7 +50,7 @@ class World:
         elif isinstance(found, NoLeaseChoice):
             story.tell(JobWaited(found.job.id, found.phase, found.busy))
         story.now += 1.0
-        story.tell(JobTick())
+        story.tell(JobTick(0.0))
 
 
 @given(st.integers(0, 2**32), st.lists(st.sampled_from(["refuses", "silent", "full", "moody", "grants"]), max_size=3))

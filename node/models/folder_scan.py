@@ -1,0 +1,59 @@
+"""Scan of one place with models on a thread, because a lost network disk blocks every access to it."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import replace
+
+from node.daemon_threads import start_call
+from node.engine.models.model_descriptor import ModelDescriptor
+
+UNREADABLE_SECONDS = 25.0
+"""Seconds of a scan after which the models of its place are reported as unreadable."""
+
+
+class FolderScan:
+    """Scans of the folder `place` with `read`, which may block. `clock` returns monotonic seconds."""
+
+    def __init__(
+        self,
+        place: str,
+        read: Callable[[], Mapping[str, ModelDescriptor]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._place = place
+        self._read = read
+        self._clock = clock
+        self._latest: Mapping[str, ModelDescriptor] = {}
+        self._begun_at = 0.0
+        self._call: Future[Mapping[str, ModelDescriptor]] | None = None
+
+    def begin(self) -> Future[Mapping[str, ModelDescriptor]] | None:
+        """Begin a scan and return its future. Return None while an earlier scan runs."""
+        if self._call is not None and not self._call.done():
+            return None
+        self._begun_at = self._clock()
+        self._call = start_call(self._read, "folder-scan")
+        return self._call
+
+    def get_models(self) -> Mapping[str, ModelDescriptor]:
+        """Return the models of the latest complete scan by name. If the next one has run for `UNREADABLE_SECONDS`, they
+        have that as their cause."""
+        if self._call is not None and self._call.done():
+            self._latest = self._call.result()
+        elif self._clock() - self._begun_at >= UNREADABLE_SECONDS:
+            cause = f"{self._place} does not answer: check its disk, or its network mount"
+            return {name: replace(model, cause=cause) for name, model in self._latest.items()}
+        return self._latest
+
+
+def scan_places(scans: Sequence[FolderScan], timeout_seconds: float) -> dict[str, ModelDescriptor]:
+    """Scan all places at the same time. Return the models by name, of the first place that has the name.
+
+    Wait for at most `timeout_seconds`, and not for scans that have begun earlier.
+    """
+    wait([call for call in [scan.begin() for scan in scans] if call is not None], timeout_seconds)
+    models: dict[str, ModelDescriptor] = {}
+    for scan in scans:
+        models = {**scan.get_models(), **models}
+    return models
