@@ -87,7 +87,7 @@ async def test_thoughts_and_calls(cluster: LoopbackCluster):
     assert "".join(line["message"].get("thinking", "") for line in streamed) == "let me"
     calls = [call for line in streamed for call in line["message"].get("tool_calls", [])]
     assert calls == whole["message"]["tool_calls"]
-    assert calls[0]["function"] == {"name": "weather", "arguments": {"city": "Ulm"}}
+    assert calls[0]["function"] == {"index": 0, "name": "weather", "arguments": {"city": "Ulm"}}
     assert whole["message"]["thinking"] == "let me"
     assert whole["message"]["content"] == "I look.Done."
 
