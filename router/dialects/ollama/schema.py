@@ -10,6 +10,8 @@ from router.admission.request_limits import MAX_CALLS, MAX_MESSAGES, MAX_TOKENS,
 from router.dialects.openai.chat_schema import ChatTool
 from router.dialects.shared.common_fields import (
     KEEP,
+    RANDOM_SEED_NOTE,
+    WHOLE,
     YIELDING,
     ForeignPart,
     MinP,
@@ -116,7 +118,8 @@ OPTIONS_INSTEAD: Mapping[str, str] = MappingProxyType(
         "tfs_z": "use top_p or min_p",
         "typical_p": "use top_p or min_p",
         "draft_num_predict": "set by the engine",
-        "num_predict": "-1 and -2: as without it, up to engine.mlx.max_tokens of the node",
+        "num_predict": "0 and below: as without it, up to engine.mlx.max_tokens of the node",
+        "seed": RANDOM_SEED_NOTE,
         "repeat_penalty": "1 turns it off",
     }
 )
@@ -125,7 +128,7 @@ OPTIONS_INSTEAD: Mapping[str, str] = MappingProxyType(
 class OllamaOptions(StrictPart):
     """Sampling options of a request, the field `options`."""
 
-    num_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS)] | None = None
+    num_predict: Annotated[int, Field(ge=-MAX_TOKENS, le=MAX_TOKENS), WHOLE] | None = None
     stop: StopOrStops | None = None
     seed: Seed | None = None
     temperature: Temperature | None = None

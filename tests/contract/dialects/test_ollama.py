@@ -218,14 +218,12 @@ async def test_unsupported_field_is_refused_by_name(cluster: LoopbackCluster, pa
     assert (answer.status_code, found["code"], found["param"]) == (400, "unsupported_parameter", param)
 
 
-@pytest.mark.parametrize("tokens", [-1, -2])
+@pytest.mark.parametrize("tokens", [0, -1])
 async def test_no_limit_is_that_of_the_node(cluster: LoopbackCluster, tokens: int):
     """The node then applies `engine.mlx.max_tokens`, which the description must name."""
     async with plain(cluster) as client:
         await client.post("/api/chat", json=ASK | {"options": {"num_predict": tokens}})
-        refused = await client.post("/api/chat", json=ASK | {"options": {"num_predict": 0}})
     assert generated(cluster).params.max_tokens is None
-    assert "or -1 for the limit of the node" in refused.json()["error"]
     assert "engine.mlx.max_tokens" in OPTIONS_INSTEAD["num_predict"]
 
 
@@ -233,7 +231,7 @@ async def test_no_limit_is_that_of_the_node(cluster: LoopbackCluster, tokens: in
     ("path", "fields", "param"),
     [
         ("/api/chat", {"messages": {}}, "messages"),
-        ("/api/chat", {"options": {"num_predict": 0}}, "options.num_predict"),
+        ("/api/chat", {"options": {"num_predict": 0.5}}, "options.num_predict"),
         ("/api/chat", {"options": {"temperature": "hot"}}, "options.temperature"),
         ("/api/chat", {"options": {"temperatur": 1}}, "options.temperatur"),
         ("/api/chat", {"think": "very"}, "think"),

@@ -63,8 +63,9 @@ def test_options_that_are_not_sent_have_the_defaults_of_a_node():
     assert job.set_penalties == set()
     assert job.include_usage
     assert asked(CHAT, messages=HELLO, options={"num_predict": -1, "top_k": -1})[1].params == GenerationParams(top_k=0)
-    problem = refused(CHAT, messages=HELLO, options={"num_predict": 0})
-    assert (problem.status, problem.param) == (400, "options.num_predict")
+    for number in (0, -5):
+        options = {"num_predict": number, "seed": -1, "top_k": 40.0}
+        assert asked(CHAT, messages=HELLO, options=options)[1].params == GenerationParams(top_k=40)
 
 
 @pytest.mark.parametrize(

@@ -371,6 +371,23 @@ def test_parts_that_are_not_offered_are_refused_by_name(fields: dict[str, object
     assert (problem.code, problem.param) == ("unsupported_parameter", param)
 
 
+def test_minus_one_is_no_limit_and_a_random_seed():
+    """LM Studio, llama.cpp, vLLM and Ollama have these values, and their clients send them."""
+    found = good(body(max_tokens=-1, seed=-1))
+    assert found.params == GenerationParams()
+    assert found.demand == good(body()).demand
+    assert good(body(max_tokens=5, max_completion_tokens=-1)).params == GenerationParams()
+    assert "at least 1, or -1 for no limit" in bad(body(max_tokens=0)).message
+
+
+def test_a_whole_number_may_have_a_decimal_point():
+    """Clients in languages without whole numbers send `100.0`."""
+    numbers = {"max_tokens": 100.0, "seed": 3.0, "top_k": 40.0, "n": 2.0, "logprobs": True, "top_logprobs": 2.0}
+    found = good(body(**numbers)).params
+    assert found == GenerationParams(max_tokens=100, seed=3, top_k=40, n=2, logprobs=True, top_logprobs=2)
+    assert [type(value) for value in (found.max_tokens, found.seed, found.top_k, found.n)] == [int] * 4
+
+
 WRONG: list[tuple[dict[str, object], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
@@ -387,7 +404,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"max_tokens": "5"}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
-    ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"max_completion_tokens": -2}, "max_completion_tokens"),
     ({"n": 10**9}, "n"),
     ({"n": 0}, "n"),
     ({"temperature": 2.1}, "temperature"),
