@@ -278,7 +278,7 @@ def _convert_calls(message: OllamaMessage, at: int) -> list[ToolCall] | Problem:
     calls: list[ToolCall] = []
     for place, call in enumerate(message.tool_calls or ()):
         path = f"messages[{at}].tool_calls[{place}].function.arguments"
-        text = encode_json(call.function.arguments, path, MAX_TOOLS_BYTES)
+        text = encode_json(call.function.arguments or {}, path, MAX_TOOLS_BYTES)
         if isinstance(text, Problem):
             return text
         calls.append(ToolCall(call.id or f"call_{at}_{place}", call.function.name, text))

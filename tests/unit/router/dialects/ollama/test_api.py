@@ -167,6 +167,12 @@ def test_an_id_of_the_client_is_kept_and_answered_first():
     assert [message.tool_call_id for message in job.messages[1:]] == ["b", "a"]
 
 
+def test_a_call_may_have_no_arguments():
+    calls = [{"function": {"name": "clock"}}, {"function": {"name": "clock", "arguments": None}}]
+    _, job = asked(CHAT, messages=[*HELLO, {"role": "assistant", "tool_calls": calls}])
+    assert [one.arguments for one in job.messages[1].tool_calls] == ["{}", "{}"]
+
+
 def test_the_newest_calls_wait_for_results():
     turns = [{"role": "assistant", "tool_calls": [call("weather")]} for _ in range(MAX_WAITING_CALLS + 3)]
     _, job = asked(CHAT, messages=[*turns, {"role": "tool", "content": "sun"}])
