@@ -16,6 +16,7 @@ from router.dialects.shared.common_fields import (
     SESSION_NOTE,
     TEXT_OR_PARTS,
     ForeignPart,
+    FunctionName,
     Named,
     Stops,
     StrictPart,
@@ -63,10 +64,6 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "output_config": "effort sets the template's reasoning_effort; format constrains the answer to its JSON schema",
     }
 )
-
-
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
-"""Name of a tool: up to 128 characters, as in Anthropic's API. Agents build names from those of servers and tools."""
 
 
 class CacheablePart(StrictPart):
@@ -149,7 +146,7 @@ class AnthropicTool(CacheablePart):
     """
 
     type: Literal["custom"] | None = None
-    name: ToolName
+    name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None

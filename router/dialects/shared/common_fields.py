@@ -126,7 +126,8 @@ def resolve_seed(seed: int | None) -> int | None:
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Named = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+"""Name of a tool: up to 128 characters, as in Anthropic's API. Agents build names from those of servers and tools."""
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE]
 TokenLimit = Annotated[int, Field(ge=NO_LIMIT, le=MAX_TOKENS), AfterValidator(_check_limit), WHOLE]
 TokenIds = Annotated[

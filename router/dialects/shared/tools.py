@@ -22,7 +22,7 @@ NO_PARAMETERS: Body = {"type": "object", "properties": {}}
 """Schema of a function without parameters; templates require a schema."""
 INPUT: Body = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 """Schema of a custom tool's input."""
-MAX_FUNCTION_NAME_CHARS = 64
+MAX_FUNCTION_NAME_CHARS = 128
 _FUNCTION = frozenset({"name", "description", "parameters", "strict"})
 
 

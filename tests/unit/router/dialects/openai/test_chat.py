@@ -392,6 +392,14 @@ def test_a_whole_number_may_have_a_decimal_point():
     assert [type(value) for value in (found.max_tokens, found.seed, found.top_k, found.n)] == [int] * 4
 
 
+def test_the_name_of_a_function_may_have_128_characters():
+    """Clients of MCP servers build names from those of servers and tools."""
+    name = "x" * 128
+    tools = [{"type": "function", "function": {"name": name}}]
+    named = {"type": "function", "function": {"name": name}}
+    assert f'"name":"{name}"' in good(body(tools=tools, tool_choice=named)).tools
+
+
 WRONG: list[tuple[dict[str, object], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
