@@ -24,6 +24,7 @@ from router.dialects.shared.common_fields import (
     Tokens,
     TopK,
     TopP,
+    build_tool_discriminator,
     build_type_discriminator,
 )
 from router.dialects.shared.field_table import FieldTable
@@ -91,11 +92,14 @@ class ToolUseBlock(CacheablePart):
 
 
 class ToolResultBlock(CacheablePart):
-    """Result of a tool call. `is_error` has no effect, because the text describes the error."""
+    """Result of a tool call. `is_error` has no effect, because the text describes the error.
+
+    A text takes the place of parts that are no text, such as images.
+    """
 
     type: Literal["tool_result"]
     tool_use_id: Named
-    content: "Texts | None" = None
+    content: "ResultContent | None" = None
     is_error: bool | None = None
 
 
@@ -116,6 +120,15 @@ class RedactedThinkingBlock(StrictPart):
 
 Texts = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
+    TEXT_OR_PARTS,
+]
+ResultPart = Annotated[
+    Annotated[TextBlock, Tag("text_part")] | Annotated[ForeignPart, Tag("foreign_part")],
+    build_tool_discriminator("text"),
+]
+ResultContent = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[ResultPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 Block = Annotated[

@@ -101,6 +101,20 @@ def clean_function(tool: Body) -> Body:
     return {"type": "function", "function": {**fields, "parameters": fields.get("parameters", NO_PARAMETERS)}}
 
 
+def render_omitted_part(part: ForeignPart) -> str:
+    """Return the text for a part of a tool's result that is no text, such as an image.
+
+    An agent does not know the models of this cluster, and sends such a result again in each request of its
+    conversation.
+    """
+    return f"[{part.type[:64]} omitted: the model gets only text]"
+
+
+def build_omitted_problem(where: str) -> Problem:
+    """Build the 400 problem for such a part with `router.unknown_fields = "refuse"`. `where` is its path and type."""
+    return build_unsupported(where[:128], why=f"{where[:128]} is not supported: models get only text")
+
+
 def find_server_tools(tools: Sequence[object] | None, path: str = "tools") -> Iterator[tuple[str, str]]:
     """Yield the tools that would have to run on a server, including those in namespaces, as (path, type)."""
     for at, tool in enumerate(tools or ()):
