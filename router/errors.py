@@ -196,6 +196,8 @@ def build_not_found(path: str, server: str = "http(s)://HOST:8080") -> Problem:
     text = f"unknown path {path[:200]}"
     if route is None or path == route + meant:
         return Problem(404, "not_found", text)
+    if path == f"{route}{meant}/":
+        return Problem(404, "not_found", f"{text}: leave out the slash at its end")
     # a client that sends /v1/v1/... adds /v1 on its own; a client that sends no /v1 does not
     base = server if route == "/api/" or before.count("v1") > 1 else f"{server}/v1"
     return Problem(404, "not_found", f"{text}, the API is at {route}{meant[:80]}: set the client's base URL to {base}")

@@ -20,7 +20,7 @@ FOREIGN_WRITES: dict[str, int] = {
     "coordinator/client/member_client.py": 4,
     "coordinator/doctor/bundle.py": 2,
     "coordinator/http/chat_fast_path.py": 1,
-    "coordinator/http/http_protocol.py": 2,
+    "coordinator/http/http_protocol.py": 4,
     "coordinator/tls/cluster_ca.py": 4,
     "coordinator/tls/https_ca.py": 1,
     "host/iokit.py": 17,

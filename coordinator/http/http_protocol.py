@@ -14,6 +14,7 @@ answer.
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any, ClassVar, cast
 
@@ -22,6 +23,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from coordinator.http import request_heads
 from coordinator.http.connection_slots import MAX_CONNECTIONS, ConnectionSlot
+from coordinator.http.origin_check import Asgi, Message, Receive, Scope, Send
 from coordinator.http.request_heads import MALFORMED
 from router.errors import Problem
 
@@ -49,6 +51,34 @@ def build_problem_response(problem: Problem) -> bytes:
     head = f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\ncontent-type: application/json\r\n"
     head += "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in problem.build_headers())
     return f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
+
+
+class UnchunkedSend:
+    """ASGI function `send` for the answer to a request of HTTP/1.0, which has no chunks (RFC 9112, 6.1).
+
+    Uvicorn sends chunks if an answer has no `content-length`. Here such an answer ends with the connection.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, send: Send) -> None:
+        self._cycle = cycle
+        self._send = send
+        self._without_length = False
+
+    async def __call__(self, message: Message) -> None:
+        """Send a message, with the length of its part as the length that uvicorn expects."""
+        if message["type"] == "http.response.start":
+            self._without_length = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if self._without_length:
+                self._cycle.chunked_encoding = False
+        elif self._without_length:
+            self._cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)
+
+
+async def _serve_without_chunks(
+    app: Asgi, cycle: RequestResponseCycle, scope: Scope, receive: Receive, send: Send
+) -> None:
+    await app(scope, receive, UnchunkedSend(cycle, send))
 
 
 class HeadDeadline:
@@ -308,6 +338,8 @@ class DeadlineProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Record the request that is being answered. All requests after it are complete."""
         self._running = cycle
+        if cycle.scope["http_version"] == "1.0":
+            app = partial(_serve_without_chunks, app, cycle)
         super()._start_asgi_task(cycle, app)
 
     # -- answers of our own -------------------------------------------------------------------------

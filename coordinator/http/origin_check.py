@@ -6,8 +6,10 @@ pass. Names must be known. A request that changes state must not come from anoth
 
 import ipaddress
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from functools import partial
 from typing import Any
 
+from coordinator.http.cross_origin import CrossOriginAccess, answer_preflight, is_preflight, send_to_origin
 from router.errors import Problem
 from router.http.exchange import choose_request_id
 
@@ -19,6 +21,7 @@ Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _MARKS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 _MARKED = frozenset(name for name, _ in _MARKS)
+CROSS_SITE = "requests from pages of other sites are refused: to let a page use models, add it to http.allowed_origins"
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change no state."""
 
@@ -63,11 +66,12 @@ class OriginCheck:
 
     `hosts` are additional names, comma separated. Without `local`, names under `.local` must be listed in `hosts`. Any
     machine on the network can claim a `.local` name. Without API keys (`http.anonymous`), a page under such a name
-    could use the models.
+    could use the models. Pages of the `origins`, comma separated, may use the routes of inference.
     """
 
-    def __init__(self, app: Asgi, hosts: str = "", *, local: bool = True) -> None:
+    def __init__(self, app: Asgi, hosts: str = "", *, local: bool = True, origins: str = "") -> None:
         self._app = app
+        self._access = CrossOriginAccess(origins)
         self._local = local
         self._hosts = {"localhost", *(host.strip().lower() for host in hosts.split(",") if host.strip())}
         self._known: dict[bytes, bool] = {}
@@ -77,14 +81,23 @@ class OriginCheck:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        problem = self.find_problem(scope["method"], scope["headers"])
-        if problem is None:
+        method, headers = scope["method"], scope["headers"]
+        origin = self._access.find_origin(scope["path"], headers)
+        problem = self.find_problem(method, headers, is_allowed_origin=origin != b"")
+        if problem is not None:
+            await send_problem(scope, send, problem)
+        elif not origin:
             await self._app(scope, receive, send)
-            return
-        await send_problem(scope, send, problem)
+        elif is_preflight(method, headers):
+            await answer_preflight(origin, headers, send)
+        else:
+            await self._app(scope, receive, partial(send_to_origin, origin, send))
 
-    def find_problem(self, method: str, headers: Iterable[tuple[bytes, bytes]]) -> Problem | None:
-        """Check host and origin of a request. Header names are in lower case.
+    def find_problem(
+        self, method: str, headers: Iterable[tuple[bytes, bytes]], *, is_allowed_origin: bool = False
+    ) -> Problem | None:
+        """Check host and origin of a request. Header names are in lower case. `is_allowed_origin`: a page of its origin
+        may send this request.
 
         Return the problem for an unknown, missing or repeated host (421) or a state change from another site (403).
         Return None if the request is accepted.
@@ -105,12 +118,12 @@ class OriginCheck:
                 "this host name is not one of ours: use an IP address, localhost, a "
                 ".local name, or add it to http.allowed_hosts",
             )
-        if method in SAFE_METHODS:
+        if method in SAFE_METHODS or is_allowed_origin:
             return None
         foreign = site not in (b"", b"same-origin", b"none") or (
             origin != b"" and origin.partition(b"://")[2] != hosts[0]
         )
-        return Problem(403, "cross_site", "requests from pages of other sites are refused") if foreign else None
+        return Problem(403, "cross_site", CROSS_SITE) if foreign else None
 
     def _is_known_host(self, host: bytes) -> bool:
         known = self._known.get(host)

@@ -123,6 +123,7 @@ async def serve_http(
         RouterApp(dispatcher, ring, settings.router, control=videos, forwarder=forwarder),
         settings.http.allowed_hosts,
         local=not settings.http.anonymous,
+        origins=settings.http.allowed_origins,
     )
     fast_path = FastPath(dispatcher, ring, settings.router, app)
     context = None if endpoint.tls is None else endpoint.tls.context

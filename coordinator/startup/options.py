@@ -67,6 +67,7 @@ def log_guards(options: RunOptions, tls: EndpointTls) -> None:
         tls="off" if tls is None else "own authority" if isinstance(tls, HttpsCa) else "given files",
         anonymous=http.anonymous,
         hosts=http.allowed_hosts or "addresses, localhost and .local names",
+        origins=http.allowed_origins or "none",
         policy=router.policy,
         queue_limit=router.queue_limit or "max(64, 4 x nodes)",
         body_bytes=router.max_body_bytes,

@@ -12,6 +12,7 @@ from router.settings import RouterSettings
 
 NODE_SECTIONS = frozenset({"memory", "engine", "models", "node", "sharing", "worker"})
 """Sections of `config.toml` for the node on this machine, which this module does not read."""
+_ORIGIN = r"[A-Za-z][A-Za-z0-9+.-]*://[^\s/,*]+"
 
 
 class ClusterSettings(Section, frozen=True, kw_only=True):
@@ -72,6 +73,16 @@ class HttpSettings(Section, frozen=True, kw_only=True):
             description=(
                 "Host names that requests may use, separated by commas. IP addresses and *.local are always allowed."
             )
+        ),
+    ] = ""
+    allowed_origins: Annotated[
+        str,
+        Meta(
+            pattern=rf"^({_ORIGIN}( *, *{_ORIGIN})*)?$",
+            description=(
+                "Origins of browsers whose pages and extensions may use the models, separated by commas, such as "
+                "app://obsidian.md. They need an API key."
+            ),
         ),
     ] = ""
 

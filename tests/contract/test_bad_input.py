@@ -35,8 +35,9 @@ async def exchange(cluster: LoopbackCluster, *parts: bytes, pause: float = 0.0) 
             await asyncio.sleep(pause)
         async with asyncio.timeout(30):
             head = await reader.readuntil(b"\r\n\r\n")
-            length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-            return head + await reader.readexactly(length)
+            _, known, length = head.lower().partition(b"content-length: ")
+            rest = reader.readexactly(int(length.split(b"\r\n")[0])) if known else reader.read()
+            return head + await rest
     finally:
         writer.close()
 
@@ -103,6 +104,16 @@ async def test_a_chunked_body_within_the_limit_is_answered(cluster: LoopbackClus
     body = json.dumps(ASK).encode()
     chunks = b"".join(b"1\r\n" + body[at : at + 1] + b"\r\n" for at in range(len(body))) + b"0\r\n\r\n"
     assert parsed(await exchange(cluster, head(cluster, "transfer-encoding: chunked"), chunks))[0] == 200
+
+
+async def test_a_stream_to_a_client_of_http_1_0_has_no_chunks_and_ends_with_the_connection(cluster: LoopbackCluster):
+    body = json.dumps(ASK | {"stream": True}).encode()
+    top = head(cluster, f"content-length: {len(body)}").replace(b"HTTP/1.1", b"HTTP/1.0")
+    answer = await exchange(cluster, top, body)
+    begin, _, events = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in begin.lower()
+    assert events.startswith(b"data: {")
+    assert events.endswith(b"data: [DONE]\n\n")
 
 
 async def test_a_body_of_exactly_the_limit_is_read(cluster: LoopbackCluster):

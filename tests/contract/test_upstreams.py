@@ -84,6 +84,14 @@ def counts(cluster: LoopbackCluster) -> dict[str, int]:
     return found
 
 
+async def test_half_of_an_emoji_is_replaced_on_the_way(server: str, key_file: Path):
+    body = rb'{"model":"coder","seed":7,"messages":[{"role":"user","content":"a\ud83d"}]}'
+    async with served(server, key_file) as cluster, plain(cluster) as client:
+        assert (await client.post("/v1/chat/completions", content=body)).status_code == 200
+    messages = [{"role": "user", "content": "a\ufffd"}]
+    assert read_seen(server)[-1]["body"] == {"model": "far", "messages": messages, "seed": 7}
+
+
 async def test_the_upstream_answers_while_no_model_can_start(server: str, key_file: Path):
     async with served(server, key_file) as cluster, library(cluster) as client:
         raw = await client.chat.completions.with_raw_response.create(

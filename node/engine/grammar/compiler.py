@@ -23,6 +23,7 @@ from node.engine.grammar.lark_builder import LarkBuilder
 from node.engine.grammar.matcher import GrammarMatcher, ReasoningEndSearch, build_mask_without
 from node.engine.grammar.sandbox import SandboxClient
 from node.engine.grammar.sandbox_main import LIMITS, find_fault
+from node.engine.grammar.schema_rewrite import rewrite_schema
 from node.engine.grammar.tool_formats import has_quoted_calls, render_rules, render_tools_for_parser
 from node.engine.grammar.tool_spec import (
     PREFIX,
@@ -263,7 +264,7 @@ def _build_schema(spec: GrammarSpec) -> Json:
     found = parse_json(spec.value)
     if not isinstance(found, dict):
         raise UnsupportedSchema(f"{PREFIX}a schema must be a JSON object")
-    return {**cast("Json", found), "x-guidance": _get_blank_options(spec)}
+    return {**rewrite_schema(cast("Json", found), strict=True), "x-guidance": _get_blank_options(spec)}
 
 
 def _get_blank_options(spec: GrammarSpec) -> Json:

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final, cast
 
+from node.engine.grammar.schema_rewrite import rewrite_schema
+
 Json = dict[str, object]
 
 MAX_JSON_DEPTH: Final = 64
@@ -87,7 +89,7 @@ def parse_tool_specs(text: str, only: str) -> list[ToolSpec]:
 
 def _build_tool_spec(function: Json) -> ToolSpec:
     parameters, strict = function.get("parameters"), function.get("strict") is True
-    schema = dict(cast("Json", parameters)) if isinstance(parameters, dict) else {}
+    schema = rewrite_schema(cast("Json", parameters), strict=strict) if isinstance(parameters, dict) else {}
     schema.setdefault("type", "object")
     schema["x-guidance"] = STRICT if strict else LENIENT
     return ToolSpec(str(function.get("name")), schema, strict)

@@ -3,7 +3,7 @@ CountTokens frame."""
 
 from typing import NamedTuple
 
-from router.dialects.anthropic.messages import convert_messages
+from router.dialects.anthropic.messages import convert_messages, list_omitted_parts
 from router.dialects.anthropic.response import MessageChunks, encode_error, encode_message
 from router.dialects.anthropic.schema import COUNT, MESSAGES, AnthropicTool, CountBody, MessagesBody, ThinkingOptions
 from router.dialects.shared.conversation import ConversationRequest
@@ -11,7 +11,14 @@ from router.dialects.shared.field_table import sanitize_names
 from router.dialects.shared.formats import add_call_constraints, convert_schema
 from router.dialects.shared.interface import AnswerReader, DialectStyle
 from router.dialects.shared.template import encode_variables
-from router.dialects.shared.tools import NO_TOOLS, OfferedTool, ToolSet, build_function, collect_tools
+from router.dialects.shared.tools import (
+    NO_TOOLS,
+    OfferedTool,
+    ToolSet,
+    build_function,
+    build_omitted_problem,
+    collect_tools,
+)
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import compute_demand
 from router.errors import Problem, build_invalid
@@ -117,6 +124,10 @@ def _convert_prompt(body: CountBody, *, strict: bool) -> tuple[tuple[Message, ..
     tools = _collect_tools(body, strict=strict)
     if isinstance(tools, Problem):
         return tools
+    omitted = list_omitted_parts(body.messages)
+    if omitted and strict:
+        return build_omitted_problem(omitted[0])
+    tools = tools._replace(left_out=(*tools.left_out, *omitted))
     effort = body.output_config.effort if body.output_config is not None else None
     template = encode_variables(
         None,

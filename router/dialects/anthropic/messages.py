@@ -20,7 +20,9 @@ from router.dialects.anthropic.schema import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from router.dialects.shared.common_fields import ForeignPart
 from router.dialects.shared.strict_json import encode_json
+from router.dialects.shared.tools import render_omitted_part
 from router.errors import Problem, build_invalid
 from wire.frames import Message, ToolCall
 
@@ -59,9 +61,23 @@ def _join_system(system: str | list[TextBlock] | None) -> str:
     return _JOINT["system"].join(new for text, new in zip(texts, kept, strict=True) if new or not text)
 
 
-def join_texts(content: str | Sequence[TextBlock] | None, joint: str = "\n") -> str:
-    """Return the text of a content of text blocks, joined by `joint`; empty without content."""
-    return content if isinstance(content, str) else joint.join(block.text for block in content or ())
+def join_texts(content: str | Sequence[TextBlock | ForeignPart] | None, joint: str = "\n") -> str:
+    """Return the text of a content, joined by `joint`; empty without content."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return joint.join(block.text if isinstance(block, TextBlock) else render_omitted_part(block) for block in content)
+
+
+def list_omitted_parts(body_messages: Iterable[AnthropicMessage]) -> list[str]:
+    """Return the parts of results that are no text, as `path=type`."""
+    return [
+        f"messages[].content[].content[].type={part.type}"
+        for message in body_messages
+        for block in message.content
+        if isinstance(block, ToolResultBlock)
+        for part in block.content or ()
+        if isinstance(part, ForeignPart)
+    ]
 
 
 def _group_runs(messages: list[Message]) -> Iterable[tuple[str, Iterable[Message]]]:

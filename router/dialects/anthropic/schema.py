@@ -16,6 +16,7 @@ from router.dialects.shared.common_fields import (
     SESSION_NOTE,
     TEXT_OR_PARTS,
     ForeignPart,
+    FunctionName,
     Named,
     Stops,
     StrictPart,
@@ -23,6 +24,7 @@ from router.dialects.shared.common_fields import (
     Tokens,
     TopK,
     TopP,
+    build_tool_discriminator,
     build_type_discriminator,
 )
 from router.dialects.shared.field_table import FieldTable
@@ -65,10 +67,6 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 )
 
 
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
-"""Name of a tool: up to 128 characters, as in Anthropic's API. Agents build names from those of servers and tools."""
-
-
 class CacheablePart(StrictPart):
     """Base of parts that may have `cache_control`, which has no effect."""
 
@@ -94,11 +92,14 @@ class ToolUseBlock(CacheablePart):
 
 
 class ToolResultBlock(CacheablePart):
-    """Result of a tool call. `is_error` has no effect, because the text describes the error."""
+    """Result of a tool call. `is_error` has no effect, because the text describes the error.
+
+    A text takes the place of parts that are no text, such as images.
+    """
 
     type: Literal["tool_result"]
     tool_use_id: Named
-    content: "Texts | None" = None
+    content: "ResultContent | None" = None
     is_error: bool | None = None
 
 
@@ -119,6 +120,15 @@ class RedactedThinkingBlock(StrictPart):
 
 Texts = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
+    TEXT_OR_PARTS,
+]
+ResultPart = Annotated[
+    Annotated[TextBlock, Tag("text_part")] | Annotated[ForeignPart, Tag("foreign_part")],
+    build_tool_discriminator("text"),
+]
+ResultContent = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[ResultPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 Block = Annotated[
@@ -149,7 +159,7 @@ class AnthropicTool(CacheablePart):
     """
 
     type: Literal["custom"] | None = None
-    name: ToolName
+    name: FunctionName
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None

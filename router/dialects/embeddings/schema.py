@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Discriminator, Field, Tag
 
 from router.admission.request_limits import MAX_INPUTS, MAX_NAME_CHARS, MAX_PROMPT_IDS, MAX_TOKENS
-from router.dialects.shared.common_fields import KEEP, Named, StrictPart, Text, TokenIds, get_input_tag
+from router.dialects.shared.common_fields import KEEP, WHOLE, Named, StrictPart, Text, TokenIds, get_input_tag
 from router.dialects.shared.field_table import FieldTable
 
 _NODE = "the vectors of a model depend on its files only"
@@ -47,7 +47,7 @@ OllamaInput = Annotated[
     Annotated[Text, Tag("text_part")] | Annotated[Texts, Tag("texts_part")],
     Discriminator(lambda value: "texts_part" if isinstance(value, list) else "text_part"),
 ]
-Dimensions = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Dimensions = Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE]
 
 
 class EmbeddingsBody(StrictPart):

@@ -19,7 +19,7 @@ from router.dialects.ollama.schema import (
     OllamaMessage,
 )
 from router.dialects.openai.chat_schema import ChatTool
-from router.dialects.shared.common_fields import list_stops
+from router.dialects.shared.common_fields import list_stops, resolve_seed
 from router.dialects.shared.conversation import ConversationRequest
 from router.dialects.shared.field_table import sanitize_names
 from router.dialects.shared.formats import convert_schema
@@ -219,16 +219,12 @@ def _parse_options(
     if isinstance(parsed, Problem):
         return replace(parsed, param=f"options.{parsed.param}")
     drawn = parsed.body
-    if drawn.num_predict == 0:
-        return build_invalid(
-            "options.num_predict must be at least 1, or -1 for the limit of the node", "options.num_predict"
-        )
-    most = drawn.num_predict
+    most = drawn.num_predict or 0
     params = GenerationParams(
-        max_tokens=most if most is not None and most > 0 else None,
+        max_tokens=most if most > 0 else None,
         temperature=drawn.temperature,
         top_p=drawn.top_p,
-        seed=drawn.seed,
+        seed=resolve_seed(drawn.seed),
         stop=list_stops(drawn.stop),
         top_k=None if drawn.top_k is None else max(0, drawn.top_k),
         min_p=drawn.min_p,
@@ -282,7 +278,7 @@ def _convert_calls(message: OllamaMessage, at: int) -> list[ToolCall] | Problem:
     calls: list[ToolCall] = []
     for place, call in enumerate(message.tool_calls or ()):
         path = f"messages[{at}].tool_calls[{place}].function.arguments"
-        text = encode_json(call.function.arguments, path, MAX_TOOLS_BYTES)
+        text = encode_json(call.function.arguments or {}, path, MAX_TOOLS_BYTES)
         if isinstance(text, Problem):
             return text
         calls.append(ToolCall(call.id or f"call_{at}_{place}", call.function.name, text))

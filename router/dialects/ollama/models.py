@@ -20,8 +20,11 @@ from wire.report import Model
 
 OLLAMA_VERSION = "0.12.6"
 """Version of Ollama with these shapes. Clients compare it; Macpool's own version is in `cluster version`."""
-NO_TIME = "0001-01-01T00:00:00Z"
-"""Ollama's form of an empty time: a model is unloaded when its memory is needed, not at a fixed time."""
+NEVER = "2300-01-01T00:00:00Z"
+"""Time that `ollama ps` shows as `Forever`: a model is unloaded when its memory is needed, not at a fixed time.
+
+For a time in the past, `ollama ps` shows `Stopping...`.
+"""
 
 Row = dict[str, object]
 
@@ -49,7 +52,7 @@ def list_loaded_models(view: ClusterView) -> bytes:
     return msgspec.json.encode(
         {
             "models": [
-                _build_row(model, size_vram=model.weights, expires_at=NO_TIME, context_length=model.context)
+                _build_row(model, size_vram=model.weights, expires_at=NEVER, context_length=model.context)
                 for model in rows
             ]
         }

@@ -45,9 +45,16 @@ class AnswerShape:
         self._about: Line = {"model": spec.demand.model, "created_at": format_time(spec.created)}
 
     def build_line(
-        self, content: str, thinking: str = "", calls: Iterable[AnswerToolCall] = (), end: Line | None = None
+        self,
+        content: str,
+        thinking: str = "",
+        calls: Iterable[AnswerToolCall] = (),
+        end: Line | None = None,
+        first_call: int = 0,
     ) -> Line:
         """Return a whole answer, or one line of a stream, as a JSON object.
+
+        `first_call` is the number of calls in earlier lines of the stream.
 
         `end` are the additional fields of a whole answer and of the last line (`build_end_fields`); None for any other
         line.
@@ -55,7 +62,7 @@ class AnswerShape:
         message: Line = {"role": "assistant", "content": content} if self._chat else {"response": content}
         if thinking:
             message["thinking"] = thinking
-        tool_calls = [_convert_call(call) for call in calls]
+        tool_calls = [_convert_call(call, index) for index, call in enumerate(calls, first_call)]
         if tool_calls:
             message["tool_calls"] = tool_calls
         return {**self._about, **({"message": message} if self._chat else message), "done": False, **(end or {})}
@@ -102,7 +109,7 @@ class OllamaChunks:
         lines = b""
         for channel, text, call in self._pieces.split(deltas):
             if call is not None:
-                line = self._shape.build_line("", calls=(call,))
+                line = self._shape.build_line("", calls=(call,), first_call=self._pieces.calls - 1)
             else:
                 line = (
                     self._shape.build_line("", text) if channel is Channel.REASONING else self._shape.build_line(text)
@@ -132,8 +139,9 @@ def encode_load(shape: AnswerShape) -> bytes:
     return msgspec.json.encode(shape.build_line("", end={"done": True, "done_reason": "load"}))
 
 
-def _convert_call(call: AnswerToolCall) -> Line:
-    return {"id": call.id, "function": {"name": call.name, "arguments": decode_arguments(call)}}
+def _convert_call(call: AnswerToolCall, index: int) -> Line:
+    """Return a call in Ollama's shape. Clients that convert it to OpenAI's shape join calls of the same `index`."""
+    return {"id": call.id, "function": {"index": index, "name": call.name, "arguments": decode_arguments(call)}}
 
 
 def _encode_line(line: Line) -> bytes:

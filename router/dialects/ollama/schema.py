@@ -10,6 +10,8 @@ from router.admission.request_limits import MAX_CALLS, MAX_MESSAGES, MAX_TOKENS,
 from router.dialects.openai.chat_schema import ChatTool
 from router.dialects.shared.common_fields import (
     KEEP,
+    RANDOM_SEED_NOTE,
+    WHOLE,
     YIELDING,
     ForeignPart,
     MinP,
@@ -75,6 +77,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 )
 
 _NODE = "set by the node"
+_NO_SAMPLER = "there is no such sampler here: use temperature, top_p or min_p"
 OPTIONS_HARMLESS: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -98,25 +101,18 @@ OPTIONS_HARMLESS: Mapping[str, str] = MappingProxyType(
         "num_keep": _NO_TRUNCATION,
         "repeat_last_n": "penalties apply to the whole answer",
         "penalize_newline": "newlines are penalized like every token",
-        "mirostat_eta": "used only by mirostat",
-        "mirostat_tau": "used only by mirostat",
-    }
-)
-OPTIONS_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
-    {
-        "mirostat": (None, 0),
-        "tfs_z": (None, 1, 1.0),
-        "typical_p": (None, 1, 1.0),
-        "draft_num_predict": (None, 0),
+        "mirostat": _NO_SAMPLER,
+        "mirostat_eta": _NO_SAMPLER,
+        "mirostat_tau": _NO_SAMPLER,
+        "tfs_z": _NO_SAMPLER,
+        "typical_p": _NO_SAMPLER,
+        "draft_num_predict": "set by the engine",
     }
 )
 OPTIONS_INSTEAD: Mapping[str, str] = MappingProxyType(
     {
-        "mirostat": "use temperature, top_p or min_p",
-        "tfs_z": "use top_p or min_p",
-        "typical_p": "use top_p or min_p",
-        "draft_num_predict": "set by the engine",
-        "num_predict": "-1 and -2: as without it, up to engine.mlx.max_tokens of the node",
+        "num_predict": "0 and below: as without it, up to engine.mlx.max_tokens of the node",
+        "seed": RANDOM_SEED_NOTE,
         "repeat_penalty": "1 turns it off",
     }
 )
@@ -125,7 +121,7 @@ OPTIONS_INSTEAD: Mapping[str, str] = MappingProxyType(
 class OllamaOptions(StrictPart):
     """Sampling options of a request, the field `options`."""
 
-    num_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS)] | None = None
+    num_predict: Annotated[int, Field(ge=-MAX_TOKENS, le=MAX_TOKENS), WHOLE] | None = None
     stop: StopOrStops | None = None
     seed: Seed | None = None
     temperature: Temperature | None = None
@@ -141,7 +137,7 @@ class OllamaCalledFunction(StrictPart):
     """Function in a tool call of the assistant, with its arguments as an object. `index` has no effect."""
 
     name: Named
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] | None = None
     index: int | None = None
 
 
@@ -230,4 +226,4 @@ class OllamaShowBody(StrictPart):
 CHAT = FieldTable(OllamaChatBody, HARMLESS, CHAT_NEUTRAL, INSTEAD)
 GENERATE = FieldTable(OllamaGenerateBody, HARMLESS, GENERATE_NEUTRAL, INSTEAD)
 SHOW = FieldTable(OllamaShowBody, MappingProxyType({}), MappingProxyType({}), INSTEAD)
-OPTIONS = FieldTable(OllamaOptions, OPTIONS_HARMLESS, OPTIONS_NEUTRAL, OPTIONS_INSTEAD)
+OPTIONS = FieldTable(OllamaOptions, OPTIONS_HARMLESS, MappingProxyType({}), OPTIONS_INSTEAD)

@@ -11,7 +11,13 @@ from router.dialects.openai import chat_fast_parse
 from router.dialects.openai.chat_messages import convert_messages
 from router.dialects.openai.chat_response import ChatChunks, encode_completion
 from router.dialects.openai.chat_schema import CHAT, ChatBody, ChatCustomTool, ChatTool
-from router.dialects.shared.common_fields import ForeignPart, build_params, list_given_penalties, parse_stream_options
+from router.dialects.shared.common_fields import (
+    ForeignPart,
+    build_params,
+    list_given_penalties,
+    parse_stream_options,
+    resolve_limit,
+)
 from router.dialects.shared.conversation import ConversationRequest
 from router.dialects.shared.field_table import sanitize_names
 from router.dialects.shared.formats import add_call_constraints
@@ -122,7 +128,7 @@ def _build_request(body: ChatBody, fields: Body, ignored: tuple[str, ...], *, st
         return grammar
     params = build_params(
         body,
-        body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        resolve_limit(body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens),
         logprobs=body.top_logprobs or 0 if body.logprobs else None,
         one_call=body.parallel_tool_calls is False,
         grammar=grammar,

@@ -89,7 +89,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=MIN_TOP_P, le=1)] | None = None
-    seed: Annotated[int, Meta(ge=-_INT64, le=_INT64)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=_INT64)] | None = None
     stream_options: _StreamOptions | None = None
     top_k: Annotated[int, Meta(ge=-1, le=MAX_TOP_K)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None

@@ -2,7 +2,8 @@
 
 A tool message must name its call, but the call may be missing from the conversation. Clients cut long histories at any
 place, and a model understands a result without its call. A field that has no meaning in a message of that role is
-refused, unless it is empty. Client libraries write all fields of one class into every message.
+refused, unless it is empty. Client libraries write all fields of one class into every message. A message of the
+assistant may be empty, because some clients store an answer that had only reasoning as `content: null`.
 """
 
 from router.dialects.openai.chat_schema import ChatMessage, MessageCustomCall, MessageToolCall, TextPart
@@ -39,18 +40,9 @@ def _check_message(message: ChatMessage, path: str) -> Problem | None:
             return build_invalid(f"only messages with the role {only} can have {name}", f"{path}.{name}")
     if role == "tool" and not message.tool_call_id:
         return build_invalid("a tool message needs the tool_call_id of its tool call", f"{path}.tool_call_id")
-    if message.content is None and not _has_other_content(message):
-        kind = (
-            "an assistant message needs content or tool_calls"
-            if role == "assistant"
-            else f"a {role} message needs content"
-        )
-        return build_invalid(kind, f"{path}.content")
+    if message.content is None and role != "assistant":
+        return build_invalid(f"a {role} message needs content", f"{path}.content")
     return None
-
-
-def _has_other_content(message: ChatMessage) -> bool:
-    return bool(message.tool_calls or message.refusal or message.reasoning_content or message.reasoning)
 
 
 def _convert_message(message: ChatMessage) -> Message:

@@ -13,9 +13,12 @@ from pydantic import Field, Tag
 
 from router.admission.request_limits import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_TOP_LOGPROBS
 from router.dialects.shared.common_fields import (
+    NO_LIMIT_NOTE,
     OTHER_SERVERS,
+    RANDOM_SEED_NOTE,
     SESSION_NOTE,
     TEXT_OR_PARTS,
+    WHOLE,
     ForeignPart,
     FunctionName,
     GrammarFormat,
@@ -23,7 +26,7 @@ from router.dialects.shared.common_fields import (
     Named,
     StrictPart,
     TextFormat,
-    Tokens,
+    TokenLimit,
     build_tool_discriminator,
     build_type_discriminator,
 )
@@ -82,7 +85,9 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "parallel_tool_calls": "false ends the answer after its first tool call",
         "chat_template_kwargs": "template variables from an allow-list; a template of a request is never run",
         "reasoning_effort": "sets the template variable; none also sets enable_thinking to false",
+        "max_tokens": NO_LIMIT_NOTE,
         "max_completion_tokens": "overrides max_tokens",
+        "seed": RANDOM_SEED_NOTE,
         "functions": "deprecated: use tools",
         "function_call": "deprecated: use tools and tool_calls",
         **FORMS,
@@ -237,10 +242,10 @@ class ChatBody(FormattedBody):
 
     model: Named
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: Tokens | None = None
-    max_completion_tokens: Tokens | None = None
+    max_tokens: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
     tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -12,7 +12,7 @@ import msgspec
 from router.admission.request_limits import MAX_CHOICES
 from router.dialects.openai.completion_response import CompletionChunks, encode_completion
 from router.dialects.openai.completion_schema import COMPLETION, CompletionBody
-from router.dialects.shared.common_fields import build_params, list_given_penalties, parse_stream_options
+from router.dialects.shared.common_fields import build_params, list_given_penalties, parse_stream_options, resolve_limit
 from router.dialects.shared.field_table import sanitize_names
 from router.dialects.shared.interface import OPENAI, AnswerReader
 from router.dialects.shared.validation import build_unsupported
@@ -106,7 +106,8 @@ def _build_request(body: CompletionBody, ignored: tuple[str, ...]) -> Completion
     grammar = body.build_grammar()
     if isinstance(grammar, Problem):
         return grammar
-    params = build_params(body, body.max_tokens or DEFAULT_ANSWER_TOKENS, logprobs=body.logprobs, grammar=grammar)
+    most = DEFAULT_ANSWER_TOKENS if body.max_tokens is None else resolve_limit(body.max_tokens)
+    params = build_params(body, most, logprobs=body.logprobs, grammar=grammar)
     return CompletionRequest(
         body.model,
         prompts,

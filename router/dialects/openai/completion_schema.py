@@ -9,11 +9,13 @@ from pydantic import Discriminator, Field, Tag
 from router.admission.request_limits import MAX_PROMPT_IDS, MAX_PROMPTS, MAX_TOP_LOGPROBS
 from router.dialects.shared.common_fields import (
     OTHER_SERVERS,
+    RANDOM_SEED_NOTE,
     SESSION_NOTE,
+    WHOLE,
     Named,
     Text,
     TokenIds,
-    Tokens,
+    TokenLimit,
     get_input_tag,
 )
 from router.dialects.shared.field_table import FieldTable
@@ -34,7 +36,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "echo": "only for a text prompt without logprobs: token ids are decoded only by the node, and the log "
         "probabilities of a prompt are not computed",
         "prompt": f"a text, token ids, or up to {MAX_PROMPTS} of either; choices are numbered prompt × n",
-        "max_tokens": "default 16, as in OpenAI's API",
+        "max_tokens": "default 16, as in OpenAI's API; -1: up to engine.mlx.max_tokens of the node",
+        "seed": RANDOM_SEED_NOTE,
         "logprobs": f"0 to {MAX_TOP_LOGPROBS} alternatives",
     }
 )
@@ -56,10 +59,10 @@ class CompletionBody(FormattedBody):
 
     model: Named
     prompt: Prompt
-    max_tokens: Tokens | None = None
-    best_of: int | None = None
+    max_tokens: TokenLimit | None = None
+    best_of: Annotated[int, WHOLE] | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None
 
 
 COMPLETION = FieldTable(CompletionBody, HARMLESS, NEUTRAL, INSTEAD, MAX_PROMPT_IDS)

@@ -7,7 +7,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from router.dialects.openai.responses_input import convert_items
+from router.dialects.openai.responses_input import convert_items, list_omitted_parts
 from router.dialects.openai.responses_response import ResponseChunks, ResponseMeta, encode_response
 from router.dialects.openai.responses_schema import (
     RESPONSES,
@@ -39,6 +39,7 @@ from router.dialects.shared.tools import (
     ToolSet,
     build_custom_function,
     build_function,
+    build_omitted_problem,
     collect_tools,
 )
 from router.dispatch.request import CompleteAnswer, RequestSpec
@@ -126,6 +127,9 @@ class ResponsesRoute:
         tools = _collect_tools(body, strict=self._strict)
         if isinstance(tools, Problem):
             return tools
+        omitted = list_omitted_parts(body.input)
+        if omitted and self._strict:
+            return build_omitted_problem(omitted[0])
         conversation = self._build_conversation(body, key, tools)
         if isinstance(conversation, Problem):
             return conversation
@@ -154,7 +158,7 @@ class ResponsesRoute:
             frozenset(),
             template,
             body.prompt_cache_key or body.session_id or body.chat_id or body.user or "",
-            sanitize_names([*ignored, *(f"include={name}" for name in body.include or ()), *tools.left_out]),
+            sanitize_names([*ignored, *(f"include={name}" for name in body.include or ()), *tools.left_out, *omitted]),
             ResponseMeta(secrets.token_hex(16), body, fields, tools.origins),
             conversation,
             self.store if body.store is not False else None,

@@ -10,14 +10,18 @@ from router.admission.request_limits import MAX_CALLS
 from router.dialects.openai.responses_schema import (
     CallItem,
     Content,
+    ContentPart,
     CustomCallItem,
     CustomOutputItem,
+    InputItem,
     Item,
     MessageItem,
     OutputItem,
     OutputRefusal,
+    ToolOutput,
 )
-from router.dialects.shared.tools import ClientTool, encode_input
+from router.dialects.shared.common_fields import ForeignPart
+from router.dialects.shared.tools import ClientTool, encode_input, render_omitted_part
 from router.errors import Problem, build_invalid
 from wire.frames import Message, ToolCall
 
@@ -87,7 +91,22 @@ def _convert_item(item: Item, offered: Mapping[tuple[str, str], str]) -> Message
     return Message("assistant", reasoning="\n".join(block.text for block in thoughts))
 
 
-def _join_text(content: Content) -> str:
-    if isinstance(content, str):
-        return content
-    return "".join(part.refusal if isinstance(part, OutputRefusal) else part.text for part in content)
+def list_omitted_parts(items: str | Iterable[InputItem]) -> list[str]:
+    """Return the parts of results that are no text, as `path=type`."""
+    return [
+        f"input[].output[].type={part.type}"
+        for item in items
+        if isinstance(item, OutputItem | CustomOutputItem)
+        for part in item.output
+        if isinstance(part, ForeignPart)
+    ]
+
+
+def _join_text(content: Content | ToolOutput) -> str:
+    return content if isinstance(content, str) else "".join(map(_render_part, content))
+
+
+def _render_part(part: ContentPart | ForeignPart) -> str:
+    if isinstance(part, ForeignPart):
+        return render_omitted_part(part)
+    return part.refusal if isinstance(part, OutputRefusal) else part.text

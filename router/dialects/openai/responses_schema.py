@@ -114,6 +114,20 @@ Content = Annotated[
 ]
 
 
+ToolOutputPart = Annotated[
+    Annotated[InputText, Tag("input_text_part")]
+    | Annotated[OutputText, Tag("output_text_part")]
+    | Annotated[OutputRefusal, Tag("refusal_part")]
+    | Annotated[ForeignPart, Tag("foreign_part")],
+    build_tool_discriminator("input_text", "output_text", "refusal"),
+]
+ToolOutput = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[ToolOutputPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
+    TEXT_OR_PARTS,
+]
+
+
 class ReturnedItem(StrictPart):
     """Base of input items that may come from an earlier answer. `id` and `status` have no effect."""
 
@@ -144,11 +158,11 @@ class CallItem(ReturnedItem):
 
 
 class OutputItem(ReturnedItem):
-    """Input item: the result of a function call."""
+    """Input item: the result of a function call. A text takes the place of parts that are no text, such as images."""
 
     type: Literal["function_call_output"]
     call_id: Named
-    output: Content
+    output: ToolOutput
     caller: Any = None
     name: Any = None
     namespace: Any = None
@@ -170,7 +184,7 @@ class CustomOutputItem(ReturnedItem):
 
     type: Literal["custom_tool_call_output"]
     call_id: Named
-    output: Content
+    output: ToolOutput
     caller: Any = None
     name: Any = None
     namespace: Any = None

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Discriminator, Field, Tag
 
 from router.admission.request_limits import MAX_INPUTS, MAX_QUERY_CHARS, MAX_TOKENS
-from router.dialects.shared.common_fields import Named, StrictPart, Text
+from router.dialects.shared.common_fields import WHOLE, Named, StrictPart, Text
 from router.dialects.shared.field_table import FieldTable
 
 DEFAULT_MAX_TOKENS = 4096
@@ -45,7 +45,7 @@ Document = Annotated[
     Annotated[Text, Tag("text_part")] | Annotated[DocumentPart, Tag("document_part")],
     Discriminator(lambda value: "text_part" if isinstance(value, str) else "document_part"),
 ]
-MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE]
 
 
 class RerankFields(StrictPart):
@@ -54,7 +54,7 @@ class RerankFields(StrictPart):
     model: Named
     query: Annotated[str, Field(min_length=1, max_length=MAX_QUERY_CHARS)]
     documents: Annotated[list[Document], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
-    top_n: Annotated[int, Field(ge=1)] | None = None
+    top_n: Annotated[int, Field(ge=1), WHOLE] | None = None
     max_tokens_per_doc: MaxTokens | None = None
 
     def list_texts(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import Annotated, Literal, cast
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
 from router.admission.request_limits import (
     MAX_BIASES,
@@ -48,6 +49,8 @@ OTHER_SERVERS: Mapping[str, str] = MappingProxyType(
     }
 )
 """Fields of other servers, with the reason why they have no effect here."""
+NO_LIMIT_NOTE = "-1: as without it, up to engine.mlx.max_tokens of the node"
+RANDOM_SEED_NOTE = "-1: random, as without it"
 SESSION_NOTE = "names the conversation, whose next request goes to the same node if possible; x-session-id overrides it"
 
 
@@ -93,10 +96,40 @@ def _raise_to_minimum(top_p: float) -> float:
     return max(top_p, MIN_TOP_P)
 
 
+def _convert_whole_number(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(_convert_whole_number)
+"""Validator of whole numbers that accepts `100.0`. Clients in languages without whole numbers write them this way."""
+NO_LIMIT = -1
+"""Value of `max_tokens` for an answer without a limit, as in LM Studio and llama.cpp."""
+RANDOM_SEED = -1
+"""Seed that requests a random one, as in Ollama, vLLM, llama.cpp and LM Studio."""
+
+
+def _check_limit(limit: int) -> int:
+    if limit == 0:
+        raise PydanticCustomError("token_limit", "Input should be at least 1, or -1 for no limit")
+    return limit
+
+
+def resolve_limit(limit: int | None) -> int | None:
+    """Return the limit of a `TokenLimit` in tokens; None for no limit."""
+    return None if limit == NO_LIMIT else limit
+
+
+def resolve_seed(seed: int | None) -> int | None:
+    """Return the seed that a body sets; None for a random one."""
+    return None if seed == RANDOM_SEED else seed
+
+
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Named = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
+"""Name of a tool: up to 128 characters, as in Anthropic's API. Agents build names from those of servers and tools."""
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE]
+TokenLimit = Annotated[int, Field(ge=NO_LIMIT, le=MAX_TOKENS), AfterValidator(_check_limit), WHOLE]
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)
 ]
@@ -107,10 +140,10 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Hint = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
-Seed = Annotated[int, Field(ge=-INT64, le=INT64)]
+Seed = Annotated[int, Field(ge=-INT64, le=INT64), WHOLE]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(ge=0, le=1), AfterValidator(_raise_to_minimum)]
-TopK = Annotated[int, Field(ge=-1, le=MAX_TOP_K)]
+TopK = Annotated[int, Field(ge=-1, le=MAX_TOP_K), WHOLE]
 MinP = Annotated[float, Field(ge=0, le=1)]
 Repetition = Annotated[float, Field(gt=0, le=10)]
 
@@ -193,7 +226,7 @@ class SamplingFields(StrictPart):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = None
     stop: StopOrStops | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -239,7 +272,7 @@ def build_params(
         max_tokens=max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
-        seed=body.seed,
+        seed=resolve_seed(body.seed),
         stop=list_stops(body.stop),
         n=body.n or 1,
         top_k=None if top_k is None else max(0, top_k),

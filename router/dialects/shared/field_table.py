@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from router.admission.request_limits import MAX_IGNORED, MAX_NAME_CHARS, MAX_VALUES
 from router.dialects.shared.common_fields import ForeignPart, StrictPart
-from router.dialects.shared.strict_json import Body, read_object
+from router.dialects.shared.strict_json import PROMPT_FIELDS, Body, read_object
 from router.dialects.shared.validation import build_unsupported, from_validation, has_only_unknown_fields
 from router.errors import Problem
 
@@ -80,7 +80,7 @@ class FieldTable(Generic[B]):
         Refused are typing errors, overlong names and more than `MAX_IGNORED` names. Refused are also fields of the
         prompt, of the answer's format and of unsupported features such as audio.
         """
-        raw_fields = read_object(raw, self.max_values)
+        raw_fields = read_object(raw, self.max_values, PROMPT_FIELDS)
         return raw_fields if isinstance(raw_fields, Problem) else self.parse(raw_fields, strict=strict)
 
     def parse(self, raw_fields: Body, *, strict: bool = False) -> ParsedBody[B] | Problem:

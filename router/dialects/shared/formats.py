@@ -28,7 +28,8 @@ from wire.refusals import RefusalCode
 
 FORMS: Mapping[str, str] = MappingProxyType(
     {
-        "response_format": "text, json_object and json_schema; the schema is always enforced, also without strict",
+        "response_format": "text, json_object and json_schema; the schema is always enforced, also without strict; "
+        "json_object may have a schema",
         "structured_outputs": "one of json, regex, choice, grammar (Lark, or short GBNF) and json_object; optionally "
         "whitespace_pattern",
         "guided_json": "same as structured_outputs.json",
@@ -59,16 +60,26 @@ class NamedSchema(StrictPart):
     strict: bool | None = None
 
 
+class JsonObjectWithSchema(JsonObject):
+    """Response format `json_object` of a chat body, with a schema as in llama.cpp and services of open models."""
+
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
 class JsonSchema(StrictPart):
-    """Response format `json_schema` of a chat body: the answer is JSON that follows the schema."""
+    """Response format `json_schema` of a chat body: the answer is JSON that follows the schema.
+
+    With llama.cpp the field is `schema`, not `json_schema`.
+    """
 
     type: Literal["json_schema"]
-    json_schema: NamedSchema
+    json_schema: NamedSchema | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
 ResponseFormat = Annotated[
     Annotated[TextFormat, Tag("text_part")]
-    | Annotated[JsonObject, Tag("json_object_part")]
+    | Annotated[JsonObjectWithSchema, Tag("json_object_part")]
     | Annotated[JsonSchema, Tag("json_schema_part")],
     build_type_discriminator("text", "json_object", "json_schema"),
 ]
@@ -184,11 +195,15 @@ def convert_response_format(spec: ResponseFormat | None, name: str = "response_f
 
     Return None if the answer is not constrained, and a 400 problem for an invalid schema.
     """
-    if isinstance(spec, JsonObject):
-        return GrammarSpec(GrammarKind.JSON_OBJECT)
-    if isinstance(spec, JsonSchema):
+    if isinstance(spec, JsonObjectWithSchema):
+        return convert_schema(spec.schema_, f"{name}.schema")
+    if not isinstance(spec, JsonSchema):
+        return None
+    if spec.json_schema is not None:
         return convert_schema(spec.json_schema.schema_, f"{name}.json_schema.schema")
-    return None
+    if spec.schema_ is not None:
+        return convert_schema(spec.schema_, f"{name}.schema")
+    return build_invalid(f"{name}.json_schema: Field required", f"{name}.json_schema")
 
 
 def convert_schema(schema: Body | None, name: str) -> GrammarSpec | Problem:

@@ -1,6 +1,7 @@
 """Strict JSON parser for request bodies: refuses any text that two parsers could read differently.
 
-No duplicate keys, no NaN or Infinity, no lone surrogates, UTF-8 only, an object at the top.
+No duplicate keys, no NaN or Infinity, no lone surrogates, UTF-8 only, an object at the top. In the texts of a
+prompt, a lone surrogate is replaced. Clients that cut a text within an emoji send it again in each request.
 
 A body is counted before it is parsed. `[[],[],...` takes 24 times its size as Python objects, and a text with one
 character beyond U+FFFF takes four times its length. The counts are a handful of passes in C over the bytes, at most 60
@@ -16,6 +17,9 @@ from router.admission.request_limits import MAX_JSON_DEPTH, MAX_KEYS, MAX_TEXT_B
 from router.errors import Problem, build_invalid
 
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+PROMPT_FIELDS = frozenset({"documents", "input", "instructions", "messages", "prompt", "query", "system", "tools"})
+"""Fields of bodies whose texts are parts of a prompt."""
 _BEYOND_BMP = bytes(range(0xF0, 0xF5))
 """UTF-8 bytes that begin a character beyond U+FFFF."""
 _CONTINUATION = bytes(range(0x80, 0xC0))
@@ -30,8 +34,11 @@ class _UnusableError(ValueError):
     """Valid JSON that is refused."""
 
 
-def read_object(body: bytes, max_values: int = MAX_VALUES) -> Body | Problem:
-    """Parse a body as one JSON object of at most `max_values` values, or return a 400 problem with place and reason."""
+def read_object(body: bytes, max_values: int = MAX_VALUES, repaired: frozenset[str] = frozenset()) -> Body | Problem:
+    """Parse a body as one JSON object of at most `max_values` values, or return a 400 problem with place and reason.
+
+    In the texts of the fields `repaired`, half of a surrogate pair becomes U+FFFD. Elsewhere it is refused.
+    """
     refused = _check_width(body) or _check_counts(body, max_values)
     if refused is not None:
         return refused
@@ -48,7 +55,11 @@ def read_object(body: bytes, max_values: int = MAX_VALUES) -> Body | Problem:
     if not isinstance(decoded, dict):
         return build_invalid("the body must be a JSON object")
     parsed = cast("Body", decoded)
-    if SURROGATE_ESCAPE.search(body) and _has_lone_surrogate(parsed):
+    if not SURROGATE_ESCAPE.search(body):
+        return parsed
+    for name in repaired & parsed.keys():
+        parsed[name] = _replace_lone_surrogates(parsed[name])
+    if _has_lone_surrogate(parsed):
         return build_invalid("a text has half of a surrogate pair (\\ud800-\\udfff alone), which is not a character")
     return parsed
 
@@ -143,6 +154,24 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 _decoder = json.JSONDecoder(object_pairs_hook=_build_object, parse_constant=_refuse_constant)
+
+
+def _replace_lone_surrogates(root: object) -> object:
+    """Return a value with U+FFFD for each lone surrogate in its texts, but not in its keys.
+
+    Lists and objects are changed in place, without recursion.
+    """
+    whole = [root]
+    waiting: list[Any] = [whole]
+    while waiting:
+        part = waiting.pop()
+        for place in list(cast("Body", part)) if isinstance(part, dict) else range(len(part)):
+            item = cast("object", part[place])
+            if isinstance(item, str):
+                part[place] = _SURROGATE.sub("\ufffd", item)
+            elif isinstance(item, dict | list):
+                waiting.append(item)
+    return whole[0]
 
 
 def _has_lone_surrogate(root: object) -> bool:

@@ -22,7 +22,7 @@ NO_PARAMETERS: Body = {"type": "object", "properties": {}}
 """Schema of a function without parameters; templates require a schema."""
 INPUT: Body = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 """Schema of a custom tool's input."""
-MAX_FUNCTION_NAME_CHARS = 64
+MAX_FUNCTION_NAME_CHARS = 128
 _FUNCTION = frozenset({"name", "description", "parameters", "strict"})
 
 
@@ -99,6 +99,20 @@ def clean_function(tool: Body) -> Body:
     """
     fields = {key: value for key, value in tool["function"].items() if value is not None and key in _FUNCTION}
     return {"type": "function", "function": {**fields, "parameters": fields.get("parameters", NO_PARAMETERS)}}
+
+
+def render_omitted_part(part: ForeignPart) -> str:
+    """Return the text for a part of a tool's result that is no text, such as an image.
+
+    An agent does not know the models of this cluster, and sends such a result again in each request of its
+    conversation.
+    """
+    return f"[{part.type[:64]} omitted: the model gets only text]"
+
+
+def build_omitted_problem(where: str) -> Problem:
+    """Build the 400 problem for such a part with `router.unknown_fields = "refuse"`. `where` is its path and type."""
+    return build_unsupported(where[:128], why=f"{where[:128]} is not supported: models get only text")
 
 
 def find_server_tools(tools: Sequence[object] | None, path: str = "tools") -> Iterator[tuple[str, str]]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import msgspec
 
+from router.admission.request_limits import MAX_PROMPT_IDS
+from router.dialects.shared.strict_json import PROMPT_FIELDS, read_object
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.request import SLOW, Outcome, RequestFailure
@@ -40,6 +42,7 @@ UPSTREAM = b"x-macpool-upstream"
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", *PENALTIES)
 _COMMENT = b": waiting\n\n"
 _BYTES_PER_TOKEN = 4
+_decode_members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class _SlowClientError(Exception):
@@ -302,9 +305,13 @@ def _build_body(
 ) -> bytes:
     """Return the body for the upstream: its model, the defaults of the profile, and token counts in the stream.
 
-    Every other field is passed on as the client wrote it, because some numbers of JSON have no value in Python.
+    Every other field is passed on as the client wrote it, because some numbers of JSON have no value in Python. A body
+    with half of a surrogate pair in its prompt is decoded in full, because msgspec and upstreams refuse such a body.
     """
-    fields: dict[str, Any] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    try:
+        fields: dict[str, Any] = _decode_members(body)
+    except msgspec.DecodeError:
+        fields = _decode_members(msgspec.json.encode(read_object(body, MAX_PROMPT_IDS, PROMPT_FIELDS)))
     fields["model"] = client.settings.model
     profile = profiles.get(request.spec.profile)
     if profile is not None:

@@ -569,7 +569,7 @@ HOSTILE: list[dict[str, Any]] = [
     {"best_of": 10**9},
     {"max_tokens": 10**12},
     {"max_output_tokens": 10**12},
-    {"max_tokens": -1},
+    {"max_tokens": -2},
     {"options": {"num_predict": 10**12}},
     {"options": {"num_ctx": 10**12}},
     {"stop": ["x"] * 100_000},

@@ -359,15 +359,6 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
             "messages[0].content[0].type",
             "document",
         ),
-        (
-            {
-                "messages": [
-                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [IMAGE]}]}
-                ]
-            },
-            "messages[0].content[0].content[0].type",
-            "image",
-        ),
         ({"container": "c"}, "container", "container"),
         ({"mcp_servers": [{}]}, "mcp_servers", "mcp_servers"),
         ({"speed": "fast"}, "speed", "speed"),

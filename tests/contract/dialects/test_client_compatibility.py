@@ -145,3 +145,9 @@ def test_any_other_path_gets_no_advice():
     for path in ("/", "/nothing", "/v1", "/v1/embeddings/x", "/v1/videos/x/y", "/x" * 5000):
         assert "base URL" not in build_not_found(path).message
         assert len(build_not_found(path).message) < 300
+
+
+def test_a_slash_at_the_end_is_named():
+    """The base URL of such a client is right."""
+    for path in ("/v1/chat/completions/", "/api/tags/"):
+        assert build_not_found(path).message == f"unknown path {path}: leave out the slash at its end"

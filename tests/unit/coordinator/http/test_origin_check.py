@@ -1,8 +1,10 @@
 """Hosts and origins of requests, by their headers alone."""
 
+import msgspec
 import pytest
 
 from coordinator.http.origin_check import Message, OriginCheck, PrivateResponses, Receive, Scope, Send
+from coordinator.state.settings import HttpSettings
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
@@ -78,6 +80,87 @@ def test_only_requests_that_change_nothing_may_come_from_another_site(
 ):
     changes = method in ("POST", "DELETE")
     assert find_status(method, ("host", "localhost:8080"), *headers) == (403 if changes and is_foreign else 0)
+
+
+APP = "app://obsidian.md"
+
+
+async def ask(method: str, path: str, origin: str, *more: tuple[bytes, bytes], host: bytes = b"localhost") -> Message:
+    """Send a request with an origin through the check; return the start of the answer, with its headers by name."""
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    headers = [(b"host", host), (b"origin", origin.encode()), (b"sec-fetch-site", b"cross-site"), *more]
+    scope = {"type": "http", "method": method, "path": path, "headers": headers}
+    await OriginCheck(answer, origins=f"http://localhost:3000, {APP}")(scope, receive, send)
+    return {"status": sent[0]["status"], "headers": dict(sent[0].get("headers", ()))}
+
+
+async def test_a_page_of_a_listed_origin_may_use_the_models():
+    for path in ("/v1/chat/completions", "/v2/rerank", "/api/chat"):
+        found = await ask("POST", path, APP)
+        assert (found["status"], found["headers"][b"access-control-allow-origin"]) == (200, APP.encode())
+        assert found["headers"][b"vary"] == b"origin"
+
+
+async def test_a_preflight_request_needs_no_key_and_allows_the_headers_of_its_client():
+    asked = (b"access-control-request-headers", b"authorization,x-stainless-os")
+    preflight = (b"access-control-request-method", b"POST"), asked
+    network = (b"access-control-request-private-network", b"true")
+    found = await ask("OPTIONS", "/v1/chat/completions", APP.upper(), *preflight, network)
+    assert found["status"] == 204
+    assert found["headers"][b"access-control-allow-headers"] == asked[1]
+    assert b"POST" in found["headers"][b"access-control-allow-methods"]
+    assert found["headers"][b"access-control-allow-private-network"] == b"true"
+    plain = await ask("OPTIONS", "/v1/chat/completions", APP, *preflight)
+    assert b"access-control-allow-private-network" not in plain["headers"]
+    assert (await ask("OPTIONS", "/v1/chat/completions", APP))["status"] == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "origin"),
+    [
+        ("/api/v1/keys", APP),
+        ("/", APP),
+        ("/v1/chat/completions", "https://example.com"),
+        ("/v1/chat/completions", "http://localhost:30001"),
+        ("/v1/chat/completions", "null"),
+    ],
+)
+async def test_no_other_page_may(path: str, origin: str):
+    asked = (b"access-control-request-method", b"POST")
+    for method, status, more in (("POST", 403, ()), ("GET", 200, ()), ("OPTIONS", 200, (asked,))):
+        found = await ask(method, path, origin, *more)
+        assert found["status"] == status
+        assert b"access-control-allow-origin" not in found["headers"]
+
+
+async def test_a_listed_origin_needs_a_known_host():
+    assert (await ask("POST", "/v1/chat/completions", APP, host=b"example.com"))["status"] == 421
+
+
+def test_the_fast_path_leaves_requests_of_pages_to_the_app():
+    """`FastPath` answers only requests without a problem, and writes no headers of CORS."""
+    headers = [(b"host", b"localhost"), (b"origin", APP.encode())]
+    problem = OriginCheck(answer, origins=APP).find_problem("POST", headers)
+    assert problem is not None
+    assert "http.allowed_origins" in problem.message
+
+
+@pytest.mark.parametrize("origins", ["", APP, "https://a.example:8443, chrome-extension://abc"])
+def test_origins_are_read_from_the_settings(origins: str):
+    assert msgspec.convert({"allowed_origins": origins}, HttpSettings).allowed_origins == origins
+
+
+@pytest.mark.parametrize("origins", ["*", "example.com", "https://example.com/page", "https://*.example", "null", ","])
+def test_texts_that_are_no_origins_are_refused(origins: str):
+    with pytest.raises(msgspec.ValidationError, match="regex"):
+        msgspec.convert({"allowed_origins": origins}, HttpSettings)
 
 
 async def test_every_private_response_forbids_caches_and_sniffing():

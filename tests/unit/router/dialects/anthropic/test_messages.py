@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from router.admission.request_limits import MAX_CALLS
-from router.dialects.anthropic.api import MessagesRoute
+from router.dialects.anthropic.api import MessagesRequest, MessagesRoute
 from router.errors import Problem
 from tests.support.answers import asked
 from wire.frames import Message, ToolCall
@@ -69,6 +69,24 @@ def test_each_result_is_a_message_of_its_own_and_texts_behind_are_the_user_s():
         Message("tool", "", tool_call_id="t3"),
         Message("user", "and?"),
     )
+
+
+def test_an_image_in_a_result_becomes_a_text_and_is_named():
+    """An agent that reads an image sends it in each request, which would all be refused."""
+    image: dict[str, object] = {
+        "type": "image",
+        "source": {"type": "base64", "media_type": "image/png", "data": "aGk="},
+    }
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [text("a.png"), image]}
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [USE]}]
+    body = {"model": "tiny", "max_tokens": 5, "messages": [*turns, {"role": "user", "content": [result]}]}
+    found = MessagesRoute().parse(json.dumps(body).encode(), "k1")
+    assert isinstance(found, MessagesRequest)
+    assert found.messages[2].content == "a.png\n[image omitted: the model gets only text]"
+    assert found.ignored == ("messages[].content[].content[].type=image",)
+    refused = MessagesRoute(strict=True).parse(json.dumps(body).encode(), "k1")
+    assert isinstance(refused, Problem)
+    assert refused.param == "messages[].content[].content[].type=image"
 
 
 def test_an_empty_content_is_an_empty_message():

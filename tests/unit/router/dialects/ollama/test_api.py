@@ -63,8 +63,9 @@ def test_options_that_are_not_sent_have_the_defaults_of_a_node():
     assert job.set_penalties == set()
     assert job.include_usage
     assert asked(CHAT, messages=HELLO, options={"num_predict": -1, "top_k": -1})[1].params == GenerationParams(top_k=0)
-    problem = refused(CHAT, messages=HELLO, options={"num_predict": 0})
-    assert (problem.status, problem.param) == (400, "options.num_predict")
+    for number in (0, -5):
+        options = {"num_predict": number, "seed": -1, "top_k": 40.0}
+        assert asked(CHAT, messages=HELLO, options=options)[1].params == GenerationParams(top_k=40)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +165,12 @@ def test_an_id_of_the_client_is_kept_and_answered_first():
     )
     assert [one.id for one in job.messages[0].tool_calls] == ["a", "b"]
     assert [message.tool_call_id for message in job.messages[1:]] == ["b", "a"]
+
+
+def test_a_call_may_have_no_arguments():
+    calls = [{"function": {"name": "clock"}}, {"function": {"name": "clock", "arguments": None}}]
+    _, job = asked(CHAT, messages=[*HELLO, {"role": "assistant", "tool_calls": calls}])
+    assert [one.arguments for one in job.messages[1].tool_calls] == ["{}", "{}"]
 
 
 def test_the_newest_calls_wait_for_results():

@@ -10,9 +10,10 @@ from msgspec.structs import replace
 from router.dialects.ollama.api import OllamaChatRoute, OllamaGenerateRoute
 from router.dialects.ollama.response import encode_error
 from router.dialects.shared.interface import Dialect
+from router.dispatch.request import CompleteAnswer
 from router.errors import Problem
-from tests.support.answers import CROWDED, CUT, FINISHED, SAID, streamed, whole
-from wire.frames import Finished, Timings
+from tests.support.answers import CALL, CROWDED, CUT, FINISHED, SAID, streamed, whole
+from wire.frames import Channel, Finished, Timings
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 GENERATE: dict[str, Any] = {"prompt": "hi"}
@@ -29,7 +30,7 @@ END = {
     "eval_duration": 2_000_000_000,
 }
 ABOUT = {"model": "tiny", "created_at": "2023-11-14T22:13:20Z"}
-CALLS = [{"id": "call_1", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}]
+CALLS = [{"id": "call_1", "function": {"index": 0, "name": "weather", "arguments": {"city": "Ulm"}}}]
 
 
 def test_a_whole_chat_has_its_message_counts_and_nanoseconds():
@@ -54,6 +55,17 @@ def test_ollama_stream_has_a_line_for_each_piece_and_one_for_the_end():
         ABOUT | {"message": said | {"tool_calls": CALLS}, "done": False},
         ABOUT | END | {"message": said},
     ]
+
+
+def test_each_call_of_an_answer_has_its_own_index():
+    """Open WebUI joins the arguments of calls with the same index, and takes 0 without one."""
+    two = [(Channel.TOOL_CALL, CALL), (Channel.TOOL_CALL, CALL)]
+    lines = [json.loads(line) for line in streamed(OllamaChatRoute(), *two, **CHAT).splitlines()[:-1]]
+    calls = [call for line in lines for call in line["message"]["tool_calls"]]
+    answer = CompleteAnswer({}, {0: (CALL, CALL)}, {}, "tiny-1")
+    whole_calls = whole(OllamaChatRoute(), answer=answer, **CHAT, stream=False)["message"]["tool_calls"]
+    assert [call["function"]["index"] for call in calls] == [0, 1]
+    assert whole_calls == calls
 
 
 @BOTH

@@ -80,6 +80,8 @@ def test_text_parts_are_joined_and_assistant_messages_accepted():
         {"role": "assistant", "content": [{"type": "refusal", "refusal": "never"}]},
         {"role": "assistant", "content": "so", "reasoning_content": "hm"},
         {"role": "assistant", "content": None, "reasoning": "cut"},
+        {"role": "assistant"},
+        {"role": "assistant", "content": None, "tool_calls": []},
     ]
     assert good(body(messages=messages)).messages == (
         Message("system", "be brief"),
@@ -89,6 +91,8 @@ def test_text_parts_are_joined_and_assistant_messages_accepted():
         Message("assistant", "never"),
         Message("assistant", "so", reasoning="hm"),
         Message("assistant", reasoning="cut"),
+        Message("assistant"),
+        Message("assistant"),
     )
 
 
@@ -371,6 +375,31 @@ def test_parts_that_are_not_offered_are_refused_by_name(fields: dict[str, object
     assert (problem.code, problem.param) == ("unsupported_parameter", param)
 
 
+def test_minus_one_is_no_limit_and_a_random_seed():
+    """LM Studio, llama.cpp, vLLM and Ollama have these values, and their clients send them."""
+    found = good(body(max_tokens=-1, seed=-1))
+    assert found.params == GenerationParams()
+    assert found.demand == good(body()).demand
+    assert good(body(max_tokens=5, max_completion_tokens=-1)).params == GenerationParams()
+    assert "at least 1, or -1 for no limit" in bad(body(max_tokens=0)).message
+
+
+def test_a_whole_number_may_have_a_decimal_point():
+    """Clients in languages without whole numbers send `100.0`."""
+    numbers = {"max_tokens": 100.0, "seed": 3.0, "top_k": 40.0, "n": 2.0, "logprobs": True, "top_logprobs": 2.0}
+    found = good(body(**numbers)).params
+    assert found == GenerationParams(max_tokens=100, seed=3, top_k=40, n=2, logprobs=True, top_logprobs=2)
+    assert [type(value) for value in (found.max_tokens, found.seed, found.top_k, found.n)] == [int] * 4
+
+
+def test_the_name_of_a_function_may_have_128_characters():
+    """Clients of MCP servers build names from those of servers and tools."""
+    name = "x" * 128
+    tools = [{"type": "function", "function": {"name": name}}]
+    named = {"type": "function", "function": {"name": name}}
+    assert f'"name":"{name}"' in good(body(tools=tools, tool_choice=named)).tools
+
+
 WRONG: list[tuple[dict[str, object], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
@@ -387,7 +416,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"max_tokens": "5"}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
-    ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"max_completion_tokens": -2}, "max_completion_tokens"),
     ({"n": 10**9}, "n"),
     ({"n": 0}, "n"),
     ({"temperature": 2.1}, "temperature"),
@@ -432,7 +461,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),
-    ({"tools": [{"type": "function", "function": {"name": "x" * 65}}]}, "tools[0].function.name"),
+    ({"tools": [{"type": "function", "function": {"name": "x" * 129}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "x", "parameters": 5}}]}, "tools[0].function.parameters"),
     ({"tool_choice": "maybe"}, "tool_choice"),
     ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
@@ -441,8 +470,6 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"reasoning_effort": 5}, "reasoning_effort"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"no spaces": 1}}, "chat_template_kwargs.no spaces"),
-    ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
-    ({"messages": [{"role": "assistant", "content": None, "tool_calls": []}]}, "messages[0].content"),
     ({"messages": [{"role": "tool", "content": "42"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "tool", "content": "42", "tool_call_id": ""}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages[0].content"),

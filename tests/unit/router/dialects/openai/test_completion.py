@@ -47,6 +47,8 @@ def test_a_prompt_is_texts_or_token_ids(prompt: object, prompts: list[tuple[str,
 def test_the_limit_of_an_answer_is_sixteen_tokens_unless_it_is_set():
     (job,) = specs(prompt="hi")
     assert (job.params, job.default_limit) == (GenerationParams(max_tokens=DEFAULT_ANSWER_TOKENS), True)
+    (job,) = specs(prompt="hi", max_tokens=-1, seed=-1)
+    assert (job.params, job.default_limit) == (GenerationParams(), False)
     (job,) = specs(prompt="hi", max_tokens=7, stream=True, stream_options={"include_usage": True})
     assert (job.params, job.default_limit) == (GenerationParams(max_tokens=7), False)
     assert (job.stream, job.include_usage) == (True, True)

@@ -70,6 +70,19 @@ def test_results_are_messages_and_parts_are_joined():
     assert convert(HI, say("assistant", parts))[1] == Message("assistant", "No, never")
 
 
+def test_an_image_in_a_result_becomes_a_text_and_is_named():
+    """Codex sends an image that it has viewed in each request, which would all be refused."""
+    parts = [
+        {"type": "input_text", "text": "a.png "},
+        {"type": "input_image", "image_url": "data:image/png;base64,aGk="},
+    ]
+    items = [say("user", "hi"), call("c1"), result("c1", parts)]
+    _, job = asked(ResponsesRoute(), input=items)
+    assert job.messages[-1].content == "a.png [input_image omitted: the model gets only text]"
+    assert job.ignored == ("input[].output[].type=input_image",)
+    assert refused(ResponsesRoute(strict=True), input=items).param == "input[].output[].type=input_image"
+
+
 def test_a_custom_call_and_its_result_have_the_text_as_argument():
     custom = {"type": "custom_tool_call", "call_id": "a", "name": "shell", "input": 'ls "x"'}
     output = {"type": "custom_tool_call_output", "call_id": "a", "output": "one"}

@@ -42,10 +42,13 @@ def test_a_format_in_every_wording():
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
     assert asked(response_format=form) == wanted
     assert asked(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}) == wanted
+    for kind in ("json_object", "json_schema"):
+        assert asked(response_format={"type": kind, "schema": SCHEMA}) == wanted
     assert asked(structured_outputs={"json": SCHEMA}) == wanted
     assert asked(structured_outputs={"json": TEXT}) == wanted
     assert asked(guided_json=SCHEMA, guided_decoding_backend="guidance") == wanted
     assert asked(response_format={"type": "json_object"}) == GrammarSpec("json_object")
+    assert asked(response_format={"type": "json_object", "schema": None}) == GrammarSpec("json_object")
     assert asked(structured_outputs={"json_object": True, "whitespace_pattern": "_"}) == GrammarSpec(
         "json_object", "", "_"
     )
@@ -103,6 +106,8 @@ def test_anthropic_tool_choice_becomes_a_call_mode(choice: object, wanted: Gramm
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
         ({"guided_json": {}, "guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "json_object", "strict": True}}, "response_format.strict"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": [""]}, "guided_choice[0]"),
         ({"guided_regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "guided_regex"),

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from router.admission.request_limits import MAX_JSON_DEPTH, MAX_KEYS, MAX_TEXT_BYTES, MAX_TEXTS
-from router.dialects.shared.strict_json import encode_json, read_object
+from router.dialects.shared.strict_json import PROMPT_FIELDS, encode_json, read_object
 from router.errors import Problem
 
 CHARACTERS = MAX_TEXT_BYTES // 4
@@ -39,6 +39,20 @@ def message_of(body: bytes, max_values: int = 100) -> str:
 def test_a_body_is_read_strictly(body: bytes, message: str):
     assert message in message_of(body, 10_000)
     assert bool(message) == bool(message_of(body, 10_000))
+
+
+def test_half_a_surrogate_pair_is_replaced_in_the_texts_of_a_prompt_only():
+    """A client that cuts a text within an emoji sends it in each request of the conversation."""
+    text = rb'{"messages":[{"content":"\ud83d b\ud83d\ude00\udc00"},["\udfff"]],"prompt":"a\ud800","n":[1,null]}'
+    assert read_object(text, 100, PROMPT_FIELDS) == {
+        "messages": [{"content": "\ufffd b😀\ufffd"}, ["\ufffd"]],
+        "prompt": "a\ufffd",
+        "n": [1, None],
+    }
+    for refused in (rb'{"messages":[{"\ud800":1}]}', rb'{"model":"\ud800","prompt":"x"}'):
+        problem = read_object(refused, 100, PROMPT_FIELDS)
+        assert isinstance(problem, Problem)
+        assert "half of a surrogate pair" in problem.message
 
 
 def test_an_object_is_read_as_json_reads_it():

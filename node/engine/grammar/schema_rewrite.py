@@ -1,0 +1,71 @@
+"""Rewrite of JSON schemas of clients for llguidance.
+
+llguidance refuses keywords that it does not implement, also where they constrain nothing. A rewritten schema allows the
+same values as before. Only the schema of a tool that is not strict also loses patterns that cannot be enforced.
+"""
+
+import re
+from typing import Final, cast
+
+Json = dict[str, object]
+
+FORMATS: Final = frozenset(
+    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
+)
+"""Formats of texts that llguidance enforces. JSON Schema allows to ignore any other: `format` is an annotation."""
+UUID_FORMATS: Final = frozenset(f"uuid{version}" for version in range(1, 9))
+"""Pydantic's formats of UUIDs of one version."""
+PATTERNS: Final = {
+    # Pydantic's Decimal: a number with at least one digit
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",
+    # Zod's email: no dot at the ends of the name, and no two dots in a row
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^(?:[A-Za-z0-9_'+-]+\.)*[A-Za-z0-9_'+-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    ),
+}
+"""Patterns of libraries with assertions, and patterns without assertions that match the same texts."""
+_SINGLE: Final = frozenset({"additionalProperties", "contains", "else", "if", "items", "not", "then"})
+_LISTS: Final = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
+_MAPS: Final = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
+_TRUE: Final[tuple[object, ...]] = (True, {}, {"type": "string"})
+"""Schemas that every name of a property follows."""
+_ESCAPED: Final = re.compile(r"\\[^bBk1-9]")
+_ASSERTION: Final = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")
+"""Assertion or backreference, in a pattern without other escapes."""
+
+
+def rewrite_schema(schema: Json, *, strict: bool) -> Json:
+    """Return a schema without keywords that constrain nothing, and with equal patterns for those of libraries.
+
+    If `strict` is false, patterns that llguidance cannot enforce are left out. `schema` has at most `MAX_JSON_DEPTH`
+    levels.
+    """
+    rewritten: Json = {}
+    for key, value in schema.items():
+        if key == "pattern" and isinstance(value, str):
+            if strict or not _ASSERTION.search(_ESCAPED.sub("", PATTERNS.get(value, value))):
+                rewritten[key] = PATTERNS.get(value, value)
+        elif key == "format" and isinstance(value, str):
+            known = "uuid" if value in UUID_FORMATS else value
+            if known in FORMATS:
+                rewritten[key] = known
+        elif not _is_always_met(key, value):
+            rewritten[key] = _rewrite_part(key, value, strict=strict)
+    return rewritten
+
+
+def _is_always_met(key: str, value: object) -> bool:
+    return (key == "propertyNames" and value in _TRUE) or (key == "uniqueItems" and value is False)
+
+
+def _rewrite_part(key: str, value: object, *, strict: bool) -> object:
+    """Return the value of a keyword with all schemas in it rewritten. Other values, such as constants, stay."""
+    if key in _LISTS and isinstance(value, list):
+        return [_rewrite_any(part, strict=strict) for part in cast("list[object]", value)]
+    if key in _MAPS and isinstance(value, dict):
+        return {name: _rewrite_any(part, strict=strict) for name, part in cast("Json", value).items()}
+    return _rewrite_any(value, strict=strict) if key in _SINGLE else value
+
+
+def _rewrite_any(schema: object, *, strict: bool) -> object:
+    return rewrite_schema(cast("Json", schema), strict=strict) if isinstance(schema, dict) else schema
