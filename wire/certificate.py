@@ -13,7 +13,7 @@ BACKDATED_SECONDS = 24 * 3600.0
 LEAF_VALIDITY_SECONDS = 90 * 24 * 3600.0
 """Validity of the certificates of nodes and of the coordinator, in seconds."""
 RENEW_AT_SHARE = 2 / 3
-"""Share of its validity after which a certificate is renewed."""
+"""Share of the validity of a certificate, 0 to 1, after which the certificate is renewed."""
 
 
 @dataclass(frozen=True, slots=True)
