@@ -11,9 +11,9 @@ from cryptography.x509.oid import NameOID
 BACKDATED_SECONDS = 24 * 3600.0
 """Seconds by which the validity of a certificate begins before its creation, for machines with a slow clock."""
 LEAF_VALIDITY_SECONDS = 90 * 24 * 3600.0
-"""Validity of the certificates of nodes and of the coordinator, in seconds."""
+"""Validity of the coordinator's certificates, in seconds; for nodes the default of `cluster.certificate_days`."""
 RENEW_AT_SHARE = 2 / 3
-"""Share of its validity after which a certificate is renewed."""
+"""Share of the validity of a certificate, 0 to 1, after which the certificate is renewed."""
 
 
 @dataclass(frozen=True, slots=True)

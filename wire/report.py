@@ -127,27 +127,27 @@ class BatchGroup(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 class TransientModel(WireStruct, frozen=True, array_like=True, gc=False):
-    """Fitted model of the transient bytes of a forward, without the KV that it writes. `window` and `floor` are tokens.
+    """Fitted model of the transient bytes of a forward, without the KV that it writes. Coefficients are in bytes.
     Formulas: `estimate_prefill_transient` and `estimate_step_transient` of `wire.capacity.arithmetic`."""
 
     fixed: Real = 0.0
-    """Prefill: constant."""
+    """Prefill: constant bytes."""
     token: Real = 0.0
-    """Prefill: for each token."""
+    """Prefill: bytes for each token."""
     pair: Real = 0.0
-    """Prefill: for each pair of a token and a token that it attends to."""
+    """Prefill: bytes for each pair of a token and a token that it attends to."""
     seen: Real = 0.0
-    """For each attended token when a cache grows, because caches are copied layer by layer."""
+    """Bytes for each attended token when a cache grows, because caches are copied layer by layer."""
     least: Real = 0.0
-    """Prefill: minimum for each token, for models whose layers without attention need more."""
+    """Prefill: minimum bytes for each token, for models whose layers without attention need more than attention."""
     logits: Real = 0.0
-    """Prefill: for each token of a forward that computes logits."""
+    """Prefill that computes logits: minimum bytes for each token, if all terms but `fixed` yield less."""
     step_fixed: Real = 0.0
-    """Decode step: constant."""
+    """Decode step: constant bytes."""
     step_row: Real = 0.0
-    """Decode step: for each row."""
+    """Decode step: bytes for each row."""
     step_seen: Real = 0.0
-    """Decode step: for each row and each token of the longest row."""
+    """Decode step: bytes for each row and each token of the longest row."""
     window: Natural = 0
     """Maximum tokens that a token attends to, if all layers have a sliding window; else 0."""
     floor: Tokens = 0

@@ -18,7 +18,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     node: NodeId
     state: NodeState
     since: float
-    """Start of the current state."""
+    """Monotonic time in seconds at which the current state began."""
     last_report_at: float | None = None
     """Time of the last report or connect; None before the first."""
     enrolled: bool = True

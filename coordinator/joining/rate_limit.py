@@ -4,7 +4,7 @@ import ipaddress
 from collections import OrderedDict
 
 MAX_ADDRESSES = 4096
-"""Maximum number of buckets. Above that, the least recently used bucket is removed."""
+"""Maximum number of addresses with a token bucket. Above that, the least recently used bucket is removed."""
 
 
 class RateLimit:

@@ -41,10 +41,7 @@ class LinkCounts:
 
 @dataclass(frozen=True, slots=True)
 class PoolSnapshot:
-    """Metrics of the coordinator at one moment.
-
-    Certificates are (issued, expires) in Unix seconds.
-    """
+    """Metrics of the coordinator at one moment."""
 
     version: str
     """Version of Macpool."""
@@ -81,9 +78,9 @@ class PoolSnapshot:
     keys_refused: int
     """Number of requests with an unknown or expired API key."""
     certificates: Mapping[str, tuple[float, float]]
-    """Validity of the coordinator's certificates, by name."""
+    """Validity of the coordinator's certificates, by name: issued and expires, in Unix seconds."""
     node_certificates: Mapping[NodeId, tuple[float, float]]
-    """Validity of the certificate of each linked node."""
+    """Validity of the certificate of each linked node: issued and expires, in Unix seconds."""
     links: LinkCounts
     conditions: Mapping[str, bool]
     """Whether a condition is active, by alert rule."""

@@ -71,7 +71,8 @@ class HttpSettings(Section, frozen=True, kw_only=True):
         str,
         Meta(
             description=(
-                "Host names that requests may use, separated by commas. IP addresses and *.local are always allowed."
+                "Host names that requests may use, separated by commas. IP addresses and localhost are always allowed, "
+                "*.local unless http.anonymous is on."
             )
         ),
     ] = ""

@@ -88,7 +88,7 @@ class EngineParts:
     memory: MemoryReader
     """Reader of the memory that the gate judges."""
     forwards: GatedForwards
-    """Gated native calls."""
+    """Runner of native calls, and their memory gate, which checks each forward before it runs."""
     wiring: ModelWiring
     """Setter of the wired limit."""
     prefix_cache: PrefixCacheManager

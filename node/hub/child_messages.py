@@ -25,7 +25,7 @@ CONNECTIONS = 4
 
 
 class ClusterFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Identity of this node with its files, for TLS to other nodes and to the coordinator."""
+    """Ids, CA and certificate file of this node, for TLS connections to other nodes and to the coordinator."""
 
     cluster: str = ""
     """Id of the cluster."""

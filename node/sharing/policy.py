@@ -246,9 +246,9 @@ class SharingAction(Enum):
     """Action by which a node that stops sharing returns its memory to the owner, or by which it accepts work again."""
 
     END_REQUESTS = "end the running requests"
-    """End the requests that are still open after their grace period."""
+    """End the open requests, once their grace period has passed."""
     END_LEASE = "end the running video job"
-    """End the video job or the quantization that holds a lease after its grace period."""
+    """End the video job or the quantization that holds a lease, once its grace period has passed."""
     REST = "release the engine's memory"
     """Release the memory of the engine, once no request is open."""
     WAKE = "load the preloaded models again"

@@ -64,7 +64,8 @@ class NodeView:
     id: NodeId
     name: str
     state: str
-    """A `NodeState`, or a state that only placement sees (`replace_state`)."""
+    """A `NodeState`, or `router.dispatch.parts.placer.FAILING` while requests must not use the node's engine, because
+    its circuit breaker is open or a probe runs."""
     cordoned: bool = False
     """Whether an administrator excludes the node from new requests."""
     reported_at: float = 0.0
@@ -165,9 +166,9 @@ class ClusterView:
         version that some member can serve now comes before a version that no member can serve. A version without a
         fingerprint comes last.
 
-        Sleeping members count; members that have left or cannot load the model do not. The choice therefore changes
-        only when the last member that can serve the chosen version goes
-        (docs/decisions/0020-one-name-one-model.md).
+        Sleeping members count; members that have left or cannot load the model do not
+        (docs/decisions/0020-one-name-one-model.md). A changed state of a member changes the choice only if a version
+        gains its first or loses its last member that can serve.
         """
         identity = self._identities.get(name)
         if identity is None:

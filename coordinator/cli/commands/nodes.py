@@ -179,7 +179,7 @@ def _format_value(name: str, item: object) -> str:
 @click.argument("node")
 @session_options
 def cordon(session: ApiSession, node: str) -> None:
-    """Send no new requests to a node; running ones end."""
+    """Send no new requests to a node. Running requests continue there."""
     session.print_answer(
         session.request_json("POST", f"/api/v1/nodes/{quote(node, safe='')}/cordon"),
         lambda _: click.echo(f"{node} cordoned"),
@@ -212,7 +212,7 @@ def allow_video(session: ApiSession, node: str) -> None:
 @click.argument("node")
 @session_options
 def deny_video(session: ApiSession, node: str) -> None:
-    """Stop placing videos on a node. A running video job is finished."""
+    """Place no new videos on a node. A running video job continues to its end."""
     session.print_answer(
         session.request_json("POST", f"/api/v1/nodes/{quote(node, safe='')}/deny-video"),
         lambda _: click.echo(f"{node} makes no new videos"),
@@ -252,7 +252,7 @@ def drain(session: ApiSession, node: str, wait: float | None) -> None:
 @click.argument("labels", nargs=-1)
 @session_options
 def label(session: ApiSession, node: str, labels: tuple[str, ...]) -> None:
-    """Replace the LABELS of a node. API keys can be limited to labels."""
+    """Replace all labels of a node by LABELS. Without LABELS, remove them. API keys can be limited to labels."""
     wrong = next((text for text in labels if not LABEL.fullmatch(text)), None)
     if wrong is not None:
         raise click.UsageError(

@@ -109,7 +109,7 @@ class ConnectionOwner(Protocol):
         ...
 
     def answer_query(self, connection: "Connection", peer: PeerIdentity, query: MemberQuery) -> None:
-        """Answer or refuse the query of a command that uses its node's certificate `peer`."""
+        """Answer or refuse the query of a command on a member. `peer` is the identity in the member's certificate."""
         ...
 
     def deliver_chunk(self, node: NodeId, chunk: FetchChunk) -> None:

@@ -134,7 +134,7 @@ class TransientEstimator:
         self.transient = prior
         """Coefficients in force."""
         self.highest = 0
-        """Highest transient bytes of a forward so far, the forwards of an earlier fit included (`set_coefficients`)."""
+        """Highest transient bytes of a prefill or decode step, also before an earlier fit (`set_coefficients`)."""
         self.residual = 0
         """Largest number of bytes by which a covered forward has exceeded its estimate under the profile in force; 0 if
         none has."""

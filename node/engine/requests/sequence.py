@@ -52,7 +52,7 @@ class Row:
     """Number of first `ids` that another node generated and sent."""
 
     def apply(self, event: RowEvent) -> None:
-        """Change the state by an event."""
+        """Change the state by an event. Raise `IllegalEventError` if the event is illegal in this state."""
         self.state = step(self.state, event)
 
     def commit(self, commitment: Commitment) -> None:
@@ -161,21 +161,21 @@ class Sequence:
     request: Generate
     """The request."""
     prepared: PreparedRequest
-    """Its tokens and grammar."""
+    """Tokens and grammar of the request."""
     shape: RequestShape
-    """Its size in tokens and choices."""
+    """Size of the request in tokens and choices."""
     sampling: SamplingParameters
     """Sampling parameters in force."""
     seed: int
-    """Seed of its draws."""
+    """Seed of the random draws."""
     arrived: float
     """Time of arrival."""
     rows: list[Row] = field(default_factory=list[Row])
-    """Its choices."""
+    """Choices of the request."""
     begun: float = 0.0
-    """Start of its prefill; 0.0 before."""
+    """Start of the first prefill; 0.0 before."""
     joined: float = 0.0
-    """Time of its first join; 0.0 before."""
+    """Time of the first join; 0.0 before."""
     last_token_at: float = 0.0
     """Time at which output was last sent, or of a later first join or packed join; 0.0 before the first join."""
     cached: int = 0

@@ -28,7 +28,7 @@ class BatchMemory(Protocol):
         ...
 
     def observe(self, now: float) -> None:
-        """Update the recent peak, because memory was allocated or freed."""
+        """Update the recent peak at the monotonic time `now`, because memory was allocated or freed."""
         ...
 
     def compute_peak_expiry(self, now: float) -> float | None:

@@ -265,7 +265,7 @@ class ScriptedSequence:
             row.prefill(self.prefilled)
 
     def delay(self, until: float) -> None:
-        """Record that its prefill has no room until this time."""
+        """Record that the prefill of the request has no memory, and may continue from the monotonic time `until` on."""
         self.retry_at = until
 
     def begin(self, now: float) -> None:

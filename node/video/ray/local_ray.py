@@ -306,7 +306,7 @@ class DriverProcess:
         self._task = asyncio.get_running_loop().create_task(self._run_repeatedly(address, variables))
 
     async def stop(self) -> None:
-        """End the driver."""
+        """End the driver, after `EXIT_GRACE_SECONDS` by SIGKILL, and await its end. `pending` does not change."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

@@ -126,12 +126,14 @@ def find_server_tools(tools: Sequence[object] | None, path: str = "tools") -> It
 def collect_tools(
     offered: Iterable[OfferedTool], foreign: Sequence[object] | None, *, strict: bool, include_text: bool = True
 ) -> ToolSet | Problem:
-    """Check and combine the tools of a request. Return a 400 problem for too many or too long tools.
+    """Check and combine the tools of a request: the functions `offered`, and the tools in `foreign` for a server.
 
-    A tool whose name is taken gets the name of its namespace as a prefix, if it has one.
+    Return a 400 problem for more than `MAX_TOOLS` functions, and if `encode_json` refuses their JSON, for example above
+    `MAX_TOOLS_BYTES`. With `strict`, return one for the first tool that would have to run on a server. Otherwise list
+    such tools in `ToolSet.left_out`.
 
-    With `strict`, also refuse tools in `foreign` that would have to run on a server; else list them in `left_out`. If
-    `include_text` is false, the result has no text.
+    A function whose name is taken gets the name of its namespace as a prefix, if it has one. Without `include_text`,
+    `ToolSet.text` is empty, so that the prompt contains no tools.
     """
     without = tuple(find_server_tools(foreign))
     if strict and without:
