@@ -55,5 +55,5 @@ def scan_places(scans: Sequence[FolderScan], timeout_seconds: float) -> dict[str
     wait([call for call in [scan.begin() for scan in scans] if call is not None], timeout_seconds)
     models: dict[str, ModelDescriptor] = {}
     for scan in scans:
-        models = {**scan.get_models(), **models}
+        models |= {name: model for name, model in scan.get_models().items() if name not in models}
     return models

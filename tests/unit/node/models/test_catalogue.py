@@ -88,9 +88,12 @@ def test_models_are_named_by_where_they_lie(tmp_path: Path):
 def test_the_first_of_two_with_one_name_is_served(tmp_path: Path):
     first = model(tmp_path / "a" / "m")
     model(tmp_path / "b" / "m", {**LLAMA, "hidden_size": 128})
-    found = library(tmp_path / "a", tmp_path / "b").find("m")
+    model(tmp_path / "b" / "other")
+    both = library(tmp_path / "a", tmp_path / "b")
+    found = both.find("m")
     assert found is not None
     assert found.folder == first
+    assert list(both.get_models()) == ["m", "other"], "models have the order of their folders"
 
 
 def test_a_diffusers_package_and_its_parts_are_never_text(tmp_path: Path):
