@@ -381,12 +381,12 @@ async def test_reports_count_up_and_repeat_the_newest_ping_and_acknowledge_what_
     line.send(Ping(77))
     finished = {(await line.until(Finished)).request for _ in range(2)}
     assert finished == {41, 42}
-    while (report := await line.until(Report)).acked_seq < 42:
+    while (report := await line.until(Report)).acked_seq < 42 or report.engine.running:
         pass
     assert report.acked_seq == 42
     assert report.sequence > first.sequence
     assert report.ping == 77
-    assert (report.engine.running, report.engine.waiting) == (0, 0)
+    assert report.engine.waiting == 0
 
 
 async def test_a_request_is_answered_on_its_link_and_cancelled_in_the_engine_when_the_link_is_lost(
