@@ -42,14 +42,14 @@ def compute_shape(request: Generate, prompt: int, default_limit: int, context: i
     without max_tokens, `context` the context of the model, both in tokens. `request.context_limit` may lower the
     context.
 
-    A resumed request counts as a new one. If its answer is longer than this node allows, another limit was in force; it
-    then ends with its next token.
+    An answer ends where the context ends, also if max_tokens is higher. A resumed request counts as a new one. If its
+    answer is longer than this node allows, another limit was in force; it then ends with its next token.
     """
     max_tokens = request.params.max_tokens
     context = min(context, request.context_limit or context)
     known = max(map(len, request.resume), default=0)
-    limit = max_tokens if max_tokens is not None else max(1, min(default_limit, context - prompt))
-    if max_tokens is None and known > limit:
+    limit = min(default_limit if max_tokens is None else max_tokens, max(1, context - prompt))
+    if known > limit and (max_tokens is None or known < max_tokens):
         limit = known + 1
     return RequestShape(prompt, limit, max(1, min(limit, max(request.expected, known + 1))), request.params.n)
 
@@ -73,9 +73,8 @@ def refuse_impossible(request: Generate, shape: RequestShape, model: Model, batc
         return Refused(
             RefusalCode.CONTEXT,
             (
-                f"the prompt has {shape.prompt} tokens and the answer up to {shape.limit}, together "
-                f"{shape.prompt + shape.limit}; the context of {model.name} is {model.context}: "
-                "shorten the prompt or lower max_tokens"
+                f"the prompt has {shape.prompt} tokens; the context of {model.name} is {model.context} with the "
+                "answer: shorten the prompt"
             ),
         )
     return None

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import httpx2
@@ -178,12 +178,16 @@ async def test_penalties_of_ollamas_options_win_over_the_profile():
         assert [frame.params.presence_penalty for frame in generates(cluster)] == [0.0]
 
 
-async def test_the_context_limit_of_a_profile_is_a_400_with_the_numbers():
+async def test_a_prompt_beyond_the_context_limit_of_a_profile_is_a_400_with_the_numbers():
+    def ask(tokens: int) -> Any:
+        messages = cast("Any", [{"role": "user", "content": "x" * 4 * (tokens - 1)}])
+        return client.chat.completions.create(model="coder:short", messages=messages, max_tokens=7)
+
     async with served() as cluster, library(cluster) as client:
         with pytest.raises(openai.BadRequestError) as caught:
-            await client.chat.completions.create(model="coder:short", messages=MESSAGES, max_tokens=7)
-        assert "the prompt has 2 tokens and the answer up to 7, together 9; the context limit" in str(caught.value)
-        await client.chat.completions.create(model="coder:short", messages=MESSAGES, max_tokens=6)
+            await ask(8)
+        assert "the prompt has 8 tokens; the context limit of the profile short is 8" in str(caught.value)
+        await ask(7)
 
 
 async def test_events_of_a_stream_name_the_model_of_the_alias(by: str):

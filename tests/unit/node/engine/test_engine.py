@@ -425,7 +425,6 @@ def test_a_prompt_that_is_an_earlier_prompt_and_its_answer(driver: Driver):
 @pytest.mark.parametrize(
     ("params", "code", "words"),
     [
-        (GenerationParams(max_tokens=10**9), RefusalCode.CONTEXT, "1000000000"),
         (GenerationParams(n=9), RefusalCode.UNSUPPORTED, "9"),
         (GenerationParams(logit_bias=((10**6, 1.0),)), RefusalCode.INVALID, "1000000"),
         (GenerationParams(logit_bias=((-1, 1.0),)), RefusalCode.INVALID, "-1"),
@@ -439,6 +438,15 @@ def test_what_can_never_be_is_refused_with_its_numbers(
     assert isinstance(end, Refusal)
     assert end.refused.code is code
     assert words in end.refused.message
+
+
+def test_an_answer_ends_with_the_context_also_if_max_tokens_is_higher():
+    driver = Driver(models.path("llama"), max_context=60)
+    end = driver.end(driver.ask("hello", GenerationParams(max_tokens=10**9, logit_bias=ENDLESS)))
+    assert isinstance(end, Finished)
+    assert end.reasons == ("length",)
+    assert end.prompt_tokens + end.completion_tokens == 60
+    assert driver.engine.report(0.0).memory.reserved == 0
 
 
 def test_a_prompt_above_the_context_is_refused_with_both_numbers(driver: Driver):

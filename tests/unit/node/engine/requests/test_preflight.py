@@ -58,6 +58,17 @@ def test_what_is_promised_is_what_is_expected_within_the_limit_and_beyond_what_i
     assert compute_shape(asked, 7, 512, 4096) == RequestShape(7, limit, promised, asked.params.n)
 
 
+def test_an_answer_ends_with_the_context_also_if_max_tokens_is_higher():
+    asked = replace(request(expected=400), params=GenerationParams(max_tokens=32_000))
+    assert compute_shape(asked, 4000, 512, 4096) == RequestShape(4000, 96, 96, 1)
+    assert compute_shape(asked, 4096, 512, 4096).limit == 1
+    assert compute_shape(replace(asked, context_limit=4010), 4000, 512, 4096).limit == 10
+    resumed = replace(asked, resume=(tuple(range(120)),))
+    assert compute_shape(resumed, 4000, 512, 4096).limit == 121, "a node with a longer context began the answer"
+    ended = replace(resumed, params=GenerationParams(max_tokens=120))
+    assert compute_shape(ended, 4000, 512, 4096).limit == 96
+
+
 def test_without_a_limit_an_answer_ends_with_the_context():
     assert compute_shape(request(expected=400), 4000, 512, 4096) == RequestShape(4000, 96, 96, 1)
     assert compute_shape(request(expected=400), 4096, 512, 4096).limit == 1

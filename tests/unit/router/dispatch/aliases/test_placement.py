@@ -294,21 +294,20 @@ async def test_profile_applies_to_every_candidate(cluster: AliasCluster):
 
 async def test_a_prompt_beyond_the_context_limit_is_refused_with_the_numbers(cluster: AliasCluster):
     request = cluster.ask("small:short")
-    cluster.say(lambda number: Admitted(number, 21))
+    cluster.say(lambda number: Admitted(number, 40))
     assert isinstance(request.outcome, Refused)
     assert (request.outcome.status, request.outcome.message) == (
         400,
-        "the prompt has 21 tokens and the answer up to 20, together 41; the context limit of the profile short is 40: "
-        "shorten the prompt or lower max_tokens",
+        "the prompt has 40 tokens; the context limit of the profile short is 40 with the answer: shorten the prompt",
     )
-    within = cluster.ask("small:short", max_tokens=19)
-    cluster.say(lambda number: Admitted(number, 21))
-    assert within.outcome is None
+    within = cluster.ask("small:short", max_tokens=20)
+    cluster.say(lambda number: Admitted(number, 39))
+    assert within.outcome is None, "the node ends the answer at the limit"
 
 
 async def test_a_node_without_room_that_counts_too_many_tokens_ends_the_request(cluster: AliasCluster):
     request = cluster.ask("small:short")
-    cluster.refuse(tokens=21)
+    cluster.refuse(tokens=40)
     assert isinstance(request.outcome, Refused)
     assert request.outcome.code is RefusalCode.CONTEXT
 
