@@ -1,7 +1,7 @@
 """Rewrite of JSON schemas of clients for llguidance.
 
 llguidance refuses keywords that it does not implement, also where they constrain nothing. A rewritten schema allows the
-same values as before. Only the schema of a tool that is not strict also loses patterns that cannot be enforced.
+same values as before. Only the schema of a tool that is not strict also loses constraints that cannot be enforced.
 """
 
 import re
@@ -29,6 +29,8 @@ _LISTS: Final = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 _MAPS: Final = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
 _TRUE: Final[tuple[object, ...]] = (True, {}, {"type": "string"})
 """Schemas that every name of a property follows."""
+_UNENFORCED: Final = frozenset({"else", "if", "not", "then", "uniqueItems"})
+"""Keywords that llguidance refuses. OpenAI's strict mode does not support them either."""
 _ESCAPED: Final = re.compile(r"\\[^bBk1-9]")
 _ASSERTION: Final = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")
 """Assertion or backreference, in a pattern without other escapes."""
@@ -37,8 +39,8 @@ _ASSERTION: Final = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")
 def rewrite_schema(schema: Json, *, strict: bool) -> Json:
     """Return a schema without keywords that constrain nothing, and with equal patterns for those of libraries.
 
-    If `strict` is false, patterns that llguidance cannot enforce are left out. `schema` has at most `MAX_JSON_DEPTH`
-    levels.
+    If `strict` is false, patterns and keywords that llguidance cannot enforce are left out. `schema` has at most
+    `MAX_JSON_DEPTH` levels.
     """
     rewritten: Json = {}
     for key, value in schema.items():
@@ -49,7 +51,7 @@ def rewrite_schema(schema: Json, *, strict: bool) -> Json:
             known = "uuid" if value in UUID_FORMATS else value
             if known in FORMATS:
                 rewritten[key] = known
-        elif not _is_always_met(key, value):
+        elif not _is_always_met(key, value) and (strict or key not in _UNENFORCED):
             rewritten[key] = _rewrite_part(key, value, strict=strict)
     return rewritten
 

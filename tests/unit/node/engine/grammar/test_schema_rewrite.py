@@ -66,6 +66,17 @@ def test_a_constraint_that_cannot_be_enforced_is_refused(keyword: dict[str, obje
     assert find_schema_fault({"properties": {"x": keyword}})
 
 
+def test_a_tool_that_is_not_strict_loses_keywords_that_cannot_be_enforced():
+    part: dict[str, object] = {"type": "array", "items": {"not": {"const": 1}}, "uniqueItems": True, "then": {}}
+    more: dict[str, object] = {"if": {"required": ["x"]}, "else": False, "not": {"required": ["y"]}}
+    schema: dict[str, object] = {"type": "object", "properties": {"if": part}, **more}
+    kept = {"type": "object", "properties": {"if": {"type": "array", "items": {}}}}
+    assert rewrite_schema(schema, strict=False) == kept
+    assert rewrite_schema(schema, strict=True) == schema
+    assert find_schema_fault(kept) == ""
+    assert all(find_schema_fault({key: value}) for key, value in more.items() if key != "else")
+
+
 @pytest.mark.parametrize(
     ("pattern", "kept"),
     [(LOOKAHEAD, False), (r"\bfoo", False), (r"(a)\1", False), (r"\(?=", True), (r"\\b", True), ("^a+$", True)],
