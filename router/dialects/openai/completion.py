@@ -106,7 +106,8 @@ def _build_request(body: CompletionBody, ignored: tuple[str, ...]) -> Completion
     grammar = body.build_grammar()
     if isinstance(grammar, Problem):
         return grammar
-    most = DEFAULT_ANSWER_TOKENS if body.max_tokens is None else resolve_limit(body.max_tokens)
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    most = DEFAULT_ANSWER_TOKENS if limit is None else resolve_limit(limit)
     params = build_params(body, most, logprobs=body.logprobs, grammar=grammar)
     return CompletionRequest(
         body.model,
@@ -118,7 +119,7 @@ def _build_request(body: CompletionBody, ignored: tuple[str, ...]) -> Completion
         body.session,
         sanitize_names(ignored),
         list_given_penalties(body),
-        default_limit=body.max_tokens is None,
+        default_limit=limit is None,
     )
 
 

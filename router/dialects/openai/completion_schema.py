@@ -37,6 +37,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "probabilities of a prompt are not computed",
         "prompt": f"a text, token ids, or up to {MAX_PROMPTS} of either; choices are numbered prompt × n",
         "max_tokens": "default 16, as in OpenAI's API; -1: up to engine.mlx.max_tokens of the node",
+        "max_completion_tokens": "overrides max_tokens",
         "seed": RANDOM_SEED_NOTE,
         "logprobs": f"0 to {MAX_TOP_LOGPROBS} alternatives",
     }
@@ -60,6 +61,7 @@ class CompletionBody(FormattedBody):
     model: Named
     prompt: Prompt
     max_tokens: TokenLimit | None = None
+    max_completion_tokens: TokenLimit | None = None
     best_of: Annotated[int, WHOLE] | None = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS), WHOLE] | None = None

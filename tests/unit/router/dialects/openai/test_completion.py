@@ -97,3 +97,11 @@ def test_logprobs_are_streamed_if_they_are_wanted_and_a_part_of_a_character_is_i
         None,
         {"tokens": [text], "token_logprobs": [-0.5], "top_logprobs": [{text: -0.5}], "text_offset": [0]},
     ]
+
+
+def test_max_completion_tokens_overrides_max_tokens():
+    assert parse(prompt="hi").params.max_tokens == DEFAULT_ANSWER_TOKENS
+    found = parse(prompt="hi", max_tokens=3, max_completion_tokens=40)
+    assert (found.params.max_tokens, found.ignored) == (40, ())
+    assert not found.default_limit
+    assert parse(prompt="hi", max_completion_tokens=-1).params.max_tokens is None
