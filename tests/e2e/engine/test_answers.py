@@ -287,7 +287,6 @@ def test_a_spoiled_model_fails_alone(client: OpenAI, model: str, kind: Any, code
 WRONG: tuple[tuple[str, Any, str, str], ...] = (
     ("prompt-too-long", {"messages": said("word " * CONTEXT)}, "context_length_exceeded", str(CONTEXT)),
     ("logit-bias", {"logit_bias": {"99999": 5}}, "invalid_request", "token id 99999 is outside of 0..511"),
-    ("answer-too-long", {"max_tokens": CONTEXT}, "context_length_exceeded", str(CONTEXT)),
     ("too-many", {"n": 17}, "invalid_request", "less than or equal to 16"),
     ("no-messages", {"messages": []}, "invalid_request", "messages"),
     ("no-such-role", {"messages": [{"role": "pirate", "content": "arr"}]}, "invalid_request", "role"),
