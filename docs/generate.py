@@ -63,6 +63,10 @@ Start with [examples](examples.md). The endpoint has OpenAI's and Anthropic's ro
 `/api/v1`; `/api/v1/openapi.json` describes them completely. Send the key as `Authorization: Bearer KEY` or
 `x-api-key: KEY`, in every dialect.
 
+A load, unload, verification or removal of a model can take minutes. With the header `Prefer: respond-async` it is
+answered with 202 at once. The section `commands` of `GET /api/v1/live` has its end, or the reason of its failure, for
+ten minutes.
+
 Answers to requests that name an [alias](models.md#aliases-profiles-and-upstreams) have the header `X-Macpool-Model`,
 and `X-Macpool-Upstream` if an upstream answered.
 

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import compile_path, get_name
 from starlette.types import Receive, Scope, Send
 
+from coordinator.api.deferred_commands import PREFERS_ASYNC, has_async_preference
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import MAX_BODY_BYTES
 from router.dialects.shared.strict_json import read_object
@@ -97,6 +98,7 @@ class StrictRoute(APIRoute):
             if self.check is not None:
                 await self.check(request)
             body = b"" if self.body_field is None else await _read_body(request, self.max_body_bytes)
+            PREFERS_ASYNC.set(has_async_preference(request))
             return await plain(StrictRequest(request.scope, request.receive, body))
 
         return handle

@@ -17,6 +17,7 @@ from fastapi.responses import Response
 from coordinator.alerts.evaluator import ConditionEvaluator
 from coordinator.api.auth import require_scope, wrap_audited
 from coordinator.api.body import StrictRoute
+from coordinator.api.deferred_commands import DeferredCommands
 from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import install_error_handlers
 from coordinator.api.live_snapshot import SnapshotSources
@@ -99,6 +100,7 @@ class ControlApi:
     ) -> None:
         self._ring = ring
         self._store = admin.store
+        self._commands = DeferredCommands()
         pool = PoolRoutes(facts, nodes, traffic, observability.conditions, observability.load)
         members = NodeRoutes(nodes, traffic, admin.store)
         models = ModelRoutes(nodes, loads, ring, traffic.names, benchmarks)
@@ -118,6 +120,7 @@ class ControlApi:
             pulls=files,
             wishes=wanted,
             joins=joins,
+            commands=self._commands,
             traffic=traffic,
             ring=ring,
             clock=WallClock(traffic.get_time),
@@ -146,9 +149,10 @@ class ControlApi:
 
     def _add_route(self, route: Route) -> None:
         is_open = route.scope == PUBLIC_SCOPE
+        handler = wrap_audited(self._store, route.handler) if route.audited else route.handler
         self.app.router.add_api_route(
             route.pattern,
-            _wrap_encoded(wrap_audited(self._store, route.handler) if route.audited else route.handler),
+            _wrap_encoded(self._commands.wrap(handler) if route.deferrable else handler),
             methods=[route.method],
             route_class_override=_create_route_class(
                 None if is_open else require_scope(self._ring, route.scope), route.max_body_bytes

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from coordinator.api.deferred_commands import DeferredCommands
 from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.routes.joining import JoinRoutes
 from coordinator.api.routes.models import ModelRoutes
@@ -34,6 +35,7 @@ class SnapshotSources:
     pulls: PullRoutes
     wishes: WishRoutes
     joins: JoinRoutes
+    commands: DeferredCommands
     traffic: DispatcherApi
     ring: KeyRing
     clock: WallClock
@@ -58,6 +60,7 @@ class SnapshotSources:
             ],
             "ended": [_build_ended_row(record, self.clock, names) for record in records],
             "joins": self.joins.build_rows(),
+            "commands": self.commands.build_rows(),
             "conditions": self.pool.list_active_conditions(),
             "load": self.pool.read_load_history(1),
         }

@@ -63,6 +63,8 @@ class Route:
     """Content of the response with status 200."""
     ends_with_name: bool = False
     """Whether the path ends with a parameter that may contain slashes, such as `publisher/model`."""
+    deferrable: bool = False
+    """Whether the command can end after the response (`DeferredCommands`). Its body has a model and a node."""
 
     @property
     def pattern(self) -> str:
@@ -92,4 +94,6 @@ class Route:
         unread = () if self.method == "GET" else (408, 413)
         stored = (503,) if self.audited else ()  # the audit log may be impossible to write
         bad = sorted({*ALWAYS, *self.refusals, *missing, *unread, *stored})
-        return {"200": good, **{str(status): describe_error("/api/v1/", status) for status in bad}}
+        accepted = {"description": "started, for a request with `Prefer: respond-async`", "content": content}
+        later = {"202": accepted} if self.deferrable else {}
+        return {"200": good, **later, **{str(status): describe_error("/api/v1/", status) for status in bad}}

@@ -545,7 +545,7 @@ def test_each_button_of_a_mac_sends_its_verb(page: Page, api: Answers):
 
     assert press(one, "Cordon") == ("POST", "/api/v1/nodes/one/cordon", None)
     assert press(two, "Uncordon") == ("POST", "/api/v1/nodes/two/uncordon", None)
-    assert press(one, "Drain") == ("POST", "/api/v1/nodes/one/drain", {"wait_seconds": 30})
+    assert press(one, "Drain") == ("POST", "/api/v1/nodes/one/drain", {})
     assert press(one, "Allow video") == ("POST", "/api/v1/nodes/one/allow-video", None)
     assert press(one, "Pause") == ("POST", "/api/v1/nodes/one/pause", {"seconds": 7200})
     for label, body in (
@@ -611,6 +611,13 @@ def wish(name: str, **changes: Any) -> dict[str, Any]:
     return {"model": name} | state | changes
 
 
+def command(name: str, model: str, node: str | None, **changes: Any) -> dict[str, Any]:
+    """Return a running command about a model, as in the live stream and in the response that starts it."""
+    times = {"started": AT, "ended": None}
+    of = {"id": f"command-{name}-{node}", "name": name, "model": model, "node": node}
+    return of | {"state": "running", "message": "", "answer": None} | times | changes
+
+
 def pull(name: str, *nodes: dict[str, Any], **changes: Any) -> dict[str, Any]:
     files = {"revision": "main", "commit": COMMIT, "size": 4 * GIB, "files": 7}
     times = {"state": "pulling", "started": AT, "ended": None, "mirror": "a"}
@@ -661,7 +668,7 @@ def test_models_show_where_they_are_and_what_they_take(page: Page, api: Answers)
         "e: lost",
     ]
     expect(card.get_by_role("progressbar", name="Loading qwen on c")).to_have_attribute("value", "0.375")
-    api.by_path["POST /api/v1/models/load"] = {"node": {"id": "b", "name": "b"}}
+    api.by_path["POST /api/v1/models/load"] = {"command": command("load", "qwen", "b")}
     unload, load_b = (
         card.get_by_role("button", name="Unload qwen on a"),
         card.get_by_role("button", name="Load qwen on b"),
@@ -669,16 +676,46 @@ def test_models_show_where_they_are_and_what_they_take(page: Page, api: Answers)
     assert sent(api, unload) == ("POST", "/api/v1/models/unload", {"model": "qwen", "node": "a"})
     assert sent(api, load_b) == ("POST", "/api/v1/models/load", {"model": "qwen", "node": "b"})
     anywhere = card.get_by_role("button", name="Load on the best Mac")
+    api.by_path["POST /api/v1/models/load"] = {"command": command("load", "qwen", None)}
     assert sent(api, anywhere) == ("POST", "/api/v1/models/load", {"model": "qwen"})
+    expect(anywhere).to_be_disabled()
+    ended = {"state": "completed", "answer": {"node": {"id": "b", "name": "b"}}}
+    api.sections["commands"] = [command("load", "qwen", None, **ended)]
     expect(page.get_by_role("status").get_by_text("qwen is loaded on b.")).to_be_visible()
+    expect(anywhere).to_be_enabled()
     api.by_path["POST /api/v1/models/load"] = "18.0 GiB are needed and 3.0 GiB are there"
     card.get_by_role("button", name="Load qwen on d").click()
     expect(page.get_by_role("alert").get_by_text("18.0 GiB are needed and 3.0 GiB are there")).to_be_visible()
 
 
+def test_commands_of_minutes_hold_no_connection_and_their_failures_are_shown(page: Page, api: Answers):
+    names = [f"mac{number}" for number in range(8)]
+    api.sections["models"] = [model("qwen", *(place(name, "known") for name in names))]
+    show(page, "models")
+    card = page.get_by_role("region", name="qwen")
+    for name in names:
+        verify = card.get_by_role("button", name=f"Verify qwen on {name}")
+        api.by_path["POST /api/v1/models/verify"] = {"command": command("verify", "qwen", name)}
+        with page.expect_request_finished(lambda request: request.url.endswith("/verify")) as finished:
+            verify.click()
+        assert finished.value.headers["prefer"] == "respond-async"
+        expect(verify).to_be_disabled()
+    api.sections["commands"] = [command("verify", "qwen", name) for name in names[1:]]
+    api.sections["commands"].append(command("verify", "qwen", "mac0", state="failed", message="mac0: other content"))
+    expect(card.get_by_role("alert")).to_have_text("mac0: other content")
+    expect(card.get_by_role("button", name="Verify qwen on mac0")).to_be_enabled()
+    expect(card.get_by_text("Reading all files …")).to_have_count(7)
+    page.reload()
+    expect(card.get_by_role("alert")).to_have_text("mac0: other content")
+    expect(card.get_by_text("Reading all files …")).to_have_count(7)
+
+
 def test_the_files_of_a_model_are_verified_and_deleted_after_a_confirmation(page: Page, api: Answers):
     api.sections["models"] = [model("qwen", place("a", "known", used=AT), place("b", "known", stored=3 * GIB))]
-    api.by_path["POST /api/v1/models/verify"] = {"content": "abcdef0123456789", "freed": 0}
+    answer = {"content": "abcdef0123456789", "freed": 0, "node": {"id": "a", "name": "a"}}
+    verified = command("verify", "qwen", "a", state="completed", answer=answer)
+    api.by_path["POST /api/v1/models/verify"] = {"command": verified}
+    api.sections["commands"] = [verified]
     show(page, "models")
     card = page.get_by_role("region", name="qwen")
     assert "last request" in lines(card)[0]
@@ -699,10 +736,30 @@ def test_the_files_of_a_model_are_verified_and_deleted_after_a_confirmation(page
     remove.click()
     page.wait_for_timeout(200)
     assert (asked, len(api.asked)) == (["Delete qwen on b? Its files of 3.0 GiB are removed from the disk."], before)
-    api.by_path["POST /api/v1/models/remove"] = {"content": "", "freed": 2 * GIB}
+    answer = {"content": "", "freed": 2 * GIB, "node": {"id": "b", "name": "b"}}
+    removed = command("remove", "qwen", "b", state="completed", answer=answer)
+    api.by_path["POST /api/v1/models/remove"] = {"command": removed}
+    api.sections["commands"] = [removed]
     page.once("dialog", lambda dialog: dialog.accept())
     assert sent(api, remove) == ("POST", "/api/v1/models/remove", {"model": "qwen", "node": "b"})
     expect(page.get_by_role("status").get_by_text("qwen on b is deleted, 2.0 GiB freed.")).to_be_visible()
+
+
+def test_the_ends_of_commands_that_come_together_are_all_shown(page: Page, api: Answers):
+    api.sections["models"] = [model("qwen", place("a", "loaded"), place("b", "known"))]
+    show(page, "models")
+    card = page.get_by_role("region", name="qwen")
+    api.by_path["POST /api/v1/models/unload"] = {"command": command("unload", "qwen", "a")}
+    sent(api, card.get_by_role("button", name="Unload qwen on a"))
+    api.by_path["POST /api/v1/models/verify"] = {"command": command("verify", "qwen", "b")}
+    sent(api, card.get_by_role("button", name="Verify qwen on b"))
+    answers = {"a": {"nodes": [{"id": "a", "name": "a"}]}, "b": {"content": "0" * 64, "node": {"id": "b", "name": "b"}}}
+    api.sections["commands"] = [
+        command(name, "qwen", node, state="completed", answer=answers[node], ended=AT)
+        for name, node in (("verify", "b"), ("unload", "a"))
+    ]
+    note = page.get_by_role("status").filter(has_text="is unloaded")
+    expect(note).to_have_text("qwen on b: all files read, content 000000000000. qwen on a is unloaded.")
 
 
 def test_wishes_show_their_missing_number_and_are_changed_without_the_loss_of_their_rules(page: Page, api: Answers):

@@ -52,8 +52,8 @@ class ModelRoutes:
         """Return the routes for lists of models and for commands to load, unload and measure them."""
         return (
             Route("GET", "/api/v1/models", "infer", self.models),
-            Route("POST", "/api/v1/models/load", "admin", self.load, COMMAND_ERRORS),
-            Route("POST", "/api/v1/models/unload", "admin", self.unload, COMMAND_ERRORS),
+            Route("POST", "/api/v1/models/load", "admin", self.load, COMMAND_ERRORS, deferrable=True),
+            Route("POST", "/api/v1/models/unload", "admin", self.unload, COMMAND_ERRORS, deferrable=True),
             Route("POST", "/api/v1/models/profile", "admin", self.profile, COMMAND_ERRORS),
         )
 

@@ -75,8 +75,8 @@ class PullRoutes:
             Route("GET", "/api/v1/pulls", "admin", self.pulls),
             Route("GET", "/api/v1/pulls/{pull}", "admin", self.pull_state),
             Route("DELETE", "/api/v1/pulls/{pull}", "admin", self.pull_cancel, (409,)),
-            Route("POST", "/api/v1/models/verify", "admin", self.verify, _ERRORS),
-            Route("POST", "/api/v1/models/remove", "admin", self.remove, _ERRORS),
+            Route("POST", "/api/v1/models/verify", "admin", self.verify, _ERRORS, deferrable=True),
+            Route("POST", "/api/v1/models/remove", "admin", self.remove, _ERRORS, deferrable=True),
         )
 
     async def pull(self, body: PullBody) -> dict[str, Any]:

@@ -10,6 +10,8 @@ const POINTS = 360;
 const SILENT_MS = 40000;
 // Pause after a failed connection.
 const RETRY_MS = 2000;
+// Time until the live stream has a command that was just started.
+const UNSEEN_MS = 3000;
 const HIDDEN = "the tab is hidden";
 const NO_ANSWER = "The coordinator does not answer";
 const ENDED = "The key of this page has expired, was revoked, or ended with a restart of the coordinator: sign in again.";
@@ -58,10 +60,11 @@ async function refused(answer, used) {
 // Browsers have a text of their own for a failed connection, such as "Failed to fetch".
 const lost = (wrong) => { throw wrong instanceof TypeError ? new Error(NO_ANSWER) : wrong; };
 
-export async function ask(method, path, body, signal) {
+export async function ask(method, path, body, signal, prefer) {
   const used = key();
   const headers = new Headers({ authorization: `Bearer ${used}` });
   if (body !== undefined) headers.set("content-type", "application/json");
+  if (prefer) headers.set("prefer", prefer);
   const answer = await fetch(path, { method, headers, body: body === undefined ? undefined : JSON.stringify(body), signal }).catch(lost);
   if (!answer.ok) throw await refused(answer, used);
   return answer;
@@ -188,6 +191,23 @@ export function useAction(act) {
     }
   };
   return [run, state];
+}
+
+// Commands of the live stream, the newest first, and a function that starts one about a model, which is answered before its end:
+// browsers allow six connections to a server. `announce` gets each completed command that was started here, the oldest first.
+export function useCommands(rows, announce) {
+  const mine = useRef(new Set());
+  const [fresh, setFresh] = useState([]);
+  const start = async (verb, body) => {
+    const { command } = await (await ask("POST", `/api/v1/models/${verb}`, body, undefined, "respond-async")).json();
+    mine.current.add(command.id);
+    setFresh((old) => [command, ...old]);
+    setTimeout(() => setFresh((old) => old.filter((one) => one !== command)), UNSEEN_MS);
+  };
+  useEffect(() => {
+    for (const row of [...rows].reverse()) if (row.state === "completed" && mine.current.delete(row.id)) announce(row);
+  }, [rows, fresh]);
+  return [[...fresh.filter((one) => !rows.some((row) => row.id === one.id)), ...rows], start];
 }
 
 // Something that is asked for now, whenever `reload` is called, and again after a failed connection; nothing while there is no

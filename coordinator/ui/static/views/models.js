@@ -1,47 +1,56 @@
 // Models: their copies on each Mac, wishes, aliases and disks. Administrators pull, load, verify, want and delete them.
 import { html, useState } from "/ui/vendor/preact.js";
-import { Nothing, PRESENT, Table, Wrong, call, clock, count, size, useAction, usePolled } from "/ui/pool.js";
+import { Nothing, PRESENT, Table, Wrong, call, clock, count, size, useAction, useCommands, usePolled } from "/ui/pool.js";
 import { NewPull, Pulls } from "/ui/views/pulls.js";
 
 const RELOAD_MS = 5000;
 const MAX_REPLICAS = 1000;
+const MAX_NOTES = 3;
 const STATES = { known: "on disk", failed: "cannot load" };
 const PURPOSES = { embed: "for embeddings, ", rerank: "for rerank, " };
 const IDENTITIES = { content: "same content", sampled: "same samples" };
+const WORKING = { load: "Loading …", unload: "Unloading …", verify: "Reading all files …", remove: "Deleting …" };
+
+// The sentence about a completed command. The coordinator chose the Mac of a command without one.
+function describeEnd({ name, model, node, answer }) {
+  const mac = (answer.node ?? answer.nodes[0]).name, named = `${model} on ${mac}`;
+  if (!node) return `${model} is loaded on ${mac}.`;
+  if (name === "verify") return `${named}: all files read, content ${answer.content.slice(0, 12)}.`;
+  return { load: `${named} is loaded.`, unload: `${named} is unloaded.`, remove: `${named} is deleted, ${size(answer.freed)} freed.` }[name];
+}
+
+// Whether a command of these runs, which one, and why the newest one has failed.
+function summarize(commands) {
+  const running = commands.find((one) => one.state === "running");
+  return { running: running?.name ?? "", failure: !running && commands[0]?.state === "failed" ? commands[0].message : "" };
+}
 
 // A Mac that is not here: neither its state of the past nor a button.
-const Away = ({ place }) => html`<li>${place.name}: <b class="quiet">${place.state}</b></li>`;
+const Away = ({ place, commands }) => html`<li>${place.name}: <b class="quiet">${place.state}</b><${Wrong} text=${summarize(commands).failure} /></li>`;
 
 const Facts = ({ place }) => html`<p class="small quiet">${place.stored ? `${size(place.stored)}, ` : ""}${place.quantization ? `${place.quantization}, ` : ""}
   ${place.model === "failed" ? null : place.identity === "differs" ? html`<b class="bad">DIFFERS</b>, ` : `${IDENTITIES[place.identity]}, `}
   ${place.used ? `last request ${clock(place.used)}` : "never used"}</p>`;
 
-function Place({ model, place, own, announce }) {
-  const [act, { busy, error }] = useAction((verb) => call("POST", `/api/v1/models/${verb}`, { model: model.name, node: place.id }));
-  const [working, setWorking] = useState("");
+function Place({ model, place, own, commands, start }) {
+  const [act, { busy, error }] = useAction((verb) => start(verb, { model: model.name, node: place.id }));
+  const { running, failure } = summarize(commands);
   const named = `${model.name} on ${place.name}`;
-  const run = async (verb, word, done) => {
-    setWorking(word);
-    const answer = await act(verb);
-    setWorking("");
-    if (answer) announce(done(answer));
-  };
-  const remove = () => confirm(`Delete ${named}? Its files of ${size(place.stored)} are removed from the disk.`)
-    && run("remove", "Deleting …", (answer) => `${named} is deleted, ${size(answer.freed)} freed.`);
-  const button = (label, act) => html`<button class="small" aria-label=${`${label} ${named}`} disabled=${busy} onClick=${act}>${label}</button>`;
+  const remove = () => confirm(`Delete ${named}? Its files of ${size(place.stored)} are removed from the disk.`) && act("remove");
+  const button = (label, act) => html`<button class="small" aria-label=${`${label} ${named}`} disabled=${busy || running} onClick=${act}>${label}</button>`;
   const { measured } = place;
   const resting = place.model !== "loaded" && place.model !== "loading";
   return html`<li><div class="row spread"><span>${place.name}: <b>${STATES[place.model] ?? place.model}</b></span>${own.admin ? html`<span class="row tight">
-      ${place.model === "loaded" ? button("Unload", () => run("unload", "Unloading …", () => `${named} is unloaded.`)) : null}
-      ${resting ? button("Load", () => run("load", "Loading …", () => `${named} is loaded.`)) : null}
-      ${place.stored ? button("Verify", () => run("verify", "Reading all files …", (answer) => `${named}: all files read, content ${answer.content.slice(0, 12)}.`)) : null}
+      ${place.model === "loaded" ? button("Unload", () => act("unload")) : null}
+      ${resting ? button("Load", () => act("load")) : null}
+      ${place.stored ? button("Verify", () => act("verify")) : null}
       ${place.removable && resting ? button("Delete", remove) : null}</span>` : null}</div>
     ${place.cause ? html`<p class="small bad">${place.cause}</p>` : null}
-    ${place.model === "loading" || (working === "Loading …" && place.model !== "loaded") ? html`<progress max="1" value=${place.progress} aria-label=${`Loading ${named}`}></progress>` : null}
+    ${place.model === "loading" || (running === "load" && place.model !== "loaded") ? html`<progress max="1" value=${place.progress} aria-label=${`Loading ${named}`}></progress>` : null}
     <${Facts} place=${place} />
     ${place.model === "loaded" ? html`<p class="small quiet">prefill ${count(Math.round(place.prefill_speed))} tokens/s, decode ${count(Math.round(place.decode_speed))} tokens/s for one request</p>` : null}
     ${measured ? html`<p class="small quiet">measured: up to ${count(measured.max_context)} tokens in one request, ${measured.max_batch} requests at once, ${size(measured.kv_per_token)} a token</p>` : null}
-    <span class="small quiet" role="status">${working}</span><${Wrong} text=${error} /></li>`;
+    <span class="small quiet" role="status">${WORKING[running] ?? ""}</span><${Wrong} text=${error || failure} /></li>`;
 }
 
 function WishState({ wish }) {
@@ -52,13 +61,11 @@ function WishState({ wish }) {
     ${wish.wanted ? ` ${parts.join(", ")}` : " at rest until a request"}${wish.missing ? html`<br /><span class=${wish.met ? "" : "warn"}>${wish.missing}</span>` : null}</p>`;
 }
 
-function Actions({ name, wish, loadable, announce }) {
+function Actions({ name, wish, loadable, announce, commands, start }) {
   const [edited, setEdited] = useState(null);
   const path = `/api/v1/models/wishes/${name.split("/").map(encodeURIComponent).join("/")}`;
-  const [load, loading] = useAction(async () => {
-    const { node } = await call("POST", "/api/v1/models/load", { model: name });
-    announce(`${name} is loaded on ${node.name}.`);
-  });
+  const [load, loading] = useAction(() => start("load", { model: name }));
+  const { running, failure } = summarize(commands);
   const [want, { busy, error }] = useAction(async (replicas) => {
     const { model, ...kept } = wish ? (await call("GET", path)).wish : {};
     await call("PUT", path, { ...kept, replicas });
@@ -75,19 +82,20 @@ function Actions({ name, wish, loadable, announce }) {
       <label class="small">Replicas <input class="narrow" type="number" required min="1" max=${MAX_REPLICAS} step="1" aria-label=${`Replicas of ${name}`} value=${shown} onInput=${(event) => setEdited(event.target.value)} /></label>
       <button class="small" aria-label=${wish ? `Change the wish for ${name}` : `Want ${name}`} disabled=${busy}>${wish ? "Change" : "Want"}</button>
       ${wish ? html`<button type="button" class="small" aria-label=${`Unwant ${name}`} disabled=${ending.busy} onClick=${unwant}>Unwant</button>` : null}
-      ${loadable ? html`<button type="button" class="small" aria-label=${`Load on the best Mac: ${name}`} disabled=${loading.busy} onClick=${load}>Load on the best Mac</button>` : null}</form>
-    <${Wrong} text=${error || ending.error || loading.error} />`;
+      ${loadable ? html`<button type="button" class="small" aria-label=${`Load on the best Mac: ${name}`} disabled=${loading.busy || running} onClick=${load}>Load on the best Mac</button>` : null}</form>
+    <span class="small quiet" role="status">${WORKING[running] ?? ""}</span><${Wrong} text=${error || ending.error || loading.error || failure} />`;
 }
 
-function Model({ name, model, wish, own, announce }) {
+function Model({ name, model, wish, own, announce, commands, start }) {
+  const of = (node) => commands.filter((one) => one.model === name && one.node === node);
   const places = model?.nodes.filter((place) => place.state !== "left") ?? [];
   const loadable = places.some((place) => PRESENT.includes(place.state) && place.model === "known");
   return html`<section class="card" aria-label=${name}><h3>${name}</h3>
     <p class="quiet small">${model ? `${PURPOSES[model.kind] ?? ""}${size(model.weights)}, context of ${count(model.context)} tokens` : "No Mac has this model."}</p>
     ${model?.conflict ? html`<p class="warn small">Macs hold different models under this name: requests go to one of them only.</p>` : null}
     ${wish ? html`<${WishState} wish=${wish} />` : null}
-    ${places.length ? html`<ul class="places">${places.map((place) => PRESENT.includes(place.state) ? html`<${Place} key=${place.id} model=${model} place=${place} own=${own} announce=${announce} />` : html`<${Away} key=${place.id} place=${place} />`)}</ul>` : null}
-    ${own.admin ? html`<${Actions} name=${name} wish=${wish} loadable=${loadable} announce=${announce} />` : null}</section>`;
+    ${places.length ? html`<ul class="places">${places.map((place) => PRESENT.includes(place.state) ? html`<${Place} key=${place.id} model=${model} place=${place} own=${own} commands=${of(place.id)} start=${start} />` : html`<${Away} key=${place.id} place=${place} commands=${of(place.id)} />`)}</ul>` : null}
+    ${own.admin ? html`<${Actions} name=${name} wish=${wish} loadable=${loadable} announce=${announce} commands=${of(null)} start=${start} />` : null}</section>`;
 }
 
 const Aliases = ({ aliases }) => html`<section class="card" aria-label="Aliases"><h3>Aliases</h3>
@@ -118,18 +126,20 @@ function withWishes(models, wishes) {
 export function Models({ pool, own }) {
   const [models, error, aliases] = useModels(pool, own);
   const [text, setText] = useState("");
-  const [note, announce] = useState("");
+  const [notes, setNotes] = useState([]);
+  const announce = (text) => setNotes((old) => [text, ...old.filter((one) => one !== text)].slice(0, MAX_NOTES));
+  const [commands, start] = useCommands(pool.commands ?? [], (ended) => announce(describeEnd(ended)));
   if (!models) return html`<${Nothing}>Asking the coordinator …<//><${Wrong} text=${error} />`;
   const wanted = text.trim().toLowerCase();
   const fits = ({ name }) => name.toLowerCase().includes(wanted);
   const rows = withWishes(models, pool.wishes ?? []), shown = rows.filter(fits), named = aliases.filter(fits);
   const disks = (pool.nodes ?? []).filter((node) => PRESENT.includes(node.state) && node.disk.total);
-  return html`<p class="good" role="status">${note}</p><${Wrong} text=${error} />
+  return html`<p class="good says" role="status">${notes.join("\n")}</p><${Wrong} text=${error} />
     ${own.admin ? html`<${NewPull} announce=${announce} />` : null}
     <${Pulls} pulls=${pool.pulls ?? []} own=${own} announce=${announce} />
     ${rows.length || aliases.length ? html`<p class="row"><label>Search <input type="search" value=${text} placeholder="model or alias" onInput=${(event) => setText(event.target.value)} /></label>
       <span class="small quiet" role="status">${count(shown.length)} of ${count(rows.length)} models</span></p>`
       : html`<${Nothing}>No model: ${own.admin ? "pull one, or " : ""}put one into a folder named by <code>models.folders</code>, or into the Hugging Face cache of a Mac.<//>`}
-    <div class="cards">${shown.map((row) => html`<${Model} key=${row.name} ...${row} own=${own} announce=${announce} />`)}
+    <div class="cards">${shown.map((row) => html`<${Model} key=${row.name} ...${row} own=${own} announce=${announce} commands=${commands} start=${start} />`)}
       ${named.length ? html`<${Aliases} aliases=${named} />` : null}${disks.length ? html`<${Disks} nodes=${disks} />` : null}</div>`;
 }

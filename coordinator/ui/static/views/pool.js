@@ -91,8 +91,8 @@ function videoOf({ video }) {
 function Actions({ node }) {
   const send = (verb, body) => ask("POST", `/api/v1/nodes/${node.id}/${verb}`, body);
   const [act, { busy, error }] = useAction(send);
-  // Its answer takes up to 30 s: the other buttons work meanwhile.
-  const [drain, draining] = useAction(() => send("drain", { wait_seconds: 30 }));
+  // A slow answer to it blocks no other button.
+  const [drain, draining] = useAction(() => send("drain", {}));
   const [remove, removing] = useAction(async () => {
     if (confirm(`Remove ${node.name} from the pool? Its certificate is revoked at once; to return, it must join again.`)) await ask("DELETE", `/api/v1/nodes/${node.id}`);
   });
