@@ -10,6 +10,8 @@ import threading
 import time
 from pathlib import Path
 
+from tokenizers import Tokenizer
+
 from node.engine.process.main import encode_settings
 from node.engine_process.environment import build_engine_environment
 from node.settings import resolve_settings
@@ -23,12 +25,10 @@ from wire.units import GIB, MIB
 BODIES = 4
 EVERY, SHORT_EVERY = 0.01, 0.2
 LINE = "word and more text, some Code(x) 12345\n"
-CASES = ((7_900_000, 0, "longer than the context"), (1_500_000, 2**20, "tokenized completely, context of 1 M tokens"))
-"""Bytes of a body, context in tokens (0: the model's own), and the case in words."""
+CASES = ((7_900_000, False, "longer than the context"), (1_500_000, True, "tokenized completely"))
+"""Bytes of a body, whether the context ends with its last token, and the case in words. No body is prefilled."""
 LIMIT = 0.1
 MOST_SECONDS = 240.0
-TOO_MANY = 2**21
-"""Tokens of an answer that exceeds any context: a body is refused once it is tokenized, and never prefilled."""
 SHORTS = 1000
 """Number of the first short prompt."""
 
@@ -66,9 +66,9 @@ class Engine:
         """Send a frame."""
         self.line.sendall(encode(frame))
 
-    def ask(self, number: int, text: str, tokens: int = 1) -> None:
-        """Send a request for `tokens` tokens."""
-        params = GenerationParams(max_tokens=tokens)
+    def ask(self, number: int, text: str) -> None:
+        """Send a request for one token."""
+        params = GenerationParams(max_tokens=1)
         self.send(Generate(number, number, f"r{number}", "chat", (Message("user", text),), params, 0, 1))
 
     def until(self, wanted: "set[int]") -> None:
@@ -109,14 +109,14 @@ def _received(line: socket.socket) -> bytes:
 
 def measure(folder: Path, size: int) -> tuple[list[float], list[float], float]:
     """Return the seconds of each ping and of each short prompt while the bodies are tokenized, and of the bodies."""
-    engine, text = Engine(folder), LINE * (size // len(LINE))
+    engine, text = Engine(folder), build_text(size)
     bodies, shorts = set(range(1, BODIES + 1)), dict[int, float]()
     try:
         engine.ask(SHORTS, "Hello!")
         engine.until({SHORTS})
         began = time.monotonic()
         for number in bodies:
-            engine.ask(number, f"{number} {text}", TOO_MANY)
+            engine.ask(number, f"{number} {text}")
         sent: dict[int, float] = {}
         while not bodies <= engine.ends.keys() and time.monotonic() < began + MOST_SECONDS:
             now = time.monotonic()
@@ -135,6 +135,11 @@ def measure(folder: Path, size: int) -> tuple[list[float], list[float], float]:
         engine.stop()
 
 
+def build_text(size: int) -> str:
+    """Return a text of about `size` bytes."""
+    return LINE * (size // len(LINE))
+
+
 def lay_out(folder: Path, context: int) -> None:
     """Write the tiny model into the folder of the engine, with this context in tokens (0: its own)."""
     source, target = models.path("llama"), folder / "models" / "chat"
@@ -147,11 +152,17 @@ def lay_out(folder: Path, context: int) -> None:
         (target / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
 
 
+def count_tokens(text: str) -> int:
+    """Return the tokens of a text, without those of the chat template."""
+    tokenizer = Tokenizer.from_file(str(models.path("llama") / "tokenizer.json"))
+    return len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
 def bench_tokenize(folder: Path) -> list[Row]:
     """Measure pings and short prompts during four long bodies: refused by their count, and tokenized completely."""
     rows: list[Row] = []
-    for size, context, name in CASES:
-        lay_out(folder / str(size), context)
+    for size, complete, name in CASES:
+        lay_out(folder / str(size), count_tokens(build_text(size)) if complete else 0)
         pings, shorts, seconds = measure(folder / str(size), size)
         figure = (
             f"{p99(pings) * 1000:.0f} ms (median {statistics.median(pings) * 1000:.1f}, longest "
