@@ -285,8 +285,9 @@ class ModelSettings(Section, frozen=True):
         str,
         Meta(
             description=(
-                "Folder of the Hugging Face cache, an absolute path. Empty: `HF_HUB_CACHE`, `HF_HOME`/hub or "
-                "~/.cache/huggingface/hub. A service does not have the variables of your shell."
+                "Folder of the Hugging Face cache, an absolute path. Empty: `HF_HUB_CACHE`, `HF_HOME`/hub, "
+                "`XDG_CACHE_HOME`/huggingface/hub or ~/.cache/huggingface/hub. A service does not have the variables "
+                "of your shell."
             )
         ),
     ] = ""
