@@ -108,6 +108,7 @@ def _create_parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", help="address of the coordinator for nodes; default: found by Bonjour")
     parser.add_argument("--token-fd", type=int, help="file descriptor of the join token")
     parser.add_argument("--models", action="append", default=[], type=Path)
+    parser.add_argument("--allow-missing-folders", action="store_true")
     parser.add_argument("--set", action="append", default=[], dest="pairs")
     parser.add_argument("--output", choices=["text", "json"], default="text")
     parser.add_argument("--lifeline", action="store_true")
@@ -131,10 +132,11 @@ def _load_settings(options: argparse.Namespace) -> ResolvedSettings[NodeSettings
     settings = resolved.value
     if options.models and settings.engine.kind == "scripted":
         raise SettingsError("--models: the scripted engine serves engine.scripted.model and reads no model folders")
-    folders = (*settings.models.folders, *(str(folder.resolve()) for folder in options.models))
-    missing = [folder for folder in folders if not os.path.isdir(resolve_home(folder))]
-    if missing:
-        raise SettingsError(f"models.folders: {missing[0]} is not a folder")
+    folders = (*settings.models.folders, *(os.path.abspath(resolve_home(str(folder))) for folder in options.models))
+    if not options.allow_missing_folders:  # an access to a lost network disk blocks
+        missing = [folder for folder in folders if not os.path.isdir(resolve_home(folder))]
+        if missing:
+            raise SettingsError(f"models.folders: {missing[0]} is not a folder")
     origins = {**resolved.origins, **({"models.folders": "--models"} if options.models else {})}
     return ResolvedSettings(replace(settings, models=replace(settings.models, folders=folders)), origins)
 

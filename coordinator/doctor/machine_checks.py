@@ -27,7 +27,6 @@ MIN_STATE_DISK_BYTES = GIB
 MIN_OPEN_FILES = 1024
 """Minimum limit of open files that a process needs."""
 MAX_PANIC_AGE_DAYS = 30
-PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 def check_system(here: HostProbe) -> Finding:
@@ -148,8 +147,8 @@ def check_memory(here: HostProbe) -> Finding:
 def check_disk(here: HostProbe) -> Finding:
     """Check the free space on the disks of the model folders and the state folder.
 
-    Warn below `MIN_MODEL_DISK_BYTES` for models, fail below `MIN_STATE_DISK_BYTES` for the state folder. If the node's
-    inspection did not answer, only the state folder is checked.
+    Warn below `MIN_MODEL_DISK_BYTES` for models and if a model folder is missing, fail below `MIN_STATE_DISK_BYTES` for
+    the state folder. If the node's inspection did not answer, only the state folder is checked.
     """
     inspection = here.read_inspection()
     folders = [Path(path) for path in (inspection["folders"] if inspection else ())]
@@ -165,6 +164,11 @@ def check_disk(here: HostProbe) -> Finding:
         fix = f"free space on the disk of {_shorten_path(worst[0])}, or set another folder in models.folders"
         grade = fail if worst[0] == here.state else warn
         return grade(text, fix, **numbers)
+    if inspection and inspection["missing_folders"]:
+        missing = _shorten_path(Path(inspection["missing_folders"][0]))
+        return warn(
+            f"the model folder {missing} is missing", "connect its disk, or remove it from models.folders", **numbers
+        )
     return ok(text or "there is no folder yet", **numbers)
 
 
@@ -386,14 +390,3 @@ def check_open_files(here: HostProbe) -> Finding:
             f"the limit is {most} open files", "each client needs one: raise the hard limit (`ulimit -Hn`)", most=most
         )
     return ok(f"{soft} open files, can be raised to {most}", most=most)
-
-
-def check_proxy(here: HostProbe) -> Finding:
-    """Check that no proxy is set, or any NO_PROXY. Warn otherwise: requests to the pool must not use a proxy."""
-    variables = here.find_variables(*PROXIES)
-    if variables and not here.find_variables("NO_PROXY"):
-        return warn(
-            f"{', '.join(variables)} is set",
-            "clients would send requests for the pool to the proxy: set NO_PROXY=*, or add the pool's host to NO_PROXY",
-        )
-    return ok(f"{', '.join(variables)} is set, with NO_PROXY" if variables else "no proxy is set")

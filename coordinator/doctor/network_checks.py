@@ -1,4 +1,4 @@
-"""Checks of the local network: macOS's local network privacy, and multicast for Bonjour."""
+"""Checks of the network: macOS's local network privacy, multicast for Bonjour, and proxies."""
 
 import os
 import socket
@@ -12,6 +12,7 @@ BONJOUR_GROUP = ("224.0.0.251", 5353)
 """Multicast group and port of Bonjour."""
 MULTICAST_TIMEOUT_SECONDS = 1.0
 """Maximum wait for the own query to return, in seconds."""
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
 def check_local_network(here: HostProbe) -> Finding:
@@ -96,3 +97,14 @@ def _wait_for_query(line: socket.socket, question: bytes) -> bool:
         except TimeoutError:
             continue
     return False
+
+
+def check_proxy(here: HostProbe) -> Finding:
+    """Check that no proxy is set, or any NO_PROXY. Warn otherwise: requests to the pool must not use a proxy."""
+    variables = here.find_variables(*PROXIES)
+    if variables and not here.find_variables("NO_PROXY"):
+        return warn(
+            f"{', '.join(variables)} is set",
+            "clients would send requests for the pool to the proxy: set NO_PROXY=*, or add the pool's host to NO_PROXY",
+        )
+    return ok(f"{', '.join(variables)} is set, with NO_PROXY" if variables else "no proxy is set")

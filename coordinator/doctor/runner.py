@@ -52,7 +52,7 @@ CHECKS = (
     Check("filevault", "FileVault", machine_checks.check_filevault),
     Check("panics", "Kernel panics", machine_checks.check_panics),
     Check("video", "Ray's ports", pool_checks.check_video),
-    Check("proxy", "Proxies in the environment", machine_checks.check_proxy),
+    Check("proxy", "Proxies in the environment", network_checks.check_proxy),
     Check("errors", "Errors in the logs", pool_checks.check_log_errors),
 )
 """Every check, in the order in which it is printed."""

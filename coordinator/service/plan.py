@@ -47,9 +47,11 @@ class ServicePlan:
 
     @property
     def program(self) -> tuple[str, ...]:
-        """Command line of the service, run without a shell."""
+        """Command line of the service, run without a shell. A disk that is not connected must not keep the service from
+        its start."""
         verb = "up" if self.role == "coordinator" else "join"
-        return (self.python, "-P", "-m", MODULE, verb, "--state", self.state, *self.arguments)
+        common = ("--state", self.state, "--allow-missing-folders")
+        return (self.python, "-P", "-m", MODULE, verb, *common, *self.arguments)
 
     @property
     def environment(self) -> dict[str, str]:

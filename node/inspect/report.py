@@ -128,14 +128,15 @@ def report_machine(state: Path, settings: NodeSettings) -> dict[str, Any]:
     opened = open_machine(settings)
     bounds = opened.read_bounds()
     device = read_metal_device(state / "node", opened.hardware, bounds.wired)
+    folders = [str(resolve_home(folder)) for folder in settings.models.folders]
     return {
         "machine": machine,
         "hardware": convert_to_dict(opened.hardware),
         "memory": {**report_memory(settings, with_device(bounds, device)), "metal_reported": device is not None},
         "engine": settings.engine.kind,
         "video": {"enabled": settings.worker.enabled, "first_port": settings.worker.ray_ports},
-        "folders": [str(resolve_home(folder)) for folder in settings.models.folders]
-        + ([str(get_hub_folder(os.environ))] if settings.models.use_huggingface_cache else []),
+        "folders": folders + ([str(get_hub_folder(os.environ))] if settings.models.use_huggingface_cache else []),
+        "missing_folders": [folder for folder in folders if not os.path.isdir(folder)],
         "sections": sorted(SECTIONS),
         **report_identity(state / "node" / "identity", machine),
     }

@@ -37,6 +37,7 @@ EXAMINED: dict[str, Any] = {
     "engine": "mlx",
     "sections": [],
     "folders": [],
+    "missing_folders": [],
     "hardware": {"chip": "Apple M3 Ultra"},
     "video": {"enabled": False, "first_port": 6480},
     "memory": {

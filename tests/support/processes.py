@@ -209,9 +209,10 @@ class Pool:
         cluster_listen: str = "127.0.0.1:0",
         local_node: bool = False,
         bonjour: bool = False,
+        flags: Sequence[str] = (),
         wrap: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Start the coordinator; return its ready line."""
+        """Start the coordinator with further flags; return its ready line."""
         command = [
             *CLI,
             "up",
@@ -225,6 +226,7 @@ class Pool:
             "json",
             "--set",
             f"cluster.bonjour={str(bonjour).lower()}",
+            *flags,
         ]
         command += [] if local_node else ["--no-local-node"]
         kind = ("engine.kind=scripted",) if local_node and not _names_kind(settings) else ()

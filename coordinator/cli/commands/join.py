@@ -34,6 +34,11 @@ CLUSTER_PORT = 8081
 )
 @click.option("--name", help="Name of this machine in the pool.")
 @click.option("--models", multiple=True, type=click.Path(path_type=Path), help="A folder of models; may be repeated.")
+@click.option(
+    "--allow-missing-folders",
+    is_flag=True,
+    help="Start although a model folder is missing, as on a disk that is not connected. A service has this option.",
+)
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting; see docs/settings.md.")
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Format of the ready line.")
 def join(
@@ -43,6 +48,7 @@ def join(
     state: Path | None,
     name: str | None,
     models: tuple[Path, ...],
+    allow_missing_folders: bool,
     pairs: tuple[str, ...],
     output: str,
 ) -> None:
@@ -72,6 +78,7 @@ def join(
         arguments += ["--url", url]
     for model in models:
         arguments += ["--models", str(model)]
+    arguments += ["--allow-missing-folders"] * allow_missing_folders
     for pair in (*pairs, *([f"node.name={name}"] if name else [])):
         arguments += ["--set", pair]
     _become_node(arguments, secret)

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,6 +57,11 @@ class ListenAddress(click.ParamType[tuple[str, int]]):
     help="Run a node on this machine (default, unless the node has left the cluster).",
 )
 @click.option("--models", multiple=True, type=click.Path(path_type=Path), help="A folder of models for the local node.")
+@click.option(
+    "--allow-missing-folders",
+    is_flag=True,
+    help="Start although a model folder is missing, as on a disk that is not connected. A service has this option.",
+)
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting; see docs/settings.md.")
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Format of the ready line.")
 def up(
@@ -66,6 +71,7 @@ def up(
     cluster_listen: tuple[str, int],
     local_node: bool | None,
     models: tuple[Path, ...],
+    allow_missing_folders: bool,
     pairs: tuple[str, ...],
     output: str,
 ) -> None:
@@ -95,9 +101,10 @@ def up(
         raise CommandError(2, f"--set {forwarded[0]} is for the node on this machine, which --no-local-node omits")
     with_node = _should_start_node(folder, local_node)
     if with_node:
-        _check_node(folder, models, pairs)
+        _check_node(folder, models, pairs, allow_missing_folders=allow_missing_folders)
     arguments = [item for pair in forwarded for item in ("--set", pair)]
     arguments += [item for model in models for item in ("--models", str(model))]
+    arguments += ["--allow-missing-folders"] * allow_missing_folders
     options = RunOptions(
         folder,
         listen,
@@ -145,18 +152,17 @@ def _should_start_node(folder: Path, requested: bool | None) -> bool:
     return requested if requested is not None else not has_left(folder / "node")
 
 
-def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) -> None:
+def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...], *, allow_missing_folders: bool) -> None:
     """Check the node of this machine before anything is created.
 
-    Raise `CommandError` if a setting or model folder is wrong, or the node belongs to another cluster.
+    Raise `CommandError` if a setting is wrong, the node belongs to another cluster, or a model folder is missing and
+    must not be.
     """
     from coordinator.client.config_inspect import inspect_settings
     from coordinator.cluster.local_node import LocalNodeElsewhereError, check_node_cluster
-    from host.private_files import resolve_home
 
-    for model in models:
-        if not os.path.isdir(resolve_home(str(model))):
-            raise CommandError(2, f"--models: {model} is not a folder")
+    if not allow_missing_folders:
+        _check_model_folders("--models", map(str, models))
     if not (folder / "cluster.db").exists():
         try:
             check_node_cluster(folder, "")
@@ -166,9 +172,16 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) 
     if report.faults:
         raise CommandError(2, "\n".join(fault.render() for fault in report.faults))
     for row in report.rows:
-        for place in row["value"] if row["key"] == "models.folders" else ():
-            if not os.path.isdir(resolve_home(place)):
-                raise CommandError(2, f"models.folders ({row['origin']}): {place} is not a folder")
+        if row["key"] == "models.folders" and not allow_missing_folders:
+            _check_model_folders(f"models.folders ({row['origin']})", row["value"])
+
+
+def _check_model_folders(origin: str, places: Iterable[str]) -> None:
+    from host.private_files import resolve_home
+
+    for place in places:
+        if not os.path.isdir(resolve_home(place)):
+            raise CommandError(2, f"{origin}: {place} is not a folder")
 
 
 def _resolve_settings(folder: Path, pairs: tuple[str, ...]) -> "ResolvedSettings[CoordinatorSettings]":

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.effort import thin_cases
+from tests.models import EMBEDDED
 from tests.support.cluster.engine_pool import MLX
 from tests.support.processes import CLI, ROOT, Pool, Process, environment, pool, until
 
@@ -204,6 +206,20 @@ def test_ready_means_that_the_first_request_is_answered(made: Pool):
     assert made.facts["local_node_ready"] is True
     said = made.run("chat", "hello", "--wait", "0", "--max-tokens", "4", "--state", str(made.state))
     assert (said.returncode, said.stdout.strip() != "") == (0, True), said.stderr
+
+
+def test_a_node_starts_without_an_external_disk_and_finds_its_models_later(made: Pool, tmp_path: Path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    flags = ("--allow-missing-folders", "--models", str(first))
+    made.up(*MLX, f"models.folders={second}", local_node=True, flags=flags)
+    assert made.facts["local_node_ready"] is True
+    assert [model["name"] for model in made.get("/api/v1/models")["models"]] == [EMBEDDED.name]
+    shutil.copytree(EMBEDDED, first / "one")
+    shutil.copytree(EMBEDDED, second / "two")
+    (node,) = made.nodes_now()
+    load = ("model", "load", "one", "--node", node["name"], "--state", str(made.state))
+    until(lambda: made.run(*load).returncode == 0, 30, "a new scan of the folders")
+    assert {model["name"] for model in made.get("/api/v1/models")["models"]} == {"one", "two"}
 
 
 def test_a_chat_waits_for_a_node_that_starts(made: Pool):

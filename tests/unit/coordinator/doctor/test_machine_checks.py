@@ -226,6 +226,13 @@ def test_check_disk_fails_for_the_state_folder_on_the_disk_of_the_models(
     assert found.fix.startswith(f"free space on the disk of {tmp_path},")
 
 
+def test_check_disk_warns_of_a_model_folder_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.statvfs", Disk({"/models": 90 * GIB, str(tmp_path): 90 * GIB}))
+    found = checks.check_disk(pretended(tmp_path, folders=["/models/ssd"], missing_folders=["/models/ssd"]))
+    assert (found.result, found.text) == ("warn", "the model folder /models/ssd is missing")
+    assert found.fix == "connect its disk, or remove it from models.folders"
+
+
 def test_check_disk_counts_blocks_available_to_normal_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.statvfs", Disk({str(tmp_path): 2 * GIB}))
     assert "2.0 GiB free" in checks.check_disk(pretended(tmp_path)).text, "f_bavail, not f_bfree"
@@ -382,21 +389,6 @@ def test_started_from_names_the_program_and_whether_it_needs_a_permission(
     found = checks.check_started_from(pretended(tmp_path, environ=environ))
     assert (found.result, found.text) == (result, f"started from {who} for the local network")
     assert ("sudo cluster service install" in found.fix) is (result == "warn")
-
-
-@pytest.mark.parametrize(
-    ("environ", "result", "text"),
-    [
-        ({"PATH": "/bin"}, "ok", "no proxy is set"),
-        ({"HTTP_PROXY": "http://p"}, "warn", "HTTP_PROXY is set"),
-        ({"https_proxy": "http://p", "ALL_PROXY": "http://p"}, "warn", "HTTPS_PROXY, ALL_PROXY is set"),
-        ({"HTTP_PROXY": "http://p", "no_proxy": "*"}, "ok", "HTTP_PROXY is set, with NO_PROXY"),
-    ],
-)
-def test_a_proxy_without_exceptions_is_a_warning(tmp_path: Path, environ: dict[str, str], result: str, text: str):
-    found = checks.check_proxy(pretended(tmp_path, environ=environ))
-    assert (found.result, found.text) == (result, text)
-    assert ("NO_PROXY" in found.fix) is (result == "warn")
 
 
 def test_check_system_names_other_systems_by_their_own_name(tmp_path: Path):

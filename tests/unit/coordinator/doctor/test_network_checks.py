@@ -138,3 +138,18 @@ def test_check_bonjour_receives_its_own_query_or_names_the_remedy(tmp_path: Path
     monkeypatch.setattr(checks, "BONJOUR_GROUP", ("127.0.0.1", free_port()))
     found = checks.check_bonjour(pretended(tmp_path))
     assert (found.result, found.text[:22]) == ("warn", "multicast does not wor")
+
+
+@pytest.mark.parametrize(
+    ("environ", "result", "text"),
+    [
+        ({"PATH": "/bin"}, "ok", "no proxy is set"),
+        ({"HTTP_PROXY": "http://p"}, "warn", "HTTP_PROXY is set"),
+        ({"https_proxy": "http://p", "ALL_PROXY": "http://p"}, "warn", "HTTPS_PROXY, ALL_PROXY is set"),
+        ({"HTTP_PROXY": "http://p", "no_proxy": "*"}, "ok", "HTTP_PROXY is set, with NO_PROXY"),
+    ],
+)
+def test_a_proxy_without_exceptions_is_a_warning(tmp_path: Path, environ: dict[str, str], result: str, text: str):
+    found = checks.check_proxy(pretended(tmp_path, environ=environ))
+    assert (found.result, found.text) == (result, text)
+    assert ("NO_PROXY" in found.fix) is (result == "warn")

@@ -30,6 +30,7 @@ def test_the_job_of_launchd_has_what_a_server_needs():
     job = plistlib.loads(launchd.render_property_list(launchd.build_job(PLAN)).encode())
     assert job == launchd.build_job(PLAN)
     assert job["ProgramArguments"][:5] == ["/opt/macpool/bin/python", "-P", "-m", "coordinator.cli", "up"]
+    assert "--allow-missing-folders" in job["ProgramArguments"], "external disks are connected after the login"
     assert (job["UserName"], job["ProcessType"], job["RunAtLoad"]) == ("pool", "Interactive", True)
     assert job["KeepAlive"] == {"SuccessfulExit": False}
     assert job["Umask"] == 63
@@ -120,7 +121,9 @@ def test_the_unit_of_systemd_has_what_a_server_needs():
     )
     assert "MemoryDenyWriteExecute" not in service, "MLX compiles its kernels"
     assert "PrivateTmp" not in service, "Ray's sockets are where the command looks for them"
-    assert service["ExecStart"].endswith('--state "/var/pool/state dir" --lan --models "/srv/100%% mine"')
+    assert service["ExecStart"].endswith(
+        '--state "/var/pool/state dir" --allow-missing-folders --lan --models "/srv/100%% mine"'
+    )
     assert "NO_PROXY=*" in unit["Service"]["Environment"]
 
 
