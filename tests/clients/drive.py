@@ -144,7 +144,7 @@ def _pool() -> Iterator[Pool]:
 
 
 def main() -> int:
-    """Run all clients that can run here, or the named ones."""
+    """Run all clients that can run here, or the named ones. Return 1 if one fails, otherwise 0."""
     wanted, bad = set(sys.argv[1:]), 0
     RECORDED.mkdir(exist_ok=True)
     with _pool() as made:

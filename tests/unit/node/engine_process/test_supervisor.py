@@ -399,7 +399,7 @@ LEAKS = """
         report()
 """
 NEVER = SupervisorTimeouts(first=600.0, longest=600.0)
-"""After a crash no new engine would start during the test."""
+"""Timeouts under which no new engine starts after a crash during a test."""
 
 
 def recycled(one: Agent) -> bool:
@@ -533,7 +533,7 @@ PRELOADED = """
     while line.recv(1 << 16):
         pass
 """
-"""Reports the models that its settings preload as the models that it has."""
+"""A program that reports the models of `models.preload` as loaded."""
 
 
 @pytest.mark.slow
@@ -803,7 +803,7 @@ DEAF = """
     line.sendall(encode(EngineReport(Memory(cap=1, armed=True), (), 0, 0)))
     time.sleep(60)
 """
-"""Ignores the end of its socket and SIGTERM."""
+"""A program that ignores the end of its socket and SIGTERM."""
 
 
 @pytest.mark.slow
@@ -985,7 +985,8 @@ LEAKY = SupervisorTimeouts(first=0.01, longest=0.01, settle=0.0, ping_idle=0.05)
 
 
 async def loses(one: Agent, before: int, after: int) -> None:
-    """Kill an engine that has 20 GiB of weights wired, and leave `after` bytes wired."""
+    """Kill an engine that has wired 20 GiB of weights, and await the next one. The Mac had `before` bytes wired without
+    the weights, and has `after` bytes wired after the end."""
     supervisor, pid = one.supervisor, one.supervisor.pid
     await one.until(one.armed)
     one.wired = before + 20 * GIB
