@@ -321,8 +321,9 @@ def program(text: str) -> list[str]:
 def engine(folder: Path, text: str) -> list[str]:
     """Return the command of a program in the engine's place.
 
-    After its RestoreModels the program has `models` loaded. It runs `text` for every frame. Each process writes a line
-    to the file `diary`: the models to restore and the models to keep out. `recorder` writes the shared page.
+    After its RestoreModels the program has `models` loaded; one with the name `slow` is loading instead. It runs `text`
+    for every frame. After each MemoryLimits it writes a line to the file `diary`: the models to restore and the models
+    to keep out. `recorder` writes the shared page.
     """
     head = f"""
         from node.engine.process.interface import NativeCallKind
