@@ -54,7 +54,7 @@ class TierRun:
     most_memory: int = 0
     most_disk: int = 0
     before: EngineCounters | None = None
-    """Counts when the disk tier came to its quota; None until then."""
+    """Counts when the disk tier reached its quota; None until then."""
     counts: EngineCounters = field(default_factory=EngineCounters)
     cache: CacheState = field(default_factory=CacheState)
 
@@ -65,7 +65,7 @@ class TierRun:
 
     @property
     def returned_tokens(self) -> int:
-        """Tokens of preempted rows at their return, since the disk tier came to its quota."""
+        """Tokens of preempted rows at their return, since the disk tier reached its quota."""
         return 0 if self.before is None else self.counts.returned_tokens - self.before.returned_tokens
 
     @property
