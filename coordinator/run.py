@@ -80,7 +80,7 @@ def announce_ready(ready: Callable[[dict[str, Any]], None], facts: dict[str, Any
 
 
 def _raise_file_limit() -> None:
-    """Raise this process's limit of open files. macOS starts with 256, and each client needs one."""
+    """Raise this process's limit of open files. macOS starts with 256, and each client needs an open file."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if most == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, most)
     if now != resource.RLIM_INFINITY and now < wanted:

@@ -151,7 +151,7 @@ def _comments(source: str) -> Iterator[Text]:
 
 
 def reads_as_prose(text: str) -> bool:
-    """Return whether a string is a text for a person: four words, and few signs that are not letters."""
+    """Return whether a string is a text for a person: one line, at least four words, and few signs but letters."""
     letters = sum(one.isalpha() or one in " ,.'" for one in text)
     return len(WORD.findall(text)) >= 4 and letters >= 0.85 * len(text) and "\n" not in text.strip()
 
@@ -220,7 +220,7 @@ def files() -> Iterator[Path]:
 
 
 def room_of(name: str) -> str:
-    """Return the room of a file by its path in the repository: its package, with the first folder in it."""
+    """Return the room of a file by its path in the repository: its package with the first folder in it, or `top`."""
     parts = name.split("/")[:-1]
     return "/".join(parts[:2]) or "top"
 

@@ -138,7 +138,7 @@ class _PrivateRotatingHandler(logging.handlers.RotatingFileHandler):
     """
 
     _failures = 0
-    """Records that could not be written since the last one that was."""
+    """Number of records that could not be written since the last written record."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""

@@ -76,8 +76,10 @@ def sync_tree(folder: Path) -> None:
 
 
 def open_missing_streams() -> None:
-    """Open the null device as each standard stream that is closed. Another file would get its number, and a write to
-    the stream would raise `AttributeError`. Call this before the process opens files."""
+    """Open the null device as each standard stream that is closed. Call this before the process opens files.
+
+    Otherwise another file would get the number of the stream, and a write to the stream would raise `AttributeError`.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = os.fdopen(os.open(os.devnull, os.O_RDWR), mode)

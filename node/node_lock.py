@@ -41,7 +41,8 @@ def name_unusable_files() -> Generator[None]:
 class NodeLock:
     """Lock of the folder of a node (STATE/node). Its file has the process id for `cluster leave`.
 
-    The signal of `cluster leave` is held back until the node handles it. It would end the process before.
+    SIGUSR1, the signal of `cluster leave`, is blocked until the node handles it, because it would end the process
+    before.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -99,7 +99,7 @@ class ProductionRouter:
         self.dispatcher.handle_lost_node(node, reason)
 
     def handle_freed_memory(self, node: NodeId) -> None:
-        """Ignore the change."""
+        """Ignore freed memory, of which a real router learns only by reports."""
 
     def submit(self, turn: ConversationTurn) -> None:
         """Submit a turn as a streaming request to the dispatcher, and consume its stream."""
@@ -198,7 +198,7 @@ class PeerRouter:
         return live
 
     def handle_freed_memory(self, node: NodeId) -> None:
-        """Ignore the change."""
+        """Ignore freed memory, of which a real router learns only by reports."""
 
     def submit(self, turn: ConversationTurn) -> None:
         """Send a turn to the best node; fail the turn if no ready node has its model. Retry without a link."""

@@ -71,7 +71,7 @@ def covered(found: Mapping[str, Any], wanted: Iterable[Room]) -> list[Covered]:
 
 
 def table(sums: Iterable[Covered]) -> str:
-    """Write the report as a Markdown table."""
+    """Return the report as a Markdown table."""
     lines = ["| room | branches | taken | share | floor |", "|---|---|---|---|---|"]
     lines += [
         f"| {one.room.name} | {one.branches} | {one.taken} | {one.percent:.1f} % | {one.room.floor:g} % |"

@@ -69,7 +69,8 @@ def choose_typed(
     """Return the paths to check: the packages, the changed Python files of the tests, and tests that import a changed
     module.
 
-    `changed` has the paths that differ from the verified commit; None if they are unknown: everything is checked.
+    `changed` has the paths that differ from the verified commit; None if they are unknown. The result is then an empty
+    list, which stands for everything.
     `sources` has the texts of `tests`; None: they are read from the repository.
     """
     if changed is None:

@@ -15,7 +15,7 @@ TEST = re.compile(r"`(?P<file>tests/[\w/]+\.py)::(?P<name>\w+)`")
 
 
 def rows(area: Path) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """Return the rows of an area's table: the sentence, and file and name of each of its tests."""
+    """Yield the rows of an area's table: the sentence, and file and name of each of its tests."""
     table = [line for line in area.read_text().splitlines() if line.startswith("|")]
     for line in table[2:]:
         found = ROW.match(line)

@@ -27,7 +27,7 @@ pytest.skip("needs a moon", allow_module_level=True)
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A project with our conftest and one file that skips."""
+    """Make a project with our conftest and one file that skips."""
     tests = tmp_path / "tests"
     (tests / "support").mkdir(parents=True)
     shutil.copy(HERE / "conftest.py", tests)

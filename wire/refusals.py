@@ -63,9 +63,10 @@ class RefusalCode(StrEnum):
     UNSUPPORTED = "unsupported_parameter"
     """The model or the node does not support a part of the request."""
     NO_MODEL = "model_not_found"
-    """No node, or not this one, has the model."""
+    """No node has the model, or the node that refused does not have it."""
     NOT_READY = "engine_not_ready"
-    """No node, or not this one, serves requests now: its engine starts, its link is lost, or it is cordoned."""
+    """No node serves requests now, or the node that refused does not: its engine starts, its link is lost, or it is
+    cordoned."""
     DRAINING = "node_draining"
     """The node accepts no new requests."""
     QUEUE_FULL = "queue_full"

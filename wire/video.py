@@ -100,7 +100,7 @@ class VideoPackage(WireStruct, frozen=True, array_like=True, gc=False):
     token_side: Natural = 16
     """Side of a spatial token in pixels; both sides of a picture are rounded up to a multiple."""
     token_frames: Natural = 4
-    """Frames of a temporal token; a clip has 1 + a multiple of it."""
+    """Frames of a temporal token. A clip has one frame more than a multiple of this number."""
     fps: Natural = 16
     """Default frames per second of the package."""
     steps: Natural = 40

@@ -1,7 +1,7 @@
 """Expression trees of the alert rules: rendered as PromQL, and evaluated on the coordinator's own samples.
 
-Prometheus and the coordinator must agree on the meaning of an alert, hence the rule is written once, as a tree of these
-nodes. A value is a vector (series by their labels) or one plain number. As in PromQL, a comparison keeps the series for
+Prometheus and the coordinator must agree on the meaning of an alert, hence the rule is written once, as an expression
+tree. A value is a vector (series by their labels) or one plain number. As in PromQL, a comparison keeps the series for
 which it holds. Two vectors match where all their labels are equal.
 
 Two differences from PromQL: `Increase` adds observed increases without extrapolation, and a series that is absent from

@@ -110,7 +110,10 @@ def _is_literal_loopback(host: str) -> bool:
 
 
 def resolve_host(host: str, port: int) -> Sequence[str]:
-    """Return the IP addresses of a host, without duplicates. Raise `OSError` if the name cannot be resolved."""
+    """Return the IP addresses of a host, without duplicates.
+
+    Raise `OSError` if the name cannot be resolved, and `UnicodeError` if the host cannot be a DNS name.
+    """
     entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 

@@ -67,7 +67,7 @@ class SnapshotSources:
 
 
 def _remove_actor(row: dict[str, object]) -> dict[str, object]:
-    """Remove the name of the administrator from the row of a pull, because the page is open to keys for metrics."""
+    """Remove the name of the administrator from the row of a pull, because keys with the scope `metrics` read it."""
     return {name: value for name, value in row.items() if name != "actor"}
 
 

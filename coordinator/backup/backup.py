@@ -218,7 +218,7 @@ def _measure(path: Path) -> tuple[int, str]:
 
 
 def _find_outside_files(config: Path) -> tuple[str, ...]:
-    """Return the files that the settings name."""
+    """Return the paths of certificate files that the settings file names; empty if the file cannot be read."""
     try:
         flat = from_tree(tomllib.loads(config.read_text())) if config.exists() else {}
     except (OSError, ValueError):
@@ -250,7 +250,7 @@ def _write(file: Path, members: list[Path], manifest: Manifest, passphrase: byte
 
 
 class _Writer:
-    """Plain or encrypted file."""
+    """Writer of a backup file, encrypted if `passphrase` is not None. The constructor writes `MAGIC`."""
 
     def __init__(self, out: BinaryIO, passphrase: bytes | None) -> None:
         self._encryption = EncryptingWriter(out, passphrase) if passphrase is not None else None

@@ -99,7 +99,7 @@ SECTIONS = {
 COMMANDS = {name: command for section in SECTIONS.values() for name, command in section.items()}
 """Verb → implementation and summary."""
 NAMES = ("cluster", "macpool")
-"""Names of the command: graphviz has a `cluster` of its own on many machines."""
+"""Names of the command. There are two, because graphviz installs another program `cluster` on many machines."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
@@ -117,7 +117,8 @@ class LazyGroup(CommandGroup):
     ) -> Any:
         """Run a verb and print its error.
 
-        Exit the process with an exit code of the help, unless the code is 0. A closed output pipe counts as success.
+        Exit the process with one of the codes that `cluster --help` lists, unless the code is 0. A closed output pipe
+        counts as success.
         """
         try:
             code = super().main(args, prog_name, complete_var, False, **extra)

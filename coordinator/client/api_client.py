@@ -28,7 +28,8 @@ MEMBER_PATHS = frozenset({"/api/v1/status", "/api/v1/nodes", "/api/v1/models"})
 FOLLOW_TIMEOUT_SECONDS = 86400.0
 """Seconds without data after which a command that follows a log ends."""
 RESTART_SECONDS, RESTART_POLL_SECONDS = 60.0, 1.0
-"""Maximum duration of a restart of the coordinator for a command that waits, and the interval of its tries."""
+"""Seconds for which a command that waits repeats its request while the coordinator restarts, and seconds between two
+tries."""
 LOGIN_FILE = "login.json"
 """File in the state folder (0600) with the data of `cluster login`."""
 
@@ -265,8 +266,8 @@ class ApiSession:
         """Request a path whose body has no end, and yield the body as it arrives. `timeout` is in seconds, for each
         read.
 
-        Raise the errors of `stream`. Raise `CommandError` when the coordinator ends the body: if it refuses the key by
-        now, with its message.
+        Raise the errors of `stream`. Raise `CommandError` when the coordinator ends the body. If the coordinator
+        refuses the key by then, the error has the coordinator's message.
         """
         yield from self.stream(path, timeout)
         self.request_json("GET", "/api/v1/version")
@@ -276,7 +277,7 @@ class ApiSession:
     def read_body(self, response: http.client.HTTPResponse, timeout: float) -> Iterator[bytes]:
         """Yield the body of a response as it arrives. Raise `CommandError` if the connection breaks before the end.
 
-        `timeout` is the timeout of the request in seconds, for errors.
+        `timeout` is the timeout of the request in seconds, for errors. Raise the errors of `select_coordinator`.
         """
         return iterate_body(response, self.select_coordinator().url, timeout)
 

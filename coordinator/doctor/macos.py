@@ -1,4 +1,4 @@
-"""Parsers for the output of macOS's tools. They do no I/O, and are not verified on macOS until the checklist is done.
+"""Parsers for the output of macOS's tools. The parsers do no I/O, and were not run on macOS (docs/macos-checklist.md).
 
 The texts in the tests come from the tools' manuals and public reports. For missing data, every parser returns None or
 an empty value. macOS changes such texts between versions, and a guess is worse than no answer.

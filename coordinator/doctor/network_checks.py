@@ -100,7 +100,7 @@ def _wait_for_query(line: socket.socket, question: bytes) -> bool:
 
 
 def check_proxy(here: HostProbe) -> Finding:
-    """Check that no proxy is set, or any NO_PROXY. Warn otherwise: requests to the pool must not use a proxy."""
+    """Check that no proxy is set, or that NO_PROXY is set. Warn otherwise: pool requests must not use a proxy."""
     variables = here.find_variables(*PROXIES)
     if variables and not here.find_variables("NO_PROXY"):
         return warn(

@@ -16,7 +16,7 @@ PREFIXES = ("/v1/", "/v2/", "/api/")
 CONTROL_PREFIX = "/api/v1/"
 """Beginning of the paths of the control API."""
 PREFLIGHT_SECONDS = 7200
-"""Time for which a browser may reuse the answer to a preflight request: the maximum of Chrome."""
+"""Seconds for which a browser may reuse the answer to a preflight request: the maximum of Chrome."""
 _NETWORK = b"access-control-request-private-network"
 
 

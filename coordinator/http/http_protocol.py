@@ -65,7 +65,7 @@ class UnchunkedSend:
         self._without_length = False
 
     async def __call__(self, message: Message) -> None:
-        """Send a message, with the length of its part as the length that uvicorn expects."""
+        """Send a message. For an answer without `content-length`, let uvicorn expect the bytes of each part."""
         if message["type"] == "http.response.start":
             self._without_length = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
             if self._without_length:

@@ -18,8 +18,8 @@ from wire.histogram import Histogram, HistogramSnapshot
 
 PREFIX = "macpool_"
 MAX_MODELS_PER_NODE = 32
-"""Maximum models of a node with their own series, until the coordinator restarts. Also the maximum models with a series
-because nodes have different models of one name."""
+"""Maximum models of a node with their own series, until the coordinator restarts. Also the maximum models in
+`cluster_model_fingerprints`."""
 OTHER = "other"
 """Label value for every value outside a closed set."""
 

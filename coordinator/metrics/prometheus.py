@@ -1,6 +1,7 @@
 """Configuration file of Prometheus for a pool.
 
-`type: Bearer` is explicit, because inside `http_sd_configs` Prometheus 2.42 omits it and is refused.
+`type: Bearer` is explicit, because inside `http_sd_configs` Prometheus 2.42 sends no type by default, and the
+coordinator refuses a request without a type.
 """
 
 from urllib.parse import urlsplit

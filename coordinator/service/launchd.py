@@ -1,6 +1,6 @@
 """The service as a launchd job, and parsing of launchctl's output. Does no I/O.
 
-Not verified on macOS: see `service` in the checklist.
+Not verified on macOS: see `service` in docs/macos-checklist.md.
 
 A LaunchDaemon, not an agent: daemons need no permission for the local network (TN3179) and run before any login. The
 job runs as an ordinary user. ProcessType is Interactive, because Standard and Background throttle CPU and disk. launchd

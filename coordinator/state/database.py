@@ -6,7 +6,7 @@ flush()` returns after all changes up to now are on disk. Code that issues a cer
 
 A failed write breaks the store permanently: every later change raises `StoreError`. Memory and disk no longer agree,
 and only a restart shows the stored state. Reads still work, and the pool keeps serving. Any other error of the writer
-thread calls `on_death`, which ends the coordinator. Every `flush` still returns.
+thread calls `on_death`, which ends the coordinator. Every `flush` after such an error ends with `StoreError`.
 """
 
 import sqlite3

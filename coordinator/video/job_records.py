@@ -1,4 +1,4 @@
-"""Records of jobs and of measured memory on disk. After a failed write every `flush` fails; jobs in the table run."""
+"""Records of jobs and of measured memory on disk. After a failed write, every `flush` fails, but open jobs run on."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future

@@ -83,7 +83,7 @@ class AgentParts:
 
 
 class Agent:
-    """Agent of this node.
+    """Agent of this node: handles the frames of the coordinator, and starts and stops the links.
 
     `version` is the installed version of Macpool. `on_ready(address)` is called with the coordinator's address
     (`host:port`) when this node is linked and its engine is ready, and again after later changes. `link_timeouts` are
@@ -218,7 +218,8 @@ class Agent:
             self._notify_ready()
 
     def _build_paused_refusal(self) -> Refused:
-        """Return the refusal of a request while this Mac is paused. Every coordinator knows its code."""
+        """Return the refusal of a request while this Mac is paused. The code is `DRAINING`, which coordinators of all
+        versions know."""
         sharing = self._parts.sharing
         text = f"this Mac accepts no requests: {sharing.sharing_state.why}"
         return Refused(RefusalCode.DRAINING, text, None, sharing.compute_retry_after(), self._name)

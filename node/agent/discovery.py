@@ -99,7 +99,7 @@ async def find_services(
 
 
 class _Search:
-    """Resolved and cleaned records of one search."""
+    """One Bonjour search for services of a role: resolves their records and stores the valid ones."""
 
     def __init__(self, zeroconf: Zeroconf, role: str, hint: str) -> None:
         self._zeroconf = zeroconf
@@ -121,7 +121,7 @@ class _Search:
             task.add_done_callback(self._tasks.discard)
 
     async def wait(self, seconds: float) -> None:
-        """Return after `seconds`, or `SETTLE_SECONDS` seconds after the first record."""
+        """Wait until `SETTLE_SECONDS` seconds after the first record, at most `seconds`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._first.wait()

@@ -20,9 +20,11 @@ UNREADABLE_SECONDS = 30.0
 
 
 class DiskMeter:
-    """Meter of the disk of a folder. `measure` measures it, and may block. `clock` returns monotonic seconds.
+    """Meter of the disk of a folder. `measure` returns the size and free bytes of the disk, and may block. `clock`
+    returns monotonic seconds.
 
-    The construction waits at most `FIRST_SECONDS` for the first measurement. While one blocks, no other one begins.
+    The construction waits at most `FIRST_SECONDS` for the first measurement. While a measurement blocks, no other one
+    begins.
     """
 
     def __init__(

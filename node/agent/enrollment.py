@@ -206,7 +206,8 @@ async def _with_code(
 async def _fetch_authority(host: str, port: int) -> EnrollAuthority:
     """Fetch the CA over an unverified connection. Only a pin or a code makes the answer trustworthy.
 
-    Raise `CoordinatorUnreachable` if the answer has no valid cluster id. Errors of the connection propagate.
+    Raise `CoordinatorUnreachable` if the connection fails or the answer has no valid cluster id, `EnrollDenied` for a
+    denial.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3

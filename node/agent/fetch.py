@@ -22,7 +22,7 @@ ANSWER_CHUNK_BYTES = 32 * 1024
 
 
 class FetchAnswers:
-    """Answers of this node. `log_file` is the log of the node."""
+    """Sender of this node's answers to fetch requests. `log_file` is the log of the node."""
 
     def __init__(self, log_file: Path, supervisor: Supervisor, lease_manager: LeaseManager) -> None:
         self._log_file = log_file

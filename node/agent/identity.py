@@ -67,7 +67,7 @@ class NodeIdentity:
     seal: bytes = b""
     """Signature of `generation` by the CA."""
     is_generation_stored: bool = True
-    """Whether the files have `generation`."""
+    """Whether `generation` is stored in the files."""
 
 
 class _StoredIdentity(msgspec.Struct, frozen=True):

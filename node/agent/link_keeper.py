@@ -357,7 +357,7 @@ class LinkKeeper:
                 await self._changed.wait()
 
     async def _wait_until_left(self, state: LinkState, seconds: float | None) -> None:
-        """Wait until `run` must leave a state, at most `seconds`; None: without a limit."""
+        """Wait until the state is no longer `state`, at most `seconds`; None: without a limit."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self._life.state is state:

@@ -3,7 +3,7 @@
 Without a token the identity is used, or its error is reported. With a token, a person wants this machine in that
 cluster. An identity that is copied, damaged, or denied by the coordinator at the first frame is then replaced. An
 identity of another cluster is not replaced, because that cluster would lose the node without a goodbye. A node that was
-removed while it ran does not join again, because the token of its first join does not request that.
+removed while it runs does not join again with the token of its first join.
 """
 
 import hashlib

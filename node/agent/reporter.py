@@ -106,9 +106,9 @@ class Reporter:
     def send_soon(self) -> None:
         """Schedule a report if a value has changed that concerns the coordinator. Generated tokens cause no report.
 
-        The report comes at least `MIN_REPORT_GAP_SECONDS` after the last one. After a change of the models, such as a
-        load, it is sent now. The coordinator must know the models at the next answer, and the engine reports them
-        before it answers. Do nothing without a link.
+        The report is sent at least `MIN_REPORT_GAP_SECONDS` after the last one. After a change of the models, such as a
+        load, the report is sent now. The engine reports such a change before it answers, and the coordinator must know
+        the models when it gets the answer. Do nothing without a link.
         """
         if self._links.current is None or self._last_report_key == self._compute_report_key():
             return

@@ -52,7 +52,8 @@ class SharingEffects:
     def apply_sharing_action(self, act: SharingAction, sharing: SharingState) -> None:
         """Run an action of the sharing rule. `sharing` has the reason.
 
-        Ended requests are those that no other node had room for. The coordinator may still resume them on another node.
+        Ended requests are those that are still open, because no other node had room for them. The coordinator may
+        resume them on another node later.
         """
         match act:
             case SharingAction.END_REQUESTS:

@@ -32,7 +32,7 @@ class RequestLimits(NamedTuple):
     def compute_shape(
         self, prepared: PreparedRequest | PreparedEmbedding, descriptor: ModelDescriptor
     ) -> preflight.RequestShape:
-        """Return the size of a prepared request for a model: prompt, limit and expected answer in tokens.
+        """Return the size of a prepared request for a model: tokens of prompt, limit and expected answer, and choices.
 
         The size of a request for embeddings is that of its longest text, with 0 tokens of answer and one choice.
         """
@@ -70,7 +70,7 @@ def compute_admission_cost(shape: preflight.RequestShape, ledger: CostLedger, mo
 
 
 def compute_waiting_bytes(shape: preflight.RequestShape, descriptor: ModelDescriptor) -> int:
-    """Return the bytes that the rows of a request will hold once its model is loaded, from the model's files."""
+    """Return the bytes of KV of a request's rows, from the model's files, for a model that is not loaded yet."""
     return compute_row_bytes(descriptor.kv, shape.length) * shape.choices
 
 

@@ -42,15 +42,15 @@ class LoadFacts(NamedTuple):
     """Facts about the load of a model that is not loaded."""
 
     weights: int = 0
-    """Bytes of its weights once loaded."""
+    """Bytes of the weights once loaded."""
     expected_seconds: float = 0.0
-    """Expected duration of its load, in seconds."""
+    """Expected duration of the load, in seconds."""
     waste: int = 0
     """Bytes of padding that a decode batch may have under the cap in force."""
     loading: bool = False
-    """Whether its load is in progress or queued."""
+    """Whether the load is in progress or queued."""
     progress: float = 0.0
-    """Loaded share of its weights, 0 to 1."""
+    """Loaded share of the weights, 0 to 1."""
     cause: str = ""
     """Why the model cannot be loaded; empty if it can."""
 

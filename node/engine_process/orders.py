@@ -9,7 +9,7 @@ from wire.frames import EngineReport, MemoryLimits, ReclaimMemory, ReduceMemory
 
 
 class EngineReports:
-    """Reports of the current child."""
+    """Latest report of the current child, and its time of arrival."""
 
     def __init__(self) -> None:
         self._latest: EngineReport | None = None

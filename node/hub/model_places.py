@@ -66,8 +66,8 @@ def find_in_model_folders(settings: ModelSettings, name: str) -> ModelPlace | No
 
 
 def remove_model(place: ModelPlace) -> int:
-    """Delete a model, of the cache with all revisions, and return the freed bytes. Files with a further hard link free
-    no bytes.
+    """Delete a model, with all revisions if it is in the cache, and return the freed bytes. Files with a further hard
+    link free no bytes.
 
     Raise `ModelFileError` for a link, for a model folder of the settings itself, and for a repository that another
     process works on. Raise `OSError` if a file cannot be deleted.

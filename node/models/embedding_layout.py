@@ -35,7 +35,7 @@ class DenseLayer:
     """Dense layer after the pooling."""
 
     file: str
-    """Path of its weights, relative to the folder of the model."""
+    """Path of the layer's weights, relative to the folder of the model."""
     inputs: int
     """Numbers of a vector before the layer."""
     outputs: int
@@ -45,7 +45,7 @@ class DenseLayer:
     activation: Activation
     """Function after the layer."""
     nbytes: int
-    """Bytes of its weights."""
+    """Bytes of the layer's weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,8 +37,8 @@ class FolderScan:
         return self._call
 
     def get_models(self) -> Mapping[str, ModelDescriptor]:
-        """Return the models of the latest complete scan by name. If the next one has run for `UNREADABLE_SECONDS`, they
-        have that as their cause."""
+        """Return the models of the latest complete scan by name. If a newer scan has run for `UNREADABLE_SECONDS`, the
+        models have a `cause` that names the folder."""
         if self._call is not None and self._call.done():
             self._latest = self._call.result()
         elif self._clock() - self._begun_at >= UNREADABLE_SECONDS:

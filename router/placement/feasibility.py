@@ -9,7 +9,7 @@ from wire.report import Model
 
 _FIT: tuple[str, RefusalCode | None] = ("", None)
 _READY, _PAUSED = NodeState.READY, NodeState.PAUSED
-"""Constants of this module, because Python 3.11 takes 0.1 us for a member of an enumeration."""
+"""Constants of this module, because Python 3.11 takes 0.1 µs to look up a member of an enumeration."""
 
 
 def find_infeasible_reason(

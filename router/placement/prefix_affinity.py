@@ -59,7 +59,7 @@ class _Session:
     node: NodeId
     generation: int
     size: int
-    """Characters of its last prompt."""
+    """Characters of the last prompt of the conversation."""
     trust: float = 1.0
     """Trust factor of the name, 0 to 1."""
 

@@ -2,10 +2,10 @@
 
     event                                             the request
     ────────────────────────────────────────────────  ─────────────────────────────────────────────
-    its engine crashed in a native call for it        ends: it may be the cause, and is never placed again
-    its engine died while it only waited or decoded   resumes elsewhere, once; a second crash ends it
-    its node was lost, fell silent, leaves or drains  resumes elsewhere, MAX_LOSSES times
-    its node has no memory left to continue it        resumes elsewhere, or there once it fits: counted as a loss
+    engine crashed in a native call for the request   ends: may be the cause, and is never placed again
+    engine died while the request waited or decoded   resumes elsewhere, once; a second crash ends it
+    node was lost, fell silent, leaves or drains      resumes elsewhere, MAX_LOSSES times
+    node has no memory left to continue the request   resumes elsewhere, or there once it fits: counted as a loss
 
 To resume, another node with the same model (`fingerprint`) gets the known token ids and generates the rest
 (`wire.frames.Generate.resume`). A request of which the client has received nothing may also be retried from the

@@ -21,7 +21,7 @@ AT_ONCE = 32
 
 
 def bench_begin(folder: Path) -> list[Row]:
-    """Time the three commands, twice: the first run fills the cache."""
+    """Time the three commands, after an install that fills the cache."""
     _install(folder / "warm")
     began = time.monotonic()
     command = _install(folder / "new")

@@ -261,7 +261,7 @@ def _measure_gaps(lab: _PullPool) -> Row:
 
 
 async def _stream(lab: _PullPool) -> float:
-    """Stream chats without a transfer, and return the p99 of the gaps. They are as long as those during one."""
+    """Stream chats without a transfer, as long as those during one. Return the p99 of the gaps in seconds."""
     gaps = list[float]()
     for _ in range(STREAM_STARTS):
         gaps += await _stream_once(lab)

@@ -37,7 +37,7 @@ SECONDS = 300
 
 
 def install(client: Client) -> None:
-    """Install a client, once."""
+    """Install a client, once. Raise OSError or CalledProcessError, and remove the client's folder, if that fails."""
     place = FOLDER / client.name
     if place.exists():
         return
@@ -68,7 +68,10 @@ def variables(client: Client, made: Pool, recorder: Recorder) -> dict[str, str]:
 
 
 def run(client: Client, made: Pool, recorder: Recorder, home: Path) -> tuple[int, str]:
-    """Run a client once, and end its remaining processes; return its exit code and its last line of output."""
+    """Run a client once, and end its remaining processes. Return its exit code and its last line of output.
+
+    The exit code is -1 for a client that was ended after `SECONDS`.
+    """
     meant = {"base": recorder.url, "key": made.key, "folder": str(FOLDER), "home": str(home), "name": client.name}
 
     def filled(text: str) -> str:
@@ -144,7 +147,7 @@ def _pool() -> Iterator[Pool]:
 
 
 def main() -> int:
-    """Run all clients that can run here, or the named ones."""
+    """Run all clients that can run here, or the named ones. Return 1 if one fails, otherwise 0."""
     wanted, bad = set(sys.argv[1:]), 0
     RECORDED.mkdir(exist_ok=True)
     with _pool() as made:

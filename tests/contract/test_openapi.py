@@ -25,8 +25,9 @@ OURS = {501, 503}
 TRUE = {"true", "1", "on", "t", "y", "yes"}
 """Values that the API reads as true."""
 EXAMPLES = 4
-EVERY_CHECK: Any = list(HealthCheck)
 """Examples of each kind for every operation, bounded to limit the duration of the suite."""
+EVERY_CHECK: Any = list(HealthCheck)
+"""Health checks of Hypothesis, all of which are suppressed."""
 
 
 def validate(case: Any, answer: requests.Response) -> None:

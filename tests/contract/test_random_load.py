@@ -18,7 +18,11 @@ PATIENCE = [0.005, 0.02, 0.1, 20.0, 20.0]
 
 
 async def client(url: str, key: str, chance: random.Random, patience: float) -> str:
-    """Send one request, in one of many ways; return how it ended."""
+    """Send one request, in one of many ways.
+
+    Return "left" if the client left after `patience` seconds, and "answered" for a complete answer. Otherwise return a
+    text with the status of the error.
+    """
     body = ASK | {"stream": chance.random() < 0.6, "n": chance.randint(1, 3)}
     async with httpx.AsyncClient(
         trust_env=False, base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=30

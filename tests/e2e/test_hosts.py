@@ -218,7 +218,10 @@ def test_short_silence_moves_nothing_and_a_longer_one_only_new_work(lab: Lab) ->
 
 
 def _states_during_a_cut(lab: Lab, seconds: float, watch: float) -> set[str]:
-    """Cut studio's cable just after a report, for a silence as long as the cut, and record its states."""
+    """Cut studio's cable for `seconds`, just after a report, to make its silence as long as the cut.
+
+    Return the states of studio in the `watch` seconds after the cut began.
+    """
     until(lambda: lab.pool.node("studio")["heard_seconds"] < 0.1, what="a report")
     lab.hosts.cut(lab.hosts[2])
     mend = threading.Timer(seconds, lab.hosts.restore, [lab.hosts[2]])

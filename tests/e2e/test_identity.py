@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def divided() -> Iterator[Pool]:
-    """Three nodes: two hold the model `alpha`, one the model `beta`, all under one name."""
+    """Start three nodes under one model name: one holds the model `beta`, two the model `alpha`."""
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         made.up()
         for name, identity in (("one", "beta"), ("two", "alpha"), ("three", "alpha")):

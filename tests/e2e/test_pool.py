@@ -161,7 +161,10 @@ def test_a_node_with_a_dying_engine_shows_reason_and_end_of_its_exclusion(cluste
     deaths = 0
 
     def dies() -> bool:
-        """Kill the working engine, once it is ready again."""
+        """Kill the engine of `frail` during an answer. Return whether the breaker is not closed after that.
+
+        Return False at once if the engine is not ready.
+        """
         nonlocal deaths
         if not cluster_pool.serves("frail"):
             return False

@@ -188,7 +188,7 @@ def unnoticed(pair: Pool, after: Told, undisturbed: list[Heard], rewriting: floa
 
 
 def rewriting(pair: Pool, count: int) -> float:
-    """Measure how long one node takes to prefill `count` new prompts of about a hundred tokens."""
+    """Return the seconds in which one node prefills `count` new prompts of about a hundred tokens."""
     url, headers = f"{pair.facts['base_url']}/chat/completions", {"Authorization": f"Bearer {pair.key}"}
     salt = time.monotonic()
 

@@ -103,7 +103,7 @@ def _restore(folder: Path, content: bytes) -> tuple[DiskRestore, Any]:
 
 
 def run(seed: int, count: int) -> list[str]:
-    """Return a sentence for each mutated file that was used, or that raised."""
+    """Return a sentence for each mutated file that raised an error, or was restored with damaged content or shapes."""
     random, wrong = Random(seed), list[str]()
     written = mx.array(np.random.default_rng(0).random((2, *SHAPE), np.float32))
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))

@@ -267,7 +267,7 @@ def _headers(found: Any) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def strictly(data: bytes) -> Iterator[Seen]:
-    """Read with h11, and answer each request, because h11 then reads the next one."""
+    """Yield the requests that h11 reads. Answer each of them, because h11 then reads the next one."""
     while True:
         conn = h11.Connection(h11.SERVER, max_incomplete_event_size=64 * 1024)
         conn.receive_data(_SPACES.sub(rb"\1 \2 HTTP/", data.lstrip(b"\r\n")))

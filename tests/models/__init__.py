@@ -31,8 +31,8 @@ CACHE = ROOT / ".cache" / "models"
 def path(arch: str, *, trained: bool = True, preset: str = "tiny") -> Path:
     """Return the folder of a model; make a random model that does not exist yet.
 
-    `arch` is one of architectures.ARCHITECTURES and `preset` one of its PRESETS. ValueError: the repository does not
-    have this trained model. CalledProcessError, with the output as a note: making the model failed.
+    `arch` is one of architectures.ARCHITECTURES and `preset` one of its PRESETS. Raise ValueError if the repository has
+    no such trained model, and CalledProcessError, with the output as a note, if making the model fails.
     """
     if trained:
         if preset != "tiny" or arch not in ("llama", *TRAINED):

@@ -35,7 +35,10 @@ def answers() -> str:
 
 
 def lesson(tokenizer: TokenizerWrapper, conversation: Conversation) -> Lesson:
-    """Return a conversation's tokens as on a server: the templated prompt, followed by the generated reply."""
+    """Return a conversation's tokens as on a server: the templated prompt, followed by the generated reply.
+
+    Raise ValueError if the template writes the prompt differently once a reply follows.
+    """
     before, tools = conversation.messages[:-1], list(conversation.tools) or None
     prompt = _render(tokenizer, before, tools, asking=True)
     whole = _render(tokenizer, conversation.messages, tools, asking=False)

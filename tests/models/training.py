@@ -161,7 +161,7 @@ class Course:
 
 
 def _rate(plan: Plan, step: int) -> float:
-    """Rise linearly, then fall along a cosine to a tenth."""
+    """Return the learning rate of a step: a linear rise in the warm-up, then a fall along a cosine to a tenth."""
     rise = min(1.0, (step + 1) / plan.warm_up)
     return plan.peak_rate * rise * (0.55 + 0.45 * float(np.cos(np.pi * min(1.0, step / plan.falling))))
 

@@ -175,7 +175,8 @@ def report(run: Run, seconds: float, what: str) -> str:
 
 
 def selected(arguments: argparse.Namespace) -> list[Guard]:
-    """Return the guards that the command line selects, in the order in which they run."""
+    """Return the guards that the command line selects, in the order in which they run. Raise SystemExit for an unknown
+    name."""
     guards = load()
     if unknown := set(arguments.names) - {guard.name for guard in guards}:
         sys.exit(f"no guard has the name {', '.join(sorted(unknown))}")
@@ -194,7 +195,10 @@ def selected(arguments: argparse.Namespace) -> list[Guard]:
 
 
 def main() -> int:
-    """Check the selected guards."""
+    """Check the selected guards, and write the report. Return 1 if a guard is wrong, otherwise 0.
+
+    Record a clean commit as verified if all its guards are right, or with --changed all changed ones.
+    """
     parser = argparse.ArgumentParser("python -m tests.neuter", description="Break guarded properties; tests must fail.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="only the guards with these names")
     parser.add_argument(

@@ -125,7 +125,7 @@ def report(outcomes: list[Outcome]) -> str:
 
 
 def main() -> int:
-    """Run the selected areas."""
+    """Run the selected areas, and write the report. Return 1 if an area fails, otherwise 0."""
     parser = argparse.ArgumentParser(
         "python -m tests.neuter.mutants", description="Operator mutants of functions.toml."
     )

@@ -74,7 +74,10 @@ def _key(code: CodeType) -> Key:
 
 
 def functions(names: list[str]) -> list[Function]:
-    """Return the functions with these qualified names; a class or a module stands for all functions in it."""
+    """Return the functions with these qualified names; a class or a module stands for all functions in it.
+
+    Raise LookupError if a name is unknown.
+    """
     found: dict[Key, Function] = {}
     trees: dict[str, ast.Module] = {}
     for name in names:
@@ -226,7 +229,7 @@ def _wait(child: int, limit: float) -> int:
 def _noticed(
     session: pytest.Session, function: Function, mutant: Mutant, live: list[FunctionType], tests: list[int]
 ) -> int:
-    """Replace the code and run the tests in this process until one fails."""
+    """Replace the code and run the tests in this process until one fails; return KILLED, SURVIVED or IMPOSSIBLE."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)

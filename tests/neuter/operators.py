@@ -103,7 +103,7 @@ class Site:
 
 
 def mutants(function: ast.AST, operators: Iterable[str]) -> Iterator[Mutant]:
-    """Return all changes of the named operators in the body of a function, including its nested functions."""
+    """Yield all changes of the named operators in the body of a function, including its nested functions."""
     assert isinstance(function, FUNCTIONS)
     bound = _bound(function)
     chosen = [OPERATORS[name] for name in operators]
@@ -112,7 +112,7 @@ def mutants(function: ast.AST, operators: Iterable[str]) -> Iterator[Mutant]:
 
 
 def _of(site: Site, index: int, chosen: list[Callable[[Site], Iterator[ast.expr | ast.stmt]]]) -> Iterator[Mutant]:
-    """Return the changes of one node and of all below it."""
+    """Yield the changes of one node and of all below it."""
     node = site.node
     for make in chosen if isinstance(node, ast.expr | ast.stmt) else ():
         for new in make(site):
@@ -155,7 +155,7 @@ def _bound(function: ast.AST) -> set[str]:
 
 
 def _values(site: Site) -> Iterator[ast.expr | ast.stmt]:
-    """Return replacements of operators, numbers and branches, and a body without one statement."""
+    """Yield replacements of operators, numbers and branches, and a body without one statement."""
     match site.node:
         case ast.Compare(left, ops, comparators):
             for index, one in enumerate(ops):
@@ -209,7 +209,7 @@ def _is_bound(target: ast.expr, names: Collection[str]) -> bool:
 
 
 def _conditions(site: Site) -> Iterator[ast.expr]:
-    """Return the constants that can replace a condition."""
+    """Yield the constants that can replace a condition."""
     owner, node = site.owner, site.node
     if isinstance(node, ast.Constant) or not isinstance(node, ast.expr):
         return
@@ -222,7 +222,7 @@ def _conditions(site: Site) -> Iterator[ast.expr]:
 
 
 def _members(site: Site) -> Iterator[ast.expr]:
-    """Return a collection without one of its members."""
+    """Yield copies of a collection, each without one of its members."""
     match site.node:
         case ast.Tuple() if isinstance(site.owner, ast.Subscript) or _is_unpacked(site.owner):
             pass
@@ -243,7 +243,7 @@ def _is_unpacked(node: ast.AST) -> bool:
 
 
 def _calls(site: Site) -> Iterator[ast.expr]:
-    """Return a call without one of its keyword arguments, and the first argument in place of a call."""
+    """Yield copies of a call, each without one of its keyword arguments, and the first argument in place of a call."""
     if not isinstance(site.node, ast.Call):
         return
     called, arguments, keywords = site.node.func, site.node.args, site.node.keywords

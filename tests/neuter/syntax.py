@@ -260,8 +260,10 @@ def _parsed(source: str) -> tuple[ast.Module, frozenset[str]]:
 def replaced(source: str, path: list[str], node: str, becomes: str) -> str:
     """Replace the only match of a snippet in a definition; return the new source.
 
-    Lines outside of the replaced statement or expression stay unchanged. NotApplicable: the definition or the match is
-    missing, or there are several matches.
+    Lines outside of the replaced statement or expression stay unchanged if the result can be written in place.
+    Otherwise the complete source is written again, without comments. Raise NotApplicable if the definition or the
+    match is missing, or if there are several matches. Also raise it for a snippet that is no Python or reads an
+    unknown name.
     """
     tree, known = _parsed(source)
     scopes = [Scope(known, one) for one in definitions(tree, path)]

@@ -72,7 +72,7 @@ def all_at_once(client: OpenAI, model: str, answers: list[dict[str, str]]) -> tu
 
 
 def without_power(demo: Pool, client: OpenAI, model: str, one: dict[str, str]) -> tuple[int, int, str]:
-    """Stream an answer in parallel and kill the node that sends the first token.
+    """Stream one answer `STREAMS` times in parallel, and kill the node that sends the first token.
 
     Return the number of verbatim answers, the number of requests in flight on the killed node, and its name.
     """

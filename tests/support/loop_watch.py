@@ -100,7 +100,7 @@ def watch_loop() -> Iterator[Held]:
 def watch_server(base_url: str, pid: int) -> Iterator[Held]:
     """Watch the loop of the coordinator process `pid`, which serves plain HTTP at `base_url`, from outside.
 
-    AssertionError: the server refused or ended the connection of the watch.
+    Raise AssertionError if the server refuses or ends the connection of the watch.
     """
     where, held = urlsplit(base_url), Held()
     command = [sys.executable, "-P", __file__, str(where.hostname), str(where.port), str(pid)]
@@ -122,8 +122,10 @@ def watch_server(base_url: str, pid: int) -> Iterator[Held]:
 
 
 def cpu_clock(pid: int) -> Callable[[], float]:
-    """Return a clock of the CPU seconds of all threads of a process; infinite steps if the kernel does not report
-    them."""
+    """Return a clock of the CPU seconds of all threads of a process.
+
+    If the kernel does not report them, each step of the clock is longer than any wall time.
+    """
     tasks = Path(f"/proc/{pid}/task")
 
     def spent() -> float:

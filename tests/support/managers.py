@@ -1,11 +1,11 @@
 """Stand-ins for launchctl, plutil and systemctl. A file holds the loaded jobs; the output is that of the real tools.
 
-Their rules are those of launchctl(1) of macOS 14 and 15, and of systemctl(1) of systemd 252:
+Their rules are those of launchctl(1) of macOS 14 and 15, and of systemctl(1) of systemd 252. Numbers are exit codes:
 
-`launchctl bootstrap system FILE`: 5 when the job is loaded, or its file has another owner than root or is writable
-  for group or world. The file has the job's label. `bootout`: 3 when the job is not loaded. It returns before the job
-  has ended: the job is listed for `SLOW` more calls of `print`, and stays loaded until then. `print`: 113 when the job
-  is not loaded; else a listing with tabs.
+`launchctl bootstrap system FILE`: 5 when the job is loaded, or its file is writable for group or world. Also 5 when the
+  file has another owner than this user, in place of root. The file has the job's label.
+  `bootout`: 3 when the job is not loaded, else 36. It returns before the job has ended: the job is listed for `SLOW`
+  more calls of `print`, and stays loaded until then. `print`: 113 when the job is not loaded; else a listing with tabs.
 `systemctl show`: also answers for unknown units, with LoadState=not-found. `restart` of such a unit: 5.
 
 A job runs unless the file `broken` is in the same folder. Then the job ends at once with 1. With the file `stuck`, a

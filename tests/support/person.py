@@ -60,7 +60,10 @@ class Person:
         return kept | {"PATH": f"{self._path}:{kept['PATH']}", "XDG_DATA_HOME": "", "XDG_CONFIG_HOME": ""}
 
     def type(self, line: str, *, code: int = 0, answer: str = "") -> str:
-        """Run a shell line and return its output. Raise AssertionError for another exit code or a traceback."""
+        """Run a shell line with the input `answer`, and return its output.
+
+        Raise AssertionError for another exit code than `code`, or for a traceback.
+        """
         done = subprocess.run(
             [*self.host.enter(), "sh", "-c", line],
             capture_output=True,
@@ -84,7 +87,10 @@ class Person:
         return made.get(path)
 
     def look(self, line: str) -> Sequence[str]:
-        """Run a line in a terminal of 80 columns; return the visible lines. AssertionError when one is wider."""
+        """Run a line in a terminal of 80 columns, and return the visible lines.
+
+        Raise AssertionError for a wider line, another exit code than 0, or a traceback.
+        """
         leader, follower = pty.openpty()
         fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         process = subprocess.Popen(
@@ -138,7 +144,7 @@ class Started:
         return "".join(self.process.output) + self.process.log.read_text()
 
     def until(self, pattern: str, seconds: float = SECONDS) -> re.Match[str]:
-        """Wait for a line; raise AssertionError with the output without it."""
+        """Wait for a line that matches `pattern`. Raise AssertionError with the output if none comes."""
 
         def found() -> re.Match[str] | None:
             ended = self.process.popen.poll() is not None

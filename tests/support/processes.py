@@ -112,7 +112,7 @@ class Process:
         return below[0].pid if below else self.popen.pid
 
     def children(self) -> list[psutil.Process]:
-        """Return all processes below it."""
+        """Return all descendants of the process."""
         try:
             return psutil.Process(self.pid).children(recursive=True)
         except psutil.NoSuchProcess:
@@ -158,7 +158,7 @@ class Process:
 
 
 def gone(processes: list[psutil.Process], seconds: float = 10.0) -> None:
-    """Wait until all of these processes have ended."""
+    """Wait until all of these processes have ended. After `seconds`, kill the rest and raise AssertionError."""
     _, alive = psutil.wait_procs(processes, seconds)
     left = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     if left:

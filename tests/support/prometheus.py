@@ -35,7 +35,7 @@ class Prometheus:
     log: Path
 
     def api(self, path: str, **query: str | float) -> Any:
-        """Query its HTTP API; return the data. AssertionError has its message when it refuses."""
+        """Query the HTTP API of Prometheus and return the data. Raise AssertionError with the message of a refusal."""
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         try:
             with OPENER.open(url, timeout=10) as answer:

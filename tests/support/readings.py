@@ -15,11 +15,11 @@ class FailingSource:
         self.fails = fails
 
     def read_footprint(self) -> int | None:
-        """Return the reading, or None while it fails."""
+        """Return the reading, or None while `fails` is set."""
         return None if self.fails else self._below.read_footprint()
 
     def read_high_water_marks(self) -> HighWaterMarks:
-        """Return the marks, empty while it fails."""
+        """Return the marks, empty while `fails` is set."""
         return HighWaterMarks() if self.fails else self._below.read_high_water_marks()
 
     def begin_interval(self) -> bool:
@@ -32,7 +32,7 @@ class FailingSource:
 
 
 def failing(sensor: Sensor) -> FailingSource:
-    """Insert a source that can fail between a sensor and its own."""
+    """Insert a source that can fail between a sensor and its source."""
     made = FailingSource(sensor.source)
     sensor.source = made
     return made

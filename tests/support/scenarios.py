@@ -25,7 +25,7 @@ def rising(per_second: float) -> Values:
 
 
 def until(seconds: float, per_second: float) -> Values:
-    """Return values that rise until then, and stay."""
+    """Return values that rise by `per_second` for `seconds`, and then stay."""
     return lambda now: per_second * min(now, seconds)
 
 

@@ -25,7 +25,7 @@ _seen: list[dict[str, Any]] = []
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Answer one request with the fault that its model names."""
+    """Answer one request with the fault that its model names. At `/seen`, answer with all earlier requests."""
     if scope["type"] != "http":
         return
     body = b""

@@ -122,8 +122,11 @@ class GrammarSpec(WireStruct, frozen=True, array_like=True, gc=False):
 
 
 NO_REPETITION_PENALTY = math.nextafter(1.0, 2.0)
-"""Repetition penalty of a request that turns the penalty of the model off: 1.0 is also that of a request without one.
-Nodes that do not know this number apply it without an effect."""
+"""Repetition penalty of a request that turns off the penalty of the model.
+
+The number 1.0 cannot do that, because a request without a penalty has it as well. Nodes that do not know
+`NO_REPETITION_PENALTY` apply it without an effect.
+"""
 
 
 class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):

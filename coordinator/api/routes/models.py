@@ -30,7 +30,7 @@ COMMAND_ERRORS = (404, 409, 429, 500, 502, 503, 504)
 
 
 class ModelBody(Body):
-    """Body of a command for a model: the model, and the node (name or id). None: the route chooses the nodes."""
+    """Body of a command for a model: the model, and the node (name or id). Without a node, the route chooses nodes."""
 
     model: Annotated[str, Field(min_length=1, max_length=200)]
     node: Annotated[str | None, Field(min_length=1, max_length=100)] = None

@@ -20,7 +20,10 @@ from coordinator.client.errors import NOT_FOUND, TIMED_OUT, CommandError
 
 LEAVE_TIMEOUT_SECONDS = 60.0
 MAX_TOKEN_CHARACTERS = 1000
-"""Characters of the first line of `--token-file` that are read. A pipe takes a longer text only while it is read."""
+"""Maximum characters that are read of the first line of `--token-file`.
+
+The token is written into a pipe before the pipe has a reader, and a longer text could block there.
+"""
 CLUSTER_PORT = 8081
 """Default port of `cluster up` for nodes (`--cluster-listen`)."""
 

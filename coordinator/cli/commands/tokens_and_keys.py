@@ -41,7 +41,7 @@ def format_second(seconds: float) -> str:
 
 
 MAX_DURATION_SECONDS = 10 * 365 * 86400.0
-"""Maximum of a duration. The end of a far longer one is beyond the calendar."""
+"""Maximum of a duration in seconds. `datetime` cannot represent the end of a much longer one."""
 
 
 class Duration(click.ParamType[float]):

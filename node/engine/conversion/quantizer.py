@@ -52,7 +52,7 @@ class QuantizationRun:
         self._reported_at = 0.0
 
     def run(self) -> ChildEnd:
-        """Write the quantized model and return the end.
+        """Write the quantized model. Return the final message of the order.
 
         Raise `OSError` if a file cannot be written, `ValueError` or `RuntimeError` if mlx-lm refuses the model. Raise
         `OrderStopped` if the order is cancelled.
@@ -157,8 +157,8 @@ def _name_file(at: int, count: int) -> str:
 
 
 def run_quantization(order: QuantizeOrder, channel: ChildChannel) -> ChildEnd:
-    """Perform an order and return its end, also after a cancel or a failure. The caller then deletes the incomplete
-    folder of the result."""
+    """Perform an order. Return its final message, also after a cancel or a failure. The caller then deletes the
+    incomplete folder of the result."""
     try:
         return QuantizationRun(order, channel).run()
     except OrderStopped:

@@ -21,7 +21,7 @@ from node.engine.kv.radix_trie import pack
 from node.engine.requests.prepared import PreparedEmbedding
 
 _NEXT_TOKEN = 0
-"""Token after a beginning in its lookup, which leaves out the last token."""
+"""Token id that is appended to a beginning for its lookup, because a lookup leaves out the last token."""
 
 
 class BeginningStore:

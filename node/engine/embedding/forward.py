@@ -66,7 +66,7 @@ class EmbeddingForward(ABC):
 
     @property
     def loaded_model(self) -> LoadedModel:
-        """Model that runs."""
+        """Loaded model that the forward runs."""
         return self.requests[0].loaded_model
 
     @property
@@ -99,7 +99,7 @@ class EmbeddingForward(ABC):
         self._held += above - peak.measure_peak_drop()
 
     def remove_request(self, request: EmbeddingRequest) -> None:
-        """Remove a request that has ended. The forward still computes the texts of the request, without a use."""
+        """Remove a request that has ended. The forward still computes the texts of the request, and discards them."""
         if request in self.requests:
             self.requests.remove(request)
 

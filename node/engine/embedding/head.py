@@ -18,7 +18,7 @@ from node.models.embedding_layout import Activation, EmbeddingLayout, Pooling
 from wire.frames import MAX_VECTORS_BYTES, NUMBER_BYTES
 
 HiddenStates = Callable[..., mx.array]
-"""Function from token ids (texts, tokens), and perhaps a `cache`, to hidden states (texts, tokens, features)."""
+"""Function from token ids (texts, tokens), and an optional `cache`, to hidden states (texts, tokens, features)."""
 _ACTIVATIONS: dict[Activation, Callable[[mx.array], mx.array]] = {
     Activation.IDENTITY: lambda array: array,
     Activation.TANH: mx.tanh,
@@ -32,8 +32,8 @@ _SINGLE = frozenset({Pooling.CLS, Pooling.LAST})
 
 
 class EmbeddingHeadError(ValueError):
-    """Model that computes no vectors. Its layers or Dense weights do not fit together, its vectors are too long, or its
-    architecture gives no access to hidden states."""
+    """Error: a model cannot compute vectors. Its layers or Dense weights do not fit together, its vectors are too long,
+    or its architecture gives no access to hidden states."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -49,7 +49,7 @@ class EmbeddingRequest:
     prepared: PreparedEmbedding
     """The tokenized request."""
     loaded_model: LoadedModel
-    """Its model."""
+    """Model of the request."""
     hold: ModelHold
     """Hold that keeps the model in memory until the request ends."""
     arrived: float
@@ -57,13 +57,13 @@ class EmbeddingRequest:
     floor: int
     """Tokens of the smallest chunk. Without a shared beginning, a text of at most `floor` tokens needs no cache."""
     cached: int = 0
-    """Number of tokens at the start of its first text that the prefix cache had at admission."""
+    """Number of tokens at the start of the first text that the prefix cache had at admission."""
     begun: float = 0.0
-    """Start of its first forward; 0.0 before."""
+    """Start of the first forward; 0.0 before."""
     retry_at: float = 0.0
-    """Time of its next attempt after a refusal by the gate; 0.0 or a past time without a wait."""
+    """Time of the next attempt after a refusal by the gate; 0.0 or a past time without a wait."""
     alone: bool = False
-    """Whether its texts share no forward with those of other requests, because such a forward failed."""
+    """Whether the texts share no forward with those of other requests, because such a forward failed."""
     partial: PartialText | None = None
     """Text or shared beginning in progress over a cache; None without one."""
     waiting: list[int] = field(default_factory=list[int])
@@ -156,7 +156,7 @@ class EmbeddingRequest:
         self.retry_at = until
 
     def run_alone(self) -> None:
-        """Run its texts in forwards of their own from now on."""
+        """Run the texts of this request in forwards of their own from now on."""
         self.alone = True
 
     def take(self, places: Sequence[int]) -> None:

@@ -137,7 +137,7 @@ class EmbeddingRunner:
 
 def _count_parts(loaded_model: LoadedModel, tokens: int, past: int, seconds: float) -> int:
     """Return the number of parts of a forward over `tokens` tokens after `past` cached ones, so that each part takes
-    about `seconds`; 1 if that is 0. The smallest part is a layer."""
+    about `seconds`; 1 if `seconds` is 0. The smallest part is a layer."""
     head = loaded_model.head
     if not seconds or head is None:
         return 1

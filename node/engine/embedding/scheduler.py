@@ -170,7 +170,7 @@ class EmbeddingScheduler:
     ) -> Refused | None:
         """Begin a forward: of whole texts if any fit, else of the next chunk of `first`, of about `tokens` tokens.
 
-        Return the refusal if there is no room. `step`: seconds of a decode step; 0: none.
+        Return the refusal if there is no room. `step`: seconds of a decode step; 0: no row decodes.
         """
         fitting, seconds = self._runner.select_fitting(texts), PART_PER_STEP * step
         if fitting:
@@ -201,7 +201,8 @@ class EmbeddingScheduler:
         return None
 
     def _compute_tokens(self, request: EmbeddingRequest, step: float) -> int:
-        """Return the tokens that fit into the time of the next forward. `step`: seconds of a decode step; 0: none."""
+        """Return the tokens that fit into the time of the next forward. `step`: seconds of a decode step; 0: no row
+        decodes."""
         head = request.loaded_model.head
         parts = MAX_PARTS if head is None else min(MAX_PARTS, head.layers)
         seconds = min(IDLE_CHUNK_SECONDS, PART_PER_STEP * step * parts) if step else IDLE_CHUNK_SECONDS

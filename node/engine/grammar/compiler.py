@@ -158,7 +158,7 @@ class GrammarGuide:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> "GrammarGuide":
-        """Return the data of a tokenizer. This takes a second for a large vocabulary.
+        """Return the data of a tokenizer. This takes about 1 s for a large vocabulary.
 
         Raise `UnsupportedSchema` if answers with this tokenizer cannot follow a grammar.
         """

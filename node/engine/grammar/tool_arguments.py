@@ -95,7 +95,7 @@ class Argument:
     name: str
     """Name of the argument."""
     is_required: bool
-    """Whether it is required."""
+    """Whether the argument is required."""
     schema: Json
     """Complete schema, with the definitions that it refers to and llguidance's options."""
 
@@ -225,7 +225,7 @@ def _find_nullable_text(options: list[object], schema: Json) -> TextArgument | N
 
 
 def _is_plain(text: str) -> bool:
-    """Return whether text is unchanged without blanks at its ends, and is not read as null."""
+    """Return whether text is not empty, has no blanks at its ends, and is not read as null."""
     return bool(text) and text == text.strip() and text.lower() != "null"
 
 

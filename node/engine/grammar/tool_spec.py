@@ -27,8 +27,8 @@ class UnsupportedSchema(ValueError):
 
 
 def quote_marker(marker: str) -> tuple[str, bool]:
-    """Return a marker as quoted text in Lark's notation, and False: it starts with no token. A replacement for
-    `ToolCallFormat.render_literal`."""
+    """Return a marker as quoted text in Lark's notation, and False, because the text starts with no token. Used in
+    place of a `ToolCallFormat.render_literal` with a tokenizer."""
     return json.dumps(marker), False
 
 

@@ -351,8 +351,8 @@ def _scale(transient: TransientModel, names: Iterable[str], by: float) -> Transi
 
 
 def _are_distinct(samples: Sequence[Sample]) -> bool:
-    """Return whether samples are enough for a fit: several sizes at several places, some after a past longer than they
-    are."""
+    """Return whether samples suffice for a fit: at least `MIN_FIT_SAMPLES`, with several sizes and several pasts, at
+    least one past longer than its forward."""
     shapes = [shape for shape, _ in samples]
     sizes, places = {shape[0] for shape in shapes}, {shape[1] for shape in shapes}
     return (

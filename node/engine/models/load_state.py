@@ -24,13 +24,13 @@ class LoadPhase(StrEnum):
     """Phase of a load."""
 
     QUEUED = "queued"
-    """Waits for its turn."""
+    """The load waits in the queue."""
     LOADING = "loading"
-    """Its pieces are loaded one by one."""
+    """The pieces of the model are loaded one by one."""
     LOADED = "loaded"
     """The model is in memory."""
     FAILED = "failed"
-    """It was refused or aborted, or its files cannot be used."""
+    """The load was refused or aborted, or the files of the model cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ModelLoad:
     bytes_left: int = 0
     """Bytes of weights still to load."""
     begun: float = 0.0
-    """Monotonic time of its start."""
+    """Monotonic time of the start; 0.0 while queued."""
     due: LoadStep = LoadStep()
     """Cost of the next piece."""
 

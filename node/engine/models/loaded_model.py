@@ -56,27 +56,27 @@ class LoadedModel:
     """Model in memory. Its fields never change; the objects of its commitments, estimates, statistics and users do."""
 
     descriptor: ModelDescriptor
-    """Its descriptor."""
+    """Descriptor of the model."""
     model: TextModel
-    """Its mlx-lm model, or its `Encoder`."""
+    """mlx-lm model, or `Encoder`."""
     weights: int
-    """Bytes of its weights."""
+    """Bytes of the weights."""
     vocabulary: int
     """Number of logits per token; of an encoder, the number of token ids."""
     defaults: SamplingDefaults
-    """Defaults of its generation config."""
+    """Sampling defaults from the generation config."""
     ledger: CommitmentLedger
-    """Commitments of its rows."""
+    """Ledger of the commitments of the model's rows."""
     estimator: TransientEstimator
-    """Its transient estimates."""
+    """Estimator of the transient bytes of the model's forwards."""
     plain: bool = False
-    """Whether its prompts may be padded (`kv_cache.is_plain`)."""
+    """Whether prompts may be padded (`kv_cache.is_plain`)."""
     stats: ModelStats = field(default_factory=ModelStats)
-    """Its measured speeds and its memory profile."""
+    """Measured speeds and memory profile of the model."""
     usage: ModelUsage = field(default_factory=ModelUsage)
-    """Its users and the time of its last use."""
+    """Users of the model, and the time of the last use."""
     head: EmbeddingHead | None = None
-    """How it computes vectors or scores; None if it is a chat model."""
+    """Head that computes vectors or scores; None for a chat model."""
 
     @property
     def name(self) -> str:
@@ -85,7 +85,7 @@ class LoadedModel:
 
     @property
     def has_rows(self) -> bool:
-        """Whether it can run rows over a cache, as every decoder can."""
+        """Whether the model can run rows over a cache, as every decoder can."""
         return self.head is None or not self.head.runs_whole_texts
 
     @property

@@ -72,11 +72,11 @@ class ForwardMeasurement:
     tokens: int
     """Tokens of the forward."""
     past: int
-    """Cached tokens before it."""
+    """Cached tokens before the forward."""
     grew: bool
     """Whether the caches grew."""
     kv_bytes: int
-    """Bytes of KV that it wrote."""
+    """Bytes of KV that the forward wrote."""
     charged: int
     """Peak bytes charged to the process, with the KV."""
 
@@ -127,7 +127,7 @@ class MemoryProbe:
     rows: int = 0
     """Largest number of rows that decoded together."""
     row_bytes: int = 0
-    """Approximate bytes of its rows now."""
+    """Approximate KV bytes of the long row now; 0 without one."""
     refused_bytes: int = 0
     """Bytes of the first forward that the gate refused, with its row; 0 if it refused none."""
     _ends: float = 0.0

@@ -16,35 +16,35 @@ class ModelDescriptor:
     name: str
     """Name of the model."""
     folder: PurePath
-    """Folder of its files."""
+    """Folder of the model's files."""
     fingerprint: str = ""
-    """Hash of the headers and samples of its files."""
+    """Hash of the headers and samples of the files."""
     weights: int = 0
-    """Bytes of its tensors once loaded, estimated from its files."""
+    """Bytes of the tensors once loaded, estimated from the files."""
     context: int = 0
     """Maximum tokens of a row, prompt and answer together."""
     kv: KvParameters = field(default_factory=lambda: KvParameters(0))
-    """Parameters of the bytes of a row, estimated from its config."""
+    """Parameters of the bytes of a row, estimated from the config."""
     cause: str = ""
-    """Why it cannot be served; empty when it can. With a cause the other fields may be unset."""
+    """Why the model cannot be served; empty if it can. With a cause, the other fields may be unset."""
     forward: TransientModel = field(default_factory=TransientModel)
-    """Coefficients of the transient bytes of a forward, estimated from its config."""
+    """Coefficients of the transient bytes of a forward, estimated from the config."""
     content: str = ""
-    """Hash of the content of its files; empty until they are hashed."""
+    """Hash of the content of the files; empty until they are hashed."""
     quantization: str = ""
-    """Quantization of its weights, or the type of unquantized weights; empty if unknown."""
+    """Quantization of the weights, or the type of unquantized weights; empty if unknown."""
     removable: bool = False
-    """Whether the node may delete its files."""
+    """Whether the node may delete the files."""
     stored: int = 0
-    """Bytes of its tensors on disk; an fp8 checkpoint may grow when loaded."""
+    """Bytes of the tensors on disk; an fp8 checkpoint may grow when loaded."""
     kind: ModelKind = ModelKind.CHAT
-    """Kind of its requests."""
+    """Kind of requests that the model serves."""
     layout: EmbeddingLayout | None = None
-    """How it computes vectors or scores; None if it is a chat model."""
+    """Steps by which the model computes vectors or scores; None for a chat model."""
     reasoning: bool = False
-    """Whether its chat template has reasoning."""
+    """Whether the chat template has reasoning."""
 
     @property
     def version(self) -> ModelVersion:
-        """Identity of its files."""
+        """Identity of the model's files."""
         return ModelVersion(self.fingerprint, self.content)

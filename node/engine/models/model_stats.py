@@ -20,15 +20,15 @@ class ModelStats:
     """Measurements of a loaded model. Only its own methods change them."""
 
     prefill_speed: PrefillSpeed = field(default_factory=PrefillSpeed)
-    """Speed of its prefills, in tokens per second."""
+    """Speed of prefills, in tokens per second."""
     decode_speed: PrefillSpeed = field(default_factory=PrefillSpeed)
     """Speed of a row that decodes alone, in tokens per second."""
     step_seconds: float = 0.0
     """Running mean of a decode step, in seconds."""
     pace: ChunkPace = field(default_factory=ChunkPace)
-    """Pace of its prefill chunks, from which their durations follow."""
+    """Pace of prefill chunks, from which their durations follow."""
     load_seconds: float = 0.0
-    """Duration of its load, in seconds."""
+    """Duration of the model's load, in seconds."""
     bytes_per_token: float = 0.0
     """Running mean of text bytes per prompt token; 0.0: not measured."""
     profile: "MemoryProfile | None" = None
@@ -47,7 +47,7 @@ class ModelStats:
     def record_step(self, seconds: float, rows: int) -> None:
         """Record a decode step of `rows` rows that took `seconds`, and derive the speed of a single row.
 
-        Both are running means, because the last step alone would describe a machine that may be idle by now.
+        Both are running means, because the load of the machine varies from step to step.
         """
         self.step_seconds = update_mean(self.step_seconds, seconds)
         self.decode_speed.learn((1 + ROW_COST * (rows - 1)) / max(seconds, 1e-6))

@@ -185,7 +185,7 @@ class ModelUnloader:
             self._evict(name)
 
     def release_spare(self, enough: Callable[[], bool]) -> bool:
-        """Release spare memory, in the order of `spares`, until `enough()` returns True. Return its last result."""
+        """Release spare memory, in the order of `spares`, until `enough()` returns True. Return the last `enough()`."""
         for spare in self._spares:
             if spare.nbytes and not enough():
                 spare.release()

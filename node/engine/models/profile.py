@@ -51,7 +51,7 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     """Measured memory of a model on this machine, as stored on disk."""
 
     key: MemoryProfileKey
-    """Its key."""
+    """Key of the profile."""
     transient: TransientModel
     """Fitted coefficients of transient bytes."""
     kv: KvParameters

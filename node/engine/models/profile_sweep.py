@@ -47,7 +47,7 @@ class ProfileSweep:
     loaded_model: LoadedModel
     """Model to measure."""
     probe: MemoryProbe
-    """Its probe."""
+    """Probe that measures the model."""
     hold: ModelHold
     """Hold on the model until the end of the sweep."""
     steps: SweepSteps
@@ -79,7 +79,7 @@ class RunningSweep:
         return 0 if self._sweep is None or self._stepping else self._sweep.probe.row_bytes
 
     def begin(self, sweep: ProfileSweep) -> None:
-        """Start a sweep. None may be in progress."""
+        """Start a sweep. No other sweep may be in progress."""
         self._sweep = sweep
 
     @contextmanager

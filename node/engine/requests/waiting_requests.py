@@ -14,9 +14,9 @@ class WaitingForModel:
     prepared: PreparedRequest | PreparedEmbedding
     """The request."""
     arrived: float
-    """Monotonic time of its arrival."""
+    """Monotonic time of the request's arrival."""
     reserved_bytes: int
-    """KV bytes of its rows after the load, which count as reserved until then."""
+    """KV bytes of the request's rows after the load, which count as reserved until then."""
 
     @property
     def model(self) -> str:

@@ -24,7 +24,7 @@ class TurnParts(NamedTuple):
 
 
 def _ignore_call(number: int) -> None:
-    """Do nothing."""
+    """Ignore a request that would end the process."""
 
 
 def build_turns(

@@ -50,7 +50,7 @@ class FixedCosts:
         return True
 
     def get_pace(self, model: str) -> ChunkPace:
-        """Return a pace of 0 s."""
+        """Return a pace by which every chunk takes 0 s."""
         return ChunkPace()
 
     def estimate_step_seconds(self, loads: Mapping[str, DecodeLoad]) -> float:

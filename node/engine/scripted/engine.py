@@ -251,7 +251,8 @@ class ScriptedEngine:
         return preflight.refuse_without_room(shape, memory, model, cost, self.gate)
 
     def _read_offered_memory(self, key: str, now: float) -> Memory:
-        """Read the memory as it is for a new request of an API key: preempted requests come first."""
+        """Return a reading of the memory as offered to a new request of an API key. The bytes that preempted requests
+        need first count as reserved."""
         memory, wanted = self._memory.read(now), self._preemptor.compute_required_bytes(key)
         left = None if memory.headroom is None else memory.headroom - wanted
         return replace(memory, reserved=memory.reserved + wanted, headroom=left)

@@ -28,14 +28,14 @@ class PrefillChunk(NamedTuple):
     """Prefill of one turn: a chunk of one prompt, or several whole prompts in one forward."""
 
     members: tuple[ScriptedSequence, ...]
-    """Its prompts."""
+    """Prompts of the prefill."""
     tokens: int
     """Number of tokens in the chunk of a single prompt; 0 for several prompts."""
     seconds: float
     """Duration of the forward in seconds."""
 
     def start(self) -> None:
-        """Record that its prompts have caches."""
+        """Record that the prompts have caches."""
         for member in self.members:
             member.start()
 

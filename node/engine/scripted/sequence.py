@@ -92,7 +92,7 @@ class TextRow(ScriptedRow):
     stops: StopStrings
     """Stop strings of the answer."""
     token_source: TokenSource
-    """Source of its tokens."""
+    """Source of the answer's tokens."""
     gathered: list[Delta] = field(default_factory=list[Delta])
     """Deltas not sent yet."""
 
@@ -159,32 +159,32 @@ class ScriptedSequence:
     request: Generate
     """The request."""
     shape: RequestShape
-    """Its size."""
+    """Size of the request in tokens and choices."""
     ledger: CommitmentLedger
-    """Ledger of its model."""
+    """Ledger of the commitments of the request's model."""
     ends: int
     """Number of tokens of each scripted answer; above the token limit if only the limit ends the answers."""
     arrived: float
     """Time of arrival."""
     crashes: bool = False
-    """Whether its first decode step ends the engine process, to simulate a crash."""
+    """Whether the first decode step of the request ends the engine process, to simulate a crash."""
     rows: list[ScriptedRow] = field(default_factory=list[ScriptedRow])
-    """Its choices."""
+    """Choices of the request."""
     cached: int = 0
     """Prompt tokens from the prefix cache."""
     warm: int = 0
-    """Prompt tokens that its next prefill finds in the prefix cache."""
+    """Prompt tokens that the next prefill finds in the prefix cache."""
     prefilled: int = 0
-    """Tokens of its prompt and of its longest answer so far that are in memory during its prefill, cached tokens
+    """Tokens of the prompt and of the longest answer so far that are in memory during the prefill, cached tokens
     included."""
     started: bool = False
     """Whether the request has a cache. Its rows then count as taken in the batch."""
     retry_at: float = 0.0
-    """Time from which its prefill may continue; 0.0 unless it waits for memory."""
+    """Time from which the prefill may continue; 0.0 unless the request waits for memory."""
     yielded: bool = False
-    """Whether it was preempted for another key."""
+    """Whether the request was preempted for another key."""
     begun: float = 0.0
-    """Start of its decode; 0.0 before."""
+    """Start of the decode; 0.0 before."""
     last_token_at: float = 0.0
     """Time at which output was last sent, or of a later `begin`; 0.0 before the first `begin`."""
 
@@ -195,7 +195,7 @@ class ScriptedSequence:
 
     @property
     def model(self) -> str:
-        """Name of its model."""
+        """Name of the request's model."""
         return self.request.model
 
     @property
@@ -205,7 +205,7 @@ class ScriptedSequence:
 
     @property
     def width(self) -> int:
-        """Number of its rows that have not ended."""
+        """Number of rows that have not ended."""
         rows = self.rows
         return sum(not row.reason for row in rows) if len(rows) != 1 else not rows[0].reason
 
@@ -232,7 +232,7 @@ class ScriptedSequence:
 
     @property
     def length(self) -> int:
-        """Number of tokens of its prefill: the prompt, and the generated tokens of its longest running row."""
+        """Number of tokens of the prefill: the prompt, and the generated tokens of the longest running row."""
         rows = self.rows
         known = (
             rows[0].produced if len(rows) == 1 else max((row.produced for row in self.list_active_rows()), default=0)
@@ -254,7 +254,7 @@ class ScriptedSequence:
         return [row for row in self.rows if not row.reason]
 
     def start(self) -> None:
-        """Record the start of its prefill: the cached tokens are in memory."""
+        """Record the start of the prefill: the cached tokens are in memory."""
         if not self.started:
             self.started, self.prefilled = True, self.warm
 
@@ -286,11 +286,11 @@ class ScriptedSequence:
         self.last_token_at = now
 
     def add_tokens(self, row: ScriptedRow, count: int, now: float) -> None:
-        """Generate the next `count` tokens of one of its rows."""
+        """Generate the next `count` tokens of one of the request's rows."""
         row.add_tokens(self.number, count, now, ends=self.ends, limit=self.shape.limit)
 
     def build_finished(self, now: float) -> Finished:
-        """Return its last frame: reasons, token counts and durations."""
+        """Return the last frame of the request: reasons, token counts and durations."""
         stops = tuple(row.stop for row in self.rows)
         return Finished(
             self.number,

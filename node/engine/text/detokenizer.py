@@ -172,8 +172,8 @@ class TextPipeline:
             self._block = []
 
     def _add_text(self, text: str) -> None:
-        """Add text of the current place. Text of states outside the common ones is not for the client, unless no marker
-        follows it."""
+        """Add text of the current place. In states other than content, reasoning and calls, only text before the first
+        marker is kept."""
         if not text or self._stopped:
             return
         if self._place.state == NORMAL:

@@ -283,7 +283,7 @@ class Tokenizer:
     def build_guide(self) -> LLTokenizer | None:
         """Return the tokenizer in llguidance's form; None if answers cannot follow a grammar (`constrainable`).
 
-        Record its special tokens: only then does `tool_call_format` render them as tokens. This takes a second for a
+        Record its special tokens: only then does `tool_call_format` render them as tokens. This takes about 1 s for a
         large vocabulary.
         """
         fast = cast("Any", self.wrapper)._tokenizer

@@ -65,7 +65,7 @@ class _FileTask:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that are not on the disk."""
+        """Bytes of the file that are not on the disk."""
         return self.file.size - self.part.received_bytes
 
     def add_origin(self, source: DownloadSource) -> None:
@@ -94,8 +94,8 @@ class _FileTask:
         return self._hashed == self.part.count_pieces()
 
     def finish(self, blob: RepositoryFolder) -> bool:
-        """Name the file if its content is verified, else discard it. Return whether it was named. Raise `OSError` on
-        failure.
+        """Rename the file to its blob if its content has the expected digest, else discard the content. Return whether
+        the file was renamed. Raise `OSError` on failure.
         """
         if self._hasher.is_expected():
             self.part.finish()

@@ -25,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 
 _FIELDS = {Channel.CONTENT: "content", Channel.REASONING: "reasoning_content"}
 _CONTENT, _REASONING = Channel.CONTENT, Channel.REASONING
-"""Constants of this module, because Python 3.11 takes 0.1 us for a member of an enumeration."""
+"""Constants of this module, because Python 3.11 takes 0.1 µs to look up a member of an enumeration."""
 _SHIFT = 8
 _encode = msgspec.json.Encoder().encode
 
@@ -106,8 +106,8 @@ class ChatChunks:
     def _encode_with_logprobs(self, delta: Delta) -> str:
         """Render a delta with log probabilities.
 
-        They go with its content, else with its reasoning. Otherwise the text is not final yet or is a tool call, and
-        they go with an empty content.
+        The log probabilities go with the content of the delta, else with its reasoning. If the delta has neither,
+        because its text is not final yet or is a tool call, they go with an empty content.
         """
         choice = delta.choice
         if not 0 <= choice < self._choices:

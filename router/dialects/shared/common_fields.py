@@ -64,7 +64,10 @@ class StrictPart(BaseModel):
 
 
 class ForeignPart(BaseModel):
-    """Tool of a type that a server would have to run, such as a web search. The model does not get the tool."""
+    """Tool, or part of a tool's result, of a type that is not supported, such as a web search or an image.
+
+    The model does not get such a tool, and gets a text in place of such a part.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True, defer_build=True)
 

@@ -111,7 +111,10 @@ def render_omitted_part(part: ForeignPart) -> str:
 
 
 def build_omitted_problem(where: str) -> Problem:
-    """Build the 400 problem for such a part with `router.unknown_fields = "refuse"`. `where` is its path and type."""
+    """Build the 400 problem for a part that is no text, with `router.unknown_fields = "refuse"`.
+
+    `where` is the path and type of the part.
+    """
     return build_unsupported(where[:128], why=f"{where[:128]} is not supported: models get only text")
 
 

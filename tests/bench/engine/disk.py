@@ -103,7 +103,7 @@ def _run(*arguments: object) -> list[dict[str, Any]]:
 
 
 def _fill_and_kill(model: Path, folder: Path) -> dict[str, float]:
-    """Fill a folder in a process of its own, kill that at rest, and return the object that it printed."""
+    """Fill a folder in a separate process, kill the process at rest, and return the object that it printed."""
     command = [sys.executable, "-m", __name__, "fill", str(model), str(folder)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(**models.fast_blas())
@@ -166,7 +166,10 @@ def _bench_beside(folder: Path) -> list[Row]:
 
 
 def _time_prompt(model: Path, folder: Path) -> None:
-    """Answer the prompt after a short one, so that the model is loaded; print its first token's time."""
+    """Answer the prompt after a short one that loads the model.
+
+    Print the seconds to the first token of the prompt, and its token counts.
+    """
     driver = open_driver(model, folder)
     brief = GenerationParams(temperature=0.0, max_tokens=2)
     driver.end(driver.ask("Hello!", brief))

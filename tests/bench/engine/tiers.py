@@ -54,7 +54,7 @@ class TierRun:
     most_memory: int = 0
     most_disk: int = 0
     before: EngineCounters | None = None
-    """Counts when the disk tier came to its quota; None until then."""
+    """Counts when the disk tier reached its quota; None until then."""
     counts: EngineCounters = field(default_factory=EngineCounters)
     cache: CacheState = field(default_factory=CacheState)
 
@@ -65,12 +65,12 @@ class TierRun:
 
     @property
     def returned_tokens(self) -> int:
-        """Tokens of preempted rows at their return, since the disk tier came to its quota."""
+        """Tokens of preempted rows at their return, since the disk tier reached its quota."""
         return 0 if self.before is None else self.counts.returned_tokens - self.before.returned_tokens
 
     @property
     def returned_share(self) -> float:
-        """Share of these tokens that came from the cache."""
+        """Share of `returned_tokens` that came from the cache."""
         before = 0 if self.before is None else self.before.recomputed_tokens
         return 1.0 - (self.counts.recomputed_tokens - before) / max(1, self.returned_tokens)
 
@@ -98,8 +98,10 @@ async def measure_rest(folder: Path) -> int:
 
 
 async def run_tiers(folder: Path, rest: int, seconds: float, *, until_complete: bool = False) -> TierRun:
-    """Repeat long prompts for `seconds`, and return the results. `rest` is the footprint at rest in bytes. With
-    `until_complete`, end as soon as everything has happened that is tested."""
+    """Repeat long prompts for `seconds`, and return the results.
+
+    `rest` is the footprint at rest in bytes. With `until_complete`, end as soon as `TierRun.is_at_limits` is true.
+    """
     seen, cap = TierRun(), rest + ROOM
     mlx: dict[str, object] = {
         "prefix_cache_size": f"{MEMORY}B",

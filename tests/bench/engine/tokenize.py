@@ -72,7 +72,7 @@ class Engine:
         self.send(Generate(number, number, f"r{number}", "chat", (Message("user", text),), params, 0, 1))
 
     def until(self, wanted: "set[int]") -> None:
-        """Wait until these requests have ended."""
+        """Wait until these requests have ended. Raise TimeoutError after `MOST_SECONDS`."""
         with self._changed:
             if not self._changed.wait_for(lambda: wanted <= self.ends.keys(), MOST_SECONDS):
                 raise TimeoutError(f"{sorted(wanted - self.ends.keys())} have not ended")

@@ -88,7 +88,7 @@ class Kind:
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of its answers."""
+        """Return the tokens of the prompt and of all answers."""
         return self.prompt + self.answer * self.choices
 
 
@@ -208,7 +208,7 @@ class Node:
         return report is not None and any(model.loaded for model in report.models)
 
     def phys(self) -> int:
-        """Read the engine's footprint."""
+        """Return the engine's footprint in bytes; 0 if it cannot be read."""
         return self.supervisor.probe.read_footprint().phys or 0
 
     async def order(self, kind: type[LoadModel | UnloadModel], model: str) -> Frame:

@@ -54,7 +54,7 @@ def build() -> str:
 
 @contextmanager
 def node_kinds(step_ms: float) -> Iterator[dict[str, tuple[int, int]]]:
-    """Run mock nodes of both kinds, and return the ports of each.
+    """Run mock nodes of both kinds, and yield the ports of each.
 
     The first kind closes a connection after each answer and writes a step to one request after the other, as
     mlx_lm.server does. The second kind keeps connections and writes a step at once, as most servers do.
@@ -85,7 +85,7 @@ def in_rounds(peers: Sequence[Peer], measure: Callable[[Peer], T]) -> list[list[
 
 
 def per_event(peer: Peer) -> tuple[Cost, load.Seen]:
-    """Play one round of streams; RuntimeError unless every event came."""
+    """Play one round of streams. Raise RuntimeError unless every event came."""
     router, agents = peer.cpu(), peer.agents_cpu()
     seen = asyncio.run(load.streams(peer.base, peer.key, STREAMS, TOKENS))
     if seen.failed or seen.events != STREAMS * TOKENS:
@@ -298,7 +298,7 @@ def bench_refusing(folder: Path) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """End of one request: its status, the number of nodes, whether memory numbers came, and its seconds."""
+    """End of one request: its status, the number of attempts, whether memory numbers came, and its seconds."""
 
     status: int
     attempts: int

@@ -195,8 +195,8 @@ def rush(base: str, key: str, lanes: int, seconds: int, tokens: Sequence[int], b
     """Run plain requests in `lanes` connections for `seconds` and return the number of answers.
 
     The program wrk sends the requests, because its own speed does not limit the result. Each request asks for one of
-    the lengths in `tokens`. RuntimeError: an answer was no success (the text has the first one), or wrk is not
-    installed.
+    the lengths in `tokens`. Raise RuntimeError if wrk is not installed, or an answer is no success; the text has the
+    first such answer.
     """
     if shutil.which("wrk") is None:
         raise RuntimeError("wrk is not installed (Debian: apt-get install wrk)")

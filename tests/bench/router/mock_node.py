@@ -116,7 +116,7 @@ class Exchange(asyncio.Protocol):
 
 
 def asked_tokens(asked: dict[str, int]) -> int:
-    """Return the length under either of its names: sglang-router renames it."""
+    """Return the maximum tokens of a request, by default 8. sglang-router renames `max_tokens`."""
     return asked.get("max_tokens") or asked.get("max_completion_tokens") or 8
 
 

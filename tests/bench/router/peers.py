@@ -84,11 +84,11 @@ class Peer:
     agents: tuple[psutil.Process, ...] = ()
 
     def cpu(self) -> float:
-        """Return the CPU seconds of its process tree until now, without agents."""
+        """Return the CPU seconds of the router's process tree until now, without agents."""
         return cpu_of([self.process, *self.process.children(recursive=True)])
 
     def agents_cpu(self) -> float:
-        """Return the CPU seconds of its agents until now, without their engines, which do the work of a node."""
+        """Return the CPU seconds of the agents until now, without their engines, which do the work of nodes."""
         return cpu_of(self.agents)
 
 
@@ -110,7 +110,7 @@ def free_port() -> int:
 
 @contextmanager
 def mock_nodes(step_ms: float, apart_us: float = APART, *, keeps: bool = False) -> Iterator[tuple[int, int]]:
-    """Run two mock nodes; return their ports.
+    """Run two mock nodes; yield their ports.
 
     Without steps they answer at once, and stream nothing. With `keeps` they keep connections between two requests,
     which mlx_lm.server does not.
@@ -154,7 +154,7 @@ def nginx(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
 def tls_proxies(folder: Path, ports: tuple[int, int]) -> Iterator[tuple[int, int]]:
     """Run nginx on both nodes, as Macpool runs its agent: mutual TLS to the router, a local socket to the server.
 
-    Return the ports with TLS. `folder` then has the certificates `ca.pem` and `node.pem` with `node.key`.
+    Yield the ports with TLS. `folder` then has the certificates `ca.pem` and `node.pem` with `node.key`.
     """
     subprocess.run(["sh", "-ec", CERTIFICATES], cwd=folder, check=True, capture_output=True)
     ours = free_port(), free_port()

@@ -56,7 +56,7 @@ def list_children() -> list[psutil.Process]:
 
 
 async def hold_child() -> psutil.Process:
-    """Stop the child as soon as it runs, and return it."""
+    """Suspend the child as soon as it runs, and return it."""
     await asyncio.to_thread(until, list_children, 30)
     (child,) = list_children()
     child.suspend()

@@ -33,7 +33,7 @@ ASK = textwrap.dedent(
 
 @pytest.fixture
 def people(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Person]]:
-    """Four machines: the first is the coordinator, the last is no Mac of the pool.
+    """Make four machines: the first is the coordinator, the last is no Mac of the pool.
 
     The hobbyist's first Mac has the defaults; in the nightly run all have them.
     """

@@ -31,7 +31,7 @@ ODD_KEY = "opensesame-canary-5521"
 
 
 def bodies(text: str, model: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield a question in every dialect, complete and as a stream, and questions that break on the way."""
+    """Yield path and body of a question in every dialect of chats, complete and as a stream, and of refused ones."""
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
     few = {"model": model, "max_tokens": 8}
     for stream in (False, True):

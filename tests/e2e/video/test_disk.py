@@ -39,7 +39,7 @@ def larger(folder: Path, size: int) -> None:
 
 
 def fill(folder: Path) -> Path:
-    """Fill the disk completely."""
+    """Fill the disk completely, and return the file that fills it."""
     file = folder / "filler"
     with file.open("wb", buffering=0) as filler:
         try:

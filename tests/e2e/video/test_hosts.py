@@ -82,7 +82,7 @@ class Lab:
             until_ray(self.pool, name)
 
     def video(self, method: str, path: str, **more: Any) -> Any:
-        """Request a video from the coordinator's own host."""
+        """Send a request about videos from the coordinator's own host, and return the answer."""
 
         def ask() -> Any:
             headers = {"authorization": f"Bearer {self.pool.key}"}

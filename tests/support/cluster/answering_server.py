@@ -13,7 +13,7 @@ from router.errors import Problem
 
 
 class Server:
-    """Sends the same answer to every request, once `may` is set, and records the requests."""
+    """Server that sends the same answer to every request, once `may` is set, and records the requests."""
 
     def __init__(self, folder: Path) -> None:
         self.answer: dict[str, Any] | Problem = {}

@@ -72,7 +72,7 @@ class Line:
         return self.frames.pop(0)
 
     async def until(self, kind: type[F], seconds: float = 60.0) -> F:
-        """Return the next frame of this kind."""
+        """Return the next frame of this kind, and discard the frames before it."""
         async with asyncio.timeout(seconds):
             while not isinstance(frame := await self.next(seconds), kind):
                 pass
@@ -103,7 +103,7 @@ class Port:
     lines: list[Line] = field(default_factory=list)
 
     def member(self, name: str) -> NodeIdentity:
-        """Make a node that has joined."""
+        """Make a node that has joined, and return its identity."""
         authority, store = self.application.authority, self.application.store
         self.made += 1
         node, request = NodeId(f"node-{self.made}"), new_request(name)
@@ -137,7 +137,7 @@ class Port:
         return any(words in str(entry.get("reason", "")) for entry in self.logs)
 
     async def until(self, true: Any, seconds: float = 60.0) -> None:
-        """Wait for a state of the coordinator."""
+        """Wait until `true` returns a true value. Raise TimeoutError after `seconds`."""
         async with asyncio.timeout(seconds):
             while not true():  # noqa: ASYNC110  the coordinator has no event for tests
                 await asyncio.sleep(0.01)

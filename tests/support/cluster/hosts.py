@@ -78,7 +78,7 @@ class Host:
         return ThreadPoolExecutor(count, initializer=_enter_network, initargs=(self.namespace,))
 
     def pids(self) -> list[int]:
-        """Return the pids of its processes in the outer namespace, without the first process."""
+        """Return the pids of the host's processes in the outer namespace, without the first process."""
         wanted = os.readlink(f"/proc/{self.init}/ns/pid")
         found: list[int] = []
         for entry in Path("/proc").iterdir():
@@ -103,7 +103,7 @@ def _enter_network(namespace: str) -> None:
 
 
 class Hosts:
-    """A bridge and `count` hosts, from .1 on; use it as a context manager."""
+    """A bridge and `count` hosts with the addresses from 10.77.0.1 on. A context manager."""
 
     def __init__(self, folder: Path, count: int = 3) -> None:
         self._folder = folder

@@ -359,7 +359,7 @@ def vector(text: object, dimensions: int = 8) -> bytes:
 
 
 def score(query: str, document: str) -> bytes:
-    """Return the score of a document on a loopback node, as bytes: it follows from both texts, equal ones are equal."""
+    """Return the score of a document on a loopback node, as bytes. Equal pairs of texts have equal scores."""
     raw = hashlib.shake_128(f"{query}|{document}".encode()).digest(2)
     return struct.pack("<f", int.from_bytes(raw, "little") / 2**16)
 
@@ -371,7 +371,7 @@ def _counted(node: LoopbackNode, asked: CountTokens) -> Frame:
 
 
 def _tokens(asked: Generate) -> int:
-    """Return the tokens of a prompt: one for four characters, and one."""
+    """Return the tokens of a prompt: the number of its ids, or one for every four characters, plus one."""
     return len(asked.ids) or (sum(len(message.content) for message in asked.messages) + len(asked.text)) // 4 + 1
 
 

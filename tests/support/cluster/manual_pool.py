@@ -94,7 +94,7 @@ class Cluster:
         )
 
     def submit(self, *, stream: bool = True, key: str = "k", **demand: object) -> ActiveRequest:
-        """Submit a request for the model `tiny` with 100 prompt tokens."""
+        """Submit a request for the model `tiny` with a prompt of 100 bytes."""
         asked = ResourceDemand("tiny", 100, **demand)  # pyright: ignore
         job = RequestSpec(asked, key, f"r{self.count}", (Message("user", "hi"),), GenerationParams(), 0, stream)
         return self.dispatcher.submit(job)

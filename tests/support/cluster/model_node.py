@@ -23,7 +23,7 @@ F = TypeVar("F", bound=Frame)
 
 
 def make_identity(folder: Path, authority: ClusterCa, node: str) -> NodeIdentity:
-    """Store the identity of a member in a folder."""
+    """Store the identity of a member in a folder, and return the identity."""
     request = new_request(node)
     certificate = authority.sign_request(request.csr, NodeId(node), node)
     return store_identity(folder / node, request, certificate, authority.cluster, authority.ca, "m1")
@@ -92,7 +92,7 @@ class ModelNode:
         self.links.put_nowait(line)
 
     def is_working(self) -> bool:
-        """Return whether the node has work, because of which its Mac does not sleep."""
+        """Return whether the node has work, which prevents the sleep of its Mac."""
         return self._node.is_working()
 
     async def stop(self) -> None:

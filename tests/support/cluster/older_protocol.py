@@ -114,7 +114,10 @@ class OldCoordinator:
         self._writer.write(encoded)
 
     async def until(self, kind: type[F], true: Callable[[F], bool] = lambda _: True, seconds: float = 30.0) -> F:
-        """Wait for a frame of this kind and discard the frames before it."""
+        """Return the next frame of this kind for which `true` holds, and discard the frames before it.
+
+        Raise TimeoutError after `seconds`.
+        """
         async with asyncio.timeout(seconds):
             while True:
                 while self.heard:

@@ -67,7 +67,7 @@ class WishNode:
 
 
 class WishPool:
-    """Nodes, wishes and the history of the reconciler. `now` is in seconds; every round adds one second."""
+    """Nodes, wishes and the history of the reconciler. `now` is in seconds; a round adds its `seconds`."""
 
     def __init__(self, nodes: Iterable[WishNode], wishes: Iterable[Wish], now: float = 1000.0) -> None:
         self.nodes = {node.id: node for node in nodes}
@@ -114,7 +114,7 @@ class WishPool:
             self.nodes[action.node].loading.add(action.model)
 
     def end(self, action: WishAction, why: str = "", *, for_memory: bool = False) -> None:
-        """End an action with a success, or with the text of a refusal."""
+        """End an action with a success, or with the text of a refusal; with `for_memory`, of one for lack of memory."""
         node = self.nodes[action.node]
         node.loading.discard(action.model)
         if not why:

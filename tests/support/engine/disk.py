@@ -1,4 +1,4 @@
-"""Engines with a disk cache: write all that waits, end an engine's hold of its folder, or fill a folder from a process.
+"""Engines with a disk cache: answer a prompt, write all that waits, or fill a folder from a process that is killed.
 
 `python -m tests.support.engine.disk MODEL FOLDER WORDS` answers a prompt in an engine with a disk cache, writes its
 files, prints its tokens and waits to be killed.

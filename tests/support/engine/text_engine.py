@@ -176,8 +176,10 @@ class Driver:
         return self.number
 
     def vectors(self, number: int) -> np.ndarray:
-        """Step until a request for embeddings has ended, and return its vectors by place. AssertionError: it did not
-        end well, or a text has no vector or several."""
+        """Step until a request for embeddings has ended, and return its vectors by place.
+
+        Raise AssertionError if the request ends without Finished, or if a text has several vectors.
+        """
         end = self.end(number)
         assert isinstance(end, Finished), end
         found: dict[int, np.ndarray] = {}
@@ -225,7 +227,7 @@ class Driver:
         assert not broken, broken
 
     def until(self, wanted: Callable[[], object], turns: int = 20_000) -> None:
-        """Step until a condition holds; raise AssertionError when the engine has no work before that."""
+        """Step until a condition holds. Raise AssertionError if the engine has no work before, or after `turns`."""
         for _ in range(turns):
             if wanted():
                 return

@@ -44,9 +44,9 @@ class VideoPeer:
     """One Mac.
 
     `permitted`: An administrator allows videos on this node.
-    `allowed`: The node knows that.
-    `refusal`: The answer to leases.
-    `muted`: No answers at all.
+    `allowed`: The node has received that permission.
+    `refusal`: The answer to requests for leases; None grants them.
+    `muted`: Requests for leases get no answer.
     `starts`: A granted lease gets its worker.
     `refuses`: The reason why the actor cannot be started.
     `plays`: The worker finishes.

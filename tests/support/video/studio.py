@@ -215,7 +215,7 @@ class Node:
         return found
 
     async def start(self) -> "Node":
-        """Start the engine and wait until the guard covers it."""
+        """Start the engine, and wait until it has the newest memory limits."""
         self.poll.start()
         await self.supervisor.start()
         await self.studio.start()
@@ -265,7 +265,7 @@ class Node:
         )
 
     async def answer(self, lease: str = "l-1") -> LeaseGranted | LeaseRefused:
-        """Wait for the first frame about a lease."""
+        """Wait for the answer to the request for a lease."""
         return await self.until(
             lambda: next(
                 (one for one in self.frames if isinstance(one, LeaseGranted | LeaseRefused) and one.lease == lease),

@@ -19,7 +19,7 @@ pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
 while os.getppid() == int(sys.argv[2]):
     time.sleep(0.02)
 """
-"""Ends with the watched process, as `caffeinate -w` does."""
+"""A program that ends with the watched process, as `caffeinate -w` does."""
 
 
 def test_the_inhibitor_is_started_once_and_ended(monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,7 @@ TEXT = st.text(st.characters(codec="utf-8"), max_size=12)
 
 
 def of(hint: Any) -> st.SearchStrategy[Any]:
-    """Return values of one annotation."""
+    """Return a strategy for the values of an annotation. Raise AssertionError for an annotation without a strategy."""
     if isinstance(hint, type) and issubclass(hint, WireStruct):
         return structs(hint)
     if isinstance(hint, type) and issubclass(hint, (StrEnum, IntEnum)):
@@ -47,6 +47,6 @@ def _within(kind: Any, meta: msgspec.Meta) -> st.SearchStrategy[Any]:
 
 
 def structs(kind: type[WireStruct]) -> st.SearchStrategy[Any]:
-    """Return instances of a wire struct."""
+    """Return a strategy for the instances of a wire struct. Raise AssertionError if a field has no strategy."""
     hints = get_type_hints(kind, include_extras=True)
     return st.builds(kind, **{field.name: of(hints[field.name]) for field in msgspec.structs.fields(kind)})

@@ -14,7 +14,7 @@ _OLDER = {".gamma": ".weight", ".beta": ".bias"}
 
 
 class EncoderWeightsError(ValueError):
-    """Checkpoint that lacks a weight of its encoder, or rows of an embedding."""
+    """Error: a checkpoint lacks a weight of its encoder, or has too few rows of an embedding matrix."""
 
 
 class EncoderWeights:

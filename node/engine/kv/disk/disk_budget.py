@@ -76,8 +76,8 @@ class WriteBudget:
 
 
 def _read_left(file: Path, daily: float, now: float) -> float:
-    """Return the bytes that are left at `now` (Unix seconds) of a stored budget; `daily` without a readable one. Time
-    before the stored one counts as no time."""
+    """Return the bytes that are left at `now` (Unix seconds) of a stored budget; `daily` without a readable one. If
+    `now` is before the stored time, no time counts as passed."""
     try:
         left, at = msgspec.json.decode(file.read_bytes(), type=tuple[float, float])
     except (OSError, msgspec.DecodeError):

@@ -177,8 +177,8 @@ class DiskCache:
         """Return the copies of which a part was dropped and not written, and forget those whose parts are all
         written.
 
-        Mark the files of the latter as used. Without that, the files of a prompt that they continue are older, and the
-        first file is evicted first.
+        Mark the files of the latter as used. Otherwise the files of a shorter prompt that such a copy continues would
+        be older than the files after them, and would be evicted first.
         """
         waiting = self.queue.launched | (set[str]() if self.writer is None else self.writer.waiting)
         unwritten, dropped = self._unwritten, list[DiskCopy]()

@@ -152,7 +152,7 @@ def sample(story: Series, now: float) -> Sample:
 
 
 def played(story: Series, seconds: int) -> list[set[tuple[str, Labels]]]:
-    """Play a scenario and return the rules that held at each sample."""
+    """Play a scenario, and return for each sample the rules that held, with their labels."""
     conditions = ConditionEvaluator()
     held: list[set[tuple[str, Labels]]] = []
     for now in range(0, seconds + STEP, STEP):

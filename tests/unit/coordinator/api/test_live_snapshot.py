@@ -253,7 +253,7 @@ async def test_snapshot_has_reason_and_end_of_an_open_breaker(port: Port):
 
 
 async def test_rows_of_nodes_on_the_page_have_the_names_of_loaded_models_only(port: Port):
-    """They are sent twice a second, because their memory changes."""
+    """The page gets the rows twice a second, because the memory of nodes changes."""
     await linked(port, "one", models=(a_model("qwen"), a_model("llama", loaded=False)))
     found = await sections(port)
     assert found["nodes"][0]["models"] == [{"name": "qwen", "loaded": True}]

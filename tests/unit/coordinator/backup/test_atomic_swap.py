@@ -23,7 +23,10 @@ _STEPS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", 
 
 
 def killed_at(step: int, work: Callable[[], object]) -> bool:
-    """Run work in a child that is killed before its n-th step in the file system; return whether it got that far."""
+    """Run work in a child that is killed before file-system step number `step`, counted from 0.
+
+    Return False if the work has no such step.
+    """
     child = os.fork()
     if child == 0:
         left = step
@@ -121,7 +124,10 @@ def test_a_schema_change_that_is_killed_anywhere_leaves_a_usable_database(tmp_pa
 
 
 def killed_in_database(step: int, work: Callable[[], object]) -> bool:
-    """Run work in a child that is killed at the n-th instruction of SQLite; return whether it got that far."""
+    """Run work in a child that is killed at SQLite instruction number `step`, counted from 0.
+
+    Return False if the work has no such instruction.
+    """
     child = os.fork()
     if child == 0:
         left, connect = step, sqlite3.connect

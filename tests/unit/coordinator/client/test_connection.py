@@ -24,7 +24,10 @@ from coordinator.client.errors import CommandError
 
 @contextmanager
 def serve(response: bytes, folder: Path) -> Generator[ApiSession]:
-    """Answer one request with these bytes, and yield a session for it. Bytes that end with `wait` keep it open."""
+    """Answer one request with these bytes, and yield a session for it.
+
+    After bytes that end with `wait` the connection stays open.
+    """
     key = folder / "key"
     key.write_text("mp_key")
     answered = threading.Event()

@@ -260,8 +260,8 @@ def test_names_are_made_unique() -> None:
 
 
 def test_enrollment_of_a_known_machine_keeps_its_administration(cluster: EnrollmentContext) -> None:
-    """It keeps node, cordon, labels and permission for videos. Its former certificate is denied, and the audit log says
-    how."""
+    """The machine keeps node, cordon, labels and permission for videos. Its former certificate is denied, and the audit
+    log has the replacement."""
     first = talk(cluster)
     first.process_frame(START, 0.0)
     (enrolled,) = first.process_frame(with_token(cluster, new_request("studio").csr), 0.0)

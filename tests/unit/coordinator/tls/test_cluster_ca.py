@@ -47,7 +47,10 @@ def identity(authority: ClusterCa, folder: Path, node: NodeId = NODE) -> NodeIde
 
 
 async def shake(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[bytes, ssl.SSLObject, ssl.SSLObject | None]:
-    """Connect once and return the bytes that the client read and both TLS objects; errors of the client are raised."""
+    """Connect once. Return the bytes that the client read, and the TLS objects of client and server.
+
+    The server's object is None if its handshake has not ended. Errors of the client propagate.
+    """
     seen: list[ssl.SSLObject] = []
 
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

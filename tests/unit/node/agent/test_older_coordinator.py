@@ -37,7 +37,7 @@ async def test_a_node_refuses_a_coordinator_of_an_older_generation(tmp_path: Pat
 
 
 async def _left(address: str, folder: Path) -> None:
-    """Wait until the node has forgotten the address of the older one."""
+    """Wait until the node has forgotten an address."""
     while True:
         kept = load_identity(folder, compute_machine_id("studio"))
         assert kept is not None

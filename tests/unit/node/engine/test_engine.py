@@ -101,7 +101,7 @@ def small(driver: Driver, room: int) -> MemoryLimits:
 
 
 def forwards(driver: Driver) -> Callable[[], int]:
-    """Count the forwards of the engine from now on."""
+    """Return a function that counts the prefills and joins of the engine from now on."""
     begun: list[NativeCallKind] = []
     begin = driver.recorder.begin
 

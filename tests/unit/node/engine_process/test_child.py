@@ -75,7 +75,7 @@ Connect = Callable[..., Awaitable[Connected]]
 
 @pytest.fixture
 async def connect(tmp_path: Path) -> AsyncIterator[Connect]:
-    """Function that starts a program as a child. The program must write a line once it runs."""
+    """Yield a function that starts a program as a child. The program must write a line once it runs."""
     made: list[Connected] = []
 
     async def start(*command: str) -> Connected:
@@ -112,7 +112,7 @@ async def connect(tmp_path: Path) -> AsyncIterator[Connect]:
 
 @pytest.fixture
 async def connected(connect: Connect) -> Connected:
-    """A child whose program has ended."""
+    """Return a child whose program has ended."""
     one = await connect("true")
     await one.child.process.wait()
     return one

@@ -321,8 +321,9 @@ def program(text: str) -> list[str]:
 def engine(folder: Path, text: str) -> list[str]:
     """Return the command of a program in the engine's place.
 
-    After its RestoreModels the program has `models` loaded. It runs `text` for every frame. Each process writes a line
-    to the file `diary`: the models to restore and the models to keep out. `recorder` writes the shared page.
+    After its RestoreModels the program has `models` loaded; one with the name `slow` is loading instead. It runs `text`
+    for every frame. After each MemoryLimits it writes a line to the file `diary`: the models to restore and the models
+    to keep out. `recorder` writes the shared page.
     """
     head = f"""
         from node.engine.process.interface import NativeCallKind
@@ -399,7 +400,7 @@ LEAKS = """
         report()
 """
 NEVER = SupervisorTimeouts(first=600.0, longest=600.0)
-"""After a crash no new engine would start during the test."""
+"""Timeouts under which no new engine starts after a crash during a test."""
 
 
 def recycled(one: Agent) -> bool:
@@ -533,7 +534,7 @@ PRELOADED = """
     while line.recv(1 << 16):
         pass
 """
-"""Reports the models that its settings preload as the models that it has."""
+"""A program that reports the models of `models.preload` as loaded."""
 
 
 @pytest.mark.slow
@@ -803,7 +804,7 @@ DEAF = """
     line.sendall(encode(EngineReport(Memory(cap=1, armed=True), (), 0, 0)))
     time.sleep(60)
 """
-"""Ignores the end of its socket and SIGTERM."""
+"""A program that ignores the end of its socket and SIGTERM."""
 
 
 @pytest.mark.slow
@@ -985,7 +986,8 @@ LEAKY = SupervisorTimeouts(first=0.01, longest=0.01, settle=0.0, ping_idle=0.05)
 
 
 async def loses(one: Agent, before: int, after: int) -> None:
-    """Kill an engine that has 20 GiB of weights wired, and leave `after` bytes wired."""
+    """Kill an engine that has wired 20 GiB of weights, and await the next one. The Mac had `before` bytes wired without
+    the weights, and has `after` bytes wired after the end."""
     supervisor, pid = one.supervisor, one.supervisor.pid
     await one.until(one.armed)
     one.wired = before + 20 * GIB

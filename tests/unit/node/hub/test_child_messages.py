@@ -38,7 +38,7 @@ Start = Callable[[bytes], "subprocess.Popen[bytes]"]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Return a function that starts a child and writes a line to its input."""
+    """Yield a function that starts a child and writes a line to its input."""
     children = list["subprocess.Popen[bytes]"]()
 
     def start_child(line: bytes) -> "subprocess.Popen[bytes]":

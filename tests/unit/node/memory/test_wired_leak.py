@@ -60,7 +60,7 @@ def test_little_is_no_leak_however_small_the_model():
 
 
 def lost(leaks: WiredLeaks, before: int, after: int) -> int:
-    """End a process with 40 GiB of weights; all values in GiB."""
+    """End a process with 40 GiB of weights, and return the memory that it left wired. All values are in GiB."""
     return leaks.add(WiredReadings(before * GIB, None, 40 * GIB), after * GIB) // GIB
 
 

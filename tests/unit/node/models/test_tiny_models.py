@@ -62,7 +62,7 @@ def test_a_random_model_loads_and_decodes_the_same_each_time(arch: str, tiny_mod
 
 @pytest.mark.parametrize("arch", models.TRAINED)
 def test_a_stored_model_is_of_today_s_shape_and_conversations(arch: str):
-    """`make models` stores them again."""
+    """`make models` stores the models again."""
     folder = models.path(arch)
     settings = json.loads((folder / "config.json").read_text())
     assert settings == config(arch, "tiny", settings["eos_token_id"])

@@ -18,7 +18,10 @@ Open = Callable[..., VideoCapability]
 
 @pytest.fixture
 async def open_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Open]:
-    """Create the capability of a node with folders of the test, checked all the time. `changes` counts its changes."""
+    """Yield a function that creates the capability of a node with folders of the test, checked all the time.
+
+    `changes` gets an item at each change.
+    """
     monkeypatch.setattr(capability, "CHECK_INTERVAL_SECONDS", 0.001)
     made: list[VideoCapability] = []
 

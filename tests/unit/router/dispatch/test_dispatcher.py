@@ -399,7 +399,8 @@ async def test_requests_are_sent_with_key_and_weight(one: Cluster):
 
 
 async def test_node_full_of_one_key_is_offered_a_request_of_another(one: Cluster):
-    """Its engine can preempt. The same key waits for room; the same holds for a second request next to a single one."""
+    """The engine can preempt a request of the first key, but not its single one. A further request of that key
+    waits for room."""
     held = [one.submit(key="greedy") for _ in range(2)]
     full(one, A)
     waiting = one.submit(key="greedy")

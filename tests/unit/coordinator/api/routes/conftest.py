@@ -17,6 +17,6 @@ async def port(tmp_path: Path) -> AsyncIterator[Port]:
 
 @pytest.fixture
 async def boss(port: Port) -> AsyncIterator[httpx.AsyncClient]:
-    """Client with a key of the scope `admin`."""
+    """Yield a client with a key of the scope `admin`."""
     async with port.client("admin") as made:
         yield made

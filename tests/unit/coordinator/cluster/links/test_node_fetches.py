@@ -14,7 +14,7 @@ from wire.identity import NodeId
 NODE = NodeId("node-1")
 MAX_BYTES = 2 * MIN_CHUNK_BYTES
 MAX_PIECES = 4
-"""The two pieces of the minimum size, and two more."""
+"""Most pieces of an answer of `MAX_BYTES` bytes: the two pieces of the minimum size, and two more."""
 
 
 class Fetch:

@@ -367,7 +367,8 @@ def test_a_worker_that_does_not_start_is_tried_again_so_many_times(event: str):
 
 
 def late_to_start(story: Story) -> VideoJob:
-    """Fail a job whose worker did not start within the limit of attempts. Return the job before its end."""
+    """Fail the job of a story without further attempts, because its worker does not start in time. Return the job
+    before its end."""
     job = story.running()
     story.now += 91
     assert story.tell(JobTick(0.0)) == [ReleaseLease("a", job.lease, job.generation, ReleaseCause.START_TIMEOUT)]

@@ -1,4 +1,4 @@
-"""Layers of a decoder without its output layer, under either names of their weights."""
+"""Layers of a decoder without its output layer, with each naming of their weights."""
 
 from pathlib import Path
 from typing import Any, cast

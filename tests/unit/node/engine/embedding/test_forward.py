@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def driver(folder: Path) -> Iterator[Driver]:
-    """An engine whose chat decodes, and whose forwards for embeddings take as many parts as the model has layers."""
+    """Yield an engine whose chat decodes. Its forwards for embeddings take as many parts as the model has layers."""
     made = Driver(folder)
     for name, text, options in (("vectors", "warm", {}), ("scores", "warm", {"query": "q"}), ("encoder", "w1", {})):
         made.vectors(made.embed(text, model=name, **cast("Any", options)))

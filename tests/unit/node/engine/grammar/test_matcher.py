@@ -71,7 +71,7 @@ def guide() -> GrammarGuide:
 
 @pytest.fixture
 def make(guide: GrammarGuide) -> Make:
-    """Function that returns the state of an answer `ab` or `abb`, with reasoning or an opener of it."""
+    """Return a function that makes the state of an answer `ab` or `abb`, with reasoning or an opener of it."""
 
     def build(*, thinking: bool = False, opener: int | None = None) -> GrammarMatcher:
         matcher = LLMatcher(guide.tokenizer, LLMatcher.grammar_from_regex("abb?"), log_level=0)

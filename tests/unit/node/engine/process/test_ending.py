@@ -100,7 +100,7 @@ class Process:
                 yield decode(tag, body)
 
     def busy(self) -> Pong:
-        """Send pings until a native call is running."""
+        """Send pings until a native call is running, and return the last pong. Fail if none runs."""
         for nonce in range(10_000):
             self.send(Ping(nonce))
             pong = next(frame for frame in self.frames() if isinstance(frame, Pong))

@@ -70,7 +70,7 @@ def running() -> Iterator[Running]:
 
 @pytest.fixture
 def loading() -> Iterator[Running]:
-    """A loop with a real engine that has no model in memory yet."""
+    """Yield a loop with a real engine that has no model in memory yet."""
     folders = (str(models.path("llama")),)
     settings = NodeSettings(
         engine=EngineSettings(kind="mlx"),

@@ -101,7 +101,7 @@ def test_a_second_turn_begins_where_the_first_ended_and_answers_the_same(
 
 
 def test_the_very_same_prompt_is_answered_the_same(driver: Driver):
-    """An exact hit leaves an empty prompt; it ends mlx_lm.server."""
+    """An exact hit leaves an empty prompt, which ends mlx_lm.server."""
     numbers = [driver.ask(SHORT[0]["prompt"]) for _ in range(3)]
     numbers += [driver.ask(SHORT[0]["prompt"]) for _ in range(2) if ended(driver, numbers[0])]
     ends = [ended(driver, number) for number in numbers]

@@ -374,7 +374,7 @@ def test_nothing_of_a_stop_string_is_shown(text: str):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Tokenizer]:
-    """Return one model of each way to decode: bytes, pieces with byte tokens, whole words."""
+    """Return one tokenizer of each way to decode: bytes, pieces with byte tokens, whole words."""
     folder = tmp_path_factory.mktemp("models")
     marks = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
     text = 'hello <think> so </think> <tool_call>{"name": "look", "arguments": {}}</tool_call> 東京'

@@ -37,7 +37,8 @@ def test_empty_stop_strings_stop_nothing():
 
 
 def expected(text: str, stops: list[str]) -> tuple[str, bool]:
-    """Cut at the stop string that is complete first; of several at the longest."""
+    """Cut a text at the stop string that is complete first; of several at the longest. Return the text, and whether it
+    was cut."""
     found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     return (text[: min(found)[1]], True) if found else (text, False)
 

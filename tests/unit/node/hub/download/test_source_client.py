@@ -72,7 +72,7 @@ class Place:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Place]:
-    """Return one hub and one client for all tests, because a client reads the authorities of the system."""
+    """Yield one hub and one client for all tests, because a client reads the authorities of the system."""
     with pytest.MonkeyPatch.context() as patch, running_hub() as hub:
         for name in ("NO_PROXY", "no_proxy"):
             patch.setenv(name, "127.0.0.1")

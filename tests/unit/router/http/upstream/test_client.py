@@ -133,7 +133,7 @@ def build_answer(status: int, body: bytes = b"{}", **headers: str) -> bytes:
 
 @contextlib.asynccontextmanager
 async def served(answer: bytes, **settings: Any) -> AsyncIterator[tuple[UpstreamClient, Foreign]]:
-    """Run a foreign server, and yield a client of it."""
+    """Run a foreign server, and yield a client of the server and the server."""
     foreign = Foreign(answer)
     server = await asyncio.start_server(foreign.serve, "127.0.0.1", 0)
     foreign.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -36,7 +36,7 @@ def encode(number: int, width: int = 2) -> bytes:
 
 @pytest.fixture
 def plan(tmp_path: Path) -> ReadPlan:
-    """A plan of several files in the folder of the test."""
+    """Write several files to the folder of the test, and return a plan of them."""
     (tmp_path / "m").mkdir()
     for number in range(PARTS):
         (tmp_path / name(number).file).write_bytes(encode(number))
@@ -46,7 +46,7 @@ def plan(tmp_path: Path) -> ReadPlan:
 
 @pytest.fixture
 def readers() -> Callable[[], list[threading.Thread]]:
-    """Function that returns the threads that were started since."""
+    """Return a function that lists the threads that were started after the fixture."""
     before = set(threading.enumerate())
     return lambda: [thread for thread in threading.enumerate() if thread not in before]
 

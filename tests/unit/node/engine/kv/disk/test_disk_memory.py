@@ -66,7 +66,7 @@ def stalled(disk: DiskCache, folder: Path) -> Iterator[None]:
 
 
 PART = 2 * 4 * BLOCK_TOKENS * WIDTH
-"""Bytes of a block of such an entry."""
+"""Bytes of one block of an entry of `build_entry`."""
 
 
 def test_the_queue_is_released_after_the_last_entry(tmp_path: Path):

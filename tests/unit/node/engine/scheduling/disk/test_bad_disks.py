@@ -21,14 +21,14 @@ needs_mount = pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount 
 
 @pytest.fixture(scope="module")
 def wanted() -> dict[int, list[int]]:
-    """Answers without a cache, by the seed of the prompt."""
+    """Return the tokens of answers without a cache, by the seed of the prompt."""
     driver = Driver(models.path("llama"), prefix_cache_size="off", prefill_step_size=256)
     return {seed: answer(driver, words(COUNT, seed))[1] for seed in (1, 2)}
 
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mount a file system in memory with these options; return its folder."""
+    """Yield a function that mounts a file system in memory with its options, and returns the folder."""
     folder = tmp_path / "disk"
     folder.mkdir()
 

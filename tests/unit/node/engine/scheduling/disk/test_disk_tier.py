@@ -28,7 +28,7 @@ from wire.frames import Admitted, ClearCache, Failed, Finished, GenerationParams
 from wire.report import Memory
 
 COUNT = 1000
-"""Words of a prompt of about 2600 tokens, so that its last block is less than a tenth."""
+"""Words of a prompt of about 2600 tokens, of which the last block is less than a tenth."""
 FEW = 300
 """Words of a prompt of three blocks. `words(FEW)` is the beginning of `words(COUNT)`."""
 MODELS = (
@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
-    """A folder with the prompt of `words(COUNT)`, and its answer. Only `filled` reads it."""
+    """Return a folder with the stored prompt of `words(COUNT)`, and the answer. Only `filled` reads it."""
     folder = tmp_path_factory.mktemp("written") / "cache"
     driver = open_driver(models.path("llama"), folder)
     _, ids = answer(driver, words(COUNT))
@@ -63,7 +63,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
 
 @pytest.fixture
 def filled(written: tuple[Path, list[int]], folder: Path) -> tuple[Path, list[int]]:
-    """A folder of the test with the prompt of `words(COUNT)`, and its answer."""
+    """Return a folder of the test with the stored prompt of `words(COUNT)`, and the answer."""
     source, ids = written
     shutil.copytree(source, folder)
     return folder, ids
@@ -71,7 +71,7 @@ def filled(written: tuple[Path, list[int]], folder: Path) -> tuple[Path, list[in
 
 @pytest.fixture
 def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of each forward of a prefill."""
+    """Return a list that gets the number of tokens of each forward of a prefill."""
     forwards: list[int] = []
 
     def run(model: TextModel, ids: list[int], cache: Layers, *, last: bool) -> mx.array | None:
