@@ -117,7 +117,7 @@ def decode_request_number(body: bytes | memoryview) -> int:
     """Decode only the request number of a frame whose first field is `request`. Raise WireError for an invalid body."""
     try:
         return _HEAD.decode(body).request
-    except (msgspec.DecodeError, OverflowError) as error:
+    except (msgspec.DecodeError, RecursionError, OverflowError) as error:
         raise WireError(f"bad head: {error}") from None
 
 

@@ -193,6 +193,8 @@ def test_heads_are_read_without_the_rest() -> None:
     assert decode_request_number(body) == 2**62
     with pytest.raises(WireError):
         decode_request_number(b"\xc0")
+    with pytest.raises(WireError, match="bad head"):
+        decode_request_number(b"\x92\x01" + b"\x91" * 100_000 + b"\xc0")
 
 
 def begins(now: object, then: object) -> bool:
