@@ -31,8 +31,9 @@ from router.dialects.shared.common_fields import (
     build_type_discriminator,
 )
 from router.dialects.shared.field_table import FieldTable
-from router.dialects.shared.formats import FORMS, FormattedBody, ToolChoice
+from router.dialects.shared.formats import FORMS, FormattedBody
 from router.dialects.shared.template import Effort
+from router.dialects.shared.tool_choice import TOOL_CHOICE_NOTE, ToolChoice
 
 TOOLS_NOTE = (
     "functions, and custom tools, which the model gets as functions with one text argument; tools of other types would "
@@ -81,7 +82,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "reasoning": "effort sets reasoning_effort, enabled sets enable_thinking; other members are ignored",
         "usage": "include: same as stream_options.include_usage",
         "tools": TOOLS_NOTE,
-        "tool_choice": "auto, none, required, or a tool by name",
+        "tool_choice": TOOL_CHOICE_NOTE,
         "parallel_tool_calls": "false ends the answer after its first tool call",
         "chat_template_kwargs": "template variables from an allow-list; a template of a request is never run",
         "reasoning_effort": "sets the template variable; none also sets enable_thinking to false",

@@ -9,18 +9,12 @@ node validates the content of a schema or a grammar, because only the node has t
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from router.admission.request_limits import MAX_GRAMMAR_BYTES, MAX_SCHEMA_CHOICES
-from router.dialects.shared.common_fields import (
-    FunctionName,
-    SamplingFields,
-    StrictPart,
-    TextFormat,
-    build_type_discriminator,
-)
+from router.dialects.shared.common_fields import SamplingFields, StrictPart, TextFormat, build_type_discriminator
 from router.dialects.shared.strict_json import Body, encode_json
 from router.errors import Problem, build_invalid
 from wire.frames import CallConstraint, GrammarKind, GrammarSpec
@@ -142,52 +136,6 @@ class FormattedBody(SamplingFields):
             blanks = self.structured_outputs.whitespace_pattern or blanks
         form = convert_response_format(self.response_format)
         return select_single_grammar(grammars if form is None else {**grammars, "response_format": form}, blanks)
-
-
-class NamedFunction(StrictPart):
-    """Name of a tool, as a choice of tool refers to it."""
-
-    name: FunctionName
-
-
-class NamedTool(StrictPart):
-    """Choice of the function that must be called, as in chat bodies."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-    @property
-    def name(self) -> str:
-        """Name of the function."""
-        return self.function.name
-
-
-class NamedCustomTool(StrictPart):
-    """Choice of the custom tool that must be called, as in chat bodies."""
-
-    type: Literal["custom"]
-    custom: NamedFunction
-
-    @property
-    def name(self) -> str:
-        """Name of the custom tool."""
-        return self.custom.name
-
-
-def get_choice_tag(choice: object) -> str:
-    """Return the tag of a `tool_choice`: `word_part`, `named_part` (a function) or `custom_part` (a custom tool)."""
-    if not isinstance(choice, dict):
-        return "word_part"
-    return "custom_part" if cast("Body", choice).get("type") == "custom" else "named_part"
-
-
-Word = Literal["auto", "none", "required"]
-ToolChoice = Annotated[
-    Annotated[Word, Tag("word_part")]
-    | Annotated[NamedTool, Tag("named_part")]
-    | Annotated[NamedCustomTool, Tag("custom_part")],
-    Discriminator(get_choice_tag),
-]
 
 
 def convert_response_format(spec: ResponseFormat | None, name: str = "response_format") -> GrammarSpec | Problem | None:

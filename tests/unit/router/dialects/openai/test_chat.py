@@ -226,17 +226,10 @@ def test_tools_are_not_sent_with_tool_choice_none():
     assert bad(body(tools=[TOOL | {"type": "custom"}], tool_choice="none")).param == "tools[0].custom"
 
 
-@pytest.mark.parametrize(
-    ("choice", "kind"),
-    [
-        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "allowed_tools"),
-        ({"type": "web_search"}, "web_search"),
-    ],
-)
-def test_unsupported_tool_choice_type_is_refused(choice: object, kind: str):
-    problem = bad(body(tools=[TOOL], tool_choice=choice))
+def test_unsupported_tool_choice_type_is_refused():
+    problem = bad(body(tools=[TOOL], tool_choice={"type": "web_search"}))
     assert (problem.code, problem.param) == ("unsupported_parameter", "tool_choice.type")
-    assert repr(kind) in problem.message
+    assert "'web_search'" in problem.message
 
 
 def test_calls_and_reasoning_count_as_prompt():
@@ -464,7 +457,8 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "x" * 129}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "x", "parameters": 5}}]}, "tools[0].function.parameters"),
     ({"tool_choice": "maybe"}, "tool_choice"),
-    ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "none", "tools": []}}, "tool_choice.mode"),
     ({"tool_choice": 5}, "tool_choice"),
     ({"reasoning_effort": "most"}, "reasoning_effort"),
     ({"reasoning_effort": 5}, "reasoning_effort"),

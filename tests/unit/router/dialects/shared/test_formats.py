@@ -78,7 +78,10 @@ def test_tool_choice_becomes_a_call_mode():
     assert asked(tools=[STRICT]) == GrammarSpec(calls="free")
     assert asked(tools=[STRICT], tool_choice="none") is None
     assert asked(tools=[TOOL], tool_choice="required") == GrammarSpec(calls="required")
+    assert asked(tools=[TOOL], tool_choice="any") == GrammarSpec(calls="required")
     assert asked(tools=[TOOL], tool_choice=NAMED) == GrammarSpec(calls="required", tool="look")
+    flat = {"type": "function", "name": "look"}
+    assert asked(tools=[TOOL], tool_choice=flat) == GrammarSpec(calls="required", tool="look")
     assert asked(tools=[TOOL], response_format={"type": "json_object"}) == GrammarSpec("json_object", calls="free")
 
 
