@@ -59,6 +59,8 @@ def test_every_parameter_arrives():
     assert (found.stream, found.include_usage) == (True, True)
     assert (found.demand.max_tokens, found.demand.choices) == (5, 3)
     assert good(body(stop="x")).params.stop == ("x",)
+    assert good(body(stop="")).params.stop == good(body(stop=[""])).params.stop == ()
+    assert good(body(stop=["", "x"])).params.stop == ("x",)
     assert good(body(max_tokens=5, max_completion_tokens=9)).params.max_tokens == 9
 
 
@@ -421,7 +423,6 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream": 1}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stop": ""}, "stop"),
     ({"stop": 5}, "stop"),
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": ["a", "x" * 600]}, "stop[1]"),
