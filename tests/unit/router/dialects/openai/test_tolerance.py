@@ -56,6 +56,12 @@ def test_an_unknown_field_is_ignored_and_named_or_refused(dialect: str):
     assert (refused.status, refused.param) == (400, "colour")
 
 
+def test_an_unknown_field_that_is_null_is_no_field():
+    assert good("chat", prompt=None, input=None, colour=None).ignored == ()
+    assert good("completions", messages=None).ignored == ()
+    assert not isinstance(parse("responses", strict=True, messages=None), Problem)
+
+
 @pytest.mark.parametrize("dialect", BASE)
 def test_a_typing_error_is_refused_because_it_would_change_the_answer(dialect: str):
     refused = parse(dialect, strem=True)
