@@ -99,9 +99,9 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 class TextPart(StrictPart):
-    """Text part of a message."""
+    """Text part of a message, also by its names in `/v1/responses`."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
@@ -112,9 +112,33 @@ class RefusalPart(StrictPart):
     refusal: str
 
 
+class ThinkingPart(StrictPart):
+    """Reasoning of an earlier answer as a part, as in Anthropic's and Mistral's messages. `signature` has no effect."""
+
+    type: Literal["thinking"]
+    thinking: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
+        TEXT_OR_PARTS,
+    ]
+    signature: Any = None
+
+
+class ReasoningPart(StrictPart):
+    """Reasoning of an earlier answer as a part, as in messages of LangChain and the AI SDK."""
+
+    type: Literal["reasoning"]
+    text: str
+
+
 Part = Annotated[
-    Annotated[TextPart, Tag("text_part")] | Annotated[RefusalPart, Tag("refusal_part")],
-    build_type_discriminator("text", "refusal"),
+    Annotated[TextPart, Tag("text_part")]
+    | Annotated[TextPart, Tag("input_text_part")]
+    | Annotated[TextPart, Tag("output_text_part")]
+    | Annotated[RefusalPart, Tag("refusal_part")]
+    | Annotated[ThinkingPart, Tag("thinking_part")]
+    | Annotated[ReasoningPart, Tag("reasoning_part")],
+    build_type_discriminator("text", "input_text", "output_text", "refusal", "thinking", "reasoning"),
 ]
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
@@ -125,11 +149,11 @@ Content = Annotated[
 class CalledFunction(StrictPart):
     """Function in a tool call of the assistant. `arguments` is JSON text, as far as the model produced valid JSON.
 
-    `parsed_arguments` has no effect.
+    Clients leave out the arguments of a call without any. `parsed_arguments` has no effect.
     """
 
     name: Named
-    arguments: str
+    arguments: str | None = None
     parsed_arguments: Any = None
 
 

@@ -84,6 +84,15 @@ def test_text_parts_are_joined_and_assistant_messages_accepted():
         {"role": "assistant", "content": None, "reasoning": "cut"},
         {"role": "assistant"},
         {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "t"}, {"type": "output_text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": [{"type": "text", "text": "t"}, {"type": "text", "text": "u"}]},
+                {"type": "reasoning", "text": "v"},
+            ],
+        },
     ]
     assert good(body(messages=messages)).messages == (
         Message("system", "be brief"),
@@ -95,6 +104,9 @@ def test_text_parts_are_joined_and_assistant_messages_accepted():
         Message("assistant", reasoning="cut"),
         Message("assistant"),
         Message("assistant"),
+        Message("user", "a"),
+        Message("assistant", "b", reasoning="t"),
+        Message("assistant", reasoning="tu\nv"),
     )
 
 
@@ -108,12 +120,16 @@ def test_tool_calls_and_their_results_are_accepted_as_input():
         {"role": "tool", "content": "sunny", "tool_call_id": "c1", "name": "weather"},
         {"role": "tool", "content": [{"type": "text", "text": "dry"}], "tool_call_id": "c2"},
         {"role": "assistant", "content": "see", "tool_calls": [{"id": "c3", "function": CALL["function"]}]},
+        {"role": "assistant", "tool_calls": [{"id": "c4", "function": {"name": "now"}}]},
+        {"role": "assistant", "tool_calls": [{"id": "c5", "function": {"name": "now", "arguments": None}}]},
     ]
     assert good(body(messages=messages)).messages == (
         Message("assistant", tool_calls=(ASKED, ToolCall("c2", ASKED.name, ASKED.arguments))),
         Message("tool", "sunny", "weather", tool_call_id="c1"),
         Message("tool", "dry", tool_call_id="c2"),
         Message("assistant", "see", tool_calls=(ToolCall("c3", ASKED.name, ASKED.arguments),)),
+        Message("assistant", tool_calls=(ToolCall("c4", "now", ""),)),
+        Message("assistant", tool_calls=(ToolCall("c5", "now", ""),)),
     )
 
 
@@ -466,6 +482,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"no spaces": 1}}, "chat_template_kwargs.no spaces"),
     ({"messages": [{"role": "tool", "content": "42"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "user", "content": [{"type": "reasoning", "text": "x"}]}]}, "messages[0].content"),
     ({"messages": [{"role": "tool", "content": "42", "tool_call_id": ""}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
