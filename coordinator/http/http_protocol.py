@@ -26,6 +26,7 @@ from coordinator.http.connection_slots import MAX_CONNECTIONS, ConnectionSlot
 from coordinator.http.origin_check import Asgi, Message, Receive, Scope, Send
 from coordinator.http.request_heads import MALFORMED
 from router.errors import Problem
+from router.http.exchange import choose_request_id
 
 HEAD_TIMEOUT_SECONDS = 10.0
 """Maximum seconds until a request head is complete, and for the rest of a body whose answer is already complete."""
@@ -46,9 +47,14 @@ TOO_MANY_CONNECTIONS = Problem(
 
 
 def build_problem_response(problem: Problem) -> bytes:
-    """Return a complete HTTP response with a problem and `connection: close`, for a connection without ASGI app."""
-    body = problem.encode_body("")
+    """Return a complete HTTP response with a problem and `connection: close`, for a connection without ASGI app.
+
+    The request has a new id, because its headers were not read completely.
+    """
+    request_id = choose_request_id(())
+    body = problem.encode_body(request_id)
     head = f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\ncontent-type: application/json\r\n"
+    head += f"x-request-id: {request_id}\r\n"
     head += "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in problem.build_headers())
     return f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
 

@@ -5,9 +5,10 @@ Every key, with or without limits, has bounds on its open requests, prompt token
 memory.
 
 Theory. Requests and tokens per minute are token buckets: after a minute without requests, the amount of a whole minute
-may be used in one burst. A request is charged an estimate on arrival: its prompt and its limit of answer tokens, or
-`DEFAULT_ANSWER_TOKENS` without a limit. At its end the difference to the tokens used is refunded or charged. A key can
-therefore not exceed its rate by sending requests before the first answers. A request larger than a whole minute's
+may be used in one burst. A request is charged an estimate on arrival: its prompt, and at most `DEFAULT_ANSWER_TOKENS`
+per answer. At its end the difference to the tokens used is refunded or charged. Answers that are longer than estimated
+leave a debt, and the key waits until the debt is paid. Over time, a key therefore cannot exceed its rate. Open requests
+can exceed it for a while, by the tokens of their answers (docs/decisions/0063). A request larger than a whole minute's
 tokens is admitted when the bucket is full, and leaves a debt.
 """
 
@@ -27,7 +28,7 @@ from wire.units import show_count, show_size
 
 MINUTE_SECONDS = 60.0
 DEFAULT_ANSWER_TOKENS = 256
-"""Assumed tokens of an answer for which the client sets no limit, and maximum in `estimate_probable_tokens`."""
+"""Assumed tokens of an answer for which the client sets no limit or a higher one."""
 BYTES_PER_TOKEN = 4
 """Assumed bytes of text per prompt token, until a node has counted the prompt."""
 VIDEO_RETRY_SECONDS = 30.0
@@ -187,7 +188,7 @@ class RateLimits:
         crowded = self._describe_exceeded_bound(meter, limits, tokens, size)
         if crowded:
             return Refused(RefusalCode.RATE_LIMITED, f"{crowded}: wait for an answer", None, 1.0)
-        charge = 0 if meter.tokens is None else estimate_charge(demand)
+        charge = 0 if meter.tokens is None else estimate_probable_tokens(demand)
         refused = _find_exceeded_rate(meter, charge) if meter.has_rate else None
         if refused is not None:
             return refused
@@ -309,17 +310,8 @@ def refuse_model(model: str, limits: KeyLimits) -> Refused:
     return Refused(RefusalCode.NOT_ALLOWED, text)
 
 
-def estimate_charge(demand: ResourceDemand) -> int:
-    """Return the tokens that a request is charged on arrival: its prompt, and for each choice its limit of answer
-    tokens.
-
-    Without a limit a choice counts `DEFAULT_ANSWER_TOKENS`.
-    """
-    return _estimate_prompt_tokens(demand) + demand.choices * (demand.max_tokens or DEFAULT_ANSWER_TOKENS)
-
-
 def estimate_probable_tokens(demand: ResourceDemand) -> int:
-    """Return the probable tokens of a request, to compare requests: few answers use their whole limit.
+    """Return the probable tokens of a request, to charge and to compare requests: few answers use their whole limit.
 
     Each choice therefore counts at most `DEFAULT_ANSWER_TOKENS`.
     """

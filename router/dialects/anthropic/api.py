@@ -6,6 +6,7 @@ from typing import NamedTuple
 from router.dialects.anthropic.messages import convert_messages, list_omitted_parts
 from router.dialects.anthropic.response import MessageChunks, encode_error, encode_message
 from router.dialects.anthropic.schema import COUNT, MESSAGES, AnthropicTool, CountBody, MessagesBody, ThinkingOptions
+from router.dialects.shared.common_fields import list_stops
 from router.dialects.shared.conversation import ConversationRequest
 from router.dialects.shared.field_table import sanitize_names
 from router.dialects.shared.formats import add_call_constraints, convert_schema
@@ -96,7 +97,7 @@ def _build_request(body: MessagesBody, ignored: tuple[str, ...], *, strict: bool
         max_tokens=body.max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
-        stop=tuple(body.stop_sequences or ()),
+        stop=list_stops(body.stop_sequences),
         top_k=None if body.top_k is None else max(0, body.top_k),
         one_call=body.tool_choice is not None and body.tool_choice.disable_parallel_tool_use is True,
     )

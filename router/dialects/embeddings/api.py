@@ -5,7 +5,12 @@ from typing import cast
 
 import msgspec
 
-from router.dialects.embeddings.response import encode_embeddings, encode_ollama_embed, encode_ollama_embedding
+from router.dialects.embeddings.response import (
+    encode_embeddings,
+    encode_ollama_embed,
+    encode_ollama_embedding,
+    encode_ollama_load,
+)
 from router.dialects.embeddings.schema import (
     EMBEDDINGS,
     OLLAMA_EMBED,
@@ -14,7 +19,7 @@ from router.dialects.embeddings.schema import (
     OllamaEmbedBody,
     OllamaEmbeddingsBody,
 )
-from router.dialects.ollama.api import strip_latest_tag
+from router.dialects.ollama.api import check_unload, strip_latest_tag
 from router.dialects.ollama.response import OLLAMA
 from router.dialects.shared.field_table import sanitize_names
 from router.dialects.shared.interface import OPENAI, AnswerReader, Chunks
@@ -25,6 +30,8 @@ from wire.frames import Finished, GenerationParams
 
 PARAMS = GenerationParams(max_tokens=1)
 """Parameters of a request without an answer text."""
+LOADING = EmbeddingInput(("Hello",), (), 0, True)
+"""Input of a request of Ollama's routes that only loads a model. Its vector is left out."""
 
 
 class ParsedEmbedding(msgspec.Struct, frozen=True, gc=False):
@@ -58,17 +65,23 @@ class ParsedEmbedding(msgspec.Struct, frozen=True, gc=False):
 class OllamaEmbedRequest(ParsedEmbedding, frozen=True, gc=False):
     """Parsed body of `/api/embed`."""
 
+    loads: bool = False
+    """Whether the body has no text, and only loads the model."""
+
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
-        return encode_ollama_embed(spec, answer, finished)
+        return encode_ollama_load(spec) if self.loads else encode_ollama_embed(spec, answer, finished)
 
 
 class OllamaEmbeddingsRequest(ParsedEmbedding, frozen=True, gc=False):
     """Parsed body of `/api/embeddings`."""
 
+    loads: bool = False
+    """Whether the body has no text, and only loads the model."""
+
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
-        return encode_ollama_embedding(spec, answer, finished)
+        return b'{"embedding":[]}' if self.loads else encode_ollama_embedding(spec, answer, finished)
 
 
 class EmbeddingsRoute:
@@ -101,14 +114,20 @@ class OllamaEmbedRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> ParsedEmbedding | Problem:
-        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
+        """Parse a body, or return the problem; see `router.dialects.shared.interface.Dialect`.
+
+        The problem is a 501 for a body without a text and with `keep_alive: 0`, else a 400.
+        """
         parsed = OLLAMA_EMBED.read(body, strict=self._strict)
         if isinstance(parsed, Problem):
             return parsed
         fields: OllamaEmbedBody = parsed.body
+        model, ignored = strip_latest_tag(fields.model), sanitize_names(parsed.ignored)
+        if not fields.input:
+            return check_unload(body) or OllamaEmbedRequest(model, LOADING, ignored, loads=True)
         texts, ids = _split_input(fields.input)
         embed = EmbeddingInput(texts, ids, fields.dimensions or 0, fields.truncate is not False)
-        return OllamaEmbedRequest(strip_latest_tag(fields.model), embed, sanitize_names(parsed.ignored))
+        return OllamaEmbedRequest(model, embed, ignored)
 
 
 class OllamaEmbeddingsRoute:
@@ -120,13 +139,18 @@ class OllamaEmbeddingsRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> ParsedEmbedding | Problem:
-        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
+        """Parse a body, or return the problem; see `router.dialects.shared.interface.Dialect`.
+
+        The problem is a 501 for a body without a text and with `keep_alive: 0`, else a 400.
+        """
         parsed = OLLAMA_EMBEDDINGS.read(body, strict=self._strict)
         if isinstance(parsed, Problem):
             return parsed
         fields: OllamaEmbeddingsBody = parsed.body
-        embed = EmbeddingInput((fields.prompt,), (), 0, True)
-        return OllamaEmbeddingsRequest(strip_latest_tag(fields.model), embed, sanitize_names(parsed.ignored))
+        model, ignored = strip_latest_tag(fields.model), sanitize_names(parsed.ignored)
+        if not fields.prompt:
+            return check_unload(body) or OllamaEmbeddingsRequest(model, LOADING, ignored, loads=True)
+        return OllamaEmbeddingsRequest(model, EmbeddingInput((fields.prompt,), (), 0, True), ignored)
 
 
 def _split_input(value: object) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]]:

@@ -45,6 +45,11 @@ def encode_ollama_embed(spec: RequestSpec, answer: CompleteAnswer, finished: Fin
     )
 
 
+def encode_ollama_load(spec: RequestSpec) -> bytes:
+    """Encode the answer of `/api/embed` to a request that has loaded its model."""
+    return b'{"model":%b,"embeddings":[]}' % _encode(spec.demand.model)
+
+
 def encode_ollama_embedding(spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
     """Encode the answer of `/api/embeddings`, which has one vector."""
     return b'{"embedding":%b}' % encode_numbers(answer.vectors[0])

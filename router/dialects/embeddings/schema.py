@@ -26,7 +26,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 )
 OLLAMA_INSTEAD: Mapping[str, str] = MappingProxyType(
     {
-        "input": f"a text, or up to {MAX_INPUTS} texts, none of them empty",
+        "input": f"a text, or up to {MAX_INPUTS} texts, none of them empty; an empty text or list loads the model",
         "dimensions": INSTEAD["dimensions"],
         "truncate": "default true: a text that is longer than the model allows is cut",
         "model": "a `:latest` at the end is ignored",
@@ -43,8 +43,9 @@ Input = Annotated[
     | Annotated[ManyIds, Tag("many_part")],
     Discriminator(get_input_tag),
 ]
+OllamaTexts = Annotated[list[Text], Field(fail_fast=True, max_length=MAX_INPUTS)]
 OllamaInput = Annotated[
-    Annotated[Text, Tag("text_part")] | Annotated[Texts, Tag("texts_part")],
+    Annotated[str, Tag("text_part")] | Annotated[OllamaTexts, Tag("texts_part")],
     Discriminator(lambda value: "texts_part" if isinstance(value, list) else "text_part"),
 ]
 Dimensions = Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE]
@@ -62,7 +63,7 @@ class EmbeddingsBody(StrictPart):
 
 
 class OllamaEmbedBody(StrictPart):
-    """Request body of `/api/embed`."""
+    """Request body of `/api/embed`. An empty input only loads the model."""
 
     model: Named
     input: OllamaInput
@@ -71,10 +72,10 @@ class OllamaEmbedBody(StrictPart):
 
 
 class OllamaEmbeddingsBody(StrictPart):
-    """Request body of `/api/embeddings`, the older route for one text."""
+    """Request body of `/api/embeddings`, the older route for one text. An empty prompt only loads the model."""
 
     model: Named
-    prompt: Text
+    prompt: str
 
 
 EMBEDDINGS = FieldTable(EmbeddingsBody, HARMLESS, NEUTRAL, INSTEAD, MAX_PROMPT_IDS)

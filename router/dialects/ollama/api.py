@@ -130,14 +130,23 @@ def strip_latest_tag(model: str) -> str:
     return model.removesuffix(":latest") or model
 
 
+def check_unload(raw: bytes) -> Problem | None:
+    """Return the 501 problem if a body without a prompt (`raw`, JSON) unloads its model by `keep_alive: 0`, else
+    None."""
+    fields = read_object(raw, CHAT.max_values)
+    if not isinstance(fields, dict) or not _ZERO.fullmatch(str(fields.get("keep_alive"))):
+        return None
+    text = "keep_alive: 0 without a prompt is not supported: unload models with `cluster model unload`"
+    return Problem(501, "unsupported_operation", text, "keep_alive")
+
+
 def _build_load(
     body: OllamaBody, raw: bytes, ignored: tuple[str, ...], *, strict: bool, chat: bool
 ) -> OllamaRequest | Problem:
     """Build the request of a body without a prompt (`raw`, JSON): it loads the model, as with Ollama."""
-    fields = read_object(raw, CHAT.max_values)
-    if isinstance(fields, dict) and _ZERO.fullmatch(str(fields.get("keep_alive"))):
-        text = "keep_alive: 0 without a prompt is not supported: unload models with `cluster model unload`"
-        return Problem(501, "unsupported_operation", text, "keep_alive")
+    unload = check_unload(raw)
+    if unload is not None:
+        return unload
     built = _build_request(body, list(LOADING), NO_TOOLS, ignored, strict=strict, chat=chat)
     if isinstance(built, Problem):
         return built

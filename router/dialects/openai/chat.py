@@ -24,8 +24,8 @@ from router.dialects.shared.formats import add_call_constraints
 from router.dialects.shared.interface import OPENAI, AnswerReader
 from router.dialects.shared.strict_json import Body
 from router.dialects.shared.template import combine_reasoning, encode_variables
+from router.dialects.shared.tool_choice import convert_tool_choice
 from router.dialects.shared.tools import (
-    NO_TOOLS,
     ClientTool,
     OfferedTool,
     ToolSet,
@@ -153,19 +153,18 @@ def _build_grammar(body: ChatBody, tools: ToolSet) -> GrammarSpec | Problem | No
     form = body.build_grammar()
     if isinstance(form, Problem):
         return form
-    choice = body.tool_choice
-    named = "" if choice is None or isinstance(choice, str) else choice.name
-    word = choice if isinstance(choice, str) else "required" if named else "auto"
-    return add_call_constraints(form, tools.names, word=word, named=named, strict=tools.strict)
+    rule = convert_tool_choice(body.tool_choice)
+    return add_call_constraints(form, tools.names, word=rule.word, named=rule.named, strict=tools.strict)
 
 
 def _collect_tools(body: ChatBody, fields: Body, *, strict: bool) -> ToolSet | Problem:
     """Return the tools in their order, without text when there are none or none may be called."""
-    if not body.tools:
-        return NO_TOOLS
-    raw = cast("list[Body]", fields["tools"])
-    offered = (_convert_tool(tool, raw[at]) for at, tool in enumerate(body.tools) if not isinstance(tool, ForeignPart))
-    return collect_tools(offered, body.tools, strict=strict, include_text=body.tool_choice != "none")
+    raw = cast("list[Body]", fields.get("tools") or [])
+    offered = (
+        _convert_tool(tool, raw[at]) for at, tool in enumerate(body.tools or ()) if not isinstance(tool, ForeignPart)
+    )
+    rule = convert_tool_choice(body.tool_choice)
+    return collect_tools(offered, body.tools, strict=strict, include_text=rule.word != "none", allowed=rule.allowed)
 
 
 def _convert_tool(tool: ChatTool | ChatCustomTool, raw: Body) -> OfferedTool:

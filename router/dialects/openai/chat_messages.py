@@ -6,7 +6,14 @@ refused, unless it is empty. Client libraries write all fields of one class into
 assistant may be empty, because some clients store an answer that had only reasoning as `content: null`.
 """
 
-from router.dialects.openai.chat_schema import ChatMessage, MessageCustomCall, MessageToolCall, TextPart
+from router.dialects.openai.chat_schema import (
+    ChatMessage,
+    MessageCustomCall,
+    MessageToolCall,
+    ReasoningPart,
+    RefusalPart,
+    ThinkingPart,
+)
 from router.dialects.openai.chat_schema import Part as ContentPart
 from router.dialects.shared.tools import encode_input
 from router.errors import Problem, build_invalid
@@ -38,6 +45,8 @@ def _check_message(message: ChatMessage, path: str) -> Problem | None:
     for name, only in _ONLY:
         if role != only and getattr(message, name):
             return build_invalid(f"only messages with the role {only} can have {name}", f"{path}.{name}")
+    if role != "assistant" and _join_reasoning(message.content):
+        return build_invalid("only messages with the role assistant can have reasoning", f"{path}.content")
     if role == "tool" and not message.tool_call_id:
         return build_invalid("a tool message needs the tool_call_id of its tool call", f"{path}.tool_call_id")
     if message.content is None and role != "assistant":
@@ -52,17 +61,39 @@ def _convert_message(message: ChatMessage) -> Message:
         message.name or "",
         tuple(_convert_call(call) for call in message.tool_calls or ()),
         message.tool_call_id or "",
-        message.reasoning_content or message.reasoning or "",
+        message.reasoning_content or message.reasoning or _join_reasoning(message.content),
     )
 
 
 def _convert_call(call: MessageToolCall | MessageCustomCall) -> ToolCall:
     if isinstance(call, MessageCustomCall):
         return ToolCall(call.id, call.custom.name, encode_input(call.custom.input))
-    return ToolCall(call.id, call.function.name, call.function.arguments)
+    return ToolCall(call.id, call.function.name, call.function.arguments or "")
 
 
 def _join_text(content: str | list[ContentPart] | None) -> str:
     if isinstance(content, list):
-        return "".join(part.text if isinstance(part, TextPart) else part.refusal for part in content)
+        return "".join(map(_render_part, content))
     return content or ""
+
+
+def _render_part(part: ContentPart) -> str:
+    """Return the text of a part; empty for reasoning."""
+    if isinstance(part, ThinkingPart | ReasoningPart):
+        return ""
+    return part.refusal if isinstance(part, RefusalPart) else part.text
+
+
+def _join_reasoning(content: str | list[ContentPart] | None) -> str:
+    """Return the text of all parts of a content that are reasoning; empty without any."""
+    if not isinstance(content, list):
+        return ""
+    return "\n".join(
+        part.text if isinstance(part, ReasoningPart) else _join_thinking(part)
+        for part in content
+        if isinstance(part, ThinkingPart | ReasoningPart)
+    )
+
+
+def _join_thinking(part: ThinkingPart) -> str:
+    return part.thinking if isinstance(part.thinking, str) else "".join(text.text for text in part.thinking)

@@ -31,8 +31,9 @@ from router.dialects.shared.common_fields import (
     build_type_discriminator,
 )
 from router.dialects.shared.field_table import FieldTable
-from router.dialects.shared.formats import FORMS, FormattedBody, ToolChoice
+from router.dialects.shared.formats import FORMS, FormattedBody
 from router.dialects.shared.template import Effort
+from router.dialects.shared.tool_choice import TOOL_CHOICE_NOTE, ToolChoice
 
 TOOLS_NOTE = (
     "functions, and custom tools, which the model gets as functions with one text argument; tools of other types would "
@@ -81,7 +82,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "reasoning": "effort sets reasoning_effort, enabled sets enable_thinking; other members are ignored",
         "usage": "include: same as stream_options.include_usage",
         "tools": TOOLS_NOTE,
-        "tool_choice": "auto, none, required, or a tool by name",
+        "tool_choice": TOOL_CHOICE_NOTE,
         "parallel_tool_calls": "false ends the answer after its first tool call",
         "chat_template_kwargs": "template variables from an allow-list; a template of a request is never run",
         "reasoning_effort": "sets the template variable; none also sets enable_thinking to false",
@@ -98,9 +99,9 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 class TextPart(StrictPart):
-    """Text part of a message."""
+    """Text part of a message, also by its names in `/v1/responses`."""
 
-    type: Literal["text"]
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
@@ -111,9 +112,33 @@ class RefusalPart(StrictPart):
     refusal: str
 
 
+class ThinkingPart(StrictPart):
+    """Reasoning of an earlier answer as a part, as in Anthropic's and Mistral's messages. `signature` has no effect."""
+
+    type: Literal["thinking"]
+    thinking: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
+        TEXT_OR_PARTS,
+    ]
+    signature: Any = None
+
+
+class ReasoningPart(StrictPart):
+    """Reasoning of an earlier answer as a part, as in messages of LangChain and the AI SDK."""
+
+    type: Literal["reasoning"]
+    text: str
+
+
 Part = Annotated[
-    Annotated[TextPart, Tag("text_part")] | Annotated[RefusalPart, Tag("refusal_part")],
-    build_type_discriminator("text", "refusal"),
+    Annotated[TextPart, Tag("text_part")]
+    | Annotated[TextPart, Tag("input_text_part")]
+    | Annotated[TextPart, Tag("output_text_part")]
+    | Annotated[RefusalPart, Tag("refusal_part")]
+    | Annotated[ThinkingPart, Tag("thinking_part")]
+    | Annotated[ReasoningPart, Tag("reasoning_part")],
+    build_type_discriminator("text", "input_text", "output_text", "refusal", "thinking", "reasoning"),
 ]
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
@@ -124,11 +149,11 @@ Content = Annotated[
 class CalledFunction(StrictPart):
     """Function in a tool call of the assistant. `arguments` is JSON text, as far as the model produced valid JSON.
 
-    `parsed_arguments` has no effect.
+    Clients leave out the arguments of a call without any. `parsed_arguments` has no effect.
     """
 
     name: Named
-    arguments: str
+    arguments: str | None = None
     parsed_arguments: Any = None
 
 

@@ -33,6 +33,7 @@ from router.dialects.shared.interface import OPENAI, AnswerReader
 from router.dialects.shared.single_choice import SingleChoiceAnswer
 from router.dialects.shared.strict_json import Body
 from router.dialects.shared.template import encode_variables, get_reasoning_variables
+from router.dialects.shared.tool_choice import convert_tool_choice
 from router.dialects.shared.tools import (
     ClientTool,
     OfferedTool,
@@ -217,15 +218,14 @@ def _build_grammar(body: ResponsesBody, tools: ToolSet) -> GrammarSpec | Problem
         form = convert_schema(spec.schema_, "text.format.schema")
     if isinstance(form, Problem):
         return form
-    choice = body.tool_choice
-    named = "" if choice is None or isinstance(choice, str) else choice.name
-    word = choice if isinstance(choice, str) else "required" if named else "auto"
-    return add_call_constraints(form, tools.names, word=word, named=named, strict=tools.strict)
+    rule = convert_tool_choice(body.tool_choice)
+    return add_call_constraints(form, tools.names, word=rule.word, named=rule.named, strict=tools.strict)
 
 
 def _collect_tools(body: ResponsesBody, *, strict: bool) -> ToolSet | Problem:
     offered = (offer for tool in body.tools or () for offer in _convert_tool(tool))
-    return collect_tools(offered, body.tools, strict=strict, include_text=body.tool_choice != "none")
+    rule = convert_tool_choice(body.tool_choice)
+    return collect_tools(offered, body.tools, strict=strict, include_text=rule.word != "none", allowed=rule.allowed)
 
 
 def _convert_tool(

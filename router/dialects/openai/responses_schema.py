@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, Tag
 
 from router.admission.request_limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.dialects.openai.chat_schema import HARMLESS as CHAT_HARMLESS
@@ -29,8 +29,9 @@ from router.dialects.shared.common_fields import (
     build_type_discriminator,
 )
 from router.dialects.shared.field_table import FieldTable
-from router.dialects.shared.formats import JsonObject, NamedFunction, NamedSchema, Word, get_choice_tag
+from router.dialects.shared.formats import JsonObject, NamedSchema
 from router.dialects.shared.template import Effort
+from router.dialects.shared.tool_choice import TOOL_CHOICE_NOTE, ToolChoice
 
 HARMLESS: Mapping[str, str] = MappingProxyType(
     {
@@ -58,7 +59,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "prompt": "prompts are not stored: send them in input",
         "top_logprobs": "use /v1/chat/completions for log probabilities",
         "tools": TOOLS_NOTE.replace("custom tools,", "custom tools and namespaces of both,"),
-        "tool_choice": "auto, none, required, or a tool by name",
+        "tool_choice": TOOL_CHOICE_NOTE,
         "text": "format: text, json_object or json_schema, enforced even if not strict; verbosity has no effect",
         "reasoning": "effort is the template's reasoning_effort; summary has no effect, because reasoning is complete",
         "include": "no effect: reasoning is always included, and no tools run on the server",
@@ -309,26 +310,6 @@ Format = Annotated[
     | Annotated[JsonObject, Tag("json_object_part")]
     | Annotated[SchemaFormat, Tag("json_schema_part")],
     build_type_discriminator("text", "json_object", "json_schema"),
-]
-
-
-class ChosenTool(NamedFunction):
-    """Choice of the function that must be called."""
-
-    type: Literal["function"]
-
-
-class ChosenCustomTool(NamedFunction):
-    """Choice of the custom tool that must be called."""
-
-    type: Literal["custom"]
-
-
-ToolChoice = Annotated[
-    Annotated[Word, Tag("word_part")]
-    | Annotated[ChosenTool, Tag("named_part")]
-    | Annotated[ChosenCustomTool, Tag("custom_part")],
-    Discriminator(get_choice_tag),
 ]
 
 

@@ -137,7 +137,7 @@ TokenIds = Annotated[
     list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)
 ]
 Text = Annotated[str, Field(min_length=1)]
-Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Hint = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
@@ -303,8 +303,8 @@ def list_given_penalties(body: SamplingFields) -> frozenset[str]:
 
 
 def list_stops(stop: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Return the stop strings of a field that has none, one, or several."""
-    return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    """Return the stop strings of a field that has none, one, or several. Empty strings are left out."""
+    return tuple(text for text in ((stop,) if isinstance(stop, str) else stop or ()) if text)
 
 
 def parse_stream_options(body: SamplingFields) -> bool | Problem:

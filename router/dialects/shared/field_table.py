@@ -114,14 +114,14 @@ class FieldTable(Generic[B]):
                 yield FieldRow(name, "honoured", self.instead.get(name, ""))
 
     def _strip(self, raw_fields: Body) -> Body | Problem:
-        """Remove fields without an effect; refuse fields that are not offered."""
+        """Remove fields without an effect and unknown fields that are null; refuse fields that are not offered."""
         fields: Body = {}
         for name, value in raw_fields.items():
             if name in self.neutral:
                 if not _is_neutral(value, self.neutral[name]):
                     return build_unsupported(name, self.instead)
-            elif name not in self.ignored:
-                fields[name] = value
+            elif name not in self.ignored and (value is not None or name in self.known):
+                fields[name] = value  # an unknown field that is null is no field
         return fields
 
 

@@ -1,26 +1,21 @@
 """Answer formats: response formats, grammars and forced tool calls in all their spellings.
 
 OpenAI's `response_format` (and `text.format`, and Ollama's `format`), vLLM's `structured_outputs` and its older
-`guided_*` fields become one `GrammarSpec` here. A request may use one of them; several are a 400 that names them. The
-node validates the content of a schema or a grammar, because only the node has the model's tokenizer.
+`guided_*` fields, and llama.cpp's `json_schema` and `grammar` become one `GrammarSpec` here. A request may use one of
+them; several are a 400 that names them. The node validates the content of a schema or a grammar, because only the node
+has the model's tokenizer.
 
 `strict: false` is enforced like `strict: true`: an answer that follows its schema is valid in both cases.
 """
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
 from router.admission.request_limits import MAX_GRAMMAR_BYTES, MAX_SCHEMA_CHOICES
-from router.dialects.shared.common_fields import (
-    FunctionName,
-    SamplingFields,
-    StrictPart,
-    TextFormat,
-    build_type_discriminator,
-)
+from router.dialects.shared.common_fields import SamplingFields, StrictPart, TextFormat, build_type_discriminator
 from router.dialects.shared.strict_json import Body, encode_json
 from router.errors import Problem, build_invalid
 from wire.frames import CallConstraint, GrammarKind, GrammarSpec
@@ -38,6 +33,8 @@ FORMS: Mapping[str, str] = MappingProxyType(
         "guided_grammar": "same as structured_outputs.grammar",
         "guided_whitespace_pattern": "same as structured_outputs.whitespace_pattern",
         "guided_decoding_backend": "auto, guidance or llguidance",
+        "json_schema": "same as structured_outputs.json",
+        "grammar": "same as structured_outputs.grammar",
     }
 )
 """Notes of the manual on the fields of `FormattedBody`."""
@@ -109,7 +106,7 @@ class StructuredOutputs(StrictPart):
 
 
 class FormattedBody(SamplingFields):
-    """Base of bodies with an answer format, in OpenAI's fields or in vLLM's current or older fields."""
+    """Base of bodies with an answer format, in the fields of OpenAI, llama.cpp, or vLLM's current or older version."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -119,6 +116,8 @@ class FormattedBody(SamplingFields):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
+    json_schema: SchemaOrText | None = None
+    grammar: str | None = None
 
     def build_grammar(self) -> GrammarSpec | Problem | None:
         """Return the grammar of the answer; None if the answer is not constrained.
@@ -140,54 +139,12 @@ class FormattedBody(SamplingFields):
         if self.structured_outputs is not None:
             grammars |= convert_structured_outputs(self.structured_outputs)
             blanks = self.structured_outputs.whitespace_pattern or blanks
+        if self.json_schema is not None:
+            grammars["json_schema"] = _convert_schema_or_text(self.json_schema, "json_schema")
+        if self.grammar:
+            grammars["grammar"] = GrammarSpec(GrammarKind.LARK, self.grammar)
         form = convert_response_format(self.response_format)
         return select_single_grammar(grammars if form is None else {**grammars, "response_format": form}, blanks)
-
-
-class NamedFunction(StrictPart):
-    """Name of a tool, as a choice of tool refers to it."""
-
-    name: FunctionName
-
-
-class NamedTool(StrictPart):
-    """Choice of the function that must be called, as in chat bodies."""
-
-    type: Literal["function"]
-    function: NamedFunction
-
-    @property
-    def name(self) -> str:
-        """Name of the function."""
-        return self.function.name
-
-
-class NamedCustomTool(StrictPart):
-    """Choice of the custom tool that must be called, as in chat bodies."""
-
-    type: Literal["custom"]
-    custom: NamedFunction
-
-    @property
-    def name(self) -> str:
-        """Name of the custom tool."""
-        return self.custom.name
-
-
-def get_choice_tag(choice: object) -> str:
-    """Return the tag of a `tool_choice`: `word_part`, `named_part` (a function) or `custom_part` (a custom tool)."""
-    if not isinstance(choice, dict):
-        return "word_part"
-    return "custom_part" if cast("Body", choice).get("type") == "custom" else "named_part"
-
-
-Word = Literal["auto", "none", "required"]
-ToolChoice = Annotated[
-    Annotated[Word, Tag("word_part")]
-    | Annotated[NamedTool, Tag("named_part")]
-    | Annotated[NamedCustomTool, Tag("custom_part")],
-    Discriminator(get_choice_tag),
-]
 
 
 def convert_response_format(spec: ResponseFormat | None, name: str = "response_format") -> GrammarSpec | Problem | None:
@@ -217,6 +174,10 @@ def convert_schema(schema: Body | None, name: str) -> GrammarSpec | Problem:
     return text if isinstance(text, Problem) else GrammarSpec(GrammarKind.JSON_SCHEMA, text)
 
 
+def _convert_schema_or_text(schema: Body | str, name: str) -> GrammarSpec | Problem:
+    return GrammarSpec(GrammarKind.JSON_SCHEMA, schema) if isinstance(schema, str) else convert_schema(schema, name)
+
+
 def convert_structured_outputs(
     options: StructuredOutputs, prefix: str = "structured_outputs."
 ) -> dict[str, GrammarSpec | Problem]:
@@ -226,10 +187,7 @@ def convert_structured_outputs(
     """
     grammars: dict[str, GrammarSpec | Problem] = {}
     if options.json_ is not None:
-        name, schema = f"{prefix}json", options.json_
-        grammars[name] = (
-            GrammarSpec(GrammarKind.JSON_SCHEMA, schema) if isinstance(schema, str) else convert_schema(schema, name)
-        )
+        grammars[f"{prefix}json"] = _convert_schema_or_text(options.json_, f"{prefix}json")
     if options.regex is not None:
         grammars[f"{prefix}regex"] = GrammarSpec(GrammarKind.REGEX, options.regex)
     if options.choice is not None:

@@ -127,7 +127,12 @@ def find_server_tools(tools: Sequence[object] | None, path: str = "tools") -> It
 
 
 def collect_tools(
-    offered: Iterable[OfferedTool], foreign: Sequence[object] | None, *, strict: bool, include_text: bool = True
+    offered: Iterable[OfferedTool],
+    foreign: Sequence[object] | None,
+    *,
+    strict: bool,
+    include_text: bool = True,
+    allowed: frozenset[str] | None = None,
 ) -> ToolSet | Problem:
     """Check and combine the tools of a request: the functions `offered`, and the tools in `foreign` for a server.
 
@@ -136,13 +141,19 @@ def collect_tools(
     such tools in `ToolSet.left_out`.
 
     A function whose name is taken gets the name of its namespace as a prefix, if it has one. Without `include_text`,
-    `ToolSet.text` is empty, so that the prompt contains no tools.
+    `ToolSet.text` is empty, so that the prompt contains no tools. Only tools with a name in `allowed` are
+    included; None: all tools. A name in `allowed` without a tool is a 400 problem.
     """
     without = tuple(find_server_tools(foreign))
     if strict and without:
         where, kind = without[0]
         why = f"{where} {kind[:64]!r} is not supported: tools cannot run on this server"
         return build_unsupported(where, why=why)
+    if allowed is not None:
+        offered = [tool for tool in offered if tool.name in allowed]
+        missing = allowed - {tool.name for tool in offered}
+        if missing:
+            return build_invalid(f"tool_choice names {min(missing)}, which is not in tools", "tool_choice")
     tools = list(_make_distinct(offered))
     if len(tools) > MAX_TOOLS:
         return build_invalid(f"{len(tools)} tools in the request, the limit is {MAX_TOOLS}: leave some out", "tools")

@@ -314,7 +314,7 @@ async def test_a_model_that_does_not_offer_it_is_a_400(cluster: LoopbackCluster,
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"extra_body": {"guided_json": {}, "guided_decoding_backend": "outlines"}}, "guided_decoding_backend"),
         ({"functions": [{"name": "weather"}]}, "functions"),
         ({"response_format": {"type": "poem"}}, "response_format.type"),

@@ -115,12 +115,15 @@ async def test_a_bad_body_is_refused_before_any_node(cluster: LoopbackCluster, f
 
 
 @pytest.mark.parametrize("path", ["/api/embed", "/api/embeddings"])
-async def test_a_bad_body_of_ollama_is_refused(cluster: LoopbackCluster, path: str):
+async def test_ollama_s_routes_refuse_a_bad_body_and_load_without_a_text(cluster: LoopbackCluster, path: str):
     name = "prompt" if path.endswith("embeddings") else "input"
     async with plain(cluster) as client:
-        for value in ("", [], [""], [1], None):
+        for value in ([""], [1], None):
             answer = await client.post(path, json={"model": MODEL, name: value})
             assert (answer.status_code, answer.json()["param"].startswith(name)) == (400, True), value
+        load = await client.post(path, json={"model": MODEL, name: ""})
+    vectors = {"embedding": []} if name == "prompt" else {"model": MODEL, "embeddings": []}
+    assert (load.status_code, load.json()) == (200, vectors)
 
 
 async def test_a_model_of_another_kind_is_refused_with_the_route(cluster: LoopbackCluster):

@@ -332,6 +332,7 @@ async def test_bytes_that_are_no_request_are_refused_once(port: Port):
     client = await (await port.dial()).send(b"nonsense\r\n\r\n" + head())
     status, body = await client.read_answer()
     assert (status, code(body)) == (400, "malformed_http")
+    assert json.loads(body)["error"]["request_id"]
     assert await client.read_rest() == b""
     assert port.app.scopes == []
 

@@ -13,7 +13,6 @@ from router.admission.rate_limits import (
     NO_LIMITS,
     KeyLimits,
     RateLimits,
-    estimate_charge,
     estimate_probable_tokens,
 )
 from router.placement.candidate import ResourceDemand
@@ -69,13 +68,27 @@ def test_requests_a_minute():
 def test_tokens_per_minute_are_charged_by_estimate_and_settled_by_usage():
     one = quotas(tokens_per_minute=300)
     charged = taken(one)
-    assert charged == estimate_charge(ASK) == 150
+    assert charged == estimate_probable_tokens(ASK) == 150
     taken(one)
     assert refused(one).retry_after == pytest.approx(30.0)
     one.record_end("k", ASK, charged, 110, 0.0)
     assert refused(one).retry_after == pytest.approx(22.0)
     one.record_end("k", ASK, charged, 0, 0.0)
     assert taken(one) == 150
+
+
+def test_a_high_limit_of_the_answer_is_charged_at_the_end_as_far_as_it_was_used():
+    agent = ResourceDemand("m", prompt_tokens=1000, max_tokens=32_000)
+    one = quotas(tokens_per_minute=6000)
+    charges = [taken(one, ask=agent) for _ in range(4)]
+    assert charges == [1000 + DEFAULT_ANSWER_TOKENS] * 4
+    assert refused(one, ask=agent).retry_after == pytest.approx(2.8)
+    for charged in charges[:3]:
+        one.record_end("k", agent, charged, 1000 + 100, 0.0)
+    one.record_end("k", agent, charges[3], 1000 + 32_000, 0.0)
+    debt = 3 * 1100 + 33_000 - 6000
+    assert refused(one, ask=agent).retry_after == pytest.approx((debt + 1256) / 100), "the debt is paid first"
+    taken(one, 315.6, ask=agent)
 
 
 def test_more_than_a_minute_can_hold_waits_for_a_full_bucket_and_leaves_a_debt():
@@ -296,11 +309,9 @@ def test_two_keys_and_their_buckets_are_apart():
     assert (one.count_open("a"), one.count_open("b"), one.count_open("c")) == (1, 2, 0)
 
 
-def test_the_estimate_is_the_prompt_and_each_choices_longest_answer():
-    assert estimate_charge(ResourceDemand("m", prompt_tokens=100, max_tokens=50)) == 150
-    assert estimate_charge(ResourceDemand("m", prompt_tokens=100, max_tokens=50, choices=3)) == 250
-    assert estimate_charge(ResourceDemand("m", prompt_bytes=400, max_tokens=50)) == 400 // BYTES_PER_TOKEN + 50
-    assert estimate_charge(ResourceDemand("m", prompt_tokens=7)) == 7 + DEFAULT_ANSWER_TOKENS
+def test_the_estimate_is_the_prompt_and_an_answer_of_bounded_length_for_each_choice():
+    assert estimate_probable_tokens(ResourceDemand("m", prompt_tokens=100, max_tokens=50)) == 150
+    assert estimate_probable_tokens(ResourceDemand("m", prompt_bytes=400, max_tokens=50)) == 400 // BYTES_PER_TOKEN + 50
     assert (
         estimate_probable_tokens(ResourceDemand("m", prompt_tokens=100, max_tokens=10 * DEFAULT_ANSWER_TOKENS))
         == 100 + DEFAULT_ANSWER_TOKENS

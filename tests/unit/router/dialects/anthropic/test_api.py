@@ -19,7 +19,7 @@ def params(**body: object) -> GenerationParams:
 
 def test_every_parameter_arrives():
     assert params() == GenerationParams(max_tokens=9)
-    assert params(temperature=0.5, top_p=0.75, top_k=7, stop_sequences=["END", "x"]) == GenerationParams(
+    assert params(temperature=0.5, top_p=0.75, top_k=7, stop_sequences=["END", "", "x"]) == GenerationParams(
         max_tokens=9, temperature=0.5, top_p=0.75, top_k=7, stop=("END", "x")
     )
     assert params(tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True}).one_call is True

@@ -1,12 +1,15 @@
 """Requests for embeddings: their texts, token ids and options, and whether a text that is too long may be cut."""
 
+import json
 from typing import Any
 
 import pytest
 
 from router.dialects.embeddings.api import EmbeddingsRoute, OllamaEmbeddingsRoute, OllamaEmbedRoute, ParsedEmbedding
 from router.dialects.shared.interface import Dialect
-from tests.support.answers import asked
+from router.dispatch.request import CompleteAnswer
+from router.errors import Problem
+from tests.support.answers import FINISHED, asked
 
 
 @pytest.mark.parametrize(
@@ -64,6 +67,28 @@ def test_the_prompt_name_and_the_encoding_arrive() -> None:
     request, job = asked(EmbeddingsRoute(), input="hi", encoding_format="float")
     assert isinstance(request, ParsedEmbedding)
     assert not request.as_base64
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body", "answer"),
+    [
+        (OllamaEmbedRoute(), {"input": ""}, {"model": "tiny", "embeddings": []}),
+        (OllamaEmbedRoute(), {"input": []}, {"model": "tiny", "embeddings": []}),
+        (OllamaEmbedRoute(), {"input": [], "keep_alive": -1}, {"model": "tiny", "embeddings": []}),
+        (OllamaEmbeddingsRoute(), {"prompt": ""}, {"embedding": []}),
+    ],
+)
+def test_ollama_s_routes_load_the_model_without_a_text(
+    dialect: Dialect, body: dict[str, Any], answer: dict[str, Any]
+) -> None:
+    request, job = asked(dialect, model="tiny:latest", **body)
+    assert job.embed is not None
+    assert job.embed.count == 1
+    found = request.render_complete(job, CompleteAnswer({}, {}, {}, vectors=(bytes(4),)), FINISHED)
+    assert json.loads(found) == answer
+    unload = dialect.parse(json.dumps({"model": "tiny", **body, "keep_alive": 0}).encode(), "k")
+    assert isinstance(unload, Problem)
+    assert (unload.status, unload.param) == (501, "keep_alive")
 
 
 def test_ollama_s_older_route_has_one_text_and_no_dimensions() -> None:

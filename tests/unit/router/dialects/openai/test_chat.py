@@ -59,6 +59,8 @@ def test_every_parameter_arrives():
     assert (found.stream, found.include_usage) == (True, True)
     assert (found.demand.max_tokens, found.demand.choices) == (5, 3)
     assert good(body(stop="x")).params.stop == ("x",)
+    assert good(body(stop="")).params.stop == good(body(stop=[""])).params.stop == ()
+    assert good(body(stop=["", "x"])).params.stop == ("x",)
     assert good(body(max_tokens=5, max_completion_tokens=9)).params.max_tokens == 9
 
 
@@ -82,6 +84,15 @@ def test_text_parts_are_joined_and_assistant_messages_accepted():
         {"role": "assistant", "content": None, "reasoning": "cut"},
         {"role": "assistant"},
         {"role": "assistant", "content": None, "tool_calls": []},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "t"}, {"type": "output_text", "text": "b"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": [{"type": "text", "text": "t"}, {"type": "text", "text": "u"}]},
+                {"type": "reasoning", "text": "v"},
+            ],
+        },
     ]
     assert good(body(messages=messages)).messages == (
         Message("system", "be brief"),
@@ -93,6 +104,9 @@ def test_text_parts_are_joined_and_assistant_messages_accepted():
         Message("assistant", reasoning="cut"),
         Message("assistant"),
         Message("assistant"),
+        Message("user", "a"),
+        Message("assistant", "b", reasoning="t"),
+        Message("assistant", reasoning="tu\nv"),
     )
 
 
@@ -106,12 +120,16 @@ def test_tool_calls_and_their_results_are_accepted_as_input():
         {"role": "tool", "content": "sunny", "tool_call_id": "c1", "name": "weather"},
         {"role": "tool", "content": [{"type": "text", "text": "dry"}], "tool_call_id": "c2"},
         {"role": "assistant", "content": "see", "tool_calls": [{"id": "c3", "function": CALL["function"]}]},
+        {"role": "assistant", "tool_calls": [{"id": "c4", "function": {"name": "now"}}]},
+        {"role": "assistant", "tool_calls": [{"id": "c5", "function": {"name": "now", "arguments": None}}]},
     ]
     assert good(body(messages=messages)).messages == (
         Message("assistant", tool_calls=(ASKED, ToolCall("c2", ASKED.name, ASKED.arguments))),
         Message("tool", "sunny", "weather", tool_call_id="c1"),
         Message("tool", "dry", tool_call_id="c2"),
         Message("assistant", "see", tool_calls=(ToolCall("c3", ASKED.name, ASKED.arguments),)),
+        Message("assistant", tool_calls=(ToolCall("c4", "now", ""),)),
+        Message("assistant", tool_calls=(ToolCall("c5", "now", ""),)),
     )
 
 
@@ -226,17 +244,10 @@ def test_tools_are_not_sent_with_tool_choice_none():
     assert bad(body(tools=[TOOL | {"type": "custom"}], tool_choice="none")).param == "tools[0].custom"
 
 
-@pytest.mark.parametrize(
-    ("choice", "kind"),
-    [
-        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "allowed_tools"),
-        ({"type": "web_search"}, "web_search"),
-    ],
-)
-def test_unsupported_tool_choice_type_is_refused(choice: object, kind: str):
-    problem = bad(body(tools=[TOOL], tool_choice=choice))
+def test_unsupported_tool_choice_type_is_refused():
+    problem = bad(body(tools=[TOOL], tool_choice={"type": "web_search"}))
     assert (problem.code, problem.param) == ("unsupported_parameter", "tool_choice.type")
-    assert repr(kind) in problem.message
+    assert "'web_search'" in problem.message
 
 
 def test_calls_and_reasoning_count_as_prompt():
@@ -428,7 +439,6 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"stream": "yes"}, "stream"),
     ({"stream": 1}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"stop": ""}, "stop"),
     ({"stop": 5}, "stop"),
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": ["a", "x" * 600]}, "stop[1]"),
@@ -464,13 +474,15 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"tools": [{"type": "function", "function": {"name": "x" * 129}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "x", "parameters": 5}}]}, "tools[0].function.parameters"),
     ({"tool_choice": "maybe"}, "tool_choice"),
-    ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "none", "tools": []}}, "tool_choice.mode"),
     ({"tool_choice": 5}, "tool_choice"),
     ({"reasoning_effort": "most"}, "reasoning_effort"),
     ({"reasoning_effort": 5}, "reasoning_effort"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"no spaces": 1}}, "chat_template_kwargs.no spaces"),
     ({"messages": [{"role": "tool", "content": "42"}]}, "messages[0].tool_call_id"),
+    ({"messages": [{"role": "user", "content": [{"type": "reasoning", "text": "x"}]}]}, "messages[0].content"),
     ({"messages": [{"role": "tool", "content": "42", "tool_call_id": ""}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "x"}]}, "messages[0].tool_call_id"),

@@ -15,7 +15,7 @@ from router.dialects.openai.chat_response import ChatChunks, convert_call
 from router.dialects.openai.completion import CompletionRoute
 from router.dialects.openai.responses import ResponsesRoute
 from router.errors import Problem
-from wire.frames import Channel, Delta, ToolCall
+from wire.frames import Channel, Delta, GrammarSpec, ToolCall
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT = {"model": "m", "messages": HELLO}
@@ -54,6 +54,12 @@ def test_an_unknown_field_is_ignored_and_named_or_refused(dialect: str):
     refused = parse(dialect, strict=True, colour="red")
     assert isinstance(refused, Problem)
     assert (refused.status, refused.param) == (400, "colour")
+
+
+def test_an_unknown_field_that_is_null_is_no_field():
+    assert good("chat", prompt=None, input=None, colour=None).ignored == ()
+    assert good("completions", messages=None).ignored == ()
+    assert not isinstance(parse("responses", strict=True, messages=None), Problem)
 
 
 @pytest.mark.parametrize("dialect", BASE)
@@ -223,6 +229,25 @@ def test_a_call_cannot_be_demanded_of_a_tool_that_was_left_out():
     for choice in ("required", {"type": "web_search"}):
         assert isinstance(parse("chat", tools=[SERVERS[0]], tool_choice=choice), Problem)
         assert isinstance(parse("responses", tools=[SERVERS[0]], tool_choice=choice), Problem)
+
+
+def test_allowed_tools_restrict_the_tools_that_the_model_gets():
+    chat_tools = [FUNCTION, {"type": "custom", "custom": PATCH}]
+    inner = {"mode": "required", "tools": [{"type": "function", "function": {"name": "look"}}]}
+    flat = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "look"}, SERVERS[0]]}
+    for route, tools, choice in (
+        ("chat", chat_tools, {"type": "allowed_tools", "allowed_tools": inner}),
+        ("responses", [FLAT, {"type": "custom", **PATCH}], flat),
+    ):
+        found = good(route, tools=tools, tool_choice=choice)
+        assert [tool["function"]["name"] for tool in json.loads(found.tools)] == ["look"]
+        assert found.params.grammar == GrammarSpec(calls="required")
+        assert good(route, tools=tools, tool_choice=flat | {"mode": "auto", "tools": []}).tools == ""
+        unknown = flat | {"tools": [{"type": "custom", "name": "x"}]}
+        problem = parse(route, tools=tools, tool_choice=unknown)
+        assert isinstance(problem, Problem)
+        assert problem.message == "tool_choice names x, which is not in tools"
+        assert isinstance(parse(route, tool_choice=unknown), Problem)
 
 
 def test_a_custom_tool_is_a_function_to_the_model_and_its_calls_are_turned_back():

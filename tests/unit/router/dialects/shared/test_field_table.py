@@ -213,6 +213,8 @@ WITH: dict[str, dict[str, Any]] = {
     "echo": {"echo": True},
     "instructions": {"instructions": "x"},
     "response_format": {"response_format": {"type": "json_object"}},
+    "json_schema": {"json_schema": {"type": "integer"}},
+    "grammar": {"grammar": "start: /a+/"},
     "structured_outputs": {"structured_outputs": {"regex": "a"}},
     "guided_json": {"guided_json": {}},
     "guided_regex": {"guided_regex": "a"},

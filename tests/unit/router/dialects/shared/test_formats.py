@@ -54,7 +54,9 @@ def test_a_format_in_every_wording():
     )
     assert asked(guided_regex="a+") == asked(structured_outputs={"regex": "a+"}) == GrammarSpec("regex", "a+")
     assert asked(guided_choice=["a", "b"]) == GrammarSpec("choice", '["a","b"]')
-    assert asked(guided_grammar="start: A") == GrammarSpec("lark", "start: A")
+    assert asked(guided_grammar="start: A") == asked(grammar="start: A") == GrammarSpec("lark", "start: A")
+    assert asked(json_schema=SCHEMA) == asked(json_schema=TEXT) == wanted
+    assert asked(grammar="", json_schema=None) is None
     assert asked(response_format={"type": "text"}) is asked(structured_outputs={}) is asked() is None
 
 
@@ -78,7 +80,10 @@ def test_tool_choice_becomes_a_call_mode():
     assert asked(tools=[STRICT]) == GrammarSpec(calls="free")
     assert asked(tools=[STRICT], tool_choice="none") is None
     assert asked(tools=[TOOL], tool_choice="required") == GrammarSpec(calls="required")
+    assert asked(tools=[TOOL], tool_choice="any") == GrammarSpec(calls="required")
     assert asked(tools=[TOOL], tool_choice=NAMED) == GrammarSpec(calls="required", tool="look")
+    flat = {"type": "function", "name": "look"}
+    assert asked(tools=[TOOL], tool_choice=flat) == GrammarSpec(calls="required", tool="look")
     assert asked(tools=[TOOL], response_format={"type": "json_object"}) == GrammarSpec("json_object", calls="free")
 
 
@@ -102,6 +107,7 @@ def test_anthropic_tool_choice_becomes_a_call_mode(choice: object, wanted: Gramm
     ("fields", "param"),
     [
         ({"guided_json": {}, "guided_regex": "a"}, "guided_json"),
+        ({"json_schema": {}, "grammar": "a"}, "grammar"),
         ({"structured_outputs": {"json": {}, "choice": ["a"]}}, "structured_outputs.choice"),
         ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
         ({"guided_json": {}, "guided_decoding_backend": "outlines"}, "guided_decoding_backend"),

@@ -1,0 +1,109 @@
+"""Field `tool_choice` of OpenAI's routes: the tools that the model may call, or must call.
+
+In chats, the name of a tool is in a member `function` or `custom`. In `/v1/responses`, the name is next to `type`.
+Agents that use both routes mix these forms. Both routes therefore accept both.
+"""
+
+from typing import Annotated, Literal, NamedTuple, cast
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from router.admission.request_limits import MAX_TOOLS
+from router.dialects.shared.common_fields import (
+    ForeignPart,
+    FunctionName,
+    StrictPart,
+    build_tool_discriminator,
+)
+from router.dialects.shared.strict_json import Body
+
+TOOL_CHOICE_NOTE = (
+    "auto, none, required (or any), a tool by name, or allowed_tools: the model gets only the tools that it lists"
+)
+"""Note of the manual on the field."""
+
+
+class ChosenTool(StrictPart):
+    """Function, by name."""
+
+    type: Literal["function"]
+    name: FunctionName
+
+
+class ChosenCustomTool(StrictPart):
+    """Custom tool, by name."""
+
+    type: Literal["custom"]
+    name: FunctionName
+
+
+def _move_name_up(choice: object) -> object:
+    """Return `{"type": "function", "function": {"name": …}}` without the inner object: `{"type": …, "name": …}`.
+
+    A value of another form is returned unchanged.
+    """
+    if not isinstance(choice, dict):
+        return choice
+    fields = cast("Body", choice)
+    kind = fields.get("type")
+    inner = fields.get(kind) if isinstance(kind, str) else None
+    if not isinstance(inner, dict) or inner.keys() & fields.keys():
+        return fields
+    return {name: value for name, value in fields.items() if name != kind} | cast("Body", inner)
+
+
+AllowedTool = Annotated[
+    Annotated[ChosenTool, Tag("function_part")]
+    | Annotated[ChosenCustomTool, Tag("custom_part")]
+    | Annotated[ForeignPart, Tag("foreign_part")],
+    build_tool_discriminator("function", "custom"),
+    BeforeValidator(_move_name_up),
+]
+
+
+class AllowedTools(StrictPart):
+    """Tools of the request to which the model is restricted. With `required`, it must call one of them."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+
+
+def _get_choice_tag(choice: object) -> str:
+    if not isinstance(choice, dict):
+        return "word_part"
+    kind = cast("Body", choice).get("type")
+    return f"{kind}_part" if kind in ("custom", "allowed_tools") else "function_part"
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["auto", "none", "required", "any"], Tag("word_part")]
+    | Annotated[ChosenTool, Tag("function_part")]
+    | Annotated[ChosenCustomTool, Tag("custom_part")]
+    | Annotated[AllowedTools, Tag("allowed_tools_part")],
+    Discriminator(_get_choice_tag),
+    BeforeValidator(_move_name_up),
+]
+
+
+class CallRule(NamedTuple):
+    """Constraint on the tool calls of an answer, from any form of `tool_choice`."""
+
+    word: str = "auto"
+    """`none`, `auto` or `required`."""
+    named: str = ""
+    """Tool that must be called; empty if none is named."""
+    allowed: frozenset[str] | None = None
+    """Names of the tools to which the model is restricted; None: all."""
+
+
+def convert_tool_choice(choice: ToolChoice | None) -> CallRule:
+    """Return the constraint on tool calls. Tools of `allowed_tools` that would run on a server are left out."""
+    if choice is None:
+        return CallRule()
+    if isinstance(choice, str):
+        return CallRule("required" if choice == "any" else choice)
+    if isinstance(choice, AllowedTools):
+        named = frozenset(tool.name for tool in choice.tools if not isinstance(tool, ForeignPart))
+        return CallRule(choice.mode, allowed=named)
+    return CallRule("required", choice.name)
