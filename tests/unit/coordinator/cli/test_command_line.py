@@ -122,11 +122,14 @@ def test_every_error_has_one_form(words: list[str]):
     "words", ["leave --yes", "pause", "backup x", "logout", "login http://127.0.0.1:9", "config check"]
 )
 def test_the_state_folder_of_another_user_is_named_without_a_traceback(tmp_path: Path, words: str):
-    """The parent of the folder admits only its owner; a process of root gives up its rights."""
+    """The parent of the folder admits only its owner; a process of root gives up its rights until its end."""
     folder = tmp_path / "home"
     (folder / "macpool").mkdir(parents=True)
     folder.chmod(0)
-    child = "import os, sys; os.geteuid() or os.seteuid(65534); from coordinator.cli import main; main()"
+    child = (
+        "import os, atexit; os.geteuid() or (os.seteuid(65534), atexit.register(os.seteuid, 0)); "
+        "from coordinator.cli import main; main()"
+    )
     line = [sys.executable, "-P", "-c", child, *words.split(), "--state", str(folder / "macpool")]
     if words == "config check":
         line = [*line[:-2], str(folder / "macpool" / "config.toml")]
