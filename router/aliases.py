@@ -85,9 +85,10 @@ def _find_alias_of_candidate(folded: Mapping[str, str], alias: str, candidate: s
 
 
 def _find_cycle(aliases: Aliases, folded: Mapping[str, str], path: tuple[str, ...], free: set[str]) -> tuple[str, ...]:
-    """Return the aliases of a cycle to which `path` leads, the first one also at the end; empty without a cycle.
+    """Return the aliases of a cycle to which the last alias of `path` leads; an empty tuple if there is none.
 
-    `free` are the aliases that lead to no cycle; the last one of `path` is added if it is one.
+    The first alias of the cycle is repeated at its end. `folded` maps case-folded names to aliases. `free` collects the
+    aliases that lead to no cycle, which are not searched again.
     """
     for candidate in aliases[path[-1]]:
         inner = _find_alias_of_candidate(folded, path[-1], candidate)

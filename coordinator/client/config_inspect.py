@@ -49,7 +49,7 @@ class RunningProcesses:
 
     @property
     def overrides(self) -> list[dict[str, Any]]:
-        """Rows from flags and environment of the processes, without those from files and defaults."""
+        """Rows of the settings that come from flags or the environment of the processes, not from files or defaults."""
         from host.settings_loader import GIVEN
 
         return [row for row in self.rows if row["origin"] in GIVEN]

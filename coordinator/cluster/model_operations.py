@@ -34,7 +34,7 @@ class CommandResult:
     """Measurements of a profile; None for other commands."""
 
     def to_row(self) -> dict[str, object]:
-        """Return the result as a row of the API; for a profile with `measured`, the measurements."""
+        """Return the result as a row of the API. The row of a profile has its measurements in `measured`."""
         extra: dict[str, object] = {} if self.model is None else {"measured": get_measured_memory(self.model)}
         return {"id": self.node, "name": self.name, "seconds": round(self.seconds, 3), "already": self.already, **extra}
 

@@ -134,7 +134,7 @@ class Registry:
         return self._expected if self._loop.time() < self._connected_by else frozenset()
 
     def close(self) -> None:
-        """Cancel the timers."""
+        """Cancel the timers of the next deadline of a member and of the next cluster view."""
         if self._publishing is not None:
             self._publishing.cancel()
         if self._timer is not None:

@@ -187,7 +187,10 @@ class HttpsCa:
     def _issue_authority(
         self, file: Path, key: ec.EllipticCurvePrivateKey, name: str, names: list[x509.DNSName]
     ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-        """Write an authority for this key that is constrained to these names."""
+        """Create a certificate authority with this key and common name, constrained to the DNS names `names`.
+
+        Write it to `file`, and return its key and certificate. Raise `OSError` if the file cannot be written.
+        """
         certificate = (
             create_certificate_builder(
                 name, key.public_key(), build_common_name(name), self._clock(), CA_VALIDITY_SECONDS

@@ -253,8 +253,12 @@ class RequestAdmission:
         return answer
 
     def _preempt_for_key(self, owner: WeightedKey, rows: int, cost: int, now: float) -> bool:
-        """Preempt requests of keys that hold more memory than this key would with its request; return whether any was.
-        The request will hold `rows` bytes and costs `cost` at its admission."""
+        """Preempt requests of keys that hold more memory than the key `owner` would hold with its new request.
+
+        Return whether a request was preempted. The new request commits `rows` bytes. Its admission needs `cost` bytes,
+        which include the transient bytes of its forwards. Return False within `PREEMPTION_INTERVAL_SECONDS` after the
+        last preemption for a key.
+        """
         headroom = self.read_offered_memory(now, owner.name).headroom
         if (
             headroom is None

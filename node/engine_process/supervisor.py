@@ -216,7 +216,7 @@ class Supervisor:
         self._apply(lifecycle.RestRequested())
 
     def wake(self) -> None:
-        """End the rest that `release_memory` began. A new child loads the preloaded models, if there are any."""
+        """Allow model loads again after `release_memory`, and replace the child if there are models to preload."""
         self._apply(lifecycle.WakeRequested())
 
     # lifecycle of the child

@@ -176,9 +176,9 @@ class LeaseManager:
                 self._callbacks.send(record.ended)
 
     def handle_failed_start(self, lease: str, why: str) -> None:
-        """End a lease whose actor could not be started; `why` is the reason.
+        """End the lease `lease`, because Ray could not start its actor; `why` is the reason.
 
-        A lease with a running worker continues.
+        Do nothing if this lease is not held, or if its worker runs already.
         """
         self._apply(lease_life.ActorFailed(lease, why))
 

@@ -43,7 +43,10 @@ class Moved(Placed, frozen=True, gc=False):
 
 
 class Delivered(OfAttempt, frozen=True, gc=False):
-    """Event: the link of the node has accepted the frame of an attempt that left the queue or another node."""
+    """Event: the link of the new node has accepted the frame of an attempt.
+
+    The attempt moves its request there from the queue or from another node.
+    """
 
 
 class Undelivered(OfAttempt, frozen=True, gc=False):

@@ -129,7 +129,7 @@ async def open_connections(target: Target) -> None:
 
 
 async def drip_bodies(target: Target) -> None:
-    """Announce 8 MiB from two hundred clients with a key, send a half, and wait."""
+    """Announce a body of 8 MiB on each of two hundred connections with a key, send half of it, and wait for 2 s."""
     body = HOSTILE["one text"][1]()
     for _ in range(200):
         _, writer = await target.connect()

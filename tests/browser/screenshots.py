@@ -46,7 +46,10 @@ REPO, WEIGHTS, CHUNK_SECONDS = "lab/tiny-chat", 200 * MIB, 0.5
 
 @contextmanager
 def at_work(folder: Path) -> Iterator[Pool]:
-    """Yield the pool of the screenshots."""
+    """Run a pool with work for every view, and yield it.
+
+    The pool has three nodes, a finished and a running video, an API key with limits, a wish, a pull, and requests.
+    """
     with running_hub() as hub, pool(folder) as made:
         hub.add(REPO, _make_repository())
         made.up(

@@ -332,8 +332,8 @@ def test_a_code_is_approved_and_the_bonjour_record_ends_with_the_coordinator(lab
 
 
 async def _watch_records() -> list[tuple[str, ServiceStateChange]]:
-    """Record Bonjour records that appear and disappear until the coordinator's is removed; it would otherwise stay for
-    minutes."""
+    """Return the changes of Bonjour records until the coordinator's record is removed. Raise `TimeoutError` after 60 s,
+    because a record without a removal notice expires only after minutes."""
     events: list[tuple[str, ServiceStateChange]] = []
     gone = asyncio.Event()
 

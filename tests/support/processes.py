@@ -295,7 +295,10 @@ class Pool:
         return subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=self.folder, timeout=180)
 
     def node(self, name: str) -> dict[str, Any]:
-        """Return the API's entry of a node. Of two nodes with one name, prefer the one that has not left."""
+        """Return the API's entry of a node, or an entry with only the state `unknown` if there is no such node.
+
+        Of two nodes with one name, prefer the node that has not left.
+        """
         named = sorted(
             (node for node in self.nodes_now() if node["name"] == name), key=lambda one: one["state"] == "left"
         )

@@ -180,9 +180,10 @@ class LinkServer:
         connection.bind_link(node, hello, self._events.on_link_up(node, hello), budgets, self._events.handle_frame)
 
     def answer_query(self, connection: Connection, peer: PeerIdentity, query: MemberQuery) -> None:
-        """Answer the query of a command that uses its node's certificate `peer`, and close the connection.
+        """Answer the query of a command on a node's machine, and close the connection.
 
-        Refuse a query that exceeds the node's budget or that `MemberQueries` denies. The node's link is unaffected.
+        The command authenticates with the certificate of the node, whose identity is `peer`. Refuse a query above the
+        node's budget, or one that `MemberQueries` refuses. The node's link is unaffected.
         """
         assert peer.node is not None  # noqa: S101  checked by the connection
         why = self._budgets.setdefault(peer.node, NodeBudgets()).charge_query(self._loop.time())

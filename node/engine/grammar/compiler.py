@@ -109,8 +109,12 @@ class GrammarCompiler:
         return guide
 
     def _get_matcher(self, guide: "GrammarGuide", plain: str, render: Callable[[], str]) -> LLMatcher:
-        """Return the matcher of a grammar, compiled from the text of `render()` after its `plain` form was vetted. The
-        plain form is the cache key."""
+        """Return the matcher of a grammar, from the cache or compiled from the text of `render()`.
+
+        Before the compilation, the sandbox process checks `plain`: the form with words in place of special tokens. This
+        form is also the cache key. Raise `UnsupportedSchema` if the grammar is refused. Raise `OSError` if the sandbox
+        process cannot be started.
+        """
         digest = hashlib.sha256(plain.encode()).digest()
         key = id(guide), digest
         matcher = self._cached.get(key)

@@ -67,10 +67,11 @@ class ScriptedPreemptor:
         self.release_memory(choose_victim(self._table.list_active()) or sequence, refused, now)
 
     def release_memory(self, sequence: ScriptedSequence, refused: Refused, now: float) -> None:
-        """Preempt a request, or end it if it cannot be preempted.
+        """Preempt a request, or end it, because its memory does not suffice.
 
-        A request without delivered tokens is refused with `refused`, and the router places it again. Any other is
-        preempted if memory may become free or is unreadable, else it fails with `FailureCode.NO_HEADROOM`.
+        A request without delivered tokens is refused with `refused`, and the router places the request again. A request
+        with delivered tokens is preempted if memory may become free, or if the memory cannot be read. Otherwise the
+        request fails with `FailureCode.NO_HEADROOM`.
         """
         unreadable = refused.code is RefusalCode.UNREADABLE
         if should_preempt(sequence, unreadable=unreadable, others=self._may_free_memory(1, now)):

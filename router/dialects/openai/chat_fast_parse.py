@@ -191,7 +191,10 @@ def _list_given_penalties(penalties: tuple[float | None, ...]) -> frozenset[str]
 
 
 def _convert_tool_message(message: _Message) -> Message | None:
-    """Return a message with calls or the result of a call that has only the fields of its role, None for any other."""
+    """Convert an assistant message with calls, or a tool message with the result of a call as a string.
+
+    Return None for any other message, and for a message with a field of the other role.
+    """
     role, content = message.role, message.content
     if role == "tool":
         if message.tool_call_id is UNSET or message.tool_calls is not UNSET or not isinstance(content, str):

@@ -78,7 +78,11 @@ class Surroundings:
 
     @property
     def interval(self) -> float:
-        """Seconds between two sweeps."""
+        """Seconds between two calls of `Dispatcher.sweep`.
+
+        At most `SWEEP_INTERVAL_SECONDS`, and at most a quarter of the queue timeout, of the keepalive interval and of
+        the time limit for slow clients.
+        """
         settings = self.settings
         limits = settings.queue_timeout_seconds, settings.keepalive_seconds, settings.slow_client_seconds
         return min(SWEEP_INTERVAL_SECONDS, min(limits) / 4)

@@ -75,7 +75,11 @@ class TierRun:
         return 1.0 - (self.counts.recomputed_tokens - before) / max(1, self.returned_tokens)
 
     def is_at_limits(self) -> bool:
-        """Return whether requests waited, both tiers were at their limits, and rows returned and were restored."""
+        """Return whether the run has reached the limits of the queue and of both tiers.
+
+        Requests waited, the memory cache was more than half full, and the disk tier evicted files. Prompts were
+        restored from the disk, and preempted rows returned to a batch.
+        """
         full = self.most_memory > MEMORY // 2 and self.cache.disk_evictions > 0
         return bool(full and self.most_waiting and self.cache.disk_hits and self.returned_tokens)
 

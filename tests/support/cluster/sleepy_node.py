@@ -10,7 +10,7 @@ from node.run import main
 
 
 class Signals(NoSleepNotices):
-    """Announces a sleep at a signal."""
+    """Source that announces a sleep at SIGHUP and the wake-up at SIGWINCH."""
 
     def start(self, on_sleep: Callable[[Callable[[], None]], None], on_wake: Callable[[], None]) -> bool:
         signal.signal(signal.SIGHUP, lambda *_: on_sleep(lambda: None))

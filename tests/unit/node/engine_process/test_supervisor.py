@@ -821,9 +821,11 @@ async def test_a_child_that_ignores_the_end_of_its_socket_and_sigterm_is_killed(
 
 
 def calls(folder: Path, busy: float, expected: float, lasts: float) -> list[str]:
-    """Return the command of a program that reports a call of `busy` seconds, `expected` seconds long.
+    """Return the command of a program that acts as an engine during a native call.
 
-    The program ignores a Stop and ends after `lasts` seconds. It records how it was ended.
+    Every Pong reports that the call began `busy` seconds ago and is expected to last `expected` seconds. The program
+    exits `lasts` seconds after the agent has sent its last byte. The file `ends` in `folder` records each StopEngine,
+    and SIGTERM or this exit.
     """
     return program(f"""
         import signal, threading

@@ -1,4 +1,7 @@
-"""Connections to the cluster port: bytes before a Hello, frames after a refusal, and frames beyond a turn."""
+"""Connections to the cluster port: bytes before a Hello, rate of enrolments, frames after a refusal.
+
+Also frames of one link that exceed the time of a turn of the loop.
+"""
 
 from collections.abc import AsyncGenerator
 from pathlib import Path

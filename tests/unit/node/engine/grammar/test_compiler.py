@@ -52,7 +52,7 @@ class Asked(SandboxClient):
 
 
 class Refusing(SandboxClient):
-    """A vetting that refuses every grammar as too long."""
+    """Sandbox client that refuses every grammar, as if its compilation took too long."""
 
     def find_fault(self, grammar: str) -> str:
         """Return that the grammar takes too long."""

@@ -99,7 +99,7 @@ class Bench:
                 self.said[frame.request].append(frame)  # type: ignore[attr-defined]
 
     def turn(self) -> bool:
-        """Run one turn at its due time; return False when none is due."""
+        """Advance the clock to the next turn of the engine, and run it. Return False if only a frame can bring work."""
         due = self.engine.next_step_at(self.now)
         if due is None:
             return False
