@@ -133,7 +133,7 @@ class LocalNode:
                 )
                 self.given_up.set()
                 return
-            wait = RESTART_DELAYS_SECONDS[0] if duration > 60 else _compute_next_delay(wait)
+            wait = compute_restart_delay(wait, duration)
             log.warning("local node ended", code=code, retry_in=wait)
             await asyncio.sleep(wait)
             wait = await self._start_with_retries(wait)
@@ -147,7 +147,7 @@ class LocalNode:
             try:
                 await self._start_process()
             except (OSError, StoreError) as error:
-                wait = _compute_next_delay(wait)
+                wait = compute_restart_delay(wait)
                 log.warning("local node not started", error=str(error), retry_in=wait)
                 await asyncio.sleep(wait)
             else:
@@ -193,6 +193,7 @@ class LocalNode:
             await process.wait()
 
 
-def _compute_next_delay(seconds: float) -> float:
-    """Return the next delay before a restart, in seconds."""
-    return min(seconds * 2, RESTART_DELAYS_SECONDS[1])
+def compute_restart_delay(last: float, duration: float = 0.0) -> float:
+    """Return the delay before a restart after a run of `duration` seconds, which began after the delay `last`. A failed
+    start is a run of 0 s. All times are in seconds."""
+    return RESTART_DELAYS_SECONDS[0] if duration > 60 else min(last * 2, RESTART_DELAYS_SECONDS[1])

@@ -145,6 +145,7 @@ class VideoController:
         try:
             await asyncio.shield(asyncio.wrap_future(stored))  # a client that disconnects must not cancel the write
         except StoreError:
+            self._history.mark_refused(job.id)
             self.apply_event(events.JobDeleted(job.id))
             raise
         return self.table.jobs.get(job.id, job)

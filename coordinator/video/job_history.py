@@ -16,11 +16,17 @@ class JobHistory:
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
         self.counters = VideoCounters()
+        self._refused = set[str]()
+
+    def mark_refused(self, job: str) -> None:
+        """Do not count the next deletion of this job (id) as the end of a job, because its request was refused."""
+        self._refused.add(job)
 
     def record(self, before: JobTable, after: JobTable) -> None:
         """Count and log the transitions between two job tables.
 
-        An open job that is missing in `after` was deleted. Its end is counted as that of a cancelled job.
+        An open job that is missing in `after` was deleted. Its end is counted as that of a cancelled job, unless its
+        request was refused (`mark_refused`).
         """
         if before.jobs != after.jobs:
             self._record_transitions(before, after)
@@ -30,7 +36,9 @@ class JobHistory:
     def _record_transitions(self, before: JobTable, after: JobTable) -> None:
         for job in before.jobs.values():
             if job.open and job.id not in after.jobs:
-                self.counters.count_deletion()
+                if job.id not in self._refused:
+                    self.counters.count_deletion()
+                self._refused.discard(job.id)
                 log.info("video", job=job.id, state="deleted", node=job.node, generation=job.generation)
         for job in after.jobs.values():
             old = before.jobs.get(job.id)

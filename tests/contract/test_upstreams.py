@@ -524,17 +524,24 @@ class Fixed:
     def __init__(self, events: bytes, *, ends: bool = True) -> None:
         self._answer = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
         self._answer += b"%x\r\n%s\r\n" % (len(events), events) + (b"0\r\n\r\n" if ends else b"")
+        self._writer: asyncio.StreamWriter | None = None
         self.connections = 0
         self.bodies: list[bytes] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        self._writer = writer
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
                 self.bodies.append(await reader.readexactly(int(head.partition("content-length: ")[2].split()[0])))
                 writer.write(self._answer)
         writer.close()
+
+    def finish(self, events: bytes) -> None:
+        """Send the last events of an answer that has not ended."""
+        assert self._writer is not None
+        self._writer.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(events), events))
 
     @contextlib.asynccontextmanager
     async def served(self, **settings: Any) -> AsyncIterator[LoopbackCluster]:
@@ -591,18 +598,25 @@ async def test_a_client_that_does_not_read_is_no_fault_of_its_upstream(monkeypat
 
 
 async def test_time_of_a_slow_reader_is_not_time_of_the_upstream():
-    async with Fixed(WORD + END).served(total_seconds=1.0) as cluster:
+    upstream = Fixed(WORD, ends=False)
+    async with upstream.served(total_seconds=1.0) as cluster:
         call = Call(cluster, STREAM)
         call.reading.clear()
-        asyncio.get_running_loop().call_later(1.2, call.reading.set)
+
+        def read() -> None:
+            call.reading.set()
+            upstream.finish(END)
+
+        asyncio.get_running_loop().call_later(1.2, read)
         assert (await call.run()).body.endswith(b"data: [DONE]" + EOE)
         assert counts(cluster) == {"ok": 1}
 
 
 async def test_fields_of_a_client_are_passed_on_as_they_are_written():
     upstream = Fixed(WORD + END)
-    written = b'{"model":"coder","messages":[{"role":"user","content":"hi"}],"stream":true,"own":[1e999,-0.0,1E2]}'
+    own = b'"own":[1e999,-0.0,1E2],"stream_options":{"x":1E2}}'
+    written = b'{"model":"coder","messages":[{"role":"user","content":"hi"}],"stream":true,' + own
     async with upstream.served() as cluster:
         assert (await Call(cluster, written).run()).status == 200
-    own = b'"own":[1e999,-0.0,1E2],"stream_options":{"include_usage":true}}'
-    assert upstream.bodies == [written.replace(b'"coder"', b'"far"').partition(b'"own"')[0] + own]
+    counted = own.replace(b"1E2}}", b'1E2,"include_usage":true}}')
+    assert upstream.bodies == [written.replace(b'"coder"', b'"far"').replace(own, counted)]

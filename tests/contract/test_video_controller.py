@@ -375,6 +375,19 @@ async def test_a_stored_job_whose_next_state_cannot_be_stored_is_confirmed(tmp_p
     stored.close()
 
 
+async def test_a_job_that_cannot_be_stored_is_refused_and_not_counted_as_cancelled(tmp_path: Path):
+    async with pool(tmp_path, peer={"plays": False}) as one, one.http() as http:
+        await http.delete(f"/v1/videos/{await asked(one)}")
+        with sqlite3.connect(tmp_path / "state" / FILE) as other:
+            other.execute(
+                "CREATE TRIGGER full BEFORE INSERT ON jobs BEGIN SELECT RAISE(ABORT, 'the disk is full'); END"
+            )
+        answer = await http.post("/v1/videos", json={"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_failed")
+        assert not one.conductor.table.jobs
+        assert one.conductor.take_snapshot().counters.ends["cancelled"] == 1, "the job that was deleted"
+
+
 async def test_a_second_end_of_a_lease_that_contradicts_the_first_is_ignored(tmp_path: Path):
     async with pool(tmp_path, peer={"plays": False}) as one:
         video = await asked(one)

@@ -111,6 +111,8 @@ def test_a_table_has_named_entries_from_every_layer() -> None:
     rows = {row["key"]: row for row in build_setting_rows(resolved)}
     assert rows["sizes"]["value"] == {"big": {"size": 3, "inner": {"on": True}}, "small": {"size": 4, "inner": {}}}
     assert rows["sizes"]["origin"] == "config.toml"
+    texts = resolve_layers(Tables, [("--set", from_pairs(["lists.a=", "lists.b=x, ,y"]))])
+    assert texts.value.lists == {"a": (), "b": ("x", "y")}
 
 
 def test_a_key_is_split_like_a_key_of_toml() -> None:

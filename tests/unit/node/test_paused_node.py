@@ -12,6 +12,7 @@ from tests.support.cluster.older_protocol import old_coordinator
 from tests.support.processes import Process
 from wire.codec import encode
 from wire.frames import (
+    ClearCache,
     CountTokens,
     Finished,
     Generate,
@@ -52,6 +53,8 @@ async def test_a_paused_node_begins_nothing_for_any_key(tmp_path: Path) -> None:
                 assert refusal.refused.code is RefusalCode.DRAINING
                 assert "paused by ann" in refusal.refused.message
                 assert 7000 < (refusal.refused.retry_after or 0) <= 7200
+            asker.send_new(encode(ClearCache(5, "")))
+            assert (await asker.until(Finished)).request == 5, "this is no work for the pool"
             asker.send_new(encode(LeaseRequest("l1", 1, "job", "wan", 2**30, b"{}")))
             assert (await asker.until(LeaseRefused)).code == "node_paused"
             asker.send_new(encode(PauseNode(0.0)))

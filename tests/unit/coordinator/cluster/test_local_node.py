@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from coordinator.cluster import local_node
-from coordinator.cluster.local_node import LocalNode, LocalNodeElsewhereError, check_node_cluster
+from coordinator.cluster.local_node import (
+    LocalNode,
+    LocalNodeElsewhereError,
+    check_node_cluster,
+    compute_restart_delay,
+)
 from coordinator.state.store_errors import StoreError
 
 
@@ -68,3 +73,13 @@ def test_a_node_of_another_cluster_is_not_started(
         with pytest.raises(LocalNodeElsewhereError, match=words) as raised:
             check_node_cluster(tmp_path, cluster)
         assert "`cluster leave`" in str(raised.value)
+
+
+def test_the_delay_before_a_restart_doubles_to_its_maximum_and_is_short_after_a_long_run():
+    first, longest = local_node.RESTART_DELAYS_SECONDS
+    delays = [compute_restart_delay(first, 60.0)]
+    while delays[-1] < longest:
+        delays.append(compute_restart_delay(delays[-1]))
+    assert delays[:-1] == [first * 2**count for count in range(1, len(delays))]
+    assert delays[-1] == longest < 2 * delays[-2]
+    assert compute_restart_delay(longest, 60.1) == first

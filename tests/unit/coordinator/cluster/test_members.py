@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.cluster.links.link_admission import ALIVE_REPORT_AGE_SECONDS
+from coordinator.observe.load_sampler import read_load
 from node.agent.identity import NodeIdentity, install_certificate, new_csr
 from router.placement.candidate import NoPlacement, Placement, ResourceDemand
 from tests.support.cluster.cluster_port import Port, a_report, hello, opened, the_no
@@ -115,6 +116,8 @@ async def test_goodbye_of_a_leaving_node_ends_its_membership(port: Port):
         await port.until(lambda who=who: port.state(who) == "ready")
         line.send(Goodbye(reason))
         await port.until(lambda who=who, state=state: port.state(who) == state)
+    load = read_load(port.application.registry, port.application.dispatcher, 0.0)
+    assert list(load.nodes) == [sleeps.node, stops.node], "a node that left has no load"
     store = port.application.store
     assert [store.deny_list.is_denied(who.node, "") for who in (leaves, sleeps, stops)] == [True, False, False]
     assert store.members[leaves.node].removed is not None

@@ -22,7 +22,8 @@ def test_a_version_is_its_numbers(text: str, numbers: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("version", "protocol", "ok", "words"),
     [
-        ("0.3.0", PROTOCOL, True, ""),
+        ("0.3.2", PROTOCOL, True, ""),
+        ("0.3.1", PROTOCOL, False, "older: `cluster node drain studio"),
         ("0.2.9", PROTOCOL, False, "older: `cluster node drain studio"),
         ("0.10.0", PROTOCOL, False, "newer than the coordinator"),
         ("", 0, False, "not seen"),
@@ -30,7 +31,7 @@ def test_a_version_is_its_numbers(text: str, numbers: tuple[int, ...]) -> None:
     ],
 )
 def test_every_member_has_its_advice(version: str, protocol: int, ok: bool, words: str) -> None:
-    (line,) = compare_versions("0.3.0", [MemberVersion("studio", version, protocol, "ready")])
+    (line,) = compare_versions("0.3.2", [MemberVersion("studio", version, protocol, "ready")])
     assert line.ok is ok
     assert words in line.advice
     assert bool(line.advice) is not ok

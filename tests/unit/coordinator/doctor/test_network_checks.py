@@ -125,6 +125,13 @@ def test_check_local_network_without_other_machines_is_not_applicable(tmp_path: 
     assert seen(found)[:2] == ("not here", "gateway: answers; no other machine of the local network is known")
 
 
+class Altering(socket.socket):
+    """Socket that sends another query than the one that the check expects."""
+
+    def sendto(self, data: bytes, address: tuple[str, int]) -> int:  # type: ignore[override]
+        return super().sendto(data + b"x", address)
+
+
 def test_check_bonjour_receives_its_own_query_or_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(checks, "BONJOUR_GROUP", ("224.0.0.251", free_port()))
     heard = checks.check_bonjour(pretended(tmp_path))
@@ -134,6 +141,10 @@ def test_check_bonjour_receives_its_own_query_or_names_the_remedy(tmp_path: Path
         monkeypatch.setattr(checks, "MULTICAST_TIMEOUT_SECONDS", -1.0)
         lost = checks.check_bonjour(pretended(tmp_path))
         assert (lost.result, lost.text) == ("warn", "a query to Bonjour's group is lost")
+        monkeypatch.setattr(checks, "MULTICAST_TIMEOUT_SECONDS", 0.15)
+        with monkeypatch.context() as patch:
+            patch.setattr("socket.socket", Altering)
+            assert checks.check_bonjour(pretended(tmp_path)).result == "warn", "only another query returns"
         assert "cluster join HOST:8081 --token-file FILE" in lost.fix
     monkeypatch.setattr(checks, "BONJOUR_GROUP", ("127.0.0.1", free_port()))
     found = checks.check_bonjour(pretended(tmp_path))

@@ -18,6 +18,7 @@ from coordinator.state.settings import HttpSettings
 from coordinator.state.store_errors import StoreError
 from coordinator.state.usage_history import UsageHistory
 from coordinator.tls.cluster_ca import ClusterCa
+from coordinator.tls.https_ca import HttpsCa
 from router.admission.api_keys import KeyRing
 from router.admission.usage import UsageCounter
 from router.dispatch.dispatcher import Dispatcher
@@ -29,14 +30,16 @@ from wire.certificate import LEAF_VALIDITY_SECONDS
 async def test_certificates_are_renewed_after_a_failed_renewal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(background, "RENEWAL_INTERVAL_SECONDS", 0.01)
     wall = Wall()
-    authority = ClusterCa(tmp_path, wall)
+    authority, endpoint = ClusterCa(tmp_path, wall), HttpsCa(tmp_path / "https", (), wall)
+    shown = endpoint.validity
     file, before = tmp_path / "coordinator.pem", authority.renew_from
     content = file.read_bytes()
     file.write_bytes(b"junk")
     wall.now += LEAF_VALIDITY_SECONDS
-    task = asyncio.create_task(renew_certificates(authority, None))
+    task = asyncio.create_task(renew_certificates(authority, endpoint))
     await asyncio.wait({task}, timeout=0.1)
     assert not task.done()
+    assert endpoint.validity != shown, "the certificate of the endpoint is renewed all the same"
     file.write_bytes(content)
     async with asyncio.timeout(30):
         while authority.renew_from == before:  # noqa: ASYNC110  a renewal has no event for tests

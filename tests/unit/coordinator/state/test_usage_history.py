@@ -66,10 +66,11 @@ def test_clock_that_is_ahead_for_some_days_deletes_no_usage(days: Days) -> None:
     days.now += 2000 * DAY
     for _ in range(CONFIRMING_DAYS - 1):
         days.record("a", 1)
+        days.record("b", 1)
         days.now += DAY
     days.now -= 2000 * DAY
     days.record("a", 20)
-    assert days.list_tokens() == [("a", None, 30 + CONFIRMING_DAYS - 1)]
+    assert days.list_tokens() == [("a", None, 30 + CONFIRMING_DAYS - 1), ("b", None, CONFIRMING_DAYS - 1)]
 
 
 async def test_record_keeps_the_counts_in_the_sums_if_they_cannot_be_written(tmp_path: Path) -> None:

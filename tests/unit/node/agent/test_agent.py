@@ -20,7 +20,7 @@ from node.agent.link_keeper import ExpelledError, LinkTimeouts
 from node.agent.reporter import shorten_report
 from node.assembly import assemble
 from node.engine_process.timeouts import SupervisorTimeouts
-from node.memory.limits import Limiter
+from node.memory.limits import LeaseHolder, Limiter
 from node.memory.sensor import measure_footprint, open_machine
 from node.settings import resolve_settings
 from tests.support.cluster.cluster_port import Line, Port, opened
@@ -348,6 +348,7 @@ async def send_pings(line: Line) -> None:
 
 async def test_a_hello_identifies_the_node_and_a_report_has_the_inputs_of_the_gate(mac: Callable[..., Mac]):
     one = mac()
+    one.more_addresses = ("127.0.0.1:9", "127.0.0.1:10")
     line = await one.start()
     hello = one.hello
     assert (hello.protocol, hello.node, hello.name, hello.machine, hello.version) == (
@@ -360,6 +361,9 @@ async def test_a_hello_identifies_the_node_and_a_report_has_the_inputs_of_the_ga
     assert (hello.hardware, hello.takeover, hello.generation) == (HARDWARE, False, 0)
     assert set(hello.frames) == TAGS.keys()
     report = await one.ready(line)
+    identity = load_identity(one.folder / "identity", "m1")
+    assert identity is not None
+    assert identity.addresses == (one.address, *one.more_addresses), "the dialed address is the first to dial again"
     snapshot = one.supervisor.reports.latest
     assert snapshot is not None
     assert [model.name for model in report.models] == [model.name for model in snapshot.models]
@@ -369,6 +373,13 @@ async def test_a_hello_identifies_the_node_and_a_report_has_the_inputs_of_the_ga
     assert (report.draining, report.acked_seq, report.engine.kind, report.engine.restarts) == (False, 0, "scripted", 0)
     assert (report.enforcement.polls > 0, report.enforcement.cap_bound_by) == (True, "setting")
     assert report.system.source == "pretended"
+    one.supervisor.reports.store(snapshot, time.monotonic() - 100.0)
+    one.node.reporter.send()
+    while (await line.until(Report)).memory.age < 100.0:
+        pass
+    assert not one.node.reporter.is_busy()
+    one.limiter.begin_lease(GIB, LeaseHolder.VIDEO)
+    assert one.node.reporter.is_busy(), "memory that is leased is in use"
 
 
 async def test_reports_count_up_and_repeat_the_newest_ping_and_acknowledge_what_the_engine_judged(
@@ -438,12 +449,14 @@ async def test_a_stop_waits_for_a_request_sends_goodbye_and_ends_longer_ones(mac
     one = mac(engine__scripted__step_ms=5)
     line = await one.start()
     await one.ready(line)
-    line.send(asks(1, 30))
+    line.send(asks(1, 30), asks(2, 20_000))
     await line.until(Deltas)
     stopping = asyncio.create_task(one.agent.stop(20.0, GoodbyeReason.LEAVE))
     assert (await line.until(Report)).draining
     assert (await line.until(Finished)).request == 1
-    assert (await line.until(Goodbye)).reason == GoodbyeReason.LEAVE
+    line.send(Cancel(2))
+    async with asyncio.timeout(10):
+        assert (await line.until(Goodbye)).reason == GoodbyeReason.LEAVE
     await asyncio.wait_for(stopping, 30)
     await asyncio.wait_for(one.running, 30)
 
@@ -518,7 +531,11 @@ async def test_a_final_denial_ends_the_agent_and_another_makes_it_wait(mac: Call
     assert caught.value.reason == "removed"
 
 
-async def test_a_superseded_link_is_closed_although_the_identity_cannot_be_written(mac: Callable[..., Mac]):
+async def test_a_superseded_link_is_closed_although_the_identity_cannot_be_written(
+    mac: Callable[..., Mac], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("node.agent.link_keeper.FIND_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr("node.agent.link_keeper.SUPERSEDED_ADDRESS_SECONDS", 0.3)
     one = mac()
     line = await one.start()
     await one.ready(line)
@@ -528,6 +545,7 @@ async def test_a_superseded_link_is_closed_although_the_identity_cannot_be_writt
         await line.ended()
     assert "address not removed" in [entry["event"] for entry in logs]
     assert not one.running.done()
+    await one.ready(await asyncio.wait_for(one.linked(), 10))  # the address is dialed again after a time
 
 
 async def test_a_link_works_although_its_address_cannot_be_stored(mac: Callable[..., Mac]):
@@ -597,6 +615,17 @@ async def test_a_renewal_without_a_certificate_to_install_ends_no_link_and_is_tr
         pings.cancel()
     assert again.csr != asked.csr
     assert [entry["event"] for entry in logs].count("renewed certificate not installed") == (answer != "none")
+
+
+async def test_a_renewal_is_requested_once_until_its_time_is_over(mac: Callable[..., Mac]):
+    one = mac(age_days=61, link_timeouts=LinkTimeouts(silence=1.0))
+    line = await one.start()
+    await line.until(RenewCertificate)
+    pings = asyncio.create_task(send_pings(line))  # the link is checked once a second
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.5):
+            await line.until(RenewCertificate)
+    pings.cancel()
 
 
 async def test_a_frame_that_only_nodes_send_ends_the_link(mac: Callable[..., Mac]):

@@ -160,6 +160,29 @@ async def test_an_announcement_continues_after_the_system_could_not_list_its_add
     assert capsys.readouterr().out.count("no buffer space") == 1
 
 
+@needs_multicast
+async def test_an_announcement_lasts_while_its_addresses_stay_or_cannot_be_listed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls, later = itertools.count(), asyncio.Event()
+
+    def read() -> list[str]:
+        number = next(calls)
+        if number == 4:
+            later.set()
+        if number % 2:
+            raise OSError("no buffer space")
+        return LOOPBACK
+
+    monkeypatch.setattr("host.bonjour_announce.read_addresses", read)
+    announced = Announcement(BonjourRecord("coord"), "lab", str(uuid4()), 1, look_every=0.001)
+    announced.start()
+    await asyncio.wait_for(later.wait(), 20)
+    assert announced.ready.is_set()
+    await announced.close()
+    assert capsys.readouterr().out.count("bonjour announced") == 1
+
+
 async def test_a_search_is_empty_if_the_system_cannot_list_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     def list_adapters() -> list[ifaddr.Adapter]:
         raise OSError("too many open files")

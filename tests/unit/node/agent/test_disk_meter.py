@@ -41,8 +41,10 @@ def test_meter_measures_at_once_and_again_after_the_interval(tmp_path: Path, mon
     assert meter.read().free == 1
     assert not measured.acquire(blocking=False)
     clock.now += 1
-    while not measured.acquire(timeout=0.01):
-        meter.read()
+    while meter.read().free != 2:
+        threading.Event().wait(0.001)
+    assert measured.acquire(timeout=20)
+    assert not measured.acquire(timeout=0.05), "the next interval has begun with this measurement"
     assert DiskMeter(tmp_path).read().total == shutil.disk_usage(tmp_path).total
 
 

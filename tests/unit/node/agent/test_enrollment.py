@@ -182,6 +182,8 @@ async def test_a_certificate_is_renewed_with_a_new_key(tmp_path: Path) -> None:
         assert (tmp_path / "n" / "node.pem").read_bytes() != key
         assert load_identity(tmp_path / "n", "m1") == renewed
         assert await proves_itself(renewed, door.address)
+        with pytest.raises(IdentityError, match="not requested"):
+            install_certificate(renewed, renewed.certificate)
 
 
 async def test_only_the_requested_certificate_is_installed(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ def test_a_log_is_followed_from_where_the_last_window_ended(tmp_path: Path):
         more.write(b"three\n")
     assert window(file, 8) == (b"three\n", 0, 14)
     assert window(file, 8, 2) == (b"th", 10, 10)
+    assert window(file, 1) == (b"ne\ntwo\nthree\n", 0, 14), "the offset of a reader is exact"
 
 
 def test_a_truncated_file_is_read_from_its_beginning(tmp_path: Path):

@@ -119,8 +119,9 @@ async def test_an_older_link_closes_when_its_last_request_is_cancelled():
     links = CoordinatorLinks()
     _, older = open_link(links, 1, 2)
     _, newer = open_link(links, 3)
+    assert links.open_requests == 3
     links.cancel(1)
-    assert not older.closed.is_set()
+    assert (links.open_requests, older.closed.is_set()) == (2, False)
     links.cancel(2)
     links.cancel(3)
     assert older.closed.is_set()

@@ -3,8 +3,11 @@
 import json
 import time
 
+import pytest
+
 from node.engine.memory.footprint import release_free_memory
 from node.engine.request_admission import PREEMPTION_INTERVAL_SECONDS
+from node.engine.scheduling.preemptor import Preemptor
 from tests import models
 from tests.support.engine.text_engine import ROOMY, Driver
 from wire.capacity.arithmetic import estimate_request_need
@@ -81,6 +84,26 @@ def test_the_next_preemption_for_a_key_waits_until_memory_of_the_last_one_can_ha
         assert count_preemptions() == 1
     assert isinstance(ask_at(driver, now + PREEMPTION_INTERVAL_SECONDS, "bea"), Admitted)
     assert count_preemptions() == 2
+
+
+def test_what_is_missing_below_the_ceiling_is_preempted_as_well(monkeypatch: pytest.MonkeyPatch):
+    driver = Driver(models.path("llama"), max_batch_size=8, prefix_cache_size="off")
+    driver.answer("hello", SHORT)
+    greedy = driver.ask("hello", LONG, owner=WeightedKey("greedy"), expected=LONG_TOKENS)
+    driver.until(lambda: driver.ids[greedy, 0])
+    asked = list[tuple[int, int]]()
+    monkeypatch.setattr(Preemptor, "preempt_for_key", lambda _, owner, need, missing: asked.append((need, missing)))
+    release_free_memory()
+    memory = driver.engine.report(time.monotonic()).memory
+    assert memory.current is not None
+    driver.take(MemoryLimits(8 * GIB, memory.current + memory.reserved - 64 * MIB, 0, "dynamic"))
+    refusal = ask_at(driver, time.monotonic(), "ada")
+    assert isinstance(refusal, Refusal)
+    numbers, ((need, missing),) = refusal.refused.numbers, asked
+    assert numbers is not None
+    assert numbers.headroom is not None
+    assert numbers.headroom < -32 * MIB
+    assert missing >= need - numbers.headroom
 
 
 def test_memory_is_freed_for_a_new_request_and_the_preempted_one_before_it():

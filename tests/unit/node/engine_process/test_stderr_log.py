@@ -43,12 +43,13 @@ def test_a_log_is_bounded_while_its_engine_writes_on(tmp_path: Path):
         os.write(descriptor, b"first\n")
         log.bound()
         assert log.measure_size() == 6
-        os.write(descriptor, b"x" * MAX_LOG_BYTES)
+        os.write(descriptor, b"x" * MAX_LOG_BYTES + b"last\n")
         start = log.measure_size()
         log.bound()
         assert log.measure_size() == 0
         older = path.with_suffix(".log.1")
         assert (older.stat().st_size, older.stat().st_mode & 0o777) == (MAX_LOG_BYTES, 0o600)
+        assert older.read_bytes().endswith(b"xlast\n"), "the end of the log has the cause of a crash"
         os.write(descriptor, b"dead\n")
         assert (path.read_bytes(), log.read_tail(start)) == (b"dead\n", "dead")
     finally:

@@ -89,3 +89,21 @@ def test_where_torch_is_only_to_be_had_with_cuda_nothing_is_pulled(tmp_path: Pat
         environment.install_environment(tmp_path)
     assert len(asked) == 2, "no package was installed before"
     assert "--no-deps" in asked[1]
+
+
+@pytest.mark.parametrize("uv", ["/opt/bin/uv", None], ids=["uv", "pip"])
+def test_with_a_wheelhouse_all_packages_come_from_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, uv: str | None
+):
+    asked: list[list[str]] = []
+    monkeypatch.setattr(environment, "run_command", lambda command, otherwise: asked.append(command))
+    monkeypatch.setattr("shutil.which", lambda name: uv)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    locks = [tmp_path / "linux.lock", tmp_path / "linux.torch"]
+    environment.build_environment(tmp_path / "built", locks, tmp_path / "wheelhouse", tmp_path / "wheels")
+    created, install = asked
+    assert "venv" in created
+    assert install[0] == (uv or str(environment.get_interpreter(tmp_path / "built")))
+    where = install.index("--find-links")
+    assert install[where : where + 3] == ["--find-links", str(tmp_path / "wheelhouse"), "--no-index"]
+    assert {"--require-hashes", *map(str, locks)} < set(install)

@@ -4,6 +4,8 @@ Checked are the released memory, the frames to the coordinator, and the files.
 """
 
 import asyncio
+import os
+import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from node.memory.limits import LeaseHolder
+from node.memory.limits import LeaseHolder, Limiter
 from node.memory.sensor import read_process_identity
 from node.video import lease_manager
 from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord, WorkerGroup
@@ -188,6 +190,11 @@ async def test_a_refused_lease_names_what_it_waits_for_and_restores_the_ceiling(
     assert 0 < refused.headroom < 20 * GIB
     assert "scripted-1 (in use)" in refused.waiting_for
     assert (node.ceiling, node.limiter.leases) == (before, 0)
+    node.limiter.begin_lease(GIB, LeaseHolder.QUANTIZATION)
+    node.ask(size=20 * GIB, lease="l-2")
+    refused = await node.answer("l-2")
+    assert isinstance(refused, LeaseRefused)
+    assert refused.code == "lease_held", "the end of the other lease is awaited first"
 
 
 async def test_memory_that_is_leased_to_a_quantization_is_not_leased_to_a_video(make: Make):
@@ -252,19 +259,23 @@ async def test_an_engine_that_does_not_confirm_the_lower_ceiling_gets_it_back(
     assert (node.ceiling, node.limiter.leases, node.lender.list_states()) == (before, 0, ())
 
 
-async def test_a_paused_node_grants_no_lease_and_keeps_the_one_it_has(make: Make):
-    node = await make()
+async def test_a_paused_node_grants_no_lease_and_keeps_the_one_it_has(make: Make, monkeypatch: pytest.MonkeyPatch):
+    node, offers = await make(), list[bool]()
+    monkeypatch.setattr(node.studio.ray, "set_offered", lambda *, wanted: offers.append(wanted))
     node.ask()
     await node.frame(LeaseGranted)
-    node.lender.pause("its owner uses it")
+    node.studio.pause("its owner uses it")
     assert node.limiter.leases == LEASE
+    assert offers[-1], "Ray must start the worker of the lease"
     node.ask(lease="l-2")
     refused = await node.frame(LeaseRefused, "l-2")
     assert (refused.code, refused.message) == ("node_paused", "this node accepts no leases: its owner uses it")
     node.lender.end("its owner uses it")
     ended = await node.ended()
     assert (ended.code, ended.message) == ("node_paused", "its node stopped sharing: its owner uses it")
-    node.lender.pause("")
+    assert not offers[-1]
+    node.studio.pause("")
+    assert offers[-1]
     node.ask(lease="l-3")
     assert isinstance(await node.answer("l-3"), LeaseGranted)
 
@@ -331,7 +342,27 @@ async def test_a_restarted_agent_ends_the_lease_that_it_finds_and_grants_others(
     assert isinstance(await node.answer("l-2"), LeaseGranted)
 
 
-async def test_a_restarted_agent_ends_the_worker_before_it_returns_the_memory(make: Make, tmp_path: Path):
+async def test_a_restarted_agent_ends_the_worker_before_it_returns_the_memory(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    steps: list[str] = []
+    begin, kill, end = Limiter.begin_lease, lease_manager.kill_worker_group, Limiter.end_lease
+
+    def begin_lease(limiter: Limiter, size: int, holder: LeaseHolder) -> None:
+        steps.append(f"{holder} takes {size}")
+        begin(limiter, size, holder)
+
+    async def kill_worker_group(group: WorkerGroup, grace: float) -> None:
+        await kill(group, grace)
+        steps.append("its worker has ended")
+
+    def end_lease(limiter: Limiter) -> None:
+        steps.append("it returns its memory")
+        end(limiter)
+
+    monkeypatch.setattr(Limiter, "begin_lease", begin_lease)
+    monkeypatch.setattr(lease_manager, "kill_worker_group", kill_worker_group)
+    monkeypatch.setattr(Limiter, "end_lease", end_lease)
     worker = await asyncio.create_subprocess_exec("/bin/sleep", "600", start_new_session=True)
     group = WorkerGroup(pid=worker.pid, born=read_process_identity(worker.pid) or "")
     held = LeaseRecord(lease="l-1", generation=1, job="video_l-1", model=MODEL, size=LEASE, worker=group)
@@ -342,6 +373,7 @@ async def test_a_restarted_agent_ends_the_worker_before_it_returns_the_memory(ma
         node = await make()
         ended = await node.ended()
         assert (ended.code, node.limiter.leases) == ("worker_lost", 0)
+        assert steps == [f"{LeaseHolder.VIDEO} takes {LEASE}", "its worker has ended", "it returns its memory"]
         async with asyncio.timeout(20):
             assert await worker.wait() < 0
     finally:
@@ -427,6 +459,15 @@ async def test_a_clip_that_cannot_be_read_ends_its_lease_with_the_reason(make: M
         assert (ended.code, ended.artifacts) == ("output_invalid", ())
         assert ended.message == "the clip cannot be read: [Errno 5] Input/output error"
     assert (node.limiter.leases, node.lender.holding) == (0, False)
+
+
+async def test_a_worker_that_crashes_on_a_full_disk_names_the_disk(make: Make, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("node.video.lease_store.MIN_FREE_DISK_BYTES", 2**62)
+    node = await make(attends=True)
+    node.ask(job={**JOB, "prompt": "hold=denoising"})
+    os.killpg(await node.working(), signal.SIGKILL)
+    ended = await node.ended()
+    assert (ended.code, ended.message.partition(": ")[0]) == ("disk_full", "the disk of this node is full")
 
 
 async def test_a_folder_of_leases_that_cannot_be_used_is_the_reason_why_no_videos_are_made(make: Make, tmp_path: Path):

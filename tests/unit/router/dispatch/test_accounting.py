@@ -328,6 +328,9 @@ async def test_a_memory_correction_lasts_until_the_node_reports_again(two: Clust
     assert two.dispatcher.placer.preview(ResourceDemand("tiny", 100)).candidates
     seen = {one.node: one.headroom for one in two.dispatcher.placer.preview(ResourceDemand("tiny", 100)).candidates}
     assert (seen[first], seen[A if first == B else B]) == (0, a_memory().headroom)
+    two.report(A if first == B else B)
+    seen = {one.node: one.headroom for one in two.dispatcher.placer.preview(ResourceDemand("tiny", 100)).candidates}
+    assert seen[first] == 0, "another node has reported"
     two.report()
     seen = {one.node: one.headroom for one in two.dispatcher.placer.preview(ResourceDemand("tiny", 100)).candidates}
     assert set(seen.values()) == {a_memory().headroom}
@@ -379,6 +382,10 @@ async def test_a_request_that_was_admitted_once_has_its_whole_time_in_the_queue_
     first = ticket.deadline
     assert first == pytest.approx(cluster.now + 30.0)
     cluster.now += 20.0
+    roomy(cluster, A)
+    await turn()
+    cluster.refuse()
+    assert (len(cluster.dispatcher.queue), ticket.deadline) == (1, first), "a refusal begins no new wait"
     roomy(cluster, A)
     await turn()
     cluster.say(lambda number: Admitted(number, 25))

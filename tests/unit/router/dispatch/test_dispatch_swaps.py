@@ -171,6 +171,8 @@ async def test_swap_ends_when_its_client_disconnects(mac: Cluster):
     other = ask(mac, "two", "bob")
     passes(mac, MIN_SLICE_SECONDS + 1)
     later = ask(mac, "one")
+    await asyncio.sleep(0)
+    assert (mac.dispatcher.ledger.turns.keys(), later.node) == ({A}, None)
     mac.dispatcher.close(other)
     await asyncio.sleep(0)
     assert not mac.dispatcher.ledger.turns

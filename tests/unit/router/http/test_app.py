@@ -217,6 +217,8 @@ async def test_a_long_body_that_waits_too_long_for_others_of_its_key_is_refused_
         "this API key may send 128.0 KiB of long bodies at the same time; this body of 128.0 KiB waited 0.2 s: send "
         "fewer bodies at once"
     )
+    again = await Call(cluster, b" " * (MAX_INLINE_BYTES + 1), more=True).run()
+    assert again.status == 408, "the room of the first body is free again"
 
 
 @pytest.mark.parametrize(

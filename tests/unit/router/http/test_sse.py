@@ -8,6 +8,7 @@ import pytest
 from router.dialects.openai.chat_response import ChatChunks
 from router.dispatch.answer import MAX_DELTAS_TAKEN, StreamedAnswer
 from router.dispatch.request import SLOW, RequestFailure, RequestSpec
+from router.errors import Problem
 from router.http.coroutine_driver import CoroutineDriver
 from router.http.sse import EventStream, Message, StreamPump
 from router.placement.candidate import ResourceDemand
@@ -39,10 +40,10 @@ class Transport:
 JOB = RequestSpec(ResourceDemand("m"), "k", "r", (), GenerationParams(), 0, stream=True)
 
 
-def pumped(transport: Transport) -> tuple[StreamedAnswer, EventStream]:
+def pumped(transport: Transport, chunks: ChatChunks | None = None) -> tuple[StreamedAnswer, EventStream]:
     ticket, stream = StreamedAnswer(), EventStream(transport.send)
     ticket.mark_opened()
-    StreamPump(ticket, ChatChunks(JOB), stream)
+    StreamPump(ticket, chunks or ChatChunks(JOB), stream)
     return ticket, stream
 
 
@@ -139,13 +140,24 @@ async def test_failed_sse_stream_has_an_error_and_no_done():
     assert transport.ended
 
 
+class Storing(ChatChunks):
+    """Chunks of a route that stores the answer so far at its end."""
+
+    stored: str = ""
+
+    def encode_failure(self, problem: Problem) -> bytes:
+        self.stored += problem.code
+        return super().encode_failure(problem)
+
+
 async def test_a_reader_that_is_given_up_frees_the_step_that_waits():
-    transport = Transport()
-    ticket, stream = pumped(transport)
+    transport, chunks = Transport(), Storing(JOB)
+    ticket, stream = pumped(transport, chunks)
     transport.free.clear()
     say(ticket, "one")
     ticket.end(SLOW)
     await stream.done
+    assert chunks.stored == "cancelled", "a later request may refer to this answer"
     transport.free.set()
     await asyncio.sleep(0)
     assert transport.bodies == []

@@ -14,7 +14,7 @@ from coordinator.joining.rate_limit import RateLimit
 from node.agent.identity import NodeIdentity
 from tests.support.cluster.cluster_port import Line, Port, a_report, hello, opened, the_no
 from wire.codec import decode, encode, split_into_fragments
-from wire.frames import Denied, Frame, Goodbye, Welcome
+from wire.frames import Denied, FetchChunk, Frame, Goodbye, Welcome
 
 PIECE = 4096
 
@@ -95,3 +95,16 @@ async def test_frames_after_a_refusal_are_ignored(port: Port):
     line.send(hello(who), a_report())
     assert [type(frame) for frame in await line.ended()] == [Denied]
     assert not port.said("before Hello")
+
+
+@pytest.mark.parametrize("size", [0, PIECE, PIECE + 1])
+async def test_an_answer_to_a_query_is_sent_in_pieces_of_which_the_last_is_marked(
+    port: Port, connections: list[Recorded], monkeypatch: pytest.MonkeyPatch, size: int
+):
+    monkeypatch.setattr(link_connection, "QUERY_CHUNK_BYTES", PIECE)
+    line, connection = await open_connection(port, connections, port.member("studio"))
+    connection.send_answer(b"x" * size)
+    chunks = await line.ended()
+    assert [(len(chunk.payload), chunk.last) for chunk in chunks if isinstance(chunk, FetchChunk)] == [
+        (min(PIECE, size - begin), begin + PIECE >= size) for begin in range(0, max(1, size), PIECE)
+    ]

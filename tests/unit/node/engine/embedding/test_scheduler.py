@@ -158,6 +158,9 @@ def test_no_forward_runs_without_room(driver: Driver):
     assert end.refused.code is RefusalCode.NO_ROOM
     assert driver.engine.report(0.0).counts.forwards == forwards
     assert driver.resident().usage.users == 0
+    driver.gate.refuses = lambda site, estimate: site is GateSite.PREFLIGHT
+    assert isinstance(driver.ended(driver.embed("hello", "you")), Refusal), "at its admission"
+    assert driver.resident().usage.users == 0
 
 
 def test_results_and_caches_count_as_reserved(driver: Driver):

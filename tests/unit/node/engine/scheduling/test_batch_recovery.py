@@ -108,6 +108,16 @@ def test_a_batch_that_is_discarded_twice_is_rebuilt_once_without_its_ended_and_f
         assert isinstance(driver.end(request), Finished)
 
 
+def test_rows_of_a_broken_batch_are_prefilled_before_queued_prompts_and_alone_count_as_returned(driver: Driver):
+    scheduler, (number,) = driver.engine.parts.scheduler, decoding(driver, 1)
+    assert driver.engine.report(0.0).counts.returned_tokens == 0
+    new, known = driver.ask("word " * 50, ENDLESS), scheduler.live[number].rows[0].list_token_ids()
+    (batch,) = driver.batches()
+    scheduler.recovery.rebuild_batch(driver.resident(), batch, RuntimeError("native fault"))
+    assert [prefill.sequence.number for prefill in scheduler.prefills] == [number, new]
+    assert driver.engine.report(0.0).counts.returned_tokens == len(known)
+
+
 def test_preempted_and_resumed_requests_are_prefilled_before_new_ones(driver: Driver):
     (number,) = decoding(driver, 1)
     scheduler = driver.engine.parts.scheduler

@@ -53,6 +53,13 @@ def test_a_long_prompt_leaves_its_newest_snapshots_and_another_starts_at_one(mod
     assert ids == answer(fresh, prompt)[1]
 
 
+def test_snapshots_of_a_long_prompt_keep_their_distance(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("node.engine.scheduling.rules.snapshots.LONG_SNAPSHOT_TOKENS", 3 * CHUNK)
+    driver = open_engine(model)
+    answer(driver, words(COUNT))
+    assert list_lengths(driver)[:2] == [3 * CHUNK, 6 * CHUNK]
+
+
 def test_a_cancelled_prompt_leaves_no_snapshot(model: Path):
     driver = open_engine(model)
     number = driver.ask(words(COUNT), BRIEF)

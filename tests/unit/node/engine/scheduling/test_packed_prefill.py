@@ -22,6 +22,7 @@ from node.engine.scheduling.rules.chunk_policy import ChunkPace
 from node.engine.scheduling.sampling import choose_greedily
 from tests import models
 from tests.support.engine.text_engine import GREEDY, Driver, decoded_alone
+from wire.capacity.fairness import PrefillFairness
 from wire.frames import Channel, Failed, Finished, GenerationParams, GrammarSpec
 
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
@@ -74,14 +75,17 @@ def verbatim(driver: Driver, numbers: list[int]) -> None:
     assert (report.running, report.waiting, report.memory.reserved) == (0, 0, 0)
 
 
-def test_what_waits_is_read_at_once_and_answered_verbatim(driver: Driver, shared: list[int]):
-    before = driver.engine.report(0.0).counts
+def test_what_waits_is_read_at_once_and_answered_verbatim(
+    driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    before, fair = driver.engine.report(0.0).counts, list[int]()
+    monkeypatch.setattr(PrefillFairness, "count_prefilled", lambda _, owner, tokens: fair.append(tokens))
     numbers = ask(driver, 6)
     verbatim(driver, numbers)
     ends = [driver.end(number) for number in numbers]
     prefilled = sum(end.prompt_tokens - end.cached_tokens for end in ends if isinstance(end, Finished))
     counts = driver.engine.report(0.0).counts
-    assert counts.prefill_tokens - before.prefill_tokens == prefilled
+    assert counts.prefill_tokens - before.prefill_tokens == prefilled == sum(fair)
     assert max(shared) >= 3
     assert sum(shared) <= 6, "no prompt is prefilled twice"
     alone = 6 - sum(shared)
@@ -130,7 +134,8 @@ def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Drive
         return all(isinstance(driver.end(number), Finished) for number in numbers)
 
     assert answered([driver.ask(next(prompts))]), "no other request arrived recently"
-    assert answered([driver.ask(next(prompts)) for _ in range(2)])
+    together = [driver.ask(next(prompts), GenerationParams(max_tokens=3, logit_bias=ENDLESS)) for _ in range(2)]
+    assert answered(together), "both end in one turn"
     lone = driver.ask(next(prompts))
     assert waits([lone])
     both = [lone, driver.ask(next(prompts))]
@@ -177,6 +182,27 @@ def test_equal_prompts_are_read_once_where_they_are_kept(driver: Driver, shared:
     ends = [driver.end(number) for number in numbers]
     assert [isinstance(end, Finished) and end.cached_tokens > 0 for end in ends] == [False, True, True]
     assert shared == []
+
+
+def test_a_packed_prompt_uses_no_cached_tokens_and_reports_none(driver: Driver, shared: list[int]):
+    opening, brief = "word " * 20, GenerationParams(temperature=0.0, max_tokens=2)
+    driver.answer(opening + "seven", brief)
+    numbers = [driver.ask(opening + rest * 60, brief) for rest in ("cat ", "sun ")]
+    assert all(driver.said[number][0].cached_tokens for number in numbers)  # type: ignore[attr-defined]
+    ends = [driver.end(number) for number in numbers]
+    assert shared == [2]
+    assert [isinstance(end, Finished) and end.cached_tokens for end in ends] == [0, 0]
+
+
+def test_a_prompt_that_cannot_be_packed_does_not_wait_for_company(monkeypatch: pytest.MonkeyPatch):
+    driver, brief = Driver(models.path("lfm2"), max_batch_size=8), GenerationParams(max_tokens=2)
+    for number in [driver.ask("Hello!", brief), driver.ask("Who are you?", brief)]:
+        driver.end(number)
+    monkeypatch.setattr(prefill_order, "COALESCE_SECONDS", 3600.0)
+    monkeypatch.setattr(prefill_order, "MAX_COALESCE_SECONDS", 3600.0)
+    driver.ask("How are you?", brief)
+    now = time.monotonic()
+    assert driver.engine.parts.scheduler.next_step_at(now) == now
 
 
 def draws(driver: Driver, *numbers: int) -> list[tuple[list[int], list[object]]]:

@@ -21,6 +21,7 @@ from node.engine.scheduling.decode_batch import DecodeBatch
 from tests import models
 from tests.effort import thin_cases
 from tests.support.engine.text_engine import ROOMY, Driver
+from wire.capacity.fairness import WeightedKey
 from wire.frames import Failed, Finished, GenerationParams, MemoryLimits
 from wire.refusals import RefusalCode, Refused
 from wire.report import EngineCounters
@@ -226,6 +227,49 @@ def test_a_preempted_row_begins_with_what_the_prefix_cache_holds_and_its_usage_s
     assert sequence.cached == cached
     assert isinstance(driver.end(last), Finished)
     driver.cancel(first)
+
+
+def test_a_preempted_request_needs_the_bytes_of_all_its_rows_and_is_tried_again(driver: Driver):
+    scheduler = driver.engine.parts.scheduler
+
+    def preempt(count: int) -> int:
+        number = driver.ask("hello", replace(endless(LLAMA, ANSWER), n=count), expected=ANSWER)
+        driver.until(lambda: all(len(driver.ids[number, choice]) == 3 for choice in range(count)))
+        scheduler.preemptor.preempt(scheduler.live[number])
+        needed = scheduler.compute_required_bytes()
+        assert scheduler.next_step_at(time.monotonic()) == scheduler.preemptor.return_at
+        driver.cancel(number)
+        return needed
+
+    assert preempt(2) > preempt(1)
+
+
+def test_a_prompt_that_waits_for_memory_takes_no_row_of_another_key():
+    driver = Driver(models.path("llama"), max_batch_size=2, min_prefill_step=64, prefix_cache_size="off")
+    for _ in range(2):
+        driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey("ada"))
+    driver.until(lambda: driver.engine.report(0.0).running == 2)
+    driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey("bob"))
+    (prefill,) = driver.engine.parts.scheduler.prefills
+    prefill.delay(time.monotonic() + 3600)
+    driver.turn()
+    assert counts(driver).preemptions == 0
+    prefill.end_delay()
+    driver.turn()
+    assert counts(driver).preemptions == 1
+
+
+def test_rows_that_decode_and_rows_that_are_prefilled_count_together_for_their_key():
+    driver = Driver(
+        models.path("llama"), max_batch_size=4, prefill_step_size=64, min_prefill_step=64, prefix_cache_size="off"
+    )
+    params, scheduler = replace(endless(LLAMA, 900), n=2), driver.engine.parts.scheduler
+    driver.ask("hello", params, owner=WeightedKey("greedy"))
+    newest = driver.ask("hello", params, owner=WeightedKey("greedy"), resume=((30,), (30,) * 800))
+    driver.until(lambda: driver.ids[newest, 0] and any(prefill.started for prefill in scheduler.prefills))
+    driver.ask("hello", params, owner=WeightedKey("ada"))
+    driver.turn()
+    assert [sequence.number for sequence in scheduler.preempted] == [newest]
 
 
 @pytest.mark.parametrize("others", [0, 1])

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 
 from node.engine.kv.kv_cache import Layers, sum_nbytes
+from node.engine.kv.prefix_memory import PrefixMemory
 from node.engine.kv.prefix_store import CachedPrefix
 from node.engine.memory.footprint import release_free_memory
 from tests import models
@@ -124,6 +125,14 @@ def test_an_answer_with_its_prompt_can_be_a_prompt(driver: Driver):
     assert state.nbytes == sum(one.nbytes for one in entries(driver)) > 0
 
 
+def test_the_same_prompt_of_two_keys_has_two_hashes(driver: Driver):
+    """A key must not learn from another key's evictions which prompts it has sent."""
+    numbers = [driver.ask("Hello!", GREEDY, cache_scope=scope) for scope in ("ada", "bob", "ada")]
+    driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
+    ada, bob, again = (driver.said[number][0].prompt_hash for number in numbers)  # type: ignore[attr-defined]
+    assert ada == again != bob
+
+
 @pytest.mark.slow
 def test_a_beginning_that_several_share_is_found_by_the_third(tiny_model: Callable[..., Path]):
     """Applies to a system prompt where states cannot be cut. The second request with that beginning stores a
@@ -205,6 +214,17 @@ def test_n_answers_share_what_was_found(driver: Driver):
     other = fresh.ask(prompt, GenerationParams(n=3, seed=5, max_tokens=6, temperature=1.5))
     ended(fresh, other)
     assert [driver.ids[number, choice] for choice in range(3)] == [fresh.ids[other, choice] for choice in range(3)]
+    whole = [one.length for one in entries(driver) if one.length > end.prompt_tokens + 2]
+    assert len(whole) == 1, "only the first answer is stored"
+
+
+def test_a_prompt_is_stored_only_if_the_join_of_its_row_still_fits(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    driver.answer("Hello!", GenerationParams(max_tokens=2))
+    monkeypatch.setattr(PrefixMemory, "make_room", lambda _, size, transient=0: transient == 0)
+    before = entries(driver)
+    number = driver.ask("word " * 100, GREEDY)
+    driver.until(lambda: driver.ids[number, 0])
+    assert entries(driver) == before
 
 
 # memory
@@ -282,7 +302,7 @@ def test_only_the_needed_part_of_the_cache_is_evicted_before_a_refusal(driver: D
     assert len(after.evicted) == after.evictions
 
 
-@pytest.mark.parametrize("arch", ["llama", "lfm2"])
+@pytest.mark.parametrize("arch", ["llama", "lfm2", "gemma3_text"])
 def test_the_eviction_of_a_shared_system_prompt_reports_no_prompt(arch: str):
     """The prompt itself stays cached: the router must not forget it."""
     driver = Driver(models.path(arch), max_batch_size=8, prefill_step_size=256)

@@ -6,6 +6,9 @@ import time
 import pytest
 
 from node.engine.kv.commitments import Commitment
+from node.engine.memory.footprint import MlxPeakTracker
+from node.engine.memory.gate import GateSite
+from node.engine.process.interface import FLUSH_INTERVAL_SECONDS
 from node.engine.requests.preflight import RequestShape
 from node.engine.requests.prepared import PreparedRequest
 from node.engine.requests.sequence import Row, Sequence
@@ -175,6 +178,72 @@ def test_tokens_of_a_stream_are_sent_one_by_one_and_those_of_a_whole_answer_toge
     assert [len(delta.ids) for delta in driver.deltas[streamed, 0]] == [1] * 6
     assert [len(delta.ids) for delta in driver.deltas[whole, 0]] == [6]
     assert driver.ids[streamed, 0] == driver.ids[whole, 0]
+    slow = driver.ask("hello", params, stream=False)
+    while driver.ended(slow) is None:
+        clock.by += 0.6 * FLUSH_INTERVAL_SECONDS
+        driver.turn()
+    assert [len(delta.ids) for delta in driver.deltas[slow, 0]] == [2, 2, 2], "at most once in the interval"
+
+
+def test_an_answer_beyond_its_expected_length_grows_by_more_than_a_token(driver: Driver):
+    driver.answer(PLAIN["prompt"])
+    del driver.gate.asked[:]
+    end(driver, driver.ask("hello", GenerationParams(temperature=0.0, max_tokens=12, logit_bias=ENDLESS), expected=2))
+    assert [site for site, _ in driver.gate.asked].count(GateSite.GROW) == 1
+
+
+def test_a_prompt_without_room_keeps_the_bytes_of_its_next_chunk_free(driver: Driver):
+    driver.answer(PLAIN["prompt"])
+    driver.gate.refuses = lambda site, estimate: site is GateSite.PREFILL
+    driver.ask(LONG)
+    scheduler = driver.engine.parts.scheduler
+    assert scheduler.compute_required_bytes() == 0
+    driver.until(lambda: scheduler.prefills[0].retry_at)
+    past = len(scheduler.prefills[0].ids)
+    assert scheduler.compute_required_bytes() == driver.resident().estimator.estimate_chunk(64, past)
+
+
+def test_the_estimate_of_a_join_counts_all_rows_that_decode_after_it(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    driver.answer(PLAIN["prompt"])
+    params, widths = GenerationParams(n=3, max_tokens=40, logit_bias=ENDLESS), list[int]()
+
+    def estimate(size: int, layers: int, rows: int) -> int:
+        widths.append(rows)
+        return 0
+
+    monkeypatch.setattr(driver.resident().estimator, "estimate_charged_join", estimate)
+    number = driver.ask("hello", params)
+    driver.until(lambda: driver.ids[number, 2])
+    assert widths == [3]
+
+
+def test_a_chunk_for_which_a_cache_was_grown_beside_decoding_rows_teaches_no_estimate(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    driver.answer(PLAIN["prompt"])
+    number = driver.ask("hello", GenerationParams(max_tokens=60, logit_bias=ENDLESS))
+    driver.until(lambda: driver.ids[number, 0])
+    learned = list[int]()
+    monkeypatch.setattr(driver.resident().estimator, "observe_prefill", lambda tokens, *_, **__: learned.append(tokens))
+    done = end(driver, driver.ask(LONG * 2, GenerationParams(max_tokens=1)))
+    assert len(driver.ids[number, 0]) < 60, "it decodes all the time"
+    assert 0 < sum(learned) < done.prompt_tokens, (learned, done.prompt_tokens)
+
+
+def test_a_step_far_above_its_estimate_is_recorded_if_the_next_one_is_too(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    driver.answer(PLAIN["prompt"])
+    number = driver.ask("hello", GenerationParams(temperature=0.0, max_tokens=40, logit_bias=ENDLESS))
+    driver.until(lambda: len(driver.ids[number, 0]) > 2)
+    estimator, taken = driver.resident().estimator, iter([GIB, 1, GIB, GIB])
+    recorded: list[int] = []
+    monkeypatch.setattr(MlxPeakTracker, "measure_peak_drop", lambda _: next(taken))
+    monkeypatch.setattr(estimator, "observe_step", lambda rows, longest, size: recorded.append(size))
+    for _ in range(4):
+        driver.turn()
+        driver.engine.parts.scheduler.synchronize()
+    assert recorded == [1, GIB]
 
 
 # counts

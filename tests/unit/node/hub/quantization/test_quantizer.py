@@ -12,10 +12,12 @@ import structlog.testing
 from node.agent.connection import CoordinatorLink
 from node.agent.identity import NodeIdentity
 from node.agent.links import CoordinatorLinks
+from node.agent.sharing_effects import SharingEffects
 from node.hub.child_messages import ChildEnd, build_end
 from node.hub.order_child import OrderChild
 from node.hub.orders import ModelFileOrders
 from node.hub.quantization.quantizer import Quantizer
+from node.sharing.policy import SharingState
 from tests.models import EMBEDDED
 from tests.support.video.studio import Node
 from wire.frames import QuantizeModel
@@ -60,7 +62,8 @@ async def test_a_mac_that_is_paused_while_a_quantization_waits_for_its_lease_sta
     async with studio(tmp_path) as (node, quantizer):
         running = asyncio.create_task(quantizer.run(ORDER, run_child, lambda progress: None))
         await node.until(lambda: quantizer.holding)
-        quantizer.pause("its owner uses it")
+        effects = SharingEffects(CoordinatorLinks(), node.supervisor, node.lender, quantizer, node.studio.pause)
+        effects.on_sharing_change(SharingState(shared=False, why="its owner uses it"))
         await confirm_ceiling(node, quantizer)
         end = await running
         assert (end.code, end.message) == (ModelOrderCode.CANCELLED, "this node stopped sharing: its owner uses it")

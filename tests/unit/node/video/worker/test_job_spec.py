@@ -24,6 +24,13 @@ def test_missing_parameters_are_those_of_the_package():
     }
 
 
+def test_numbers_that_are_0_are_parameters_of_the_job():
+    spec = parse_spec(json.dumps({**LEAST, "seed": 0, "guidance": 0, "negative_prompt": ""}).encode())
+    assert isinstance(spec, JobSpec)
+    found = spec.to_worker_input(VideoPackage("wan", fps=24, steps=50, frames=121))
+    assert (found["seed"], found["guidance"], found["negative_prompt"]) == (0, 0, "")
+
+
 @pytest.mark.parametrize(
     "change",
     [

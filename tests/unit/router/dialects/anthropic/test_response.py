@@ -48,6 +48,7 @@ def test_a_whole_message_has_every_block_and_the_exact_usage():
         (CUT, False, "max_tokens", None),
         (CUT, True, "max_tokens", None),
         (replace(FINISHED, stops=("END",)), False, "stop_sequence", "END"),
+        (replace(FINISHED, stops=("END",)), True, "stop_sequence", "END"),
         (replace(FINISHED, stops=("",)), False, "end_turn", None),
         (replace(FINISHED, reasons=()), False, "end_turn", None),
     ],

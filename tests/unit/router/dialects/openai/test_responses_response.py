@@ -135,14 +135,15 @@ def test_events_are_numbered_and_each_item_is_added_filled_and_done():
 
 def test_stored_stream_has_the_last_event_and_the_conversation():
     responses = ResponsesRoute()
-    final = events(streamed(responses, *SAID, input="hi", tools=WEATHER))[-1][1]["response"]
+    frames = streamed(responses, *SAID, (Channel.CONTENT, " Done."), input="hi", tools=WEATHER)
+    final = events(frames)[-1][1]["response"]
     kept = responses.get("k1", final["id"])
     assert isinstance(kept, bytes)
     assert json.loads(kept) == final
     _, job = asked(responses, input="and?", previous_response_id=final["id"])
     before, answer, new = job.messages
     assert (before, new) == (Message("user", "hi"), Message("user", "and?"))
-    assert (answer.role, answer.content, answer.reasoning) == ("assistant", "I look.", "let me")
+    assert (answer.role, answer.content, answer.reasoning) == ("assistant", "I look. Done.", "let me")
     assert [(call.id, call.name, call.arguments) for call in answer.tool_calls] == [
         ("call_1", "weather", json.loads(CALL)["arguments"])
     ]

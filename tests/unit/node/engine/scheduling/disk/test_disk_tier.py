@@ -1,6 +1,7 @@
 """Prompts that are restored from the disk by another engine: fewer prefill tokens, and the same answers."""
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,9 @@ from node.engine.kv.disk import disk_budget
 from node.engine.kv.disk.block_chain import parse_name
 from node.engine.kv.disk.block_file import decode_block
 from node.engine.kv.disk.block_reader import PlannedPart
+from node.engine.kv.disk.disk_cache import DiskCache
 from node.engine.kv.kv_cache import Layers, TextModel
+from node.engine.kv.prefix_memory import PrefixMemory
 from node.engine.kv.prefix_store import BLOCK_TOKENS
 from node.engine.memory.gate import GateSite
 from node.engine.models.loaded_model import run_forward
@@ -280,6 +283,18 @@ def test_only_what_saves_time_is_written(folder: Path):
     off = open_driver(models.path("llama"), folder, size="off")
     assert off.engine.parts.prefix_cache.disk.cache is None
     assert off.engine.report(0.0).cache.store == ""
+
+
+def test_copies_for_the_disk_leave_memory_for_one_more_part(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    driver, rooms = open_driver(folder, folder / "cache"), list[int]()
+    answer(driver, words(100))
+    part = get_disk(driver).queue.get_next_bytes()
+    assert part
+    monkeypatch.setattr(DiskCache, "write_next", lambda _, now, *, busy, room, urgent: rooms.append(room))
+    for parts in (1, 2):
+        monkeypatch.setattr(PrefixMemory, "has_room", lambda _, size, parts=parts: size <= parts * part)
+        driver.engine.parts.prefix_cache.disk.write_next(time.monotonic() + 3600, busy=False)
+    assert rooms == [0, 1]
 
 
 def test_the_disk_is_read_only_if_a_prefill_of_the_missing_tokens_takes_longer(filled: tuple[Path, list[int]]):

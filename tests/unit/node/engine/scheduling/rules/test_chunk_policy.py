@@ -8,6 +8,7 @@ from node.engine.scheduling.rules.chunk_policy import (
     IDLE_CHUNK_SECONDS,
     MAX_PADDING_SHARE,
     MIN_CHUNK_TOKENS,
+    NEAR_PAST_TOKENS,
     PACKED_FORWARD_SECONDS,
     RECOVERY_SECONDS,
     ChunkPace,
@@ -46,6 +47,13 @@ def test_a_chunk_may_take_as_long_as_those_beside_it_can_bear():
     assert compute_budget(0.0, 99.0) == IDLE_CHUNK_SECONDS
     assert compute_budget(0.04, 99.0) == CHUNK_PER_STEP * 0.04
     assert compute_budget(0.04, FULL_PROMPT_SECONDS) == FULL_PROMPT_SECONDS, "a short prompt is written at once"
+
+
+def test_the_time_per_token_is_learned_without_the_time_for_its_past():
+    pace = ChunkPace(each=0.001, far=1e-6)
+    for _ in range(200):
+        pace.learn(100, NEAR_PAST_TOKENS - 1, 100 * (0.002 + 1e-6 * (NEAR_PAST_TOKENS - 1)))
+    assert pace.each == pytest.approx(0.002, rel=1e-3)
 
 
 def test_several_prompts_may_take_the_longer_the_fewer_are_beside_them():
