@@ -1,6 +1,7 @@
 """`/v1/messages` and `/v1/messages/count_tokens`: convert Anthropic's bodies to the parts of a Generate frame, or to a
 CountTokens frame."""
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from router.dialects.anthropic.messages import convert_messages, list_omitted_parts
@@ -26,6 +27,9 @@ from router.errors import Problem, build_invalid
 from wire.frames import CountTokens, Finished, GenerationParams, GrammarSpec, Message
 
 ANTHROPIC = DialectStyle(encode_error, names=(b"request-id", b"x-request-id"))
+NO_THREADS = "thread_unsupported_request"
+"""Code of the refusal of `thread`, with which a client sends only its new messages. Claude Code sends the request again
+with all messages after this code, and no `thread` in the rest of the session."""
 
 
 class MessagesRequest(ConversationRequest, frozen=True, gc=False):
@@ -53,9 +57,9 @@ class MessagesRoute:
     def parse(self, body: bytes, key: str) -> MessagesRequest | Problem:
         """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         parsed = MESSAGES.read(body, strict=self._strict)
-        return (
-            parsed if isinstance(parsed, Problem) else _build_request(parsed.body, parsed.ignored, strict=self._strict)
-        )
+        if isinstance(parsed, Problem):
+            return replace(parsed, code=NO_THREADS) if parsed.param == "thread" else parsed
+        return _build_request(parsed.body, parsed.ignored, strict=self._strict)
 
 
 class CountRequest(NamedTuple):

@@ -36,9 +36,13 @@ Block = dict[str, object]
 
 
 def encode_error(problem: Problem, request_id: str) -> bytes:
-    """Encode an error in Anthropic's shape. Macpool adds the fields `code`, `param` and, if known, `memory`."""
+    """Encode an error in Anthropic's shape. Macpool adds the fields `code`, `param` and, if known, `memory`.
+
+    Claude Code reads the code in `details`.
+    """
     kind = _TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
     error: dict[str, object] = {"type": kind, "message": problem.message, "code": problem.code, "param": problem.param}
+    error["details"] = {"error_code": problem.code}
     if problem.memory is not None:
         error["memory"] = msgspec.structs.asdict(problem.memory)
     return msgspec.json.encode({"type": "error", "error": error, "request_id": request_id})

@@ -38,31 +38,33 @@ HARMLESS: Mapping[str, str] = MappingProxyType(
         "service_tier": BILL,
         "cache_control": CACHE,
         "context_management": "a conversation is never shortened: the model gets all of it",
+        "diagnostics": "usage.cache_read_input_tokens counts the tokens from the prefix cache",
     }
 )
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {
         "container": (None,),
-        "diagnostics": (None,),
         "inference_geo": (None,),
         "mcp_servers": (None, []),
         "speed": (None, "standard"),
+        "thread": (None,),
     }
 )
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
         "container": "the server runs only models",
-        "diagnostics": "usage.cache_read_input_tokens counts the tokens from the prefix cache",
         "inference_geo": "all requests run on the machines of this cluster",
         "mcp_servers": "connect to them in the client, and send their functions as tools",
         "speed": "only standard is supported",
+        "thread": "no conversations are stored: send all messages",
         "max_tokens": "required",
         "thinking": "enabled and disabled set the template's enable_thinking; budget_tokens has no effect; "
         "display: omitted removes thinking blocks from the answer",
         "tool_choice": "auto, any, tool and none, also with disable_parallel_tool_use",
         "tools": "custom tools; tools of other types would run on the server and are left out",
         "output_format": "same as output_config.format, which has precedence; older clients send it",
-        "output_config": "effort sets the template's reasoning_effort; format constrains the answer to its JSON schema",
+        "output_config": "effort sets the template's reasoning_effort; format constrains the answer to its JSON "
+        "schema; task_budget has no effect",
     }
 )
 
@@ -201,7 +203,7 @@ class ThinkingOptions(StrictPart):
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "updates", "omitted"] | None = None
 
 
 class JsonFormat(StrictPart):
@@ -212,10 +214,11 @@ class JsonFormat(StrictPart):
 
 
 class OutputConfig(StrictPart):
-    """Reasoning effort and format of the answer."""
+    """Reasoning effort and format of the answer. `task_budget` has no effect."""
 
     effort: Effort | None = None
     format: JsonFormat | None = None
+    task_budget: Any = None
 
 
 class CountBody(StrictPart):
@@ -250,4 +253,9 @@ class MessagesBody(CountBody):
 
 
 MESSAGES = FieldTable(MessagesBody, HARMLESS, NEUTRAL, INSTEAD | {"metadata": f"user_id {SESSION_NOTE}"})
-COUNT = FieldTable(CountBody, {**HARMLESS, "metadata": KEY_IDENTIFIES_CLIENT}, NEUTRAL, INSTEAD)
+COUNT = FieldTable(
+    CountBody,
+    {**HARMLESS, "metadata": KEY_IDENTIFIES_CLIENT, "thread": "only the messages of the body are counted"},
+    {name: values for name, values in NEUTRAL.items() if name != "thread"},
+    INSTEAD,
+)

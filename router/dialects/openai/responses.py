@@ -23,6 +23,7 @@ from router.dialects.openai.responses_schema import (
     ResponsesBody,
     ResponsesCustomTool,
     SchemaFormat,
+    ToolsItem,
 )
 from router.dialects.openai.responses_store import OutputItems, ResponseStore, build_stored_response
 from router.dialects.shared.common_fields import ForeignPart
@@ -172,6 +173,8 @@ class ResponsesRoute:
         items = body.input if isinstance(body.input, str) else self._resolve_references(body.input, key)
         if isinstance(items, Problem):
             return items
+        if not items:
+            return build_invalid("input has only tools: add a message", "input")
         messages = convert_items(items, tools.origins)
         before = body.previous_response_id
         if isinstance(messages, Problem) or before is None:
@@ -183,13 +186,15 @@ class ResponsesRoute:
         return (*stored.messages, *messages)
 
     def _resolve_references(self, items: Sequence[InputItem], key: str) -> list[Item] | Problem:
-        """Replace the references of a body by the stored items of its key.
+        """Replace the references of a body by the stored items of its key, and leave out its further tools.
 
         Return a 400 problem for an item that is not stored, and for a second reference to the same item.
         """
         found = self.items.find(key, [item.id for item in items if isinstance(item, ItemReference)])
         resolved: list[Item] = []
         for at, item in enumerate(items):
+            if isinstance(item, ToolsItem):
+                continue
             if isinstance(item, ItemReference):
                 stored = found.pop(item.id, None)
                 if stored is None:
@@ -223,9 +228,11 @@ def _build_grammar(body: ResponsesBody, tools: ToolSet) -> GrammarSpec | Problem
 
 
 def _collect_tools(body: ResponsesBody, *, strict: bool) -> ToolSet | Problem:
-    offered = (offer for tool in body.tools or () for offer in _convert_tool(tool))
+    items = () if isinstance(body.input, str) else body.input
+    tools = [*(body.tools or ()), *(tool for item in items if isinstance(item, ToolsItem) for tool in item.tools)]
+    offered = (offer for tool in tools for offer in _convert_tool(tool))
     rule = convert_tool_choice(body.tool_choice)
-    return collect_tools(offered, body.tools, strict=strict, include_text=rule.word != "none", allowed=rule.allowed)
+    return collect_tools(offered, tools, strict=strict, include_text=rule.word != "none", allowed=rule.allowed)
 
 
 def _convert_tool(

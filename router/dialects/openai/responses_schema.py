@@ -65,8 +65,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "include": "no effect: reasoning is always included, and no tools run on the server",
         "store": "default true; answers are stored in memory until newer answers need the space",
         "previous_response_id": "id of an answer that is stored for the same key",
-        "input": "a text, or messages, calls of functions and custom tools, their outputs, reasoning, and references "
-        "to stored items; other items are refused by name",
+        "input": "a text, or messages, calls of functions and custom tools, their outputs, reasoning, further tools, "
+        "and references to stored items; other items are refused by name",
         "metadata": "returned with the answer",
         "prompt_cache_key": SESSION_NOTE,
         "user": SESSION_NOTE,
@@ -126,6 +126,55 @@ ToolOutput = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[list[ToolOutputPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
     TEXT_OR_PARTS,
+]
+
+
+class FunctionTool(StrictPart):
+    """Function that the model may call. With `strict` the arguments of its calls follow `parameters`."""
+
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    allowed_callers: Any = None
+    defer_loading: Any = None
+    output_schema: Any = None
+
+
+class ResponsesCustomTool(CustomToolSpec):
+    """Custom tool that the model may call."""
+
+    type: Literal["custom"]
+    allowed_callers: Any = None
+    defer_loading: Any = None
+
+
+class Namespace(StrictPart):
+    """Group of tools under one name. A call in an answer names the namespace and the tool."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: str | None = None
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[FunctionTool, Tag("function_part")]
+                | Annotated[ResponsesCustomTool, Tag("custom_part")]
+                | Annotated[ForeignPart, Tag("foreign_part")],
+                build_tool_discriminator("function", "custom"),
+            ]
+        ],
+        Field(fail_fast=True, max_length=MAX_TOOLS),
+    ]
+
+
+AnyTool = Annotated[
+    Annotated[FunctionTool, Tag("function_part")]
+    | Annotated[ResponsesCustomTool, Tag("custom_part")]
+    | Annotated[Namespace, Tag("namespace_part")]
+    | Annotated[ForeignPart, Tag("foreign_part")],
+    build_tool_discriminator("function", "custom", "namespace"),
 ]
 
 
@@ -214,6 +263,14 @@ class ItemReference(StrictPart):
     id: Named
 
 
+class ToolsItem(ReturnedItem):
+    """Input item: further tools, which newer versions of Codex send there. They are the same as those of `tools`."""
+
+    type: Literal["additional_tools"]
+    role: Any = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+
+
 Item = MessageItem | CallItem | OutputItem | CustomCallItem | CustomOutputItem | ReasoningItem
 InputItem = Annotated[
     Annotated[MessageItem, Tag("message_part")]
@@ -222,7 +279,8 @@ InputItem = Annotated[
     | Annotated[CustomCallItem, Tag("custom_tool_call_part")]
     | Annotated[CustomOutputItem, Tag("custom_tool_call_output_part")]
     | Annotated[ReasoningItem, Tag("reasoning_part")]
-    | Annotated[ItemReference, Tag("item_reference_part")],
+    | Annotated[ItemReference, Tag("item_reference_part")]
+    | Annotated[ToolsItem, Tag("additional_tools_part")],
     build_type_discriminator(
         "message",
         "function_call",
@@ -231,61 +289,13 @@ InputItem = Annotated[
         "custom_tool_call_output",
         "reasoning",
         "item_reference",
+        "additional_tools",
     ),
 ]
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag("text")]
     | Annotated[list[InputItem], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), Tag("parts")],
     TEXT_OR_PARTS,
-]
-
-
-class FunctionTool(StrictPart):
-    """Function that the model may call. With `strict` the arguments of its calls follow `parameters`."""
-
-    type: Literal["function"]
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    allowed_callers: Any = None
-    defer_loading: Any = None
-    output_schema: Any = None
-
-
-class ResponsesCustomTool(CustomToolSpec):
-    """Custom tool that the model may call."""
-
-    type: Literal["custom"]
-    allowed_callers: Any = None
-    defer_loading: Any = None
-
-
-class Namespace(StrictPart):
-    """Group of tools under one name. A call in an answer names the namespace and the tool."""
-
-    type: Literal["namespace"]
-    name: FunctionName
-    description: str | None = None
-    tools: Annotated[
-        list[
-            Annotated[
-                Annotated[FunctionTool, Tag("function_part")]
-                | Annotated[ResponsesCustomTool, Tag("custom_part")]
-                | Annotated[ForeignPart, Tag("foreign_part")],
-                build_tool_discriminator("function", "custom"),
-            ]
-        ],
-        Field(fail_fast=True, max_length=MAX_TOOLS),
-    ]
-
-
-AnyTool = Annotated[
-    Annotated[FunctionTool, Tag("function_part")]
-    | Annotated[ResponsesCustomTool, Tag("custom_part")]
-    | Annotated[Namespace, Tag("namespace_part")]
-    | Annotated[ForeignPart, Tag("foreign_part")],
-    build_tool_discriminator("function", "custom", "namespace"),
 ]
 
 

@@ -362,7 +362,6 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"container": "c"}, "container", "container"),
         ({"mcp_servers": [{}]}, "mcp_servers", "mcp_servers"),
         ({"speed": "fast"}, "speed", "speed"),
-        ({"diagnostics": {}}, "diagnostics", "diagnostics"),
         ({"inference_geo": "eu"}, "inference_geo", "inference_geo"),
     ],
 )
@@ -373,6 +372,23 @@ async def test_unsupported_field_is_refused_by_name(cluster: LoopbackCluster, fi
     assert (answer.status_code, answer.json()["type"], error["type"]) == (400, "error", "invalid_request_error")
     assert (error["code"], error["param"]) == ("unsupported_parameter", param)
     assert word in error["message"]
+
+
+async def test_a_thread_is_refused_so_that_claude_code_sends_all_messages(cluster: LoopbackCluster):
+    body = ASK | {
+        "diagnostics": {"previous_message_id": None},
+        "thinking": {"type": "adaptive", "display": "updates"},
+        "output_config": {"effort": "high", "task_budget": {"type": "tokens", "total": 20000}},
+    }
+    async with plain(cluster) as client:
+        whole = await client.post(PATH, json=body)
+        for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+            answer = await client.post(PATH, json=body | {"thread": thread})
+            error = answer.json()["error"]
+            assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
+            assert error["details"] == {"error_code": "thread_unsupported_request"}
+            assert error["message"].endswith("send all messages")
+    assert (whole.status_code, whole.headers["x-macpool-ignored"]) == (200, "diagnostics")
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_an_error_has_the_type_that_its_clients_retry_by(status: int, kind: str)
     error = json.loads(encode_error(Problem(status, "code", "what", "field"), "r1"))
     assert error == {
         "type": "error",
-        "error": {"type": kind, "message": "what", "code": "code", "param": "field"},
+        "error": {"type": kind, "message": "what", "code": "code", "param": "field", "details": {"error_code": "code"}},
         "request_id": "r1",
     }
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from router.dialects.openai.responses import ResponsesRoute
+from router.errors import Problem
 from tests.support.answers import FINISHED, WHOLE, asked
 from wire.frames import GenerationParams, GrammarSpec, Message
 
@@ -62,6 +63,17 @@ def test_a_schema_is_the_grammar_of_the_answer():
 def test_an_effort_is_a_variable_of_the_template(effort: str, template: dict[str, object]):
     _, job = asked(ResponsesRoute(), input="hi", reasoning={"effort": effort})
     assert json.loads(job.template) == template
+
+
+def test_further_tools_among_the_items_are_tools_of_the_request():
+    more = {"type": "additional_tools", "role": "developer", "tools": [{**TOOL, "name": "clock"}]}
+    hello = {"role": "user", "content": "hi"}
+    _, job = asked(ResponsesRoute(), input=[more, hello], tools=[TOOL])
+    assert [tool["function"]["name"] for tool in json.loads(job.tools)] == ["weather", "clock"]
+    assert [message.content for message in job.messages] == ["hi"]
+    alone = ResponsesRoute().parse(json.dumps({"model": "tiny", "input": [more]}).encode(), "k")
+    assert isinstance(alone, Problem)
+    assert alone.param == "input"
 
 
 def test_tools_are_not_sent_with_tool_choice_none():

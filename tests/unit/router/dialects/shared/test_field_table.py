@@ -326,7 +326,8 @@ def test_refused_field_is_named(route: str, row: FieldRow):
     for probe in (PROBES.get(row.name, {"a": 1}), [1], "strange"):
         found = ask(route, **{row.name: probe})
         assert isinstance(found, Problem)
-        assert (found.status, found.code) == (400, "unsupported_parameter")
+        code = "thread_unsupported_request" if row.name == "thread" else "unsupported_parameter"
+        assert (found.status, found.code) == (400, code)
         assert (found.param or "").removeprefix("options.") == row.name
         assert row.name in found.message
     assert row.note
