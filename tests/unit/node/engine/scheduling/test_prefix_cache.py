@@ -430,6 +430,7 @@ def test_what_a_cancelled_turn_took_is_put_back(driver: Driver):
     (back,) = entries(driver)
     assert back.length == driver.said[second][0].cached_tokens  # type: ignore[attr-defined]
     assert back.key == one.key[: len(back.key)]
+    assert back.nbytes <= one.nbytes, "without the tokens of the cancelled turn"
     end = ended(driver, driver.ask(messages=(Message("user", prompt),), params=brief))
     assert end.cached_tokens == end.prompt_tokens - 1
     assert driver.ids[driver.number, 0] == driver.ids[first, 0]

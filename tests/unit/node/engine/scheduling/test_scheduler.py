@@ -32,7 +32,7 @@ from wire.frames import (
     Timings,
     UnloadModel,
 )
-from wire.refusals import RefusalCode
+from wire.refusals import RefusalCode, Refused
 from wire.report import EngineCounters
 from wire.units import GIB, MIB
 
@@ -264,6 +264,16 @@ def test_the_memory_of_a_step_is_recorded_for_the_longest_row(driver: Driver, mo
     short, long = sorted(row.commitment.stored_tokens for row in batch.list_rows())
     assert short < long
     assert recorded == [(2, long)]
+
+
+def test_the_end_of_a_lone_request_without_a_batch_is_sent_in_the_next_turn(driver: Driver):
+    driver.answer(PLAIN["prompt"])
+    number, scheduler = driver.ask(LONG), driver.engine.parts.scheduler
+    driver.until(lambda: scheduler.prefills[0].started)
+    now = time.monotonic()
+    assert scheduler.end_newest(Refused(RefusalCode.NO_ROOM, "no room by script"), now)
+    assert (scheduler.live, scheduler.next_step_at(now)) == ({}, now)
+    assert isinstance(driver.end(number), Refusal)
 
 
 # counts
