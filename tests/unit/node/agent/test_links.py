@@ -128,6 +128,14 @@ async def test_an_older_link_closes_when_its_last_request_is_cancelled():
     assert not newer.closed.is_set(), "the current link stays open without requests"
 
 
+async def test_a_link_that_is_accepted_again_stays_open():
+    links = CoordinatorLinks()
+    link, transport = open_link(links)
+    links.accept(link)
+    assert links.current is link
+    assert not transport.closed.is_set()
+
+
 async def test_the_requests_of_an_older_link_end_with_the_newer_link():
     links = CoordinatorLinks()
     _, older = open_link(links, 1)

@@ -3,6 +3,9 @@
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
+from node.engine.memory.footprint import MlxPeakTracker
 from node.engine.scheduling.batch_table import BatchTable
 from tests import models
 from tests.support.cluster.engine_pool import link
@@ -25,6 +28,22 @@ def test_an_empty_table_has_no_steps_and_no_rows():
     table = BatchTable(dict)
     assert (bool(table), len(table), list(table), table.count_rows()) == (False, 0, [], 0)
     assert (table.count_rows_by_key(), table.sum_step_seconds()) == (Counter(), 0)
+
+
+def test_the_memory_of_a_step_is_recorded_only_without_another_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = link(tmp_path / "models", llama=models.path("llama"), qwen3=models.path("qwen3"))
+    driver, recorded = Driver(folder, prefix_cache_size="off", max_batch_size=8), list[str]()
+    numbers = [driver.ask("Hello!", ENDLESS, model=model) for model in ("llama", "qwen3")]
+    driver.until(lambda: all(len(driver.ids[number, 0]) > 1 for number in numbers))
+    monkeypatch.setattr(MlxPeakTracker, "measure_peak_drop", lambda _: 1)
+    for model in ("llama", "qwen3"):
+        estimator = driver.resident(model).estimator
+        monkeypatch.setattr(estimator, "observe_step", lambda *_, model=model: recorded.append(model))
+    for expected in ([], ["qwen3"]):
+        driver.turn()
+        driver.engine.parts.scheduler.synchronize()
+        assert recorded == expected
+        driver.cancel(numbers[0])
 
 
 def test_a_step_of_every_batch_is_counted(tmp_path: Path):

@@ -194,6 +194,28 @@ def test_a_packed_prompt_uses_no_cached_tokens_and_reports_none(driver: Driver, 
     assert [isinstance(end, Finished) and end.cached_tokens for end in ends] == [0, 0]
 
 
+def test_prompts_of_two_models_are_not_packed(shared: list[int]):
+    driver, names = Driver(models.path("llama"), models.path("qwen3"), max_batch_size=8), ("llama", "qwen3")
+    for name in names:
+        driver.answer("Hello!", GenerationParams(max_tokens=1), model=models.path(name).name)
+        driver.resident(models.path(name).name).stats.pace = Steady(each=1e-6)
+    brief, words = GenerationParams(max_tokens=2), ("cat " * 40, "sun " * 40)
+    numbers = [driver.ask(word, brief, model=models.path(name).name) for word, name in zip(words, names, strict=True)]
+    assert all(isinstance(driver.end(number), Finished) for number in numbers)
+    assert shared == []
+
+
+def test_packed_prompts_whose_join_failed_count_as_not_stored(
+    driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    brief, live = GenerationParams(max_tokens=2), driver.engine.parts.scheduler.live
+    numbers = [driver.ask(word * 40, brief) for word in ("cat ", "sun ")]
+    monkeypatch.setattr(DecodeBatch, "prepare_rows", lambda *_: 1 / 0)
+    driver.until(lambda: shared)
+    assert [live[number].holds_memory for number in numbers] == [False, False]
+    assert all(isinstance(driver.end(number), Finished) for number in numbers), "each is prefilled alone"
+
+
 def test_a_prompt_that_cannot_be_packed_does_not_wait_for_company(monkeypatch: pytest.MonkeyPatch):
     driver, brief = Driver(models.path("lfm2"), max_batch_size=8), GenerationParams(max_tokens=2)
     for number in [driver.ask("Hello!", brief), driver.ask("Who are you?", brief)]:

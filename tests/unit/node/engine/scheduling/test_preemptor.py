@@ -259,6 +259,17 @@ def test_a_prompt_that_waits_for_memory_takes_no_row_of_another_key():
     assert counts(driver).preemptions == 1
 
 
+def test_the_tokens_of_a_row_that_is_taken_for_another_key_are_stored_for_its_return():
+    driver = Driver(models.path("llama"), max_batch_size=2, min_prefill_step=64, prefix_cache_size="64MiB")
+    numbers = [driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey("ada")) for _ in range(2)]
+    driver.until(lambda: all(len(driver.ids[number, 0]) > 9 for number in numbers))
+    driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey("bob"))
+    driver.turn()
+    (preempted,) = driver.engine.parts.scheduler.preempted
+    longest = max(entry.length for entry in driver.engine.parts.prefix_cache.entries)
+    assert longest >= len(preempted.rows[0].list_token_ids()) - 1
+
+
 def test_rows_that_decode_and_rows_that_are_prefilled_count_together_for_their_key():
     driver = Driver(
         models.path("llama"), max_batch_size=4, prefill_step_size=64, min_prefill_step=64, prefix_cache_size="off"

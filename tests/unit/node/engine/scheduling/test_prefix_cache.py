@@ -430,9 +430,37 @@ def test_what_a_cancelled_turn_took_is_put_back(driver: Driver):
     (back,) = entries(driver)
     assert back.length == driver.said[second][0].cached_tokens  # type: ignore[attr-defined]
     assert back.key == one.key[: len(back.key)]
+    assert back.nbytes <= one.nbytes, "without the tokens of the cancelled turn"
     end = ended(driver, driver.ask(messages=(Message("user", prompt),), params=brief))
     assert end.cached_tokens == end.prompt_tokens - 1
     assert driver.ids[driver.number, 0] == driver.ids[first, 0]
+
+
+def test_a_prefill_that_has_started_holds_no_entry_of_the_cache(driver: Driver):
+    """The memory of an entry that is evicted meanwhile must become free."""
+    ended(driver, driver.ask("word " * 300, GenerationParams(max_tokens=1)))
+    number = driver.ask("word " * 1200, GREEDY)
+    (prefill,) = driver.engine.parts.scheduler.prefills
+    assert prefill.past is not None
+    assert prefill.past.hit.entry is not None
+    driver.until(lambda: prefill.started)
+    assert prefill.left
+    assert prefill.past.hit.entry is None
+    driver.cancel(number)
+
+
+def test_a_beginning_of_one_key_is_wanted_beyond_a_shared_system_prompt():
+    driver = Driver(models.path("lfm2"), max_batch_size=8, prefill_step_size=256)
+    system, opening = Message("system", "Answer as a captain. " * 8), "sun word " * 80
+    for user in ("Hello!", opening + "one"):
+        brief = GenerationParams(max_tokens=1)
+        ended(driver, driver.ask(messages=(system, Message("user", user)), params=brief, shared=True))
+    number = driver.ask(messages=(system, Message("user", opening + "two " * 20)), shared=True)
+    (prefill,) = driver.engine.parts.scheduler.prefills
+    assert prefill.past is not None
+    assert prefill.stored_tokens == prefill.past.shared, "only the system prompt is cached"
+    assert prefill.past.stops[0] == prefill.past.hit.shared > prefill.past.shared + 150
+    driver.cancel(number)
 
 
 def test_what_was_found_may_be_gone_when_it_is_wanted(driver: Driver):

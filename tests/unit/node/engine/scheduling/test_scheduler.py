@@ -32,7 +32,7 @@ from wire.frames import (
     Timings,
     UnloadModel,
 )
-from wire.refusals import RefusalCode
+from wire.refusals import RefusalCode, Refused
 from wire.report import EngineCounters
 from wire.units import GIB, MIB
 
@@ -201,6 +201,10 @@ def test_a_prompt_without_room_keeps_the_bytes_of_its_next_chunk_free(driver: Dr
     driver.until(lambda: scheduler.prefills[0].retry_at)
     past = len(scheduler.prefills[0].ids)
     assert scheduler.compute_required_bytes() == driver.resident().estimator.estimate_chunk(64, past)
+    driver.gate.refuses = lambda site, estimate: False
+    driver.until(lambda: scheduler.prefills[0].stored_tokens)
+    assert scheduler.prefills[0].left
+    assert scheduler.compute_required_bytes() == 0, "the chunk had room"
 
 
 def test_the_estimate_of_a_join_counts_all_rows_that_decode_after_it(driver: Driver, monkeypatch: pytest.MonkeyPatch):
@@ -244,6 +248,32 @@ def test_a_step_far_above_its_estimate_is_recorded_if_the_next_one_is_too(
         driver.turn()
         driver.engine.parts.scheduler.synchronize()
     assert recorded == [1, GIB]
+
+
+def test_the_memory_of_a_step_is_recorded_for_the_longest_row(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    params = GenerationParams(temperature=0.0, max_tokens=40, logit_bias=ENDLESS)
+    numbers = [driver.ask(prompt, params) for prompt in ("hello", "hello " * 20)]
+    driver.until(lambda: all(len(driver.ids[number, 0]) > 2 for number in numbers))
+    (batch,), recorded = driver.batches().values(), list[tuple[int, int]]()
+    monkeypatch.setattr(MlxPeakTracker, "measure_peak_drop", lambda _: 1)
+    monkeypatch.setattr(
+        driver.resident().estimator, "observe_step", lambda rows, longest, size: recorded.append((rows, longest))
+    )
+    driver.turn()
+    driver.engine.parts.scheduler.synchronize()
+    short, long = sorted(row.commitment.stored_tokens for row in batch.list_rows())
+    assert short < long
+    assert recorded == [(2, long)]
+
+
+def test_the_end_of_a_lone_request_without_a_batch_is_sent_in_the_next_turn(driver: Driver):
+    driver.answer(PLAIN["prompt"])
+    number, scheduler = driver.ask(LONG), driver.engine.parts.scheduler
+    driver.until(lambda: scheduler.prefills[0].started)
+    now = time.monotonic()
+    assert scheduler.end_newest(Refused(RefusalCode.NO_ROOM, "no room by script"), now)
+    assert (scheduler.live, scheduler.next_step_at(now)) == ({}, now)
+    assert isinstance(driver.end(number), Refusal)
 
 
 # counts
