@@ -287,10 +287,11 @@ def test_only_what_saves_time_is_written(folder: Path):
 
 def test_copies_for_the_disk_leave_memory_for_one_more_part(folder: Path, monkeypatch: pytest.MonkeyPatch):
     driver, rooms = open_driver(folder, folder / "cache"), list[int]()
+    monkeypatch.setattr(DiskCache, "write_next", lambda _, now, *, busy, room, urgent: rooms.append(room))
     answer(driver, words(100))
     part = get_disk(driver).queue.get_next_bytes()
     assert part
-    monkeypatch.setattr(DiskCache, "write_next", lambda _, now, *, busy, room, urgent: rooms.append(room))
+    rooms.clear()
     for parts in (1, 2):
         monkeypatch.setattr(PrefixMemory, "has_room", lambda _, size, parts=parts: size <= parts * part)
         driver.engine.parts.prefix_cache.disk.write_next(time.monotonic() + 3600, busy=False)
