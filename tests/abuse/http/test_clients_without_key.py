@@ -108,7 +108,7 @@ async def test_pipelined_bytes_are_discarded_and_released(running: Pool):
         grown = process.memory_info().rss - before
         for _, writer in opened:
             writer.transport.abort()
-    assert held.seconds < max_held_seconds()
+    assert held.seconds < 2 * max_held_seconds(), "one turn may have bytes of all twelve connections"
     assert grown < 64 * MIB
 
 
