@@ -20,7 +20,7 @@ from router.dialects.shared.strict_json import Body
 TOOL_CHOICE_NOTE = (
     "auto, none, required (or any), a tool by name, or allowed_tools: the model gets only the tools that it lists"
 )
-"""Note of the manual on the field."""
+"""Description of the field in docs/api.md."""
 
 
 class ChosenTool(StrictPart):
