@@ -170,6 +170,12 @@ NO_KEY = Problem(
     "invalid_api_key",
     "an API key is required: send Authorization: Bearer KEY or x-api-key: KEY; `cluster key create NAME` creates one",
 )
+FORWARDED_WITHOUT_KEY = Problem(
+    401,
+    "invalid_api_key",
+    "a proxy forwarded this request, and http.anonymous accepts only requests from this machine without an API key: "
+    "send Authorization: Bearer KEY; `cluster key create NAME` creates one",
+)
 WRONG_KEY = Problem(
     401, "invalid_api_key", "this API key is unknown, expired or revoked: create another with `cluster key create NAME`"
 )

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from coordinator.http.http_protocol import DeadlineProtocol
 from coordinator.http.origin_check import OriginCheck
-from router.admission.api_keys import SESSION_HEADER, KeyRing, extract_key, parse_session
+from router.admission.api_keys import SESSION_HEADER, KeyRing, extract_key, is_forwarded, parse_session
 from router.dialects.openai import chat, chat_response
 from router.dispatch.active_request import ActiveRequest
 from router.dispatch.answer import CollectedAnswer, StreamedAnswer
@@ -117,6 +117,7 @@ class FastPath:
             not length.isdigit()
             or len(length) > 9
             or key is None
+            or (self._ring.anonymous is not None and is_forwarded(headers))
             or self._guard.find_problem("POST", headers) is not None
         ):
             return ParsedHead()
@@ -294,11 +295,8 @@ class FastPathProtocol(DeadlineProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection after its idle timeout.
-
-        The timer is set once and checks the idle time when it fires. A timer per request costs more than reading the
-        request's body.
-        """
+        """Close a connection after its idle timeout. The timer is set once and checks the idle time when it fires: a
+        timer per request costs more than reading the request's body."""
         left = self._idle_since + self.timeout_keep_alive - self.loop.time()
         self.timeout_keep_alive_task = None
         if self._request is None and left <= 0:

@@ -21,7 +21,10 @@ Asgi = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _MARKS = ((b"cache-control", b"no-store"), (b"x-content-type-options", b"nosniff"))
 _MARKED = frozenset(name for name, _ in _MARKS)
-CROSS_SITE = "requests from pages of other sites are refused: to let a page use models, add it to http.allowed_origins"
+CROSS_SITE = (
+    "requests from pages of other sites are refused: to let a page use models, add it to http.allowed_origins; a "
+    "reverse proxy must pass the Host header unchanged"
+)
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 """Methods that change no state."""
 

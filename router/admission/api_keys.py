@@ -20,6 +20,19 @@ _SECRET_BYTES = 32
 _MAX_KEY_BYTES = 256
 _NO_DIGEST = bytes(32)
 """Digest compared with when no key has the id."""
+_PROXY_HEADERS = frozenset(
+    {
+        b"forwarded",
+        b"via",
+        b"x-forwarded-for",
+        b"x-forwarded-host",
+        b"x-forwarded-proto",
+        b"x-real-ip",
+        b"cf-connecting-ip",
+        b"tailscale-user-login",
+    }
+)
+"""Headers that proxies add: RFC 7239, RFC 9110, and the usual ones of nginx, Caddy, Cloudflare and Tailscale."""
 SESSION_HEADER = b"x-session-id"
 """Header with which a client names its conversation."""
 MAX_SESSION_BYTES = 200
@@ -202,6 +215,12 @@ def extract_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
         elif name == b"x-api-key":
             other = value.strip()
     return other
+
+
+def is_forwarded(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Return whether a proxy forwarded a request, by its raw headers with lower-case names. A proxy that adds none of
+    these headers is not recognized."""
+    return any(name in _PROXY_HEADERS for name, _ in headers)
 
 
 def parse_session(value: bytes | None) -> str:

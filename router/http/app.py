@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
 
-from router.admission.api_keys import SESSION_HEADER, ApiKey, KeyRing, extract_key, parse_session
+from router.admission.api_keys import SESSION_HEADER, ApiKey, KeyRing, extract_key, is_forwarded, parse_session
 from router.admission.body_intake import BodyIntake
 from router.admission.key_scope import filter_view
 from router.dialects.anthropic import api
@@ -36,6 +36,7 @@ from router.dispatch.active_request import ActiveRequest
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.request import RequestSpec
 from router.errors import (
+    FORWARDED_WITHOUT_KEY,
     NO_KEY,
     WRONG_KEY,
     Problem,
@@ -335,8 +336,8 @@ class RouterApp:
 def authorize(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope: str) -> ApiKey | Problem:
     """Check method, API key and scope of a request. Return the key, or the problem: 405, 401 or 403.
 
-    A request without a key has the key `KeyRing.anonymous`, if that is set. A wrong key is counted in
-    `KeyRing.refused`.
+    A request without a key has the key `KeyRing.anonymous`, if that is set and no proxy forwarded the request. A wrong
+    key is counted in `KeyRing.refused`.
     """
     if exchange.method not in methods:
         return build_wrong_method(exchange.method, ", ".join(methods))
@@ -344,6 +345,8 @@ def authorize(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope
     key = keys.anonymous if presented is None else keys.check(presented)
     if key is None:
         return NO_KEY if presented is None else WRONG_KEY
+    if key is keys.anonymous and is_forwarded(exchange.headers):
+        return FORWARDED_WITHOUT_KEY
     return key if key.allows(scope) else build_missing_scope(scope)
 
 

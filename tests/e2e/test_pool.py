@@ -21,7 +21,7 @@ import httpx
 import openai
 import psutil
 import pytest
-from openai import DefaultHttpxClient, OpenAI
+from openai import AuthenticationError, DefaultHttpxClient, OpenAI
 
 from tests.support.cluster.engine_pool import engine_of
 from tests.support.processes import CLI, ENGINE_MODULE, NO_TLS, ROOT, Pool, Process, environment, gone, pool, until
@@ -829,6 +829,10 @@ def test_local_programs_need_no_key_if_configured(cluster_pool: Pool) -> None:
     cluster_pool.join("studio")
     api = api_of(cluster_pool, "ollama")
     assert api.chat.completions.create(model="scripted-1", messages=MESSAGES, max_tokens=3).choices[0].message.content
+    with pytest.raises(AuthenticationError, match="a proxy forwarded this request"):
+        api.chat.completions.create(
+            model="scripted-1", messages=MESSAGES, extra_headers={"x-forwarded-for": "203.0.113.9"}
+        )
     assert httpx.get(facts["base_url"] + "/models", trust_env=False, verify=NO_TLS).status_code == 200
     assert (
         httpx.get(facts["base_url"].removesuffix("/v1") + "/api/v1/nodes", trust_env=False, verify=NO_TLS).status_code

@@ -8,7 +8,7 @@ import pytest
 
 from router.admission.api_keys import ApiKey, KeyRing, create_anonymous_key, new_key
 from router.admission.rate_limits import KeyLimits
-from router.errors import NO_KEY, WRONG_KEY, Problem, build_missing_scope, build_wrong_method
+from router.errors import FORWARDED_WITHOUT_KEY, NO_KEY, WRONG_KEY, Problem, build_missing_scope, build_wrong_method
 from router.http.app import authorize
 from router.http.exchange import MAX_INLINE_BYTES, Exchange
 from router.http.sse import Message
@@ -51,9 +51,11 @@ def a_ring(*, anonymous: bool = False) -> tuple[KeyRing, ApiKey, str]:
     return ring, key, text
 
 
-def check(ring: KeyRing, text: str | None, method: str = "POST", scope: str = "infer") -> ApiKey | Problem:
-    """Authorize a request with a key to a route with the methods GET and POST."""
-    headers = [] if text is None else [(b"x-api-key", text.encode())]
+def check(
+    ring: KeyRing, text: str | None, method: str = "POST", scope: str = "infer", *, header: bytes = b"accept"
+) -> ApiKey | Problem:
+    """Authorize a request with a key and another header to a route with the methods GET and POST."""
+    headers = [(header, b"1"), *([] if text is None else [(b"x-api-key", text.encode())])]
     exchange = Exchange({"method": method, "path": "/v1/models", "headers": headers}, receive, send)
     return authorize(ring, exchange, ("GET", "POST"), scope)
 
@@ -75,6 +77,13 @@ def test_a_request_without_a_key_is_anonymous_only_where_that_is_set():
     assert check(ring, text) == key
     assert check(ring, "mp_unknown_secret") == WRONG_KEY
     assert check(ring, None, scope="metrics") == build_missing_scope("metrics")
+
+
+@pytest.mark.parametrize("header", [b"x-forwarded-for", b"forwarded", b"via", b"x-real-ip", b"cf-connecting-ip"])
+def test_a_request_that_a_proxy_forwarded_needs_a_key(header: bytes):
+    ring, key, text = a_ring(anonymous=True)
+    assert check(ring, None, header=header) == check(ring, "sk-other", header=header) == FORWARDED_WITHOUT_KEY
+    assert check(ring, text, header=header) == key
 
 
 # other routes
