@@ -184,13 +184,17 @@ def limit_buffers(cap: int) -> None:
 
 
 def clear_buffers() -> None:
-    """Free MLX's free buffers; on Linux, trim malloc's heap as well."""
+    """Free MLX's free buffers, after all launched work has ended; on Linux, trim malloc's heap as well.
+
+    MLX's command buffers do not retain the buffers that they use. An array that was dropped while the GPU still writes
+    to it may be among the free buffers. Freeing it then can cause a kernel panic (docs/decisions/0064).
+    """
+    mx.synchronize()
     mx.clear_cache()
     trim()
 
 
 def release_free_memory() -> None:
-    """Return free memory to the system: Python's reference cycles, MLX's free buffers and, on Linux, malloc's heap."""
+    """Return free memory to the system: Python's reference cycles and MLX's free buffers (`clear_buffers`)."""
     gc.collect()
-    mx.clear_cache()
-    trim()
+    clear_buffers()

@@ -6,7 +6,8 @@ tests/unit/node/engine/scheduling/test_decode_batch.py checks them.
   empty, and its rows are set to the state after that forward. The first token of a row comes from the last forward of
   the prefill (`join`), or from the next step (`prepare_rows`).
 - Lookahead: `next()` launches step N+1 before it returns the tokens of step N. A row that ended has one token too many
-  in flight.
+  in flight. The GPU still writes to its results when the last row leaves: they must not be freed before it has ended
+  (docs/decisions/0064).
 - Laziness: `extend` and `filter` are lazy: unevaluated, they keep the whole old batch alive. Here each layer is
   evaluated alone, which frees its old arrays before the next layer is copied.
 - Exceptions: After an exception the content of the batch is invalid: continuing gave wrong tokens without an error. The
@@ -300,8 +301,8 @@ class DecodeBatch(Generic[K]):
         return [joining_row.row for joining_row in self._rows.values()]
 
     def drop_rows(self, rows: Collection[K]) -> None:
-        """Remove rows from the batch and release their memory. Rows that are not in the batch are ignored. Exceptions
-        propagate; the whole batch must then be discarded."""
+        """Remove rows from the batch and release their memory, after the launched step has ended. Rows that are not in
+        the batch are ignored. Exceptions propagate; the whole batch must then be discarded."""
         if self._batch is None:
             return
         uids = {uid for uid, joining_row in self._rows.items() if joining_row.row in rows}
@@ -310,7 +311,7 @@ class DecodeBatch(Generic[K]):
         for uid in uids:
             del self._rows[uid]
         if not self._rows:
-            self._batch = None
+            self.clear()
             return
         self._batch.filter([place for place, uid in enumerate(self._batch.uids) if uid not in uids])
         self._evaluate_layers()
@@ -352,8 +353,10 @@ class DecodeBatch(Generic[K]):
         return 0 if self._batch is None else sum_nbytes(self._batch.prompt_cache)
 
     def clear(self) -> None:
-        """Release the caches of all rows, because the batch is discarded while its callers and an exception hold it."""
+        """Wait for the launched step, then release the caches of all rows, although callers and an exception may hold
+        the batch."""
         if self._batch is not None:
+            mx.synchronize()
             self._batch.prompt_cache.clear()
             self._batch = None
 

@@ -1,6 +1,7 @@
 """The engine's own memory for its gate: bytes of MLX, the recent peak, and bytes that are released."""
 
 import time
+from collections.abc import Callable
 
 import mlx.core as mx
 import pytest
@@ -53,6 +54,15 @@ def test_free_buffers_go_and_what_is_held_stays():
     clear_buffers()
     assert mx.get_cache_memory() == 0
     assert mx.get_active_memory() >= kept.nbytes
+
+
+@pytest.mark.parametrize("free", [clear_buffers, release_free_memory])
+def test_free_buffers_go_only_after_the_launched_work(monkeypatch: pytest.MonkeyPatch, free: Callable[[], None]):
+    calls = list[str]()
+    for name in ("synchronize", "clear_cache"):
+        monkeypatch.setattr(mx, name, lambda name=name: calls.append(name))
+    free()
+    assert calls == ["synchronize", "clear_cache"]
 
 
 def test_a_reading_has_what_mlx_holds_the_footprint_and_the_base(gate: MemoryGate):

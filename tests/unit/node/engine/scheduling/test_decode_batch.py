@@ -149,6 +149,28 @@ def test_a_batch_is_freed_without_a_collection_of_garbage(llama: TextModel):
         gc.enable()
 
 
+@pytest.mark.parametrize("end", [lambda batch: batch.drop_rows(["a"]), DecodeBatch[str].clear], ids=["drop", "clear"])
+def test_a_launched_step_ends_before_its_arrays_are_freed(
+    llama: TextModel, monkeypatch: pytest.MonkeyPatch, end: Callable[[DecodeBatch[str]], None]
+):
+    watched = Watched(llama)
+    batch = DecodeBatch[str](watched)
+    join(batch, llama, "a", prompt(7, 20))
+    batch.step()
+    layer, waited = weakref.ref(watched.caches[0]), list[bool]()
+    watched.caches = ()
+    synchronize = mx.synchronize
+
+    def wait() -> None:
+        waited.append(layer() is not None)
+        synchronize()
+
+    monkeypatch.setattr(mx, "synchronize", wait)
+    end(batch)
+    assert waited == [True]
+    assert layer() is None
+
+
 def test_equal_rows_share_one_prefill(model: TextModel):
     ids = prompt(5, 50)
     batch: DecodeBatch[str] = DecodeBatch(model)
