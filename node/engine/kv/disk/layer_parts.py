@@ -52,9 +52,13 @@ class LaunchedCut(NamedTuple):
         """Bytes of the copies."""
         return sum(array.nbytes for array in self.arrays)
 
+    def wait(self) -> None:
+        """Wait for the copies. Call this before they are dropped (docs/decisions/0064)."""
+        evaluate(self.arrays)
+
     def collect(self) -> list[BlockArray]:
         """Wait for the copies and return them, as arrays for a file."""
-        evaluate(self.arrays)
+        self.wait()
         return [
             BlockArray(kind, np.array(array, copy=False)) for kind, array in zip(self.kinds, self.arrays, strict=True)
         ]

@@ -136,11 +136,16 @@ class WriteQueue:
     def remove(self, entry: CachedPrefix[Layers], files: Collection[str]) -> None:
         """Drop an entry, and the launched copies for these `files`. The entry does not count in `unwritten`."""
         self._pending = deque(pending for pending in self._pending if pending.entry is not entry)
+        for name, cut in self._cuts:
+            if name.file in files:
+                cut.wait()
         self._cuts = [(name, cut) for name, cut in self._cuts if name.file not in files]
 
     def clear(self) -> None:
         """Drop all entries and all launched copies. They do not count in `unwritten`."""
         self._pending.clear()
+        for _, cut in self._cuts:
+            cut.wait()
         self._cuts.clear()
 
     def get_next_bytes(self) -> int:

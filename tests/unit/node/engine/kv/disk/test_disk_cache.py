@@ -4,7 +4,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,6 +68,20 @@ def find(disk: DiskCache, shape: CacheShape, ids: Iterable[int], scope: str = ""
         return []
     assert plan.length >= max(part.start for part in plan.parts)
     return [(part.name.part.value, part.start) for part in plan.parts]
+
+
+@pytest.mark.parametrize("drop", [lambda disk, _: disk.clear(""), lambda disk, entry: disk.remove_entry(entry, PLAIN)])
+def test_launched_copies_end_before_they_are_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drop: Callable[[DiskCache, CachedPrefix[Layers]], None]
+):
+    disk, entry, waited = open_cache(tmp_path), build_entry(PLAIN, IDS), list[tuple[mx.array, ...]]()
+    disk.offer(entry, PLAIN, 1.0)
+    disk.write_next(time.monotonic(), busy=False, room=1)
+    assert disk.queue.launched
+    monkeypatch.setattr("node.engine.kv.disk.layer_parts.evaluate", waited.append)
+    drop(disk, entry)
+    assert len(waited) == 1
+    assert not disk.queue.launched
 
 
 # lookups
