@@ -279,7 +279,7 @@ async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenera
         raise CoordinatorUnreachable(f"{where} cannot be reached: its host name is not valid") from None
     except OSError as error:
         raise CoordinatorUnreachable(
-            f"{where} cannot be reached: {error.strerror or error}{_explain_unreachable(error)}; "
+            f"{where} cannot be reached: {error.strerror or error}{explain_unreachable(error)}; "
             "is `cluster up` running there, and is this its address for nodes?"
         ) from None
     finally:
@@ -287,14 +287,18 @@ async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenera
             writer.transport.abort()
 
 
-def _explain_unreachable(error: OSError) -> str:
+def explain_unreachable(error: Exception) -> str:
     """Return a hint if the errno is that of a program without the local-network permission on macOS 15 and later; else
     an empty text.
 
-    All addresses of the LAN fail with that errno.
+    All addresses of the LAN fail with that errno. A program that was started over SSH loses the permission when the
+    session ends (https://github.com/NVIDIA/Personal-AI-Router/issues/3).
     """
-    if sys.platform == "darwin" and error.errno == errno.EHOSTUNREACH:
-        return " (allow this program under System Settings, Privacy & Security, Local Network)"
+    if sys.platform == "darwin" and isinstance(error, OSError) and error.errno == errno.EHOSTUNREACH:
+        return (
+            " (allow this program under System Settings, Privacy & Security, Local Network, or run it as a service: "
+            "`cluster service install`)"
+        )
     return ""
 
 

@@ -18,6 +18,7 @@ import structlog
 
 from node.agent import discovery, link_state
 from node.agent.connection import CoordinatorLink, dial
+from node.agent.enrollment import explain_unreachable
 from node.agent.identity import (
     IdentityError,
     NodeIdentity,
@@ -270,7 +271,8 @@ class LinkKeeper:
             try:
                 link = await dial(where, self._context, self._new_link)
             except (OSError, ValueError, OverflowError) as error:  # no host or port: ValueError, OverflowError
-                log.info("dial failed", address=where, error=str(error) or type(error).__name__)
+                reason = str(error) or type(error).__name__
+                log.info("dial failed", address=where, error=f"{reason}{explain_unreachable(error)}")
                 continue
             if self._life.state in (LinkState.ASLEEP, LinkState.STOPPED):
                 link.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import errno
 import json
 import os
 import re
@@ -30,6 +31,7 @@ from node.agent.enrollment import (
     PinMismatch,
     create_client_context,
     enroll,
+    explain_unreachable,
     install_certificate,
     load_identity,
     needs_renewal,
@@ -293,6 +295,18 @@ def test_parse_address_returns_host_and_port(text: str, address: tuple[str, int]
 def test_an_invalid_address_is_an_error(text: str) -> None:
     with pytest.raises(EnrollError, match="not an address"):
         parse_address(text)
+
+
+@pytest.mark.parametrize(
+    ("platform", "number", "named"),
+    [("darwin", errno.EHOSTUNREACH, True), ("darwin", errno.ECONNREFUSED, False), ("linux", errno.EHOSTUNREACH, False)],
+)
+def test_only_a_mac_without_the_local_network_gets_the_hint(
+    monkeypatch: pytest.MonkeyPatch, platform: str, number: int, named: bool
+) -> None:
+    monkeypatch.setattr("sys.platform", platform)
+    assert ("Local Network" in explain_unreachable(OSError(number, "x"))) is named
+    assert not explain_unreachable(ValueError("no port"))
 
 
 async def test_an_unreachable_address_is_named_in_the_form_in_which_it_is_entered(tmp_path: Path) -> None:
