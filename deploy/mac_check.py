@@ -73,6 +73,7 @@ ENTRIES = (
         mac_wired_stress.check_wired_stress,
         risky=True,
     ),
+    Entry("footprint-falls", "Time until freed memory leaves the footprint", mac_engine.check_footprint_falls),
     Entry("prefill-transients", "Temporary memory of a prefill on Metal, compared with the estimate"),
     Entry("soft-end", "A terminated engine returns its memory", mac_engine.check_soft_end),
     Entry("wired-after-end", "Wired memory after the end of a large engine"),

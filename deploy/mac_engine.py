@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.outcome import ROOT, Outcome, ToolError, create_outcome, create_skip
-from wire.units import MIB, show_size
+from wire.units import GIB, MIB, show_size
 
 if TYPE_CHECKING:
     from node.engine.process.interface import Engine
@@ -46,6 +46,43 @@ def check_engine_answers() -> Outcome:
     )
 
 
+def check_footprint_falls(size: int = 2 * GIB) -> Outcome:
+    """Check how late the footprint falls after MLX has freed `size` bytes.
+
+    The entry passes if seven eighths have left it within `node.engine.memory.trailing.TRAILING_SECONDS`. The entry is
+    skipped without MLX.
+    """
+    if find_spec("mlx") is None:
+        return create_skip("needs MLX: install the extra `node`")
+    import mlx.core as mx
+
+    from node.engine.kv.kv_cache import evaluate
+    from node.engine.memory.footprint import release_free_memory
+    from node.engine.memory.trailing import RETURNED_SHARE, TRAILING_SECONDS
+    from node.memory.sensor import open_sensor
+
+    sensor = open_sensor(os.getpid())
+    release_free_memory()
+    base = sensor.read_footprint().phys or 0
+    held = mx.random.uniform(shape=(size // 4,))
+    evaluate(held)
+    full = sensor.read_footprint().phys or 0
+    del held
+    release_free_memory()
+    freed_at = time.monotonic()
+    first = phys = sensor.read_footprint().phys or 0
+    while phys > full - RETURNED_SHARE * size and time.monotonic() < freed_at + 2 * TRAILING_SECONDS:
+        time.sleep(0.01)
+        phys = sensor.read_footprint().phys or 0
+    seconds = time.monotonic() - freed_at
+    sensor.close()
+    return create_outcome(
+        seconds <= TRAILING_SECONDS,
+        f"{show_size(full - base)} taken; {show_size(full - first)} had left the footprint at once, "
+        f"{show_size(full - phys)} after {seconds:.2f} s",
+    )
+
+
 def check_soft_end() -> Outcome:
     """Check that an engine process ends in time after SIGTERM during an answer, and unloads its model before.
 
@@ -56,7 +93,6 @@ def check_soft_end() -> Outcome:
     from node.settings import ModelSettings, NodeSettings
     from wire.codec import Splitter, decode, encode
     from wire.frames import Deltas, Generate, GenerationParams, MemoryLimits, Message
-    from wire.units import GIB
 
     if find_spec("mlx") is None:
         return create_skip("needs MLX: install the extra `node`")
@@ -136,7 +172,6 @@ def main() -> None:
     from node.memory.sensor import open_sensor
     from node.settings import MemorySettings, ModelSettings, NodeSettings
     from wire.frames import Channel, Deltas, Finished, Generate, GenerationParams, MemoryLimits, Message
-    from wire.units import GIB
 
     sensor = open_sensor(os.getpid())
     # after seconds with room the engine would take its emergency reserve, which MLX does not count

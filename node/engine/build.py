@@ -142,6 +142,7 @@ def compose(
         lambda cap: compute_limit(mlx.prefix_cache_size, cap, models.sum_weights()),
         footprint.reset_peak,
         disk,
+        memory.read_settled,
     )
     prefix_cache = PrefixCacheManager(prefixes, prefix_memory, DiskTier(disk, prefix_memory, disk_folder))
     reserve = EmergencyReserve(settings.memory.reserve, memory.read_now)
@@ -163,7 +164,7 @@ def compose(
         prefix_cache=prefix_cache,
         catalogue=catalogue,
         spares=(reserve, running_sweep),
-        memory=memory.read_now,
+        memory=memory.read_settled,
         on_released=wiring.on_released,
         pinned=pinned,
         max_idle_seconds=settings.models.idle_unload_seconds,
@@ -174,7 +175,7 @@ def compose(
         blocks=blocks,
         catalogue=catalogue,
         gate=gate,
-        memory=memory.read_now,
+        memory=memory,
         on_released=wiring.on_released,
         pieces=ModelLoader(models, catalogue, wiring, profiler, times).load_pieces,
     )

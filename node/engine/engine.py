@@ -362,13 +362,13 @@ class TextEngine:
         return Finished(order.request, (), 0, 0)
 
     def _is_memory_ok(self) -> bool:
-        return compute_level(self.parts.memory.read_now()) <= MemoryLevel.OK
+        return compute_level(self.parts.memory.read_settled()) <= MemoryLevel.OK
 
     def _reduce_memory(self, order: ReduceMemory, now: float) -> list[Frame]:
         """Free memory on order of the agent, judged between forwards: caches, spare memory and idle models. If that is
         not enough at the level `OVER_HARD`, abort the load, then end the newest request, embeddings first."""
         parts = self.parts
-        read = parts.memory.read_now
+        read = parts.memory.read_settled
         self._enforced = order.poll
         if order.level < MemoryLevel.OVER_HARD:
             # The recent peak is no reason to free memory, because it has passed.
@@ -377,7 +377,8 @@ class TextEngine:
         before = compute_excess(read())
 
         def has_freed_enough() -> bool:
-            return before - compute_excess(read()) >= order.excess
+            after = compute_excess(read())
+            return before - after >= order.excess or (after <= 0 < compute_excess(parts.memory.read_now()))
 
         parts.unloader.reclaim_memory(has_freed_enough)
         if not has_freed_enough():

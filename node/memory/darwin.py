@@ -11,7 +11,7 @@ import ctypes
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
 from typing import ClassVar
 
-from node.memory.reading import HighWaterMarks
+from node.memory.reading import PHYS_FOOTPRINT, HighWaterMarks
 from wire.units import MIB
 
 SYSTEM = "/usr/lib/libSystem.B.dylib"
@@ -143,7 +143,7 @@ class LibSystem:
 class DarwinFootprint:
     """Reader of the footprint of one process on macOS (`FootprintSource`)."""
 
-    source = "phys_footprint"
+    source = PHYS_FOOTPRINT
 
     def __init__(self, pid: int, system: LibSystem) -> None:
         self._pid = pid

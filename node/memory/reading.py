@@ -14,6 +14,8 @@ POLL_PERIOD_SECONDS = 1.0
 enforcer waits one period for the answer to an order."""
 RECENT_PEAK_SECONDS = RECENT_POLLS * POLL_PERIOD_SECONDS
 """Seconds in the window of `RecentPeak`."""
+PHYS_FOOTPRINT = "phys_footprint"
+"""Source of readings on macOS."""
 STALE_AFTER_SECONDS = 5.0
 """Maximum age in seconds of a reading that is used."""
 

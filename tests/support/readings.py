@@ -1,8 +1,8 @@
-"""Sensors whose readings fail by script, over real ones, and a monotonic clock that can be set forward."""
+"""Sensors whose readings fail by script or fall late, over real ones, and a monotonic clock that can be set forward."""
 
 import time
 
-from node.memory.reading import HighWaterMarks
+from node.memory.reading import PHYS_FOOTPRINT, HighWaterMarks
 from node.memory.sensor import FootprintSource, Sensor
 
 
@@ -34,6 +34,36 @@ class FailingSource:
 def failing(sensor: Sensor) -> FailingSource:
     """Insert a source that can fail between a sensor and its source."""
     made = FailingSource(sensor.source)
+    sensor.source = made
+    return made
+
+
+class TrailingSource(FailingSource):
+    """A source whose readings fall later than those of `below`, as the footprint does on macOS. A lower reading is
+    returned only `seconds` after it was first seen."""
+
+    def __init__(self, below: FootprintSource, seconds: float) -> None:
+        super().__init__(below)
+        self.source = PHYS_FOOTPRINT
+        self._seconds = seconds
+        self._held = 0
+        self._falls_at: float | None = None
+
+    def read_footprint(self) -> int | None:
+        """Return the reading below, or the former one for a while if that was higher."""
+        now, phys = time.monotonic(), super().read_footprint()
+        if phys is None:
+            return None
+        if phys < self._held and self._falls_at is None:
+            self._falls_at = now + self._seconds
+        if phys >= self._held or (self._falls_at is not None and now >= self._falls_at):
+            self._held, self._falls_at = phys, None
+        return self._held
+
+
+def trailing(sensor: Sensor, seconds: float) -> TrailingSource:
+    """Delay the fall of the readings of a sensor by `seconds`."""
+    made = TrailingSource(sensor.source, seconds)
     sensor.source = made
     return made
 

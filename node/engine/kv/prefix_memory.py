@@ -41,7 +41,8 @@ class PrefixMemory:
 
     `store` has the sequences. `memory()` reads the memory now. `limit(cap)` returns the limit of the cache in bytes
     under a cap. `on_released()` is called after memory was freed. `disk` has the parts that wait to be written; None
-    without a disk cache.
+    without a disk cache. `settled()` reads the memory without bytes that are freed and still in the footprint; None: as
+    `memory`.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class PrefixMemory:
         limit: Callable[[int], int],
         on_released: Callable[[], None],
         disk: DiskCache | None = None,
+        settled: Callable[[], Memory] | None = None,
     ) -> None:
         self.histories = WindowHistories()
         """Histories of the prefills in progress."""
         self._store = store
         self._memory = memory
+        self._settled = settled or memory
         self._limit = limit
         self._on_released = on_released
         self._disk = disk
@@ -77,11 +80,11 @@ class PrefixMemory:
 
     def evict_until_fits(self, need: int) -> bool:
         """Release histories, then the least recently used entries, then queued parts, until `need` bytes fit or nothing
-        more can be released. Return whether the `need` bytes fit."""
-        memory, released = self._memory(), True
+        more can be released. Return whether the `need` bytes fit, once the footprint has settled."""
+        memory, released = self._settled(), True
         while self.nbytes and released and exceeds_headroom(memory, need):
             released = self._release(max(1, need - (memory.headroom or 0)))
-            memory = self._memory()
+            memory = self._settled()
         return _fits(memory, need)
 
     def evict_until(self, enough: Callable[[], bool]) -> None:
@@ -132,7 +135,7 @@ class PrefixMemory:
             if self.nbytes + size > limit:  # histories in progress take the rest
                 return False
         need = size + transient
-        return _fits(self._memory(), need - self.nbytes) and self.evict_until_fits(need)
+        return _fits(self._memory(), need - self.nbytes) and self.evict_until_fits(need) and _fits(self._memory(), need)
 
 
 def _fits(memory: Memory, need: int) -> bool:

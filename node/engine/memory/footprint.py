@@ -3,6 +3,7 @@ buffers and wired limit."""
 
 import gc
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,8 +13,9 @@ import structlog
 
 from host.heap import trim
 from node.engine.memory.gate import MemoryGate, MlxCounters
+from node.engine.memory.trailing import PERIOD_SECONDS, TrailingFootprint
 from node.engine.memory.wired_limit import WireMode, compute_wired_bytes
-from node.memory.reading import MemoryReading, RecentPeak
+from node.memory.reading import PHYS_FOOTPRINT, MemoryReading, RecentPeak
 from node.memory.sensor import open_sensor
 from wire.report import Memory
 from wire.units import MIB, show_size
@@ -23,6 +25,9 @@ MAX_FREE_BUFFER_BYTES = 256 * MIB
 """Upper bound of MLX's free buffers, in bytes; `FREE_BUFFER_SHARE` of the cap applies if it is less. The buffers serve
 the next forward: on Linux, page faults in fresh memory took much of the time of a join. The bound is small because a
 reading counts the buffers. The engine frees them before it refuses a request."""
+
+POLL_SECONDS = 0.02
+"""Seconds between readings of a footprint that trails."""
 
 log = structlog.get_logger("engine.footprint")
 
@@ -34,7 +39,8 @@ class EngineMemory:
     is the RAM in bytes. `known_bytes()` returns the bytes of weights, rows and cached prefixes.
 
     The recent peak is stored as the bytes above `known_bytes()`. Memory that the engine frees deliberately therefore
-    does not count against later requests.
+    does not count against later requests. On macOS the footprint contains freed memory for a moment longer
+    (`node.engine.memory.trailing`): such bytes count in the footprint, and not in the recent peak.
 
     If the footprint cannot be read, the last good reading is used, changed by the bytes that MLX allocated or freed
     since then. After `node.memory.reading.STALE_AFTER_SECONDS` seconds that reading counts as stale, and the gate
@@ -44,22 +50,28 @@ class EngineMemory:
     def __init__(self, total: int, known_bytes: Callable[[], int]) -> None:
         self.sensor = open_sensor(os.getpid())
         self._recent = RecentPeak()
+        self._trailing = TrailingFootprint()
         self._known_bytes = known_bytes
         self._total = total
         self._good = MemoryReading(None, "", 0.0)
         self._counted = 0
         self._base = self.sensor.read_footprint().phys or 0
 
-    def read_memory(self, gate: MemoryGate, reserved: int, now: float) -> Memory:
+    def read_memory(self, gate: MemoryGate, reserved: int, now: float, *, settled: bool = False) -> Memory:
         """Read the footprint now, and return the `Memory` that the gate judges and the report carries. The reading
         counts in the recent peak.
 
-        `reserved` is the committed memory that is not yet in use, in bytes, `now` the monotonic time.
+        `reserved` is the committed memory that is not yet in use, in bytes, `now` the monotonic time. With `settled`,
+        the footprint is the one expected once nothing trails any more. It decides whether to free more memory, and
+        never whether work fits.
         """
         reading, known = self._read_footprint(), self._known_bytes()
         active, cache = mx.get_active_memory(), mx.get_cache_memory()
         # MLX's free buffers are released before a refusal. Their bytes therefore do not count in the recent peak.
-        self._recent = self._recent.with_reading(max(active, (reading.phys or 0) - cache) - known, now)
+        trailing = self._measure_trailing(reading, now)
+        self._recent = self._recent.with_reading(max(active, (reading.phys or 0) - cache - trailing) - known, now)
+        if settled and reading.phys is not None:
+            reading = replace(reading, phys=reading.phys - trailing)
         use = MlxCounters(active, max(0, known + self._recent.find_highest(now)), reserved, cache, mx.get_peak_memory())
         return gate.build_memory(use, reading, self._total, now, self._base)
 
@@ -72,15 +84,31 @@ class EngineMemory:
         last = self._good.phys
         return reading if last is None else replace(self._good, phys=max(0, last + counted - self._counted))
 
+    def _measure_trailing(self, reading: MemoryReading, now: float) -> int:
+        """Return the bytes of a footprint that the system takes back soon. Only that of macOS trails."""
+        if reading.phys is None or reading.source != PHYS_FOOTPRINT:
+            return 0
+        return self._trailing.update(reading.phys, mx.get_active_memory() + mx.get_cache_memory(), now)
+
     def find_peak_expiry(self, now: float) -> float | None:
-        """Return the monotonic time at which the highest reading leaves the recent peak; None if the memory in use is
-        at least as high now. `now` is the monotonic time."""
-        present = max(mx.get_active_memory(), self._read_footprint().phys or 0)
+        """Return the monotonic time at which the highest reading leaves the recent peak, or the footprint is expected
+        to fall. Return None if the memory in use is at least as high now, and nothing trails. `now` is the monotonic
+        time."""
+        reading = self._read_footprint()
+        if self._measure_trailing(reading, now):
+            return now + PERIOD_SECONDS
+        present = max(mx.get_active_memory(), reading.phys or 0)
         return self._recent.compute_peak_expiry(present - self._known_bytes(), now)
 
     def reset_peak(self) -> None:
         """Forget all readings of the recent peak, because memory was freed on purpose."""
         self._recent = RecentPeak()
+
+    def wait_until_settled(self, seconds: float) -> None:
+        """Wait up to `seconds` until the footprint does not contain freed memory any more."""
+        until = time.monotonic() + seconds
+        while self._measure_trailing(self._read_footprint(), now := time.monotonic()) and now < until:
+            time.sleep(POLL_SECONDS)
 
 
 class MlxPeakTracker:

@@ -87,6 +87,10 @@ class GatedForwards:
         """Read the memory now, and return it with the limits in force. `now` is the monotonic time."""
         return self._reader.read(now)
 
+    def wait_until_settled(self, seconds: float) -> None:
+        """Wait up to `seconds` until the footprint does not contain freed memory any more."""
+        self._reader.wait_until_settled(seconds)
+
     def check(self, site: GateSite, estimate: int) -> Refused | None:
         """Check `estimate` bytes against a fresh reading. Return the refusal; None if they fit. Before a refusal for
         lack of memory, free memory, and check once more if that was enough."""
@@ -156,8 +160,8 @@ class GatedForwards:
         return build_shed_refusal(memory, compute_excess(memory))
 
     def find_peak_expiry(self) -> float | None:
-        """Return the monotonic time at which the highest reading leaves the recent peak; None if the memory in use is
-        at least as high now."""
+        """Return the monotonic time at which the memory in use falls without further work; None if none is known
+        (`EngineMemory.find_peak_expiry`)."""
         return self._reader.find_peak_expiry(time.monotonic())
 
     @contextmanager

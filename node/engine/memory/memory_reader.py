@@ -25,7 +25,16 @@ class MemoryReader:
         """Read the memory now, and return it with the limits in force."""
         return self.read(time.monotonic())
 
+    def read_settled(self) -> Memory:
+        """Read the memory without bytes that MLX has freed and that are still in the footprint
+        (`EngineMemory.read_memory`). Use this to decide whether to free more."""
+        return self._footprint.read_memory(self.gate, self._reserved(), time.monotonic(), settled=True)
+
+    def wait_until_settled(self, seconds: float) -> None:
+        """Wait up to `seconds` until the footprint does not contain freed memory any more."""
+        self._footprint.wait_until_settled(seconds)
+
     def find_peak_expiry(self, now: float) -> float | None:
-        """Return the monotonic time at which the highest reading leaves the recent peak; None if the memory in use is
-        at least as high now. `now` is the monotonic time."""
+        """Return the monotonic time at which the memory in use falls without further work; None if none is known
+        (`EngineMemory.find_peak_expiry`). `now` is the monotonic time."""
         return self._footprint.find_peak_expiry(now)

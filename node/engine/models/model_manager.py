@@ -22,6 +22,8 @@ import structlog
 
 from node.engine.memory.footprint import release_free_memory
 from node.engine.memory.gate import GateSite, MemoryGate
+from node.engine.memory.memory_reader import MemoryReader
+from node.engine.memory.trailing import TRAILING_SECONDS
 from node.engine.models.load_blocks import LoadBlocks
 from node.engine.models.load_state import (
     LoadAborted,
@@ -84,7 +86,7 @@ Outcome = LoadSucceeded | LoadFailed
 class ModelManager:
     """Manager of the loads of an engine (see the module's docstring).
 
-    `memory()` reads the memory now. `on_released()` is called after memory was freed, because the recent peak must then
+    `memory` reads the memory now. `on_released()` is called after memory was freed, because the recent peak must then
     be reset. `pieces(descriptor)` is the loader of a model.
     """
 
@@ -95,7 +97,7 @@ class ModelManager:
         blocks: LoadBlocks,
         catalogue: ModelCatalogue,
         gate: MemoryGate,
-        memory: Callable[[], Memory],
+        memory: MemoryReader,
         on_released: Callable[[], None],
         pieces: Callable[[ModelDescriptor], Generator[LoadStep | LoadedModel]],
     ) -> None:
@@ -238,8 +240,8 @@ class ModelManager:
             return
         weights = self.get_size(found)
         need = weights + max(MIN_LOAD_TRANSIENT_BYTES, min(MAX_LOAD_TRANSIENT_BYTES, weights // 2))
-        self._unloader.free_memory(need - self._memory().margin)
-        memory = self._memory()
+        _free_for_load(self._unloader, self._memory, need)
+        memory = self._memory.read_now()
         answer = self._gate.check(GateSite.LOAD, memory, need, load=True)
         if not isinstance(answer, Refused):
             self._pieces = self._new_pieces(found)
@@ -255,11 +257,11 @@ class ModelManager:
         passes. The remaining weights are reserved already."""
         if not due.bytes_left and not due.transient:
             return None
-        memory = self._memory()
+        memory = self._memory.read_now()
         answer = self._gate.check(GateSite.LOAD, memory, due.transient, load=True)
         too_full = isinstance(answer, Refused) and answer.code is RefusalCode.NO_ROOM
-        if too_full and self._unloader.free_memory(due.transient - memory.margin):
-            answer = self._gate.check(GateSite.LOAD, self._memory(), due.transient, load=True)
+        if too_full and _free_for_load(self._unloader, self._memory, due.transient):
+            answer = self._gate.check(GateSite.LOAD, self._memory.read_now(), due.transient, load=True)
         return answer if isinstance(answer, Refused) else None
 
     def _advance(self, load: ModelLoad, due: LoadStep) -> None:
@@ -267,7 +269,7 @@ class ModelManager:
         after = self._apply(load, PieceDue(due))
         if after is not None and due.bytes_left:
             self._sizes[load.descriptor.fingerprint] = after.total
-        memory = self._memory()
+        memory = self._memory.read_now()
         if memory.guard and (over := compute_excess(memory)) > 0:
             text = f"loading {load.name} put the engine {show_size(over)} over its cap"
             self.abort_load(Refused(RefusalCode.NO_ROOM, text))
@@ -335,14 +337,14 @@ class ModelManager:
         if not self._unloader.can_free(need, 0 if load is None else load.total):
             return False
         if self._unloader.free_until_fits(need) or load is None:
-            return fits(self._memory(), need)
+            return fits(self._memory.read_settled(), need)
         self.abort_load(
             Refused(
                 RefusalCode.NO_ROOM,
                 "the load was aborted, because running requests or a lease need the memory: retry",
             )
         )
-        return fits(self._memory(), need)
+        return fits(self._memory.read_settled(), need)
 
     def free_for_forward(self, site: GateSite, need: int) -> bool:
         """Free memory for a forward; return whether `need` bytes fit. At the sites `RUNNING_SITES`, a load in progress
@@ -358,6 +360,15 @@ class ModelManager:
 
 def _refuse_unloadable(descriptor: ModelDescriptor, cause: str) -> Refused:
     return Refused(RefusalCode.LOAD_FAILED, f"{descriptor.name} cannot be loaded: {cause}")
+
+
+def _free_for_load(unloader: ModelUnloader, memory: MemoryReader, need: int) -> bool:
+    """Free memory until `need` bytes fit without the margin, and wait for the footprint to show it. Return whether they
+    fit then."""
+    done = unloader.free_memory(need - memory.read_now().margin)
+    if done:
+        memory.wait_until_settled(TRAILING_SECONDS)
+    return done
 
 
 def _refuse_too_large(descriptor: ModelDescriptor, need: int, memory: Memory, answer: Refused) -> Refused:

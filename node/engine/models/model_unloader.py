@@ -41,9 +41,9 @@ class ReclaimableMemory(Protocol):
 class ModelUnloader:
     """Unloader of models, which also frees memory that a request could reuse (see the module's docstring).
 
-    `memory()` reads the memory now. `on_released()` is called after memory was freed, because the recent peak must then
-    be reset. `pinned` are the preloaded models. `spares` is spare memory in the order of its release.
-    `max_idle_seconds`: 0 never unloads an unused model.
+    `memory()` reads the memory now, without bytes that are freed and still in the footprint. `on_released()` is called
+    after memory was freed, because the recent peak must then be reset. `pinned` are the preloaded models. `spares` is
+    spare memory in the order of its release. `max_idle_seconds`: 0 never unloads an unused model.
     """
 
     def __init__(

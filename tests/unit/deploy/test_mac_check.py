@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def test_other_systems_get_an_error():
     [
         mac_machine.check_identity,
         mac_machine.check_clocks,
+        partial(mac_engine.check_footprint_falls, 64 * MIB),
         mac_network.check_notsent_lowat,
         mac_network.check_child_eof,
         *thin_cases([mac_engine.check_engine_answers, mac_engine.check_soft_end], 2),

@@ -1,13 +1,16 @@
 """The text engine with real models under the enforcer's orders: released memory, ended requests, and their refusals."""
 
 import json
+import time
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
+from node.engine.memory.footprint import release_free_memory
 from tests import models
 from tests.support.engine.text_engine import ROOMY, Driver
+from tests.support.readings import trailing
 from wire.frames import (
     Channel,
     EngineReport,
@@ -94,6 +97,28 @@ def test_over_soft_idle_models_go_least_recently_used_first_and_only_as_many_as_
     driver.take(ReduceMemory(1, SOFT))
     assert loaded(driver) == {"a", "c"}, "the least recently used that is not pinned"
     assert report(driver).counts.evictions == 1
+
+
+def test_over_soft_no_more_models_go_if_the_footprint_falls_late(tmp_path: Path):
+    driver = three(tmp_path)
+    trailing(driver.engine.parts.footprint.sensor, 0.5)
+    driver.take(squeezed(driver, MIB))
+    driver.take(ReduceMemory(1, SOFT))
+    assert loaded(driver) == {"a", "c"}
+
+
+def test_over_hard_nothing_is_freed_for_memory_that_leaves_the_footprint_soon(tmp_path: Path):
+    driver = three(tmp_path)
+    trailing(driver.engine.parts.footprint.sensor, 60.0)
+    free_buffers(64 * MIB)
+    driver.engine.report(time.monotonic())
+    release_free_memory()
+    memory = driver.engine.report(time.monotonic()).memory
+    assert memory.phys is not None
+    driver.take(MemoryLimits(memory.phys - 16 * MIB, memory.phys - 16 * MIB, 0, "static"))
+    driver.take(ReduceMemory(1, HARD, 16 * MIB))
+    assert loaded(driver) == {"a", "b", "c"}
+    assert report(driver).enforced == 1
 
 
 def test_over_soft_the_pinned_and_those_in_use_stay_whatever_is_missing(tmp_path: Path):

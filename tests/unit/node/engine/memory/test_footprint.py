@@ -15,7 +15,7 @@ from node.engine.memory.footprint import (
     release_free_memory,
 )
 from node.engine.memory.gate import MemoryGate
-from tests.support.readings import failing
+from tests.support.readings import failing, trailing
 from wire.frames import MemoryLimits
 from wire.report import Memory
 from wire.units import GIB, MIB
@@ -124,6 +124,41 @@ def test_what_was_given_back_on_purpose_is_not_held_against_the_next_request(gat
     assert high.current is not None
     assert low.current is not None
     assert low.current < high.current - 200 * MIB
+
+
+def test_a_footprint_that_falls_late_is_awaited_and_does_not_count_as_a_peak(gate: MemoryGate):
+    footprint = EngineMemory(128 * GIB, lambda: 0)
+    trailing(footprint.sensor, 0.2)
+    array = held(256 * MIB)
+    high = footprint.read_memory(gate, 0, time.monotonic())
+    footprint.reset_peak()
+    del array
+    release_free_memory()
+    late = footprint.read_memory(gate, 0, time.monotonic())
+    settled = footprint.read_memory(gate, 0, time.monotonic(), settled=True)
+    expiry = footprint.find_peak_expiry(time.monotonic())
+    footprint.wait_until_settled(5.0)
+    low = footprint.read_memory(gate, 0, time.monotonic())
+    assert high.phys is not None
+    assert late.current is not None
+    assert late.current >= high.phys, "the gate judges what the system reports"
+    assert expiry is not None
+    for after in (settled, low):
+        assert after.current is not None
+        assert after.current < high.phys - 200 * MIB
+
+
+def test_nothing_is_awaited_where_the_footprint_falls_at_once(gate: MemoryGate):
+    footprint = EngineMemory(128 * GIB, lambda: 0)
+    source = trailing(footprint.sensor, 60.0)
+    source.source = "statm"
+    array = held(64 * MIB)
+    footprint.read_memory(gate, 0, time.monotonic())
+    del array
+    release_free_memory()
+    began = time.monotonic()
+    footprint.wait_until_settled(5.0)
+    assert time.monotonic() < began + 2.5
 
 
 def test_a_reading_that_fails_moves_with_what_mlx_takes_and_is_unknown_after_five_seconds(gate: MemoryGate):

@@ -9,9 +9,11 @@ import pytest
 
 from node.engine.memory.reserve import HEADROOM_BEFORE_REFILL_SECONDS
 from node.engine.models.load_state import LoadPhase
+from node.engine.models.model_manager import MIN_LOAD_TRANSIENT_BYTES
 from tests import models
 from tests.support.engine.text_engine import Driver
-from wire.frames import Finished, GenerationParams, LoadModel, Refusal, UnloadModel
+from tests.support.readings import trailing
+from wire.frames import Finished, GenerationParams, LoadModel, MemoryLimits, Refusal, UnloadModel
 from wire.refusals import RefusalCode
 from wire.report import Model
 from wire.units import MIB
@@ -56,6 +58,19 @@ def test_an_idle_model_is_unloaded_after_its_time(tmp_path: Path):
     assert driver.engine.next_step_at(second) is None
     assert driver.engine.report(second).counts.departures == 2
     assert driver.engine.report(second).counts.evictions == 0
+
+
+def test_a_model_replaces_another_although_the_footprint_falls_late(tmp_path: Path):
+    driver = two(tmp_path)
+    load(driver, "one")
+    trailing(driver.engine.parts.footprint.sensor, 0.3)
+    memory = driver.engine.report(time.monotonic()).memory
+    assert memory.current is not None
+    need = driver.resident("one").weights + MIN_LOAD_TRANSIENT_BYTES
+    driver.take(MemoryLimits(2**33, memory.current + memory.reserved + need - MIB // 2, 0, "static"))
+    driver.take(LoadModel(910, "two"))
+    assert isinstance(driver.end(910), Finished)
+    assert loaded(driver) == {"two"}
 
 
 def test_neither_a_preloaded_model_nor_one_in_use_leaves(tmp_path: Path):

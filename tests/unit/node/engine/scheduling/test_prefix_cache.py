@@ -16,6 +16,7 @@ from node.engine.memory.footprint import release_free_memory
 from tests import models
 from tests.effort import scale_examples, thin_cases
 from tests.support.engine.text_engine import GREEDY, ROOMY, Driver
+from tests.support.readings import trailing
 from wire.capacity.arithmetic import estimate_request_need
 from wire.frames import (
     SHARED_SCOPE,
@@ -300,6 +301,23 @@ def test_only_the_needed_part_of_the_cache_is_evicted_before_a_refusal(driver: D
     after = driver.engine.report(0.0).cache
     assert 0 < after.evictions - before.evictions < before.entries
     assert len(after.evicted) == after.evictions
+
+
+def test_no_more_is_evicted_if_the_footprint_falls_late(driver: Driver):
+    fill(driver, 10 * MIB)
+    release_free_memory()
+    sensor = driver.engine.parts.footprint.sensor
+    source = sensor.source
+    try:
+        trailing(sensor, 0.2)
+        room(driver, MIB)
+        before = driver.engine.report(0.0).cache
+        number = driver.ask("fresh " * 150, GenerationParams(temperature=0.0, max_tokens=1))
+        assert driver.admitted(number), driver.ended(number)
+    finally:
+        sensor.source = source
+    after = driver.engine.report(0.0).cache
+    assert 0 < after.evictions - before.evictions < before.entries
 
 
 @pytest.mark.parametrize("arch", ["llama", "lfm2", "gemma3_text"])
