@@ -146,7 +146,8 @@ def test_partial_files_of_an_earlier_commit_are_removed_at_the_end(cache: Cache,
     assert {path.name for path in folder.blobs.iterdir()} == {file.etag for file in manifest.files}
 
 
-def test_progress_counts_present_and_fetched_bytes(cache: Cache, hub: Hub):
+def test_progress_counts_present_and_fetched_bytes(cache: Cache, hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("node.hub.downloader.SPEED_SECONDS", 1.0)
     manifest = hub.add("tests/tiny", FILES)
     folder = cache.get_repository(manifest)
     folder.prepare()
