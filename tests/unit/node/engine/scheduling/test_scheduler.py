@@ -8,11 +8,14 @@ import pytest
 from node.engine.kv.commitments import Commitment
 from node.engine.memory.footprint import MlxPeakTracker
 from node.engine.memory.gate import GateSite
+from node.engine.memory.gated_forward import GatedForwards
+from node.engine.models.model_stats import ModelStats
 from node.engine.process.interface import FLUSH_INTERVAL_SECONDS
 from node.engine.requests.preflight import RequestShape
 from node.engine.requests.prepared import PreparedRequest
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.requests.tokenize_admission import UntokenizedPrompt
+from node.engine.scheduling.decode_batch import DecodeBatch
 from node.engine.scheduling.sampling import SamplingParameters
 from node.engine.scheduling.step_output import build_finished
 from tests import models
@@ -264,6 +267,38 @@ def test_the_memory_of_a_step_is_recorded_for_the_longest_row(driver: Driver, mo
     short, long = sorted(row.commitment.stored_tokens for row in batch.list_rows())
     assert short < long
     assert recorded == [(2, long)]
+
+
+def test_a_step_takes_the_seconds_of_its_launch_and_of_the_wait_for_it(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    driver.answer(PLAIN["prompt"])
+    number = driver.ask("hello", GenerationParams(temperature=0.0, max_tokens=40, logit_bias=ENDLESS))
+    driver.until(lambda: len(driver.ids[number, 0]) > 2)
+    clock, recorded = Later(), list[tuple[float, int]]()
+    monkeypatch.setattr(time, "monotonic", clock)
+    monkeypatch.setattr(
+        ModelStats, "record_step", lambda stats, seconds, rows: recorded.append((round(seconds, -2), rows))
+    )
+
+    def wait(batch: object) -> None:
+        clock.by += 1000.0
+
+    monkeypatch.setattr(DecodeBatch, "wait", wait)
+    driver.turn()
+    recorded.clear()
+    for _ in range(2):
+        driver.engine.parts.scheduler.synchronize()
+    assert recorded == [(1000.0, 1)], "once, although it is awaited twice"
+
+
+def test_of_prompts_that_all_wait_for_memory_the_newest_is_refused(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    driver.answer(PLAIN["prompt"])
+    monkeypatch.setattr(GatedForwards, "find_peak_expiry", lambda self: None)
+    driver.gate.refuses = lambda site, estimate: site is GateSite.PREFILL
+    oldest, newer, newest = (driver.ask(LONG, GenerationParams(max_tokens=2)) for _ in range(3))
+    driver.until(lambda: len(driver.engine.parts.scheduler.live) < 3)
+    driver.gate.refuses = lambda site, estimate: False
+    ends = [driver.end(number) for number in (oldest, newer, newest)]
+    assert [type(each) for each in ends] == [Finished, Finished, Refusal]
 
 
 def test_the_end_of_a_lone_request_without_a_batch_is_sent_in_the_next_turn(driver: Driver):
