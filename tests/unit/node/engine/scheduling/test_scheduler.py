@@ -2,6 +2,7 @@
 
 import json
 import time
+from random import Random
 
 import pytest
 
@@ -19,12 +20,15 @@ from node.engine.scheduling.decode_batch import DecodeBatch
 from node.engine.scheduling.sampling import SamplingParameters
 from node.engine.scheduling.step_output import build_finished
 from tests import models
+from tests.effort import SEED, scale_examples
 from tests.support.engine.text_engine import GREEDY, Driver
 from tests.support.readings import Later
 from wire.capacity.batches import compute_row_bytes, compute_waste_bytes
+from wire.capacity.fairness import WeightedKey
 from wire.frames import (
     Admitted,
     Channel,
+    Failed,
     Finished,
     Generate,
     GenerationParams,
@@ -309,6 +313,106 @@ def test_the_end_of_a_lone_request_without_a_batch_is_sent_in_the_next_turn(driv
     assert scheduler.end_newest(Refused(RefusalCode.NO_ROOM, "no room by script"), now)
     assert (scheduler.live, scheduler.next_step_at(now)) == ({}, now)
     assert isinstance(driver.end(number), Refusal)
+
+
+# any order of events
+
+
+class Load:
+    """Random events of an engine with two keys, and the answers that it gives without them."""
+
+    PROMPTS = ("hello", LONG, LONG + "sun", "word " * 30)
+    SITES = (GateSite.PREFILL, GateSite.JOIN, GateSite.GROW, GateSite.PREFLIGHT)
+    TOKENS = 8
+
+    def __init__(self, seed: str) -> None:
+        self.chance = Random(seed)
+        self.alone = self._answer_alone()
+        size = self.chance.choice(("off", "64MiB"))
+        self.driver = Driver(models.path("llama"), max_batch_size=4, prefill_step_size=64, prefix_cache_size=size)
+        self.driver.answer("Hello!")
+        self.asked: dict[int, tuple[str, GenerationParams]] = {}
+        self.cancelled = set[int]()
+        self.broken = 0
+
+    def _answer_alone(self) -> dict[str, list[int]]:
+        driver, params = Driver(models.path("llama"), prefix_cache_size="off"), self._draw_params(1, self.TOKENS)
+        numbers = {prompt: driver.ask(prompt, params) for prompt in self.PROMPTS}
+        for number in numbers.values():
+            end(driver, number)
+        return {prompt: driver.ids[number, 0] for prompt, number in numbers.items()}
+
+    def _draw_params(self, count: int, tokens: int) -> GenerationParams:
+        return GenerationParams(temperature=0.0, n=count, max_tokens=tokens, logit_bias=ENDLESS)
+
+    def ask(self) -> None:
+        prompt = self.chance.choice(self.PROMPTS)
+        params = self._draw_params(self.chance.choice((1, 1, 2)), self.chance.randint(1, self.TOKENS))
+        key = WeightedKey(self.chance.choice(("ada", "bob")))
+        expected, stream = self.chance.choice((1, self.TOKENS)), self.chance.random() < 0.5
+        self.asked[self.driver.ask(prompt, params, owner=key, expected=expected, stream=stream)] = prompt, params
+
+    def cancel(self) -> None:
+        number = self.chance.choice(list(self.asked))
+        if self.driver.ended(number) is None:
+            self.cancelled.add(number)
+            self.driver.cancel(number)
+
+    def preempt(self) -> None:
+        scheduler = self.driver.engine.parts.scheduler
+        running = [each for each in scheduler.live.values() if each not in scheduler.preempted]
+        if running:
+            scheduler.preemptor.preempt(self.chance.choice(running))
+
+    def refuse(self) -> None:
+        site, least = self.chance.choice(self.SITES), self.chance.choice((0, MIB))
+        self.driver.gate.refuses = lambda at, estimate: at is site and estimate >= least
+        for _ in range(self.chance.randint(1, 3)):
+            self.driver.turn()
+        self.driver.gate.refuses = lambda at, estimate: False
+
+    def break_batch(self) -> None:
+        batches = list(self.driver.batches().values())
+        if batches:
+            self.broken += 1
+            batch, name = self.chance.choice(batches), self.chance.choice(("step", "wait", "drop_rows"))
+            setattr(batch, name, lambda *_: 1 / 0)
+
+    def check_answers(self) -> None:
+        """Wait until each request has one end or was cancelled, with the tokens of the answer that it has alone."""
+        for number, (prompt, params) in self.asked.items():
+            found = None if number in self.cancelled else self.driver.end(number)
+            whole = self.alone[prompt][: params.max_tokens]
+            sent = [self.driver.ids[number, choice] for choice in range(params.n)]
+            assert all(ids == whole[: len(ids)] for ids in sent), (number, sent, whole)
+            if isinstance(found, Finished):
+                assert sent == [whole] * params.n
+                assert found.completion_tokens == len(whole) * params.n
+            elif isinstance(found, Refusal):
+                assert not any(sent), "only a request without delivered tokens is placed again"
+            elif isinstance(found, Failed):
+                assert found.code == "no_headroom" or self.broken > 1, found
+
+
+@pytest.mark.parametrize("case", range(scale_examples(10)))
+def test_every_request_gets_its_answer_or_one_end_in_any_order_of_shortages_and_faults(case: int):
+    load = Load(f"{SEED}/{case}")
+    events = (load.ask, load.ask, load.ask, load.cancel, load.preempt, load.refuse, load.break_batch)
+    load.ask()
+    for _ in range(25):
+        load.chance.choice(events)()
+        for _ in range(load.chance.randint(0, 3)):
+            load.driver.turn()
+    load.check_answers()
+    driver, scheduler = load.driver, load.driver.engine.parts.scheduler
+    driver.turn()
+    report = driver.engine.report(time.monotonic())
+    assert (report.running, report.waiting, report.queued_tokens, report.memory.reserved) == (0, 0, 0, 0)
+    assert (scheduler.compute_required_bytes(), scheduler.next_step_at(time.monotonic())) == (0, None)
+    assert driver.resident().usage.users == 0
+    assert report.counts.recomputed_tokens <= report.counts.returned_tokens
+    failed = [found.code for number in load.asked if isinstance(found := driver.ended(number), Failed)]
+    assert report.counts.failures == failed.count("engine_error")
 
 
 # counts
