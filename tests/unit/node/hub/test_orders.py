@@ -6,13 +6,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from node.agent.connection import CoordinatorLink
 from node.agent.identity import NodeIdentity
 from node.agent.links import CoordinatorLinks
 from node.engine_process.supervisor import Supervisor
 from node.hub.child_messages import ChildEnd, ChildProgress
-from node.hub.orders import ModelFileOrders
+from node.hub.orders import ModelFileOrders, ModelOrder
 from node.hub.quantization.quantizer import Quantizer
 from node.illegal_events import IllegalEvents
 from node.memory.limits import Limiter
@@ -20,12 +21,21 @@ from node.memory.poll import MemoryPoll
 from node.memory.sensor import open_machine
 from node.settings import NodeSettings
 from wire.codec import Splitter, decode
-from wire.frames import Frame, ModelOrderEnded, ModelOrderProgress, PullModel
+from wire.frames import (
+    CancelModelOrder,
+    Frame,
+    ModelOrderEnded,
+    ModelOrderProgress,
+    PullModel,
+    RemoveModel,
+    VerifyModel,
+)
 from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
 from wire.identity import NodeId
 from wire.models.files import ModelFile, ModelManifest, ModelSource, SourceKind
 
 MANIFEST = ModelManifest("me/tiny", "c" * 40, (ModelFile("config.json", 2, "d" * 64),))
+MIRROR = ModelSource(SourceKind.MIRROR, "https://127.0.0.1:9", "transfer", "n2")
 PROGRESS = ChildProgress(
     phase=ModelOrderPhase.DOWNLOADING,
     done=1,
@@ -54,6 +64,7 @@ class RecordedTransport(asyncio.Transport):
     def __init__(self) -> None:
         super().__init__()
         self.frames: asyncio.Queue[Frame] = asyncio.Queue()
+        self.closed = False
         self._splitter = Splitter()
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -61,7 +72,10 @@ class RecordedTransport(asyncio.Transport):
             self.frames.put_nowait(decode(tag, body))
 
     def is_closing(self) -> bool:
-        return False
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
         pass
@@ -88,22 +102,73 @@ def open_orders(folder: Path, links: CoordinatorLinks) -> ModelFileOrders:
     return ModelFileOrders(settings.models, identity, folder, links, quantizer, lambda name: False, lambda: None)
 
 
+class Orders:
+    """Orders of a node on a recorded link. The process of each download is a script of the test."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+        (folder / "scripted_child.py").write_text(script)
+        monkeypatch.setenv("PYTHONPATH", f"{folder}:{Path(__file__).parents[4]}")
+        monkeypatch.setattr("node.hub.orders._DOWNLOADER", "scripted_child")
+        self._links = CoordinatorLinks()
+        self.orders = open_orders(folder, self._links)
+        self.open_link()
+
+    def open_link(self) -> None:
+        """Replace the link of the node by a new one."""
+        self.transport = RecordedTransport()
+        self.link = CoordinatorLink("mac:8081", "c", lambda *_: None, lambda *_: None)
+        self.link.connection_made(self.transport)
+        self._links.add(self.link)
+        self._links.accept(self.link)
+
+    def handle(self, *orders: ModelOrder | CancelModelOrder) -> None:
+        for order in orders:
+            self.orders.handle(order, self.link)
+
+    async def take_frame(self) -> Frame:
+        return await asyncio.wait_for(self.transport.frames.get(), 30)
+
+    async def take_ends(self, count: int) -> dict[int, str]:
+        """Return the codes of the next ends by their orders. No order has two."""
+        ends = [await self.take_frame() for _ in range(count)]
+        codes = {end.order: end.code for end in ends if isinstance(end, ModelOrderEnded)}
+        assert len(codes) == count, ends
+        return codes
+
+
 async def test_the_coordinator_gets_every_field_of_the_messages_of_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     messages = [msgspec.json.encode(message).decode() for message in (PROGRESS, END)]
-    (tmp_path / "scripted_child.py").write_text("".join(f"print({message!r})\n" for message in messages))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[4]}")
-    monkeypatch.setattr("node.hub.orders._DOWNLOADER", "scripted_child")
-    links, transport = CoordinatorLinks(), RecordedTransport()
-    link = CoordinatorLink("mac:8081", "c", lambda *_: None, lambda *_: None)
-    link.connection_made(transport)
-    links.add(link)
-    links.accept(link)
-    mirror = ModelSource(SourceKind.MIRROR, "https://127.0.0.1:9", "transfer", "n2")
-    orders = open_orders(tmp_path, links)
-    orders.handle(PullModel(7, MANIFEST, (mirror,)), link)
-    progress, end = [await asyncio.wait_for(transport.frames.get(), 30) for _ in range(2)]
-    assert progress == ModelOrderProgress(order=7, from_mirror=True, **msgspec.structs.asdict(PROGRESS))
-    assert end == ModelOrderEnded(order=7, **msgspec.structs.asdict(END))
-    assert not orders.is_working()
+    node = Orders(tmp_path, monkeypatch, "".join(f"print({message!r})\n" for message in messages))
+    node.handle(PullModel(7, MANIFEST, (MIRROR,)))
+    assert await node.take_frame() == ModelOrderProgress(order=7, from_mirror=True, **msgspec.structs.asdict(PROGRESS))
+    assert await node.take_frame() == ModelOrderEnded(order=7, **msgspec.structs.asdict(END))
+    assert not node.orders.is_working()
+
+
+async def test_every_order_gets_one_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The process of a download ends when the file `go` is there, or by a cancel."""
+    end, go = msgspec.json.encode(ChildEnd(code=ModelOrderCode.COMPLETED)).decode(), tmp_path / "go"
+    script = f"import os, time\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.01)\nprint({end!r})\n"
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    node, other = Orders(tmp_path, monkeypatch, script), replace(MANIFEST, commit="f" * 40)
+    node.handle(PullModel(1, MANIFEST, (MIRROR,)), PullModel(2, MANIFEST, (MIRROR,)), PullModel(2, MANIFEST, (MIRROR,)))
+    node.handle(PullModel(3, other, (MIRROR,)), RemoveModel(4, MANIFEST.repo), VerifyModel(5, "a\nb"))
+    assert await node.take_ends(3) == {
+        3: ModelOrderCode.IN_USE,
+        4: ModelOrderCode.IN_USE,
+        5: ModelOrderCode.INVALID,
+    }
+    node.handle(CancelModelOrder(2), CancelModelOrder(99), PullModel(6, MANIFEST, (MIRROR,)))
+    assert await node.take_ends(2) == dict.fromkeys((1, 2), ModelOrderCode.CANCELLED)
+    assert node.orders.is_working()
+    go.touch()
+    assert await node.take_ends(1) == {6: ModelOrderCode.COMPLETED}
+    assert not node.orders.is_working()
+    node.open_link()
+    node.orders.resend_ends()
+    assert (await node.take_ends(6)).keys() == {1, 2, 3, 4, 5, 6}, "the old link may have been dead"
+    node.orders.resend_ends()
+    node.handle(RemoveModel(7, MANIFEST.repo))
+    assert await node.take_ends(1) == {7: ModelOrderCode.NOT_FOUND}, "no end is sent again on the same link"
