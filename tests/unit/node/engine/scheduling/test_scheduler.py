@@ -5,6 +5,7 @@ import time
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from node.engine.kv.commitments import Commitment
 from node.engine.memory.footprint import MlxPeakTracker
@@ -321,9 +322,15 @@ def test_the_end_of_a_lone_request_without_a_batch_is_sent_in_the_next_turn(driv
 class Load:
     """Random events of an engine with two keys, and the answers that it gives without them."""
 
-    PROMPTS = ("hello", LONG, LONG + "sun", "word " * 30)
+    PROMPTS = ("hello", LONG, LONG + "sun")
     SITES = (GateSite.PREFILL, GateSite.JOIN, GateSite.GROW, GateSite.PREFLIGHT)
     TOKENS = 8
+    PARAMS = (
+        GenerationParams(temperature=0.0, n=2, max_tokens=TOKENS, logit_bias=ENDLESS),
+        GenerationParams(
+            seed=3, n=2, max_tokens=TOKENS, presence_penalty=1.0, repetition_penalty=1.2, logit_bias=ENDLESS
+        ),
+    )
 
     def __init__(self, seed: str) -> None:
         self.chance = Random(seed)
@@ -331,29 +338,40 @@ class Load:
         size = self.chance.choice(("off", "64MiB"))
         self.driver = Driver(models.path("llama"), max_batch_size=4, prefill_step_size=64, prefix_cache_size=size)
         self.driver.answer("Hello!")
-        self.asked: dict[int, tuple[str, GenerationParams]] = {}
+        self.expected: dict[int, list[list[int]]] = {}
+        """Tokens that each request gets, by choice."""
         self.cancelled = set[int]()
         self.broken = 0
 
-    def _answer_alone(self) -> dict[str, list[int]]:
-        driver, params = Driver(models.path("llama"), prefix_cache_size="off"), self._draw_params(1, self.TOKENS)
-        numbers = {prompt: driver.ask(prompt, params) for prompt in self.PROMPTS}
+    def _answer_alone(self) -> dict[tuple[str, int], list[list[int]]]:
+        driver = Driver(models.path("llama"), prefix_cache_size="off")
+        numbers = {
+            (prompt, kind): driver.ask(prompt, params)
+            for kind, params in enumerate(self.PARAMS)
+            for prompt in self.PROMPTS
+        }
         for number in numbers.values():
             end(driver, number)
-        return {prompt: driver.ids[number, 0] for prompt, number in numbers.items()}
-
-    def _draw_params(self, count: int, tokens: int) -> GenerationParams:
-        return GenerationParams(temperature=0.0, n=count, max_tokens=tokens, logit_bias=ENDLESS)
+        return {key: [driver.ids[number, choice] for choice in range(2)] for key, number in numbers.items()}
 
     def ask(self) -> None:
-        prompt = self.chance.choice(self.PROMPTS)
-        params = self._draw_params(self.chance.choice((1, 1, 2)), self.chance.randint(1, self.TOKENS))
-        key = WeightedKey(self.chance.choice(("ada", "bob")))
-        expected, stream = self.chance.choice((1, self.TOKENS)), self.chance.random() < 0.5
-        self.asked[self.driver.ask(prompt, params, owner=key, expected=expected, stream=stream)] = prompt, params
+        """Send a request. One of four is resumed, each choice after other tokens."""
+        chance, prompt, kind = self.chance, self.chance.choice(self.PROMPTS), self.chance.randrange(2)
+        tokens, count = chance.randint(3, self.TOKENS), chance.choice((1, 1, 2))
+        whole = [ids[:tokens] for ids in self.alone[prompt, kind][:count]]
+        known = [chance.randint(1, tokens - 1) for _ in whole] if chance.random() < 0.25 else []
+        number = self.driver.ask(
+            prompt,
+            replace(self.PARAMS[kind], n=count, max_tokens=tokens),
+            owner=WeightedKey(chance.choice(("ada", "bob"))),
+            expected=chance.choice((1, self.TOKENS)),
+            stream=chance.random() < 0.5,
+            resume=tuple(tuple(ids[:size]) for ids, size in zip(whole, known, strict=False)),
+        )
+        self.expected[number] = [ids[size:] for ids, size in zip(whole, known or [0] * count, strict=True)]
 
     def cancel(self) -> None:
-        number = self.chance.choice(list(self.asked))
+        number = self.chance.choice(list(self.expected))
         if self.driver.ended(number) is None:
             self.cancelled.add(number)
             self.driver.cancel(number)
@@ -380,14 +398,12 @@ class Load:
 
     def check_answers(self) -> None:
         """Wait until each request has one end or was cancelled, with the tokens of the answer that it has alone."""
-        for number, (prompt, params) in self.asked.items():
+        for number, wanted in self.expected.items():
             found = None if number in self.cancelled else self.driver.end(number)
-            whole = self.alone[prompt][: params.max_tokens]
-            sent = [self.driver.ids[number, choice] for choice in range(params.n)]
-            assert all(ids == whole[: len(ids)] for ids in sent), (number, sent, whole)
+            sent = [self.driver.ids[number, choice] for choice in range(len(wanted))]
+            assert [ids[: len(got)] for ids, got in zip(wanted, sent, strict=True)] == sent, number
             if isinstance(found, Finished):
-                assert sent == [whole] * params.n
-                assert found.completion_tokens == len(whole) * params.n
+                assert sent == wanted
             elif isinstance(found, Refusal):
                 assert not any(sent), "only a request without delivered tokens is placed again"
             elif isinstance(found, Failed):
@@ -411,7 +427,7 @@ def test_every_request_gets_its_answer_or_one_end_in_any_order_of_shortages_and_
     assert (scheduler.compute_required_bytes(), scheduler.next_step_at(time.monotonic())) == (0, None)
     assert driver.resident().usage.users == 0
     assert report.counts.recomputed_tokens <= report.counts.returned_tokens
-    failed = [found.code for number in load.asked if isinstance(found := driver.ended(number), Failed)]
+    failed = [found.code for number in load.expected if isinstance(found := driver.ended(number), Failed)]
     assert report.counts.failures == failed.count("engine_error")
 
 
