@@ -142,6 +142,7 @@ class Driver:
         self.asked: dict[int, tuple[float, str]] = {}
         """Monotonic time and model of each request of `ask`."""
         self._now = 0.0
+        self._max_rows = engine.mlx.max_batch_size
         self.number = 0
         self.turns = 0
         self.default = next(iter(library.get_models()))
@@ -230,16 +231,23 @@ class Driver:
     def _check(self) -> None:
         """Raise AssertionError if an invariant of rows or loads is violated.
 
-        The scheduler must also report the load of its live requests, and a next step while there are any.
+        The scheduler must also report the load of its live requests, and a next step while there are any. Rows are
+        within the limit of the batch, and their tokens within their commitments.
         """
         broken = self.engine.check()
         assert not broken, broken
         scheduler = self.engine.parts.scheduler
+        rows = [row for sequence in scheduler.live.values() for row in sequence.iterate_active_rows()]
+        decoding = [row for row in rows if row.state is RowState.DECODE]
         waiting = len(scheduler.prefills) + len(scheduler.preempted)
-        rows = [row.state for sequence in scheduler.live.values() for row in sequence.iterate_active_rows()]
         left = sum(prefill.left for prefill in scheduler.prefills)
-        assert scheduler.measure_load() == (rows.count(RowState.DECODE), waiting, left)
+        assert scheduler.measure_load() == (len(decoding), waiting, left)
         assert not rows or scheduler.next_step_at(time.monotonic()) is not None
+        started = sum(prefill.width for prefill in scheduler.prefills if prefill.started)
+        assert len(decoding) + started <= self._max_rows
+        for row in decoding:
+            stored = row.commitment.stored_tokens
+            assert stored == len(row.list_token_ids()) <= row.commitment.committed_tokens, row.commitment
 
     def _check_end(self, end: Finished) -> None:
         """Raise AssertionError if the numbers of an answer contradict each other, its tokens or the clock.
