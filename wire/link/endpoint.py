@@ -231,11 +231,14 @@ class LinkEndpoint:
 
     def close(self, reason: str = "") -> None:
         """Close the connection once all short frames are sent; discard all other queued frames. `on_lost` gets
-        `reason`."""
+        `reason`.
+
+        Later calls only replace `reason`, because a second `close` of asyncio's TLS transport makes `abort` fail.
+        """
         self._reason = reason or self._reason
         if self.outbox is not None and self.open:
             self.outbox.flush()
-        if self.transport is not None:
+        if self.transport is not None and not self.transport.is_closing():
             self.transport.close()
 
     def close_after_answers(self) -> None:

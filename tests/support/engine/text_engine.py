@@ -19,6 +19,7 @@ from node.engine.process.interface import Work
 from node.engine.requests.sequence import Row
 from node.engine.requests.tokenize_admission import UntokenizedPrompt
 from node.engine.scheduling.decode_batch import DecodeBatch
+from node.engine.scheduling.rules.row_state import RowState
 from node.engine.text.tokenizer import Tokenizer
 from node.engine.text.tokenizer_trial import TokenizerTrials
 from node.models.catalogue import ModelCatalogue
@@ -138,6 +139,10 @@ class Driver:
         self.ids: dict[tuple[int, int], list[int]] = defaultdict(list)
         self.deltas: dict[tuple[int, int], list[Delta]] = defaultdict(list)
         self.logprobs: dict[tuple[int, int], list[Logprob]] = defaultdict(list)
+        self.asked: dict[int, tuple[float, str]] = {}
+        """Monotonic time and model of each request of `ask`."""
+        self._now = 0.0
+        self._max_rows = engine.mlx.max_batch_size
         self.number = 0
         self.turns = 0
         self.default = next(iter(library.get_models()))
@@ -164,6 +169,7 @@ class Driver:
         self.number += 1
         messages = fields.pop("messages", (Message("user", content),))
         model = fields.pop("model", self.default)
+        self.asked[self.number] = time.monotonic(), str(model)
         name = fields.pop("request_id", f"r{self.number}")
         self.take(Generate(self.number, self.number, name, model, messages, params, 0, **fields))  # type: ignore[arg-type]
         return self.number
@@ -217,14 +223,45 @@ class Driver:
     def turn(self) -> None:
         """Run one step of the engine."""
         self.turns += 1
-        for frames in self.engine.step(time.monotonic()):
+        self._now = time.monotonic()
+        for frames in self.engine.step(self._now):
             self._keep(frames)
         self._check()
 
     def _check(self) -> None:
-        """Raise AssertionError if an invariant of rows or loads is violated."""
+        """Raise AssertionError if an invariant of rows or loads is violated.
+
+        The scheduler must also report the load of its live requests, and a next step while there are any. Rows are
+        within the limit of the batch, and their tokens within their commitments.
+        """
         broken = self.engine.check()
         assert not broken, broken
+        scheduler = self.engine.parts.scheduler
+        rows = [row for sequence in scheduler.live.values() for row in sequence.iterate_active_rows()]
+        decoding = [row for row in rows if row.state is RowState.DECODE]
+        waiting = len(scheduler.prefills) + len(scheduler.preempted)
+        left = sum(prefill.left for prefill in scheduler.prefills)
+        assert scheduler.measure_load() == (len(decoding), waiting, left)
+        assert not rows or scheduler.next_step_at(time.monotonic()) is not None
+        started = sum(prefill.width for prefill in scheduler.prefills if prefill.started)
+        assert len(decoding) + started <= self._max_rows
+        for row in decoding:
+            stored = row.commitment.stored_tokens
+            assert stored == len(row.list_token_ids()) <= row.commitment.committed_tokens, row.commitment
+
+    def _check_end(self, end: Finished) -> None:
+        """Raise AssertionError if the numbers of an answer contradict each other, its tokens or the clock.
+
+        Its model must count as used until its end.
+        """
+        times, sent = end.timings, sum(len(self.ids[end.request, choice]) for choice in range(len(end.reasons)))
+        assert min(times.waiting, times.prefill, times.decode) >= 0, times
+        asked_at, model = self.asked.get(end.request, (0.0, ""))
+        seconds = time.monotonic() - asked_at
+        assert times.waiting + times.prefill + times.decode <= seconds, (times, seconds)
+        assert end.cached_tokens <= end.prompt_tokens, end
+        assert max(end.reasoning_tokens, sent) <= end.completion_tokens, (end, sent)
+        assert not model or self.resident(model).usage.used_at >= self._now
 
     def until(self, wanted: Callable[[], object], turns: int = 20_000) -> None:
         """Step until a condition holds. Raise AssertionError if the engine has no work before, or after `turns`."""
@@ -277,3 +314,5 @@ class Driver:
                         self.text[delta.request, delta.choice, channel] += text
             else:
                 self.said[frame.request].append(frame)  # type: ignore[attr-defined]
+                if isinstance(frame, Finished):
+                    self._check_end(frame)

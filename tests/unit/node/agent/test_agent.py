@@ -14,11 +14,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from coordinator.tls.cluster_ca import ClusterCa
+from host.node_marks import PauseFile, PauseRecord
 from node.agent.agent import Agent
 from node.agent.identity import load_identity, new_request, store_address, store_identity
 from node.agent.link_keeper import ExpelledError, LinkTimeouts
 from node.agent.reporter import shorten_report
-from node.assembly import assemble
+from node.assembly import Node, assemble
 from node.engine_process.timeouts import SupervisorTimeouts
 from node.memory.limits import LeaseHolder, Limiter
 from node.memory.sensor import measure_footprint, open_machine
@@ -46,8 +47,10 @@ from wire.frames import (
     Hello,
     Message,
     Ping,
+    Refusal,
     RenewCertificate,
     Report,
+    UnloadModel,
     Welcome,
 )
 from wire.histogram import GateMeasures, NodeMeasures
@@ -63,14 +66,16 @@ DIALS = 3
 LEAST_PAUSE = 0.25
 
 
-def agent_of(folder: Path, authority: ClusterCa, addresses: list[str], link_timeouts: LinkTimeouts | None) -> Agent:
-    """Make the agent of a node that found its coordinator at these addresses, at the last one most recently."""
+def node_of(
+    folder: Path, authority: ClusterCa, addresses: list[str], link_timeouts: LinkTimeouts | None = None
+) -> Node:
+    """Make a node that found its coordinator at these addresses, at the last one most recently."""
     request = new_request("studio")
     certificate = authority.sign_request(request.csr, NodeId("n1"), "studio")
     identity = store_identity(folder / "identity", request, certificate, authority.cluster, authority.ca, "m1")
     for address in addresses:
         identity = store_address(identity, address)
-    return unstarted_node(identity, folder / "state", link_timeouts).agent
+    return unstarted_node(identity, folder / "state", link_timeouts)
 
 
 @asynccontextmanager
@@ -89,7 +94,7 @@ async def running(
 
     server = await asyncio.start_server(kept, "127.0.0.1", 0, ssl=context)
     addresses = [f"127.0.0.1:{server.sockets[0].getsockname()[1]}", *filter(None, [latest])]
-    agent = agent_of(folder, authority, addresses, link_timeouts)
+    agent = node_of(folder, authority, addresses, link_timeouts).agent
     task = asyncio.create_task(agent.run())
     try:
         yield agent, task
@@ -210,6 +215,38 @@ async def test_links_from_before_a_sleep_that_was_not_announced_end_at_wake(tmp_
 async def test_an_agent_that_sleeps_can_be_stopped(tmp_path: Path) -> None:
     async with linked(tmp_path) as (_, agent, _):
         agent.fall_asleep(lambda: None)
+
+
+async def test_a_paused_mac_decides_again_at_once_when_a_request_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("node.sharing.controller.POLL_INTERVAL_SECONDS", 3600.0)
+    lines: asyncio.Queue[Line] = asyncio.Queue()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        lines.put_nowait(Line(reader, writer))
+
+    authority = ClusterCa(tmp_path / "authority", time.time)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=authority.get_server_context())
+    node = node_of(tmp_path, authority, [f"127.0.0.1:{server.sockets[0].getsockname()[1]}"])
+    pause, sharing = PauseFile(tmp_path / "state" / "node"), node.sharing
+    pause.write(PauseRecord(None, "ann"))
+    await sharing.start()
+    running = asyncio.create_task(node.agent.run())
+    line = await asyncio.wait_for(lines.get(), 30)
+    await line.until(Hello)
+    line.send(Welcome(1, authority.cluster, "home", time.time(), "0", (), 0, b""))
+    assert (await line.until(Report)).sharing.paused
+    pause.remove()  # as `cluster resume` does
+    line.send(UnloadModel(1, "scripted-1"))
+    assert (await line.until(Refusal)).request == 1
+    async with asyncio.timeout(10):
+        while (await line.until(Report)).sharing.paused:
+            pass
+    await sharing.stop()
+    await node.agent.stop(0.0)
+    await running
+    server.close()
 
 
 async def test_an_agent_reports_its_own_cpu_and_footprint_and_refuses_unknown_sources(tmp_path: Path) -> None:

@@ -176,11 +176,15 @@ def test_progress_counts_present_and_fetched_bytes(cache: Cache, hub: Hub):
     assert [progress.fetched for progress in transfer] == sorted(progress.fetched for progress in transfer)
 
 
-def test_progress_names_faults_of_the_sources(cache: Cache, hub: Hub):
+def test_progress_names_faults_of_the_sources(cache: Cache, hub: Hub, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("node.hub.downloader.REPORT_SECONDS", 0.0)  # a report follows each poll, after 0.2 s
+    monkeypatch.setattr("node.hub.downloader.SPEED_SECONDS", 0.3)
     manifest = hub.add("tests/tiny", FILES)
     hub.faults.answers = [Answer(WEIGHTS, 429, {"retry-after": "1"}, times=4)]
     assert cache.download(manifest).code == ModelOrderCode.COMPLETED
     assert f"{hub.url} limits the rate of requests for 1 s" in {progress.message for progress in cache.progress}
+    stalled = [progress.speed for progress in cache.progress if progress.message and progress.fetched]
+    assert set(stalled[2:]) <= {0.0}, "the other files came before these seconds"
 
 
 @pytest.mark.parametrize("present", [True, False])

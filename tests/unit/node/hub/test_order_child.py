@@ -1,5 +1,6 @@
 """Children of orders that fail: each order ends, and no process is left."""
 
+import asyncio
 import os
 import sys
 import time
@@ -76,6 +77,15 @@ async def test_a_cancelled_child_that_ignores_sigterm_is_killed(tmp_path: Path, 
     module = make_module(tmp_path, monkeypatch, content)
     child = OrderChild(module, ORDER, lambda _: child.cancel())
     end = await child.run()
+    assert end.code == ModelOrderCode.CANCELLED
+    assert list_children("stubborn_child") == []
+
+
+async def test_a_child_that_is_cancelled_before_it_starts_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    child = OrderChild(make_module(tmp_path, monkeypatch, "import time; time.sleep(60)"), ORDER, lambda _: None)
+    child.cancel()
+    async with asyncio.timeout(10):
+        end = await child.run()
     assert end.code == ModelOrderCode.CANCELLED
     assert list_children("stubborn_child") == []
 

@@ -41,6 +41,7 @@ class Line:
         self.written.append(data)
 
     def close(self) -> None:
+        assert not self.closing, "asyncio's TLS transport cannot be aborted after a second close"
         self.closing = True
 
     def abort(self) -> None:
@@ -161,6 +162,9 @@ def test_closing_sends_what_was_gathered() -> None:
     end.send(Ping(1))
     end.close("done")
     assert line.written == [encode(Ping(1))]
+    end.close()
+    end.connection_lost(None)
+    assert end.reasons == ["done"]
 
 
 def test_peer_that_does_not_read_is_disconnected_at_max_unsent_bytes() -> None:

@@ -116,8 +116,9 @@ async def test_relay_applies_backpressure_to_the_sender() -> None:
     pair.server.data_received(b"12")
     await asyncio.sleep(0.01)  # longer than the delay of two bytes
     assert not pair.serving.reads.is_set(), "the end of the delay does not end the pause"
+    pair.server.pause_writing()
     pair.client.resume_writing()
-    assert pair.serving.reads.is_set()
+    assert (pair.serving.reads.is_set(), pair.getting.reads.is_set()) == (True, False), "each direction alone"
 
 
 async def test_relay_closes_both_connections() -> None:

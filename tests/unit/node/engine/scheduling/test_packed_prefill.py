@@ -15,13 +15,14 @@ from node.engine.kv.kv_cache import Layers, TextModel, create_cache, is_plain
 from node.engine.memory.gate import GateSite
 from node.engine.process.interface import NativeCallKind
 from node.engine.requests.sequence import Row, Sequence
-from node.engine.scheduling import packed_prefill, row_join
+from node.engine.scheduling import batch_recovery, packed_prefill, row_join
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
 from node.engine.scheduling.rules import prefill_order
 from node.engine.scheduling.rules.chunk_policy import ChunkPace
 from node.engine.scheduling.sampling import choose_greedily
 from tests import models
 from tests.support.engine.text_engine import GREEDY, Driver, decoded_alone
+from wire.capacity.batches import compute_row_bytes
 from wire.capacity.fairness import PrefillFairness
 from wire.frames import Channel, Failed, Finished, GenerationParams, GrammarSpec
 
@@ -231,6 +232,25 @@ def draws(driver: Driver, *numbers: int) -> list[tuple[list[int], list[object]]]
     return [(driver.ids[one, 0], [said.token for said in driver.logprobs[one, 0]]) for one in numbers]
 
 
+def test_a_prompt_whose_request_fails_before_the_forward_is_left_out(shared: list[int]):
+    driver = Driver(models.path("llama"), max_batch_size=8, prefill_step_size=512, prefix_cache_size="off")
+    driver.answer("Hello!")
+    driver.resident().stats.pace = Steady(each=1e-6)
+    scheduler, params = driver.engine.parts.scheduler, GenerationParams(n=2, max_tokens=60, logit_bias=ENDLESS)
+    failing = driver.ask(SHORT[4]["prompt"], params, resume=((30,), (31,)))
+    scheduler.prefills[1].delay(time.monotonic() + 3600.0)
+    driver.until(lambda: driver.ids[failing, 0])
+    (waiting,) = scheduler.prefills
+    scheduler.live[failing].rows[0].rebuilt = batch_recovery.MAX_REBUILDS
+    for batch in driver.batches().values():
+        batch.wait = lambda: 1 / 0  # type: ignore[method-assign, assignment]
+    numbers = [driver.ask(one["prompt"]) for one in SHORT[1:3]]
+    waiting.end_delay()
+    assert isinstance(driver.end(failing), Failed)
+    assert all(isinstance(driver.end(number), Finished) for number in numbers)
+    assert shared == [2], "once, without the prompt of the failed request"
+
+
 def test_draws_penalties_and_grammars_begin_behind_the_prompt(driver: Driver, shared: list[int]):
     """The prompt's last token is an input of the first step, and no token of the answer."""
     rules = GrammarSpec("regex", "[0-9]{3}-[0-9]{4}")
@@ -254,8 +274,13 @@ def test_draws_penalties_and_grammars_begin_behind_the_prompt(driver: Driver, sh
 def test_the_gate_is_checked_for_the_whole_forward_and_for_the_join(
     driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    write, asked = packed_prefill.prefill_rows, driver.gate.asked
+    write, asked, loaded = packed_prefill.prefill_rows, driver.gate.asked, driver.resident()
+    charge, joined, least = loaded.estimator.estimate_charged_join, list[int](), dict[int, int]()
     asked.clear()
+
+    def charged(size: int, layers: int, rows: int) -> int:
+        joined.append(size)
+        return charge(size, layers, rows)
 
     def judged(model: TextModel, pasts: list[list[int]], cache: Layers) -> None:
         site, estimate = asked[-1]
@@ -263,13 +288,19 @@ def test_the_gate_is_checked_for_the_whole_forward_and_for_the_join(
         assert estimate >= len(pasts) * driver.resident().estimator.estimate_chunk(len(pasts[0]), 0), (
             "all of them, padded"
         )
+        least[len(joined)] = len(pasts) * compute_row_bytes(loaded.kv, len(pasts[0]) + 1)
         write(model, pasts, cache)
 
     monkeypatch.setattr(packed_prefill, "prefill_rows", judged)
+    monkeypatch.setattr(loaded.estimator, "estimate_charged_join", charged)
     verbatim(driver, ask(driver, 6))
     assert shared
     joins = sum(site is GateSite.JOIN for site, _ in asked)
     assert joins == len(shared) + 6 - sum(shared)
+    for number in [driver.ask(words, GenerationParams(max_tokens=2)) for words in ("cat " * 40, "sun " * 44)]:
+        assert isinstance(driver.end(number), Finished)
+    assert shared[-1] == 2
+    assert all(joined[place] >= size for place, size in least.items()), "rows are padded to the longest"
 
 
 def test_what_does_not_fit_at_once_is_read_by_fewer(driver: Driver, shared: list[int]):

@@ -14,9 +14,10 @@ from msgspec.structs import replace
 
 from node.engine.kv.commitments import Commitment, CommitmentLedger
 from node.engine.memory.footprint import release_free_memory
+from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.requests.sequence import Row
-from node.engine.scheduling import batch_recovery
+from node.engine.scheduling import batch_recovery, preemptor
 from node.engine.scheduling.decode_batch import DecodeBatch
 from tests import models
 from tests.effort import thin_cases
@@ -259,6 +260,36 @@ def test_a_prompt_that_waits_for_memory_takes_no_row_of_another_key():
     assert counts(driver).preemptions == 1
 
 
+def test_no_more_rows_are_taken_from_another_key_than_are_missing():
+    driver = Driver(models.path("llama"), max_batch_size=4, min_prefill_step=64, prefix_cache_size="off")
+
+    def ask(key: str, running: int) -> int:
+        driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey(key))
+        driver.until(lambda: driver.engine.report(0.0).running == running)
+        return counts(driver).preemptions
+
+    assert [ask("ada", running) for running in (1, 2, 3)] == [0, 0, 0]
+    assert ask("bob", 4) == 0, "a row is free"
+    driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey("bob"))
+    driver.turn()
+    assert counts(driver).preemptions == 1
+
+
+def test_a_request_that_gave_its_row_to_another_key_returns_after_the_prompts_that_wait(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(preemptor, "GATE_RETRY_SECONDS", 0.0)
+    driver = Driver(models.path("llama"), max_batch_size=2, min_prefill_step=64, prefix_cache_size="off")
+    scheduler, brief = driver.engine.parts.scheduler, endless(LLAMA, 8)
+    numbers = [driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey("ada")) for _ in range(2)]
+    driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
+    first, second = (driver.ask("hello", brief, owner=WeightedKey("bob")) for _ in range(2))
+    driver.until(lambda: driver.ids[second, 0])
+    assert driver.ended(first)
+    assert [sequence.number for sequence in scheduler.preempted] == numbers[1:]
+    assert all(isinstance(driver.end(number), Finished) for number in (*numbers, second))
+
+
 def test_the_tokens_of_a_row_that_is_taken_for_another_key_are_stored_for_its_return():
     driver = Driver(models.path("llama"), max_batch_size=2, min_prefill_step=64, prefix_cache_size="64MiB")
     numbers = [driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey("ada")) for _ in range(2)]
@@ -324,8 +355,11 @@ def test_a_preempted_answer_waits_for_room_while_another_request_could_free_memo
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
     driver.take(MemoryLimits(8 * GIB, memory.current // 2, 0, "dynamic"))
+    checks, begun = driver.gate.checks[GateSite.PREFLIGHT], time.monotonic()
     for _ in range(5):
         driver.turn()
+    tries = driver.gate.checks[GateSite.PREFLIGHT] - checks
+    assert 1 <= tries <= 1 + (time.monotonic() - begun) / preemptor.GATE_RETRY_SECONDS
     assert driver.ended(waits) is None
     assert not scheduler.prefills
     driver.take(ROOMY)

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -26,6 +27,7 @@ from wire.frames import (
     GenerationParams,
     MemoryLimits,
     Message,
+    Ping,
     Refusal,
     UnloadModel,
 )
@@ -373,6 +375,23 @@ def test_a_model_that_is_unloaded_takes_its_cache_with_it(driver: Driver):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_caches_of_a_model_with_another_architecture_under_the_same_name_are_cut_as_its_own_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("node.models.catalogue.SCAN_INTERVAL_SECONDS", 0.0)
+    shutil.copytree(models.path("llama"), tmp_path / "m", copy_function=shutil.copyfile)
+    driver, brief, prompt = Driver(tmp_path), GenerationParams(temperature=0.0, max_tokens=4), "word " * 100
+    driver.answer(prompt, brief)
+    driver.take(UnloadModel(900, "m"))
+    assert isinstance(driver.end(900), Finished)
+    shutil.rmtree(tmp_path / "m")
+    shutil.copytree(models.path("lfm2"), tmp_path / "m", copy_function=shutil.copyfile)
+    driver.take(Ping(1))
+    alone = Driver(models.path("lfm2"), prefix_cache_size="off")
+    for end in ("sun", "sun", "Mac"):
+        assert driver.answer(prompt + end, brief) == alone.answer(prompt + end, brief)
+
+
 def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
     """Send new prompts while the cache is always full, with room for one further request."""
     random, count = Random(3), scale_examples(150)

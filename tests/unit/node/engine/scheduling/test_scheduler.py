@@ -2,26 +2,34 @@
 
 import json
 import time
+from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from node.engine.kv.commitments import Commitment
 from node.engine.memory.footprint import MlxPeakTracker
 from node.engine.memory.gate import GateSite
+from node.engine.memory.gated_forward import GatedForwards
+from node.engine.models.model_stats import ModelStats
 from node.engine.process.interface import FLUSH_INTERVAL_SECONDS
 from node.engine.requests.preflight import RequestShape
 from node.engine.requests.prepared import PreparedRequest
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.requests.tokenize_admission import UntokenizedPrompt
+from node.engine.scheduling.decode_batch import DecodeBatch
 from node.engine.scheduling.sampling import SamplingParameters
 from node.engine.scheduling.step_output import build_finished
 from tests import models
+from tests.effort import SEED, scale_examples
 from tests.support.engine.text_engine import GREEDY, Driver
 from tests.support.readings import Later
 from wire.capacity.batches import compute_row_bytes, compute_waste_bytes
+from wire.capacity.fairness import WeightedKey
 from wire.frames import (
     Admitted,
     Channel,
+    Failed,
     Finished,
     Generate,
     GenerationParams,
@@ -266,6 +274,38 @@ def test_the_memory_of_a_step_is_recorded_for_the_longest_row(driver: Driver, mo
     assert recorded == [(2, long)]
 
 
+def test_a_step_takes_the_seconds_of_its_launch_and_of_the_wait_for_it(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    driver.answer(PLAIN["prompt"])
+    number = driver.ask("hello", GenerationParams(temperature=0.0, max_tokens=40, logit_bias=ENDLESS))
+    driver.until(lambda: len(driver.ids[number, 0]) > 2)
+    clock, recorded = Later(), list[tuple[float, int]]()
+    monkeypatch.setattr(time, "monotonic", clock)
+    monkeypatch.setattr(
+        ModelStats, "record_step", lambda stats, seconds, rows: recorded.append((round(seconds, -2), rows))
+    )
+
+    def wait(batch: object) -> None:
+        clock.by += 1000.0
+
+    monkeypatch.setattr(DecodeBatch, "wait", wait)
+    driver.turn()
+    recorded.clear()
+    for _ in range(2):
+        driver.engine.parts.scheduler.synchronize()
+    assert recorded == [(1000.0, 1)], "once, although it is awaited twice"
+
+
+def test_of_prompts_that_all_wait_for_memory_the_newest_is_refused(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    driver.answer(PLAIN["prompt"])
+    monkeypatch.setattr(GatedForwards, "find_peak_expiry", lambda self: None)
+    driver.gate.refuses = lambda site, estimate: site is GateSite.PREFILL
+    oldest, newer, newest = (driver.ask(LONG, GenerationParams(max_tokens=2)) for _ in range(3))
+    driver.until(lambda: len(driver.engine.parts.scheduler.live) < 3)
+    driver.gate.refuses = lambda site, estimate: False
+    ends = [driver.end(number) for number in (oldest, newer, newest)]
+    assert [type(each) for each in ends] == [Finished, Finished, Refusal]
+
+
 def test_the_end_of_a_lone_request_without_a_batch_is_sent_in_the_next_turn(driver: Driver):
     driver.answer(PLAIN["prompt"])
     number, scheduler = driver.ask(LONG), driver.engine.parts.scheduler
@@ -274,6 +314,121 @@ def test_the_end_of_a_lone_request_without_a_batch_is_sent_in_the_next_turn(driv
     assert scheduler.end_newest(Refused(RefusalCode.NO_ROOM, "no room by script"), now)
     assert (scheduler.live, scheduler.next_step_at(now)) == ({}, now)
     assert isinstance(driver.end(number), Refusal)
+
+
+# any order of events
+
+
+class Load:
+    """Random events of an engine with two keys, and the answers that it gives without them."""
+
+    PROMPTS = ("hello", LONG, LONG + "sun")
+    SITES = (GateSite.PREFILL, GateSite.JOIN, GateSite.GROW, GateSite.PREFLIGHT)
+    TOKENS = 8
+    PARAMS = (
+        GenerationParams(temperature=0.0, n=2, max_tokens=TOKENS, logit_bias=ENDLESS),
+        GenerationParams(
+            seed=3, n=2, max_tokens=TOKENS, presence_penalty=1.0, repetition_penalty=1.2, logit_bias=ENDLESS
+        ),
+    )
+
+    def __init__(self, seed: str) -> None:
+        self.chance = Random(seed)
+        self.alone = self._answer_alone()
+        size = self.chance.choice(("off", "64MiB"))
+        self.driver = Driver(models.path("llama"), max_batch_size=4, prefill_step_size=64, prefix_cache_size=size)
+        self.driver.answer("Hello!")
+        self.expected: dict[int, list[list[int]]] = {}
+        """Tokens that each request gets, by choice."""
+        self.cancelled = set[int]()
+        self.broken = 0
+
+    def _answer_alone(self) -> dict[tuple[str, int], list[list[int]]]:
+        driver = Driver(models.path("llama"), prefix_cache_size="off")
+        numbers = {
+            (prompt, kind): driver.ask(prompt, params)
+            for kind, params in enumerate(self.PARAMS)
+            for prompt in self.PROMPTS
+        }
+        for number in numbers.values():
+            end(driver, number)
+        return {key: [driver.ids[number, choice] for choice in range(2)] for key, number in numbers.items()}
+
+    def ask(self) -> None:
+        """Send a request. One of four is resumed, each choice after other tokens."""
+        chance, prompt, kind = self.chance, self.chance.choice(self.PROMPTS), self.chance.randrange(2)
+        tokens, count = chance.randint(3, self.TOKENS), chance.choice((1, 1, 2))
+        whole = [ids[:tokens] for ids in self.alone[prompt, kind][:count]]
+        known = [chance.randint(1, tokens - 1) for _ in whole] if chance.random() < 0.25 else []
+        number = self.driver.ask(
+            prompt,
+            replace(self.PARAMS[kind], n=count, max_tokens=tokens),
+            owner=WeightedKey(chance.choice(("ada", "bob"))),
+            expected=chance.choice((1, self.TOKENS)),
+            stream=chance.random() < 0.5,
+            resume=tuple(tuple(ids[:size]) for ids, size in zip(whole, known, strict=False)),
+        )
+        self.expected[number] = [ids[size:] for ids, size in zip(whole, known or [0] * count, strict=True)]
+
+    def cancel(self) -> None:
+        number = self.chance.choice(list(self.expected))
+        if self.driver.ended(number) is None:
+            self.cancelled.add(number)
+            self.driver.cancel(number)
+
+    def preempt(self) -> None:
+        scheduler = self.driver.engine.parts.scheduler
+        running = [each for each in scheduler.live.values() if each not in scheduler.preempted]
+        if running:
+            scheduler.preemptor.preempt(self.chance.choice(running))
+
+    def refuse(self) -> None:
+        site, least = self.chance.choice(self.SITES), self.chance.choice((0, MIB))
+        self.driver.gate.refuses = lambda at, estimate: at is site and estimate >= least
+        for _ in range(self.chance.randint(1, 3)):
+            self.driver.turn()
+        self.driver.gate.refuses = lambda at, estimate: False
+
+    def break_batch(self) -> None:
+        batches = list(self.driver.batches().values())
+        if batches:
+            self.broken += 1
+            batch, name = self.chance.choice(batches), self.chance.choice(("step", "wait", "drop_rows"))
+            setattr(batch, name, lambda *_: 1 / 0)
+
+    def check_answers(self) -> None:
+        """Wait until each request has one end or was cancelled, with the tokens of the answer that it has alone."""
+        for number, wanted in self.expected.items():
+            found = None if number in self.cancelled else self.driver.end(number)
+            sent = [self.driver.ids[number, choice] for choice in range(len(wanted))]
+            assert [ids[: len(got)] for ids, got in zip(wanted, sent, strict=True)] == sent, number
+            if isinstance(found, Finished):
+                assert sent == wanted
+            elif isinstance(found, Refusal):
+                assert not any(sent), "only a request without delivered tokens is placed again"
+            elif isinstance(found, Failed):
+                assert found.code == "no_headroom" or self.broken > 1, found
+
+
+@pytest.mark.parametrize("case", range(scale_examples(10)))
+def test_every_request_gets_its_answer_or_one_end_in_any_order_of_shortages_and_faults(case: int):
+    load = Load(f"{SEED}/{case}")
+    events = (load.ask, load.ask, load.ask, load.cancel, load.preempt, load.refuse, load.break_batch)
+    load.ask()
+    for _ in range(25):
+        load.chance.choice(events)()
+        for _ in range(load.chance.randint(0, 3)):
+            load.driver.turn()
+    load.check_answers()
+    driver, scheduler = load.driver, load.driver.engine.parts.scheduler
+    driver.turn()
+    report = driver.engine.report(time.monotonic())
+    assert (report.running, report.waiting, report.queued_tokens, report.memory.reserved) == (0, 0, 0, 0)
+    assert (scheduler.compute_required_bytes(), scheduler.next_step_at(time.monotonic())) == (0, None)
+    assert driver.resident().usage.users == 0
+    assert report.counts.recomputed_tokens <= report.counts.returned_tokens
+    failed = [found.code for number in load.expected if isinstance(found := driver.ended(number), Failed)]
+    assert report.counts.failures == failed.count("engine_error")
 
 
 # counts

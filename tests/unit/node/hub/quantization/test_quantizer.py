@@ -71,10 +71,21 @@ async def test_a_mac_that_is_paused_while_a_quantization_waits_for_its_lease_sta
         assert not quantizer.holding, "the ceiling is restored"
 
 
-async def test_failed_quantizations_leave_no_files_and_give_their_reason(tmp_path: Path):
+async def test_failed_quantizations_leave_no_files_and_give_their_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     temporary = tmp_path / "models" / "me" / ".quantizing-tiny-4bit"
+    (tmp_path / "patient_child.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[5]}")
+    monkeypatch.setattr("node.hub.quantization.quantizer.CONVERTER", "patient_child")
+    workers = set[int | None]()
 
     async def run_child(child: OrderChild) -> ChildEnd:
+        working = asyncio.create_task(child.run())
+        await node.until(lambda: child.pid is not None and node.limiter.worker == child.pid, 10)
+        workers.add(child.pid)
+        child.kill()
+        await working
         temporary.mkdir()
         (temporary / "model.safetensors").write_bytes(b"half")
         raise OSError("no more processes")
@@ -86,6 +97,7 @@ async def test_failed_quantizations_leave_no_files_and_give_their_reason(tmp_pat
             await running
         assert not temporary.exists()
         assert not quantizer.holding
+        assert (len(workers), node.limiter.worker) == (1, None), "the footprint of the process counts for its lease"
 
         temporary.symlink_to(tmp_path / "elsewhere")
         (tmp_path / "elsewhere").mkdir()

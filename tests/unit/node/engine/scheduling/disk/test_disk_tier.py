@@ -1,6 +1,7 @@
 """Prompts that are restored from the disk by another engine: fewer prefill tokens, and the same answers."""
 
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,7 @@ def test_after_a_kill_another_process_restores_the_prompt_and_answers_the_same(
     assert driver.engine.report(0.0).counts.prefill_tokens == sum(prefilled)
     state = driver.engine.report(0.0).cache
     assert (state.disk_hits, state.disk_hit_tokens, state.disk_errors) == (1, end.cached_tokens, 0)
+    assert [each.disk_hits for each in state.models] == [1]
     assert driver.gate.checks[GateSite.RESTORE] >= end.cached_tokens // BLOCK_TOKENS
     driver.engine.close()
 
@@ -246,10 +248,14 @@ def test_a_preempted_row_returns_from_the_disk(filled: tuple[Path, list[int]], p
 def test_a_cancelled_restoration_leaves_nothing(filled: tuple[Path, list[int]]):
     folder, wanted = filled
     driver = open_driver(models.path("llama"), folder)
+    scheduler, before = driver.engine.parts.scheduler, threading.enumerate()
     number = driver.ask(words(COUNT), BRIEF)
-    driver.turn()
+    driver.until(lambda: scheduler.prefills and scheduler.prefills[0].past.restoring)  # type: ignore[union-attr]
+    (reader,) = [thread for thread in threading.enumerate() if thread not in before]
     driver.cancel(number)
-    assert not driver.engine.parts.scheduler.prefills
+    assert not scheduler.prefills
+    reader.join(10)
+    assert not reader.is_alive(), "the thread that reads ahead"
     assert answer(driver, words(COUNT))[1] == wanted
 
 
