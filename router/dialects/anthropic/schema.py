@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Discriminator, Field, Tag
 
-from router.admission.request_limits import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PARTS, MAX_TOOLS
+from router.admission.request_limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.dialects.openai.chat_schema import BILL, CACHE, KEY_IDENTIFIES_CLIENT
 from router.dialects.shared.common_fields import (
+    NO_LIMIT_NOTE,
     OTHER_SERVERS,
     SESSION_NOTE,
     TEXT_OR_PARTS,
@@ -21,14 +22,15 @@ from router.dialects.shared.common_fields import (
     Stops,
     StrictPart,
     Temperature,
-    Tokens,
+    TokenLimitOrZero,
     TopK,
     TopP,
     build_tool_discriminator,
     build_type_discriminator,
+    shorten_session,
 )
 from router.dialects.shared.field_table import FieldTable
-from router.dialects.shared.template import Effort
+from router.dialects.shared.template import EffortField
 
 HARMLESS: Mapping[str, str] = MappingProxyType(
     {
@@ -57,7 +59,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "mcp_servers": "connect to them in the client, and send their functions as tools",
         "speed": "only standard is supported",
         "thread": "no conversations are stored: send all messages",
-        "max_tokens": "required",
+        "max_tokens": f"required; {NO_LIMIT_NOTE}; 0: only the prompt is computed, for the prefix cache",
         "thinking": "enabled and disabled set the template's enable_thinking; budget_tokens has no effect; "
         "display: omitted removes thinking blocks from the answer",
         "tool_choice": "auto, any, tool and none, also with disable_parallel_tool_use",
@@ -216,7 +218,7 @@ class JsonFormat(StrictPart):
 class OutputConfig(StrictPart):
     """Reasoning effort and format of the answer. `task_budget` has no effect."""
 
-    effort: Effort | None = None
+    effort: EffortField = None
     format: JsonFormat | None = None
     task_budget: Any = None
 
@@ -237,7 +239,7 @@ class CountBody(StrictPart):
 class MessagesBody(CountBody):
     """Request body of `/v1/messages`."""
 
-    max_tokens: Tokens
+    max_tokens: TokenLimitOrZero
     stop_sequences: Stops | None = None
     metadata: dict[str, Any] | None = None
     stream: bool | None = None
@@ -247,9 +249,9 @@ class MessagesBody(CountBody):
 
     @property
     def session(self) -> str:
-        """Name of the conversation: `metadata.user_id`. Empty without one, or above `MAX_NAME_CHARS` characters."""
+        """Name of the conversation: `metadata.user_id`, empty without one."""
         user_id = (self.metadata or {}).get("user_id")
-        return user_id if isinstance(user_id, str) and len(user_id) <= MAX_NAME_CHARS else ""
+        return shorten_session(user_id) if isinstance(user_id, str) else ""
 
 
 MESSAGES = FieldTable(MessagesBody, HARMLESS, NEUTRAL, INSTEAD | {"metadata": f"user_id {SESSION_NOTE}"})

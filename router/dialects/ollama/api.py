@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from msgspec import structs
 
-from router.admission.request_limits import MAX_CALLS, MAX_TOOLS_BYTES
+from router.admission.request_limits import MAX_CALLS, MAX_TOKENS, MAX_TOOLS_BYTES
 from router.dialects.ollama.response import OLLAMA, AnswerShape, OllamaChunks, encode_answer, encode_load
 from router.dialects.ollama.schema import (
     CHAT,
@@ -230,7 +230,7 @@ def _parse_options(
     drawn = parsed.body
     most = drawn.num_predict or 0
     params = GenerationParams(
-        max_tokens=most if most > 0 else None,
+        max_tokens=min(most, MAX_TOKENS) if most > 0 else None,
         temperature=drawn.temperature,
         top_p=drawn.top_p,
         seed=resolve_seed(drawn.seed),

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from router.admission.request_limits import MAX_CALLS, MAX_MESSAGES, MAX_TOKENS, MAX_TOOLS
+from router.admission.request_limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 from router.dialects.openai.chat_schema import ChatTool
 from router.dialects.shared.common_fields import (
     KEEP,
@@ -121,7 +121,7 @@ OPTIONS_INSTEAD: Mapping[str, str] = MappingProxyType(
 class OllamaOptions(StrictPart):
     """Sampling options of a request, the field `options`."""
 
-    num_predict: Annotated[int, Field(ge=-MAX_TOKENS, le=MAX_TOKENS), WHOLE] | None = None
+    num_predict: Annotated[int, WHOLE] | None = None
     stop: StopOrStops | None = None
     seed: Seed | None = None
     temperature: Temperature | None = None

@@ -32,7 +32,7 @@ from router.dialects.shared.common_fields import (
 )
 from router.dialects.shared.field_table import FieldTable
 from router.dialects.shared.formats import FORMS, FormattedBody
-from router.dialects.shared.template import Effort
+from router.dialects.shared.template import EffortField
 from router.dialects.shared.tool_choice import TOOL_CHOICE_NOTE, ToolChoice
 
 TOOLS_NOTE = (
@@ -274,7 +274,7 @@ class ChatBody(FormattedBody):
     tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Effort | None = None
+    reasoning_effort: EffortField = None
     enable_thinking: bool | None = None
     thinking: Any = None
     think: Any = None

@@ -26,7 +26,7 @@ from router.dialects.openai.responses_schema import (
     ToolsItem,
 )
 from router.dialects.openai.responses_store import OutputItems, ResponseStore, build_stored_response
-from router.dialects.shared.common_fields import ForeignPart
+from router.dialects.shared.common_fields import ForeignPart, resolve_limit
 from router.dialects.shared.conversation import ConversationRequest
 from router.dialects.shared.field_table import sanitize_names
 from router.dialects.shared.formats import JsonObject, add_call_constraints, convert_schema
@@ -144,7 +144,7 @@ class ResponsesRoute:
             return grammar
         params = GenerationParams(
             grammar=grammar,
-            max_tokens=body.max_output_tokens,
+            max_tokens=resolve_limit(body.max_output_tokens),
             temperature=body.temperature,
             top_p=body.top_p,
             one_call=body.parallel_tool_calls is False,

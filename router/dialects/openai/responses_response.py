@@ -11,6 +11,7 @@ from typing import cast
 import msgspec
 
 from router.dialects.openai.responses_schema import ResponsesBody
+from router.dialects.shared.common_fields import resolve_limit
 from router.dialects.shared.interface import encode_comment
 from router.dialects.shared.single_choice import SingleChoiceAnswer, StreamSplitter, assemble_answer
 from router.dialects.shared.strict_json import Body
@@ -39,7 +40,7 @@ class ResponseMeta:
         text = cast("Body", fields.get("text") or {})
         self._echo: Shape = {
             "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            "max_output_tokens": resolve_limit(body.max_output_tokens),
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,

@@ -13,6 +13,7 @@ from router.admission.request_limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.dialects.openai.chat_schema import HARMLESS as CHAT_HARMLESS
 from router.dialects.openai.chat_schema import TOOLS_NOTE, CustomToolSpec
 from router.dialects.shared.common_fields import (
+    NO_LIMIT_NOTE,
     SESSION_NOTE,
     TEXT_OR_PARTS,
     ForeignPart,
@@ -23,14 +24,14 @@ from router.dialects.shared.common_fields import (
     StrictPart,
     Temperature,
     TextFormat,
-    Tokens,
+    TokenLimit,
     TopP,
     build_tool_discriminator,
     build_type_discriminator,
 )
 from router.dialects.shared.field_table import FieldTable
 from router.dialects.shared.formats import JsonObject, NamedSchema
-from router.dialects.shared.template import Effort
+from router.dialects.shared.template import EffortField
 from router.dialects.shared.tool_choice import TOOL_CHOICE_NOTE, ToolChoice
 
 HARMLESS: Mapping[str, str] = MappingProxyType(
@@ -67,6 +68,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "previous_response_id": "id of an answer that is stored for the same key",
         "input": "a text, or messages, calls of functions and custom tools, their outputs, reasoning, further tools, "
         "and references to stored items; other items are refused by name",
+        "max_output_tokens": NO_LIMIT_NOTE,
         "metadata": "returned with the answer",
         "prompt_cache_key": SESSION_NOTE,
         "user": SESSION_NOTE,
@@ -302,7 +304,7 @@ Input = Annotated[
 class Reasoning(StrictPart):
     """Reasoning options of a request. Only `effort` has an effect."""
 
-    effort: Effort | None = None
+    effort: EffortField = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto", "current_turn", "all_turns"] | None = None
@@ -343,7 +345,7 @@ class ResponsesBody(StrictPart):
     input: Input
     include: Annotated[list[Name], Field(fail_fast=True, max_length=16)] | None = None
     instructions: str | None = None
-    max_output_tokens: Tokens | None = None
+    max_output_tokens: TokenLimit | None = None
     metadata: Annotated[dict[Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: Named | None = None

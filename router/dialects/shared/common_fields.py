@@ -1,6 +1,7 @@
 """Fields of several dialects' bodies, as pydantic types, and their conversion to `GenerationParams`."""
 
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from types import MappingProxyType
 from typing import Annotated, Literal, cast
 
@@ -111,7 +112,11 @@ RANDOM_SEED = -1
 """Seed that requests a random one, as in Ollama, vLLM, llama.cpp and LM Studio."""
 
 
-def _check_limit(limit: int) -> int:
+def _lower_limit(limit: int) -> int:
+    return min(limit, MAX_TOKENS)
+
+
+def _refuse_zero(limit: int) -> int:
     if limit == 0:
         raise PydanticCustomError("token_limit", "Input should be at least 1, or -1 for no limit")
     return limit
@@ -127,12 +132,20 @@ def resolve_seed(seed: int | None) -> int | None:
     return None if seed == RANDOM_SEED else seed
 
 
+def shorten_session(name: str) -> str:
+    """Return the name of a conversation, or its digest above `MAX_NAME_CHARS` characters."""
+    return name if len(name) <= MAX_NAME_CHARS else sha256(name.encode("utf-8", "replace")).hexdigest()
+
+
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Named = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
 """Name of a tool: up to 128 characters, as in Anthropic's API. Agents build names from those of servers and tools."""
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE]
-TokenLimit = Annotated[int, Field(ge=NO_LIMIT, le=MAX_TOKENS), AfterValidator(_check_limit), WHOLE]
+TokenLimitOrZero = Annotated[int, Field(ge=NO_LIMIT), AfterValidator(_lower_limit), WHOLE]
+"""Maximum tokens of an answer, at most `MAX_TOKENS`. A larger number, such as that of 32 bits, becomes `MAX_TOKENS`."""
+TokenLimit = Annotated[TokenLimitOrZero, AfterValidator(_refuse_zero)]
+"""Maximum tokens of an answer, which is not empty."""
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)
 ]
@@ -140,7 +153,7 @@ Text = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Hint = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+Hint = Annotated[str, AfterValidator(shorten_session)]
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Seed = Annotated[int, Field(ge=-INT64, le=INT64), WHOLE]

@@ -1,6 +1,7 @@
 """Conversion of Anthropic's messages to the messages of a frame."""
 
 import json
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -142,7 +143,13 @@ def test_a_choice_of_tools_needs_tools(choice: str, refuses: bool):
 
 @pytest.mark.parametrize(
     ("metadata", "session"),
-    [(None, ""), ({}, ""), ({"user_id": "u" * 64}, "u" * 64), ({"user_id": 7}, ""), ({"user_id": "u" * 100_000}, "")],
+    [
+        (None, ""),
+        ({}, ""),
+        ({"user_id": "u" * 64}, "u" * 64),
+        ({"user_id": 7}, ""),
+        ({"user_id": "u" * 257}, sha256(b"u" * 257).hexdigest()),
+    ],
 )
 def test_the_session_is_the_client_s_user_id(metadata: object, session: str):
     _, job = asked(MessagesRoute(), max_tokens=9, messages=[{"role": "user", "content": "hi"}], metadata=metadata)
