@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from router.admission.request_limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.dialects.openai.chat_schema import BILL, CACHE, KEY_IDENTIFIES_CLIENT
@@ -31,6 +31,7 @@ from router.dialects.shared.common_fields import (
 )
 from router.dialects.shared.field_table import FieldTable
 from router.dialects.shared.template import EffortField
+from router.dialects.shared.tool_shapes import ArgumentsObject, convert_to_anthropic
 
 HARMLESS: Mapping[str, str] = MappingProxyType(
     {
@@ -91,7 +92,7 @@ class ToolUseBlock(CacheablePart):
     type: Literal["tool_use"]
     id: Named
     name: Named
-    input: dict[str, Any]
+    input: ArgumentsObject
     caller: Any = None
 
 
@@ -165,7 +166,7 @@ class AnthropicTool(CacheablePart):
     type: Literal["custom"] | None = None
     name: FunctionName
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     allowed_callers: Any = None
     defer_loading: Any = None
@@ -181,6 +182,7 @@ def _get_tool_tag(tool: object) -> str:
 AnyTool = Annotated[
     Annotated[AnthropicTool, Tag("custom_part")] | Annotated[ForeignPart, Tag("foreign_part")],
     Discriminator(_get_tool_tag),
+    BeforeValidator(convert_to_anthropic),
 ]
 
 

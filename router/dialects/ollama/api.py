@@ -26,6 +26,7 @@ from router.dialects.shared.formats import convert_schema
 from router.dialects.shared.interface import AnswerReader
 from router.dialects.shared.strict_json import Body, encode_json, read_object
 from router.dialects.shared.template import encode_variables
+from router.dialects.shared.tool_shapes import convert_to_chat
 from router.dialects.shared.tools import NO_TOOLS, OfferedTool, ToolSet, clean_function, collect_tools
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import compute_demand, compute_plain_demand
@@ -251,7 +252,7 @@ def _parse_options(
 
 
 def _collect_tools(body: OllamaChatBody, sent: Body, *, strict: bool) -> ToolSet | Problem:
-    raw = cast("list[Body]", sent.get("tools") or [])
+    raw = [cast("Body", convert_to_chat(tool)) for tool in cast("list[object]", sent.get("tools") or [])]
     offered = (
         OfferedTool(clean_function(raw[at])) for at, tool in enumerate(body.tools or ()) if isinstance(tool, ChatTool)
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from router.admission.request_limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 from router.dialects.openai.chat_schema import ChatTool
@@ -28,6 +28,7 @@ from router.dialects.shared.common_fields import (
     build_tool_discriminator,
 )
 from router.dialects.shared.field_table import FieldTable
+from router.dialects.shared.tool_shapes import ArgumentsObject, convert_to_chat
 
 _NO_LOGPROBS = "use /v1/chat/completions for log probabilities"
 _NO_TRUNCATION = "a conversation that is too long is refused, never truncated"
@@ -134,10 +135,11 @@ class OllamaOptions(StrictPart):
 
 
 class OllamaCalledFunction(StrictPart):
-    """Function in a tool call of the assistant, with its arguments as an object. `index` has no effect."""
+    """Function in a tool call of the assistant, with its arguments as an object, or as JSON text. `index` has no
+    effect."""
 
     name: Named
-    arguments: dict[str, Any] | None = None
+    arguments: ArgumentsObject | None = None
     index: int | None = None
 
 
@@ -152,7 +154,7 @@ class OllamaCall(StrictPart):
 class OllamaMessage(StrictPart):
     """Message of the conversation. `images` must be empty; `name` counts only without `tool_name`."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
     images: Annotated[list[Any], Field(fail_fast=True, max_length=0)] | None = None
@@ -195,6 +197,7 @@ class OllamaBody(StrictPart):
 OllamaTool = Annotated[
     Annotated[ChatTool, Tag("function_part")] | Annotated[ForeignPart, Tag("foreign_part")],
     build_tool_discriminator("function"),
+    BeforeValidator(convert_to_chat),
 ]
 
 

@@ -15,7 +15,9 @@ from router.dialects.openai.chat_schema import (
     ThinkingPart,
 )
 from router.dialects.openai.chat_schema import Part as ContentPart
-from router.dialects.shared.tools import encode_input
+from router.dialects.shared.common_fields import ForeignPart
+from router.dialects.shared.tools import encode_input, render_omitted_part
+from router.dialects.shared.validation import UNSUPPORTED_TYPE, build_unsupported
 from router.errors import Problem, build_invalid
 from wire.frames import Message, ToolCall
 
@@ -45,13 +47,37 @@ def _check_message(message: ChatMessage, path: str) -> Problem | None:
     for name, only in _ONLY:
         if role != only and getattr(message, name):
             return build_invalid(f"only messages with the role {only} can have {name}", f"{path}.{name}")
+    if role != "tool":
+        foreign = _find_foreign_part(message.content, path)
+        if foreign is not None:
+            return foreign
     if role != "assistant" and _join_reasoning(message.content):
         return build_invalid("only messages with the role assistant can have reasoning", f"{path}.content")
     if role == "tool" and not message.tool_call_id:
         return build_invalid("a tool message needs the tool_call_id of its tool call", f"{path}.tool_call_id")
-    if message.content is None and role != "assistant":
+    if message.content is None and role not in ("assistant", "tool"):
         return build_invalid(f"a {role} message needs content", f"{path}.content")
     return None
+
+
+def _find_foreign_part(content: str | list[ContentPart] | None, path: str) -> Problem | None:
+    """Return the 400 problem for the first part that is no text, such as an image; None without one."""
+    for at, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, ForeignPart):
+            where = f"{path}.content[{at}].type"
+            return build_unsupported(where, why=f"{where} {part.type[:64]!r} {UNSUPPORTED_TYPE}")
+    return None
+
+
+def list_omitted_parts(body_messages: list[ChatMessage]) -> list[str]:
+    """Return the parts of results that are no text, as `path=type`."""
+    return [
+        f"messages[].content[].type={part.type}"
+        for message in body_messages
+        if isinstance(message.content, list)
+        for part in message.content
+        if isinstance(part, ForeignPart)
+    ]
 
 
 def _convert_message(message: ChatMessage) -> Message:
@@ -81,6 +107,8 @@ def _render_part(part: ContentPart) -> str:
     """Return the text of a part; empty for reasoning."""
     if isinstance(part, ThinkingPart | ReasoningPart):
         return ""
+    if isinstance(part, ForeignPart):
+        return render_omitted_part(part)
     return part.refusal if isinstance(part, RefusalPart) else part.text
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import BeforeValidator, Field, Tag
 
 from router.admission.request_limits import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_TOP_LOGPROBS
 from router.dialects.shared.common_fields import (
@@ -34,6 +34,7 @@ from router.dialects.shared.field_table import FieldTable
 from router.dialects.shared.formats import FORMS, FormattedBody
 from router.dialects.shared.template import EffortField
 from router.dialects.shared.tool_choice import TOOL_CHOICE_NOTE, ToolChoice
+from router.dialects.shared.tool_shapes import ArgumentsText, convert_to_chat
 
 TOOLS_NOTE = (
     "functions, and custom tools, which the model gets as functions with one text argument; tools of other types would "
@@ -137,8 +138,9 @@ Part = Annotated[
     | Annotated[TextPart, Tag("output_text_part")]
     | Annotated[RefusalPart, Tag("refusal_part")]
     | Annotated[ThinkingPart, Tag("thinking_part")]
-    | Annotated[ReasoningPart, Tag("reasoning_part")],
-    build_type_discriminator("text", "input_text", "output_text", "refusal", "thinking", "reasoning"),
+    | Annotated[ReasoningPart, Tag("reasoning_part")]
+    | Annotated[ForeignPart, Tag("foreign_part")],
+    build_tool_discriminator("text", "input_text", "output_text", "refusal", "thinking", "reasoning"),
 ]
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
@@ -146,14 +148,18 @@ Content = Annotated[
 ]
 
 
+def _complete_type(kind: object) -> object:
+    return kind or "function"
+
+
 class CalledFunction(StrictPart):
     """Function in a tool call of the assistant. `arguments` is JSON text, as far as the model produced valid JSON.
 
-    Clients leave out the arguments of a call without any. `parsed_arguments` has no effect.
+    Clients leave out the arguments of a call without any, or send them as an object. `parsed_arguments` has no effect.
     """
 
     name: Named
-    arguments: str | None = None
+    arguments: ArgumentsText | None = None
     parsed_arguments: Any = None
 
 
@@ -164,7 +170,7 @@ class MessageToolCall(StrictPart):
     """
 
     id: Named
-    type: Literal["function"] = "function"
+    type: Annotated[Literal["function"], BeforeValidator(_complete_type)] = "function"
     function: CalledFunction
     index: int | None = None
 
@@ -253,6 +259,7 @@ AnyTool = Annotated[
     | Annotated[ChatCustomTool, Tag("custom_part")]
     | Annotated[ForeignPart, Tag("foreign_part")],
     build_tool_discriminator("function", "custom"),
+    BeforeValidator(convert_to_chat),
 ]
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]

@@ -82,7 +82,7 @@ def _convert_item(item: Item, offered: Mapping[tuple[str, str], str]) -> Message
     if isinstance(item, MessageItem):
         return Message(item.role, _join_text(item.content))
     if isinstance(item, CallItem | CustomCallItem):
-        arguments = item.arguments if isinstance(item, CallItem) else encode_input(item.input)
+        arguments = item.arguments or "" if isinstance(item, CallItem) else encode_input(item.input)
         name = offered.get((str(item.namespace or ""), item.name), item.name)
         return Message("assistant", tool_calls=(ToolCall(item.call_id, name, arguments),))
     if isinstance(item, OutputItem | CustomOutputItem):
@@ -97,13 +97,13 @@ def list_omitted_parts(items: str | Iterable[InputItem]) -> list[str]:
         f"input[].output[].type={part.type}"
         for item in items
         if isinstance(item, OutputItem | CustomOutputItem)
-        for part in item.output
+        for part in item.output or ()
         if isinstance(part, ForeignPart)
     ]
 
 
-def _join_text(content: Content | ToolOutput) -> str:
-    return content if isinstance(content, str) else "".join(map(_render_part, content))
+def _join_text(content: Content | ToolOutput | None) -> str:
+    return content if isinstance(content, str) else "".join(map(_render_part, content or ()))
 
 
 def _render_part(part: ContentPart | ForeignPart) -> str:

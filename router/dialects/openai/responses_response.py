@@ -16,6 +16,7 @@ from router.dialects.shared.interface import encode_comment
 from router.dialects.shared.single_choice import SingleChoiceAnswer, StreamSplitter, assemble_answer
 from router.dialects.shared.strict_json import Body
 from router.dialects.shared.tool_calls import AnswerToolCall
+from router.dialects.shared.tool_shapes import convert_to_responses
 from router.dialects.shared.tools import ClientTool, decode_input
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
@@ -49,7 +50,7 @@ class ResponseMeta:
             "temperature": body.temperature,
             "text": {"format": {"type": "text"}} | {key: value for key, value in text.items() if value is not None},
             "tool_choice": fields.get("tool_choice") or "auto",
-            "tools": fields.get("tools") or [],
+            "tools": [convert_to_responses(tool) for tool in cast("list[object]", fields.get("tools") or [])],
             "top_p": body.top_p,
             "truncation": "disabled",
             "background": False,

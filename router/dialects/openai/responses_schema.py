@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import BeforeValidator, Field, Tag
 
 from router.admission.request_limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.dialects.openai.chat_schema import HARMLESS as CHAT_HARMLESS
@@ -33,6 +33,7 @@ from router.dialects.shared.field_table import FieldTable
 from router.dialects.shared.formats import JsonObject, NamedSchema
 from router.dialects.shared.template import EffortField
 from router.dialects.shared.tool_choice import TOOL_CHOICE_NOTE, ToolChoice
+from router.dialects.shared.tool_shapes import ArgumentsText, convert_to_responses
 
 HARMLESS: Mapping[str, str] = MappingProxyType(
     {
@@ -81,9 +82,9 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 class InputText(StrictPart):
-    """Text part of a message from the client."""
+    """Text part of a message from the client, also by its name in chats."""
 
-    type: Literal["input_text"]
+    type: Literal["input_text", "text"]
     text: str
     prompt_cache_breakpoint: Any = None
 
@@ -106,9 +107,10 @@ class OutputRefusal(StrictPart):
 
 ContentPart = Annotated[
     Annotated[InputText, Tag("input_text_part")]
+    | Annotated[InputText, Tag("text_part")]
     | Annotated[OutputText, Tag("output_text_part")]
     | Annotated[OutputRefusal, Tag("refusal_part")],
-    build_type_discriminator("input_text", "output_text", "refusal"),
+    build_type_discriminator("input_text", "text", "output_text", "refusal"),
 ]
 Content = Annotated[
     Annotated[str, Tag("text")]
@@ -119,10 +121,11 @@ Content = Annotated[
 
 ToolOutputPart = Annotated[
     Annotated[InputText, Tag("input_text_part")]
+    | Annotated[InputText, Tag("text_part")]
     | Annotated[OutputText, Tag("output_text_part")]
     | Annotated[OutputRefusal, Tag("refusal_part")]
     | Annotated[ForeignPart, Tag("foreign_part")],
-    build_tool_discriminator("input_text", "output_text", "refusal"),
+    build_tool_discriminator("input_text", "text", "output_text", "refusal"),
 ]
 ToolOutput = Annotated[
     Annotated[str, Tag("text")]
@@ -165,6 +168,7 @@ class Namespace(StrictPart):
                 | Annotated[ResponsesCustomTool, Tag("custom_part")]
                 | Annotated[ForeignPart, Tag("foreign_part")],
                 build_tool_discriminator("function", "custom"),
+                BeforeValidator(convert_to_responses),
             ]
         ],
         Field(fail_fast=True, max_length=MAX_TOOLS),
@@ -177,6 +181,7 @@ AnyTool = Annotated[
     | Annotated[Namespace, Tag("namespace_part")]
     | Annotated[ForeignPart, Tag("foreign_part")],
     build_tool_discriminator("function", "custom", "namespace"),
+    BeforeValidator(convert_to_responses),
 ]
 
 
@@ -192,18 +197,18 @@ class MessageItem(ReturnedItem):
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
+    content: Content | None = None
     phase: Any = None
 
 
 class CallItem(ReturnedItem):
     """Input item: a function call that the model made. `arguments` is JSON text, as far as the model produced valid
-    JSON."""
+    JSON, or an object."""
 
     type: Literal["function_call"]
     call_id: Named
     name: Named
-    arguments: str
+    arguments: ArgumentsText | None = None
     caller: Any = None
     namespace: Any = None
     parsed_arguments: Any = None
@@ -214,7 +219,7 @@ class OutputItem(ReturnedItem):
 
     type: Literal["function_call_output"]
     call_id: Named
-    output: ToolOutput
+    output: ToolOutput | None = None
     caller: Any = None
     name: Any = None
     namespace: Any = None
@@ -236,7 +241,7 @@ class CustomOutputItem(ReturnedItem):
 
     type: Literal["custom_tool_call_output"]
     call_id: Named
-    output: ToolOutput
+    output: ToolOutput | None = None
     caller: Any = None
     name: Any = None
     namespace: Any = None

@@ -23,6 +23,8 @@ _QUESTIONS = frozenset({"contents", "input", "instructions", "messages", "prompt
 _FORMS = frozenset({"format", "output_config", "output_format", "response_format", "structured_outputs", "text"})
 """Fields that define the format of an answer: an unknown field in them would change the answer."""
 _MAX_VALUE_CHARS = 64
+UNSUPPORTED_TYPE = "is not supported by this server, with any model"
+"""End of the error text for a value of `type` that is not supported."""
 
 
 class _Error(msgspec.Struct, frozen=True, gc=False):
@@ -37,7 +39,7 @@ def build_unsupported(param: str, instead_of: Mapping[str, str] = _NOTHING, why:
 
     `why` replaces the default sentence before the alternative.
     """
-    text = why or f"{param} is not supported by this server, with any model"
+    text = why or f"{param} {UNSUPPORTED_TYPE}"
     instead = instead_of.get(param.rpartition(".")[2], "")
     return build_invalid(f"{text}: {instead}" if instead else text, param, RefusalCode.UNSUPPORTED.value)
 
@@ -85,7 +87,7 @@ def _check_unsupported(error: _Error, instead: Mapping[str, str]) -> Problem | N
     if error.loc[-1] in _LATER:
         return build_unsupported(path, instead)
     if error.loc[-1] == "type" and error.type == "literal_error" and isinstance(error.input, str):
-        why = f"{path} {error.input[:_MAX_VALUE_CHARS]!r} is not supported by this server, with any model"
+        why = f"{path} {error.input[:_MAX_VALUE_CHARS]!r} {UNSUPPORTED_TYPE}"
         return build_unsupported(path, instead, why)
     return None
 

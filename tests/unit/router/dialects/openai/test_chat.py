@@ -487,14 +487,21 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"messages": [{"role": "tool", "content": "42"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "user", "content": [{"type": "reasoning", "text": "x"}]}]}, "messages[0].content"),
     ({"messages": [{"role": "tool", "content": "42", "tool_call_id": ""}]}, "messages[0].tool_call_id"),
-    ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "user", "content": "x", "reasoning": "hm"}]}, "messages[0].reasoning"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0].function"),
     ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"id": ""}]}]}, "messages[0].tool_calls[0].id"),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": {}}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": []}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": {"a": deep(900)}}}]}
+            ]
+        },
         "messages[0].tool_calls[0].function.arguments",
     ),
     ({"messages": [{"role": "assistant", "tool_calls": [CALL] * 129}]}, "messages[0].tool_calls"),

@@ -219,6 +219,82 @@ def test_tools_that_would_have_to_run_here_are_left_out_and_named(dialect: str, 
     assert (refused.code, refused.param) == ("unsupported_parameter", "tools[1].type")
 
 
+NESTED = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+SHAPES: list[dict[str, Any]] = [
+    FUNCTION,
+    FLAT,
+    {"function": NESTED},
+    {"type": None} | NESTED,
+    {"name": "look", "input_schema": NESTED["parameters"]},
+    {"type": "custom", "name": "look", "input_schema": NESTED["parameters"]},
+]
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages", "ollama"])
+def test_a_tool_in_the_shape_of_another_route_is_accepted(dialect: str):
+    """Agents that use several routes send such tools, and some leave out the type."""
+    for shape in SHAPES:
+        found = good(dialect, tools=[shape])
+        assert (json.loads(found.tools), found.ignored) == ([FUNCTION], ()), shape
+    assert isinstance(parse(dialect, tools=[{"type": "function"}]), Problem)
+    assert good(dialect, tools=[{"name": "look"}]).tools == good("chat", tools=[FUNCTION]).tools
+
+
+def test_a_custom_tool_may_have_the_shape_of_the_other_route():
+    chat, responses = {"type": "custom", "custom": PATCH}, {"type": "custom", **PATCH}
+    assert good("chat", tools=[responses]).custom == good("chat", tools=[chat]).custom == {"apply_patch"}
+    assert good("responses", tools=[chat]).tools == good("responses", tools=[responses]).tools
+
+
+@pytest.mark.parametrize(
+    ("choice", "grammar"),
+    [
+        ({"type": "auto"}, None),
+        ({"type": "any"}, GrammarSpec(calls="required")),
+        ({"type": "tool", "name": "look"}, GrammarSpec(calls="required", tool="look")),
+        ({"function": {"name": "look"}}, GrammarSpec(calls="required", tool="look")),
+    ],
+)
+def test_a_choice_of_tools_may_have_the_shape_of_another_route(choice: dict[str, Any], grammar: GrammarSpec | None):
+    assert good("chat", tools=[FUNCTION], tool_choice=choice).params.grammar == grammar
+    assert good("responses", tools=[FLAT], tool_choice=choice).params.grammar == grammar
+
+
+def test_the_arguments_of_a_call_may_be_text_or_an_object():
+    for arguments in ({"a": [1]}, '{"a":[1]}'):
+        function = {"name": "look", "arguments": arguments}
+        called = {"role": "assistant", "tool_calls": [{"id": "1", "type": None, "function": function}]}
+        item = {"type": "function_call", "call_id": "1"} | function
+        block = {"type": "tool_use", "id": "1", "name": "look", "input": arguments}
+        for found in (
+            good("chat", messages=[*HELLO, called]),
+            good("ollama", messages=[*HELLO, called]),
+            good("responses", input=[item]),
+            good("messages", messages=[*HELLO, {"role": "assistant", "content": [block]}]),
+        ):
+            assert found.messages[-1].tool_calls == (ToolCall("1", "look", '{"a":[1]}'),)
+
+
+def test_a_result_without_content_is_empty():
+    results = [{"role": "tool", "tool_call_id": "1", "content": None}, {"role": "tool", "tool_call_id": "1"}]
+    messages = good("chat", messages=[*HELLO, *results]).messages
+    assert [message.content for message in messages[1:]] == ["", ""]
+    output = {"type": "function_call_output", "call_id": "1", "output": None}
+    message = {"type": "message", "role": "assistant", "content": None}
+    assert [message.content for message in good("responses", input=[output, message]).messages] == ["", ""]
+
+
+def test_an_image_in_a_result_becomes_a_text_and_is_named():
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    result = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "a.png "}, image]}
+    found = good("chat", messages=[*HELLO, result])
+    assert found.messages[1].content == "a.png [image_url omitted: the model gets only text]"
+    assert found.ignored == ("messages[].content[].type=image_url",)
+    refused = parse("chat", strict=True, messages=[*HELLO, result])
+    assert isinstance(refused, Problem)
+    assert refused.param == "messages[].content[].type=image_url"
+
+
 def test_a_count_leaves_out_the_same_tools():
     counted = parse_count(json.dumps(CHAT | {"tools": [{"type": "web_search_20250305", "name": "x"}]}).encode(), 0)
     assert not isinstance(counted, Problem)
