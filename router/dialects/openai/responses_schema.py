@@ -5,9 +5,9 @@ Fields of the type `Any` are accepted and have no effect.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from router.admission.request_limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.dialects.openai.chat_schema import HARMLESS as CHAT_HARMLESS
@@ -68,7 +68,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "store": "default true; answers are stored in memory until newer answers need the space",
         "previous_response_id": "id of an answer that is stored for the same key",
         "input": "a text, or messages, calls of functions and custom tools, their outputs, reasoning, further tools, "
-        "and references to stored items; other items are refused by name",
+        "and references to stored items; calls that ran on another server are left out",
         "max_output_tokens": NO_LIMIT_NOTE,
         "metadata": "returned with the answer",
         "prompt_cache_key": SESSION_NOTE,
@@ -278,17 +278,15 @@ class ToolsItem(ReturnedItem):
     tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
-Item = MessageItem | CallItem | OutputItem | CustomCallItem | CustomOutputItem | ReasoningItem
-InputItem = Annotated[
-    Annotated[MessageItem, Tag("message_part")]
-    | Annotated[CallItem, Tag("function_call_part")]
-    | Annotated[OutputItem, Tag("function_call_output_part")]
-    | Annotated[CustomCallItem, Tag("custom_tool_call_part")]
-    | Annotated[CustomOutputItem, Tag("custom_tool_call_output_part")]
-    | Annotated[ReasoningItem, Tag("reasoning_part")]
-    | Annotated[ItemReference, Tag("item_reference_part")]
-    | Annotated[ToolsItem, Tag("additional_tools_part")],
-    build_type_discriminator(
+class ForeignItem(ForeignPart):
+    """Input item: a call for another server, such as a web search or a shell command, or its result. The prompt has
+    only items with `call_id`."""
+
+    call_id: Named | None = None
+
+
+_ITEMS = frozenset(
+    {
         "message",
         "function_call",
         "function_call_output",
@@ -297,7 +295,36 @@ InputItem = Annotated[
         "reasoning",
         "item_reference",
         "additional_tools",
-    ),
+    }
+)
+FOREIGN_ITEMS = ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "tool_search_output")
+COMPACTIONS = ("compaction", "compaction_summary", "context_compaction")
+"""Types of items in which another server has encrypted a conversation. They are refused."""
+
+
+def _get_item_tag(item: object) -> str:
+    kind = cast("dict[str, object]", item).get("type") if isinstance(item, dict) else None
+    if not isinstance(kind, str):
+        return "message_part"
+    if kind in _ITEMS:
+        return f"{kind}_part"
+    is_foreign = kind.endswith(("_call", "_call_output")) or kind in (*FOREIGN_ITEMS, *COMPACTIONS)
+    return "foreign_part" if is_foreign else "message_part"
+
+
+OwnItem = MessageItem | CallItem | OutputItem | CustomCallItem | CustomOutputItem | ReasoningItem
+Item = OwnItem | ForeignItem
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message_part")]
+    | Annotated[CallItem, Tag("function_call_part")]
+    | Annotated[OutputItem, Tag("function_call_output_part")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call_part")]
+    | Annotated[CustomOutputItem, Tag("custom_tool_call_output_part")]
+    | Annotated[ReasoningItem, Tag("reasoning_part")]
+    | Annotated[ItemReference, Tag("item_reference_part")]
+    | Annotated[ToolsItem, Tag("additional_tools_part")]
+    | Annotated[ForeignItem, Tag("foreign_part")],
+    Discriminator(_get_item_tag),
 ]
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag("text")]
