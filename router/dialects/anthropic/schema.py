@@ -26,7 +26,6 @@ from router.dialects.shared.common_fields import (
     TopK,
     TopP,
     build_tool_discriminator,
-    build_type_discriminator,
     shorten_session,
 )
 from router.dialects.shared.field_table import FieldTable
@@ -123,13 +122,72 @@ class RedactedThinkingBlock(StrictPart):
     data: str
 
 
+class TextSource(StrictPart):
+    """Source of a document: its text."""
+
+    type: Literal["text"]
+    media_type: Any = None
+    data: str
+
+
+class ContentSource(StrictPart):
+    """Source of a document: a text, or blocks. A text takes the place of blocks that are no text."""
+
+    type: Literal["content"]
+    content: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[
+            list[
+                Annotated[
+                    Annotated[TextBlock, Tag("text_part")] | Annotated[ForeignPart, Tag("foreign_part")],
+                    build_tool_discriminator("text"),
+                ]
+            ],
+            Field(fail_fast=True, max_length=MAX_PARTS),
+            Tag("parts"),
+        ],
+        TEXT_OR_PARTS,
+    ]
+
+
+class DocumentBlock(CacheablePart):
+    """Document in a message of the user, or in the result of a tool. `citations` has no effect.
+
+    A source of another type, such as a PDF file, is refused in a message of the user without results of tools.
+    """
+
+    type: Literal["document"]
+    source: Annotated[
+        Annotated[TextSource, Tag("text_part")]
+        | Annotated[ContentSource, Tag("content_part")]
+        | Annotated[ForeignPart, Tag("foreign_part")],
+        build_tool_discriminator("text", "content"),
+    ]
+    title: str | None = None
+    context: str | None = None
+    citations: Any = None
+
+
+class SearchResultBlock(CacheablePart):
+    """Result of a search in a message of the user, or in the result of a tool. `citations` has no effect."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS)]
+    citations: Any = None
+
+
 Texts = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 ResultPart = Annotated[
-    Annotated[TextBlock, Tag("text_part")] | Annotated[ForeignPart, Tag("foreign_part")],
-    build_tool_discriminator("text"),
+    Annotated[TextBlock, Tag("text_part")]
+    | Annotated[DocumentBlock, Tag("document_part")]
+    | Annotated[SearchResultBlock, Tag("search_result_part")]
+    | Annotated[ForeignPart, Tag("foreign_part")],
+    build_tool_discriminator("text", "document", "search_result"),
 ]
 ResultContent = Annotated[
     Annotated[str, Tag("text")]
@@ -141,8 +199,13 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("tool_use_part")]
     | Annotated[ToolResultBlock, Tag("tool_result_part")]
     | Annotated[ThinkingBlock, Tag("thinking_part")]
-    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking_part")],
-    build_type_discriminator("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking_part")]
+    | Annotated[DocumentBlock, Tag("document_part")]
+    | Annotated[SearchResultBlock, Tag("search_result_part")]
+    | Annotated[ForeignPart, Tag("foreign_part")],
+    build_tool_discriminator(
+        "text", "tool_use", "tool_result", "thinking", "redacted_thinking", "document", "search_result"
+    ),
 ]
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[Block], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],

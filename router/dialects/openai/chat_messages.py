@@ -108,7 +108,7 @@ def _render_part(part: ContentPart) -> str:
     if isinstance(part, ThinkingPart | ReasoningPart):
         return ""
     if isinstance(part, ForeignPart):
-        return render_omitted_part(part)
+        return render_omitted_part(part.type)
     return part.refusal if isinstance(part, RefusalPart) else part.text
 
 

@@ -143,7 +143,7 @@ def _render_foreign_part(part: object) -> str | Problem:
     if isinstance(text, str):
         return text
     if isinstance(kind, str) and kind:
-        return render_omitted_part(ForeignPart(type=kind))
+        return render_omitted_part(kind)
     return encode_json(cast("object", part), "input", MAX_TOOLS_BYTES)
 
 
@@ -169,5 +169,5 @@ def _join_text(content: Content | ToolOutput | None) -> str:
 
 def _render_part(part: ContentPart | ForeignPart) -> str:
     if isinstance(part, ForeignPart):
-        return render_omitted_part(part)
+        return render_omitted_part(part.type)
     return part.refusal if isinstance(part, OutputRefusal) else part.text

@@ -355,8 +355,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     [
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type", "image"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
-            "messages[0].content[0].type",
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "file"}}]}]},
+            "messages[0].content[0].source.type",
             "document",
         ),
         ({"container": "c"}, "container", "container"),
