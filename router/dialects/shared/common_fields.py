@@ -139,8 +139,11 @@ def shorten_session(name: str) -> str:
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Named = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
-"""Name of a tool: up to 128 characters, as in Anthropic's API. Agents build names from those of servers and tools."""
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_./:-]{1,128}$")]
+"""Name of a tool: up to 128 characters, as in Anthropic's API. Agents build names from those of servers and tools.
+
+OpenAI's API has no `.`, `/` and `:`. Servers of the MCP and clients of Google's API have tools with them.
+"""
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE]
 TokenLimitOrZero = Annotated[int, Field(ge=NO_LIMIT), AfterValidator(_lower_limit), WHOLE]
 """Maximum tokens of an answer, at most `MAX_TOKENS`. A larger number, such as that of 32 bits, becomes `MAX_TOKENS`."""

@@ -240,6 +240,15 @@ def test_a_tool_in_the_shape_of_another_route_is_accepted(dialect: str):
     assert good(dialect, tools=[{"name": "look"}]).tools == good("chat", tools=[FUNCTION]).tools
 
 
+@pytest.mark.parametrize(("name", "accepted"), [("srv.list-files", True), ("a/b:c", True), ("a b", False), ("", False)])
+def test_the_name_of_a_tool_may_have_the_characters_of_mcp(name: str, accepted: bool):
+    for dialect in ("chat", "responses", "messages", "ollama"):
+        found = parse(dialect, tools=[{"name": name}])
+        assert isinstance(found, Problem) != accepted
+        if accepted:
+            assert json.loads(found.tools)[0]["function"]["name"] == name
+
+
 def test_a_custom_tool_may_have_the_shape_of_the_other_route():
     chat, responses = {"type": "custom", "custom": PATCH}, {"type": "custom", **PATCH}
     assert good("chat", tools=[responses]).custom == good("chat", tools=[chat]).custom == {"apply_patch"}
