@@ -5,8 +5,9 @@ is a separate message. Neighbours of one role are merged, as Anthropic documents
 alternating roles. System texts at the beginning, in `system` or in messages, become one message. Later system texts
 keep their position.
 
-Blocks of the assistant for tools of another server are omitted. A block of the user that is no text is refused, unless
-its message has results of tools. Claude Code sends a PDF file that a tool has read this way.
+Blocks of unknown types in messages of the assistant and of the system are omitted, such as a search on another server.
+A block of the user that is no text is refused, unless its message has results of tools. Claude Code sends a PDF file
+that a tool has read this way.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,7 @@ from router.dialects.anthropic.schema import (
     TextBlock,
     TextSource,
     ThinkingBlock,
+    ToolChangeBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -83,7 +85,8 @@ def _render_block(block: ResultBlock) -> str:
     if isinstance(block, SearchResultBlock):
         return "\n".join((block.title, block.source, *(part.text for part in block.content)))
     if not isinstance(block, DocumentBlock):
-        return render_omitted_part(block.type)
+        name = (block.model_extra or {}).get("tool_name") if block.type == "tool_reference" else None
+        return name if isinstance(name, str) and name else render_omitted_part(block.type)
     source = block.source
     if isinstance(source, TextSource):
         text = source.data
@@ -116,7 +119,7 @@ def _is_omitted(block: Block) -> bool:
     """Return whether a block is no text, such as an image or a PDF file, or of an unknown type."""
     if isinstance(block, DocumentBlock):
         return isinstance(block.source, ForeignPart)
-    return isinstance(block, ForeignPart) and not _get_summary(block)
+    return isinstance(block, ForeignPart) and block.type != "tool_reference" and not _get_summary(block)
 
 
 def _group_runs(messages: list[Message]) -> Iterable[tuple[str, Iterable[Message]]]:
@@ -157,7 +160,8 @@ def _convert_blocks(message: AnthropicMessage, path: str) -> Iterable[Message | 
         if wrong is not None:
             yield wrong
             return
-        yield _convert_block(message.role, block, where)
+        if message.role != "system" or not isinstance(block, ToolChangeBlock | ForeignPart):
+            yield _convert_block(message.role, block, where)
 
 
 def _check_block(role: str, block: Block, path: str) -> Problem | None:
@@ -165,7 +169,7 @@ def _check_block(role: str, block: Block, path: str) -> Problem | None:
     only = _get_required_role(block)
     if only not in ("", role):
         return build_invalid(f"only messages with the role {only} can have {block.type}", f"{path}.type")
-    if role == "assistant" or not _is_omitted(block):
+    if role != "user" or not _is_omitted(block):
         return None
     kind, where = (block.source.type, "source.type") if isinstance(block, DocumentBlock) else (block.type, "type")
     more = ": send the text of the document" if isinstance(block, DocumentBlock) else ""
@@ -175,6 +179,8 @@ def _check_block(role: str, block: Block, path: str) -> Problem | None:
 def _get_required_role(block: Block) -> str:
     if isinstance(block, TextBlock | ForeignPart):
         return ""
+    if isinstance(block, ToolChangeBlock):
+        return "system"
     return "user" if isinstance(block, ToolResultBlock | DocumentBlock | SearchResultBlock) else "assistant"
 
 
@@ -182,7 +188,7 @@ def _convert_block(role: str, block: Block, path: str) -> Message | Problem:
     if isinstance(block, TextBlock | DocumentBlock | SearchResultBlock):
         return Message(role, _render_block(block))
     if isinstance(block, ForeignPart):
-        return Message(role, _get_summary(block) or ("" if role == "assistant" else _render_block(block)))
+        return Message(role, _get_summary(block) or (_render_block(block) if role == "user" else ""))
     if isinstance(block, ToolResultBlock):
         return Message("tool", join_texts(block.content), tool_call_id=block.tool_use_id)
     if isinstance(block, ThinkingBlock):

@@ -178,6 +178,35 @@ class SearchResultBlock(CacheablePart):
     citations: Any = None
 
 
+class ToolDefinition(StrictPart):
+    """Tool of a `tool_addition`, by value."""
+
+    type: Literal["tool_definition"]
+    definition: "AnyTool"
+
+
+class ToolReference(StrictPart):
+    """Tool of a `tool_addition` or `tool_removal`, by its name in `tools`."""
+
+    type: Literal["tool_reference"]
+    name: Named
+
+
+class ToolChangeBlock(CacheablePart):
+    """Change of the tools in the middle of a conversation, in a message of the role `system`.
+
+    The changes apply to the whole conversation, because the prompt begins with the tools.
+    """
+
+    type: Literal["tool_addition", "tool_removal"]
+    tool: Annotated[
+        Annotated[ToolReference, Tag("tool_reference_part")]
+        | Annotated[ToolDefinition, Tag("tool_definition_part")]
+        | Annotated[ForeignPart, Tag("foreign_part")],
+        build_tool_discriminator("tool_reference", "tool_definition"),
+    ]
+
+
 Texts = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
     TEXT_OR_PARTS,
@@ -202,9 +231,19 @@ Block = Annotated[
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking_part")]
     | Annotated[DocumentBlock, Tag("document_part")]
     | Annotated[SearchResultBlock, Tag("search_result_part")]
+    | Annotated[ToolChangeBlock, Tag("tool_addition_part")]
+    | Annotated[ToolChangeBlock, Tag("tool_removal_part")]
     | Annotated[ForeignPart, Tag("foreign_part")],
     build_tool_discriminator(
-        "text", "tool_use", "tool_result", "thinking", "redacted_thinking", "document", "search_result"
+        "text",
+        "tool_use",
+        "tool_result",
+        "thinking",
+        "redacted_thinking",
+        "document",
+        "search_result",
+        "tool_addition",
+        "tool_removal",
     ),
 ]
 Content = Annotated[

@@ -66,6 +66,37 @@ def test_the_name_of_a_tool_has_up_to_128_characters():
     assert (refused.status, refused.param) == (400, "tools[0].name")
 
 
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ([("tool_addition", "clock")], ["weather", "clock"]),
+        ([("tool_removal", "weather")], ["clock"]),
+        ([("tool_removal", "weather"), ("tool_addition", "weather")], ["weather", "clock"]),
+        ([("tool_addition", {"name": "news"}), ("tool_removal", "gone")], ["weather", "clock", "news"]),
+        ([("tool_addition", {"name": "clock", "description": "new"})], ["weather", "clock: new"]),
+    ],
+)
+def test_tools_change_in_the_middle_of_a_conversation(changes: list[tuple[str, object]], names: list[str]):
+    """Claude Code adds and removes tools in messages of the system, so that the prompt keeps its beginning."""
+    blocks: list[dict[str, object]] = [{"type": "text", "text": "now"}, {"type": "new_type"}]
+    for kind, tool in changes:
+        reference = {"type": "tool_reference", "name": tool}
+        definition = {"type": "tool_definition", "definition": tool}
+        blocks.append({"type": kind, "tool": reference if isinstance(tool, str) else definition})
+    messages = [*HELLO, {"role": "system", "content": blocks}]
+    clock = {"name": "clock", "defer_loading": True}
+    _, job = asked(MessagesRoute(), max_tokens=9, messages=messages, tools=[TOOL, clock])
+    functions = [tool["function"] for tool in json.loads(job.tools)]
+    assert [": ".join(str(one[key]) for key in ("name", "description") if key in one) for one in functions] == names
+    assert job.messages == (Message("user", "hi"), Message("system", "now"))
+    assert job.ignored == ("messages[].content[].type=new_type",)
+    only = [*HELLO, {"role": "system", "content": blocks[1:]}]
+    assert asked(MessagesRoute(), max_tokens=9, messages=only)[1].messages == (Message("user", "hi"),)
+    none = MessagesRoute().parse(json.dumps({"model": "m", "max_tokens": 9, "messages": only[1:]}).encode(), "key")
+    assert isinstance(none, Problem)
+    assert none.param == "messages"
+
+
 def test_a_count_has_the_prompt_of_the_request_that_it_counts():
     body = {"messages": HELLO, "system": "be brief", "tools": [TOOL]}
     _, job = asked(MessagesRoute(), max_tokens=9, **body)

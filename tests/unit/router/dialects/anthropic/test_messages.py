@@ -103,6 +103,7 @@ PDF: dict[str, Any] = {
         ({"type": "document", "source": {"type": "text", "data": "DOC"}, "title": "T", "context": "C"}, "T\nC\nDOC"),
         ({"type": "document", "source": {"type": "content", "content": "DOC"}, "citations": {}}, "DOC"),
         ({"type": "document", "source": {"type": "content", "content": [text("D"), {"type": "image"}]}}, f"D\n{IMAGE}"),
+        ({"type": "tool_reference", "tool_name": "clock"}, "clock"),
         (
             {"type": "search_result", "source": "S", "title": "T", "content": [text("one"), text("two")]},
             "T\nS\none\ntwo",
@@ -159,6 +160,7 @@ def test_an_empty_content_is_an_empty_message():
     [
         ("user", USE, "assistant"),
         ("user", {"type": "thinking", "thinking": "x", "signature": "s"}, "assistant"),
+        ("user", {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "x"}}, "system"),
         ("assistant", {"type": "tool_result", "tool_use_id": "t1", "content": "x"}, "user"),
     ],
 )
