@@ -132,6 +132,40 @@ class ReasoningPart(StrictPart):
     text: str
 
 
+class ToolUsePart(StrictPart):
+    """Tool call of an earlier answer as a part, as in Anthropic's messages. Cursor sends it to chats."""
+
+    type: Literal["tool_use"]
+    id: Named
+    name: Named
+    input: ArgumentsText
+
+
+class ToolResultPart(StrictPart):
+    """Result of a tool call as a part of a message of the user, as in Anthropic's messages."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Named
+    content: (
+        Annotated[
+            Annotated[str, Tag("text")]
+            | Annotated[
+                list[
+                    Annotated[
+                        Annotated[TextPart, Tag("text_part")] | Annotated[ForeignPart, Tag("foreign_part")],
+                        build_tool_discriminator("text"),
+                    ]
+                ],
+                Field(fail_fast=True, max_length=MAX_PARTS),
+                Tag("parts"),
+            ],
+            TEXT_OR_PARTS,
+        ]
+        | None
+    ) = None
+    is_error: Any = None
+
+
 Part = Annotated[
     Annotated[TextPart, Tag("text_part")]
     | Annotated[TextPart, Tag("input_text_part")]
@@ -139,8 +173,12 @@ Part = Annotated[
     | Annotated[RefusalPart, Tag("refusal_part")]
     | Annotated[ThinkingPart, Tag("thinking_part")]
     | Annotated[ReasoningPart, Tag("reasoning_part")]
+    | Annotated[ToolUsePart, Tag("tool_use_part")]
+    | Annotated[ToolResultPart, Tag("tool_result_part")]
     | Annotated[ForeignPart, Tag("foreign_part")],
-    build_tool_discriminator("text", "input_text", "output_text", "refusal", "thinking", "reasoning"),
+    build_tool_discriminator(
+        "text", "input_text", "output_text", "refusal", "thinking", "reasoning", "tool_use", "tool_result"
+    ),
 ]
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],

@@ -15,7 +15,7 @@ from router.dialects.openai.chat_response import ChatChunks, convert_call
 from router.dialects.openai.completion import CompletionRoute
 from router.dialects.openai.responses import ResponsesRoute
 from router.errors import Problem
-from wire.frames import Channel, Delta, GrammarSpec, ToolCall
+from wire.frames import Channel, Delta, GrammarSpec, Message, ToolCall
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT = {"model": "m", "messages": HELLO}
@@ -291,6 +291,30 @@ def test_a_result_without_content_is_empty():
     output = {"type": "function_call_output", "call_id": "1", "output": None}
     message = {"type": "message", "role": "assistant", "content": None}
     assert [message.content for message in good("responses", input=[output, message]).messages] == ["", ""]
+
+
+def test_calls_and_results_may_be_parts_as_in_anthropic_s_messages():
+    """Cursor sends them to chats."""
+    used = {"type": "tool_use", "id": "1", "name": "look", "input": {"a": 1}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "x"}, {"type": "image"}]}
+    more: Any = [{"type": "tool_result", "tool_use_id": "2"}, {"type": "text", "text": "and?"}]
+    turns = [
+        {"role": "assistant", "content": [{"type": "text", "text": "I look."}, used]},
+        {"role": "user", "content": [result]},
+        {"role": "user", "content": more},
+    ]
+    found = good("chat", messages=[*HELLO, *turns])
+    assert found.messages[1:] == (
+        Message("assistant", "I look.", tool_calls=(ToolCall("1", "look", '{"a":1}'),)),
+        Message("tool", "x[image omitted: the model gets only text]", tool_call_id="1"),
+        Message("tool", tool_call_id="2"),
+        Message("user", "and?"),
+    )
+    assert found.ignored == ("messages[].content[].content[].type=image",)
+    for role, parts in (("user", [used]), ("assistant", [result]), ("system", [result]), ("assistant", [used] * 129)):
+        refused = parse("chat", messages=[{"role": role, "content": parts}])
+        assert isinstance(refused, Problem)
+        assert refused.param == "messages[0].content"
 
 
 def test_an_image_in_a_result_becomes_a_text_and_is_named():
