@@ -324,15 +324,13 @@ def list_stops(stop: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def parse_stream_options(body: SamplingFields) -> bool | Problem:
-    """Return whether the last chunk of a stream has the usage.
+    """Return whether the last chunk of a stream has the usage. Without a stream, the options have no effect.
 
-    Return a 400 problem for stream options without a stream, and for `include_obfuscation: true`.
+    Return a 400 problem for a stream with `include_obfuscation: true`.
     """
     options = body.stream_options
-    if options is None:
+    if options is None or not body.stream:
         return False
-    if not body.stream:
-        return build_invalid("stream_options needs stream: true", "stream_options")
     if options.include_obfuscation:
         text = "stream_options.include_obfuscation is not supported: streams are not padded"
         return build_invalid(text, "stream_options.include_obfuscation", RefusalCode.UNSUPPORTED.value)
