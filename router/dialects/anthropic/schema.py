@@ -16,6 +16,7 @@ from router.dialects.shared.common_fields import (
     OTHER_SERVERS,
     SESSION_NOTE,
     TEXT_OR_PARTS,
+    CallId,
     ForeignPart,
     FunctionName,
     Named,
@@ -26,7 +27,7 @@ from router.dialects.shared.common_fields import (
     TopK,
     TopP,
     build_tool_discriminator,
-    shorten_session,
+    shorten_name,
 )
 from router.dialects.shared.field_table import FieldTable
 from router.dialects.shared.template import EffortField
@@ -89,7 +90,7 @@ class ToolUseBlock(CacheablePart):
     """Tool call that the assistant made in an earlier turn."""
 
     type: Literal["tool_use"]
-    id: Named
+    id: CallId
     name: Named
     input: ArgumentsObject
     caller: Any = None
@@ -102,7 +103,7 @@ class ToolResultBlock(CacheablePart):
     """
 
     type: Literal["tool_result"]
-    tool_use_id: Named
+    tool_use_id: CallId
     content: "ResultContent | None" = None
     is_error: bool | None = None
 
@@ -355,7 +356,7 @@ class MessagesBody(CountBody):
     def session(self) -> str:
         """Name of the conversation: `metadata.user_id`, empty without one."""
         user_id = (self.metadata or {}).get("user_id")
-        return shorten_session(user_id) if isinstance(user_id, str) else ""
+        return shorten_name(user_id) if isinstance(user_id, str) else ""
 
 
 MESSAGES = FieldTable(MessagesBody, HARMLESS, NEUTRAL, INSTEAD | {"metadata": f"user_id {SESSION_NOTE}"})

@@ -14,6 +14,7 @@ from router.dialects.shared.common_fields import (
     WHOLE,
     YIELDING,
     ForeignPart,
+    Hint,
     MinP,
     Name,
     Named,
@@ -146,7 +147,7 @@ class OllamaCalledFunction(StrictPart):
 class OllamaCall(StrictPart):
     """Tool call that the assistant made in an earlier turn."""
 
-    id: Name | None = None
+    id: Hint | None = None
     type: Literal["function"] | None = None
     function: OllamaCalledFunction
 
@@ -160,7 +161,7 @@ class OllamaMessage(StrictPart):
     images: Annotated[list[Any], Field(fail_fast=True, max_length=0)] | None = None
     tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
     tool_name: Name | None = None
-    tool_call_id: Name | None = None
+    tool_call_id: Hint | None = None
     name: Name | None = None
 
 

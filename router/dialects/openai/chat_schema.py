@@ -19,9 +19,11 @@ from router.dialects.shared.common_fields import (
     SESSION_NOTE,
     TEXT_OR_PARTS,
     WHOLE,
+    CallId,
     ForeignPart,
     FunctionName,
     GrammarFormat,
+    Hint,
     Name,
     Named,
     StrictPart,
@@ -136,7 +138,7 @@ class ToolUsePart(StrictPart):
     """Tool call of an earlier answer as a part, as in Anthropic's messages. Cursor sends it to chats."""
 
     type: Literal["tool_use"]
-    id: Named
+    id: CallId
     name: Named
     input: ArgumentsText
 
@@ -145,7 +147,7 @@ class ToolResultPart(StrictPart):
     """Result of a tool call as a part of a message of the user, as in Anthropic's messages."""
 
     type: Literal["tool_result"]
-    tool_use_id: Named
+    tool_use_id: CallId
     content: (
         Annotated[
             Annotated[str, Tag("text")]
@@ -207,7 +209,7 @@ class MessageToolCall(StrictPart):
     Client libraries leave `index` and `parsed_arguments` in messages assembled from a stream. They have no effect.
     """
 
-    id: Named
+    id: CallId
     type: Annotated[Literal["function"], BeforeValidator(_complete_type)] = "function"
     function: CalledFunction
     index: int | None = None
@@ -223,7 +225,7 @@ class CalledCustom(StrictPart):
 class MessageCustomCall(StrictPart):
     """Call of a custom tool that the assistant made in an earlier turn. `index` has no effect."""
 
-    id: Named
+    id: CallId
     type: Literal["custom"]
     custom: CalledCustom
     index: int | None = None
@@ -244,7 +246,7 @@ class ChatMessage(StrictPart):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: Name | None = None
-    tool_call_id: Name | None = None
+    tool_call_id: Hint | None = None
     tool_calls: Annotated[list[MessageCall], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
     function_call: None = None
     audio: None = None

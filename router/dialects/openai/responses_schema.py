@@ -16,6 +16,7 @@ from router.dialects.shared.common_fields import (
     NO_LIMIT_NOTE,
     SESSION_NOTE,
     TEXT_OR_PARTS,
+    CallId,
     ForeignPart,
     FunctionName,
     Hint,
@@ -206,7 +207,7 @@ class CallItem(ReturnedItem):
     JSON, or an object."""
 
     type: Literal["function_call"]
-    call_id: Named
+    call_id: CallId
     name: Named
     arguments: ArgumentsText | None = None
     caller: Any = None
@@ -218,7 +219,7 @@ class OutputItem(ReturnedItem):
     """Input item: the result of a function call. A text takes the place of parts that are no text, such as images."""
 
     type: Literal["function_call_output"]
-    call_id: Named
+    call_id: CallId
     output: ToolOutput | None = None
     caller: Any = None
     name: Any = None
@@ -229,7 +230,7 @@ class CustomCallItem(ReturnedItem):
     """Input item: a call of a custom tool that the model made."""
 
     type: Literal["custom_tool_call"]
-    call_id: Named
+    call_id: CallId
     name: Named
     input: str
     caller: Any = None
@@ -240,7 +241,7 @@ class CustomOutputItem(ReturnedItem):
     """Input item: the result of a call of a custom tool."""
 
     type: Literal["custom_tool_call_output"]
-    call_id: Named
+    call_id: CallId
     output: ToolOutput | None = None
     caller: Any = None
     name: Any = None
@@ -282,7 +283,7 @@ class ForeignItem(ForeignPart):
     """Input item: a call for another server, such as a web search or a shell command, or its result. The prompt has
     only items with `call_id`."""
 
-    call_id: Named | None = None
+    call_id: CallId | None = None
 
 
 _ITEMS = frozenset(

@@ -132,8 +132,8 @@ def resolve_seed(seed: int | None) -> int | None:
     return None if seed == RANDOM_SEED else seed
 
 
-def shorten_session(name: str) -> str:
-    """Return the name of a conversation, or its digest above `MAX_NAME_CHARS` characters."""
+def shorten_name(name: str) -> str:
+    """Return the name of a conversation or the id of a call, or its digest above `MAX_NAME_CHARS` characters."""
     return name if len(name) <= MAX_NAME_CHARS else sha256(name.encode("utf-8", "replace")).hexdigest()
 
 
@@ -156,7 +156,9 @@ Text = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Hint = Annotated[str, AfterValidator(shorten_session)]
+CallId = Annotated[str, Field(min_length=1), AfterValidator(shorten_name)]
+"""Id of a tool call. Gateways put the signatures of other models' reasoning into ids, which then are long."""
+Hint = Annotated[str, AfterValidator(shorten_name)]
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Seed = Annotated[int, Field(ge=-INT64, le=INT64), WHOLE]

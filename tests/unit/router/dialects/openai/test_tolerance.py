@@ -3,6 +3,7 @@ ignored."""
 
 import json
 import time
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -282,6 +283,31 @@ def test_the_arguments_of_a_call_may_be_text_or_an_object():
             good("messages", messages=[*HELLO, {"role": "assistant", "content": [block]}]),
         ):
             assert found.messages[-1].tool_calls == (ToolCall("1", "look", '{"a":[1]}'),)
+
+
+def test_a_long_id_of_a_call_is_shortened_also_in_its_result():
+    """Gateways put the signatures of other models' reasoning into the ids of calls."""
+    name = "call_1__thought__" + "x" * 1000
+    function = {"name": "look", "arguments": "{}"}
+    used = {"type": "tool_use", "id": name, "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": name, "content": "x"}
+    called = {"role": "assistant", "tool_calls": [{"id": name, "function": function}]}
+    answered = {"role": "tool", "tool_call_id": name, "content": "x"}
+    items = [
+        {"type": "function_call", "call_id": name} | function,
+        {"type": "function_call_output", "call_id": name, "output": "x"},
+    ]
+    turns = [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+    for found in (
+        good("chat", messages=[*HELLO, called, answered]),
+        good(
+            "ollama", messages=[*HELLO, called | {"tool_calls": [{"id": name, "function": {"name": "look"}}]}, answered]
+        ),
+        good("responses", input=items),
+        good("messages", messages=[*HELLO, *turns]),
+    ):
+        call, answer = found.messages[-2:]
+        assert call.tool_calls[0].id == answer.tool_call_id == sha256(name.encode()).hexdigest()
 
 
 def test_a_result_without_content_is_empty():
