@@ -469,7 +469,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"tools": {}}, "tools"),
-    ({"tools": [TOOL] * 129}, "tools"),
+    ({"tools": [TOOL] * 513}, "tools"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),

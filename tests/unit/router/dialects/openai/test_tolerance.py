@@ -428,10 +428,10 @@ def test_tools_of_a_namespace_are_offered_and_their_calls_name_it():
     names = [one["function"]["name"] for one in json.loads(found.tools)]
     assert names == ["look", "spawn", "agents__look", "apply_patch"]
     assert found.ignored == ("tools[1].tools[3].type=web_search",)
-    crowd = {"type": "namespace", "name": "crowd", "tools": [FLAT | {"name": f"f{number}"} for number in range(100)]}
+    crowd = {"type": "namespace", "name": "crowd", "tools": [FLAT | {"name": f"f{number}"} for number in range(300)]}
     refused = parse("responses", tools=[crowd, crowd | {"name": "other"}])
     assert isinstance(refused, Problem)
-    assert "200 tools in the request, the limit is 128: leave some out" in refused.message
+    assert "600 tools in the request, the limit is 512: leave some out" in refused.message
 
 
 def test_a_returned_call_has_the_name_under_which_its_tool_is_offered():
