@@ -113,6 +113,16 @@ def test_unsupported_field_with_an_effect_is_refused(fields: dict[str, Any]):
     assert found.status == 400
 
 
+def test_a_new_option_next_to_the_format_of_an_answer_is_ignored_and_named():
+    """New versions of Claude Code send further members of `output_config` in each request."""
+    assert good("messages", output_config={"effort": "low", "pace": 1}).ignored == ("output_config.pace",)
+    assert good("responses", text={"verbosity": "low", "tone": 1}).ignored == ("text.tone",)
+    for option in ("formt", "schema", "json_schema", "response_format"):
+        refused = parse("messages", output_config={option: {}})
+        assert isinstance(refused, Problem)
+        assert refused.param == f"output_config.{option}"
+
+
 def test_wrong_value_is_refused_together_with_an_unknown_field():
     found = parse("chat", n="many", colour="red")
     assert isinstance(found, Problem)
