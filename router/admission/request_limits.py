@@ -43,7 +43,8 @@ PLAIN_ROLES = ("system", "developer", "user", "assistant")
 MAX_TOP_K = 2**31 - 1
 MAX_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
-MAX_TOOLS = 128
+MAX_TOOLS = 512
+"""Maximum tools of one body. Claude Code sends all tools of all its MCP servers, also those that it loads later."""
 MAX_CALLS = 128
 """Maximum tool calls in one message of the conversation."""
 MAX_GRAMMAR_BYTES = 128 * 1024

@@ -68,7 +68,7 @@ def parsed(raw: bytes) -> tuple[int, dict]:
         b'{"n":NaN}',
         b"{}",
         b'{"model":' + b"[" * 4000,
-        json.dumps(ASK | {"max_tokens": 10**12}).encode(),
+        json.dumps(ASK | {"max_tokens": -2}).encode(),
         json.dumps(ASK | {"n": 10**9}).encode(),
         json.dumps(ASK | {"messages": []}).encode(),
         json.dumps(ASK | {"stream": "yes"}).encode(),

@@ -18,6 +18,7 @@ from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.process.interface import CallRecording
 from node.engine.requests.prepared import PreparedRequest
 from node.engine.requests.tokenize_admission import count_text_bytes
+from node.engine.requests.tool_names import find_tool_names, rename_tools
 from node.engine.text.detokenizer import TextPipeline
 from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer
 from node.engine.text.tokenizer_errors import TemplateFailed, TokenizerError, TooLong
@@ -144,7 +145,8 @@ class RequestPreparer:
             if isinstance(tokenizer, Refused):
                 return Refusal(question.request, tokenizer)
             with self._record_tokenization(question.model, question.request):
-                return Finished(question.request, (), tokenizer.count_tokens(request), 0)
+                renamed = rename_tools(request, find_tool_names(tokenizer.call_parser, request.tools))
+                return Finished(question.request, (), tokenizer.count_tokens(renamed), 0)
         except TemplateFailed as error:
             return Refusal(
                 question.request, Refused(RefusalCode.TEMPLATE, f"the prompt could not be rendered: {error}")
@@ -189,10 +191,12 @@ class RequestPreparer:
             return PreparedRequest(request, refused=tokenizer)
         found = self._catalogue.find(request.model)
         most = 0 if found is None else self._context(found)
+        names = find_tool_names(tokenizer.call_parser, request.tools)
+        renamed = rename_tools(request, names)
         try:
-            prompt = tokenizer.tokenize_request(request, most)
-            grammar = self._compile_grammar(request, tokenizer, prompt)
-            shared = tokenizer.count_shared_tokens(request, prompt)
+            prompt = tokenizer.tokenize_request(renamed, most)
+            grammar = self._compile_grammar(renamed, tokenizer, prompt)
+            shared = tokenizer.count_shared_tokens(renamed, prompt)
         except TooLong as error:
             text = f"{error}; the context of {request.model} is {most}: shorten the prompt"
             return _refuse(request, RefusalCode.CONTEXT, text)
@@ -209,10 +213,11 @@ class RequestPreparer:
                 request.request_id,
                 choice,
                 params.stop,
-                request.tools,
+                renamed.tools,
                 prompt.thinking,
                 one_call=params.one_call,
                 grammar=grammar,
+                client_names={new: name for name, new in names.items()},
             )
 
         return PreparedRequest(

@@ -12,7 +12,7 @@ holds the lock and thus stops every other thread: 8.6 s for 7.9 MB (`python -m t
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -36,7 +36,7 @@ from node.engine.text.pipeline_parts import MarkCutter, PassThrough, TokenDecode
 from node.engine.text.stop_strings import StopStrings
 from node.engine.text.token_bytes import TokenBytes
 from node.engine.text.tokenizer_errors import TemplateFailed, TooLong, convert_panics, format_error
-from node.engine.text.tool_call_parser import Parse, ToolCallParser
+from node.engine.text.tool_call_parser import NO_NAMES, Parse, ToolCallParser
 from wire.capacity.arithmetic import TOKENIZE_SLACK, TOKENIZE_SLICE_CHARS
 from wire.frames import Generate, Message
 
@@ -87,6 +87,8 @@ class Tokenizer:
         self._parse_call = parser and wrap_parser(_get_parser_name(wrapper), parser)
         if has_harmony:
             self._parse_call = harmony.parse_call
+        self.call_parser = "harmony" if has_harmony else _get_parser_name(wrapper)
+        """Name of the parser of calls: `harmony`, or that of mlx-lm; empty or another text without one."""
         self.features = ("tools",) if wrapper.has_tool_calling or has_harmony else ()
         """Features of the model: `tools` if its calls can be parsed."""
         self.token_bytes = TokenBytes(wrapper, self.size).get_bytes
@@ -216,12 +218,14 @@ class Tokenizer:
         *,
         one_call: bool = False,
         grammar: AnswerFormat | None = None,
+        client_names: Mapping[str, str] = NO_NAMES,
     ) -> TextPipeline:
         """Return the text pipeline of one choice.
 
         The ids of its calls contain `request_id` and, above 0, `choice`. `tools` is the JSON array of the request.
         `thinking`: the prompt has begun the reasoning. With `one_call` the answer ends with its first call. With a
-        `grammar`, markers are recognized only where the grammar puts them.
+        `grammar`, markers are recognized only where the grammar puts them. `client_names` has the names of tools that
+        the client knows by another name than the model.
         Raise `TemplateFailed` or `ValueError` if `tools` is no JSON array.
         """
         parsed_tools = parse_tools((grammar.tools if grammar is not None else "") or tools)
@@ -231,6 +235,7 @@ class Tokenizer:
             self._parse_call if parsed_tools else None,
             list_tool_variants(parsed_tools),
             self.markers.call[1],
+            client_names,
         )
         if grammar is not None:
             place = grammar.get_start_place()

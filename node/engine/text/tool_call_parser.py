@@ -6,13 +6,15 @@ as JSON. Otherwise the result is empty, and the caller sends the block as conten
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, cast
 
 Parse = Callable[[str, list[object]], object]
 """Parser of a block without its markers, given the request's tools. Returns a call or a list of calls; may raise any
 exception."""
 
+NO_NAMES: Final[Mapping[str, str]] = MappingProxyType({})
 MAX_BLOCK_CHARS: Final = 1 << 18
 """Maximum characters of a block for a parser. Some patterns take time with the square of the length."""
 
@@ -22,15 +24,23 @@ class ToolCallParser:
 
     The id of a call is `prefix` and its index. Without `parse` no block is a call. `tools` has one or several forms of
     the request's tools: if the parser fails with one, the next is used. `end` is the marker at the end of a call; empty
-    if a call ends with the answer.
+    if a call ends with the answer. `client_names` maps names of tools that the client knows by another name.
     """
 
-    def __init__(self, prefix: str, parse: Parse | None, tools: Sequence[list[object]], end: str) -> None:
+    def __init__(
+        self,
+        prefix: str,
+        parse: Parse | None,
+        tools: Sequence[list[object]],
+        end: str,
+        client_names: Mapping[str, str] = NO_NAMES,
+    ) -> None:
         self.count = 0
         self.end = end
         self._prefix = prefix
         self._parse = parse
         self._tools = tools
+        self._client_names = client_names
 
     def parse_block(self, block: str) -> list[str]:
         """Parse a block without its markers. Return each call as JSON text (see `wire.frames.Delta`), and add the calls
@@ -65,7 +75,7 @@ class ToolCallParser:
         made = {
             "index": index,
             "id": f"{self._prefix}{index}",
-            "name": name,
+            "name": self._client_names.get(name, name),
             "arguments": _render_arguments(parts["arguments"]),
         }
         return _render_json(made)

@@ -4,10 +4,21 @@ CountTokens frame."""
 from dataclasses import replace
 from typing import NamedTuple
 
+from msgspec import structs
+
 from router.dialects.anthropic.messages import convert_messages, list_omitted_parts
 from router.dialects.anthropic.response import MessageChunks, encode_error, encode_message
-from router.dialects.anthropic.schema import COUNT, MESSAGES, AnthropicTool, CountBody, MessagesBody, ThinkingOptions
-from router.dialects.shared.common_fields import list_stops
+from router.dialects.anthropic.schema import (
+    COUNT,
+    MESSAGES,
+    AnthropicTool,
+    CountBody,
+    MessagesBody,
+    ThinkingOptions,
+    ToolChangeBlock,
+    ToolDefinition,
+)
+from router.dialects.shared.common_fields import ForeignPart, list_stops, resolve_limit
 from router.dialects.shared.conversation import ConversationRequest
 from router.dialects.shared.field_table import sanitize_names
 from router.dialects.shared.formats import add_call_constraints, convert_schema
@@ -31,14 +42,24 @@ NO_THREADS = "thread_unsupported_request"
 """Code of the refusal of `thread`, with which a client sends only its new messages. Claude Code sends the request again
 with all messages after this code, and no `thread` in the rest of the session."""
 
+NO_ANSWER = CompleteAnswer({}, {}, {})
+"""Answer to a request that only puts its prompt into the prefix cache."""
+
 
 class MessagesRequest(ConversationRequest, frozen=True, gc=False):
-    """Parsed body of `/v1/messages`. `thoughts`: the answer includes the reasoning."""
+    """Parsed body of `/v1/messages`."""
 
     thoughts: bool = True
+    """Whether the answer includes the reasoning."""
+    warms: bool = False
+    """Whether the request only puts its prompt into the prefix cache, by `max_tokens: 0`. One token is generated and
+    left out."""
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        if self.warms:
+            finished = structs.replace(finished, reasons=("length",), stops=(), completion_tokens=0, reasoning_tokens=0)
+            return encode_message(spec, NO_ANSWER, finished, self.thoughts)
         return encode_message(spec, answer, finished, self.thoughts)
 
     def create_chunk_encoder(self, reader: AnswerReader) -> MessageChunks:
@@ -96,9 +117,12 @@ def _build_request(body: MessagesBody, ignored: tuple[str, ...], *, strict: bool
     grammar = _build_grammar(body, tools)
     if isinstance(grammar, Problem):
         return grammar
+    warms = body.max_tokens == 0
+    if warms and body.stream:
+        return build_invalid("max_tokens: 0 has no answer to stream: leave stream out", "stream")
     params = GenerationParams(
         grammar=grammar,
-        max_tokens=body.max_tokens,
+        max_tokens=1 if warms else resolve_limit(body.max_tokens),
         temperature=body.temperature,
         top_p=body.top_p,
         stop=list_stops(body.stop_sequences),
@@ -118,6 +142,7 @@ def _build_request(body: MessagesBody, ignored: tuple[str, ...], *, strict: bool
         body.session,
         sanitize_names([*ignored, *tools.left_out]),
         thoughts,
+        warms,
     )
 
 
@@ -126,6 +151,8 @@ def _convert_prompt(body: CountBody, *, strict: bool) -> tuple[tuple[Message, ..
     messages = convert_messages(body.system, body.messages)
     if isinstance(messages, Problem):
         return messages
+    if not messages:
+        return build_invalid("messages has only changes of tools: add a message", "messages")
     tools = _collect_tools(body, strict=strict)
     if isinstance(tools, Problem):
         return tools
@@ -178,13 +205,38 @@ _WORDS = {"any": "required", "tool": "required", "none": "none"}
 
 
 def _collect_tools(body: CountBody, *, strict: bool) -> ToolSet | Problem:
-    choice = body.tool_choice
-    if choice is not None and not body.tools and choice.type != "none":
+    choice, tools = body.tool_choice, _apply_tool_changes(body)
+    if choice is not None and not tools and choice.type != "none":
         return build_invalid("tool_choice needs tools: add tools, or leave tool_choice out", "tool_choice")
-    if not body.tools:
+    if not tools:
         return NO_TOOLS
-    offered = (_convert_tool(tool) for tool in body.tools if isinstance(tool, AnthropicTool))
-    return collect_tools(offered, body.tools, strict=strict, include_text=choice is None or choice.type != "none")
+    offered = (_convert_tool(tool) for tool in tools if isinstance(tool, AnthropicTool))
+    return collect_tools(offered, tools, strict=strict, include_text=choice is None or choice.type != "none")
+
+
+def _apply_tool_changes(body: CountBody) -> list[AnthropicTool | ForeignPart]:
+    """Return the tools at the end of the conversation, after all additions and removals in it."""
+    given = list(body.tools or ())
+    changes = [
+        block
+        for message in body.messages
+        for block in message.content
+        if isinstance(block, ToolChangeBlock) and not isinstance(block.tool, ForeignPart)
+    ]
+    if not changes:
+        return given
+    known = {tool.name if isinstance(tool, AnthropicTool) else str(at): tool for at, tool in enumerate(given)}
+    removed: set[str] = set()
+    for change in changes:
+        tool = change.tool.definition if isinstance(change.tool, ToolDefinition) else change.tool
+        name = str(getattr(tool, "name", ""))
+        if change.type == "tool_removal":
+            removed.add(name)
+            continue
+        removed.discard(name)
+        if isinstance(tool, AnthropicTool):
+            known[name] = tool
+    return [tool for name, tool in known.items() if name not in removed]
 
 
 def _convert_tool(tool: AnthropicTool) -> OfferedTool:

@@ -4,6 +4,10 @@ Anthropic's turn is a list of blocks. A frame's message has one text, one reason
 is a separate message. Neighbours of one role are merged, as Anthropic documents, because many templates accept only
 alternating roles. System texts at the beginning, in `system` or in messages, become one message. Later system texts
 keep their position.
+
+Blocks of unknown types in messages of the assistant and of the system are omitted, such as a search on another server.
+A block of the user that is no text is refused, unless its message has results of tools. Claude Code sends a PDF file
+that a tool has read this way.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,17 +19,23 @@ from router.admission.request_limits import MAX_CALLS
 from router.dialects.anthropic.schema import (
     AnthropicMessage,
     Block,
+    DocumentBlock,
+    SearchResultBlock,
     TextBlock,
+    TextSource,
     ThinkingBlock,
+    ToolChangeBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
 from router.dialects.shared.common_fields import ForeignPart
 from router.dialects.shared.strict_json import encode_json
 from router.dialects.shared.tools import render_omitted_part
+from router.dialects.shared.validation import UNSUPPORTED_TYPE, build_unsupported
 from router.errors import Problem, build_invalid
 from wire.frames import Message, ToolCall
 
+ResultBlock = TextBlock | DocumentBlock | SearchResultBlock | ForeignPart
 MAX_INPUT_BYTES = 1024 * 1024
 """Maximum size of the `input` of one tool call, in bytes of its JSON."""
 ATTRIBUTION = "x-anthropic-billing-header:"
@@ -61,23 +71,55 @@ def _join_system(system: str | list[TextBlock] | None) -> str:
     return _JOINT["system"].join(new for text, new in zip(texts, kept, strict=True) if new or not text)
 
 
-def join_texts(content: str | Sequence[TextBlock | ForeignPart] | None, joint: str = "\n") -> str:
-    """Return the text of a content, joined by `joint`; empty without content."""
+def join_texts(content: str | Sequence[ResultBlock] | None) -> str:
+    """Return the text of a content, with one line break between its blocks; empty without content."""
     if content is None or isinstance(content, str):
         return content or ""
-    return joint.join(block.text if isinstance(block, TextBlock) else render_omitted_part(block) for block in content)
+    return "\n".join(map(_render_block, content))
+
+
+def _render_block(block: ResultBlock) -> str:
+    """Return the text of a block. Another text takes the place of a block that is no text, such as an image."""
+    if isinstance(block, TextBlock):
+        return block.text
+    if isinstance(block, SearchResultBlock):
+        return "\n".join((block.title, block.source, *(part.text for part in block.content)))
+    if not isinstance(block, DocumentBlock):
+        name = (block.model_extra or {}).get("tool_name") if block.type == "tool_reference" else None
+        return name if isinstance(name, str) and name else render_omitted_part(block.type)
+    source = block.source
+    if isinstance(source, TextSource):
+        text = source.data
+    else:
+        text = render_omitted_part(block.type) if isinstance(source, ForeignPart) else join_texts(source.content)
+    return "\n".join(part for part in (block.title, block.context, text) if part)
 
 
 def list_omitted_parts(body_messages: Iterable[AnthropicMessage]) -> list[str]:
-    """Return the parts of results that are no text, as `path=type`."""
+    """Return the blocks that the prompt omits, as `path=type`.
+
+    These are blocks of the user and of results that are no text, and blocks of the assistant of another server.
+    """
     return [
-        f"messages[].content[].content[].type={part.type}"
+        f"messages[].content[].{path}type={part.type}"
         for message in body_messages
+        if isinstance(message.content, list)
         for block in message.content
-        if isinstance(block, ToolResultBlock)
-        for part in block.content or ()
-        if isinstance(part, ForeignPart)
+        for path, part in [("", block), *(("content[].", part) for part in _list_parts(block))]
+        if _is_omitted(part)
     ]
+
+
+def _list_parts(block: Block) -> Sequence[ResultBlock]:
+    content = block.content if isinstance(block, ToolResultBlock) else None
+    return content if isinstance(content, list) else ()
+
+
+def _is_omitted(block: Block) -> bool:
+    """Return whether a block is no text, such as an image or a PDF file, or of an unknown type."""
+    if isinstance(block, DocumentBlock):
+        return isinstance(block.source, ForeignPart)
+    return isinstance(block, ForeignPart) and block.type != "tool_reference" and not _get_summary(block)
 
 
 def _group_runs(messages: list[Message]) -> Iterable[tuple[str, Iterable[Message]]]:
@@ -111,25 +153,42 @@ def _convert_blocks(message: AnthropicMessage, path: str) -> Iterable[Message | 
         return
     if not message.content:
         yield Message(message.role)
+    attached = any(isinstance(block, ToolResultBlock) for block in message.content)
     for at, block in enumerate(message.content):
-        only = _get_required_role(block)
-        if only and only != message.role:
-            yield build_invalid(
-                f"only messages with the role {only} can have {block.type}", f"{path}.content[{at}].type"
-            )
+        where = f"{path}.content[{at}]"
+        wrong = None if attached and _is_omitted(block) else _check_block(message.role, block, where)
+        if wrong is not None:
+            yield wrong
             return
-        yield _convert_block(message.role, block, f"{path}.content[{at}]")
+        if message.role != "system" or not isinstance(block, ToolChangeBlock | ForeignPart):
+            yield _convert_block(message.role, block, where)
+
+
+def _check_block(role: str, block: Block, path: str) -> Problem | None:
+    """Return the 400 problem for a block of another role, and for a block of the user that is no text."""
+    only = _get_required_role(block)
+    if only not in ("", role):
+        return build_invalid(f"only messages with the role {only} can have {block.type}", f"{path}.type")
+    if role != "user" or not _is_omitted(block):
+        return None
+    kind, where = (block.source.type, "source.type") if isinstance(block, DocumentBlock) else (block.type, "type")
+    more = ": send the text of the document" if isinstance(block, DocumentBlock) else ""
+    return build_unsupported(f"{path}.{where}", why=f"{path}.{where} {kind[:64]!r} {UNSUPPORTED_TYPE}{more}")
 
 
 def _get_required_role(block: Block) -> str:
-    if isinstance(block, TextBlock):
+    if isinstance(block, TextBlock | ForeignPart):
         return ""
-    return "user" if isinstance(block, ToolResultBlock) else "assistant"
+    if isinstance(block, ToolChangeBlock):
+        return "system"
+    return "user" if isinstance(block, ToolResultBlock | DocumentBlock | SearchResultBlock) else "assistant"
 
 
 def _convert_block(role: str, block: Block, path: str) -> Message | Problem:
-    if isinstance(block, TextBlock):
-        return Message(role, block.text)
+    if isinstance(block, TextBlock | DocumentBlock | SearchResultBlock):
+        return Message(role, _render_block(block))
+    if isinstance(block, ForeignPart):
+        return Message(role, _get_summary(block) or (_render_block(block) if role == "user" else ""))
     if isinstance(block, ToolResultBlock):
         return Message("tool", join_texts(block.content), tool_call_id=block.tool_use_id)
     if isinstance(block, ThinkingBlock):
@@ -138,3 +197,9 @@ def _convert_block(role: str, block: Block, path: str) -> Message | Problem:
         text = encode_json(block.input, f"{path}.input", MAX_INPUT_BYTES)
         return text if isinstance(text, Problem) else Message(role, tool_calls=(ToolCall(block.id, block.name, text),))
     return Message(role)
+
+
+def _get_summary(block: ForeignPart) -> str:
+    """Return the summary in a block of the type `compaction`, which the prompt contains; empty for other blocks."""
+    summary = (block.model_extra or {}).get("content") if block.type == "compaction" else None
+    return summary if isinstance(summary, str) else ""

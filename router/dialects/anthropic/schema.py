@@ -7,28 +7,31 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from router.admission.request_limits import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PARTS, MAX_TOOLS
+from router.admission.request_limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.dialects.openai.chat_schema import BILL, CACHE, KEY_IDENTIFIES_CLIENT
 from router.dialects.shared.common_fields import (
+    NO_LIMIT_NOTE,
     OTHER_SERVERS,
     SESSION_NOTE,
     TEXT_OR_PARTS,
+    CallId,
     ForeignPart,
     FunctionName,
     Named,
     Stops,
     StrictPart,
     Temperature,
-    Tokens,
+    TokenLimitOrZero,
     TopK,
     TopP,
     build_tool_discriminator,
-    build_type_discriminator,
+    shorten_name,
 )
 from router.dialects.shared.field_table import FieldTable
-from router.dialects.shared.template import Effort
+from router.dialects.shared.template import EffortField
+from router.dialects.shared.tool_shapes import ArgumentsObject, convert_to_anthropic
 
 HARMLESS: Mapping[str, str] = MappingProxyType(
     {
@@ -57,7 +60,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "mcp_servers": "connect to them in the client, and send their functions as tools",
         "speed": "only standard is supported",
         "thread": "no conversations are stored: send all messages",
-        "max_tokens": "required",
+        "max_tokens": f"required; {NO_LIMIT_NOTE}; 0: only the prompt is computed, for the prefix cache",
         "thinking": "enabled and disabled set the template's enable_thinking; budget_tokens has no effect; "
         "display: omitted removes thinking blocks from the answer",
         "tool_choice": "auto, any, tool and none, also with disable_parallel_tool_use",
@@ -87,9 +90,9 @@ class ToolUseBlock(CacheablePart):
     """Tool call that the assistant made in an earlier turn."""
 
     type: Literal["tool_use"]
-    id: Named
+    id: CallId
     name: Named
-    input: dict[str, Any]
+    input: ArgumentsObject
     caller: Any = None
 
 
@@ -100,7 +103,7 @@ class ToolResultBlock(CacheablePart):
     """
 
     type: Literal["tool_result"]
-    tool_use_id: Named
+    tool_use_id: CallId
     content: "ResultContent | None" = None
     is_error: bool | None = None
 
@@ -120,13 +123,101 @@ class RedactedThinkingBlock(StrictPart):
     data: str
 
 
+class TextSource(StrictPart):
+    """Source of a document: its text."""
+
+    type: Literal["text"]
+    media_type: Any = None
+    data: str
+
+
+class ContentSource(StrictPart):
+    """Source of a document: a text, or blocks. A text takes the place of blocks that are no text."""
+
+    type: Literal["content"]
+    content: Annotated[
+        Annotated[str, Tag("text")]
+        | Annotated[
+            list[
+                Annotated[
+                    Annotated[TextBlock, Tag("text_part")] | Annotated[ForeignPart, Tag("foreign_part")],
+                    build_tool_discriminator("text"),
+                ]
+            ],
+            Field(fail_fast=True, max_length=MAX_PARTS),
+            Tag("parts"),
+        ],
+        TEXT_OR_PARTS,
+    ]
+
+
+class DocumentBlock(CacheablePart):
+    """Document in a message of the user, or in the result of a tool. `citations` has no effect.
+
+    A source of another type, such as a PDF file, is refused in a message of the user without results of tools.
+    """
+
+    type: Literal["document"]
+    source: Annotated[
+        Annotated[TextSource, Tag("text_part")]
+        | Annotated[ContentSource, Tag("content_part")]
+        | Annotated[ForeignPart, Tag("foreign_part")],
+        build_tool_discriminator("text", "content"),
+    ]
+    title: str | None = None
+    context: str | None = None
+    citations: Any = None
+
+
+class SearchResultBlock(CacheablePart):
+    """Result of a search in a message of the user, or in the result of a tool. `citations` has no effect."""
+
+    type: Literal["search_result"]
+    source: str
+    title: str
+    content: Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS)]
+    citations: Any = None
+
+
+class ToolDefinition(StrictPart):
+    """Tool of a `tool_addition`, by value."""
+
+    type: Literal["tool_definition"]
+    definition: "AnyTool"
+
+
+class ToolReference(StrictPart):
+    """Tool of a `tool_addition` or `tool_removal`, by its name in `tools`."""
+
+    type: Literal["tool_reference"]
+    name: Named
+
+
+class ToolChangeBlock(CacheablePart):
+    """Change of the tools in the middle of a conversation, in a message of the role `system`.
+
+    The changes apply to the whole conversation, because the prompt begins with the tools.
+    """
+
+    type: Literal["tool_addition", "tool_removal"]
+    tool: Annotated[
+        Annotated[ToolReference, Tag("tool_reference_part")]
+        | Annotated[ToolDefinition, Tag("tool_definition_part")]
+        | Annotated[ForeignPart, Tag("foreign_part")],
+        build_tool_discriminator("tool_reference", "tool_definition"),
+    ]
+
+
 Texts = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 ResultPart = Annotated[
-    Annotated[TextBlock, Tag("text_part")] | Annotated[ForeignPart, Tag("foreign_part")],
-    build_tool_discriminator("text"),
+    Annotated[TextBlock, Tag("text_part")]
+    | Annotated[DocumentBlock, Tag("document_part")]
+    | Annotated[SearchResultBlock, Tag("search_result_part")]
+    | Annotated[ForeignPart, Tag("foreign_part")],
+    build_tool_discriminator("text", "document", "search_result"),
 ]
 ResultContent = Annotated[
     Annotated[str, Tag("text")]
@@ -138,8 +229,23 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("tool_use_part")]
     | Annotated[ToolResultBlock, Tag("tool_result_part")]
     | Annotated[ThinkingBlock, Tag("thinking_part")]
-    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking_part")],
-    build_type_discriminator("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
+    | Annotated[RedactedThinkingBlock, Tag("redacted_thinking_part")]
+    | Annotated[DocumentBlock, Tag("document_part")]
+    | Annotated[SearchResultBlock, Tag("search_result_part")]
+    | Annotated[ToolChangeBlock, Tag("tool_addition_part")]
+    | Annotated[ToolChangeBlock, Tag("tool_removal_part")]
+    | Annotated[ForeignPart, Tag("foreign_part")],
+    build_tool_discriminator(
+        "text",
+        "tool_use",
+        "tool_result",
+        "thinking",
+        "redacted_thinking",
+        "document",
+        "search_result",
+        "tool_addition",
+        "tool_removal",
+    ),
 ]
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[Block], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
@@ -163,7 +269,7 @@ class AnthropicTool(CacheablePart):
     type: Literal["custom"] | None = None
     name: FunctionName
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     allowed_callers: Any = None
     defer_loading: Any = None
@@ -179,6 +285,7 @@ def _get_tool_tag(tool: object) -> str:
 AnyTool = Annotated[
     Annotated[AnthropicTool, Tag("custom_part")] | Annotated[ForeignPart, Tag("foreign_part")],
     Discriminator(_get_tool_tag),
+    BeforeValidator(convert_to_anthropic),
 ]
 
 
@@ -216,7 +323,7 @@ class JsonFormat(StrictPart):
 class OutputConfig(StrictPart):
     """Reasoning effort and format of the answer. `task_budget` has no effect."""
 
-    effort: Effort | None = None
+    effort: EffortField = None
     format: JsonFormat | None = None
     task_budget: Any = None
 
@@ -237,7 +344,7 @@ class CountBody(StrictPart):
 class MessagesBody(CountBody):
     """Request body of `/v1/messages`."""
 
-    max_tokens: Tokens
+    max_tokens: TokenLimitOrZero
     stop_sequences: Stops | None = None
     metadata: dict[str, Any] | None = None
     stream: bool | None = None
@@ -247,9 +354,9 @@ class MessagesBody(CountBody):
 
     @property
     def session(self) -> str:
-        """Name of the conversation: `metadata.user_id`. Empty without one, or above `MAX_NAME_CHARS` characters."""
+        """Name of the conversation: `metadata.user_id`, empty without one."""
         user_id = (self.metadata or {}).get("user_id")
-        return user_id if isinstance(user_id, str) and len(user_id) <= MAX_NAME_CHARS else ""
+        return shorten_name(user_id) if isinstance(user_id, str) else ""
 
 
 MESSAGES = FieldTable(MessagesBody, HARMLESS, NEUTRAL, INSTEAD | {"metadata": f"user_id {SESSION_NOTE}"})

@@ -125,8 +125,8 @@ class OllamaEmbedRoute:
         model, ignored = strip_latest_tag(fields.model), sanitize_names(parsed.ignored)
         if not fields.input:
             return check_unload(body) or OllamaEmbedRequest(model, LOADING, ignored, loads=True)
-        texts, ids = _split_input(fields.input)
-        embed = EmbeddingInput(texts, ids, fields.dimensions or 0, fields.truncate is not False)
+        texts = (fields.input,) if isinstance(fields.input, str) else tuple(text or " " for text in fields.input)
+        embed = EmbeddingInput(texts, (), fields.dimensions or 0, fields.truncate is not False)
         return OllamaEmbedRequest(model, embed, ignored)
 
 

@@ -26,7 +26,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 )
 OLLAMA_INSTEAD: Mapping[str, str] = MappingProxyType(
     {
-        "input": f"a text, or up to {MAX_INPUTS} texts, none of them empty; an empty text or list loads the model",
+        "input": f"a text, or up to {MAX_INPUTS} texts; an empty one of them is read as a space; an empty text or list "
+        "loads the model",
         "dimensions": INSTEAD["dimensions"],
         "truncate": "default true: a text that is longer than the model allows is cut",
         "model": "a `:latest` at the end is ignored",
@@ -43,7 +44,7 @@ Input = Annotated[
     | Annotated[ManyIds, Tag("many_part")],
     Discriminator(get_input_tag),
 ]
-OllamaTexts = Annotated[list[Text], Field(fail_fast=True, max_length=MAX_INPUTS)]
+OllamaTexts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_INPUTS)]
 OllamaInput = Annotated[
     Annotated[str, Tag("text_part")] | Annotated[OllamaTexts, Tag("texts_part")],
     Discriminator(lambda value: "texts_part" if isinstance(value, list) else "text_part"),

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from msgspec import structs
 
-from router.admission.request_limits import MAX_CALLS, MAX_TOOLS_BYTES
+from router.admission.request_limits import MAX_CALLS, MAX_TOKENS, MAX_TOOLS_BYTES
 from router.dialects.ollama.response import OLLAMA, AnswerShape, OllamaChunks, encode_answer, encode_load
 from router.dialects.ollama.schema import (
     CHAT,
@@ -26,6 +26,7 @@ from router.dialects.shared.formats import convert_schema
 from router.dialects.shared.interface import AnswerReader
 from router.dialects.shared.strict_json import Body, encode_json, read_object
 from router.dialects.shared.template import encode_variables
+from router.dialects.shared.tool_shapes import convert_to_chat
 from router.dialects.shared.tools import NO_TOOLS, OfferedTool, ToolSet, clean_function, collect_tools
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import compute_demand, compute_plain_demand
@@ -230,7 +231,7 @@ def _parse_options(
     drawn = parsed.body
     most = drawn.num_predict or 0
     params = GenerationParams(
-        max_tokens=most if most > 0 else None,
+        max_tokens=min(most, MAX_TOKENS) if most > 0 else None,
         temperature=drawn.temperature,
         top_p=drawn.top_p,
         seed=resolve_seed(drawn.seed),
@@ -251,7 +252,7 @@ def _parse_options(
 
 
 def _collect_tools(body: OllamaChatBody, sent: Body, *, strict: bool) -> ToolSet | Problem:
-    raw = cast("list[Body]", sent.get("tools") or [])
+    raw = [cast("Body", convert_to_chat(tool)) for tool in cast("list[object]", sent.get("tools") or [])]
     offered = (
         OfferedTool(clean_function(raw[at])) for at, tool in enumerate(body.tools or ()) if isinstance(tool, ChatTool)
     )

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from router.admission.request_limits import MAX_CALLS, MAX_MESSAGES, MAX_TOKENS, MAX_TOOLS
+from router.admission.request_limits import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 from router.dialects.openai.chat_schema import ChatTool
 from router.dialects.shared.common_fields import (
     KEEP,
@@ -14,6 +14,7 @@ from router.dialects.shared.common_fields import (
     WHOLE,
     YIELDING,
     ForeignPart,
+    Hint,
     MinP,
     Name,
     Named,
@@ -28,6 +29,7 @@ from router.dialects.shared.common_fields import (
     build_tool_discriminator,
 )
 from router.dialects.shared.field_table import FieldTable
+from router.dialects.shared.tool_shapes import ArgumentsObject, convert_to_chat
 
 _NO_LOGPROBS = "use /v1/chat/completions for log probabilities"
 _NO_TRUNCATION = "a conversation that is too long is refused, never truncated"
@@ -121,7 +123,7 @@ OPTIONS_INSTEAD: Mapping[str, str] = MappingProxyType(
 class OllamaOptions(StrictPart):
     """Sampling options of a request, the field `options`."""
 
-    num_predict: Annotated[int, Field(ge=-MAX_TOKENS, le=MAX_TOKENS), WHOLE] | None = None
+    num_predict: Annotated[int, WHOLE] | None = None
     stop: StopOrStops | None = None
     seed: Seed | None = None
     temperature: Temperature | None = None
@@ -134,17 +136,18 @@ class OllamaOptions(StrictPart):
 
 
 class OllamaCalledFunction(StrictPart):
-    """Function in a tool call of the assistant, with its arguments as an object. `index` has no effect."""
+    """Function in a tool call of the assistant, with its arguments as an object, or as JSON text. `index` has no
+    effect."""
 
     name: Named
-    arguments: dict[str, Any] | None = None
+    arguments: ArgumentsObject | None = None
     index: int | None = None
 
 
 class OllamaCall(StrictPart):
     """Tool call that the assistant made in an earlier turn."""
 
-    id: Name | None = None
+    id: Hint | None = None
     type: Literal["function"] | None = None
     function: OllamaCalledFunction
 
@@ -152,13 +155,13 @@ class OllamaCall(StrictPart):
 class OllamaMessage(StrictPart):
     """Message of the conversation. `images` must be empty; `name` counts only without `tool_name`."""
 
-    role: Literal["system", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
     images: Annotated[list[Any], Field(fail_fast=True, max_length=0)] | None = None
     tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
     tool_name: Name | None = None
-    tool_call_id: Name | None = None
+    tool_call_id: Hint | None = None
     name: Name | None = None
 
 
@@ -195,6 +198,7 @@ class OllamaBody(StrictPart):
 OllamaTool = Annotated[
     Annotated[ChatTool, Tag("function_part")] | Annotated[ForeignPart, Tag("foreign_part")],
     build_tool_discriminator("function"),
+    BeforeValidator(convert_to_chat),
 ]
 
 

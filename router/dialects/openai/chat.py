@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import cast
 
 from router.dialects.openai import chat_fast_parse
-from router.dialects.openai.chat_messages import convert_messages
+from router.dialects.openai.chat_messages import convert_messages, list_omitted_parts
 from router.dialects.openai.chat_response import ChatChunks, encode_completion
 from router.dialects.openai.chat_schema import CHAT, ChatBody, ChatCustomTool, ChatTool
 from router.dialects.shared.common_fields import (
@@ -25,11 +25,13 @@ from router.dialects.shared.interface import OPENAI, AnswerReader
 from router.dialects.shared.strict_json import Body
 from router.dialects.shared.template import combine_reasoning, encode_variables
 from router.dialects.shared.tool_choice import convert_tool_choice
+from router.dialects.shared.tool_shapes import convert_to_chat
 from router.dialects.shared.tools import (
     ClientTool,
     OfferedTool,
     ToolSet,
     build_custom_function,
+    build_omitted_problem,
     clean_function,
     collect_tools,
 )
@@ -112,6 +114,9 @@ def _build_request(body: ChatBody, fields: Body, ignored: tuple[str, ...], *, st
     tools = _collect_tools(body, fields, strict=strict)
     if isinstance(tools, Problem):
         return tools
+    omitted = list_omitted_parts(body.messages)
+    if omitted and strict:
+        return build_omitted_problem(omitted[0])
     reasoning_options = {"thinking": body.thinking, "think": body.think, "reasoning": body.reasoning}
     effort, thinks, unread = combine_reasoning(body.reasoning_effort, body.enable_thinking, reasoning_options)
     template = encode_variables(body.chat_template_kwargs, reasoning_effort=effort, enable_thinking=thinks)
@@ -143,7 +148,7 @@ def _build_request(body: ChatBody, fields: Body, ignored: tuple[str, ...], *, st
         list_given_penalties(body),
         template,
         body.session,
-        sanitize_names([*ignored, *unread, *tools.left_out]),
+        sanitize_names([*ignored, *unread, *tools.left_out, *omitted]),
         frozenset(tools.origins),
     )
 
@@ -159,7 +164,7 @@ def _build_grammar(body: ChatBody, tools: ToolSet) -> GrammarSpec | Problem | No
 
 def _collect_tools(body: ChatBody, fields: Body, *, strict: bool) -> ToolSet | Problem:
     """Return the tools in their order, without text when there are none or none may be called."""
-    raw = cast("list[Body]", fields.get("tools") or [])
+    raw = [cast("Body", convert_to_chat(tool)) for tool in cast("list[object]", fields.get("tools") or [])]
     offered = (
         _convert_tool(tool, raw[at]) for at, tool in enumerate(body.tools or ()) if not isinstance(tool, ForeignPart)
     )

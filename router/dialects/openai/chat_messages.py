@@ -6,6 +6,10 @@ refused, unless it is empty. Client libraries write all fields of one class into
 assistant may be empty, because some clients store an answer that had only reasoning as `content: null`.
 """
 
+from collections.abc import Sequence
+from typing import TypeVar
+
+from router.admission.request_limits import MAX_CALLS
 from router.dialects.openai.chat_schema import (
     ChatMessage,
     MessageCustomCall,
@@ -13,12 +17,17 @@ from router.dialects.openai.chat_schema import (
     ReasoningPart,
     RefusalPart,
     ThinkingPart,
+    ToolResultPart,
+    ToolUsePart,
 )
 from router.dialects.openai.chat_schema import Part as ContentPart
-from router.dialects.shared.tools import encode_input
+from router.dialects.shared.common_fields import ForeignPart
+from router.dialects.shared.tools import encode_input, render_omitted_part
+from router.dialects.shared.validation import UNSUPPORTED_TYPE, build_unsupported
 from router.errors import Problem, build_invalid
 from wire.frames import Message, ToolCall
 
+P = TypeVar("P", bound=ToolUsePart | ToolResultPart)
 _ONLY = (
     ("tool_calls", "assistant"),
     ("reasoning_content", "assistant"),
@@ -36,7 +45,7 @@ def convert_messages(body_messages: list[ChatMessage]) -> tuple[Message, ...] | 
         wrong = _check_message(message, f"messages[{index}]")
         if wrong is not None:
             return wrong
-        messages.append(_convert_message(message))
+        messages += _convert_message(message)
     return tuple(messages)
 
 
@@ -45,24 +54,65 @@ def _check_message(message: ChatMessage, path: str) -> Problem | None:
     for name, only in _ONLY:
         if role != only and getattr(message, name):
             return build_invalid(f"only messages with the role {only} can have {name}", f"{path}.{name}")
+    if role != "tool":
+        foreign = _find_foreign_part(message.content, path)
+        if foreign is not None:
+            return foreign
+    for kind, only in ((ToolUsePart, "assistant"), (ToolResultPart, "user")):
+        if role != only and _list_parts(message.content, kind):
+            return build_invalid(f"only messages with the role {only} can have such parts", f"{path}.content")
+    if len(_list_parts(message.content, ToolUsePart)) + len(message.tool_calls or ()) > MAX_CALLS:
+        return build_invalid(f"a message has at most {MAX_CALLS} tool calls", f"{path}.content")
     if role != "assistant" and _join_reasoning(message.content):
         return build_invalid("only messages with the role assistant can have reasoning", f"{path}.content")
     if role == "tool" and not message.tool_call_id:
         return build_invalid("a tool message needs the tool_call_id of its tool call", f"{path}.tool_call_id")
-    if message.content is None and role != "assistant":
+    if message.content is None and role not in ("assistant", "tool"):
         return build_invalid(f"a {role} message needs content", f"{path}.content")
     return None
 
 
-def _convert_message(message: ChatMessage) -> Message:
-    return Message(
+def _find_foreign_part(content: str | list[ContentPart] | None, path: str) -> Problem | None:
+    """Return the 400 problem for the first part that is no text, such as an image; None without one."""
+    for at, part in enumerate(content if isinstance(content, list) else ()):
+        if isinstance(part, ForeignPart):
+            where = f"{path}.content[{at}].type"
+            return build_unsupported(where, why=f"{where} {part.type[:64]!r} {UNSUPPORTED_TYPE}")
+    return None
+
+
+def list_omitted_parts(body_messages: list[ChatMessage]) -> list[str]:
+    """Return the parts of results that are no text, as `path=type`."""
+    parts = [part for message in body_messages if isinstance(message.content, list) for part in message.content]
+    within = [part.content for part in parts if isinstance(part, ToolResultPart) and isinstance(part.content, list)]
+    named = [f"messages[].content[].type={part.type}" for part in parts if isinstance(part, ForeignPart)]
+    inner = [part for content in within for part in content if isinstance(part, ForeignPart)]
+    return [*named, *(f"messages[].content[].content[].type={part.type}" for part in inner)]
+
+
+def _convert_message(message: ChatMessage) -> list[Message]:
+    """Convert a message. A message of the user with results of tools becomes a message for each result, and one with
+    the rest of its parts."""
+    results = [
+        Message("tool", _join_text(part.content), tool_call_id=part.tool_use_id)
+        for part in _list_parts(message.content, ToolResultPart)
+    ]
+    if results and len(results) == len(message.content or ()):
+        return results
+    used = [ToolCall(part.id, part.name, part.input) for part in _list_parts(message.content, ToolUsePart)]
+    converted = Message(
         message.role,
         _join_text(message.content) + (message.refusal or ""),
         message.name or "",
-        tuple(_convert_call(call) for call in message.tool_calls or ()),
+        (*used, *map(_convert_call, message.tool_calls or ())),
         message.tool_call_id or "",
         message.reasoning_content or message.reasoning or _join_reasoning(message.content),
     )
+    return [*results, converted]
+
+
+def _list_parts(content: str | list[ContentPart] | None, kind: type[P]) -> list[P]:
+    return [part for part in content if isinstance(part, kind)] if isinstance(content, list) else []
 
 
 def _convert_call(call: MessageToolCall | MessageCustomCall) -> ToolCall:
@@ -71,16 +121,18 @@ def _convert_call(call: MessageToolCall | MessageCustomCall) -> ToolCall:
     return ToolCall(call.id, call.function.name, call.function.arguments or "")
 
 
-def _join_text(content: str | list[ContentPart] | None) -> str:
-    if isinstance(content, list):
-        return "".join(map(_render_part, content))
-    return content or ""
+def _join_text(content: str | Sequence[ContentPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(map(_render_part, content))
 
 
 def _render_part(part: ContentPart) -> str:
-    """Return the text of a part; empty for reasoning."""
-    if isinstance(part, ThinkingPart | ReasoningPart):
+    """Return the text of a part; empty for reasoning, calls and results."""
+    if isinstance(part, ThinkingPart | ReasoningPart | ToolUsePart | ToolResultPart):
         return ""
+    if isinstance(part, ForeignPart):
+        return render_omitted_part(part.type)
     return part.refusal if isinstance(part, RefusalPart) else part.text
 
 

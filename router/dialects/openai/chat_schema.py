@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag
+from pydantic import BeforeValidator, Field, Tag
 
 from router.admission.request_limits import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_TOP_LOGPROBS
 from router.dialects.shared.common_fields import (
@@ -19,9 +19,11 @@ from router.dialects.shared.common_fields import (
     SESSION_NOTE,
     TEXT_OR_PARTS,
     WHOLE,
+    CallId,
     ForeignPart,
     FunctionName,
     GrammarFormat,
+    Hint,
     Name,
     Named,
     StrictPart,
@@ -32,8 +34,9 @@ from router.dialects.shared.common_fields import (
 )
 from router.dialects.shared.field_table import FieldTable
 from router.dialects.shared.formats import FORMS, FormattedBody
-from router.dialects.shared.template import Effort
+from router.dialects.shared.template import EffortField
 from router.dialects.shared.tool_choice import TOOL_CHOICE_NOTE, ToolChoice
+from router.dialects.shared.tool_shapes import ArgumentsText, convert_to_chat
 
 TOOLS_NOTE = (
     "functions, and custom tools, which the model gets as functions with one text argument; tools of other types would "
@@ -131,14 +134,53 @@ class ReasoningPart(StrictPart):
     text: str
 
 
+class ToolUsePart(StrictPart):
+    """Tool call of an earlier answer as a part, as in Anthropic's messages. Cursor sends it to chats."""
+
+    type: Literal["tool_use"]
+    id: CallId
+    name: Named
+    input: ArgumentsText
+
+
+class ToolResultPart(StrictPart):
+    """Result of a tool call as a part of a message of the user, as in Anthropic's messages."""
+
+    type: Literal["tool_result"]
+    tool_use_id: CallId
+    content: (
+        Annotated[
+            Annotated[str, Tag("text")]
+            | Annotated[
+                list[
+                    Annotated[
+                        Annotated[TextPart, Tag("text_part")] | Annotated[ForeignPart, Tag("foreign_part")],
+                        build_tool_discriminator("text"),
+                    ]
+                ],
+                Field(fail_fast=True, max_length=MAX_PARTS),
+                Tag("parts"),
+            ],
+            TEXT_OR_PARTS,
+        ]
+        | None
+    ) = None
+    is_error: Any = None
+
+
 Part = Annotated[
     Annotated[TextPart, Tag("text_part")]
     | Annotated[TextPart, Tag("input_text_part")]
     | Annotated[TextPart, Tag("output_text_part")]
     | Annotated[RefusalPart, Tag("refusal_part")]
     | Annotated[ThinkingPart, Tag("thinking_part")]
-    | Annotated[ReasoningPart, Tag("reasoning_part")],
-    build_type_discriminator("text", "input_text", "output_text", "refusal", "thinking", "reasoning"),
+    | Annotated[ReasoningPart, Tag("reasoning_part")]
+    | Annotated[ToolUsePart, Tag("tool_use_part")]
+    | Annotated[ToolResultPart, Tag("tool_result_part")]
+    | Annotated[ForeignPart, Tag("foreign_part")],
+    build_tool_discriminator(
+        "text", "input_text", "output_text", "refusal", "thinking", "reasoning", "tool_use", "tool_result"
+    ),
 ]
 Content = Annotated[
     Annotated[str, Tag("text")] | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
@@ -146,14 +188,18 @@ Content = Annotated[
 ]
 
 
+def _complete_type(kind: object) -> object:
+    return kind or "function"
+
+
 class CalledFunction(StrictPart):
     """Function in a tool call of the assistant. `arguments` is JSON text, as far as the model produced valid JSON.
 
-    Clients leave out the arguments of a call without any. `parsed_arguments` has no effect.
+    Clients leave out the arguments of a call without any, or send them as an object. `parsed_arguments` has no effect.
     """
 
     name: Named
-    arguments: str | None = None
+    arguments: ArgumentsText | None = None
     parsed_arguments: Any = None
 
 
@@ -163,8 +209,8 @@ class MessageToolCall(StrictPart):
     Client libraries leave `index` and `parsed_arguments` in messages assembled from a stream. They have no effect.
     """
 
-    id: Named
-    type: Literal["function"] = "function"
+    id: CallId
+    type: Annotated[Literal["function"], BeforeValidator(_complete_type)] = "function"
     function: CalledFunction
     index: int | None = None
 
@@ -179,7 +225,7 @@ class CalledCustom(StrictPart):
 class MessageCustomCall(StrictPart):
     """Call of a custom tool that the assistant made in an earlier turn. `index` has no effect."""
 
-    id: Named
+    id: CallId
     type: Literal["custom"]
     custom: CalledCustom
     index: int | None = None
@@ -200,7 +246,7 @@ class ChatMessage(StrictPart):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: Name | None = None
-    tool_call_id: Name | None = None
+    tool_call_id: Hint | None = None
     tool_calls: Annotated[list[MessageCall], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
     function_call: None = None
     audio: None = None
@@ -253,6 +299,7 @@ AnyTool = Annotated[
     | Annotated[ChatCustomTool, Tag("custom_part")]
     | Annotated[ForeignPart, Tag("foreign_part")],
     build_tool_discriminator("function", "custom"),
+    BeforeValidator(convert_to_chat),
 ]
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
@@ -274,7 +321,7 @@ class ChatBody(FormattedBody):
     tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Effort | None = None
+    reasoning_effort: EffortField = None
     enable_thinking: bool | None = None
     thinking: Any = None
     think: Any = None

@@ -7,7 +7,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from router.dialects.openai.responses_input import convert_items, list_omitted_parts
+from router.dialects.openai.responses_input import convert_items, list_omitted_items, list_omitted_parts
 from router.dialects.openai.responses_response import ResponseChunks, ResponseMeta, encode_response
 from router.dialects.openai.responses_schema import (
     RESPONSES,
@@ -26,7 +26,7 @@ from router.dialects.openai.responses_schema import (
     ToolsItem,
 )
 from router.dialects.openai.responses_store import OutputItems, ResponseStore, build_stored_response
-from router.dialects.shared.common_fields import ForeignPart
+from router.dialects.shared.common_fields import ForeignPart, resolve_limit
 from router.dialects.shared.conversation import ConversationRequest
 from router.dialects.shared.field_table import sanitize_names
 from router.dialects.shared.formats import JsonObject, add_call_constraints, convert_schema
@@ -129,7 +129,7 @@ class ResponsesRoute:
         tools = _collect_tools(body, strict=self._strict)
         if isinstance(tools, Problem):
             return tools
-        omitted = list_omitted_parts(body.input)
+        omitted = [*list_omitted_items(body.input), *list_omitted_parts(body.input)]
         if omitted and self._strict:
             return build_omitted_problem(omitted[0])
         conversation = self._build_conversation(body, key, tools)
@@ -144,7 +144,7 @@ class ResponsesRoute:
             return grammar
         params = GenerationParams(
             grammar=grammar,
-            max_tokens=body.max_output_tokens,
+            max_tokens=resolve_limit(body.max_output_tokens),
             temperature=body.temperature,
             top_p=body.top_p,
             one_call=body.parallel_tool_calls is False,
@@ -173,12 +173,14 @@ class ResponsesRoute:
         items = body.input if isinstance(body.input, str) else self._resolve_references(body.input, key)
         if isinstance(items, Problem):
             return items
-        if not items:
-            return build_invalid("input has only tools: add a message", "input")
         messages = convert_items(items, tools.origins)
+        if isinstance(messages, Problem):
+            return messages
+        if not messages:
+            return build_invalid("input has no message: add one", "input")
         before = body.previous_response_id
-        if isinstance(messages, Problem) or before is None:
-            return messages if isinstance(messages, Problem) else tuple(messages)
+        if before is None:
+            return tuple(messages)
         stored = self.store.get(key, before)
         if stored is None:
             text = f"no answer {before[:64]!r} is stored for this key: send the whole conversation in input"

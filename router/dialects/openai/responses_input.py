@@ -3,25 +3,31 @@ message."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
+from typing import cast
 
 from msgspec.structs import replace
 
-from router.admission.request_limits import MAX_CALLS
+from router.admission.request_limits import MAX_CALLS, MAX_TOOLS_BYTES
 from router.dialects.openai.responses_schema import (
+    COMPACTIONS,
     CallItem,
     Content,
     ContentPart,
     CustomCallItem,
     CustomOutputItem,
+    ForeignItem,
     InputItem,
     Item,
     MessageItem,
     OutputItem,
     OutputRefusal,
+    OwnItem,
     ToolOutput,
 )
 from router.dialects.shared.common_fields import ForeignPart
+from router.dialects.shared.strict_json import Body, encode_json
 from router.dialects.shared.tools import ClientTool, encode_input, render_omitted_part
+from router.dialects.shared.validation import build_unsupported
 from router.errors import Problem, build_invalid
 from wire.frames import Message, ToolCall
 
@@ -32,7 +38,8 @@ def convert_items(items: str | Iterable[Item], origins: Mapping[str, ClientTool]
     `origins` maps the names of functions to the tools of the client (`ToolSet.origins`). A call of such a tool gets the
     name under which the model is offered the tool.
 
-    Return a 400 problem for more than `MAX_CALLS` consecutive tool calls.
+    Return a 400 problem for more than `MAX_CALLS` consecutive tool calls, and for an item in which another server has
+    encrypted a conversation.
     """
     if isinstance(items, str):
         return [Message("user", items)]
@@ -41,7 +48,15 @@ def convert_items(items: str | Iterable[Item], origins: Mapping[str, ClientTool]
     calls = 0
     offered = {(tool.namespace, tool.name): name for name, tool in origins.items()}
     for at, item in enumerate(items):
-        message = _convert_item(item, offered)
+        message = (
+            _convert_foreign_item(item, f"input[{at}]")
+            if isinstance(item, ForeignItem)
+            else _convert_item(item, offered)
+        )
+        if isinstance(message, Problem):
+            return message
+        if message is None:
+            continue
         if not _is_same_turn(turn, message, calls):
             messages += _merge_turn(turn)
             turn, calls = [], 0
@@ -77,12 +92,12 @@ def _merge_turn(turn: Sequence[Message]) -> list[Message]:
     ]
 
 
-def _convert_item(item: Item, offered: Mapping[tuple[str, str], str]) -> Message:
+def _convert_item(item: OwnItem, offered: Mapping[tuple[str, str], str]) -> Message:
     """Convert an item. `offered` maps the namespace and the name of a tool to the name of its function."""
     if isinstance(item, MessageItem):
         return Message(item.role, _join_text(item.content))
     if isinstance(item, CallItem | CustomCallItem):
-        arguments = item.arguments if isinstance(item, CallItem) else encode_input(item.input)
+        arguments = item.arguments or "" if isinstance(item, CallItem) else encode_input(item.input)
         name = offered.get((str(item.namespace or ""), item.name), item.name)
         return Message("assistant", tool_calls=(ToolCall(item.call_id, name, arguments),))
     if isinstance(item, OutputItem | CustomOutputItem):
@@ -91,22 +106,68 @@ def _convert_item(item: Item, offered: Mapping[tuple[str, str], str]) -> Message
     return Message("assistant", reasoning="\n".join(block.text for block in thoughts))
 
 
+def _convert_foreign_item(item: ForeignItem, path: str) -> Message | Problem | None:
+    """Convert a call that another server or its client ran, or its result. Return None if the prompt omits the item.
+
+    A search that ran on a server is omitted, because the answer after it has its result.
+    """
+    if item.type in COMPACTIONS:
+        why = f"{path}.type {item.type!r} is not supported: only its server can read it: begin a new conversation"
+        return build_unsupported(f"{path}.type", why=why)
+    if item.call_id is None:
+        return None
+    fields = dict(item.model_extra or {})
+    if item.type.endswith("_output"):
+        output = _render_foreign_output(fields.get("output"))
+        return output if isinstance(output, Problem) else Message("tool", output, tool_call_id=item.call_id)
+    arguments = {name: value for name, value in fields.items() if name not in ("id", "status")}
+    text = encode_json(arguments, path, MAX_TOOLS_BYTES)
+    if isinstance(text, Problem):
+        return text
+    return Message("assistant", tool_calls=(ToolCall(item.call_id, item.type.removesuffix("_call"), text),))
+
+
+def _render_foreign_output(output: object) -> str | Problem:
+    """Return the text of a result. A text takes the place of a part that is no text, such as a screenshot."""
+    parts = cast("list[object]", output) if isinstance(output, list) else [output]
+    texts = [_render_foreign_part(part) for part in parts]
+    problem = next((text for text in texts if isinstance(text, Problem)), None)
+    return problem or "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _render_foreign_part(part: object) -> str | Problem:
+    if part is None or isinstance(part, str):
+        return part or ""
+    fields = cast("Body", part) if isinstance(part, dict) else {}
+    text, kind = fields.get("text"), fields.get("type")
+    if isinstance(text, str):
+        return text
+    if isinstance(kind, str) and kind:
+        return render_omitted_part(kind)
+    return encode_json(cast("object", part), "input", MAX_TOOLS_BYTES)
+
+
+def list_omitted_items(items: str | Iterable[InputItem]) -> list[str]:
+    """Return the items that the prompt omits, as `path=type`."""
+    return [f"input[].type={item.type}" for item in items if isinstance(item, ForeignItem) and item.call_id is None]
+
+
 def list_omitted_parts(items: str | Iterable[InputItem]) -> list[str]:
     """Return the parts of results that are no text, as `path=type`."""
     return [
         f"input[].output[].type={part.type}"
         for item in items
         if isinstance(item, OutputItem | CustomOutputItem)
-        for part in item.output
+        for part in item.output or ()
         if isinstance(part, ForeignPart)
     ]
 
 
-def _join_text(content: Content | ToolOutput) -> str:
-    return content if isinstance(content, str) else "".join(map(_render_part, content))
+def _join_text(content: Content | ToolOutput | None) -> str:
+    return content if isinstance(content, str) else "".join(map(_render_part, content or ()))
 
 
 def _render_part(part: ContentPart | ForeignPart) -> str:
     if isinstance(part, ForeignPart):
-        return render_omitted_part(part)
+        return render_omitted_part(part.type)
     return part.refusal if isinstance(part, OutputRefusal) else part.text

@@ -11,10 +11,12 @@ from typing import cast
 import msgspec
 
 from router.dialects.openai.responses_schema import ResponsesBody
+from router.dialects.shared.common_fields import resolve_limit
 from router.dialects.shared.interface import encode_comment
 from router.dialects.shared.single_choice import SingleChoiceAnswer, StreamSplitter, assemble_answer
 from router.dialects.shared.strict_json import Body
 from router.dialects.shared.tool_calls import AnswerToolCall
+from router.dialects.shared.tool_shapes import convert_to_responses
 from router.dialects.shared.tools import ClientTool, decode_input
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
@@ -39,7 +41,7 @@ class ResponseMeta:
         text = cast("Body", fields.get("text") or {})
         self._echo: Shape = {
             "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
+            "max_output_tokens": resolve_limit(body.max_output_tokens),
             "metadata": body.metadata or {},
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": body.previous_response_id,
@@ -48,7 +50,7 @@ class ResponseMeta:
             "temperature": body.temperature,
             "text": {"format": {"type": "text"}} | {key: value for key, value in text.items() if value is not None},
             "tool_choice": fields.get("tool_choice") or "auto",
-            "tools": fields.get("tools") or [],
+            "tools": [convert_to_responses(tool) for tool in cast("list[object]", fields.get("tools") or [])],
             "top_p": body.top_p,
             "truncation": "disabled",
             "background": False,

@@ -5,16 +5,18 @@ Fields of the type `Any` are accepted and have no effect.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from router.admission.request_limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.dialects.openai.chat_schema import HARMLESS as CHAT_HARMLESS
 from router.dialects.openai.chat_schema import TOOLS_NOTE, CustomToolSpec
 from router.dialects.shared.common_fields import (
+    NO_LIMIT_NOTE,
     SESSION_NOTE,
     TEXT_OR_PARTS,
+    CallId,
     ForeignPart,
     FunctionName,
     Hint,
@@ -23,15 +25,16 @@ from router.dialects.shared.common_fields import (
     StrictPart,
     Temperature,
     TextFormat,
-    Tokens,
+    TokenLimit,
     TopP,
     build_tool_discriminator,
     build_type_discriminator,
 )
 from router.dialects.shared.field_table import FieldTable
 from router.dialects.shared.formats import JsonObject, NamedSchema
-from router.dialects.shared.template import Effort
+from router.dialects.shared.template import EffortField
 from router.dialects.shared.tool_choice import TOOL_CHOICE_NOTE, ToolChoice
+from router.dialects.shared.tool_shapes import ArgumentsText, convert_to_responses
 
 HARMLESS: Mapping[str, str] = MappingProxyType(
     {
@@ -66,7 +69,8 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "store": "default true; answers are stored in memory until newer answers need the space",
         "previous_response_id": "id of an answer that is stored for the same key",
         "input": "a text, or messages, calls of functions and custom tools, their outputs, reasoning, further tools, "
-        "and references to stored items; other items are refused by name",
+        "and references to stored items; calls that ran on another server are left out",
+        "max_output_tokens": NO_LIMIT_NOTE,
         "metadata": "returned with the answer",
         "prompt_cache_key": SESSION_NOTE,
         "user": SESSION_NOTE,
@@ -79,9 +83,9 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 class InputText(StrictPart):
-    """Text part of a message from the client."""
+    """Text part of a message from the client, also by its name in chats."""
 
-    type: Literal["input_text"]
+    type: Literal["input_text", "text"]
     text: str
     prompt_cache_breakpoint: Any = None
 
@@ -104,9 +108,10 @@ class OutputRefusal(StrictPart):
 
 ContentPart = Annotated[
     Annotated[InputText, Tag("input_text_part")]
+    | Annotated[InputText, Tag("text_part")]
     | Annotated[OutputText, Tag("output_text_part")]
     | Annotated[OutputRefusal, Tag("refusal_part")],
-    build_type_discriminator("input_text", "output_text", "refusal"),
+    build_type_discriminator("input_text", "text", "output_text", "refusal"),
 ]
 Content = Annotated[
     Annotated[str, Tag("text")]
@@ -117,10 +122,11 @@ Content = Annotated[
 
 ToolOutputPart = Annotated[
     Annotated[InputText, Tag("input_text_part")]
+    | Annotated[InputText, Tag("text_part")]
     | Annotated[OutputText, Tag("output_text_part")]
     | Annotated[OutputRefusal, Tag("refusal_part")]
     | Annotated[ForeignPart, Tag("foreign_part")],
-    build_tool_discriminator("input_text", "output_text", "refusal"),
+    build_tool_discriminator("input_text", "text", "output_text", "refusal"),
 ]
 ToolOutput = Annotated[
     Annotated[str, Tag("text")]
@@ -163,6 +169,7 @@ class Namespace(StrictPart):
                 | Annotated[ResponsesCustomTool, Tag("custom_part")]
                 | Annotated[ForeignPart, Tag("foreign_part")],
                 build_tool_discriminator("function", "custom"),
+                BeforeValidator(convert_to_responses),
             ]
         ],
         Field(fail_fast=True, max_length=MAX_TOOLS),
@@ -175,6 +182,7 @@ AnyTool = Annotated[
     | Annotated[Namespace, Tag("namespace_part")]
     | Annotated[ForeignPart, Tag("foreign_part")],
     build_tool_discriminator("function", "custom", "namespace"),
+    BeforeValidator(convert_to_responses),
 ]
 
 
@@ -190,18 +198,18 @@ class MessageItem(ReturnedItem):
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
-    content: Content
+    content: Content | None = None
     phase: Any = None
 
 
 class CallItem(ReturnedItem):
     """Input item: a function call that the model made. `arguments` is JSON text, as far as the model produced valid
-    JSON."""
+    JSON, or an object."""
 
     type: Literal["function_call"]
-    call_id: Named
+    call_id: CallId
     name: Named
-    arguments: str
+    arguments: ArgumentsText | None = None
     caller: Any = None
     namespace: Any = None
     parsed_arguments: Any = None
@@ -211,8 +219,8 @@ class OutputItem(ReturnedItem):
     """Input item: the result of a function call. A text takes the place of parts that are no text, such as images."""
 
     type: Literal["function_call_output"]
-    call_id: Named
-    output: ToolOutput
+    call_id: CallId
+    output: ToolOutput | None = None
     caller: Any = None
     name: Any = None
     namespace: Any = None
@@ -222,7 +230,7 @@ class CustomCallItem(ReturnedItem):
     """Input item: a call of a custom tool that the model made."""
 
     type: Literal["custom_tool_call"]
-    call_id: Named
+    call_id: CallId
     name: Named
     input: str
     caller: Any = None
@@ -233,8 +241,8 @@ class CustomOutputItem(ReturnedItem):
     """Input item: the result of a call of a custom tool."""
 
     type: Literal["custom_tool_call_output"]
-    call_id: Named
-    output: ToolOutput
+    call_id: CallId
+    output: ToolOutput | None = None
     caller: Any = None
     name: Any = None
     namespace: Any = None
@@ -271,17 +279,15 @@ class ToolsItem(ReturnedItem):
     tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
-Item = MessageItem | CallItem | OutputItem | CustomCallItem | CustomOutputItem | ReasoningItem
-InputItem = Annotated[
-    Annotated[MessageItem, Tag("message_part")]
-    | Annotated[CallItem, Tag("function_call_part")]
-    | Annotated[OutputItem, Tag("function_call_output_part")]
-    | Annotated[CustomCallItem, Tag("custom_tool_call_part")]
-    | Annotated[CustomOutputItem, Tag("custom_tool_call_output_part")]
-    | Annotated[ReasoningItem, Tag("reasoning_part")]
-    | Annotated[ItemReference, Tag("item_reference_part")]
-    | Annotated[ToolsItem, Tag("additional_tools_part")],
-    build_type_discriminator(
+class ForeignItem(ForeignPart):
+    """Input item: a call for another server, such as a web search or a shell command, or its result. The prompt has
+    only items with `call_id`."""
+
+    call_id: CallId | None = None
+
+
+_ITEMS = frozenset(
+    {
         "message",
         "function_call",
         "function_call_output",
@@ -290,7 +296,36 @@ InputItem = Annotated[
         "reasoning",
         "item_reference",
         "additional_tools",
-    ),
+    }
+)
+FOREIGN_ITEMS = ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response", "tool_search_output")
+COMPACTIONS = ("compaction", "compaction_summary", "context_compaction")
+"""Types of items in which another server has encrypted a conversation. They are refused."""
+
+
+def _get_item_tag(item: object) -> str:
+    kind = cast("dict[str, object]", item).get("type") if isinstance(item, dict) else None
+    if not isinstance(kind, str):
+        return "message_part"
+    if kind in _ITEMS:
+        return f"{kind}_part"
+    is_foreign = kind.endswith(("_call", "_call_output")) or kind in (*FOREIGN_ITEMS, *COMPACTIONS)
+    return "foreign_part" if is_foreign else "message_part"
+
+
+OwnItem = MessageItem | CallItem | OutputItem | CustomCallItem | CustomOutputItem | ReasoningItem
+Item = OwnItem | ForeignItem
+InputItem = Annotated[
+    Annotated[MessageItem, Tag("message_part")]
+    | Annotated[CallItem, Tag("function_call_part")]
+    | Annotated[OutputItem, Tag("function_call_output_part")]
+    | Annotated[CustomCallItem, Tag("custom_tool_call_part")]
+    | Annotated[CustomOutputItem, Tag("custom_tool_call_output_part")]
+    | Annotated[ReasoningItem, Tag("reasoning_part")]
+    | Annotated[ItemReference, Tag("item_reference_part")]
+    | Annotated[ToolsItem, Tag("additional_tools_part")]
+    | Annotated[ForeignItem, Tag("foreign_part")],
+    Discriminator(_get_item_tag),
 ]
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag("text")]
@@ -302,7 +337,7 @@ Input = Annotated[
 class Reasoning(StrictPart):
     """Reasoning options of a request. Only `effort` has an effect."""
 
-    effort: Effort | None = None
+    effort: EffortField = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
     context: Literal["auto", "current_turn", "all_turns"] | None = None
@@ -343,7 +378,7 @@ class ResponsesBody(StrictPart):
     input: Input
     include: Annotated[list[Name], Field(fail_fast=True, max_length=16)] | None = None
     instructions: str | None = None
-    max_output_tokens: Tokens | None = None
+    max_output_tokens: TokenLimit | None = None
     metadata: Annotated[dict[Name, Annotated[str, Field(max_length=512)]], Field(max_length=16)] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: Named | None = None

@@ -1,6 +1,7 @@
 """Fields of several dialects' bodies, as pydantic types, and their conversion to `GenerationParams`."""
 
 from collections.abc import Iterable, Mapping
+from hashlib import sha256
 from types import MappingProxyType
 from typing import Annotated, Literal, cast
 
@@ -111,7 +112,11 @@ RANDOM_SEED = -1
 """Seed that requests a random one, as in Ollama, vLLM, llama.cpp and LM Studio."""
 
 
-def _check_limit(limit: int) -> int:
+def _lower_limit(limit: int) -> int:
+    return min(limit, MAX_TOKENS)
+
+
+def _refuse_zero(limit: int) -> int:
     if limit == 0:
         raise PydanticCustomError("token_limit", "Input should be at least 1, or -1 for no limit")
     return limit
@@ -127,12 +132,23 @@ def resolve_seed(seed: int | None) -> int | None:
     return None if seed == RANDOM_SEED else seed
 
 
+def shorten_name(name: str) -> str:
+    """Return the name of a conversation or the id of a call, or its digest above `MAX_NAME_CHARS` characters."""
+    return name if len(name) <= MAX_NAME_CHARS else sha256(name.encode("utf-8", "replace")).hexdigest()
+
+
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 Named = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,128}$")]
-"""Name of a tool: up to 128 characters, as in Anthropic's API. Agents build names from those of servers and tools."""
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_./:-]{1,128}$")]
+"""Name of a tool: up to 128 characters, as in Anthropic's API. Agents build names from those of servers and tools.
+
+OpenAI's API has no `.`, `/` and `:`. Servers of the MCP and clients of Google's API have tools with them.
+"""
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE]
-TokenLimit = Annotated[int, Field(ge=NO_LIMIT, le=MAX_TOKENS), AfterValidator(_check_limit), WHOLE]
+TokenLimitOrZero = Annotated[int, Field(ge=NO_LIMIT), AfterValidator(_lower_limit), WHOLE]
+"""Maximum tokens of an answer, at most `MAX_TOKENS`. A larger number, such as that of 32 bits, becomes `MAX_TOKENS`."""
+TokenLimit = Annotated[TokenLimitOrZero, AfterValidator(_refuse_zero)]
+"""Maximum tokens of an answer, which is not empty."""
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)
 ]
@@ -140,7 +156,9 @@ Text = Annotated[str, Field(min_length=1)]
 Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Hint = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+CallId = Annotated[str, Field(min_length=1), AfterValidator(shorten_name)]
+"""Id of a tool call. Gateways put the signatures of other models' reasoning into ids, which then are long."""
+Hint = Annotated[str, AfterValidator(shorten_name)]
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Seed = Annotated[int, Field(ge=-INT64, le=INT64), WHOLE]
@@ -308,15 +326,13 @@ def list_stops(stop: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def parse_stream_options(body: SamplingFields) -> bool | Problem:
-    """Return whether the last chunk of a stream has the usage.
+    """Return whether the last chunk of a stream has the usage. Without a stream, the options have no effect.
 
-    Return a 400 problem for stream options without a stream, and for `include_obfuscation: true`.
+    Return a 400 problem for a stream with `include_obfuscation: true`.
     """
     options = body.stream_options
-    if options is None:
+    if options is None or not body.stream:
         return False
-    if not body.stream:
-        return build_invalid("stream_options needs stream: true", "stream_options")
     if options.include_obfuscation:
         text = "stream_options.include_obfuscation is not supported: streams are not padded"
         return build_invalid(text, "stream_options.include_obfuscation", RefusalCode.UNSUPPORTED.value)

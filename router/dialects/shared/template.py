@@ -5,7 +5,9 @@ allow-list, because each name becomes an argument of the render call, which has 
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import Annotated, Any, Literal, NamedTuple, cast, get_args
+
+from pydantic import BeforeValidator
 
 from router.admission.request_limits import MAX_VARIABLES_BYTES, TEMPLATE_VARIABLES
 from router.dialects.shared.strict_json import Body, encode_json
@@ -13,6 +15,15 @@ from router.errors import Problem, build_invalid
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS = frozenset(get_args(Effort))
+
+
+def _remove_default(effort: object) -> object:
+    return None if isinstance(effort, str) and effort in ("", "default", "auto") else effort
+
+
+EffortField = Annotated[Effort | None, BeforeValidator(_remove_default)]
+"""Reasoning effort of a body. An empty text, `default` and `auto` leave the choice to the model, as forms of clients
+and some services name it."""
 
 
 def encode_variables(variables: Mapping[str, Any] | None, **meant: object) -> str | Problem:

@@ -4,7 +4,7 @@ In chats, the name of a tool is in a member `function` or `custom`. In `/v1/resp
 Agents that use both routes mix these forms. Both routes therefore accept both.
 """
 
-from typing import Annotated, Literal, NamedTuple, cast
+from typing import Annotated, Literal, NamedTuple, cast, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
@@ -16,11 +16,15 @@ from router.dialects.shared.common_fields import (
     build_tool_discriminator,
 )
 from router.dialects.shared.strict_json import Body
+from router.dialects.shared.tool_shapes import extract_member
 
 TOOL_CHOICE_NOTE = (
     "auto, none, required (or any), a tool by name, or allowed_tools: the model gets only the tools that it lists"
 )
 """Description of the field in docs/api.md."""
+
+Word = Literal["auto", "none", "required", "any"]
+WORDS = frozenset(get_args(Word))
 
 
 class ChosenTool(StrictPart):
@@ -37,19 +41,21 @@ class ChosenCustomTool(StrictPart):
     name: FunctionName
 
 
-def _move_name_up(choice: object) -> object:
+def _normalize_choice(choice: object) -> object:
     """Return `{"type": "function", "function": {"name": …}}` without the inner object: `{"type": …, "name": …}`.
 
+    Return the word of `{"type": "auto"}`, and a function for Anthropic's type `tool` and for a name without a type.
     A value of another form is returned unchanged.
     """
     if not isinstance(choice, dict):
         return choice
     fields = cast("Body", choice)
-    kind = fields.get("type")
-    inner = fields.get(kind) if isinstance(kind, str) else None
-    if not isinstance(inner, dict) or inner.keys() & fields.keys():
+    kind = fields.get("type", "function")
+    if kind in WORDS and "name" not in fields:
+        return cast("str", kind)
+    if not isinstance(kind, str):
         return fields
-    return {name: value for name, value in fields.items() if name != kind} | cast("Body", inner)
+    return extract_member(fields | {"type": "function" if kind == "tool" else kind}, kind)
 
 
 AllowedTool = Annotated[
@@ -57,7 +63,7 @@ AllowedTool = Annotated[
     | Annotated[ChosenCustomTool, Tag("custom_part")]
     | Annotated[ForeignPart, Tag("foreign_part")],
     build_tool_discriminator("function", "custom"),
-    BeforeValidator(_move_name_up),
+    BeforeValidator(_normalize_choice),
 ]
 
 
@@ -77,12 +83,12 @@ def _get_choice_tag(choice: object) -> str:
 
 
 ToolChoice = Annotated[
-    Annotated[Literal["auto", "none", "required", "any"], Tag("word_part")]
+    Annotated[Word, Tag("word_part")]
     | Annotated[ChosenTool, Tag("function_part")]
     | Annotated[ChosenCustomTool, Tag("custom_part")]
     | Annotated[AllowedTools, Tag("allowed_tools_part")],
     Discriminator(_get_choice_tag),
-    BeforeValidator(_move_name_up),
+    BeforeValidator(_normalize_choice),
 ]
 
 

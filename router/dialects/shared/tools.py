@@ -101,13 +101,13 @@ def clean_function(tool: Body) -> Body:
     return {"type": "function", "function": {**fields, "parameters": fields.get("parameters", NO_PARAMETERS)}}
 
 
-def render_omitted_part(part: ForeignPart) -> str:
-    """Return the text for a part of a tool's result that is no text, such as an image.
+def render_omitted_part(kind: str) -> str:
+    """Return the text for a part of a tool's result that is no text, such as an image. `kind` is its type.
 
     An agent does not know the models of this cluster, and sends such a result again in each request of its
     conversation.
     """
-    return f"[{part.type[:64]} omitted: the model gets only text]"
+    return f"[{kind[:64]} omitted: the model gets only text]"
 
 
 def build_omitted_problem(where: str) -> Problem:

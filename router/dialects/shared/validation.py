@@ -22,7 +22,11 @@ _LATER = frozenset({"function_call", "audio", "include_obfuscation", "images"})
 _QUESTIONS = frozenset({"contents", "input", "instructions", "messages", "prompt", "system"})
 _FORMS = frozenset({"format", "output_config", "output_format", "response_format", "structured_outputs", "text"})
 """Fields that define the format of an answer: an unknown field in them would change the answer."""
+_WITH_FORMS = frozenset({"output_config", "text"})
+"""Fields with a member `format`, and members of other kinds, to which new versions of clients add some."""
 _MAX_VALUE_CHARS = 64
+UNSUPPORTED_TYPE = "is not supported by this server, with any model"
+"""End of the error text for a value of `type` that is not supported."""
 
 
 class _Error(msgspec.Struct, frozen=True, gc=False):
@@ -37,7 +41,7 @@ def build_unsupported(param: str, instead_of: Mapping[str, str] = _NOTHING, why:
 
     `why` replaces the default sentence before the alternative.
     """
-    text = why or f"{param} is not supported by this server, with any model"
+    text = why or f"{param} {UNSUPPORTED_TYPE}"
     instead = instead_of.get(param.rpartition(".")[2], "")
     return build_invalid(f"{text}: {instead}" if instead else text, param, RefusalCode.UNSUPPORTED.value)
 
@@ -64,12 +68,18 @@ def has_only_unknown_fields(error: ValidationError) -> bool:
     Fields of the prompt, fields of the answer's format, and fields for unsupported features such as audio are never
     ignored.
     """
-    return all(
-        cause.type == "extra_forbidden"
-        and cause.loc[-1] not in _LATER
-        and (cause.loc[0] not in _QUESTIONS if len(cause.loc) == 1 else cause.loc[0] not in _FORMS)
-        for cause in _list_errors(error)
-    )
+    return all(cause.type == "extra_forbidden" and _is_ignorable(cause.loc) for cause in _list_errors(error))
+
+
+def _is_ignorable(loc: tuple[str | int, ...]) -> bool:
+    if loc[-1] in _LATER:
+        return False
+    if len(loc) == 1:
+        return loc[0] not in _QUESTIONS
+    if len(loc) == 2 and loc[0] in _WITH_FORMS:  # an option of another kind, unless it is a typing error
+        name = str(loc[1])
+        return "format" not in name and not difflib.get_close_matches(name, ("format", "schema", "type"), 1, 0.7)
+    return loc[0] not in _FORMS
 
 
 def _list_errors(error: ValidationError) -> list[_Error]:
@@ -85,7 +95,7 @@ def _check_unsupported(error: _Error, instead: Mapping[str, str]) -> Problem | N
     if error.loc[-1] in _LATER:
         return build_unsupported(path, instead)
     if error.loc[-1] == "type" and error.type == "literal_error" and isinstance(error.input, str):
-        why = f"{path} {error.input[:_MAX_VALUE_CHARS]!r} is not supported by this server, with any model"
+        why = f"{path} {error.input[:_MAX_VALUE_CHARS]!r} {UNSUPPORTED_TYPE}"
         return build_unsupported(path, instead, why)
     return None
 

@@ -355,8 +355,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
     [
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type", "image"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
-            "messages[0].content[0].type",
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {"type": "file"}}]}]},
+            "messages[0].content[0].source.type",
             "document",
         ),
         ({"container": "c"}, "container", "container"),
@@ -395,7 +395,8 @@ async def test_a_thread_is_refused_so_that_claude_code_sends_all_messages(cluste
     ("fields", "param"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"max_tokens": 0, "stream": True}, "stream"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),

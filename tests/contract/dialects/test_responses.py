@@ -344,7 +344,7 @@ async def test_answer_so_far_of_a_client_that_does_not_read_can_be_continued():
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"text": {"format": {"type": "poem"}}}, "text.format.type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
-        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0].type",

@@ -22,6 +22,7 @@ def test_every_parameter_arrives():
     assert params(temperature=0.5, top_p=0.75, top_k=7, stop_sequences=["END", "", "x"]) == GenerationParams(
         max_tokens=9, temperature=0.5, top_p=0.75, top_k=7, stop=("END", "x")
     )
+    assert asked(MessagesRoute(), max_tokens=-1, messages=HELLO)[1].params == GenerationParams()
     assert params(tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True}).one_call is True
     assert params(tools=[TOOL], tool_choice={"type": "auto"}).one_call is False
 
@@ -63,6 +64,37 @@ def test_the_name_of_a_tool_has_up_to_128_characters():
     refused = MessagesRoute().parse(json.dumps(body).encode(), "key")
     assert isinstance(refused, Problem)
     assert (refused.status, refused.param) == (400, "tools[0].name")
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ([("tool_addition", "clock")], ["weather", "clock"]),
+        ([("tool_removal", "weather")], ["clock"]),
+        ([("tool_removal", "weather"), ("tool_addition", "weather")], ["weather", "clock"]),
+        ([("tool_addition", {"name": "news"}), ("tool_removal", "gone")], ["weather", "clock", "news"]),
+        ([("tool_addition", {"name": "clock", "description": "new"})], ["weather", "clock: new"]),
+    ],
+)
+def test_tools_change_in_the_middle_of_a_conversation(changes: list[tuple[str, object]], names: list[str]):
+    """Claude Code adds and removes tools in messages of the system, so that the prompt keeps its beginning."""
+    blocks: list[dict[str, object]] = [{"type": "text", "text": "now"}, {"type": "new_type"}]
+    for kind, tool in changes:
+        reference = {"type": "tool_reference", "name": tool}
+        definition = {"type": "tool_definition", "definition": tool}
+        blocks.append({"type": kind, "tool": reference if isinstance(tool, str) else definition})
+    messages = [*HELLO, {"role": "system", "content": blocks}]
+    clock = {"name": "clock", "defer_loading": True}
+    _, job = asked(MessagesRoute(), max_tokens=9, messages=messages, tools=[TOOL, clock])
+    functions = [tool["function"] for tool in json.loads(job.tools)]
+    assert [": ".join(str(one[key]) for key in ("name", "description") if key in one) for one in functions] == names
+    assert job.messages == (Message("user", "hi"), Message("system", "now"))
+    assert job.ignored == ("messages[].content[].type=new_type",)
+    only = [*HELLO, {"role": "system", "content": blocks[1:]}]
+    assert asked(MessagesRoute(), max_tokens=9, messages=only)[1].messages == (Message("user", "hi"),)
+    none = MessagesRoute().parse(json.dumps({"model": "m", "max_tokens": 9, "messages": only[1:]}).encode(), "key")
+    assert isinstance(none, Problem)
+    assert none.param == "messages"
 
 
 def test_a_count_has_the_prompt_of_the_request_that_it_counts():

@@ -1,6 +1,7 @@
 """Conversion of Anthropic's messages to the messages of a frame."""
 
 import json
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.support.answers import asked
 from wire.frames import Message, ToolCall
 
 USE = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Ulm"}}
+IMAGE = "[image omitted: the model gets only text]"
 CALL = ToolCall("t1", "weather", '{"city":"Ulm"}')
 
 
@@ -89,6 +91,66 @@ def test_an_image_in_a_result_becomes_a_text_and_is_named():
     assert refused.param == "messages[].content[].content[].type=image"
 
 
+PDF: dict[str, Any] = {
+    "type": "document",
+    "source": {"type": "base64", "media_type": "application/pdf", "data": "eA=="},
+}
+
+
+@pytest.mark.parametrize(
+    ("block", "rendered"),
+    [
+        ({"type": "document", "source": {"type": "text", "data": "DOC"}, "title": "T", "context": "C"}, "T\nC\nDOC"),
+        ({"type": "document", "source": {"type": "content", "content": "DOC"}, "citations": {}}, "DOC"),
+        ({"type": "document", "source": {"type": "content", "content": [text("D"), {"type": "image"}]}}, f"D\n{IMAGE}"),
+        ({"type": "tool_reference", "tool_name": "clock"}, "clock"),
+        (
+            {"type": "search_result", "source": "S", "title": "T", "content": [text("one"), text("two")]},
+            "T\nS\none\ntwo",
+        ),
+    ],
+)
+def test_documents_and_search_results_are_texts(block: dict[str, Any], rendered: str):
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [block, text("x")]}
+    assert convert(("user", [block, text("x")])) == (Message("user", f"{rendered}\nx"),)
+    assert convert(("assistant", [USE]), ("user", [result]))[1].content == f"{rendered}\nx"
+
+
+def test_a_file_is_refused_unless_a_tool_has_read_it():
+    """Claude Code adds a PDF file that a tool has read to the message with the result, in each later request."""
+    problem = refused(messages=[{"role": "user", "content": [PDF]}])
+    assert (problem.code, problem.param) == ("unsupported_parameter", "messages[0].content[0].source.type")
+    assert "send the text of the document" in problem.message
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [PDF]}
+    messages = [{"role": "assistant", "content": [USE]}, {"role": "user", "content": [result, PDF, text("x")]}]
+    found = MessagesRoute().parse(json.dumps({"model": "tiny", "max_tokens": 9, "messages": messages}).encode(), "k1")
+    assert isinstance(found, MessagesRequest)
+    omitted = "[document omitted: the model gets only text]"
+    assert [message.content for message in found.messages[1:]] == [omitted, f"{omitted}\nx"]
+    assert found.ignored == ("messages[].content[].content[].type=document", "messages[].content[].type=document")
+
+
+def test_blocks_of_another_server_s_tools_are_left_out_and_named():
+    """Sessions that began with Anthropic's service contain them; the text after a search has its result."""
+    foreign: list[dict[str, Any]] = [
+        {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {"query": "x"}},
+        {"type": "web_search_tool_result", "tool_use_id": "s1", "content": []},
+        {"type": "fallback", "from": {"model": "a"}, "to": {"model": "b"}},
+    ]
+    summary = {"type": "compaction", "content": "before "}
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [summary, *foreign, text("sun")]}]
+    _, job = asked(MessagesRoute(), max_tokens=9, messages=turns)
+    assert job.messages == (Message("user", "hi"), Message("assistant", "before sun"))
+    assert job.ignored == tuple(f"messages[].content[].type={block['type']}" for block in foreign)
+    strict = MessagesRoute(strict=True).parse(
+        json.dumps({"model": "m", "max_tokens": 9, "messages": turns}).encode(), "k"
+    )
+    assert isinstance(strict, Problem)
+    assert strict.param == "messages[].content[].type=server_tool_use"
+    for block in foreign:
+        assert refused(messages=[{"role": "user", "content": [block]}]).param == "messages[0].content[0].type"
+
+
 def test_an_empty_content_is_an_empty_message():
     assert convert(("user", "hi"), ("assistant", [])) == (Message("user", "hi"), Message("assistant"))
 
@@ -98,6 +160,7 @@ def test_an_empty_content_is_an_empty_message():
     [
         ("user", USE, "assistant"),
         ("user", {"type": "thinking", "thinking": "x", "signature": "s"}, "assistant"),
+        ("user", {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "x"}}, "system"),
         ("assistant", {"type": "tool_result", "tool_use_id": "t1", "content": "x"}, "user"),
     ],
 )
@@ -142,7 +205,13 @@ def test_a_choice_of_tools_needs_tools(choice: str, refuses: bool):
 
 @pytest.mark.parametrize(
     ("metadata", "session"),
-    [(None, ""), ({}, ""), ({"user_id": "u" * 64}, "u" * 64), ({"user_id": 7}, ""), ({"user_id": "u" * 100_000}, "")],
+    [
+        (None, ""),
+        ({}, ""),
+        ({"user_id": "u" * 64}, "u" * 64),
+        ({"user_id": 7}, ""),
+        ({"user_id": "u" * 257}, sha256(b"u" * 257).hexdigest()),
+    ],
 )
 def test_the_session_is_the_client_s_user_id(metadata: object, session: str):
     _, job = asked(MessagesRoute(), max_tokens=9, messages=[{"role": "user", "content": "hi"}], metadata=metadata)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from router.dialects.anthropic.api import MessagesRoute
 from router.dialects.anthropic.response import encode_error
 from router.errors import Problem
-from tests.support.answers import CROWDED, CUT, FINISHED, SAID, TEXT_ONLY, events, streamed, whole
+from tests.support.answers import CROWDED, CUT, FINISHED, SAID, TEXT_ONLY, asked, events, streamed, whole
 from wire.frames import Channel
 
 ASK: dict[str, Any] = {"max_tokens": 64, "messages": [{"role": "user", "content": "hi"}]}
@@ -21,6 +21,15 @@ USAGE = {
     "output_tokens": 9,
     "output_tokens_details": {"thinking_tokens": 4},
 }
+
+
+def test_a_request_without_tokens_computes_only_its_prompt():
+    """Anthropic's way to fill the prefix cache: `max_tokens: 0`."""
+    warm: dict[str, Any] = ASK | {"max_tokens": 0}
+    assert asked(MessagesRoute(), **warm)[1].params.max_tokens == 1
+    answer = whole(MessagesRoute(), **warm)
+    assert (answer["content"], answer["stop_reason"], answer["usage"]["output_tokens"]) == ([], "max_tokens", 0)
+    assert answer["usage"]["input_tokens"] == 8
 
 
 def test_a_whole_message_has_every_block_and_the_exact_usage():

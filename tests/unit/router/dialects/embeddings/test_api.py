@@ -91,6 +91,13 @@ def test_ollama_s_routes_load_the_model_without_a_text(
     assert (unload.status, unload.param) == (501, "keep_alive")
 
 
+def test_an_empty_text_among_others_is_a_space_on_ollama_s_route() -> None:
+    """One empty part of a document would otherwise fail the whole request."""
+    _, job = asked(OllamaEmbedRoute(), input=["hi", "", "you"])
+    assert job.embed is not None
+    assert job.embed.texts == ("hi", " ", "you")
+
+
 def test_ollama_s_older_route_has_one_text_and_no_dimensions() -> None:
     _, job = asked(OllamaEmbeddingsRoute(), model="tiny:latest", prompt="hi")
     assert job.embed is not None

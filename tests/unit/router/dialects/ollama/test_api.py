@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from router.admission.request_limits import MAX_TOKENS
 from router.dialects.ollama.api import (
     LOADING,
     MAX_WAITING_CALLS,
@@ -63,6 +64,7 @@ def test_options_that_are_not_sent_have_the_defaults_of_a_node():
     assert job.set_penalties == set()
     assert job.include_usage
     assert asked(CHAT, messages=HELLO, options={"num_predict": -1, "top_k": -1})[1].params == GenerationParams(top_k=0)
+    assert asked(CHAT, messages=HELLO, options={"num_predict": 2**40})[1].params.max_tokens == MAX_TOKENS
     for number in (0, -5):
         options = {"num_predict": number, "seed": -1, "top_k": 40.0}
         assert asked(CHAT, messages=HELLO, options=options)[1].params == GenerationParams(top_k=40)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.admission.request_limits import TEMPLATE_BYTES
+from router.admission.request_limits import MAX_TOKENS, TEMPLATE_BYTES
 from router.dialects.openai.chat import ChatRequest, parse
 from router.dialects.openai.chat_schema import HARMLESS, INSTEAD, NEUTRAL
 from router.dialects.shared.common_fields import MIN_TOP_P
@@ -265,6 +265,8 @@ def test_variables_of_the_template_arrive():
     assert variables() == {}
     assert variables(chat_template_kwargs={}) == {}
     assert variables(chat_template_kwargs={"documents": [1, {"b": None}]}) == {"documents": [1, {"b": None}]}
+    for default in ("", "default", "auto"):
+        assert variables(reasoning_effort=default) == {}
     assert variables(reasoning_effort="low") == {"reasoning_effort": "low"}
     assert variables(reasoning_effort="none") == {"reasoning_effort": "none", "enable_thinking": False}
     given = {"enable_thinking": True, "reasoning_effort": "max"}
@@ -393,6 +395,7 @@ def test_minus_one_is_no_limit_and_a_random_seed():
     assert found.demand == good(body()).demand
     assert good(body(max_tokens=5, max_completion_tokens=-1)).params == GenerationParams()
     assert "at least 1, or -1 for no limit" in bad(body(max_tokens=0)).message
+    assert good(body(max_tokens=2**40)).params.max_tokens == MAX_TOKENS
 
 
 def test_a_whole_number_may_have_a_decimal_point():
@@ -423,7 +426,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"model": 7}, "model"),
     ({"model": "x" * 300}, "model"),
     ({"max_tokens": 0}, "max_tokens"),
-    ({"max_tokens": 10**12}, "max_tokens"),
+    ({"max_tokens": -2}, "max_tokens"),
     ({"max_tokens": "5"}, "max_tokens"),
     ({"max_tokens": True}, "max_tokens"),
     ({"max_tokens": 1.5}, "max_tokens"),
@@ -438,7 +441,6 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"seed": 2**64}, "seed"),
     ({"stream": "yes"}, "stream"),
     ({"stream": 1}, "stream"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stop": 5}, "stop"),
     ({"stop": ["x"] * 17}, "stop"),
     ({"stop": ["a", "x" * 600]}, "stop[1]"),
@@ -467,7 +469,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"logprobs": False, "top_logprobs": 2}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"tools": {}}, "tools"),
-    ({"tools": [TOOL] * 129}, "tools"),
+    ({"tools": [TOOL] * 513}, "tools"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     ({"tools": [{"type": "function", "function": {"name": "no spaces"}}]}, "tools[0].function.name"),
@@ -484,14 +486,21 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"messages": [{"role": "tool", "content": "42"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "user", "content": [{"type": "reasoning", "text": "x"}]}]}, "messages[0].content"),
     ({"messages": [{"role": "tool", "content": "42", "tool_call_id": ""}]}, "messages[0].tool_call_id"),
-    ({"messages": [{"role": "tool", "tool_call_id": "x"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "x", "tool_call_id": "x"}]}, "messages[0].tool_call_id"),
     ({"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "user", "content": "x", "reasoning": "hm"}]}, "messages[0].reasoning"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls[0].function"),
     ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"id": ""}]}]}, "messages[0].tool_calls[0].id"),
     (
-        {"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": {}}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": []}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "assistant", "tool_calls": [CALL | {"function": {"name": "f", "arguments": {"a": deep(900)}}}]}
+            ]
+        },
         "messages[0].tool_calls[0].function.arguments",
     ),
     ({"messages": [{"role": "assistant", "tool_calls": [CALL] * 129}]}, "messages[0].tool_calls"),

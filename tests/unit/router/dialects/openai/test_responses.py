@@ -1,12 +1,13 @@
 """Conversion of `/v1/responses` bodies to the frames of a node, value by value."""
 
 import json
+from hashlib import sha256
 
 import pytest
 
 from router.dialects.openai.responses import ResponsesRoute
 from router.errors import Problem
-from tests.support.answers import FINISHED, WHOLE, asked
+from tests.support.answers import FINISHED, WHOLE, asked, whole
 from wire.frames import GenerationParams, GrammarSpec, Message
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
@@ -23,6 +24,8 @@ def test_every_parameter_arrives():
         max_output_tokens=7, temperature=0.25, top_p=0.5, tools=[TOOL], parallel_tool_calls=False
     ) == GenerationParams(max_tokens=7, temperature=0.25, top_p=0.5, one_call=True)
     assert params(tools=[TOOL], parallel_tool_calls=True).one_call is False
+    assert params(max_output_tokens=-1, reasoning={"effort": ""}) == GenerationParams()
+    assert whole(ResponsesRoute(), input="hi", max_output_tokens=-1)["max_output_tokens"] is None
 
 
 def test_a_conversation_begins_with_the_instructions():
@@ -90,6 +93,8 @@ def test_tools_are_not_sent_with_tool_choice_none():
         ({"chat_id": "c", "user": "u"}, "c"),
         ({"session_id": "s", "chat_id": "c"}, "s"),
         ({"prompt_cache_key": "p", "session_id": "s"}, "p"),
+        ({"user": "u" * 256}, "u" * 256),
+        ({"user": "u" * 257}, sha256(b"u" * 257).hexdigest()),
     ],
 )
 def test_the_first_name_of_a_conversation_counts(body: dict[str, object], session: str):

@@ -83,6 +83,52 @@ def test_an_image_in_a_result_becomes_a_text_and_is_named():
     assert refused(ResponsesRoute(strict=True), input=items).param == "input[].output[].type=input_image"
 
 
+def test_calls_that_ran_on_another_server_are_left_out_and_named():
+    """Sessions that began with OpenAI's service contain them; the answer after a search has its result."""
+    foreign = [
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "search", "query": "x"}},
+        {"type": "mcp_list_tools", "id": "m1", "server_label": "s", "tools": []},
+    ]
+    items = [HI, foreign[0], say("assistant", "sun"), foreign[1], HI]
+    _, job = asked(ResponsesRoute(), input=items)
+    assert job.messages == (Message("user", "hi"), Message("assistant", "sun"), Message("user", "hi"))
+    assert job.ignored == ("input[].type=web_search_call", "input[].type=mcp_list_tools")
+    assert refused(ResponsesRoute(strict=True), input=items).param == "input[].type=web_search_call"
+    assert refused(ResponsesRoute(), input=foreign).param == "input"
+
+
+def test_calls_that_the_client_ran_for_another_server_are_calls_and_results():
+    shell = {"type": "shell_call", "id": "s1", "call_id": "a", "status": "completed", "action": {"commands": ["ls"]}}
+    streams = {"stdout": "x", "outcome": {"type": "exit"}}
+    shot = {"type": "computer_screenshot", "image_url": "data:"}
+    outputs = [streams, shot, {"type": "text", "text": "y"}, "z", None, [{}]]
+    found = convert(HI, shell, {"type": "shell_call_output", "call_id": "a", "output": outputs})
+    rendered = '{"stdout":"x","outcome":{"type":"exit"}}\n[computer_screenshot omitted: the model gets only text]\ny\nz'
+    assert found[1:] == (
+        Message("assistant", tool_calls=(ToolCall("a", "shell", '{"action":{"commands":["ls"]}}'),)),
+        Message("tool", rendered + "\n\n[{}]", tool_call_id="a"),
+    )
+    deep: object = {}
+    for _ in range(100):
+        deep = {"a": deep}
+    for wrong in ({"output": deep}, {"output": [deep]}):
+        assert "nested" in refused(ResponsesRoute(), input=[{"type": "x_call_output", "call_id": "a"} | wrong]).message
+    assert "nested" in refused(ResponsesRoute(), input=[{"type": "x_call", "call_id": "a", "action": deep}]).message
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"type": "compaction", "encrypted_content": "x"}, "begin a new conversation"),
+        ({"type": "other", "id": "o1"}, "'other' is not supported"),
+    ],
+)
+def test_an_item_with_unreadable_content_is_refused(item: dict[str, Any], message: str):
+    problem = refused(ResponsesRoute(), input=[HI, item])
+    assert (problem.code, problem.param) == ("unsupported_parameter", "input[1].type")
+    assert message in problem.message
+
+
 def test_a_custom_call_and_its_result_have_the_text_as_argument():
     custom = {"type": "custom_tool_call", "call_id": "a", "name": "shell", "input": 'ls "x"'}
     output = {"type": "custom_tool_call_output", "call_id": "a", "output": "one"}

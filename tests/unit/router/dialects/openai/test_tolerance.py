@@ -3,6 +3,7 @@ ignored."""
 
 import json
 import time
+from hashlib import sha256
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from router.dialects.openai.chat_response import ChatChunks, convert_call
 from router.dialects.openai.completion import CompletionRoute
 from router.dialects.openai.responses import ResponsesRoute
 from router.errors import Problem
-from wire.frames import Channel, Delta, GrammarSpec, ToolCall
+from wire.frames import Channel, Delta, GrammarSpec, Message, ToolCall
 
 HELLO = [{"role": "user", "content": "hello"}]
 CHAT = {"model": "m", "messages": HELLO}
@@ -110,6 +111,16 @@ def test_unsupported_field_with_an_effect_is_refused(fields: dict[str, Any]):
     found = parse("chat", **fields)
     assert isinstance(found, Problem)
     assert found.status == 400
+
+
+def test_a_new_option_next_to_the_format_of_an_answer_is_ignored_and_named():
+    """New versions of Claude Code send further members of `output_config` in each request."""
+    assert good("messages", output_config={"effort": "low", "pace": 1}).ignored == ("output_config.pace",)
+    assert good("responses", text={"verbosity": "low", "tone": 1}).ignored == ("text.tone",)
+    for option in ("formt", "schema", "json_schema", "response_format"):
+        refused = parse("messages", output_config={option: {}})
+        assert isinstance(refused, Problem)
+        assert refused.param == f"output_config.{option}"
 
 
 def test_wrong_value_is_refused_together_with_an_unknown_field():
@@ -219,6 +230,140 @@ def test_tools_that_would_have_to_run_here_are_left_out_and_named(dialect: str, 
     assert (refused.code, refused.param) == ("unsupported_parameter", "tools[1].type")
 
 
+NESTED = {"name": "look", "parameters": {"type": "object", "properties": {}}}
+SHAPES: list[dict[str, Any]] = [
+    FUNCTION,
+    FLAT,
+    {"function": NESTED},
+    {"type": None} | NESTED,
+    {"name": "look", "input_schema": NESTED["parameters"]},
+    {"type": "custom", "name": "look", "input_schema": NESTED["parameters"]},
+]
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages", "ollama"])
+def test_a_tool_in_the_shape_of_another_route_is_accepted(dialect: str):
+    """Agents that use several routes send such tools, and some leave out the type."""
+    for shape in SHAPES:
+        found = good(dialect, tools=[shape])
+        assert (json.loads(found.tools), found.ignored) == ([FUNCTION], ()), shape
+    assert isinstance(parse(dialect, tools=[{"type": "function"}]), Problem)
+    assert good(dialect, tools=[{"name": "look"}]).tools == good("chat", tools=[FUNCTION]).tools
+
+
+@pytest.mark.parametrize(("name", "accepted"), [("srv.list-files", True), ("a/b:c", True), ("a b", False), ("", False)])
+def test_the_name_of_a_tool_may_have_the_characters_of_mcp(name: str, accepted: bool):
+    for dialect in ("chat", "responses", "messages", "ollama"):
+        found = parse(dialect, tools=[{"name": name}])
+        assert isinstance(found, Problem) != accepted
+        if accepted:
+            assert json.loads(found.tools)[0]["function"]["name"] == name
+
+
+def test_a_custom_tool_may_have_the_shape_of_the_other_route():
+    chat, responses = {"type": "custom", "custom": PATCH}, {"type": "custom", **PATCH}
+    assert good("chat", tools=[responses]).custom == good("chat", tools=[chat]).custom == {"apply_patch"}
+    assert good("responses", tools=[chat]).tools == good("responses", tools=[responses]).tools
+
+
+@pytest.mark.parametrize(
+    ("choice", "grammar"),
+    [
+        ({"type": "auto"}, None),
+        ({"type": "any"}, GrammarSpec(calls="required")),
+        ({"type": "tool", "name": "look"}, GrammarSpec(calls="required", tool="look")),
+        ({"function": {"name": "look"}}, GrammarSpec(calls="required", tool="look")),
+    ],
+)
+def test_a_choice_of_tools_may_have_the_shape_of_another_route(choice: dict[str, Any], grammar: GrammarSpec | None):
+    assert good("chat", tools=[FUNCTION], tool_choice=choice).params.grammar == grammar
+    assert good("responses", tools=[FLAT], tool_choice=choice).params.grammar == grammar
+
+
+def test_the_arguments_of_a_call_may_be_text_or_an_object():
+    for arguments in ({"a": [1]}, '{"a":[1]}'):
+        function = {"name": "look", "arguments": arguments}
+        called = {"role": "assistant", "tool_calls": [{"id": "1", "type": None, "function": function}]}
+        item = {"type": "function_call", "call_id": "1"} | function
+        block = {"type": "tool_use", "id": "1", "name": "look", "input": arguments}
+        for found in (
+            good("chat", messages=[*HELLO, called]),
+            good("ollama", messages=[*HELLO, called]),
+            good("responses", input=[item]),
+            good("messages", messages=[*HELLO, {"role": "assistant", "content": [block]}]),
+        ):
+            assert found.messages[-1].tool_calls == (ToolCall("1", "look", '{"a":[1]}'),)
+
+
+def test_a_long_id_of_a_call_is_shortened_also_in_its_result():
+    """Gateways put the signatures of other models' reasoning into the ids of calls."""
+    name = "call_1__thought__" + "x" * 1000
+    function = {"name": "look", "arguments": "{}"}
+    used = {"type": "tool_use", "id": name, "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": name, "content": "x"}
+    called = {"role": "assistant", "tool_calls": [{"id": name, "function": function}]}
+    answered = {"role": "tool", "tool_call_id": name, "content": "x"}
+    items = [
+        {"type": "function_call", "call_id": name} | function,
+        {"type": "function_call_output", "call_id": name, "output": "x"},
+    ]
+    turns = [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+    for found in (
+        good("chat", messages=[*HELLO, called, answered]),
+        good(
+            "ollama", messages=[*HELLO, called | {"tool_calls": [{"id": name, "function": {"name": "look"}}]}, answered]
+        ),
+        good("responses", input=items),
+        good("messages", messages=[*HELLO, *turns]),
+    ):
+        call, answer = found.messages[-2:]
+        assert call.tool_calls[0].id == answer.tool_call_id == sha256(name.encode()).hexdigest()
+
+
+def test_a_result_without_content_is_empty():
+    results = [{"role": "tool", "tool_call_id": "1", "content": None}, {"role": "tool", "tool_call_id": "1"}]
+    messages = good("chat", messages=[*HELLO, *results]).messages
+    assert [message.content for message in messages[1:]] == ["", ""]
+    output = {"type": "function_call_output", "call_id": "1", "output": None}
+    message = {"type": "message", "role": "assistant", "content": None}
+    assert [message.content for message in good("responses", input=[output, message]).messages] == ["", ""]
+
+
+def test_calls_and_results_may_be_parts_as_in_anthropic_s_messages():
+    """Cursor sends them to chats."""
+    used = {"type": "tool_use", "id": "1", "name": "look", "input": {"a": 1}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "x"}, {"type": "image"}]}
+    more: Any = [{"type": "tool_result", "tool_use_id": "2"}, {"type": "text", "text": "and?"}]
+    turns = [
+        {"role": "assistant", "content": [{"type": "text", "text": "I look."}, used]},
+        {"role": "user", "content": [result]},
+        {"role": "user", "content": more},
+    ]
+    found = good("chat", messages=[*HELLO, *turns])
+    assert found.messages[1:] == (
+        Message("assistant", "I look.", tool_calls=(ToolCall("1", "look", '{"a":1}'),)),
+        Message("tool", "x[image omitted: the model gets only text]", tool_call_id="1"),
+        Message("tool", tool_call_id="2"),
+        Message("user", "and?"),
+    )
+    assert found.ignored == ("messages[].content[].content[].type=image",)
+    for role, parts in (("user", [used]), ("assistant", [result]), ("system", [result]), ("assistant", [used] * 129)):
+        refused = parse("chat", messages=[{"role": role, "content": parts}])
+        assert isinstance(refused, Problem)
+        assert refused.param == "messages[0].content"
+
+
+def test_an_image_in_a_result_becomes_a_text_and_is_named():
+    image = {"type": "image_url", "image_url": {"url": "data:"}}
+    result = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "a.png "}, image]}
+    found = good("chat", messages=[*HELLO, result])
+    assert found.messages[1].content == "a.png [image_url omitted: the model gets only text]"
+    assert found.ignored == ("messages[].content[].type=image_url",)
+    refused = parse("chat", strict=True, messages=[*HELLO, result])
+    assert isinstance(refused, Problem)
+    assert refused.param == "messages[].content[].type=image_url"
+
+
 def test_a_count_leaves_out_the_same_tools():
     counted = parse_count(json.dumps(CHAT | {"tools": [{"type": "web_search_20250305", "name": "x"}]}).encode(), 0)
     assert not isinstance(counted, Problem)
@@ -293,10 +438,10 @@ def test_tools_of_a_namespace_are_offered_and_their_calls_name_it():
     names = [one["function"]["name"] for one in json.loads(found.tools)]
     assert names == ["look", "spawn", "agents__look", "apply_patch"]
     assert found.ignored == ("tools[1].tools[3].type=web_search",)
-    crowd = {"type": "namespace", "name": "crowd", "tools": [FLAT | {"name": f"f{number}"} for number in range(100)]}
+    crowd = {"type": "namespace", "name": "crowd", "tools": [FLAT | {"name": f"f{number}"} for number in range(300)]}
     refused = parse("responses", tools=[crowd, crowd | {"name": "other"}])
     assert isinstance(refused, Problem)
-    assert "200 tools in the request, the limit is 128: leave some out" in refused.message
+    assert "600 tools in the request, the limit is 512: leave some out" in refused.message
 
 
 def test_a_returned_call_has_the_name_under_which_its_tool_is_offered():

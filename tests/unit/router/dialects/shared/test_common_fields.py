@@ -23,14 +23,14 @@ def test_a_stream_has_its_usage_only_where_it_is_requested(options: dict[str, bo
     assert parse_stream_options(body) is has_usage
 
 
-@pytest.mark.parametrize(
-    ("stream", "options", "field"),
-    [
-        (False, {"include_usage": True}, "stream_options"),
-        (True, {"include_obfuscation": True}, "stream_options.include_obfuscation"),
-    ],
-)
-def test_options_that_no_stream_can_have_are_refused_by_name(stream: bool, options: dict[str, bool], field: str):
-    found = parse_stream_options(SamplingFields.model_validate({"stream": stream, "stream_options": options}))
+def test_padding_of_a_stream_is_refused_by_name():
+    fields = {"stream": True, "stream_options": {"include_obfuscation": True}}
+    found = parse_stream_options(SamplingFields.model_validate(fields))
     assert isinstance(found, Problem)
-    assert (found.status, found.param) == (400, field)
+    assert (found.status, found.param) == (400, "stream_options.include_obfuscation")
+
+
+def test_options_of_a_stream_have_no_effect_without_one():
+    """Gateways add the options also to requests without a stream."""
+    for options in ({"include_usage": True}, {"include_obfuscation": True}):
+        assert parse_stream_options(SamplingFields.model_validate({"stream_options": options})) is False
