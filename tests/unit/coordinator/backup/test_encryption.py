@@ -101,7 +101,7 @@ def test_a_wrong_passphrase_is_named() -> None:
     with pytest.raises(EncryptionError, match=r"^the passphrase is wrong, or it is damaged$"):
         decrypted(content, b"q")
     with pytest.raises(EncryptionError, match=r"^the passphrase is wrong, or it is damaged$"):
-        decrypted(in_former_format(b"data", b"p"), b"q")
+        decrypted(in_former_format(b"data", b"p", QUICK_COST), b"q")
 
 
 @pytest.mark.usefixtures("quick")
@@ -133,7 +133,7 @@ def test_a_file_that_ends_within_its_header_is_named() -> None:
         with pytest.raises(EncryptionError, match="is damaged or truncated within its header"):
             DecryptingReader(io.BytesIO(header[:cut]), b"p")
     with pytest.raises(EncryptionError, match="is damaged or truncated within its header"):
-        DecryptingReader(io.BytesIO(in_former_format(b"", b"p")[: len(FORMER_MAGIC) + 15]), b"p")
+        DecryptingReader(io.BytesIO(in_former_format(b"", b"p", QUICK_COST)[: len(FORMER_MAGIC) + 15]), b"p")
 
 
 @pytest.mark.usefixtures("quick")
@@ -164,6 +164,12 @@ def test_the_former_format_is_read() -> None:
     content = in_former_format(DATA, b"p")
     assert is_encrypted(content)
     assert decrypted(content) == DATA
+    assert not is_encrypted(b"macpool sealed 2\n")
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_truncated_file_in_the_former_format_is_detected() -> None:
+    content = in_former_format(DATA, b"p", QUICK_COST)
+    assert decrypted(content) == DATA
     with pytest.raises(EncryptionError, match=r"^it is damaged or truncated: use another copy of the file$"):
         decrypted(content[:-1])
-    assert not is_encrypted(b"macpool sealed 2\n")

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from coordinator.backup import encryption
 from coordinator.cli import cluster as command
 from coordinator.state.database import Database
-from tests.unit.coordinator.backup.test_backup import cluster
+from tests.unit.coordinator.backup.test_backup import QUICK_COST, cluster
 
 
 def run(*words: str | Path, given: str = "") -> tuple[int, str, str]:
@@ -16,7 +17,8 @@ def run(*words: str | Path, given: str = "") -> tuple[int, str, str]:
     return done.exit_code, done.stdout, done.stderr
 
 
-def test_there_and_back_with_a_passphrase_from_a_file(tmp_path: Path) -> None:
+def test_there_and_back_with_a_passphrase_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encryption, "COST", QUICK_COST)  # `test_encryption.py` uses the real cost
     ident, file, secret = cluster(tmp_path / "home"), tmp_path / "b", tmp_path / "secret"
     secret.write_text("correct horse\n")
     code, told, warned = run("backup", file, "--state", tmp_path / "home", "--passphrase-file", secret, "--artifacts")
