@@ -7,6 +7,7 @@ regular expression exceeded a limit of steps, which takes seconds for each such 
 the tokenizer are no reason to refuse the model: each fails only its own request.
 """
 
+import os
 import resource
 import signal
 import sys
@@ -79,4 +80,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # an orderly end of Python would free each module of transformers, which takes 0.1 s

@@ -19,7 +19,6 @@ import pytest
 from node.engine.embedding.pairs import EncoderPairs
 from node.engine.process.crash_recorder import CrashRecord, CrashRecorder, create_page, read_crash_record
 from node.engine.process.interface import NativeCallKind
-from node.engine.requests.preparer import RequestPreparer
 from node.engine.text import chat_template, tokenizer, tokenizer_loader
 from node.engine.text.time_limit import Deadline, DeadlineError
 from node.engine.text.tokenizer_errors import TemplateFailed, TokenizerError
@@ -248,8 +247,8 @@ def test_a_model_whose_prompts_hang_the_engine_twice_is_kept_out():
 def test_a_model_is_tried_before_its_tokenizer_is_loaded(tmp_path: Path, tiny_model: Callable[..., Path]):
     folder = shutil.copytree(tiny_model("llama"), tmp_path / "harmful")
     vocabulary.configure(folder, chat_template=FOREVER)
-    driver = Driver(folder)
-    door = RequestPreparer(driver.engine.parts.catalogue, trials=TokenizerTrials(None, cpu=1))
+    driver = Driver(folder, trials=TokenizerTrials(None, cpu=1))
+    door = driver.engine.parts.preparer
     frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
     assert door.compute_need_bytes(frame) > 512 * MIB
     assert not door.can_prepare_inline(frame)
@@ -257,18 +256,8 @@ def test_a_model_is_tried_before_its_tokenizer_is_loaded(tmp_path: Path, tiny_mo
     assert prepared.refused is not None
     assert (prepared.refused.code, "took more than 1 s" in prepared.refused.message) == (RefusalCode.LOAD_FAILED, True)
     assert not door.tokenizers
-
-
-@pytest.mark.slow
-def test_an_engine_reports_why_a_model_is_not_used(tmp_path: Path, tiny_model: Callable[..., Path]):
-    folder = shutil.copytree(tiny_model("llama"), tmp_path / "harmful")
-    vocabulary.configure(folder, chat_template=FOREVER)
-    driver = Driver(folder, trials=TokenizerTrials(None, cpu=1))
-    engine = driver.engine
-    frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
-    assert engine.parts.preparer.prepare(frame).refused is not None
-    (model,) = [one for one in engine.report(0.0).models if one.name == driver.default]
-    assert "took more than 1 s" in model.cause
+    (model,) = [one for one in driver.engine.report(0.0).models if one.name == driver.default]
+    assert "took more than 1 s" in model.cause, "an engine reports why a model is not used"
 
 
 def test_a_model_that_is_kept_out_is_not_even_read(tiny_model: Callable[..., Path]):
