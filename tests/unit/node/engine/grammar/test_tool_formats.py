@@ -574,7 +574,8 @@ def write_hostile(parser: str, case: str) -> tuple[float, str]:
 @pytest.mark.parametrize("parser", ["qwen3_coder", "minicpm5", "kimi_k2", "pythonic", "gemma4"])
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_schema_is_rendered_or_refused_within_half_a_second(parser: str, case: str):
-    seconds, text = min(write_hostile(parser, case) for _ in range(3))  # a garbage collection may fall into one
+    tries = (write_hostile(parser, case) for _ in range(3))  # a garbage collection may fall into one
+    seconds, text = next((one for one in tries if one[0] < 0.5), (0.5, ""))
     assert seconds < 0.5, "the benchmark measures 0.1 s"
     assert len(text) < 1 << 21
 
