@@ -49,6 +49,8 @@ from wire.units import GIB, MIB
 
 ROOMY = MemoryLimits(8 * GIB, 8 * GIB, 64 * MIB, "static")
 GREEDY = GenerationParams(temperature=0.0)
+ONE_TOKEN = GenerationParams(temperature=0.0, max_tokens=1)
+"""Parameters of a request that only loads a model."""
 End = Finished | Refusal | Failed
 
 

@@ -11,7 +11,7 @@ from router.placement.place import place
 from router.placement.reservations import ReservationLedger
 from router.placement.sanitize_report import build_node_view
 from tests import models
-from tests.support.engine.text_engine import Driver
+from tests.support.engine.text_engine import ONE_TOKEN, Driver
 from wire.capacity.arithmetic import estimate_tokenize_bytes
 from wire.codec import Splitter, decode, encode
 from wire.frames import Admitted, GenerationParams, MemoryLimits, Message, Refusal, Report
@@ -53,7 +53,7 @@ def tokens_of(driver: Driver, content: str) -> int:
 @pytest.fixture(scope="module")
 def driver() -> Driver:
     made = Driver(models.path("llama"), max_batch_size=8, prefix_cache_size="off")
-    made.answer("Hello!")
+    made.answer("Hello!", ONE_TOKEN)
     return made
 
 

@@ -11,7 +11,7 @@ from node.engine.memory.gate import GateSite
 from node.engine.scheduling.batch_recovery import MAX_REBUILDS
 from node.engine.scheduling.rules.row_state import RowEvent, RowState
 from tests import models
-from tests.support.engine.text_engine import Driver
+from tests.support.engine.text_engine import ONE_TOKEN, Driver
 from wire.frames import Failed, Finished, GenerationParams
 
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
@@ -21,7 +21,7 @@ ENDLESS = GenerationParams(temperature=0.0, max_tokens=60, logit_bias=((EOS, -10
 @pytest.fixture
 def driver() -> Driver:
     driver = Driver(models.path("llama"), max_batch_size=4, prefill_step_size=64, min_prefill_step=32)
-    driver.answer("hello")
+    driver.answer("hello", ONE_TOKEN)
     return driver
 
 

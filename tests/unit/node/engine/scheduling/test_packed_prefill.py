@@ -21,7 +21,7 @@ from node.engine.scheduling.rules import prefill_order
 from node.engine.scheduling.rules.chunk_policy import ChunkPace
 from node.engine.scheduling.sampling import choose_greedily
 from tests import models
-from tests.support.engine.text_engine import GREEDY, Driver, decoded_alone
+from tests.support.engine.text_engine import GREEDY, ONE_TOKEN, Driver, decoded_alone
 from wire.capacity.batches import compute_row_bytes
 from wire.capacity.fairness import PrefillFairness
 from wire.frames import Channel, Failed, Finished, GenerationParams, GrammarSpec
@@ -44,7 +44,7 @@ class Steady(ChunkPace):
 @pytest.fixture
 def driver() -> Driver:
     driver = Driver(models.path("llama"), max_batch_size=8, prefill_step_size=512)
-    driver.answer("Hello!")
+    driver.answer("Hello!", ONE_TOKEN)
     driver.resident().stats.pace = Steady(each=1e-6)
     return driver
 

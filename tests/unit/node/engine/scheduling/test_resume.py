@@ -17,7 +17,7 @@ from node.engine.scheduling import prefill
 from node.engine.scheduling.sampling import SamplingParameters
 from tests import models
 from tests.effort import thin_cases
-from tests.support.engine.text_engine import GREEDY, Driver
+from tests.support.engine.text_engine import GREEDY, ONE_TOKEN, Driver
 from wire.frames import Admitted, Channel, Delta, Finished, GenerationParams, Logprob, Refusal
 from wire.refusals import RefusalCode
 
@@ -123,7 +123,7 @@ def pair(arch: str = "llama") -> tuple[Driver, Driver]:
     first, second = (
         Driver(models.path(arch), max_batch_size=8, prefill_step_size=256, prefix_cache_size="off") for _ in range(2)
     )
-    second.answer("Hello!")
+    second.answer("Hello!", ONE_TOKEN)
     return first, second
 
 
@@ -162,7 +162,7 @@ def test_reasoning_and_stop_strings_go_on(prefilled: list[int]):
 def test_a_tool_call_has_the_name_that_it_would_have_had(monkeypatch: pytest.MonkeyPatch, prefilled: list[int]):
     first, second = pair()
     tokenizer = next(iter(first.engine.parts.preparer.tokenizers.values()), None)
-    first.answer("Hello!")
+    first.answer("Hello!", ONE_TOKEN)
     tokenizer = next(iter(first.engine.parts.preparer.tokenizers.values()))
     ids = [*tokenizer.wrapper.encode(f"Well.{CALL} So.{CALL}", add_special_tokens=False), EOS]
 
