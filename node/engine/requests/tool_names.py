@@ -33,7 +33,8 @@ def find_tool_names(parser: str, tools: str) -> dict[str, str]:
     """Return the names that replace those of tools, by the name of the client. The result is empty if the format of
     `parser` can express all names.
 
-    `tools` is the JSON array of a request. Entries that are no functions are left out.
+    `tools` is the JSON array of a request. Entries that are no functions are left out. The result is empty if `tools`
+    is no JSON array, which the tokenizer refuses.
     """
     allowed = NAMES.get(parser)
     if allowed is None or not tools:
@@ -93,7 +94,10 @@ def _rename_functions(tools: str, names: Mapping[str, str]) -> str:
 
 
 def _parse(tools: str) -> list[object]:
-    parsed = cast("object", json.loads(tools))
+    try:
+        parsed = cast("object", json.loads(tools))
+    except ValueError:
+        return []
     return cast("list[object]", parsed) if isinstance(parsed, list) else []
 
 

@@ -68,6 +68,11 @@ def test_only_names_that_the_format_cannot_express_are_replaced(parser: str, nam
     assert find_tool_names(parser, tools(*names)) == renamed
 
 
+@pytest.mark.parametrize("text", ["", "[", "{}", "[1]", '[{"function": 1}]'])
+def test_tools_that_are_no_functions_have_no_names(text: str):
+    assert find_tool_names("mistral", text) == {}
+
+
 def test_all_places_of_a_request_get_the_new_name():
     said = (Message("user", "hi", "a.b"), Message("assistant", tool_calls=(ToolCall("1", "a.b", "{}"),)))
     params = GenerationParams(grammar=GrammarSpec(calls="required", tool="a.b"))
