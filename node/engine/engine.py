@@ -391,9 +391,10 @@ class TextEngine:
         return [*parts.commands.take_ended_answers(), *parts.scheduler.drain_output(), *parts.embeddings.drain_output()]
 
     def _reclaim_memory(self, order: ReclaimMemory) -> list[Frame]:
-        """Free memory for a lease. If that requires it, abort a load that no request waits for."""
+        """Free memory for a lease, and wait for the footprint to show it. A load that no request awaits may end."""
         parts = self.parts
         self._freed_order = order.number
         awaited = parts.waiting.is_awaited(parts.model_manager.next_name)
         parts.model_manager.free_memory(order.size, over_load=not awaited)
+        parts.memory.wait_until_settled()
         return parts.commands.take_ended_answers()

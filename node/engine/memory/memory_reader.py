@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from node.engine.memory.footprint import EngineMemory
 from node.engine.memory.gate import MemoryGate
+from node.engine.memory.trailing import TRAILING_SECONDS
 from wire.report import Memory
 
 
@@ -30,7 +31,7 @@ class MemoryReader:
         (`EngineMemory.read_memory`). Use this to decide whether to free more."""
         return self._footprint.read_memory(self.gate, self._reserved(), time.monotonic(), settled=True)
 
-    def wait_until_settled(self, seconds: float) -> None:
+    def wait_until_settled(self, seconds: float = TRAILING_SECONDS) -> None:
         """Wait up to `seconds` until the footprint does not contain freed memory any more."""
         self._footprint.wait_until_settled(seconds)
 

@@ -23,7 +23,6 @@ import structlog
 from node.engine.memory.footprint import release_free_memory
 from node.engine.memory.gate import GateSite, MemoryGate
 from node.engine.memory.memory_reader import MemoryReader
-from node.engine.memory.trailing import TRAILING_SECONDS
 from node.engine.models.load_blocks import LoadBlocks
 from node.engine.models.load_state import (
     LoadAborted,
@@ -367,7 +366,7 @@ def _free_for_load(unloader: ModelUnloader, memory: MemoryReader, need: int) -> 
     fit then."""
     done = unloader.free_memory(need - memory.read_now().margin)
     if done:
-        memory.wait_until_settled(TRAILING_SECONDS)
+        memory.wait_until_settled()
     return done
 
 

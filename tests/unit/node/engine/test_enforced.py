@@ -121,6 +121,19 @@ def test_over_hard_nothing_is_freed_for_memory_that_leaves_the_footprint_soon(tm
     assert report(driver).enforced == 1
 
 
+def test_memory_for_a_lease_has_left_the_footprint_before_the_answer(driver: Driver):
+    driver.answer(ANSWERS[0]["prompt"])
+    driver.take(squeezed(driver, -16 * MIB))
+    trailing(driver.engine.parts.footprint.sensor, 0.3)
+    free_buffers(64 * MIB)
+    driver.engine.report(time.monotonic())
+    driver.take(ReclaimMemory(1, 8 * MIB))
+    assert driver.engine.report(time.monotonic()).freed_order == 1
+    headroom = driver.engine.parts.memory.read_now().headroom
+    assert headroom is not None
+    assert headroom >= 8 * MIB
+
+
 def test_over_soft_the_pinned_and_those_in_use_stay_whatever_is_missing(tmp_path: Path):
     driver = three(tmp_path)
     number = driver.ask("Hello!", LONG, model="b")
