@@ -151,7 +151,7 @@ def compose(
         MemoryProfileStore(profiles),
         hardware,
         lambda need: isinstance(gate.check(GateSite.PROBE, memory.read_now(), need), Fits),
-        ForwardPeak(peak_tracker, footprint.sensor),
+        ForwardPeak(peak_tracker, footprint.sensor, memory.wait_until_settled),
         find_longest_row,
         gate.compute_narrowed_bytes,
         chunk=mlx.prefill_step_size,

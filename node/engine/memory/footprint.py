@@ -88,7 +88,8 @@ class EngineMemory:
         """Return the bytes of a footprint that the system takes back soon. Only that of macOS trails."""
         if reading.phys is None or reading.source != PHYS_FOOTPRINT:
             return 0
-        return self._trailing.update(reading.phys, mx.get_active_memory() + mx.get_cache_memory(), now)
+        counted = mx.get_active_memory() + mx.get_cache_memory()
+        return self._trailing.update(reading.phys, counted, mx.get_peak_memory(), now)
 
     def find_peak_expiry(self, now: float) -> float | None:
         """Return the monotonic time at which the highest reading leaves the recent peak, or the footprint is expected

@@ -29,24 +29,33 @@ class TrailingFootprint:
 
     def __init__(self) -> None:
         self._readings: list[_Reading] = []
+        self._peak = 0
 
-    def update(self, phys: int, counted: int, now: float) -> int:
+    def update(self, phys: int, counted: int, peak: int, now: float) -> int:
         """Record a reading and return the trailing bytes in it.
 
-        `phys` is the footprint and `counted` MLX's active memory and free buffers, in bytes. `now` is the monotonic
-        time in seconds.
+        `phys` is the footprint, `counted` MLX's active memory and free buffers, and `peak` MLX's peak since its last
+        reset, in bytes. A forward takes and frees memory between two readings, which only the peak shows. `now` is the
+        monotonic time in seconds.
         """
-        readings = [reading for reading in self._readings if now - reading.at < TRAILING_SECONDS]
-        highest = max(readings, key=lambda reading: reading.counted, default=None)
+        self._readings = [reading for reading in self._readings if now - reading.at < TRAILING_SECONDS]
+        if peak != self._peak and self._readings:
+            self._add(_Reading(now, peak, self._readings[-1].other))
+        self._peak = peak
+        highest = max(self._readings, key=lambda reading: reading.counted, default=None)
         trailing = 0
         if highest is not None and counted < highest.counted:
             released = highest.counted - counted
             trailing = min(released, phys - counted - highest.other)
             if trailing <= released * (1 - RETURNED_SHARE):
                 trailing = 0
-        if not readings or now - readings[-1].at >= PERIOD_SECONDS:
-            readings.append(_Reading(now, counted, phys - counted - trailing))
-        elif counted >= readings[-1].counted:
-            readings[-1] = _Reading(readings[-1].at, counted, phys - counted - trailing)
-        self._readings = readings
+        self._add(_Reading(now, counted, phys - counted - trailing))
         return trailing
+
+    def _add(self, reading: _Reading) -> None:
+        """Add a reading as that of a new period, or in place of a lower one of the same period."""
+        last = self._readings[-1] if self._readings else None
+        if last is None or reading.at - last.at >= PERIOD_SECONDS:
+            self._readings.append(reading)
+        elif reading.counted >= last.counted:
+            self._readings[-1] = reading._replace(at=last.at)

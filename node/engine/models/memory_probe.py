@@ -47,10 +47,13 @@ class ForwardPeak:
     """Peak of MLX's active memory."""
     sensor: Sensor
     """Footprint of this process and its high-water mark."""
+    settle: Callable[[], None]
+    """Function that waits until freed memory has left the footprint, which would hide a part of the next peak."""
     _phys: int | None = None
 
     def mark(self) -> None:
         """Start the measurement of a forward."""
+        self.settle()
         self.peak_tracker.mark()
         self._phys = self.sensor.read_footprint().phys if self.sensor.begin_interval() else None
 

@@ -11,7 +11,7 @@ OTHER = 300 * MIB
 
 def update(footprint: TrailingFootprint, counted: int, late: int, now: float, other: int = OTHER) -> int:
     """Update with a reading that contains `late` bytes in addition to those of MLX and the process."""
-    return footprint.update(counted + late + other, counted, now)
+    return footprint.update(counted + late + other, counted, 0, now)
 
 
 def test_bytes_trail_until_the_footprint_has_fallen():
@@ -47,3 +47,11 @@ def test_a_second_release_does_not_take_the_first_for_other_memory(pause: float)
     assert update(footprint, 7 * GIB, GIB, 100.0 + pause) == GIB
     assert update(footprint, 6 * GIB, 2 * GIB, 100.0 + 2 * pause) == 2 * GIB
     assert update(footprint, 6 * GIB, GIB, 100.0 + 3 * pause) == GIB
+
+
+def test_memory_that_a_forward_took_and_freed_between_two_readings_trails():
+    footprint = TrailingFootprint()
+    footprint.update(8 * GIB + OTHER, 8 * GIB, 8 * GIB, 100.0)
+    after = footprint.update(10 * GIB + OTHER, 8 * GIB, 11 * GIB, 100.1)
+    assert after == 2 * GIB, "one of three has left the footprint"
+    assert footprint.update(10 * GIB + OTHER, 8 * GIB, 11 * GIB, 100.0 + TRAILING_SECONDS) == 0
