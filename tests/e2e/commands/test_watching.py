@@ -48,7 +48,7 @@ def bodies(text: str, model: str) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "/v1/chat/completions", {**few, "messages": messages, "guided_regex": f"({text}"}
     yield "/v1/chat/completions", {**few, "messages": [{"role": text, "content": text}]}
     yield "/v1/chat/completions", {**few, "messages": messages, "temperature": text}
-    yield "/v1/chat/completions", {**few, "messages": messages, "max_tokens": 10**9}
+    yield "/v1/chat/completions", {**few, "messages": messages, "max_tokens": 0}
     yield "/v1/chat/completions", {**few, "messages": messages * 20}
     yield "/v1/chat/completions", {"model": "no-such-model", "messages": messages}
 
