@@ -51,8 +51,6 @@ from wire.frames import Admitted, Frame, Refusal
 from wire.refusals import RefusalCode, Refused
 from wire.report import Memory, Model
 
-SETTLE_SECONDS = 0.5
-"""Maximum seconds to wait for freed memory to leave the footprint. No token is generated meanwhile."""
 PREEMPTION_INTERVAL_SECONDS = 1.0
 """Seconds between two preemptions at admission. Memory may be returned with a delay; without the pause more requests
 than needed would be preempted."""
@@ -251,7 +249,7 @@ class RequestAdmission:
             return answer
         wanted = cost + self._scheduler.compute_required_bytes(owner.name)
         if self._manager.free_memory(wanted) or self._preempt_for_key(owner, rows, cost, now):
-            self._forwards.wait_until_settled(SETTLE_SECONDS)
+            self._forwards.wait_until_settled()
             return preflight.refuse_without_room(shape, self.read_offered_memory(now, owner.name), model, cost, gate)
         return answer
 

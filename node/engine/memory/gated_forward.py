@@ -29,6 +29,8 @@ UNWIRE_AFTER_SECONDS = 1.0
 """Seconds without GPU work after which macOS unwires the memory of a process. Measured: llama.cpp#10119 on macOS 15 (a
 pause of 1.2 s made the next step five times slower), llama.cpp#17766 on macOS 26."""
 
+SETTLE_SECONDS = 0.5
+"""Maximum seconds to wait for freed memory to leave the footprint. No token is generated meanwhile."""
 MIN_LOAD_BYTES_PER_SECOND = 200 * MIB
 """Lowest load speed to expect, in bytes per second (an external disk). It is assumed until a load was measured."""
 
@@ -87,15 +89,16 @@ class GatedForwards:
         """Read the memory now, and return it with the limits in force. `now` is the monotonic time."""
         return self._reader.read(now)
 
-    def wait_until_settled(self, seconds: float) -> None:
-        """Wait up to `seconds` until the footprint does not contain freed memory any more."""
-        self._reader.wait_until_settled(seconds)
+    def wait_until_settled(self) -> None:
+        """Wait up to `SETTLE_SECONDS` until the footprint does not contain freed memory any more."""
+        self._reader.wait_until_settled(SETTLE_SECONDS)
 
     def check(self, site: GateSite, estimate: int) -> Refused | None:
         """Check `estimate` bytes against a fresh reading. Return the refusal; None if they fit. Before a refusal for
-        lack of memory, free memory, and check once more if that was enough."""
+        lack of memory, free memory. If that was enough, wait for the footprint to show it, and check once more."""
         answer = self._check(site, estimate)
         if answer is not None and answer.code is RefusalCode.NO_ROOM and self._free_memory(site, estimate):
+            self.wait_until_settled()
             return self._check(site, estimate)
         return answer
 
@@ -131,10 +134,11 @@ class GatedForwards:
         """Check the memory after a forward. Return a refusal, for the request that the caller then preempts or ends, if
         the engine is above cap − leases; else None.
 
-        Above that limit, first abort a load in progress and read the memory again. With the guard off, return None.
+        Above that limit, first abort a load in progress and read the memory again. Return None if only freed memory is
+        above the limit, which leaves the footprint soon, and with the guard off.
         """
         memory = self.read_memory(time.monotonic())
-        if not memory.guard or compute_excess(memory) <= 0:
+        if not memory.guard or compute_excess(memory) <= 0 or compute_excess(self._reader.read_settled()) <= 0:
             return None
         self.overs += 1
         if self._give_up_load(build_shed_refusal(memory, compute_excess(memory))):

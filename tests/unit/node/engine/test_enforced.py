@@ -117,6 +117,7 @@ def test_over_hard_nothing_is_freed_for_memory_that_leaves_the_footprint_soon(tm
     assert memory.phys is not None
     driver.take(MemoryLimits(memory.phys - 16 * MIB, memory.phys - 16 * MIB, 0, "static"))
     driver.take(ReduceMemory(1, HARD, 16 * MIB))
+    assert driver.engine.parts.forwards.check_cap() is None
     assert loaded(driver) == {"a", "b", "c"}
     assert report(driver).enforced == 1
 

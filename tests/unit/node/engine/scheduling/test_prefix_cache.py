@@ -14,6 +14,7 @@ from node.engine.kv.kv_cache import Layers, sum_nbytes
 from node.engine.kv.prefix_memory import PrefixMemory
 from node.engine.kv.prefix_store import CachedPrefix
 from node.engine.memory.footprint import release_free_memory
+from node.engine.memory.gate import GateSite
 from tests import models
 from tests.effort import scale_examples, thin_cases
 from tests.support.engine.text_engine import GREEDY, ROOMY, Driver
@@ -316,6 +317,9 @@ def test_no_more_is_evicted_if_the_footprint_falls_late(driver: Driver):
         before = driver.engine.report(0.0).cache
         number = driver.ask("fresh " * 150, GenerationParams(temperature=0.0, max_tokens=1))
         assert driver.admitted(number), driver.ended(number)
+        ended(driver, number)
+        room(driver, MIB)
+        assert driver.engine.parts.forwards.check(GateSite.GROW, 2 * MIB) is None, "else a request would be preempted"
     finally:
         sensor.source = source
     after = driver.engine.report(0.0).cache
