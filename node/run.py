@@ -104,7 +104,7 @@ def _print_end(options: argparse.Namespace, code: int) -> int:
 
 def _create_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cluster join", allow_abbrev=False)
-    parser.add_argument("--state", type=Path, required=True)
+    parser.add_argument("--state", type=_make_absolute, required=True)
     parser.add_argument("--url", help="address of the coordinator for nodes; default: found by Bonjour")
     parser.add_argument("--token-fd", type=int, help="file descriptor of the join token")
     parser.add_argument("--models", action="append", default=[], type=Path)
@@ -115,6 +115,11 @@ def _create_parser() -> argparse.ArgumentParser:
     parser.add_argument("--leave", action="store_true", help="leave the cluster instead of serving")
     parser.add_argument("--force", action="store_true", help="with --leave: leave without notifying the coordinator")
     return parser
+
+
+def _make_absolute(folder: str) -> Path:
+    """Return an absolute path, because the engine runs in another folder."""
+    return Path(os.path.abspath(folder))
 
 
 def _load_settings(options: argparse.Namespace) -> ResolvedSettings[NodeSettings]:

@@ -50,6 +50,16 @@ def test_a_command_that_looks_for_a_node_does_not_prevent_the_start_of_one(
             end.join()
 
 
+def test_a_relative_state_folder_is_that_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in [name for name in os.environ if name.startswith("MACPOOL_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.chdir(tmp_path)
+    assert main(["--state", "pool", "--leave"]) == 5
+    assert f"there is no node in {tmp_path / 'pool'}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("folder", ["node", "logs"])
 def test_a_folder_that_cannot_be_used_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: str
