@@ -134,8 +134,8 @@ class GatedForwards:
         """Check the memory after a forward. Return a refusal, for the request that the caller then preempts or ends, if
         the engine is above cap − leases; else None.
 
-        Above that limit, first abort a load in progress and read the memory again. Return None if only freed memory is
-        above the limit, which leaves the footprint soon, and with the guard off.
+        Above that limit, first abort a load in progress and read the memory again. Return None with the guard off, and
+        if the engine is above the limit only by freed bytes that are still in the footprint.
         """
         memory = self.read_memory(time.monotonic())
         if not memory.guard or compute_excess(memory) <= 0 or compute_excess(self._reader.read_settled()) <= 0:
