@@ -28,6 +28,26 @@ MAX_GROWTH_BYTES = 64 * MIB
 """Bytes by which the footprint may grow more than MLX's own count during the answers."""
 
 
+SPIN = """
+import mlx.core as mx
+from node.engine.kv.kv_cache import evaluate
+from node.engine.process.device_errors import is_device_error
+source = "uint i = thread_position_in_grid.x; float x = a[i];" \\
+    "for (uint n = 0; n < 4000000000u; n++) { x = fma(x, 1.0000001f, 1e-7f); } out[i] = x;"
+kernel = mx.fast.metal_kernel(name="spin", input_names=["a"], output_names=["out"], source=source)
+a = mx.ones((65536,))
+try:
+    sizes = {"grid": (65536, 1, 1), "threadgroup": (256, 1, 1)}
+    made, = kernel(inputs=[a], output_shapes=[a.shape], output_dtypes=[a.dtype], **sizes)
+    evaluate(made)
+    mx.synchronize()
+    print("no error")
+except RuntimeError as error:
+    print("device error" if is_device_error(error) else "another error", error, sep=": ")
+"""
+"""Program whose kernel runs on the GPU until macOS ends it."""
+
+
 def check_engine_answers() -> Outcome:
     """Check the answers of an engine process to the trained prompts of the embedded model, and its footprint.
 
@@ -81,6 +101,31 @@ def check_footprint_falls(size: int = 2 * GIB) -> Outcome:
         f"{show_size(full - base)} taken; {show_size(full - first)} had left the footprint at once, "
         f"{show_size(full - phys)} after {seconds:.2f} s",
     )
+
+
+def check_device_error() -> Outcome:
+    """Check that MLX raises a command buffer that macOS has ended, with a message that the engine knows.
+
+    The entry passes if `node.engine.process.device_errors.is_device_error` is true for the exception. The entry is
+    skipped without Metal. Raise `subprocess.TimeoutExpired` after `ENGINE_TIMEOUT_SECONDS`.
+    """
+    if find_spec("mlx") is None:
+        return create_skip("needs MLX: install the extra `node`")
+    import mlx.core as mx
+
+    if not mx.metal.is_available():
+        return create_skip("needs Metal")
+    done = subprocess.run(
+        [sys.executable, "-c", SPIN],
+        capture_output=True,
+        text=True,
+        timeout=ENGINE_TIMEOUT_SECONDS,
+        check=False,
+        cwd=ROOT,
+    )
+    said = (done.stdout or done.stderr).strip().splitlines()
+    last = said[-1] if said else "no output"
+    return create_outcome(last.startswith("device error: "), f"{last}; exit code {done.returncode}")
 
 
 def check_soft_end() -> Outcome:

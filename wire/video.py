@@ -34,7 +34,7 @@ class LeaseEndCode(StrEnum):
     OUTPUT_INVALID = "output_invalid"
     """The worker made no clip, or one that is not valid."""
     GENERATION_FAILED = "generation_failed"
-    """The worker reported an error after the first transformer block, or an invalid value."""
+    """The worker reported an error after the first transformer block, an invalid value, or an error of the GPU."""
     MODEL_INVALID = "model_invalid"
     """The worker reported an error before the first transformer block: the package is broken."""
     DISK_FULL = "disk_full"

@@ -29,6 +29,7 @@ from node.engine.embedding.forward import EmbeddingForward, WaitingText
 from node.engine.embedding.request import EmbeddingRequest, EmbeddingTable
 from node.engine.embedding.runner import EmbeddingRunner
 from node.engine.memory.gated_forward import GatedForwards
+from node.engine.process.device_errors import raise_if_device_lost
 from node.engine.scheduling.batch_recovery import format_error
 from node.engine.scheduling.rules.chunk_policy import IDLE_CHUNK_SECONDS, next_prefill
 from node.engine.scheduling.rules.commitment_length import GATE_RETRY_SECONDS
@@ -151,6 +152,7 @@ class EmbeddingScheduler:
             before = {request.number: request.left for request in involved}
             refused = refused or self._run_part(first, step)
         except Exception as error:
+            raise_if_device_lost(error)
             self._handle_fault(involved, error, now)
             return
         if self._forward is None:

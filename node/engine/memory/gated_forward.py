@@ -8,6 +8,7 @@ The first call for a model after its load or after a pause may take longer by th
 reason: macOS unwires Metal memory that is not used, and may have paged it out.
 """
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable
@@ -19,6 +20,7 @@ from host.sleep_watch import system_clocks
 from node.engine.memory.footprint import MlxPeakTracker, clear_buffers
 from node.engine.memory.gate import GateSite
 from node.engine.memory.memory_reader import MemoryReader
+from node.engine.process.device_errors import DeviceLost, raise_if_device_lost
 from node.engine.process.interface import CallRecording, Halted, NativeCall, NativeCallKind
 from wire.capacity.arithmetic import build_shed_refusal, compute_excess
 from wire.refusals import RefusalCode, Refused
@@ -178,7 +180,8 @@ class GatedForwards:
         Other calls are not counted.
 
         `request` is the number of the request; 0 for several or none. `expected` is the duration in seconds with wired
-        weights. `prefill_tokens` is the number of prompt tokens, without padding. Raise `Halted` after `halt`.
+        weights. `prefill_tokens` is the number of prompt tokens, without padding. Raise `Halted` after `halt`, and
+        `DeviceLost` for a failed command buffer. The record of the call then stays, as after a crash.
         """
         if self.halted:
             raise Halted
@@ -190,8 +193,12 @@ class GatedForwards:
         try:
             with self.publish_wait(kind, model, expected) as call:
                 yield call
+        except Exception as error:
+            raise_if_device_lost(error)
+            raise
         finally:
-            self._recorder.end()
+            if not isinstance(sys.exception(), DeviceLost):
+                self._recorder.end()
             # By then the forward of a prefill has ended. The forward of a decode step is awaited in the call after it.
             self._waited[model] += 2 if kind in (NativeCallKind.PREFILL, NativeCallKind.EMBED) else 1
             self._used[model] = 0.0 if kind is NativeCallKind.LOAD else self._clock()

@@ -41,6 +41,7 @@ from node.engine.models.loaded_model import LoadedModel
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.models.model_table import ModelTable
 from node.engine.models.model_unloader import ModelUnloader, fits
+from node.engine.process.device_errors import raise_if_device_lost
 from node.models.catalogue import ModelCatalogue
 from wire.capacity.arithmetic import compute_excess, compute_most_weights
 from wire.refusals import RefusalCode, Refused
@@ -193,6 +194,7 @@ class ModelManager:
         except FilesChangedError as error:
             self.abort_load(Refused(RefusalCode.NOT_READY, str(error), None, 1.0))
         except Exception as error:
+            raise_if_device_lost(error)
             self._fail(load, LoadBroke(), self._record_broken(load.descriptor, error))
         else:
             if isinstance(piece, LoadStep):

@@ -22,6 +22,7 @@ from node.engine.models.loaded_model import LoadedModel
 from node.engine.models.memory_probe import CheckGate, MemoryProbe
 from node.engine.models.model_stats import ModelHold
 from node.engine.models.profiler import Profiler
+from node.engine.process.device_errors import raise_if_device_lost
 from node.engine.process.interface import NativeCallKind
 from wire.frames import Failed, Finished, Frame, Refusal
 from wire.refusals import FailureCode, RefusalCode, Refused
@@ -232,6 +233,7 @@ class SweepQueue:
             ):
                 end = self._step(sweep)
         except Exception as error:
+            raise_if_device_lost(error)
             log.exception("sweep", model=sweep.loaded_model.name)
             end = Failed(sweep.number, FailureCode.ENGINE_ERROR, f"measuring failed: {type(error).__name__}: {error}")
         if end is not None:

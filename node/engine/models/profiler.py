@@ -22,6 +22,7 @@ from node.engine.models.loaded_model import LoadedModel
 from node.engine.models.memory_probe import CheckGate, ForwardPeak, MemoryProbe
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.models.profile import MemoryProfile, MemoryProfileKey, MemoryProfileStore, build_key
+from node.engine.process.device_errors import raise_if_device_lost
 from wire.capacity.batches import compute_row_bytes
 from wire.report import Hardware
 from wire.units import show_size
@@ -121,6 +122,7 @@ class Profiler:
             if loaded_model.stats.profile is not None and loaded_model.stats.profile.failed:
                 log.warning("profile", model=loaded_model.name, cause=loaded_model.stats.profile.failed)
         except Exception as error:
+            raise_if_device_lost(error)
             log.warning("probe broken", model=loaded_model.name, error=f"{type(error).__name__}: {error}"[:300])
 
     def _can_measure_more(self, stored: MemoryProfile) -> bool:

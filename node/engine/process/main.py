@@ -33,6 +33,7 @@ import structlog
 
 from host.log_setup import log_to_stderr
 from node.engine.process.crash_recorder import CrashRecorder
+from node.engine.process.device_errors import describe_device_error, is_device_error
 from node.engine.process.interface import Engine, EngineKindError, import_builder
 from node.engine.process.loop import EngineLoop
 from node.settings import NodeSettings
@@ -50,8 +51,9 @@ EXIT_TIMEOUT_SECONDS = 5.0
 weights took up to 4.1 s to release them (oMLX#2184)."""
 EXIT_SETTINGS = 78
 EXIT_FAILED = 70
-"""Exit codes for settings that cannot be used, such as an unknown engine kind, and for a failure of a thread or of the
-socket: EX_CONFIG and EX_SOFTWARE of sysexits.h."""
+EXIT_DEVICE = 71
+"""Exit codes, from sysexits.h. EX_CONFIG: settings that cannot be used, such as an unknown engine kind. EX_SOFTWARE: a
+thread or the socket failed. EX_OSERR: a command buffer of the GPU failed."""
 
 log = structlog.get_logger("engine")
 
@@ -162,16 +164,24 @@ class ProcessExit:
 
     def run_engine(self) -> NoReturn:
         """Run the engine on the calling thread until it is stopped or fails. Then release its memory and end the
-        process."""
+        process. The last line of the log names a failed command buffer, because the agent reports that line."""
+        lost = ""
         try:
             self._loop.run()
-        except BaseException:
-            log.exception("thread")
-            self._code = EXIT_FAILED
+        except BaseException as error:
+            if is_device_error(error):
+                self._code, lost = EXIT_DEVICE, describe_device_error(error)
+            else:
+                log.exception("thread")
+                self._code = EXIT_FAILED
         try:
             self._engine.close()
         except Exception:
-            log.exception("close")
+            if not lost:
+                log.exception("close")
+        if lost:
+            with suppress(OSError):
+                sys.stderr.write(f"GPU error: {lost}\n")
         _end_process(self._code)
 
     def guard_thread(self, work: Callable[[], object]) -> Callable[[], NoReturn]:

@@ -15,6 +15,7 @@ import structlog
 from node.engine.memory.footprint import release_free_memory
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.models.loaded_model import LoadedModel
+from node.engine.process.device_errors import raise_if_device_lost
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.scheduling.batch_table import BatchTable
 from node.engine.scheduling.decode_batch import DecodeBatch
@@ -101,6 +102,7 @@ class BatchRecovery:
             try:
                 self._prefixes.store_row(loaded_model, row, batch)
             except Exception as error:
+                raise_if_device_lost(error)
                 self.rebuild_batch(loaded_model, number, error)
 
     def rebuild_batch(
@@ -159,6 +161,7 @@ class BatchRecovery:
         try:
             batch.drop_rows(rows)
         except Exception as error:
+            raise_if_device_lost(error)
             self.rebuild_batch(loaded_model, number, error)
             return
         if not len(batch):

@@ -39,6 +39,7 @@ from node.engine.kv.kv_cache import (
     sum_nbytes,
     view_row,
 )
+from node.engine.process.device_errors import raise_if_device_lost
 from node.engine.scheduling.sampling import Processor, Sampler, choose_greedily
 
 NO_STOPS = StopSequences()
@@ -72,6 +73,7 @@ class RowSampler:
             try:
                 return self._sampler(logprobs)
             except Exception as error:
+                raise_if_device_lost(error)
                 self.error = error
         return choose_greedily(logprobs)
 
@@ -81,6 +83,7 @@ class RowSampler:
                 try:
                     return processor(tokens, logits)
                 except Exception as error:
+                    raise_if_device_lost(error)
                     self.error = error
             return logits
 

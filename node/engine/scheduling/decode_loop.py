@@ -9,6 +9,7 @@ from node.engine.grammar.matcher import GrammarFailed
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.models.loaded_model import LoadedModel
+from node.engine.process.device_errors import raise_if_device_lost
 from node.engine.process.interface import FLUSH_INTERVAL_SECONDS, NativeCallKind
 from node.engine.requests.sequence import Row
 from node.engine.scheduling.batch_recovery import BatchRecovery, format_error
@@ -65,6 +66,7 @@ class DecodeLoop:
             with self._forwards.run_native(NativeCallKind.DECODE, loaded_model.name, 0, stats.step_seconds) as call:
                 tokens = batch.take_last_tokens() if all(_ends_next(row) for row in batch.list_rows()) else batch.step()
         except Exception as error:
+            raise_if_device_lost(error)
             log.exception("decode", rows=len(batch))
             self._recovery.rebuild_batch(loaded_model, number, error)
             return
@@ -93,6 +95,7 @@ class DecodeLoop:
                 ):
                     batch.wait()
             except Exception as error:
+                raise_if_device_lost(error)
                 log.exception("decode", rows=len(batch))
                 self._recovery.rebuild_batch(loaded_model, number, error)
                 continue
@@ -136,6 +139,7 @@ class DecodeLoop:
         try:
             self._add_text(row, token)
         except Exception as error:
+            raise_if_device_lost(error)
             log.exception("text", request=sequence.number, request_id=sequence.request.request_id)
             self._recovery.fail_request(
                 sequence, FailureCode.ENGINE_ERROR, f"its tokens could not be decoded to text: {type(error).__name__}"

@@ -8,6 +8,7 @@ from node.engine.kv.kv_cache import compute_mean_capacity, grow_cache, grow_cach
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.models.loaded_model import run_forward
+from node.engine.process.device_errors import raise_if_device_lost
 from node.engine.process.interface import NativeCallKind
 from node.engine.scheduling.batch_recovery import BatchRecovery, format_error
 from node.engine.scheduling.batch_table import BatchTable
@@ -80,6 +81,7 @@ class PrefillRunner:
         try:
             joined = self._join.join_packed(members, self._packed.prefill_members(members))
         except Exception as error:
+            raise_if_device_lost(error)
             log.exception("packed prefill", model=loaded_model.name, rows=len(members), error=format_error(error))
             self._prefixes.invalidate(loaded_model.name)
             joined = False
@@ -108,6 +110,7 @@ class PrefillRunner:
                 if prefill not in self._requests.prefills:  # a joined row failed, and its request with it
                     refused = None
         except Exception as error:
+            raise_if_device_lost(error)
             log.exception("prefill", request=sequence.number, request_id=sequence.request.request_id)
             self._prefixes.invalidate(prefill.loaded_model.name)
             self._prefixes.disk.remove_restored(prefill)

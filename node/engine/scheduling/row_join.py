@@ -9,6 +9,7 @@ from node.engine.kv.kv_cache import Layers, view_row
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.models.loaded_model import LoadedModel
+from node.engine.process.device_errors import raise_if_device_lost
 from node.engine.process.interface import NativeCallKind
 from node.engine.requests.sequence import Row
 from node.engine.scheduling.batch_recovery import BatchRecovery
@@ -101,6 +102,7 @@ class RowJoin:
             with self._forwards.run_native(NativeCallKind.JOIN, loaded_model.name, sequence.number, FIRST_JOIN_SECONDS):
                 return batch.join(joining, prefill.ids, cache, logits)
         except Exception as error:
+            raise_if_device_lost(error)
             self._recovery.rebuild_batch(loaded_model, number, error, failing=rows)
             raise
 
@@ -139,6 +141,7 @@ class RowJoin:
         try:
             batch.add_prepared(newcomers)
         except Exception as error:
+            raise_if_device_lost(error)
             self._recovery.rebuild_batch(loaded_model, number, error)
             raise
         self._batches.put(loaded_model, number, batch)

@@ -23,7 +23,7 @@ Rules
 - Cap: After every forward the engine compares its memory with its cap. Over the cap, the request of a chunk loses its
   memory at once; after other forwards, the newest request does.
 - Faults: An exception in a decode batch discards the batch object, not its rows: they are prefilled again from their
-  ids. At the second exception, the request of a row fails.
+  ids. At the second exception, the request of a row fails. An error of the GPU ends the process (`device_errors`).
 - End: All ends of a request pass through `BatchRecovery`, which cleans prefills, batches and ledger.
 - Time: Decisions use the time at which the turn began. Durations are measured around native calls.
 

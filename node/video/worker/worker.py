@@ -303,13 +303,15 @@ def inspect_clip(clip: Path, thumbnail: Path) -> dict[str, Any]:
 def classify_error(error: BaseException, *, began: bool) -> str:
     """Return the code of a failure: invalid output, full disk, failed generation, or a broken package.
 
-    `began`: a transformer block was computed. Before that, any error but `ValueError` counts as a broken package.
+    `began`: a transformer block was computed. Before that, any error counts as a broken package, except `ValueError`
+    and errors of the GPU: lack of memory, or work that macOS has ended.
     """
     if type(error).__name__ in ("VideoHealthError", "TensorHealthError"):
         return "output_invalid"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "disk_full"
-    return "generation_failed" if began or isinstance(error, ValueError) else "model_invalid"
+    of_device = isinstance(error, RuntimeError) and str(error).lower().startswith("[metal")
+    return "generation_failed" if began or of_device or isinstance(error, ValueError) else "model_invalid"
 
 
 def main() -> int:

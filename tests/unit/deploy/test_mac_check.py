@@ -149,7 +149,7 @@ def test_an_entry_that_can_panic_the_mac_runs_only_where_it_is_named():
     assert (run_entry(risky).status, ran) == ("skip", [])
     assert "only by name" in run_entry(risky).text
     assert (run_entry(risky, is_named=True).status, ran) == ("pass", [True])
-    assert [entry.id for entry in ENTRIES if entry.risky] == ["wired-panic"]
+    assert [entry.id for entry in ENTRIES if entry.risky] == ["wired-panic", "device-error"]
 
 
 def test_the_workload_of_the_panic_refuses_an_unknown_model(tmp_path: Path):

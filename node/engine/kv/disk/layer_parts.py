@@ -19,6 +19,7 @@ from node.engine.kv.disk.block_file import BlockArray, BlockPart, InvalidBlockEr
 from node.engine.kv.kv_cache import LayerCache, Layers, evaluate, grow_caches
 from node.engine.kv.prefix_store import BLOCK_TOKENS
 from node.engine.kv.window_history import StoredWindow, WindowPiece
+from node.engine.process.device_errors import raise_if_device_lost
 
 TYPES = {mx.bfloat16: "bfloat16", mx.float16: "float16", mx.float32: "float32"}
 """Types of arrays that files can hold, with their names there (`ITEM_TYPES`)."""
@@ -127,6 +128,7 @@ class LayerBuilder:
             windows = [(piece.keys, piece.values) for pieces in self._pieces.values() for piece in pieces]
             evaluate([layer.state for layer in self._cache], windows)
         except (RuntimeError, StopIteration, ValueError, IndexError) as error:
+            raise_if_device_lost(error)
             raise InvalidBlockError(f"its arrays do not suit this model: {error}") from None
 
     def _append(self, layer: Any, keys: mx.array, values: mx.array, tokens: int) -> None:

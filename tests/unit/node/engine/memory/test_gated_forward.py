@@ -12,6 +12,7 @@ from node.engine.memory.gated_forward import UNWIRE_AFTER_SECONDS, GatedForwards
 from node.engine.memory.memory_reader import MemoryReader
 from node.engine.models.load_times import MIN_LOAD_BYTES_PER_SECOND
 from node.engine.process.crash_recorder import CrashRecord, CrashRecorder
+from node.engine.process.device_errors import DeviceLost
 from node.engine.process.interface import Halted, NativeCallKind
 from node.engine_process.timeouts import SupervisorTimeouts
 from tests import models
@@ -122,6 +123,20 @@ def test_run_native_records_a_call_while_it_runs_and_counts_its_prompt_tokens():
             assert recorder.read_running_call() == CrashRecord(NativeCallKind.PREFILL, 3, "small")
         assert recorder.read_running_call() is None
     assert forwards.get_counts().prefill_tokens == 10
+
+
+def test_the_record_of_a_call_with_a_failed_command_buffer_stays_for_the_agent():
+    recorder = CrashRecorder()
+    forwards = new_forwards(recorder=recorder)
+    with pytest.raises(KeyError), forwards.run_native(NativeCallKind.PREFILL, "small", 2, 0.5):
+        raise KeyError
+    assert recorder.read_running_call() is None
+    lost = "[METAL] Command buffer execution failed: Insufficient Memory."
+    with pytest.raises(DeviceLost, match=r"Insufficient Memory\."):  # noqa: SIM117 the inner context converts it
+        with forwards.run_native(NativeCallKind.PREFILL, "small", 3, 0.5):
+            raise RuntimeError(lost)
+    assert recorder.read_running_call() == CrashRecord(NativeCallKind.PREFILL, 3, "small")
+    assert forwards.call is None
 
 
 def test_run_native_after_a_forward_for_embeddings_needs_no_weights_again(forwards: GatedForwards):

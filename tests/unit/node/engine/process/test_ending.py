@@ -14,7 +14,7 @@ import pytest
 
 from node.engine.memory.footprint import release_free_memory
 from node.engine.process.interface import Halted
-from node.engine.process.main import EXIT_FAILED, encode_settings
+from node.engine.process.main import EXIT_DEVICE, EXIT_FAILED, encode_settings
 from node.settings import EngineSettings, MlxSettings, ModelSettings, NodeSettings
 from tests import models
 from tests.support.engine.text_engine import GREEDY, Driver
@@ -260,3 +260,24 @@ def test_an_engine_that_failed_gives_its_memory_back_too(start: Callable[..., Pr
     said = process.said()
     assert "a bug" in said
     assert "model unloaded" in said
+
+
+@pytest.mark.slow
+def test_a_failed_command_buffer_is_the_last_line_of_an_engine_that_ends(start: Callable[..., Process]):
+    process = start(
+        """
+        import mlx.core as mx
+        from node.engine.scheduling import prefill_runner as generation
+
+        def lost(*_, **__):
+            mx.synchronize = lost
+            raise RuntimeError("[METAL] Command buffer execution failed: Caused GPU Timeout Error.")
+
+        generation.run_forward = lost
+        """
+    )
+    process.send(Generate(1, 1, "r", "a", (Message("user", "Hello!"),), GenerationParams(max_tokens=4), 0))
+    assert process.code()[0] == EXIT_DEVICE
+    *_, last = process.said().splitlines()
+    assert last == "GPU error: Caused GPU Timeout Error"
+    assert "model unloaded" in process.said(), "its memory is released first: a killed process can leave it wired"

@@ -86,6 +86,9 @@ def test_failures_have_names():
     assert worker.classify_error(FileNotFoundError(), began=False) == "model_invalid"
     assert worker.classify_error(ValueError(), began=False) == "generation_failed"
     assert worker.classify_error(RuntimeError(), began=True) == "generation_failed"
+    for error in ("[METAL] Command buffer execution failed: Insufficient Memory.", "[metal::malloc] Attempting to ..."):
+        assert worker.classify_error(RuntimeError(error), began=False) == "generation_failed"
+    assert worker.classify_error(RuntimeError("no layer of this name"), began=False) == "model_invalid"
 
 
 class Metal:
