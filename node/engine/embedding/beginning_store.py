@@ -14,7 +14,7 @@ Rules
 from collections.abc import Sequence
 
 from node.engine.embedding.request import EmbeddingRequest
-from node.engine.kv.kv_cache import Layers, copy_prefix, materialize, sum_nbytes
+from node.engine.kv.kv_cache import Layers, copy_prefix, count_arrays, materialize, sum_nbytes
 from node.engine.kv.prefix_memory import PrefixMemory
 from node.engine.kv.prefix_store import CachedPrefix, PrefixCache, PrefixHit
 from node.engine.kv.radix_trie import pack
@@ -57,7 +57,9 @@ class BeginningStore:
         layers = copy_prefix(request.beginning_cache, len(request.beginning))
         size = sum_nbytes(layers)
         if not self._store.covers(name, key, cut=True, scope=scope) and self._memory.make_room(size):
-            self._store.store(CachedPrefix(name, key, materialize(layers), size, snapshot=True, scope=scope))
+            cache = materialize(layers)
+            entry = CachedPrefix(name, key, cache, size, snapshot=True, scope=scope, arrays=count_arrays(cache))
+            self._store.store(entry)
 
     def invalidate(self, model: str) -> None:
         """Remove all entries of a model after a fault."""

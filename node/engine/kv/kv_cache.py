@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
+import mlx.utils as mlx_utils
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from wire.report import CACHE_STEP_TOKENS, KvParameters
@@ -60,6 +61,12 @@ def create_cache(model: TextModel) -> Layers:
 def sum_nbytes(layers: Iterable[LayerCache]) -> int:
     """Return the bytes of all layers of a cache."""
     return sum(layer.nbytes for layer in layers)
+
+
+def count_arrays(layers: Iterable[LayerCache]) -> int:
+    """Return the number of arrays of all layers of a cache. Metal keeps a buffer for each."""
+    leaves = cast("list[object]", mlx_utils.tree_flatten([layer.state for layer in layers]))
+    return sum(isinstance(leaf, mx.array) for _, leaf in cast("list[tuple[str, object]]", leaves))
 
 
 @dataclass(frozen=True, slots=True)

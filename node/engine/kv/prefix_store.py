@@ -51,6 +51,10 @@ class DiskCopy:
         self.on_disk = False
 
 
+MAX_ARRAYS = 200_000
+"""Maximum arrays of all entries. MLX refuses more than 499,000 buffers in a process, of any size (mlx#1718).
+Thousands of short prompts of a small model have as many on a Mac with much memory."""
+
 V = TypeVar("V")
 Cuts = tuple[tuple[int, int], ...]
 """Ranges of lengths in tokens, both ends included."""
@@ -94,6 +98,8 @@ class CachedPrefix(Generic[V]):
     (`CacheTrimMode`) decides."""
     copy: DiskCopy | None = None
     """Copy of the entry on the disk; None if the disk cache has not copied all of the entry for its writer."""
+    arrays: int = 0
+    """Number of arrays of the cache, as counted by the caller."""
 
     @property
     def length(self) -> int:
@@ -171,7 +177,7 @@ class PrefixCache(Generic[V]):
         self._tries: dict[tuple[str, str], RadixTrie[CachedPrefix[V]]] = {}
         """Tries by model and scope."""
         self._order: dict[CachedPrefix[V], None] = {}
-        self._nbytes = self._hits = self._hit_tokens = self._stores = self._evictions = 0
+        self._nbytes = self._arrays = self._hits = self._hit_tokens = self._stores = self._evictions = 0
         self._model_hits: Counter[str] = Counter()
         self._evicted: deque[bytes] = deque(maxlen=MAX_EVICTIONS_REPORTED)
         self._prompts: Counter[bytes] = Counter()
@@ -242,7 +248,7 @@ class PrefixCache(Generic[V]):
 
     def store(self, entry: CachedPrefix[V]) -> None:
         """Store a sequence as the most recently used one, in place of an entry of the same model and scope with the
-        same ids."""
+        same ids. Evict the least recently used entries above `MAX_ARRAYS`."""
         trie = self._tries.setdefault((entry.model, entry.scope), RadixTrie())
         same = trie.match(entry.key, entry.length).exact
         if same is not None and same.key == entry.key:
@@ -251,8 +257,11 @@ class PrefixCache(Generic[V]):
         trie.put(entry.key, entry)
         self._order[entry] = None
         self._nbytes += entry.nbytes
+        self._arrays += entry.arrays
         self._prompts[entry.prompt_hash] += 1
         self._stores += 1
+        while self._arrays > MAX_ARRAYS:
+            self.evict_entry(next(iter(self._order)))
 
     def pop(self, entry: CachedPrefix[V]) -> V:
         """Remove a stored entry (`is_stored`) and return its cache, which the caller then owns. This does not count as
@@ -266,6 +275,7 @@ class PrefixCache(Generic[V]):
         if self._tries[place].empty:
             del self._tries[place]
         self._nbytes -= entry.nbytes
+        self._arrays -= entry.arrays
         self._prompts[entry.prompt_hash] -= 1
         if not self._prompts[entry.prompt_hash]:
             del self._prompts[entry.prompt_hash]

@@ -31,6 +31,7 @@ from node.engine.kv.kv_cache import (
     CacheTrimMode,
     Layers,
     copy_prefix,
+    count_arrays,
     create_cache,
     find_trim_mode,
     materialize,
@@ -373,10 +374,10 @@ class PrefixCacheManager:
             return None
         mode = self._trim_modes.find(loaded_model)
         cuts = compute_cuts(layers) if mode is CacheTrimMode.WINDOW else None
-        entry = CachedPrefix(loaded_model.name, key, layers, sum_nbytes(layers), prompt_hash, snapshot, scope, cuts)
+        model, size, arrays = loaded_model.name, sum_nbytes(layers), count_arrays(layers)
+        entry = CachedPrefix(model, key, layers, size, prompt_hash, snapshot, scope, cuts, arrays=arrays)
         if mode is not CacheTrimMode.EXACT and not snapshot:
-            earlier = self._store.find_redundant(entry.model, key, scope)
-            self._store.remove_redundant(other for other in earlier if entry.covers_cuts(other))
+            self._store.remove_redundant(filter(entry.covers_cuts, self._store.find_redundant(model, key, scope)))
         self._store.store(entry)
         self.disk.offer(loaded_model, entry, view)
         return entry

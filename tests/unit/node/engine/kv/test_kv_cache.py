@@ -13,6 +13,7 @@ from node.engine.kv.kv_cache import (
     LayerCache,
     compute_mean_capacity,
     copy_prefix,
+    count_arrays,
     find_trim_mode,
     grow_cache,
     grow_caches,
@@ -139,6 +140,21 @@ def test_an_extent_counts_bytes_and_the_room_of_growing_layers():
     assert measure_extent([cache]) == CacheExtent(256 * TOKEN_BYTES, 256)
     assert measure_extent([window]) == CacheExtent(64 * TOKEN_BYTES, 0)
     assert measure_extent([cache, window, state]) == CacheExtent((256 + 64) * TOKEN_BYTES + 20, 256)
+
+
+def test_arrays_of_all_kinds_of_layers_are_counted():
+    cache, window, state, nested = (
+        layer(),
+        layer(RotatingKVCache, 64),
+        layer(ArraysCache, 2),
+        CacheList(layer(), layer()),
+    )
+    assert count_arrays([cache, window, state]) == 0
+    state[0] = mx.zeros((1, 5))
+    for one in (cache, window, *nested.caches):
+        write(one, 0, 100)
+    assert [count_arrays([one]) for one in (cache, window, state, nested)] == [2, 2, 1, 4]
+    assert count_arrays([cache, window, state, nested]) == 9
 
 
 def test_a_materialized_cache_holds_its_tokens_alone():

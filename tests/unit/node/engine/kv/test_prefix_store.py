@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,6 +55,22 @@ def test_a_sequence_serves_its_own_scope_alone():
     assert kept.find("m", asked, cut=True, scope="alice").entry is None
     kept.evict_model("m")
     assert (len(kept), kept.nbytes, kept.scopes) == (0, 0, frozenset()), "no key leaves anything behind"
+
+
+def test_the_number_of_arrays_is_bounded_because_metal_bounds_its_buffers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("node.engine.kv.prefix_store.MAX_ARRAYS", 100)
+    kept: PrefixCache[str] = PrefixCache()
+    entries = [replace(entry(number), arrays=40) for number in range(3)]
+    for one in entries[:2]:
+        kept.store(one)
+    kept.store(replace(entries[1]))  # in place of the same ids: its arrays count once
+    assert [one.key for one in kept.entries] == [entries[0].key, entries[1].key]
+    kept.store(entries[2])
+    assert [one.key for one in kept.entries] == [entries[1].key, entries[2].key], "the least recently used has left"
+    assert kept.get_state().evictions == 1
+    kept.evict_model("m")
+    kept.store(replace(entries[0], value="again", arrays=100))
+    assert len(kept) == 1, "evicted arrays are free"
 
 
 def test_a_cache_that_cannot_be_cut_serves_only_whole():
