@@ -127,7 +127,7 @@ class PullController:
 
         If an open pull has the same files, includes all these nodes and has failed on none of them, that pull is
         returned instead. The oldest ended records above `MAX_ENDED_RECORDS` are deleted. Raise TooManyPullsError,
-        or OSError if the record cannot be written.
+        or OSError if the record cannot be written. `actor` is as `AuditRow.actor`.
         """
         opened = [record for record in self.pulls.values() if record.ended is None]
         for record in opened:
