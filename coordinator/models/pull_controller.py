@@ -73,9 +73,9 @@ class TooManyPullsError(Exception):
 class PullController:
     """Controller of all pulls, and of the other orders about model files (`orders`, `quantizations`).
 
-    `send` sends a frame to a node and returns False if the node is not linked. `transfers` are the transfers that the
-    cluster port relays. `epoch` is the number of the coordinator's start, which makes order numbers unique. `wall`
-    returns Unix seconds.
+    `state` is the state folder. `send` sends a frame to a node and returns False if the node is not linked. `transfers`
+    are the transfers that the cluster port relays. `epoch` is the number of the coordinator's start,
+    which makes order numbers unique. `wall` returns Unix seconds.
     """
 
     def __init__(
