@@ -63,7 +63,7 @@ class NoSleepNotices:
 
 
 def open_sleep_notices() -> SleepNotices:
-    """Return the source of announcements of this system: IOKit on macOS, none elsewhere."""
+    """Return the source of sleep announcements of this system: IOKit on macOS, elsewhere one that never announces."""
     if sys.platform == "darwin":
         from host.iokit import SleepNotificationListener
 

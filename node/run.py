@@ -272,7 +272,7 @@ def _on_lifeline(stop: asyncio.Event) -> None:
 
 
 class Announce:
-    """Callback of the agent that prints once that the node is ready, as text or JSON."""
+    """Callback of the agent that prints once that the node is ready: as JSON if `output` is `json`, else as text."""
 
     def __init__(self, output: str, identity: NodeIdentity) -> None:
         self._output = output

@@ -188,7 +188,7 @@ def _create_route_class(check: Callable[[Request], Awaitable[None]] | None, max_
 class ControlApplication(FastAPI):
     """FastAPI application whose OpenAPI document also describes all answers of `routes`.
 
-    `paths` has the OpenAPI path items of routes outside the application, by path.
+    `paths` has the OpenAPI path items of routes outside the application, by path. `version` is that of Macpool.
     """
 
     def __init__(self, version: str, routes: Sequence[Route], paths: Mapping[str, Any]) -> None:

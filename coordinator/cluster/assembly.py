@@ -26,7 +26,7 @@ from wire.state_machine import IllegalEventCounts
 
 @dataclass(frozen=True, slots=True)
 class NodeLinks:
-    """Ways to nodes: frames over their links, fetches from them, and relays between them."""
+    """Means to reach nodes: frames over their links, fetches of their data, and relays of files between them."""
 
     table: LinkTable
     fetches: NodeFetches

@@ -43,7 +43,11 @@ def is_preflight(method: str, headers: Iterable[Header]) -> bool:
 
 
 async def answer_preflight(origin: bytes, headers: Iterable[Header], send: Send) -> None:
-    """Allow a later request from `origin` with all headers that the preflight request names."""
+    """Answer a preflight request with 204, and permit the request that follows, with all headers that it names.
+
+    `origin` is a result of `find_origin`, and not empty. `headers` are those of the preflight request. A page outside
+    the local network is also permitted to send requests to it, if its browser asks (private network access).
+    """
     asked = dict(headers)
     allowed: list[Header] = [
         *_build_origin_headers(origin),

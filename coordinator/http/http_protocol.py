@@ -115,8 +115,11 @@ class HeadDeadline:
 
 
 class DeadlineProtocol(HttpToolsProtocol):
-    """Connection of one HTTP client, with its slot. `max_connections` keeps file descriptors free for the links of
-    nodes."""
+    """Connection of one HTTP client: uvicorn's protocol with the limits of this module, which refuse or abort a client.
+
+    Above `max_connections`, a new connection is answered with 503: file descriptors stay free for the links of nodes.
+    `slot` is the slot of the connection (`connection_slots`); None without a limit of slots.
+    """
 
     max_connections: ClassVar[int] = MAX_CONNECTIONS
 

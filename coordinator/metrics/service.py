@@ -116,7 +116,7 @@ class MetricsService:
         """Return the metric families of a node with their series, by its newest report and these measurements.
 
         Without measurements (None), the histograms and the metrics of the agent's process are missing. Checks and
-        refusals of the gate are totals of the report then.
+        refusals of the gate are totals of the report then. Raise `KeyError` for an unknown node.
         """
         return collect_families(NODE, self.take_node_snapshot(view, measures))
 

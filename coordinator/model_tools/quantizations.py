@@ -152,7 +152,8 @@ class Quantizations:
         return self._all.get(quantization)
 
     def start(self, node: NodeId, model: str, bits: int, name: str, actor: str) -> QuantizationRecord:
-        """Start a quantization on a node and return it.
+        """Start a quantization of a model to `bits` bits per weight on a node, and return it. `name` is the name of the
+        result, `actor` as `AuditRow.actor`.
 
         If a quantization with the same model, bits and name runs on the node and is not cancelled, return that one.
         Delete the oldest ended quantizations above `MAX_ENDED`. Without a link the quantization fails at once. Raise

@@ -73,9 +73,9 @@ class TooManyPullsError(Exception):
 class PullController:
     """Controller of all pulls, and of the other orders about model files (`orders`, `quantizations`).
 
-    `send` sends a frame to a node and returns False if the node is not linked. `transfers` are the transfers that the
-    cluster port relays. `epoch` is the number of the coordinator's start, which makes order numbers unique. `wall`
-    returns Unix seconds.
+    `state` is the state folder. `send` sends a frame to a node and returns False if the node is not linked. `transfers`
+    are the transfers that the cluster port relays. `epoch` is the number of the coordinator's start,
+    which makes order numbers unique. `wall` returns Unix seconds.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class PullController:
 
         If an open pull has the same files, includes all these nodes and has failed on none of them, that pull is
         returned instead. The oldest ended records above `MAX_ENDED_RECORDS` are deleted. Raise TooManyPullsError,
-        or OSError if the record cannot be written.
+        or OSError if the record cannot be written. `actor` is as `AuditRow.actor`.
         """
         opened = [record for record in self.pulls.values() if record.ended is None]
         for record in opened:

@@ -77,7 +77,7 @@ class Mirror:
 
 @dataclass(frozen=True, slots=True)
 class PullState:
-    """State of a pull."""
+    """State of a pull: its nodes, and the mirror between them. `pull_state.step` changes it by events."""
 
     nodes: Mapping[NodeId, NodePull]
     """Nodes of the pull. The linked node with most bytes on its disk downloads from the hub; of several, the first."""

@@ -31,7 +31,7 @@ class WishCounters:
 
 @dataclass(frozen=True, slots=True)
 class WishSnapshot:
-    """Wishes at one moment."""
+    """Counters of wishes, and their replicas at one moment, for metrics."""
 
     counters: WishCounters = field(default_factory=WishCounters)
     replicas: Mapping[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])

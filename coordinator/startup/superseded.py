@@ -13,7 +13,10 @@ log = structlog.get_logger("coordinator.run")
 
 
 class SupersededHandler:
-    """Handler of a node's proof that another coordinator is newer: records it and stops this coordinator."""
+    """Handler of a node's proof that another coordinator is newer: records it and stops this coordinator.
+
+    `state` is the state folder. `stop` is set to stop the coordinator.
+    """
 
     def __init__(self, state: Path, stop: asyncio.Event) -> None:
         self._state = state

@@ -243,7 +243,7 @@ class DenyList:
         self._add(f"serial:{serial}", now, reason)
 
     def is_denied(self, node: NodeId, serial: str) -> bool:
-        """Return whether a node or its certificate is on the deny list."""
+        """Return whether a node, or its certificate with this serial (hex), is on the deny list."""
         return f"node:{node}" in self._subjects or f"serial:{serial}" in self._subjects
 
     def _add(self, subject: str, now: float, reason: str) -> None:

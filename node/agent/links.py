@@ -85,7 +85,7 @@ class CoordinatorLinks:
             link.close()
 
     def abort_all(self, reason: str) -> None:
-        """Abort all connections."""
+        """Abort all connections. `reason` is the reason in the log."""
         for link in tuple(self._links):
             link.abort(reason)
 

@@ -37,7 +37,7 @@ log = structlog.get_logger("node.hub.idle_hasher")
 
 
 class IdleHasher:
-    """Hasher of the models of this node.
+    """Hasher of the models of this node whose content hash is unknown, one at a time, while the node is idle.
 
     `state` is the folder of the node's state. `is_busy()` returns whether the node has work. `on_change()` is called
     when a model was hashed. `interval` is the time between two checks in seconds.
@@ -64,7 +64,7 @@ class IdleHasher:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to check the node, unless `models.hash_when_idle` is off."""
+        """Begin to check periodically whether the node is idle, unless `models.hash_when_idle` is off."""
         if self._settings.hash_when_idle:
             self._task = asyncio.create_task(self._run())
 

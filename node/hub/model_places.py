@@ -24,7 +24,7 @@ from wire.frames.model_files import ModelOrderCode
 
 @dataclass(frozen=True, slots=True)
 class ModelPlace:
-    """Place of a model."""
+    """Place of a model on this node's disk: in a model folder of the settings, or in the Hugging Face cache."""
 
     name: str
     """Name of the model in the catalogue."""

@@ -22,7 +22,7 @@ _SHA256, _SHA1 = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{40}")
 
 
 class Verification:
-    """Verification of one model folder."""
+    """Verification of one model folder: its files are hashed, and compared with the names of the hub's blobs."""
 
     def __init__(self, order: VerifyOrder, channel: ChildChannel) -> None:
         self._order = order

@@ -1,4 +1,7 @@
-"""Last use of each model on this machine, stored with the measurements, for the removal of unused models."""
+"""Last use of each model on this machine, for the removal of unused models.
+
+The times are stored in a file in the folder of the memory profiles (`node.engine.models.profile`).
+"""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Grant of a lease in two phases: judge the lease; lower the ceiling and wait until the engine holds to it."""
+"""Grant of a lease in two phases: judge the lease; lower the ceiling and wait until the engine's memory is below it."""
 
 import os
 import time

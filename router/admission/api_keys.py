@@ -102,7 +102,8 @@ def new_key(
 class KeyRing:
     """API keys in memory, with which clients are authenticated. The coordinator persists them.
 
-    `clock` returns Unix seconds. `anonymous` is the key for requests without a key; None: such requests are refused.
+    `pepper` is the secret of the digests (`compute_digest`). `clock` returns Unix seconds. `anonymous` is the key for
+    requests without a key; None: such requests are refused.
     """
 
     def __init__(

@@ -72,9 +72,10 @@ class Dispatcher:
     """Dispatcher of one router: places requests on nodes and tracks them to their end.
 
     `send` writes a frame to a node's link and returns whether there is a link. It must not call the dispatcher.
-    `numbers` returns the next number of an attempt or command, and the next sequence number. `draw`, the only source of
-    randomness, returns numbers in [0, 1). `policy` overrides the setting. `counters`, `quotas` and `scopes` default to
-    new ones. `on_failure` gets the failure code when a request fails on its node or the node is lost, before recovery.
+    `numbers` returns the next number of an attempt or command, and the next sequence number. `clock` returns monotonic
+    seconds. `draw`, the only source of randomness, returns numbers in [0, 1). `policy` overrides the setting.
+    `counters`, `quotas` and `scopes` default to new ones. `on_failure` gets the failure code when a request fails on
+    its node or the node is lost, before recovery.
     """
 
     def __init__(

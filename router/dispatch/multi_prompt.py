@@ -54,7 +54,7 @@ class MergedRequest:
 
     @property
     def rates(self) -> tuple[RateState, ...]:
-        """Rate state of the key after the last request."""
+        """State of the key's rates per minute after the last request; empty for a key without any."""
         return self._requests[-1].rates
 
     @property

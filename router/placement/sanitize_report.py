@@ -82,7 +82,7 @@ def build_node_view(
     awaited: bool = False,
 ) -> NodeView:
     """Build a node's view from its report, its membership record and the frames that it knows. `reported_at` is in
-    monotonic seconds.
+    monotonic seconds. The other arguments are described at the fields of `NodeView` with their names.
 
     Impossible values of the report are corrected or left out.
     """

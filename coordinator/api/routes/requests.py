@@ -156,7 +156,7 @@ class RequestRoutes:
 
 
 class WallClock:
-    """Converter of the dispatcher's times to Unix seconds.
+    """Converter of the dispatcher's times to Unix seconds. `now` returns the present time of the dispatcher.
 
     Calls with the same time return the same value, until the system's clock has moved by `MAX_DRIFT_SECONDS`."""
 

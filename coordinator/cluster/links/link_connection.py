@@ -91,7 +91,8 @@ class ConnectionOwner(Protocol):
         ...
 
     def start_enrollment(self, address: str, wake: Callable[[], object]) -> EnrollmentConnection | Denied:
-        """Begin an enrolment of a peer without a certificate. Return `Denied` with the reason if that is refused.
+        """Begin an enrolment of a peer without a certificate, at the IP address `address`. Return `Denied` with the
+        reason if that is refused.
 
         `wake` is called when `EnrollmentConnection.poll` has frames to send before the deadline.
         """

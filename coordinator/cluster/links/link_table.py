@@ -10,7 +10,7 @@ from wire.identity import NodeId
 
 
 class LinkTable:
-    """Open links by node. Frames to a node are sent on its newest link."""
+    """Open links by node. Frames to a node are sent on its newest link. `reason` is the reason in the log."""
 
     def __init__(self) -> None:
         self._newest: dict[NodeId, Connection] = {}

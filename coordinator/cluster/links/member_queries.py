@@ -28,7 +28,7 @@ class MemberQueries:
 
     def answer(self, peer: PeerIdentity, serial: str, query: MemberQuery) -> bytes | Denied:
         """Return the content of an API path as JSON. Return `Denied` to peers that are not members, and for paths that
-        are not offered."""
+        are not offered. `serial` is the serial number of the peer's certificate in hex."""
         row = self._authentication.authenticate(peer, serial, query.node, query.machine)
         if isinstance(row, Denied):
             return row

@@ -209,7 +209,10 @@ class RelayServer:
         self._streams: set[RelayStream] = set()
 
     def admit(self, peer: PeerIdentity, serial: str, join: JoinRelay) -> RelayTransfer | Denied:
-        """Return the transfer of a connection with the certificate `peer`, or `Denied` with the reason."""
+        """Return the transfer of a connection, or `Denied` with the reason.
+
+        `peer` is the identity in its certificate, and `serial` the serial number of the certificate in hex.
+        """
         row = self._authentication.authenticate(peer, serial, join.node, join.machine)
         if isinstance(row, Denied):
             return row

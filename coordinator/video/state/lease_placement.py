@@ -221,7 +221,8 @@ def find_nearest_misfit(
 ) -> tuple[VideoPackage, str] | None:
     """Return the package with the smallest deficit and the reasons if a job fits on no node, even without other load.
 
-    Return None if the job fits on a node, or no node has the model. `size` is the lease in bytes.
+    Return None if the job fits on a node, or no node has the model. `size` is the lease in bytes, `tokens` the
+    number of spatial tokens of a frame (`memory_model`).
     """
     reasons: list[tuple[int, VideoPackage, str]] = []
     for node, package in find_packages(view, model):

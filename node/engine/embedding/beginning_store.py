@@ -1,7 +1,11 @@
-"""Shared beginnings in the prefix cache, for later requests of the same key with the same query or prompt.
+"""Shared beginnings of the texts of embedding and rerank requests, in the prefix cache of the engine.
 
-    admission ─► count_cached     restore ─► forwards of the rest ─► store
-                 of few texts     copies                             copies
+The texts of a request often begin alike, such as with a query or an instruction. The cache of this beginning is kept
+for later requests of the same API key:
+
+    at admission          `count_cached` counts the cached tokens, for the cost of the request
+    before the forwards   `restore` copies the cached part into the request
+    after the forwards    `store` copies the complete beginning into the prefix cache
 
 Rules
 - Memory: A copy is made only if it fits now. The arrays of a request are its own and count against its reservation. An

@@ -45,7 +45,7 @@ class WaitingText(NamedTuple):
 class EmbeddingForward(ABC):
     """Forward of the texts of some requests for one model.
 
-    `need`: bytes of the whole forward. `parts` are the lazy arrays to evaluate, part after part.
+    `need`: bytes that the whole forward needs. `parts` are the lazy arrays to evaluate, part after part.
     """
 
     def __init__(
@@ -111,7 +111,9 @@ class EmbeddingForward(ABC):
 
 class TextsForward(EmbeddingForward):
     """Forward over whole texts, padded to the longest one. `vectors` are their lazy vectors, in the order of `texts`.
-    `written`: bytes of its results and caches."""
+
+    `written`: bytes of its results and caches. `need` and `parts` are described at `EmbeddingForward`.
+    """
 
     def __init__(
         self,
@@ -150,7 +152,8 @@ class ChunkForward(EmbeddingForward):
     """Forward over the next `tokens` of a long text or of a shared beginning.
 
     `vectors` is the lazy vector of a text that ends with this chunk, shape (1, dimensions); else None. `before` and
-    `after` are the extents of the cache before and after the chunk, `results` the bytes of the pooled states.
+    `after` are the extents of the cache before and after the chunk, `results` the bytes of the pooled states. `need`
+    and `parts` are described at `EmbeddingForward`.
     """
 
     def __init__(

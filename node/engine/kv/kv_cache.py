@@ -208,7 +208,7 @@ def _create_plain(keys: mx.array, values: mx.array) -> LayerCache:
 
 
 class CacheTrimMode(Enum):
-    """Reuse of a model's caches for another prompt that shares a prefix."""
+    """Extent to which the caches of a model can be reused for another prompt that begins with the same tokens."""
 
     CUT = "cut"
     """Caches can be cut to any prefix."""

@@ -83,7 +83,7 @@ class CachedPrefix(Generic[V]):
     key: bytes
     """Packed ids (`radix_trie.pack`)."""
     value: V | None
-    """Cache of the sequence; None once the entry is removed, and for an entry that only the disk cache writes."""
+    """Cache of the sequence; None once the entry is removed, and for an entry made only for the disk cache."""
     nbytes: int
     """Bytes of the cache, as counted by the caller."""
     prompt_hash: bytes = b""
@@ -108,8 +108,8 @@ class CachedPrefix(Generic[V]):
 
     @property
     def is_stored(self) -> bool:
-        """Whether the entry is in memory. False once it is removed, and for an entry that only the disk cache
-        writes."""
+        """Whether the entry is in memory: False once it is removed. Also False for an entry that never had a cache,
+        because it only lets the disk cache write the prompt of a decoding row (`DiskTier.offer_row`)."""
         return self.value is not None
 
     def find_cut(self, length: int) -> int:

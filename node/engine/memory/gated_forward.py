@@ -242,7 +242,8 @@ class GatedForwards:
         self.preemptions += 1
 
     def count_returned(self, tokens: int) -> None:
-        """Count the tokens of a row that must be prefilled again after its first join."""
+        """Count the tokens of a row that is prefilled again after its first join, because it was preempted or its batch
+        broke."""
         self._returned_tokens += tokens
 
     def count_recomputed(self, tokens: int) -> None:

@@ -154,7 +154,7 @@ class Prefill:
 
     @property
     def started(self) -> bool:
-        """Whether the prefill has a cache. Its rows then count as taken in the batch."""
+        """Whether the prefill has a cache. Its rows then count as rows of the decode batch."""
         return self.cache is not None
 
     @property

@@ -133,7 +133,7 @@ class PrefixCacheManager:
         self._trim_modes.remove(model)
 
     def invalidate(self, model: str) -> None:
-        """Evict all entries of a model after a fault, because the fault may be in an entry."""
+        """Evict all entries of a model from memory, because a fault may be in an entry. Copies on the disk stay."""
         self._store.evict_model(model)
 
     # prompts

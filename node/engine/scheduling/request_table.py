@@ -30,7 +30,8 @@ class RequestTable:
 
     @property
     def prefills(self) -> list[Prefill]:
-        """Prefills of which rows have not joined, in the order of the queue. The caller does not change the list."""
+        """Prefills with rows that have not joined a decode batch, in the order of the queue. The caller does not change
+        the list."""
         return self._prefills
 
     @property

@@ -128,7 +128,10 @@ def _mix(value: int) -> int:
 
 class SeededSampler:
     """Sampler that draws the tokens of one answer in order. `position` is the index of the first drawn token in the
-    answer; the tokens before are known."""
+    answer; the tokens before are known.
+
+    A draw depends only on the `seed` of the request, the number `choice` of the answer, and the position of the token.
+    """
 
     def __init__(self, sampling: SamplingParameters, seed: int, choice: int, position: int) -> None:
         self._sampling = sampling

@@ -120,7 +120,7 @@ class Scheduler:
 
     @property
     def prefills(self) -> tuple[Prefill, ...]:
-        """Prefills of which rows have not joined their batch, in the order of the queue."""
+        """Prefills with rows that have not joined a decode batch, in the order of the queue."""
         return tuple(self._requests.prefills)
 
     @property

@@ -168,7 +168,7 @@ class ScriptedBatch:
             ends.append(sequence.build_finished(now))
 
     def flush(self) -> Sequence[Frame]:
-        """Return all tokens of decoding requests that were not sent yet."""
+        """Return the unsent tokens of all decoding requests as frames of deltas, and mark them as sent."""
         unsent = [
             row.gather(request.number)
             for request in self._table.running

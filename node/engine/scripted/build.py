@@ -1,4 +1,4 @@
-"""Parts of the scripted engine's turns, connected."""
+"""Assembly of the scripted engine: constructs the parts that compute its turns, and connects them."""
 
 from collections.abc import Callable
 from typing import NamedTuple

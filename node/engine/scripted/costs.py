@@ -20,7 +20,7 @@ class DecodeLoad(NamedTuple):
 
 
 class EngineCosts(Protocol):
-    """Durations of forwards in seconds."""
+    """Interface of the durations of forwards, in seconds. `FixedCosts` and `simulation.mac.hardware` implement it."""
 
     @property
     def free_prefill(self) -> bool:

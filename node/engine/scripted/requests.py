@@ -10,7 +10,10 @@ from wire.frames import Generate
 
 
 class ScriptedRequests:
-    """Maker of sequences by script. Rows are committed in `ledger`. `now` is in monotonic seconds."""
+    """Factory of the scripted engine's sequences. The settings decide their sizes, answers, refusals and crashes.
+
+    Rows are committed in `ledger`. `now` is in monotonic seconds.
+    """
 
     def __init__(self, settings: ScriptedSettings, ledger: CommitmentLedger) -> None:
         self._settings = settings

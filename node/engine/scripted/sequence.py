@@ -45,7 +45,8 @@ class ScriptedRow:
     def add_tokens(self, number: int, count: int, now: float, *, ends: int, limit: int) -> None:
         """Generate the next `count` tokens of a request with this number. End the row when its answer is complete.
 
-        `ends` is the number of tokens of the scripted answer, `limit` the maximum number of tokens.
+        `ends` is the number of tokens of the scripted answer, `limit` the maximum number of tokens. `now` is in
+        monotonic seconds.
         """
         self.produced += count
         self.commitment.record_token(count)
@@ -109,7 +110,8 @@ class TextRow(ScriptedRow):
         """Generate the next `count` tokens of the request `number`, and store their deltas. End the row when its answer
         is complete or has a stop string.
 
-        `ends` is the number of tokens of the scripted answer, `limit` the maximum number of tokens.
+        `ends` is the number of tokens of the scripted answer, `limit` the maximum number of tokens. `now` is in
+        monotonic seconds.
         """
         for _ in range(count):
             self.gathered.append(self._add_token(number, now, ends=ends, limit=limit))
@@ -142,8 +144,8 @@ class TextRow(ScriptedRow):
     def replay(self, number: int, known: Sequence[int], now: float, *, ends: int, limit: int) -> None:
         """Restore a row after the token ids `known`, which another node has sent. Their text is not sent again.
 
-        End the row if the answer is complete or has a stop string within these tokens. `ends` and `limit` are described
-        at `ScriptedRow.add_tokens`.
+        End the row if the answer is complete or has a stop string within these tokens. `ends`, `limit` and `now`
+        are described at `ScriptedRow.add_tokens`.
         """
         for _ in known:
             self._add_token(number, now, ends=ends, limit=limit)

@@ -24,7 +24,7 @@ MAX_LATE_SECONDS = 1.0
 
 
 class RunningTurns(NamedTuple):
-    """Equal turns that are running now."""
+    """Turns that have begun and are not all recorded. Several turns are equal (see the module's docstring)."""
 
     began: float
     """Monotonic time at which the first turn began."""

@@ -19,7 +19,7 @@ RECORD_BYTES = _RECORD.size
 
 @dataclass(frozen=True, slots=True)
 class PieceJournal:
-    """Content of a journal."""
+    """Content of a journal: the sizes of a file and of its pieces, and the received pieces with their checksums."""
 
     size: int
     """Bytes of the complete file."""

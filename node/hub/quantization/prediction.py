@@ -44,7 +44,7 @@ class StoredTensor:
 
     @property
     def unpacked(self) -> int:
-        """Bytes after an fp8 tensor was converted to bf16."""
+        """Bytes of the tensor in memory: in bf16 if it is stored in fp8, else as on the disk."""
         return self.size * FP8_FACTOR if self.is_fp8 else self.size
 
 

@@ -21,7 +21,10 @@ FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 30.0
 
 
 class RelayListener:
-    """Connections that wait for nodes. `create_server_protocol` returns the protocol for one that is joined."""
+    """Connections to the coordinator that wait to be joined with other nodes, for the transfer with this `token`.
+
+    `create_server_protocol` returns the protocol for a connection that is joined.
+    """
 
     def __init__(
         self, cluster: ClusterFiles, token: str, create_server_protocol: Callable[[], asyncio.Protocol]

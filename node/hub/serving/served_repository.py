@@ -59,7 +59,7 @@ class OpenFile:
         self._size = os.fstat(self._descriptor).st_size
 
     def count_available(self, start: int) -> int:
-        """Return the bytes from `start` to the end of the file."""
+        """Return the number of bytes from `start` to the end of the file; 0 after the end."""
         return max(0, self._size - start)
 
     def read(self, start: int, size: int) -> bytes:

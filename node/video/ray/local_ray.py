@@ -291,7 +291,7 @@ class DriverProcess:
     """Manager of the driver's process, which runs between `start` and `stop` and is restarted after each end.
 
     A `CreateActor` without an answer is sent again to the next driver. `failed` is called with the id of the lease and
-    the reason when the actor of a lease could not be started.
+    the reason when the actor of a lease could not be started. The driver runs in an empty folder below `files`.
     """
 
     def __init__(self, files: Path, failed: Callable[[str, str], None]) -> None:

@@ -28,7 +28,8 @@ POLL_INTERVAL_SECONDS = 0.1
 class WorkerHost:
     """Ray actor that runs the `WorkerParent` of one lease on a thread, and can therefore answer calls at any time.
 
-    `folder` is the folder of the lease. The process exits `LINGER_SECONDS` after the end of the worker.
+    `folder` is the folder of the lease, which has the id `lease` and this generation. The process exits
+    `LINGER_SECONDS` after the end of the worker.
     """
 
     def __init__(self, folder: str, lease: str, generation: int) -> None:

@@ -50,7 +50,10 @@ class LeaseFenced(Exception):
 
 
 class WorkerParent:
-    """Parent of one worker, for a generation of a lease. `stop` may be called from any thread."""
+    """Parent of one worker, for a generation of the lease with the id `lease` and the folder `folder`.
+
+    `stop` may be called from any thread.
+    """
 
     def __init__(self, folder: Path, lease: str, generation: int) -> None:
         self._folder = folder

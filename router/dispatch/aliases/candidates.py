@@ -1,4 +1,7 @@
-"""Candidates of the alias that a request names: the state of the request for each, and why each was passed over.
+"""Candidates of the alias that a request names: its models in order, and its upstream, if it has one.
+
+For each candidate: the state of the request, and the reason why it was passed over. `router.placement.candidate` names
+nodes by the same word.
 
 A request uses one candidate at a time: its `spec`, `demand` and tried nodes belong to this candidate. The state for the
 other candidates is stored here. Prompt tokens and refusals of nodes belong to one model and are never used for another
@@ -31,7 +34,7 @@ class PassedOver(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(slots=True)
 class CandidateState:
-    """State of a request for one candidate."""
+    """State of a request for one candidate of its alias."""
 
     spec: RequestSpec
     demand: ResourceDemand
@@ -49,7 +52,7 @@ class CandidateState:
 
 @dataclass(frozen=True, slots=True)
 class UnusedCandidate:
-    """State of a request for a candidate that it has not used yet."""
+    """State of a request for a candidate of its alias that it has not used yet."""
 
     spec: RequestSpec
     demand: ResourceDemand

@@ -21,8 +21,11 @@ from router.placement.prefix_affinity import NOWHERE
 
 
 class AliasPlacement:
-    """Placement of requests with their candidates. `apply` applies an event to a request. `clock` returns monotonic
-    seconds."""
+    """Placement of requests that name an alias, on the candidates of that alias: its models and its upstream.
+
+    A request without an alias is placed with its model. `apply` applies an event to a request. `clock` returns
+    monotonic seconds.
+    """
 
     def __init__(
         self,

@@ -24,7 +24,10 @@ from wire.models.version import UNKNOWN_VERSION
 
 
 class Attempts:
-    """Attempts of all requests, by number. `send` writes a frame to a node's link and returns whether there is one."""
+    """Attempts of all requests, by number. `send` writes a frame to a node's link and returns whether there is one.
+
+    `clock` returns monotonic seconds.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Rules for greedy keys, which request far more than their share: their requests wait where many prompts are ahead."""
+"""Rules for API keys that request far more than their share: their requests wait where many prompts are ahead."""
 
 from router.admission.load_share import LoadShare
 from router.dispatch.active_request import ActiveRequest
@@ -8,7 +8,10 @@ from router.placement.weights import QUEUE_BACKLOG_SECONDS, SPARE_MEMORY_SHARE
 
 
 class CrowdRules:
-    """Rules for greedy keys, from the expected tokens of all open requests."""
+    """Rules that let the requests of an API key wait, or end them, while the key requests far more than its share.
+
+    The shares follow from the expected tokens of all open requests (`LoadShare`).
+    """
 
     def __init__(self, placer: Placer) -> None:
         self._placer = placer

@@ -14,7 +14,10 @@ from wire.refusals import RefusalCode, Refused
 
 
 class Endings:
-    """Ends of requests. `apply` applies an event to a request."""
+    """Performer of the actions at the end of a request, which also denies the requests that no node takes.
+
+    `apply` applies an event to a request. `clock` returns monotonic seconds.
+    """
 
     def __init__(
         self,

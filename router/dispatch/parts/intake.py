@@ -28,7 +28,10 @@ REPETITION = "repetition_penalty"
 
 
 class Intake:
-    """Intake of new requests. `clock` returns monotonic seconds, `draw` returns numbers in [0, 1)."""
+    """Intake of new requests. `clock` returns monotonic seconds, `draw` returns numbers in [0, 1).
+
+    `upstreams_by_default` is the default of `KeyLimits.may_use_upstreams`.
+    """
 
     def __init__(
         self,

@@ -29,8 +29,11 @@ from wire.report import Model
 
 
 class Losses:
-    """Lost attempts. `on_failure` is called with the failure code for each request that failed on its node or whose
-    node was lost."""
+    """Handler of lost attempts: resumes their requests on other nodes, or ends them.
+
+    `on_failure` is called with the failure code for each request that failed on its node or whose node was lost.
+    `apply` applies an event to a request. `clock` returns monotonic seconds.
+    """
 
     def __init__(
         self,

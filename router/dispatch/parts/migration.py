@@ -90,7 +90,7 @@ class Migration:
         """Migrate requests off nodes that are silent for too long (`compute_silence_limit_seconds`).
 
         Requests move only at the second check in a row that finds the node silent. After a stall of this event loop,
-        the waiting socket data is therefore processed first.
+        the waiting socket data is therefore processed first. `now` is in monotonic seconds.
         """
         silent = {node.id: node.reported_at for node in self._placer.view.nodes if node.state == NodeState.SUSPECT}
         for node, reported_at in silent.items():
@@ -103,7 +103,8 @@ class Migration:
     def rebalance(self, now: float) -> None:
         """Move requests that wait on other nodes to idle nodes, if the move gains enough time (`rebalancing`).
 
-        Judge at most `rebalancing.MAX_JUDGED` requests. Call it only while no request is queued.
+        Judge at most `rebalancing.MAX_JUDGED` requests. Call it only while no request is queued. `now` is in
+        monotonic seconds.
         """
         waiting = rebalancing.list_movable_requests(self._attempts.live.values(), now)
         if not waiting:

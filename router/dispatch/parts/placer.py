@@ -78,7 +78,8 @@ class Placer:
                 del self._corrections[node.id]
 
     def mark_failing_nodes(self, view: ClusterView, now: float) -> ClusterView:
-        """Return the view for placement, in which nodes with an open breaker or a running probe are `FAILING`."""
+        """Return the view for placement, in which nodes with an open breaker or a running probe at `now` (monotonic
+        seconds) are `FAILING`."""
         barred = self._breakers.list_barred_nodes(now)
         if not barred:
             return view

@@ -26,7 +26,7 @@ from wire.refusals import RefusalCode, Refused
 
 
 class QueuedRequests:
-    """Requests without a node. `apply` applies an event to a request.
+    """Queued requests, which have no node. `apply` applies an event to a request. `clock` returns monotonic seconds.
 
     `timeout_seconds` is the time from queueing to the deadline. A model swap and a pull extend the deadline.
     """

@@ -104,7 +104,10 @@ class BlockReader:
 
 
 class DiskRestore:
-    """Restoration of one prompt from the disk, part by part. `cache` is an empty cache of the model."""
+    """Restoration of one prompt from the disk, part by part. `cache` is an empty cache of the model.
+
+    `folder` is the folder of the disk cache.
+    """
 
     def __init__(self, folder: Path, plan: ReadPlan, cache: Layers) -> None:
         self.plan = plan

@@ -29,7 +29,7 @@ class QueuedPrompt(Protocol):
 
     @property
     def started(self) -> bool:
-        """Whether the prompt has a cache. Its rows then count as taken in the batch."""
+        """Whether the prompt has a cache. Its rows then count as rows of the decode batch."""
         ...
 
     @property
