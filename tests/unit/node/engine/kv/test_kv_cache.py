@@ -143,12 +143,8 @@ def test_an_extent_counts_bytes_and_the_room_of_growing_layers():
 
 
 def test_arrays_of_all_kinds_of_layers_are_counted():
-    cache, window, state, nested = (
-        layer(),
-        layer(RotatingKVCache, 64),
-        layer(ArraysCache, 2),
-        CacheList(layer(), layer()),
-    )
+    cache, window, state = layer(), layer(RotatingKVCache, 64), layer(ArraysCache, 2)
+    nested = layer(CacheList, layer(), layer())
     assert count_arrays([cache, window, state]) == 0
     state[0] = mx.zeros((1, 5))
     for one in (cache, window, *nested.caches):
