@@ -1,8 +1,9 @@
 """Machine id: a hash that stays the same as long as the hardware does.
 
 macOS: IOPlatformUUID (unverified on macOS). Linux: /etc/machine-id or D-Bus's copy, which a cloned disk copies. On
-Linux the check therefore protects only against a copied state folder. Without either, the id follows from the MAC
-address.
+Linux the check therefore protects only against a copied state folder. Without either file, the id follows from the MAC
+address. On macOS there is no other id. `ioreg` can fail on a Mac that has just started. A node that took another id for
+that time would be refused as a copy.
 """
 
 import hashlib
@@ -11,27 +12,29 @@ import sys
 import uuid
 from pathlib import Path
 
-from host.subprocesses import run_tool
+from host.subprocesses import RunTool, run_tool
 
+MAX_TRIES = 3
+"""Maximum number of runs of `ioreg`, each of at most `host.subprocesses.TOOL_TIMEOUT_SECONDS`."""
 _LINUX = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 
 
 def compute_machine_id(override: str = "") -> str:
     """Return the id of this machine: 32 hex digits of a hash of the platform's machine id.
 
-    Without a platform id, the MAC address is hashed. `override` (setting `node.machine`) replaces both if not empty,
-    for several nodes on one machine.
+    On Linux without a platform id, the MAC address is hashed. `override` (setting `node.machine`) replaces both if not
+    empty, for several nodes on one machine. Raise `OSError` if macOS does not print its id.
     """
-    raw = (
-        override
-        or (_read_platform_uuid() if sys.platform == "darwin" else _read_linux_id())
-        or f"mac:{uuid.getnode():x}"
-    )
+    raw = override or (read_platform_uuid() if sys.platform == "darwin" else _read_linux_id())
     return hashlib.sha256(b"macpool machine" + raw.encode()).hexdigest()[:32]
 
 
-def _read_platform_uuid() -> str:
-    return parse_platform_uuid(run_tool(("/usr/sbin/ioreg", "-rd1", "-c", "IOPlatformExpertDevice")))
+def read_platform_uuid(run: RunTool = run_tool) -> str:
+    """Return IOPlatformUUID of this Mac. `run` runs `ioreg`. Raise `OSError` if `MAX_TRIES` runs do not print it."""
+    for _ in range(MAX_TRIES):
+        if found := parse_platform_uuid(run(("/usr/sbin/ioreg", "-rd1", "-c", "IOPlatformExpertDevice"))):
+            return found
+    raise OSError(f"ioreg did not print the IOPlatformUUID of this Mac {MAX_TRIES} times: start the node again")
 
 
 def parse_platform_uuid(listing: str) -> str:
@@ -48,4 +51,4 @@ def _read_linux_id() -> str:
             continue
         if text and text != "uninitialized":
             return text
-    return ""
+    return f"mac:{uuid.getnode():x}"

@@ -1,4 +1,6 @@
-from node.agent.machine_id import compute_machine_id, parse_platform_uuid
+import pytest
+
+from node.agent.machine_id import MAX_TRIES, compute_machine_id, parse_platform_uuid, read_platform_uuid
 
 LISTING = """+-o J316cAP  <class IOPlatformExpertDevice, id 0x100000240>
     {
@@ -17,3 +19,13 @@ def test_a_machine_has_one_id_and_an_override_another() -> None:
 def test_the_platform_uuid_is_read_from_ioreg() -> None:
     assert parse_platform_uuid(LISTING) == "A1B2C3D4-0000-1111-2222-333344445555"
     assert parse_platform_uuid("") == ""
+
+
+def test_a_mac_that_does_not_print_its_id_takes_no_other_one() -> None:
+    """A busy Mac can fail once. Another id would make the node a copy of itself."""
+    printed = iter(["", LISTING])
+    assert read_platform_uuid(lambda command: next(printed)) == "A1B2C3D4-0000-1111-2222-333344445555"
+    runs = list[tuple[str, ...]]()
+    with pytest.raises(OSError, match="start the node again"):
+        read_platform_uuid(lambda command: runs.append(command) or "")
+    assert len(runs) == MAX_TRIES
