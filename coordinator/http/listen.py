@@ -9,11 +9,14 @@ from host.local_names import list_addresses
 def open_listener(host: str, port: int) -> socket.socket:
     """Open a listening TCP socket. Raise `OSError` if the address cannot be used.
 
-    The socket is opened before the server starts, because the number for port 0 must be known for the announcement.
+    The wildcard `::` also takes IPv4 connections. The socket is opened before the server starts, because the number for
+    port 0 must be known for the announcement.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family == socket.AF_INET6:
+        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, host != "::")
     try:
         listener.bind((host, port))
     except OSError as error:

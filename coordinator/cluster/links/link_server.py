@@ -23,6 +23,7 @@ from coordinator.cluster.links.member_queries import MemberQueries
 from coordinator.cluster.links.node_fetches import NodeFetches
 from coordinator.cluster.links.relay import RelayServer
 from coordinator.cluster.store_barrier import StoreBarrier
+from coordinator.http.listen import open_listener
 from coordinator.joining.enrollment import EnrollmentConnection, EnrollmentServer
 from wire.frames import Denied, FetchChunk, Frame, Hello, JoinRelay, MemberQuery, Ping
 from wire.identity import NodeId, PeerIdentity
@@ -99,8 +100,7 @@ class LinkServer:
         """
         server = self._server = await self._loop.create_server(
             lambda: cast("asyncio.Protocol", Connection(self)),
-            host,
-            port,
+            sock=open_listener(host, port),
             ssl=context,
             ssl_handshake_timeout=HANDSHAKE_TIMEOUT_SECONDS,
             ssl_shutdown_timeout=1.0,

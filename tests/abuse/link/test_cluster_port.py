@@ -18,6 +18,7 @@ import pytest
 from coordinator.cli.commands import nodes as verbs
 from coordinator.cluster.links import link_admission, link_server
 from coordinator.cluster.links.link_server import MAX_UNLINKED
+from coordinator.http.listen import open_listener
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import NodeIdentity, create_authority_context, new_request, store_address, store_identity
@@ -58,6 +59,20 @@ async def port(tmp_path: Path) -> AsyncGenerator[Port]:
 
 
 # -- strangers ---------------------------------------------------------------------------------
+
+
+async def test_the_wildcard_of_ipv6_takes_ipv4_as_well(tmp_path: Path) -> None:
+    """`cluster join` is printed with an IPv4 address of the machine."""
+    try:
+        listener = open_listener("::1", 0)
+    except OSError:
+        pytest.skip("this system has no IPv6")
+    with listener, pytest.raises(ConnectionRefusedError):
+        await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
+    async with opened(tmp_path, host="::") as made:
+        async with made.undisturbed():  # over IPv4
+            _, writer = await asyncio.open_connection("::1", made.number)
+            writer.close()
 
 
 async def test_garbage_instead_of_tls(port: Port) -> None:

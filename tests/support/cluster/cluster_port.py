@@ -241,12 +241,12 @@ def the_no(frames: list[Frame]) -> Denied:
 
 @asynccontextmanager
 async def opened(
-    folder: Path, limit: RateLimit | None = None, video: VideoSettings | None = None
+    folder: Path, limit: RateLimit | None = None, video: VideoSettings | None = None, host: str = "127.0.0.1"
 ) -> AsyncGenerator[Port]:
-    """Open the cluster port of a coordinator whose state is in `folder`."""
+    """Open the cluster port of a coordinator whose state is in `folder`, at the address `host`."""
     with capture_logs() as logs:
         async with application(folder / "state", limit, video=video) as made:
-            number = await made.nodes.server.start("127.0.0.1", 0, made.authority.get_server_context())
+            number = await made.nodes.server.start(host, 0, made.authority.get_server_context())
             port = Port(made, folder, number, logs)
             try:
                 yield port
