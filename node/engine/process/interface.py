@@ -10,6 +10,7 @@ for each kind.
 """
 
 import importlib
+import resource
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from node.settings import NodeSettings
 
 
+MIN_OPEN_FILES = 4096
+"""Hard limit of open files that mlx-lm sets when it is imported. The import fails below it."""
 FLUSH_INTERVAL_SECONDS = 0.5
 """Seconds for which tokens of a request without streaming are gathered before they are sent."""
 MAX_CANCELLED_REMEMBERED = 1024
@@ -161,8 +164,8 @@ class EngineFactory(Protocol):
 
 
 def import_builder(kind: str) -> EngineFactory:
-    """Import the module of an engine kind and return its `build`. Raise `EngineKindError` if the kind is unknown or a
-    library is not installed."""
+    """Import the module of an engine kind and return its `build`. Raise `EngineKindError` if the kind is unknown, a
+    library is not installed, or the limit of open files is too low for mlx-lm."""
     module = KINDS.get(kind)
     if module is None:
         raise EngineKindError(f"unknown engine kind {kind!r}: use {', '.join(KINDS)}")
@@ -173,4 +176,12 @@ def import_builder(kind: str) -> EngineFactory:
         raise EngineKindError(
             f"engine.kind is {kind}, and {error.name} is not installed: install macpool[node], or start the "
             "coordinator with --no-local-node"
+        ) from None
+    except ValueError:
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        if most == resource.RLIM_INFINITY or most >= MIN_OPEN_FILES:
+            raise
+        raise EngineKindError(
+            f"the hard limit is {most} open files, and mlx-lm needs {MIN_OPEN_FILES}: raise it (`ulimit -Hn`, or "
+            "LimitNOFILE of the service)"
         ) from None

@@ -69,10 +69,9 @@ async def test_the_wildcard_of_ipv6_takes_ipv4_as_well(tmp_path: Path) -> None:
         pytest.skip("this system has no IPv6")
     with listener, pytest.raises(ConnectionRefusedError):
         await asyncio.open_connection("127.0.0.1", listener.getsockname()[1])
-    async with opened(tmp_path, host="::") as made:
-        async with made.undisturbed():  # over IPv4
-            _, writer = await asyncio.open_connection("::1", made.number)
-            writer.close()
+    async with opened(tmp_path, host="::") as made, made.undisturbed():  # over IPv4
+        _, writer = await asyncio.open_connection("::1", made.number)
+        writer.close()
 
 
 async def test_garbage_instead_of_tls(port: Port) -> None:

@@ -1,5 +1,6 @@
 """Every registered kind × every route: a kind whose gate does not check a route fails here."""
 
+import resource
 import time
 from collections.abc import Callable, Mapping
 from itertools import chain
@@ -132,3 +133,15 @@ def test_a_prompt_is_refused_at_admission_or_before_a_forward(
 def test_an_unknown_kind_is_named_with_those_that_exist():
     with pytest.raises(EngineKindError, match="scripted"):
         import_builder("metal")
+
+
+def test_a_limit_of_open_files_below_that_of_mlx_lm_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """mlx-lm sets the limits 2048 and 4096 when it is imported."""
+    (tmp_path / "limited_engine.py").write_text("raise ValueError('not allowed to raise maximum limit')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(KINDS, "limited", "limited_engine")
+    with pytest.raises(ValueError, match="not allowed"):
+        import_builder("limited")
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (256, 1024))
+    with pytest.raises(EngineKindError, match=r"the hard limit is 1024 open files, and mlx-lm needs 4096: raise it"):
+        import_builder("limited")
