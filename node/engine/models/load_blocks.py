@@ -5,13 +5,16 @@ import math
 from node.engine.models.model_descriptor import ModelDescriptor
 from wire.frames import ModelBan
 
+READ_RETRY_SECONDS = 60.0
+"""Seconds after which a model whose files could not be read may be loaded again."""
+
 
 class LoadBlocks:
     """Models that cannot be loaded, with the reasons."""
 
     def __init__(self) -> None:
-        self._broken: dict[str, tuple[str, str]] = {}
-        """Fingerprint and error of models whose load failed because of their files, by name."""
+        self._broken: dict[str, tuple[str, str, float]] = {}
+        """Models whose load failed because of their files: fingerprint, error and end (monotonic seconds), by name."""
         self._bans: dict[str, tuple[float, str]] = {}
         """End (monotonic seconds) and cause of bans, by name."""
 
@@ -21,17 +24,25 @@ class LoadBlocks:
         until, cause = self._bans.get(descriptor.name, (0.0, ""))
         if now < until:
             return f"{cause}; loading is blocked for another {math.ceil(until - now)} s"
-        fingerprint, broken = self._broken.get(descriptor.name, ("", ""))
-        return descriptor.cause or (broken if fingerprint == descriptor.fingerprint else "")
+        fingerprint, broken, ends = self._broken.get(descriptor.name, ("", "", 0.0))
+        if descriptor.cause or fingerprint != descriptor.fingerprint or now >= ends:
+            return descriptor.cause
+        return broken if ends == math.inf else f"{broken}; the next try is in {math.ceil(ends - now)} s"
 
     def ban(self, bans: tuple[ModelBan, ...], now: float) -> None:
         """Refuse loads of these models until their bans end. `now` is the monotonic time."""
         self._bans |= {ban.model: (now + ban.seconds, ban.cause) for ban in bans}
 
-    def record_failure(self, descriptor: ModelDescriptor, cause: str) -> None:
-        """Record the error of a model's files, until they change."""
-        self._broken[descriptor.name] = (descriptor.fingerprint, cause)
+    def record_failure(self, descriptor: ModelDescriptor, cause: str, ends: float = math.inf) -> None:
+        """Record the error of a model's files, until they change or until `ends` (monotonic seconds)."""
+        self._broken[descriptor.name] = (descriptor.fingerprint, cause, ends)
 
     def clear_failure(self, name: str) -> None:
         """Clear the error of a broken model, so that an order to load it tries again."""
         self._broken.pop(name, None)
+
+
+def is_read_error(error: Exception) -> bool:
+    """Return whether a file of a model could not be opened or read, as on a disk that was disconnected. The files
+    themselves may be valid."""
+    return isinstance(error, OSError) or str(error).startswith("[read]") or "Failed to open" in str(error)

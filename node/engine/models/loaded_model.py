@@ -8,7 +8,7 @@ before it is evaluated.
 
 import json
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -27,6 +27,7 @@ from node.engine.memory.transient_estimator import TransientEstimator
 from node.engine.models.load_state import LoadStep
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.models.model_stats import ModelStats, ModelUsage, create_warmed_stats
+from node.engine.process.device_errors import raise_if_device_lost
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
 from node.engine.scheduling.sampling import SamplingDefaults, choose_greedily, parse_defaults
 from node.models.embedding_layout import EmbeddingLayout
@@ -134,7 +135,7 @@ def load(
     for piece in _split_pieces(arrays):
         yield LoadStep(left, max(array.nbytes for array in piece) * (CONVERTED if converted else STACKED))
         for part in ([array] for array in piece) if converted else (piece,):
-            evaluate(part)
+            _read_arrays(part)
         left -= sum(array.nbytes for array in piece)
     yield LoadStep(
         0,
@@ -155,6 +156,30 @@ def load(
         stats=create_warmed_stats(warmth.prefill_speed, warmth.step_seconds),
         head=head,
     )
+
+
+def _read_arrays(arrays: Sequence[mx.array]) -> None:
+    """Evaluate arrays that MLX reads from files.
+
+    After an error of a file, discard the errors that MLX keeps. It reads files on a stream of the CPU and keeps the
+    error there until that stream is awaited. All later loads would raise it again. (mlx#3742, tried with MLX 0.32.4 and
+    two streams of the CPU, outside of the main thread.)
+    """
+    try:
+        evaluate(arrays)
+    except RuntimeError as error:
+        raise_if_device_lost(error)
+        for device in (mx.Device(mx.cpu), mx.default_device()):
+            _discard_error(mx.default_stream(device))
+        raise
+
+
+def _discard_error(stream: mx.Stream) -> None:
+    """Wait for the work of a stream, and discard an error of an earlier work, unless the GPU has failed."""
+    try:
+        mx.synchronize(stream)
+    except RuntimeError as error:
+        raise_if_device_lost(error)
 
 
 def _list_arrays(model: TextModel | Encoder) -> list[mx.array]:

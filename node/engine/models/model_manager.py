@@ -13,6 +13,7 @@ files change before its end is aborted, and the next request tries again.
 The phases of a load and their legal events are in `load_state`.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator
@@ -23,7 +24,7 @@ import structlog
 from node.engine.memory.footprint import release_free_memory
 from node.engine.memory.gate import GateSite, MemoryGate
 from node.engine.memory.memory_reader import MemoryReader
-from node.engine.models.load_blocks import LoadBlocks
+from node.engine.models.load_blocks import READ_RETRY_SECONDS, LoadBlocks, is_read_error
 from node.engine.models.load_state import (
     LoadAborted,
     LoadBegan,
@@ -290,10 +291,11 @@ class ModelManager:
         self._ended.append(LoadSucceeded(loaded_model))
 
     def _record_broken(self, descriptor: ModelDescriptor, error: Exception) -> Refused:
-        """Record that the files of a model cannot be used; return the refusal."""
+        """Record that the files of a model cannot be used, or could not be read now. Return the refusal."""
         text = " ".join(str(error).split())[:300]
         cause = f"{type(error).__name__}: {text}" if text else type(error).__name__
-        self._blocks.record_failure(descriptor, cause)
+        ends = time.monotonic() + READ_RETRY_SECONDS if is_read_error(error) else math.inf
+        self._blocks.record_failure(descriptor, cause, ends)
         release_free_memory()
         log.error("model broken", model=descriptor.name, cause=cause)
         return _refuse_unloadable(descriptor, cause)

@@ -1,7 +1,9 @@
 from dataclasses import replace
 from pathlib import PurePath
 
-from node.engine.models.load_blocks import LoadBlocks
+import pytest
+
+from node.engine.models.load_blocks import LoadBlocks, is_read_error
 from node.engine.models.model_descriptor import ModelDescriptor
 from wire.frames import ModelBan
 
@@ -23,6 +25,28 @@ def test_a_broken_model_stays_out_until_its_files_change_or_an_order_tries_again
     assert blocks.find_cause(replace(FOUND, fingerprint="f2"), 0.0) == ""
     blocks.clear_failure("m")
     assert blocks.find_cause(FOUND, 0.0) == ""
+
+
+def test_a_model_whose_files_could_not_be_read_is_tried_again():
+    blocks = LoadBlocks()
+    blocks.record_failure(FOUND, "RuntimeError: [read] Unable to read from file.", 160.0)
+    assert blocks.find_cause(FOUND, 100.5) == "RuntimeError: [read] Unable to read from file.; the next try is in 60 s"
+    assert blocks.find_cause(replace(FOUND, cause="no tokenizer"), 100.5) == "no tokenizer"
+    assert blocks.find_cause(FOUND, 160.0) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "read"),
+    [
+        (RuntimeError("[read] Unable to read from file."), True),
+        (RuntimeError("[load_safetensors] Failed to open file /models/m/model.safetensors"), True),
+        (FileNotFoundError(2, "No such file or directory"), True),
+        (RuntimeError("[load_safetensors] Invalid json metadata"), False),
+        (ValueError("Missing 3 parameters"), False),
+    ],
+)
+def test_only_files_that_cannot_be_read_now_are_tried_again(error: Exception, read: bool):
+    assert is_read_error(error) is read
 
 
 def test_a_model_with_unusable_files_has_a_cause():

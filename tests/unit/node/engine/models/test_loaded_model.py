@@ -1,14 +1,28 @@
 """Models whose rows cannot decode together are refused before they serve, with the reason."""
 
+import os
+import shutil
 from importlib import import_module
+from pathlib import Path
+from threading import Thread
 from typing import Any, cast
 
 import mlx.core as mx
 import pytest
+from mlx import utils as mlx_utils
 from mlx_lm.models.cache import ChunkedKVCache, KVCache
 
-from node.engine.kv.kv_cache import LayerCache, TextModel
-from node.engine.models.loaded_model import UnbatchableModelError, check_architecture, check_batching
+from node.engine.kv.kv_cache import LayerCache, TextModel, evaluate
+from node.engine.models.loaded_model import (
+    LoadedModel,
+    UnbatchableModelError,
+    check_architecture,
+    check_batching,
+    load,
+)
+from node.engine.models.model_descriptor import ModelDescriptor
+from node.models.catalogue import describe_folder
+from tests import models
 
 gpt_bigcode: Any = import_module("mlx_lm.models.gpt_bigcode")
 smollm3: Any = import_module("mlx_lm.models.smollm3")
@@ -70,3 +84,38 @@ def test_an_architecture_that_decodes_two_rows_is_accepted():
         }
     )
     check_batching(cast("TextModel", smollm3.Model(arguments)))
+
+
+def test_a_load_whose_file_cannot_be_read_breaks_no_later_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """MLX reads files on a stream of the CPU, and the inference thread of a Mac computes on another one. Here a second
+    stream of the CPU takes its place."""
+    found = dict[str, ModelDescriptor]()
+    for name in ("whole", "short"):
+        descriptor = describe_folder(name, Path(shutil.copytree(models.path("llama"), tmp_path / name)))
+        assert descriptor is not None
+        found[name] = descriptor
+    (weights,) = (tmp_path / "short").glob("*.safetensors")
+    ended = list[object]()
+
+    def load_both() -> None:
+        stream = mx.new_stream(mx.cpu)
+
+        def compute(*trees: object) -> None:
+            leaves = cast("list[tuple[str, Any]]", cast("Any", mlx_utils).tree_flatten(list(trees)))
+            evaluate([mx.abs(leaf, stream=stream) for _, leaf in leaves if isinstance(leaf, mx.array)])
+
+        monkeypatch.setattr("node.engine.models.loaded_model.evaluate", compute)
+        pieces = load(found["short"])
+        next(pieces)
+        os.truncate(weights, weights.stat().st_size // 2)
+        try:
+            list(pieces)
+        except RuntimeError as error:
+            ended.append(str(error))
+        ended.extend(load(found["whole"]))
+
+    thread = Thread(target=load_both)
+    thread.start()
+    thread.join()
+    assert ended[0] == "[read] Unable to read from file."
+    assert isinstance(ended[-1], LoadedModel)

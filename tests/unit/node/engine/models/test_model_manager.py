@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from node.engine.memory.reserve import HEADROOM_BEFORE_REFILL_SECONDS
+from node.engine.models.load_blocks import READ_RETRY_SECONDS
 from node.engine.models.load_state import LoadPhase
 from node.engine.models.model_manager import MIN_LOAD_TRANSIENT_BYTES
 from tests import models
@@ -40,6 +41,27 @@ def load(driver: Driver, *names: str) -> None:
     for number, name in enumerate(names, 900):
         driver.take(LoadModel(number, name))
         assert isinstance(driver.end(number), Finished)
+
+
+def test_a_model_whose_file_was_unreadable_once_is_loaded_by_a_later_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    driver = two(tmp_path)
+
+    def unreadable(*_: object) -> None:
+        raise RuntimeError("[read] Unable to read from file.")
+
+    monkeypatch.setattr("node.engine.models.loaded_model.evaluate", unreadable)
+    first = driver.end(driver.ask("Hello!", model="one"))
+    monkeypatch.undo()
+    again = driver.end(driver.ask("Hello!", model="one"))
+    assert isinstance(first, Refusal)
+    assert isinstance(again, Refusal)
+    assert first.refused.message.endswith("[read] Unable to read from file.")
+    assert again.refused.message.endswith("[read] Unable to read from file.; the next try is in 60 s")
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + READ_RETRY_SECONDS)
+    assert isinstance(driver.end(driver.ask("Hello!", GenerationParams(max_tokens=4), model="one")), Finished)
 
 
 def test_an_idle_model_is_unloaded_after_its_time(tmp_path: Path):
