@@ -41,6 +41,10 @@ from wire.state_machine import IllegalEventError
 from wire.units import show_size
 from wire.video import Artifact, LeaseEndCode, LeaseState, ReleaseCause, VideoState
 
+RECOVERY_SECONDS = 5.0
+"""Maximum seconds for which the start of the node waits for the end of a worker of an earlier agent. A process that
+hangs in the driver of the GPU survives SIGKILL."""
+
 log = structlog.get_logger("node.video.lease_manager")
 
 
@@ -84,6 +88,7 @@ class LeaseManager:
         self._life = LeaseLife()
         self._monitor: WorkerMonitor | None = None
         self._task: asyncio.Task[None] | None = None
+        self._recovery: asyncio.Task[None] | None = None
         self._check_due = asyncio.Event()
         self._last_report_key: tuple[object, ...] = ()
 
@@ -208,7 +213,8 @@ class LeaseManager:
     async def start(self) -> None:
         """Read the leases of an earlier agent from the disk.
 
-        If a lease has not ended, end its worker, restore the ceiling, and report its job as lost.
+        If a lease has not ended, end its worker, restore the ceiling, and report its job as lost. Wait for this at most
+        `RECOVERY_SECONDS`. A worker that does not end keeps its lease and the lower ceiling.
 
         Raise `OSError` if the folder of the leases cannot be used.
         """
@@ -217,17 +223,25 @@ class LeaseManager:
         if record is None:
             return
         self._limiter.begin_lease(record.size, LeaseHolder.VIDEO)
-        claim = read_claim(self._store.get_folder(record))
-        worker = record.worker or (WorkerGroup(pid=claim.worker, born=claim.born) if claim is not None else None)
-        if worker is not None:
-            await kill_worker_group(worker, 0.0)
+        self._recovery = asyncio.create_task(self._recover(record))
+        try:
+            await asyncio.wait_for(asyncio.shield(self._recovery), RECOVERY_SECONDS)
+        except TimeoutError:
+            log.warning("worker of an earlier lease does not end", lease=record.lease, size=show_size(record.size))
+
+    async def _recover(self, record: LeaseRecord) -> None:
+        await _end_left_worker(record, self._store.get_folder(record))
         self._granter.return_memory()
         self._store.clean(record)
         log.warning("lease recovered", lease=record.lease, job=record.job, size=show_size(record.size))
         self._report_end(record, EndWorker(LeaseEndCode.WORKER_LOST, "the node was restarted while the job ran"), None)
+        self._callbacks.changed()
 
     async def stop(self) -> None:
-        """End the worker, wait until its lease has ended, and refuse all further leases."""
+        """End the worker, wait until its lease has ended, and refuse all further leases. Do not wait for a worker of an
+        earlier agent."""
+        if self._recovery is not None:
+            self._recovery.cancel()
         self._apply(lease_life.NodeStopping())
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
@@ -342,17 +356,31 @@ class LeaseManager:
         self, record: LeaseRecord, end: EndWorker, monitor: WorkerMonitor | None, artifacts: tuple[Artifact, ...] = ()
     ) -> None:
         """Store the end of a lease, and send it to the coordinator."""
-        properties = msgspec.json.encode(monitor.job.clip) if monitor is not None and artifacts else b""
-        peak, seconds = (monitor.peak, monitor.seconds) if monitor is not None else (0, 0.0)
-        ended = LeaseEnded(
-            lease=record.lease,
-            generation=record.generation,
-            code=end.code,
-            message=end.message,
-            artifacts=artifacts,
-            peak=peak,
-            seconds=round(seconds, 3),
-            made=properties,
-        )
+        ended = _build_ended(record, end, monitor, artifacts)
         self._store.end(replace(record, ended=ended))
         self._callbacks.send(ended)
+
+
+def _build_ended(
+    record: LeaseRecord, end: EndWorker, monitor: WorkerMonitor | None, artifacts: tuple[Artifact, ...]
+) -> LeaseEnded:
+    peak, seconds = (monitor.peak, monitor.seconds) if monitor is not None else (0, 0.0)
+    return LeaseEnded(
+        lease=record.lease,
+        generation=record.generation,
+        code=end.code,
+        message=end.message,
+        artifacts=artifacts,
+        peak=peak,
+        seconds=round(seconds, 3),
+        made=msgspec.json.encode(monitor.job.clip) if monitor is not None and artifacts else b"",
+    )
+
+
+async def _end_left_worker(record: LeaseRecord, folder: Path) -> None:
+    """Kill the worker of a lease of an earlier agent, if it has one, and wait until its processes have ended. `folder`
+    is the folder of the lease."""
+    claim = read_claim(folder)
+    worker = record.worker or (WorkerGroup(pid=claim.worker, born=claim.born) if claim is not None else None)
+    if worker is not None:
+        await kill_worker_group(worker, 0.0)

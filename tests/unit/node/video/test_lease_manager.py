@@ -382,6 +382,36 @@ async def test_a_restarted_agent_ends_the_worker_before_it_returns_the_memory(
             await worker.wait()
 
 
+async def test_a_worker_that_survives_sigkill_keeps_its_lease_and_delays_no_start(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A process that hangs in the driver of the GPU does not end."""
+    monkeypatch.setattr(lease_manager, "RECOVERY_SECONDS", 0.05)
+    monkeypatch.setattr(os, "killpg", lambda group, number: None)
+    worker = await asyncio.create_subprocess_exec("/bin/sleep", "600", start_new_session=True)
+    group = WorkerGroup(pid=worker.pid, born=read_process_identity(worker.pid) or "")
+    held = LeaseRecord(lease="l-1", generation=1, job="video_l-1", model=MODEL, size=LEASE, worker=group)
+    leases = tmp_path / "node" / "node" / "video" / "leases"
+    leases.mkdir(parents=True)
+    (leases / "leases.json").write_bytes(msgspec.json.encode(LeaseLedger().put(held)))
+    try:
+        node = await make()
+        assert node.limiter.leases == LEASE
+        node.ask(lease="l-2")
+        refused = await node.frame(LeaseRefused, "l-2")
+        assert refused.code == "lease_held"
+        worker.kill()
+        await worker.wait()
+        ended = await node.ended()
+        assert (ended.code, node.limiter.leases) == ("worker_lost", 0)
+        node.ask(lease="l-3")
+        assert isinstance(await node.answer("l-3"), LeaseGranted)
+    finally:
+        if worker.returncode is None:
+            worker.kill()
+            await worker.wait()
+
+
 async def test_a_worker_counts_on_its_lease_and_its_clip_is_measured_and_served(make: Make):
     node = await make(attends=True)
     before = node.ceiling
