@@ -59,6 +59,7 @@ class Agent:
         self._changed = asyncio.Event()
         self.log_file = folder / "logs" / "engine.log"
         self.wired: int | None = None
+        self.illegal_events = IllegalEvents()
         instead = {"command": command} if command else {}
         self.supervisor = Supervisor(
             self.settings,
@@ -67,7 +68,7 @@ class Agent:
             log_file=self.log_file,
             scratch=folder / "scratch",
             wired=lambda: self.wired,
-            illegal_events=IllegalEvents(),
+            illegal_events=self.illegal_events,
             timeouts=patience,
             **instead,
         )
@@ -127,6 +128,7 @@ async def agent(tmp_path: Path) -> AsyncIterator[Callable[..., Agent]]:
     yield make
     for one in made:
         await one.supervisor.stop()
+        assert one.illegal_events.count == 0, "each is a bug"
 
 
 def gone(pid: int) -> bool:
@@ -151,6 +153,20 @@ async def test_before_it_starts_requests_are_refused_and_stopping_is_nothing(age
     assert end.refused.retry_after == 1.2, "a second after the first restart"
     assert one.supervisor.probe.read_footprint().phys is None
     assert one.supervisor.live == frozenset()
+    one.supervisor.end("it is over its cap")
+    assert (one.illegal_events.count, one.supervisor.resting, one.supervisor.warnings) == (0, False, ())
+    one.supervisor.release_memory()
+    assert one.supervisor.resting
+    one.supervisor.wake()
+    assert not one.supervisor.resting
+
+
+async def test_an_engine_whose_log_cannot_be_opened_is_not_started(agent: Callable[..., Agent]):
+    one = agent()
+    one.log_file.parent.write_text("a file in the place of the folder")
+    with pytest.raises(OSError, match="logs"):
+        await one.supervisor.start()
+    assert one.supervisor.child is None
 
 
 @pytest.mark.slow

@@ -92,6 +92,7 @@ class Node:
         self.limiter = Limiter(resolved.value, self.machine, resolved.origins, folder / "node")
         self.frames: list[tuple[Frame, int]] = []
         self._changed = asyncio.Event()
+        self.illegal_events = IllegalEvents()
         self.supervisor = Supervisor(
             resolved.value,
             on_frame=self._frame,
@@ -99,7 +100,7 @@ class Node:
             log_file=folder / "engine.log",
             scratch=folder / "scratch",
             wired=self.limiter.read_wired,
-            illegal_events=IllegalEvents(),
+            illegal_events=self.illegal_events,
             command=command,
             timeouts=AT_ONCE,
         )
@@ -158,6 +159,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Node]]]:
     for one in made:
         one.poll.stop()
         await one.supervisor.stop()
+        assert one.illegal_events.count == 0, "each is a bug"
 
 
 @pytest.mark.parametrize(
