@@ -12,8 +12,9 @@ from coordinator.cluster.links import link_admission
 from coordinator.cluster.links.link_admission import ALIVE_REPORT_AGE_SECONDS, LinkAdmission
 from coordinator.cluster.member_transitions import LOST_AFTER_SECONDS, SUSPECT_AFTER_SECONDS
 from node.agent.identity import NodeIdentity
-from tests.support.cluster.cluster_port import Port, hello, opened
-from wire.frames import Denied, Welcome
+from tests.support.cluster.cluster_port import Port, hello, opened, the_no
+from wire.certificate import read_certificate
+from wire.frames import Denied, Ping, Welcome
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
 
 SECONDS = 1.0
@@ -134,6 +135,33 @@ async def test_a_link_that_takes_over_leaves_one_older_link_of_its_process_open(
     await first.ended(SECONDS)
     await port.until(lambda: table.retired == 2, SECONDS)
     assert not any(line.reader.at_eof() for line in (second, third, *kept))
+
+
+async def test_a_frame_to_all_and_the_end_of_one_node_concern_the_links_of_the_right_nodes(port: Port):
+    table, who, other = port.application.nodes.links.table, port.member("studio"), port.member("laptop")
+    lines = [await port.link(who), await port.link(other)]
+    kept_older = await port.link(other, takeover=True)
+    await port.until(lambda: (len(table), table.retired) == (2, 1))
+    certificates = {one.node: read_certificate(one.certificate) for one in (who, other)}
+    assert table.get_certificate_validity() == {
+        node: (certificate.issued, certificate.expires) for node, certificate in certificates.items()
+    }
+    table.send_to_all(Ping(7))
+    for line in (lines[0], kept_older):
+        while await line.until(Ping) != Ping(7):
+            pass  # the coordinator pings as well
+    table.abort_retired_links(NodeId(who.node), "its requests are resumed")
+    table.close_link(NodeId(who.node), 99, "no such link")
+    assert (len(table), table.retired) == (2, 1)
+    table.disconnect_node(NodeId(who.node), "removed", Denied("removed", "it was removed"))
+    assert the_no(await lines[0].ended(SECONDS)).reason == "removed"
+    await port.until(lambda: len(table) == 1, SECONDS)
+    assert (table.retired, table.send(NodeId(other.node), Ping(8))) == (1, True)
+    assert not table.send(NodeId(who.node), Ping(8))
+    table.close("the coordinator stops")
+    for line in (lines[1], kept_older):
+        await line.ended(SECONDS)
+    await port.until(lambda: (len(table), table.retired) == (0, 0), SECONDS)
 
 
 @pytest.mark.parametrize("loss", ["silent", "closed", "replaced"])

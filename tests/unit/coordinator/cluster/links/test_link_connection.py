@@ -3,12 +3,15 @@
 Also frames of one link that exceed the time of a turn of the loop.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coordinator.cluster.links import link_connection, link_server
+from coordinator.cluster.links.link_budgets import BUDGET_RETRY_SECONDS, REPORTS_BURST
 from coordinator.cluster.links.link_connection import MAX_UNLINKED_BYTES, Connection, ConnectionOwner
 from coordinator.joining.rate_limit import RateLimit
 from node.agent.identity import NodeIdentity
@@ -77,9 +80,109 @@ async def test_frames_beyond_a_turn_are_processed_later_also_those_that_arrive_m
     del connection.processed[:]
     connection.data_received(b"".join(map(encode, reports[:3])))
     assert connection.processed == reports[:1]
+    transport: Any = connection.transport
+    assert not transport.is_reading(), "its further bytes wait in the kernel"
     connection.data_received(encode(reports[3]))
     await port.until(lambda: len(connection.processed) == 4)
     assert connection.processed == reports
+    line.send(a_report(5))
+    await port.until(lambda: len(connection.processed) == 5)
+    assert connection.processed[-1] == a_report(5), "it is read again"
+
+
+class Clock:
+    """A clock that is `step` seconds later at each reading, and counts its readings."""
+
+    def __init__(self, step: float) -> None:
+        self.step, self.readings = step, 0
+
+    def perf_counter(self) -> float:
+        self.readings += 1
+        return self.readings * self.step
+
+
+@pytest.mark.parametrize(("step", "sizes"), [(0.0, [9]), (0.3, [4, 4, 1]), (2.0, [1] * 9)])
+async def test_a_turn_has_its_time_for_frames_and_an_idle_connection_takes_no_turns(
+    port: Port, connections: list[Recorded], monkeypatch: pytest.MonkeyPatch, step: float, sizes: list[int]
+):
+    who, clock = port.member("studio"), Clock(step * link_connection.MAX_LINK_TURN_SECONDS)
+    line, connection = await open_connection(port, connections, who)
+    line.send(hello(who))
+    await line.until(Welcome)
+    await asyncio.sleep(0)
+    monkeypatch.setattr(link_connection, "time", clock)
+    turns, before = list[int](), len(connection.processed)
+    connection.data_received(encode(a_report()) * 9)
+    for _ in range(12):
+        turns.append(len(connection.processed) - before - sum(turns))
+        await asyncio.sleep(0)
+    assert [size for size in turns if size] == sizes
+    readings = clock.readings
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert clock.readings == readings
+
+
+@pytest.mark.parametrize("closed_here", [False, True])
+async def test_frames_that_wait_for_a_turn_outlast_the_end_of_the_connection_unless_it_was_ended_here(
+    port: Port, connections: list[Recorded], monkeypatch: pytest.MonkeyPatch, closed_here: bool
+):
+    monkeypatch.setattr(link_connection, "MAX_LINK_TURN_SECONDS", 0.0)
+    who = port.member("studio")
+    line, connection = await open_connection(port, connections, who)
+    line.send(hello(who))
+    await line.until(Welcome)
+    del connection.processed[:]
+    reports = [a_report(number) for number in range(1, 4)]
+    connection.data_received(b"".join(map(encode, reports)))
+    assert connection.transport is not None
+    if closed_here:
+        connection.abort("the test ends it")
+    else:
+        connection.transport.abort()
+    await port.until(lambda: port.state(who) == "lost")
+    assert connection.processed == reports[: 1 if closed_here else 3]
+
+
+async def test_a_link_has_no_limit_of_all_its_bytes(port: Port, connections: list[Recorded]):
+    who = port.member("studio")
+    line, connection = await open_connection(port, connections, who)
+    line.send(hello(who))
+    await line.until(Welcome)
+    line.send(FetchChunk(9, bytes(MAX_UNLINKED_BYTES)), FetchChunk(9, bytes(MAX_UNLINKED_BYTES)), a_report(1))
+    await port.until(lambda: a_report(1) in connection.processed)
+    assert connection.open
+
+
+async def test_a_peer_that_says_nothing_has_its_time_and_a_link_is_not_hurried(
+    port: Port, connections: list[Recorded], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(link_connection, "UNLINKED_TIMEOUT_SECONDS", 0.5)
+    mute, linked = port.member("mute"), port.member("studio")
+    link, connection = await open_connection(port, connections, linked)
+    link.send(hello(linked))
+    await link.until(Welcome)
+    silent = await port.dial(mute)
+    assert await silent.ended() == []
+    assert port.said("no Hello within 0 s")
+    assert connection.open
+
+
+async def test_a_flood_of_reports_ends_the_link_with_the_reason(
+    port: Port, connections: list[Recorded], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(link_connection, "CLOSE_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(link_connection, "MAX_LINK_TURN_SECONDS", 60.0)
+    who = port.member("studio")
+    line, connection = await open_connection(port, connections, who)
+    line.send(hello(who))
+    await line.until(Welcome)
+    connection.data_received(encode(FetchChunk(9, b"")) * int(REPORTS_BURST))
+    assert connection.open, "only reports have this limit"
+    connection.data_received(encode(a_report()) * (int(REPORTS_BURST) + 5))
+    denied = the_no(await line.ended())
+    assert (denied.reason, denied.retry_after, denied.final) == ("too_many", BUDGET_RETRY_SECONDS, False)
+    assert denied.message.startswith("too many reports: ")
 
 
 async def test_a_peer_above_the_rate_of_enrolments_gets_the_reason(tmp_path: Path):
