@@ -4,7 +4,7 @@ Also frames of one link that exceed the time of a turn of the loop.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,14 @@ from coordinator.cluster.links import link_connection, link_server
 from coordinator.cluster.links.link_budgets import BUDGET_RETRY_SECONDS, REPORTS_BURST
 from coordinator.cluster.links.link_connection import MAX_UNLINKED_BYTES, Connection, ConnectionOwner
 from coordinator.joining.rate_limit import RateLimit
+from coordinator.state.database import Database
+from node.agent.enrollment import enroll
 from node.agent.identity import NodeIdentity
 from tests.support.cluster.cluster_port import Line, Port, a_report, hello, opened, the_no
+from tests.support.cluster.enrolment import HARDWARE
 from wire.codec import decode, encode, split_into_fragments
 from wire.frames import Denied, FetchChunk, Frame, Goodbye, Welcome
+from wire.join_token import JoinToken
 
 PIECE = 4096
 
@@ -211,3 +215,62 @@ async def test_an_answer_to_a_query_is_sent_in_pieces_of_which_the_last_is_marke
     assert [(len(chunk.payload), chunk.last) for chunk in chunks if isinstance(chunk, FetchChunk)] == [
         (min(PIECE, size - begin), begin + PIECE >= size) for begin in range(0, max(1, size), PIECE)
     ]
+
+
+# enrolment
+
+
+async def join(port: Port, folder: Path, token: JoinToken | None, on_code: Callable[[str], object]) -> NodeIdentity:
+    """Join as a machine does, with a token or with a code for `on_code`."""
+    return await enroll(
+        f"127.0.0.1:{port.number}",
+        token,
+        name="studio",
+        machine="m1",
+        hardware=HARDWARE,
+        folder=folder,
+        on_code=lambda code, _: on_code(code),
+    )
+
+
+@pytest.mark.parametrize("has_token", [True, False], ids=["token", "code"])
+async def test_a_machine_gets_its_certificate_once_its_record_is_on_disk_and_may_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_token: bool
+):
+    flush, reached, stored = Database.flush, asyncio.Event(), asyncio.Event()
+
+    async def flush_later(store: Database) -> None:
+        reached.set()
+        await stored.wait()
+        await flush(store)
+
+    monkeypatch.setattr(Database, "flush", flush_later)
+    async with opened(tmp_path / "cluster") as port:
+        application, loop = port.application, asyncio.get_running_loop()
+
+        def approve(code: str) -> None:
+            loop.call_later(0.01, lambda: application.approvals.approve(code, loop.time()))
+
+        token = application.admin.tokens.create() if has_token else None
+        joining = asyncio.create_task(join(port, tmp_path / "node", token, approve))
+        await asyncio.wait_for(reached.wait(), 30)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert (joining.done(), len(application.registry.pool.members)) == (False, 1)
+        stored.set()
+        identity = await asyncio.wait_for(joining, 30)
+        assert list(application.registry.pool.members) == [identity.node]
+        await port.until(lambda: application.nodes.server.count_unlinked() == 0)
+        assert port.said("the enrolment ended")
+        await port.link(identity)
+        await port.until(lambda: port.state(identity) == "ready")
+
+
+async def test_a_machine_that_goes_away_while_it_waits_for_approval_is_forgotten(port: Port, tmp_path: Path):
+    codes, loop = asyncio.Queue[str](), asyncio.get_running_loop()
+    joining = asyncio.create_task(join(port, tmp_path / "node", None, codes.put_nowait))
+    await asyncio.wait_for(codes.get(), 30)
+    assert len(port.application.approvals.list_waiting(loop.time())) == 1
+    joining.cancel()
+    await port.until(lambda: not port.application.approvals.list_waiting(loop.time()))
+    assert port.application.registry.pool.members == {}
