@@ -176,6 +176,7 @@ async def test_no_frame_follows_the_request_to_end(connected: Connected):
     child = connected.child
     child.end(ExitUrgency.GRACEFUL, SupervisorTimeouts(), "the test ends it")
     child.write(encode(Cancel(1)))
+    assert child.count_unsent_bytes() == 0
     assert child.exit_task is not None
     await child.exit_task
     assert connected.list_received() == [TAG_OF[StopEngine]]
