@@ -220,7 +220,7 @@ async def test_an_answer_to_a_query_is_sent_in_pieces_of_which_the_last_is_marke
 # enrolment
 
 
-async def join(port: Port, folder: Path, token: JoinToken | None, on_code: Callable[[str], object]) -> NodeIdentity:
+async def join(port: Port, folder: Path, token: JoinToken | None, on_code: Callable[[str], None]) -> NodeIdentity:
     """Join as a machine does, with a token or with a code for `on_code`."""
     return await enroll(
         f"127.0.0.1:{port.number}",
