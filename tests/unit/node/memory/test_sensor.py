@@ -115,6 +115,7 @@ def test_readings_leave_no_descriptor_open():
     before = process.num_fds()
     sensor = open_sensor(os.getpid())
     assert process.num_fds() == before + 1
+    assert sensor.begin_interval() is sensor.source.begin_interval()
     sensor.close()
     assert measure_footprint((os.getpid(), os.getppid()))
     assert process.num_fds() == before
