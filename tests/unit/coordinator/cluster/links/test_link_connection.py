@@ -158,18 +158,50 @@ async def test_a_link_has_no_limit_of_all_its_bytes(port: Port, connections: lis
     assert connection.open
 
 
-async def test_a_peer_that_says_nothing_has_its_time_and_a_link_is_not_hurried(
-    port: Port, connections: list[Recorded], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(link_connection, "UNLINKED_TIMEOUT_SECONDS", 0.5)
-    mute, linked = port.member("mute"), port.member("studio")
-    link, connection = await open_connection(port, connections, linked)
-    link.send(hello(linked))
-    await link.until(Welcome)
-    silent = await port.dial(mute)
+@pytest.fixture
+async def deadlines(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.TimerHandle]:
+    """Record the timers of the first frame, one for each connection."""
+    loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+    call_later = loop.call_later
+
+    def record(delay: float, *call: Any) -> asyncio.TimerHandle:
+        timer = call_later(delay, *call)
+        if delay == link_connection.UNLINKED_TIMEOUT_SECONDS and "_abort_too_slow" in repr(call):
+            timers.append(timer)
+        return timer
+
+    monkeypatch.setattr(loop, "call_later", record)
+    return timers
+
+
+async def test_a_peer_that_says_nothing_is_disconnected(port: Port, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(link_connection, "UNLINKED_TIMEOUT_SECONDS", 0.05)
+    silent = await port.dial(port.member("mute"))
     assert await silent.ended() == []
     assert port.said("no Hello within 0 s")
-    assert connection.open
+
+
+@pytest.mark.parametrize("becomes", ["link", "relay", "enrolment"])
+async def test_a_first_frame_ends_the_time_for_it(
+    deadlines: list[asyncio.TimerHandle], port: Port, connections: list[Recorded], becomes: str
+):
+    if becomes == "enrolment":
+        await port.dial()
+        await port.until(lambda: deadlines)
+        assert deadlines[0].cancelled(), "a person may take longer to approve it"
+        return
+    who = port.member("studio")
+    line, connection = await open_connection(port, connections, who)
+    (deadline,) = deadlines
+    assert not deadline.cancelled()
+    if becomes == "link":
+        line.send(hello(who))
+        await line.until(Welcome)
+    else:
+        assert connection.release() is connection.transport
+        connection.data_received(encode(Goodbye("later")))
+        assert not port.said("before Hello"), "the frames are for another protocol"
+    assert deadline.cancelled()
 
 
 async def test_a_flood_of_reports_ends_the_link_with_the_reason(
@@ -183,7 +215,7 @@ async def test_a_flood_of_reports_ends_the_link_with_the_reason(
     await line.until(Welcome)
     connection.data_received(encode(FetchChunk(9, b"")) * int(REPORTS_BURST))
     assert connection.open, "only reports have this limit"
-    connection.data_received(encode(a_report()) * (int(REPORTS_BURST) + 5))
+    connection.data_received(encode(a_report()) * (2 * int(REPORTS_BURST)))
     denied = the_no(await line.ended())
     assert (denied.reason, denied.retry_after, denied.final) == ("too_many", BUDGET_RETRY_SECONDS, False)
     assert denied.message.startswith("too many reports: ")
@@ -211,6 +243,8 @@ async def test_an_answer_to_a_query_is_sent_in_pieces_of_which_the_last_is_marke
     monkeypatch.setattr(link_connection, "QUERY_CHUNK_BYTES", PIECE)
     line, connection = await open_connection(port, connections, port.member("studio"))
     connection.send_answer(b"x" * size)
+    connection.data_received(encode(Goodbye("later")))
+    assert not port.said("before Hello"), "one query has one answer"
     chunks = await line.ended()
     assert [(len(chunk.payload), chunk.last) for chunk in chunks if isinstance(chunk, FetchChunk)] == [
         (min(PIECE, size - begin), begin + PIECE >= size) for begin in range(0, max(1, size), PIECE)
