@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.links import link_admission
+from coordinator.cluster.links import link_admission, link_server
 from coordinator.cluster.links.link_admission import ALIVE_REPORT_AGE_SECONDS, LinkAdmission
 from coordinator.cluster.member_transitions import LOST_AFTER_SECONDS, SUSPECT_AFTER_SECONDS
 from node.agent.identity import NodeIdentity
 from tests.support.cluster.cluster_port import Port, hello, opened, the_no
 from wire.certificate import read_certificate
-from wire.frames import Denied, Ping, Welcome
+from wire.frames import Denied, Frame, Ping, Welcome
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
 
 SECONDS = 1.0
@@ -206,3 +206,20 @@ async def test_links_denials_and_connections_before_a_hello_are_counted(port: Po
     assert port.application.nodes.links.table.get_address(NodeId("unknown")) == ""
     await server.close()
     await waiting.ended(SECONDS)
+    with pytest.raises(OSError, match="Connect call failed"):
+        await port.dial(who)
+
+
+async def test_links_are_pinged_with_increasing_numbers_until_the_server_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(link_server, "PING_INTERVAL_SECONDS", 0.01)
+    async with opened(tmp_path) as port:
+        line = await port.link(port.member("studio"))
+        numbers = [(await line.until(Ping)).nonce for _ in range(3)]
+        assert numbers == list(range(numbers[0], numbers[0] + 3))
+        sent, table = list[Frame](), port.application.nodes.links.table
+        await port.application.nodes.server.close()
+        monkeypatch.setattr(table, "send_to_all", sent.append)
+        await asyncio.sleep(0.03)  # three intervals
+        assert sent == []
