@@ -1013,7 +1013,9 @@ async def loses(one: Agent, before: int, after: int) -> None:
     assert pid is not None
     child = supervisor.child
     assert child is not None
-    child.wired.last = one.wired  # as at its next poll
+    async with asyncio.timeout(WAIT):
+        while child.wired.last != one.wired:  # noqa: ASYNC110  the watch of the child has no event
+            await asyncio.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
     one.wired = after
     await one.until(lambda: supervisor.state.restarts > deaths and supervisor.pid != pid)
