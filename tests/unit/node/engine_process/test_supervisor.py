@@ -823,6 +823,18 @@ DEAF = """
 """A program that ignores the end of its socket and SIGTERM."""
 
 
+async def test_a_child_that_closes_its_socket_and_does_not_end_is_ended_and_replaced(
+    agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("node.engine_process.supervisor.EXIT_AFTER_CLOSE_SECONDS", 0.05)
+    text = 'import os, sys, time; os.close(int(sys.argv[sys.argv.index("--socket") + 1])); time.sleep(600)'
+    one = agent(replace(QUICK, first=60.0, longest=120.0), [sys.executable, "-c", text])
+    await one.supervisor.start()
+    await one.until(lambda: one.supervisor.state.restarts)
+    assert one.supervisor.state.cause == "it closed its socket without exiting"
+    assert one.supervisor.pid is None
+
+
 @pytest.mark.slow
 async def test_a_child_that_ignores_the_end_of_its_socket_and_sigterm_is_killed(agent: Callable[..., Agent]):
     one = agent(SupervisorTimeouts(leave=0.2, stopping=0.4), program(DEAF))
