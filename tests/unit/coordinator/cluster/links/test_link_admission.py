@@ -223,3 +223,16 @@ async def test_links_are_pinged_with_increasing_numbers_until_the_server_closes(
         monkeypatch.setattr(table, "send_to_all", sent.append)
         await asyncio.sleep(0.03)  # three intervals
         assert sent == []
+
+
+async def test_connections_without_a_certificate_are_limited_by_address_and_others_are_not(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(link_server, "MAX_UNLINKED", 8)
+    who, server = port.member("studio"), port.application.nodes.server
+    known = [await port.dial(who) for _ in range(3)]
+    strangers = [await port.dial() for _ in range(2)]
+    await port.until(lambda: server.count_unlinked() == 5)
+    assert await (await port.dial()).ended() == []
+    assert port.said("3 strangers are connected, 3 from this address")
+    assert not any(line.reader.at_eof() for line in (*known, *strangers))
