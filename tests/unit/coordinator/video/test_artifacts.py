@@ -65,12 +65,17 @@ async def fetch_names(folder: ArtifactFolder, *artifacts: Artifact) -> list[str]
     return [file.name for file in files]
 
 
-async def test_fetch_files_stores_all_files_of_a_known_kind(folder: ArtifactFolder, node: Node):
+async def test_fetch_files_stores_all_files_of_a_known_kind(
+    folder: ArtifactFolder, node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    synced = list[Path]()
+    monkeypatch.setattr(artifacts, "sync_path", synced.append)
     names = ["clip.mp4", "A-1_b.webp", "thumb.jpg"]
     assert await fetch_names(folder, *map(an_artifact, names)) == names
     assert node.fetched == [f"artifact:l1/{name}" for name in names]
     stored = sorted(folder.get_folder(JOB.id).iterdir())
     assert [path.name for path in stored] == sorted(names)
+    assert synced == [folder.get_folder(JOB.id)] * 3, "the names outlast a loss of power"
     assert [path.read_bytes() for path in stored] == [CLIP] * 3
     folders = [stored[0].parent, stored[0].parent.parent]
     assert [path.stat().st_mode & 0o777 for path in (*stored, *folders)] == [0o600] * 3 + [0o700] * 2

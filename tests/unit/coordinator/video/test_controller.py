@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,8 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.frames: list[Frame] = []
         self.linked, self.fails, self.fetches = True, 0, 0
-        self.changed = asyncio.Event()
+        self.changed, self.proceeds = asyncio.Event(), asyncio.Event()
+        self.proceeds.set()
         self.controller = VideoController(
             folder, VideoSettings(), self._send, self._fetch, IllegalEventCounts(), clock=lambda: 0.0
         )
@@ -48,7 +50,9 @@ class Cluster:
         self.changed.set()
         if self.fetches <= self.fails:
             raise LookupError("the node is not linked")
-        yield CLIP
+        yield CLIP[:1]
+        await self.proceeds.wait()
+        yield CLIP[1:]
 
     async def submit(self) -> VideoJob:
         return await self.controller.submit_job(a_job(1).wanted, "key")
@@ -134,3 +138,25 @@ async def test_jobs_are_listed_newest_first_and_a_closed_controller_leaves_no_ta
     assert [job.sequence for job in again.controller.list_jobs()] == [2, 1]
     assert (await again.submit()).sequence == 3
     await again.controller.close()
+
+
+async def test_a_fetch_is_repeated_after_a_pause_only(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(job_files, "RETRY_SECONDS", 3600.0)
+    cluster.fails = 10**6
+    await cluster.finish()
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert cluster.fetches == 1
+
+
+async def test_a_deletion_ends_a_fetch_in_progress_and_removes_its_part(cluster: Cluster, tmp_path: Path):
+    cluster.proceeds.clear()
+    job = await cluster.finish()
+    folder: Any = tmp_path / "videos" / job.id
+    async with asyncio.timeout(30):
+        while not (folder / f"{ARTIFACT.name}.part").exists():  # noqa: ASYNC110  a thread creates it
+            await asyncio.sleep(0.005)
+        await cluster.controller.delete_job(job.id)
+        while folder.exists():  # noqa: ASYNC110  a thread removes it
+            await asyncio.sleep(0.005)
+    assert cluster.fetches == 1

@@ -54,6 +54,8 @@ def test_an_accepted_request_is_a_clip_with_its_defaults_and_the_labels_of_the_k
     assert isinstance(clip, RequestedClip)
     assert (clip.model, clip.negative_prompt, clip.guidance, clip.guidance_2) == ("wan", "rain", 2.0, 3.0)
     assert (clip.frames, clip.fps, clip.steps, clip.labels) == (17, 8, VideoSettings().default_steps, ())
+    assert isinstance(admit(a_node("a"), frames=1), RequestedClip)
+    assert refuse(a_node("a"), frames=0).param == "frames"
 
 
 def test_videos_that_are_switched_off_are_refused_first():
