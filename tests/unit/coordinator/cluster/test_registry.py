@@ -384,7 +384,8 @@ async def test_models_of_a_node_are_known_while_its_engine_starts_again(
     node = run.join("studio")
     link = run.link(node, report=False)
     loaded = a_model("one", groups=(BatchGroup(1, 2, 3),)), a_model("two", loaded=False, loading=True)
-    run.registry.handle_frame(node, link, a_report(engine=EngineState("mlx", stage), models=loaded))
+    for engine in (EngineStage.READY, stage):
+        run.registry.handle_frame(node, link, a_report(engine=EngineState("mlx", engine), models=loaded))
     assert run.registry.get_node_view(node).models["one"].loaded, "what it reports itself counts in every stage"
     for report in (a_report(models=loaded), a_report(engine=EngineState("mlx", stage), models=())):
         run.registry.handle_frame(node, link, report)
