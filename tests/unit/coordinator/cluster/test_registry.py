@@ -396,6 +396,28 @@ async def test_models_of_a_node_are_known_while_its_engine_starts_again(
     assert list(run.registry.get_node_view(node).models) == ["two"]
 
 
+async def test_a_nearer_deadline_replaces_the_timer_of_a_later_one(
+    start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
+):
+    loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+    call_at = loop.call_at
+
+    def record(when: float, callback: Any, *arguments: Any) -> asyncio.TimerHandle:
+        timer = call_at(when, callback, *arguments)
+        if callback == run.registry.tick:
+            timers.append(timer)
+        return timer
+
+    monkeypatch.setattr(loop, "call_at", record)
+    run = start()
+    studio = run.join("studio")
+    (later,) = [timer for timer in timers if not timer.cancelled()]
+    assert later.when() - loop.time() > member_transitions.SUSPECT_AFTER_SECONDS
+    run.link(studio)
+    (nearer,) = [timer for timer in timers if not timer.cancelled()]
+    assert 0 < nearer.when() - loop.time() <= member_transitions.SUSPECT_AFTER_SECONDS
+
+
 async def test_large_cluster_publishes_one_view_for_simultaneous_reports(
     start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
 ):
