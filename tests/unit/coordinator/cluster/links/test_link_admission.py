@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.links import link_admission, link_server
+from coordinator.cluster.links import link_admission, link_budgets, link_server
 from coordinator.cluster.links.link_admission import ALIVE_REPORT_AGE_SECONDS, LinkAdmission
+from coordinator.cluster.links.link_budgets import BUDGET_RETRY_SECONDS
 from coordinator.cluster.member_transitions import LOST_AFTER_SECONDS, SUSPECT_AFTER_SECONDS
 from node.agent.identity import NodeIdentity
 from tests.support.cluster.cluster_port import Port, hello, opened, the_no
 from wire.certificate import read_certificate
-from wire.frames import Denied, Frame, Ping, Welcome
+from wire.frames import Denied, Frame, JoinRelay, MemberQuery, Ping, Welcome
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
 
 SECONDS = 1.0
@@ -236,3 +237,26 @@ async def test_connections_without_a_certificate_are_limited_by_address_and_othe
     assert await (await port.dial()).ended() == []
     assert port.said("3 strangers are connected, 3 from this address")
     assert not any(line.reader.at_eof() for line in (*known, *strangers))
+
+
+@pytest.mark.parametrize("kind", ["link", "query", "relay"])
+async def test_a_node_that_connects_too_often_is_denied_and_may_retry(
+    port: Port, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    monkeypatch.setattr(link_budgets, "LINKS_BURST", 1.0)
+    monkeypatch.setattr(link_budgets, "QUERIES_BURST", 1.0)
+    who, denials = port.member("studio"), list[Denied]()
+    firsts: dict[str, Frame] = {
+        "link": hello(who, protocol=OLDEST_PROTOCOL - 1),
+        "query": MemberQuery(PROTOCOL, who.node, who.machine, "/none"),
+        "relay": JoinRelay(PROTOCOL, who.node, who.machine, "none", serves=False),
+    }
+    for _ in range(2):
+        line = await port.dial(who)
+        line.send(firsts[kind])
+        denials.append(the_no(await line.ended()))
+    reasons = {"link": "protocol", "query": "not_readable", "relay": "no_transfer"}
+    assert [denied.reason for denied in denials] == [reasons[kind], "too_many"]
+    assert [denied.retry_after for denied in denials] == [0.0, BUDGET_RETRY_SECONDS]
+    assert [denied.final for denied in denials] == [True, False]
+    assert port.application.nodes.server.denied == (2 if kind == "link" else 0)
