@@ -75,12 +75,9 @@ sys.exit(int(code))
     ("codes", "files", "words"),
     [
         ("2", [], "`cluster config check`"),
-        ("6", [], "`cluster leave` takes it out of the other cluster"),
         ("4", [IDENTITY], "the next `cluster up` joins it again"),
-        ("0", ["left"], "`cluster up --local-node` lets it join again"),
-        ("4 6", [], "`cluster leave` takes it out of the other cluster"),
-        ("0 1 3 2", [], "`cluster config check`"),
-        ("1 6", ["left"], "`cluster leave` takes it out of the other cluster"),
+        ("1 0", ["left"], "`cluster up --local-node` lets it join again"),
+        ("4 0 6", [], "`cluster leave` takes it out of the other cluster"),
     ],
 )
 async def test_a_node_is_restarted_with_a_new_token_unless_a_restart_is_useless(
@@ -119,29 +116,27 @@ async def test_a_node_is_restarted_with_a_new_token_unless_a_restart_is_useless(
     assert words in logs[-1]["what"]
 
 
-@pytest.mark.parametrize("ends", ["ready", "given up", "stopped", "late"])
-async def test_the_wait_for_the_node_ends_with_its_first_answer_or_with_the_wait_for_it(tmp_path: Path, ends: str):
+async def test_the_wait_for_the_node_ends_with_its_first_answer_or_with_the_wait_for_it(tmp_path: Path):
     async with opened(tmp_path) as port:
-        who, stop = port.member("studio"), asyncio.Event()
-        node = LocalNode(tmp_path / "local", "127.0.0.1:1", (), lambda: "")
-        file = tmp_path / "local" / "node" / IDENTITY
+        who, file = port.member("studio"), tmp_path / "local" / "node" / IDENTITY
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps({"node": who.node}))
-        others = asyncio.all_tasks()
-        waiting = asyncio.create_task(
-            node.wait_until_ready(port.application.registry, stop, 0.05 if ends == "late" else 30)
-        )
-        await asyncio.sleep(0)
-        assert ends == "late" or not waiting.done()
-        if ends == "ready":
-            await port.link(who)
-        elif ends == "given up":
-            node.given_up.set()
-        elif ends == "stopped":
-            stop.set()
-        assert await asyncio.wait_for(waiting, 30) is (ends == "ready")
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() <= others, "no wait is left"
+        for ends in ("given up", "stopped", "late", "ready"):
+            node, stop = LocalNode(tmp_path / "local", "127.0.0.1:1", (), lambda: ""), asyncio.Event()
+            others = asyncio.all_tasks()
+            seconds = 0.01 if ends == "late" else 30.0
+            waiting = asyncio.create_task(node.wait_until_ready(port.application.registry, stop, seconds))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+            if ends == "ready":
+                await port.link(who)
+            elif ends == "given up":
+                node.given_up.set()
+            elif ends == "stopped":
+                stop.set()
+            assert await asyncio.wait_for(waiting, 30) is (ends == "ready")
+            await asyncio.sleep(0)
+            assert asyncio.all_tasks() <= others, "no wait is left"
 
 
 @pytest.mark.parametrize(
