@@ -19,7 +19,6 @@ from typing import Any, Generic, TypeVar, cast
 from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import CommandError
 from host.power import PowerState, read_power
-from host.settings_loader import OUTSIDE
 from host.subprocesses import run_process
 
 TOOL_TIMEOUT_SECONDS = 2.5
@@ -183,10 +182,6 @@ class HostProbe:
     def find_variables(self, *names: str) -> list[str]:
         """Return the `names` that are set as environment variables, in upper or lower case, and not empty."""
         return [name for name in names if self.environ.get(name) or self.environ.get(name.lower())]
-
-    def find_stray_variables(self) -> list[str]:
-        """Return the names of environment variables that begin with MACPOOL_, sorted, without those in `OUTSIDE`."""
-        return sorted(name for name in self.environ if name.startswith("MACPOOL_") and name not in OUTSIDE)
 
 
 @dataclass(frozen=True, slots=True)

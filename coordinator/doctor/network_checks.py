@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from contextlib import suppress
 
 from coordinator.doctor import macos
 from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
@@ -91,11 +92,9 @@ def check_bonjour(here: HostProbe) -> Finding:
 def _wait_for_query(line: socket.socket, question: bytes) -> bool:
     deadline = time.monotonic() + MULTICAST_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
-        try:
+        with suppress(TimeoutError):
             if line.recv(9000) == question:
                 return True
-        except TimeoutError:
-            continue
     return False
 
 

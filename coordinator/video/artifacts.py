@@ -95,7 +95,7 @@ class ArtifactFolder:
         folder = self.get_folder(job.id)
         beside = folder / f"{artifact.name}.part"
         try:
-            await asyncio.to_thread(_create_folders, self._folder, folder)
+            await asyncio.to_thread(create_private_folder, folder)
             digest, size = await self._download(job, artifact, beside)
             if (digest, size) != (artifact.sha256, artifact.size):
                 log.error("artifact broken", job=job.id, name=artifact.name, size=size, reported=artifact.size)
@@ -174,11 +174,6 @@ def get_kind(name: str) -> str:
 def get_media_type(name: str) -> str:
     """Return the media type of a file by its suffix. Raise `KeyError` for a suffix that is not in `SUFFIXES`."""
     return SUFFIXES[Path(name).suffix][1]
-
-
-def _create_folders(root: Path, folder: Path) -> None:
-    create_private_folder(root)
-    create_private_folder(folder)
 
 
 def _write(descriptor: int, piece: bytes) -> None:

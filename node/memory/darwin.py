@@ -67,7 +67,7 @@ class LibSystem:
     """Functions of libSystem that read memory, by ctypes. Raise `OSError` if the library cannot be loaded."""
 
     def __init__(self, library: str = SYSTEM) -> None:
-        calls = ctypes.CDLL(library, use_errno=True)
+        calls = ctypes.CDLL(library)
         self._rusage = calls.proc_pid_rusage
         self._rusage.argtypes, self._rusage.restype = [c_int, c_int, c_void_p], c_int
         self._reset_interval = getattr(calls, "proc_reset_footprint_interval", None)

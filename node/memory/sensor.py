@@ -194,8 +194,7 @@ class Mac:
 
     def read_wired(self) -> int | None:
         """Return the bytes of wired pages; None if they cannot be read."""
-        pages = self.pages()
-        return None if pages is None else getattr(pages, "wired", None)
+        return getattr(self.pages(), "wired", None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,6 +185,7 @@ async def test_this_process_begins_again_and_finds_its_jobs(tmp_path: Path):
         running, waiting = await asked(before), await asked(before)
         await before.until(running, "in_progress")
         await peer.cut()
+    assert not (tmp_path / "state" / f"{FILE}-wal").exists(), "the database was closed"
     async with opened(tmp_path) as port:
         peer.port = port
         after = Pool(port, [peer])
@@ -399,3 +400,29 @@ async def test_a_second_end_of_a_lease_that_contradicts_the_first_is_ignored(tmp
             one.conductor.handle_frame(NodeId(node), LeaseEnded(lease.lease, lease.generation, code, code, files))
         assert state(one, video) == JobState.FINALIZING
         assert one.port.application.dispatcher.counters.illegal_events == IllegalEventCounts() | {"video_job": 1}
+
+
+@pytest.mark.parametrize(("verb", "statement"), [("POST", "INSERT"), ("DELETE", "DELETE")])
+async def test_an_end_that_cannot_be_stored_is_an_error(tmp_path: Path, verb: str, statement: str):
+    async with pool(tmp_path, peer={"plays": False}) as one, one.http() as http:
+        video = await asked(one)
+        await one.until(video, "in_progress")
+        with sqlite3.connect(tmp_path / "state" / FILE) as other:
+            other.execute(
+                f"CREATE TRIGGER full BEFORE {statement} ON jobs BEGIN SELECT RAISE(ABORT, 'the disk is full'); END"
+            )
+        answer = await http.request(verb, f"/v1/videos/{video}{'/cancel' if verb == 'POST' else ''}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "storage_failed")
+        await one.port.until(lambda: one.peer.of(LeaseRelease))
+
+
+async def test_a_waiting_job_is_placed_with_the_report_of_its_node_and_not_at_the_next_tick(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("coordinator.video.job_timer.TICK_SECONDS", 3600.0)
+    async with pool(tmp_path, peer={"plays": False}) as one:
+        await one.peer.cut()
+        video = await asked(one)
+        assert state(one, video) == JobState.QUEUED
+        await one.peer.link()
+        await one.until(video, "in_progress")

@@ -12,7 +12,9 @@ import openai
 import pytest
 import pytest_asyncio
 
+from coordinator.video.api import MAX_JSON_BYTES
 from coordinator.video.settings import VideoSettings
+from router.admission.rate_limits import KeyLimits
 from tests.support.cluster.cluster_port import Port, a_report, opened
 from tests.support.cluster.loopback_cluster import a_memory
 from tests.support.video.peer import CLIP, PICTURE, VideoPeer
@@ -48,8 +50,8 @@ class Pool:
             base_url="http://127.0.0.1/v1", api_key=key or self.key, http_client=http, max_retries=0
         )
 
-    async def until(self, video: str, status: str, seconds: float = 60.0) -> dict[str, Any]:
-        async with asyncio.timeout(seconds), self.http() as http:
+    async def until(self, video: str, status: str, seconds: float = 60.0, key: str = "") -> dict[str, Any]:
+        async with asyncio.timeout(seconds), self.http(key) as http:
             while (found := (await http.get(f"/v1/videos/{video}")).json())["status"] != status:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         return found
@@ -70,8 +72,10 @@ async def pool(folder: Path, *names: str, peer: dict[str, Any] | None = None, **
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pool]:
     """Yield one pool for all refused requests: none may ever become a job."""
     async with pool(tmp_path_factory.mktemp("shared")) as one:
+        await one.port.link(one.port.member("without videos"))
         yield one
         assert one.conductor.table.jobs == {}
+        assert one.conductor.take_snapshot().used, "a node offers videos"
         assert one.peer.of(LeaseRequest) == []
 
 
@@ -155,6 +159,19 @@ async def test_pages_of_ones_own_videos(tmp_path: Path):
             limits = ("0", "101", "x", "9999999999999", "0000000050999", "000000005" + 5000 * "0")
             for query in (*(f"limit={limit}" for limit in limits), "order=up", "after=video_1"):
                 assert (await http.get(f"/v1/videos?{query}")).status_code == 400, query
+
+
+async def test_the_limit_of_a_key_counts_its_open_videos(tmp_path: Path):
+    async with pool(tmp_path) as one:
+        made = one.port.application.admin.create_key("one", ["infer"], None, KeyLimits(concurrency=1))
+        async with one.sdk(made["key"]) as client:
+            for _ in range(2):
+                first = await client.videos.create(model="wan", prompt="a fox")
+                await one.until(first.id, "completed", key=made["key"])
+            one.peer.plays = False
+            await client.videos.create(model="wan", prompt="a fox")
+            with pytest.raises(openai.RateLimitError, match="1 open video"):
+                await client.videos.create(model="wan", prompt="a fox")
 
 
 async def test_jobs_are_there_for_their_own_key_and_for_admins(tmp_path: Path):
@@ -494,6 +511,31 @@ async def test_a_hundred_megabytes_are_not_read(shared: Pool, content_type: str)
 
         answer = await http.post("/v1/videos", content=endless(), headers={"content-type": content_type})
         assert answer.status_code == 413, answer.text
+        long = json.dumps({"prompt": "x" * MAX_JSON_BYTES})
+        answer = await http.post("/v1/videos", content=long, headers={"content-type": content_type})
+        assert answer.status_code == (413 if content_type == "application/json" else 400), "an object has a lower limit"
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", ""),
+        ("GET", ""),
+        ("POST", "/edits"),
+        ("POST", "/video_1/remix"),
+        ("GET", "/video_1"),
+        ("DELETE", "/video_1"),
+        ("GET", "/video_1/content"),
+        ("POST", "/video_1/cancel"),
+    ],
+)
+@pytest.mark.asyncio(loop_scope="module")
+async def test_every_route_needs_a_key_with_its_scope(shared: Pool, method: str, path: str):
+    for key, status in (("mp-unknown", 401), (shared.new_key("metrics"), 403)):
+        async with shared.http(key) as http:
+            answer = await http.request(method, f"/v1/videos{path}")
+            assert answer.status_code == status, answer.text
+            assert answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,13 @@ async def test_a_cordoned_node_stays_cordoned_after_a_restart_until_it_is_uncord
             one.node: True,
             two.node: False,
         }
+        row = (await port.get(f"/api/v1/nodes/{one.node}"))["node"]
+        assert (row["headroom"], row["heard_seconds"]) == (None, None), "it has not reported"
         await ready(port, one)
         assert isinstance(placed(port), NoPlacement), "it is linked and ready, and gets nothing"
-        assert (await port.get(f"/api/v1/nodes/{one.node}"))["node"]["cordoned"] is True
+        row = (await port.get(f"/api/v1/nodes/{one.node}"))["node"]
+        assert (row["cordoned"], row["headroom"]) == (True, a_report().memory.headroom)
+        assert 0 <= row["heard_seconds"] < 60
         nodes.administration.set_cordoned(one.node, on=False)
         assert isinstance(placed(port), Placement)
         await port.application.store.flush()

@@ -210,13 +210,14 @@ async def test_models_of_members_are_awaited_for_a_while_after_a_start(
     nodes = studio, mini, air = [first.join(name) for name in ("studio", "mini", "air")]
     first.link(studio)
     assert not any(first.seen(node).awaited for node in nodes), "they were no members at the start"
+    assert [first.registry.get_node_view(node) for node in nodes] == [first.seen(node) for node in nodes]
     await first.stop()
     second = start()
     number = second.link(studio, report=False)
     second.registry.handle_frame(studio, number, a_report(engine=EngineState("mlx", "starting"), models=()))
     second.link(mini)
     assert [second.seen(node).awaited for node in nodes] == [True, False, True]
-    assert second.registry.get_node_view(air).awaited
+    assert [second.registry.get_node_view(node) for node in nodes] == [second.seen(node) for node in nodes]
     second.registry.handle_frame(studio, number, a_report())
     assert [second.seen(node).awaited for node in nodes] == [False, False, True]
     second.nodes.administration.remove_node(air)
@@ -382,14 +383,39 @@ async def test_models_of_a_node_are_known_while_its_engine_starts_again(
     run = start()
     node = run.join("studio")
     link = run.link(node, report=False)
-    loaded = a_model("one", groups=(BatchGroup(1, 2, 3),)), a_model("two")
+    loaded = a_model("one", groups=(BatchGroup(1, 2, 3),)), a_model("two", loaded=False, loading=True)
+    for engine in (EngineStage.READY, stage):
+        run.registry.handle_frame(node, link, a_report(engine=EngineState("mlx", engine), models=loaded))
+    assert run.registry.get_node_view(node).models["one"].loaded, "what it reports itself counts in every stage"
     for report in (a_report(models=loaded), a_report(engine=EngineState("mlx", stage), models=())):
         run.registry.handle_frame(node, link, report)
     models = run.registry.get_node_view(node).models
     assert sorted(models) == ([] if stage is EngineStage.READY else ["one", "two"])
-    assert not any(model.loaded or model.groups for model in models.values())
+    assert not any(model.loaded or model.loading or model.groups for model in models.values())
     run.registry.handle_frame(node, link, a_report(models=(a_model("two"),)))
     assert list(run.registry.get_node_view(node).models) == ["two"]
+
+
+async def test_a_nearer_deadline_replaces_the_timer_of_a_later_one(
+    start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
+):
+    loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+    call_at = loop.call_at
+
+    def record(when: float, callback: Any, *arguments: Any) -> asyncio.TimerHandle:
+        timer = call_at(when, callback, *arguments)
+        if callback == run.registry.tick:
+            timers.append(timer)
+        return timer
+
+    monkeypatch.setattr(loop, "call_at", record)
+    run = start()
+    studio = run.join("studio")
+    (later,) = [timer for timer in timers if not timer.cancelled()]
+    assert later.when() - loop.time() > member_transitions.SUSPECT_AFTER_SECONDS
+    run.link(studio)
+    (nearer,) = [timer for timer in timers if not timer.cancelled()]
+    assert 0 < nearer.when() - loop.time() <= member_transitions.SUSPECT_AFTER_SECONDS
 
 
 async def test_large_cluster_publishes_one_view_for_simultaneous_reports(

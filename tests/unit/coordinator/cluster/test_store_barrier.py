@@ -28,7 +28,7 @@ async def test_a_callback_waits_for_the_disk_and_is_left_out_after_a_failed_writ
     assert called == ["certificate"]
     is_full = True
     with structlog.testing.capture_logs() as logs:
-        barrier.call_when_stored(lambda: called.append("another"))
+        barrier.call_when_stored(lambda: called.append("another"), lambda error: called.append(str(error)))
         await turn()
-    assert called == ["certificate"]
+    assert called == ["certificate", "the disk is full"]
     assert [(entry["event"], entry["error"]) for entry in logs] == [("not stored", "the disk is full")]

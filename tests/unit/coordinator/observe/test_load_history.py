@@ -1,5 +1,6 @@
 """The load of the last hour: rates from totals, gaps without data, and a bounded size."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,6 +41,27 @@ def test_totals_become_rates_of_the_time_between_two_readings():
     assert found["nodes"][B]["ttft_seconds"] == [None]
 
 
+@pytest.mark.parametrize("seconds", [INTERVAL_SECONDS, 0.8 * INTERVAL_SECONDS])
+def test_every_total_of_the_pool_is_the_sum_of_its_nodes_and_an_unchanged_one_has_the_rate_zero(seconds: float):
+    history, values = LoadHistory(), {"prompt_tokens": 80, "generated_tokens": 40}
+    totals = {A: load(0, first_tokens=2, first_token_seconds=3.0), B: load(0)}
+    for step, requests in ((0, 0), (1, 16), (1, 16)):
+        totals = {
+            A: replace(totals[A], **{name: step * value for name, value in values.items()}),
+            B: replace(totals[B], **{name: 3 * step * value for name, value in values.items()}),
+        }
+        at = (0.0 if history.to_row()["at"] is None else rows(history)["at"]) + seconds
+        history.add_reading(LoadReading(at, totals, requests=requests))
+    found = rows(history)
+    assert found["pool"]["requests_per_second"] == [pytest.approx(16 / seconds), 0.0]
+    for name, value in values.items():
+        series = f"{name}_per_second"
+        assert found["nodes"][A][series] == [pytest.approx(value / seconds), 0.0]
+        assert found["nodes"][B][series] == [pytest.approx(3 * value / seconds), 0.0]
+        assert found["pool"][series] == [pytest.approx(4 * value / seconds), 0.0]
+    assert found["pool"]["ttft_seconds"] == found["nodes"][A]["ttft_seconds"] == [None, None]
+
+
 def test_a_mac_that_is_lost_or_paused_is_a_gap_and_no_number_of_the_past():
     history = LoadHistory()
     for number, memory in enumerate((GIB, GIB, None, GIB)):
@@ -67,8 +89,9 @@ def test_add_reading_fills_missed_intervals_with_gaps():
     assert rows(history)["pool"]["in_flight"] == [0, None, None, 0]
     history.add_reading(LoadReading(10.0**9, {A: load()}))
     assert rows(history)["pool"]["in_flight"] == [None] * (MAX_POINTS - 1) + [0]
-    history.add_reading(LoadReading(5.0, {A: load()}))  # the clock was set back
+    history.add_reading(LoadReading(5.0, {A: load(70)}))  # the clock was set back
     assert rows(history)["pool"]["in_flight"][-2:] == [0, 0]
+    assert rows(history)["pool"]["generated_tokens_per_second"][-1] == 7.0
 
 
 def test_add_reading_of_a_reset_counter_gives_no_negative_rate():

@@ -13,7 +13,7 @@ from coordinator.observe.load_sampler import sample_load
 async def test_readings_continue_after_failures_of_which_the_first_in_a_row_is_logged(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(load_sampler, "INTERVAL_SECONDS", 0.0)
     history = LoadHistory()
-    works = iter((True, False, False, True, False))
+    works = iter((False, False, True, True, False))
 
     def read(at: float) -> LoadReading:
         if not next(works, None):

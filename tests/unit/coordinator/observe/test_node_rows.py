@@ -30,13 +30,18 @@ from wire.units import GIB
 
 
 def a_view(
-    state: NodeState = NodeState.READY, *, engine: str = "ready", armed: bool = True, models: bool = True
+    state: NodeState = NodeState.READY,
+    *,
+    engine: str = "ready",
+    armed: bool = True,
+    guard: bool = True,
+    models: bool = True,
 ) -> NodeView:
     report = a_report()
     report = replace(
         report,
         engine=EngineState("mlx", engine),
-        memory=replace(a_memory(), armed=armed),
+        memory=replace(a_memory(), armed=armed, guard=guard),
         models=report.models if models else (),
     )
     return build_node_view(
@@ -57,6 +62,7 @@ def test_a_node_answers_only_when_everything_of_it_is_ready():
     assert not can_answer(a_view(NodeState.LOST))
     assert not can_answer(a_view(engine="starting"))
     assert not can_answer(a_view(armed=False))
+    assert can_answer(a_view(armed=False, guard=False))
     assert not can_answer(a_view(models=False))
 
 

@@ -1,6 +1,7 @@
 """Files of finished video jobs: the files that are fetched from a node, and the limits of their sizes."""
 
 import asyncio
+import errno
 import hashlib
 from collections.abc import AsyncGenerator
 from pathlib import Path
@@ -8,12 +9,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from coordinator.video import artifacts
 from coordinator.video.artifacts import (
     MAX_FILES,
     SLACK_BYTES,
     THUMBNAIL,
     VIDEO,
     ArtifactFolder,
+    FetchInterrupted,
     compute_max_bytes,
     get_kind,
     get_media_type,
@@ -62,11 +65,69 @@ async def fetch_names(folder: ArtifactFolder, *artifacts: Artifact) -> list[str]
     return [file.name for file in files]
 
 
-async def test_fetch_files_stores_all_files_of_a_known_kind(folder: ArtifactFolder, node: Node):
+async def test_fetch_files_stores_all_files_of_a_known_kind(
+    folder: ArtifactFolder, node: Node, monkeypatch: pytest.MonkeyPatch
+):
+    synced = list[Path]()
+    monkeypatch.setattr(artifacts, "sync_path", synced.append)
     names = ["clip.mp4", "A-1_b.webp", "thumb.jpg"]
     assert await fetch_names(folder, *map(an_artifact, names)) == names
     assert node.fetched == [f"artifact:l1/{name}" for name in names]
-    assert sorted(path.name for path in folder.get_folder(JOB.id).iterdir()) == sorted(names)
+    stored = sorted(folder.get_folder(JOB.id).iterdir())
+    assert [path.name for path in stored] == sorted(names)
+    assert synced == [folder.get_folder(JOB.id)] * 3, "the names outlast a loss of power"
+    assert [path.read_bytes() for path in stored] == [CLIP] * 3
+    folders = [stored[0].parent, stored[0].parent.parent]
+    assert [path.stat().st_mode & 0o777 for path in (*stored, *folders)] == [0o600] * 3 + [0o700] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (OSError(errno.ENOSPC, "no space"), "storage_full", "the disk of the coordinator is full"),
+        (OSError(errno.EDQUOT, "quota"), "storage_full", "the disk of the coordinator is full"),
+        (OSError(errno.EROFS, "read-only"), "storage_failed", "the coordinator cannot write: read-only"),
+    ],
+)
+async def test_a_file_that_cannot_be_written_is_a_fault_of_the_coordinator_and_leaves_nothing(
+    folder: ArtifactFolder, monkeypatch: pytest.MonkeyPatch, error: OSError, code: str, words: str
+):
+    def fail(_: int) -> None:
+        raise error
+
+    monkeypatch.setattr(artifacts, "sync_descriptor", fail)
+    fault = await folder.fetch_files(JOB, (an_artifact("clip.mp4"),))
+    assert fault == JobFault(code, f"clip.mp4 could not be stored: {words}")
+    assert not folder.get_folder(JOB.id).exists()
+
+
+@pytest.mark.parametrize("error", [LookupError("it is not linked"), TimeoutError()])
+async def test_a_node_that_does_not_answer_interrupts_the_fetch(tmp_path: Path, error: Exception):
+    async def fetch(node: NodeId, source: str, max_bytes: int) -> AsyncGenerator[bytes]:
+        yield CLIP[:2]
+        raise error
+
+    with pytest.raises(FetchInterrupted, match=str(error) or "it stopped answering"):
+        await ArtifactFolder(tmp_path / "videos", fetch).fetch_files(JOB, (an_artifact("clip.mp4"),))
+
+
+@pytest.mark.parametrize("pieces", [[CLIP[:-1]], [CLIP, b"x"], [b"A" + CLIP[1:]], []])
+async def test_a_file_that_differs_from_its_report_is_broken(tmp_path: Path, pieces: list[bytes]):
+    async def fetch(node: NodeId, source: str, max_bytes: int) -> AsyncGenerator[bytes]:
+        assert max_bytes == len(CLIP)
+        for piece in pieces:
+            yield piece
+
+    folder = ArtifactFolder(tmp_path / "videos", fetch)
+    fault = await folder.fetch_files(JOB, (an_artifact("clip.mp4"),))
+    assert isinstance(fault, JobFault)
+    assert (fault.code, folder.get_folder(JOB.id).exists()) == ("artifact_broken", False)
+
+
+@pytest.mark.parametrize("job", ["../video_1", "video_", "video_1/..", "other", ""])
+def test_only_the_id_of_a_job_names_a_folder(folder: ArtifactFolder, job: str):
+    with pytest.raises(ValueError, match="is no job"):
+        folder.get_folder(job)
 
 
 @pytest.mark.parametrize(

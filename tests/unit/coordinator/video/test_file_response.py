@@ -1,8 +1,13 @@
+from pathlib import Path
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.video.file_response import ByteRange, parse_range
+from coordinator.video.file_response import ByteRange, parse_range, send_file
+from coordinator.video.state.jobs import StoredFile
 from router.errors import Problem
+from router.http.exchange import Exchange
 
 
 @given(st.text(max_size=40) | st.from_regex(r"bytes=\d{0,20}-\d{0,20}", fullmatch=True), st.integers(1, 10**12))
@@ -32,3 +37,20 @@ def test_a_range_outside_of_the_file_names_its_size():
         problem = parse_range(header, 5)
         assert isinstance(problem, Problem)
         assert (problem.status, problem.message) == (416, "the file has 5 bytes")
+
+
+async def test_a_link_in_the_place_of_a_file_is_not_followed(tmp_path: Path):
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "video.mp4").symlink_to("secret")
+    sent: list[object] = []
+
+    async def receive() -> dict[str, object]:
+        return {}
+
+    async def send(message: object) -> None:
+        sent.append(message)
+
+    exchange = Exchange({"method": "GET", "path": "/", "headers": []}, receive, send)
+    with pytest.raises(OSError, match=r"video\.mp4"):
+        await send_file(exchange, tmp_path / "video.mp4", StoredFile("video.mp4", 6, "ab"))
+    assert sent == []

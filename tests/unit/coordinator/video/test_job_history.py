@@ -39,3 +39,25 @@ def test_only_the_deletion_of_an_open_job_is_an_end():
         history.record(JobTable(jobs={job.id: job for job in (running, ended)}), JobTable())
     assert history.counters.ends == {"completed": 0, "failed": 0, "cancelled": 1}
     assert [(entry["job"], entry["state"], entry["node"]) for entry in logs] == [("video_1", "deleted", "a")]
+
+
+def test_a_refused_job_is_deleted_without_an_end_and_the_next_deletion_of_its_id_counts():
+    history, queued = JobHistory(lambda: 130.0), a_job(1)
+    history.mark_refused(queued.id)
+    before = JobTable(jobs={queued.id: queued})
+    for cancelled in (0, 1):
+        history.record(before, JobTable())
+        assert history.counters.ends["cancelled"] == cancelled
+
+
+def test_a_job_that_stays_open_has_no_end():
+    history, jobs = JobHistory(lambda: 130.0), {job.id: job for job in (a_job(1), a_job(2))}
+    with capture_logs() as logs:
+        history.record(JobTable(jobs={"video_1": a_job(1)}), JobTable(jobs=jobs))
+    assert (logs, history.counters.ends["cancelled"]) == ([], 0)
+
+
+def test_a_lease_that_stays_granted_is_counted_once():
+    history, granted = JobHistory(lambda: 130.0), LeaseHold("l", "a", 1, "video_1", 36, 120.0, granted=True)
+    history.record(JobTable(holds={"l": granted}), JobTable(holds={"l": dataclasses.replace(granted, misses=1)}))
+    assert sum(history.counters.confirm_seconds.counts) == 0

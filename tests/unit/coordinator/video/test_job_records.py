@@ -1,12 +1,16 @@
 """Records of jobs and of measured memory on disk."""
 
+import os
+import sqlite3
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 
+from coordinator.state.store_errors import StoreError
 from coordinator.video.job_records import JobRecords
 from coordinator.video.state.memory_model import get_profile_key, predict_profile
-from coordinator.video.store import VideoStore
+from coordinator.video.store import FILE, VideoStore
 from router.placement.cluster_view import ClusterView
 from tests.unit.coordinator.video.state.test_job_table import a_job
 from tests.unit.coordinator.video.state.test_lease_placement import WAN, a_node
@@ -35,6 +39,7 @@ async def test_a_measured_peak_is_stored_for_the_package_of_its_node(tmp_path: P
     made.delete_job("video_2")
     await made.flush()
     made.close()
+    assert os.listdir(tmp_path) == [FILE], "a closed database has no log"
     again = records(tmp_path)
     stored = VideoStore(tmp_path)
     assert stored.jobs == (job,)
@@ -43,3 +48,27 @@ async def test_a_measured_peak_is_stored_for_the_package_of_its_node(tmp_path: P
     assert expected.measured == 2
     assert expected.predict_peak(job.wanted.tokens) == 40 * GIB
     again.close()
+
+
+@pytest.mark.parametrize("broken", ["database", "write"])
+async def test_after_a_failed_write_nothing_is_confirmed(tmp_path: Path, broken: str):
+    made = records(tmp_path)
+    if broken == "database":
+        (tmp_path / FILE).mkdir()
+    else:
+        made.put_job(a_job(1))
+        await made.flush()
+        made.raise_failure()
+        with sqlite3.connect(tmp_path / FILE) as other:
+            other.execute("DROP TABLE jobs")
+    failed = made.put_job(a_job(2))
+    with pytest.raises(StoreError):
+        await made.flush()
+    with pytest.raises(StoreError):
+        failed.result(30)
+    with pytest.raises(StoreError):
+        made.raise_failure()
+    made.delete_job("video_1")
+    with pytest.raises(StoreError):
+        made.put_job(a_job(3)).result(30)
+    made.close()

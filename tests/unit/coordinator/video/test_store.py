@@ -45,7 +45,10 @@ async def test_store_returns_jobs_after_a_reopen(tmp_path: Path):
     store.put_profile(key, FIRST_MEASURED_PROFILE.add_measurement(336, 2**40))
     await store.flush()
     store.close()
+    store.close()
     assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
+    assert FILE in (names := os.listdir(tmp_path))
+    assert len(names) == 1, "a closed database has no log"
     again = VideoStore(tmp_path)
     assert again.jobs == (a_job(1), a_job(2, phase="changed"))
     assert again.profiles == {key: FIRST_MEASURED_PROFILE.add_measurement(336, 2**40)}
@@ -58,11 +61,13 @@ async def test_a_write_that_fails_is_not_confirmed(tmp_path: Path):
     await store.flush()
     with sqlite3.connect(tmp_path / FILE) as other:
         other.execute("DROP TABLE jobs")
-    store.put_job(a_job(2))
+    with pytest.raises(StoreError, match="make room"):
+        store.put_job(a_job(2)).result(30)
     with pytest.raises(StoreError, match="make room"):
         await store.flush()
-    with pytest.raises(StoreError):
-        store.put_job(a_job(3))
+    for write in (lambda: store.put_job(a_job(3)), lambda: store.delete_job("video_1")):
+        with pytest.raises(StoreError, match="make room"):
+            write()
     store.close()
 
 

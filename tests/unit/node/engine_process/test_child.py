@@ -18,6 +18,7 @@ from node.engine_process.timeouts import ExitUrgency, SupervisorTimeouts
 from node.memory.reading import HighWaterMarks
 from node.memory.sensor import open_sensor
 from node.memory.wired_leak import WiredReadings
+from tests.support.processes import ROOT
 from wire.codec import TAG_OF, Splitter, encode
 from wire.frames import Cancel, Ping, Pong, StopEngine
 from wire.units import MIB
@@ -176,6 +177,7 @@ async def test_no_frame_follows_the_request_to_end(connected: Connected):
     child = connected.child
     child.end(ExitUrgency.GRACEFUL, SupervisorTimeouts(), "the test ends it")
     child.write(encode(Cancel(1)))
+    assert child.count_unsent_bytes() == 0
     assert child.exit_task is not None
     await child.exit_task
     assert connected.list_received() == [TAG_OF[StopEngine]]
@@ -247,12 +249,12 @@ async def start_and_release(folder: Path, *command: str) -> EngineChild:
 async def test_a_released_child_holds_no_descriptor_and_its_output_is_in_the_log(tmp_path: Path):
     descriptors: list[list[str]] = []
     for _ in range(2):
-        child = await start_and_release(tmp_path, "sh", "-c", "echo trouble >&2; exit 3")
+        child = await start_and_release(tmp_path, "sh", "-c", "pwd; echo trouble >&2; exit 3")
         assert child.process.returncode == 3
         await asyncio.sleep(0)
         descriptors.append(sorted(os.listdir("/dev/fd")))
     assert descriptors[0] == descriptors[1]
-    assert (tmp_path / "engine.log").read_text() == "trouble\ntrouble\n"
+    assert (tmp_path / "engine.log").read_text() == f"{ROOT}\ntrouble\n" * 2, "the program runs where its modules are"
 
 
 async def test_a_program_that_cannot_be_started_leaves_no_descriptor(tmp_path: Path):
@@ -261,6 +263,11 @@ async def test_a_program_that_cannot_be_started_leaves_no_descriptor(tmp_path: P
     with pytest.raises(OSError, match="gone"):
         await start_and_release(tmp_path, str(tmp_path / "gone"))
     assert sorted(os.listdir("/dev/fd")) == before
+    (tmp_path / "engine.log").unlink()
+    (tmp_path / "engine.log").mkdir()
+    with pytest.raises(OSError, match=r"engine\.log"):
+        await start_and_release(tmp_path, "true")
+    assert sorted(os.listdir("/dev/fd")) == before, "also if its log cannot be opened"
 
 
 async def test_without_a_child_nothing_is_known_and_nothing_is_sent(connected: Connected):

@@ -41,13 +41,15 @@ def test_a_log_is_bounded_while_its_engine_writes_on(tmp_path: Path):
     descriptor = log.open()
     try:
         os.write(descriptor, b"first\n")
+        older = path.with_suffix(".log.1")
+        older.write_bytes(b"former\n")
         log.bound()
-        assert log.measure_size() == 6
+        assert (log.measure_size(), older.read_bytes()) == (6, b"former\n"), "the older lines stay until a rotation"
+        older.unlink()
         os.write(descriptor, b"x" * MAX_LOG_BYTES + b"last\n")
         start = log.measure_size()
         log.bound()
         assert log.measure_size() == 0
-        older = path.with_suffix(".log.1")
         assert (older.stat().st_size, older.stat().st_mode & 0o777) == (MAX_LOG_BYTES, 0o600)
         assert older.read_bytes().endswith(b"xlast\n"), "the end of the log has the cause of a crash"
         os.write(descriptor, b"dead\n")

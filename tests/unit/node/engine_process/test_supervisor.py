@@ -59,6 +59,7 @@ class Agent:
         self._changed = asyncio.Event()
         self.log_file = folder / "logs" / "engine.log"
         self.wired: int | None = None
+        self.illegal_events = IllegalEvents()
         instead = {"command": command} if command else {}
         self.supervisor = Supervisor(
             self.settings,
@@ -67,7 +68,7 @@ class Agent:
             log_file=self.log_file,
             scratch=folder / "scratch",
             wired=lambda: self.wired,
-            illegal_events=IllegalEvents(),
+            illegal_events=self.illegal_events,
             timeouts=patience,
             **instead,
         )
@@ -127,6 +128,7 @@ async def agent(tmp_path: Path) -> AsyncIterator[Callable[..., Agent]]:
     yield make
     for one in made:
         await one.supervisor.stop()
+        assert one.illegal_events.count == 0, "each is a bug"
 
 
 def gone(pid: int) -> bool:
@@ -151,6 +153,20 @@ async def test_before_it_starts_requests_are_refused_and_stopping_is_nothing(age
     assert end.refused.retry_after == 1.2, "a second after the first restart"
     assert one.supervisor.probe.read_footprint().phys is None
     assert one.supervisor.live == frozenset()
+    one.supervisor.end("it is over its cap")
+    assert (one.illegal_events.count, one.supervisor.resting, one.supervisor.warnings) == (0, False, ())
+    one.supervisor.release_memory()
+    assert one.supervisor.resting
+    one.supervisor.wake()
+    assert not one.supervisor.resting
+
+
+async def test_an_engine_whose_log_cannot_be_opened_is_not_started(agent: Callable[..., Agent]):
+    one = agent()
+    one.log_file.parent.write_text("a file in the place of the folder")
+    with pytest.raises(OSError, match="logs"):
+        await one.supervisor.start()
+    assert one.supervisor.child is None
 
 
 @pytest.mark.slow
@@ -807,6 +823,18 @@ DEAF = """
 """A program that ignores the end of its socket and SIGTERM."""
 
 
+async def test_a_child_that_closes_its_socket_and_does_not_end_is_ended_and_replaced(
+    agent: Callable[..., Agent], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("node.engine_process.supervisor.EXIT_AFTER_CLOSE_SECONDS", 0.05)
+    text = 'import os, sys, time; os.close(int(sys.argv[sys.argv.index("--socket") + 1])); time.sleep(600)'
+    one = agent(replace(QUICK, first=60.0, longest=120.0), [sys.executable, "-c", text])
+    await one.supervisor.start()
+    await one.until(lambda: one.supervisor.state.restarts)
+    assert one.supervisor.state.cause == "it closed its socket without exiting"
+    assert one.supervisor.pid is None
+
+
 @pytest.mark.slow
 async def test_a_child_that_ignores_the_end_of_its_socket_and_sigterm_is_killed(agent: Callable[..., Agent]):
     one = agent(SupervisorTimeouts(leave=0.2, stopping=0.4), program(DEAF))
@@ -997,7 +1025,9 @@ async def loses(one: Agent, before: int, after: int) -> None:
     assert pid is not None
     child = supervisor.child
     assert child is not None
-    child.wired.last = one.wired  # as at its next poll
+    async with asyncio.timeout(WAIT):
+        while child.wired.last != one.wired:  # noqa: ASYNC110  the watch of the child has no event
+            await asyncio.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
     one.wired = after
     await one.until(lambda: supervisor.state.restarts > deaths and supervisor.pid != pid)

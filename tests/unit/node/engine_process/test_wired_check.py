@@ -36,7 +36,7 @@ class Wired:
 
 
 async def test_memory_that_stays_wired_is_a_leak_with_its_numbers():
-    one = Wired(3, 23, 22)
+    one = Wired(3, 23, 22, settle=0.01)
     wired = one.start()
     one.check.observe(wired)
     assert (wired.before, wired.last) == (3 * GIB, 23 * GIB)

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from node.engine_process.supervisor import COMMAND, Supervisor
 from node.engine_process.timeouts import SupervisorTimeouts
 from node.illegal_events import IllegalEvents
-from node.memory.enforcer import EnforcerState
+from node.memory.enforcer import BUSY_POLL_SECONDS, EMPTY_POLL_SECONDS, IDLE_POLL_SECONDS, EnforcerState
 from node.memory.limits import LeaseHolder, Limiter
 from node.memory.poll import WARNING_INTERVAL_SECONDS, MemoryPoll, compute_margin_in_force
 from node.memory.reading import STALE_AFTER_SECONDS
@@ -31,6 +31,7 @@ from wire.capacity.arithmetic import UNREADABLE, compute_headroom, compute_profi
 from wire.codec import decode, encode
 from wire.frames import (
     Deltas,
+    EngineReport,
     Failed,
     Finished,
     Frame,
@@ -43,7 +44,7 @@ from wire.frames import (
     Refusal,
 )
 from wire.refusals import FailureCode, RefusalCode
-from wire.report import Hardware, Memory, MemoryLevel
+from wire.report import Hardware, Memory, MemoryLevel, Model
 from wire.units import GIB, MIB
 
 WAIT = 20.0
@@ -91,6 +92,7 @@ class Node:
         self.limiter = Limiter(resolved.value, self.machine, resolved.origins, folder / "node")
         self.frames: list[tuple[Frame, int]] = []
         self._changed = asyncio.Event()
+        self.illegal_events = IllegalEvents()
         self.supervisor = Supervisor(
             resolved.value,
             on_frame=self._frame,
@@ -98,7 +100,7 @@ class Node:
             log_file=folder / "engine.log",
             scratch=folder / "scratch",
             wired=self.limiter.read_wired,
-            illegal_events=IllegalEvents(),
+            illegal_events=self.illegal_events,
             command=command,
             timeouts=AT_ONCE,
         )
@@ -157,6 +159,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Node]]]:
     for one in made:
         one.poll.stop()
         await one.supervisor.stop()
+        assert one.illegal_events.count == 0, "each is a bug"
 
 
 @pytest.mark.parametrize(
@@ -427,6 +430,7 @@ async def test_one_failed_reading_of_the_engine_or_of_the_machine_moves_no_limit
         assert node.limiter.current_ceiling == standing
         assert node.poll.state.level is (MemoryLevel.OK if fails == "machine" else MemoryLevel.UNKNOWN)
         source.fails, node.machine.free = False, 60 * GIB
+        assert node.poll.read_memory().phys, "a lease is judged by a new reading"
         node.poll.poll_once()
         assert node.poll.state.level is MemoryLevel.OK
     assert node.supervisor.orders.limits_number == told
@@ -493,6 +497,43 @@ async def test_a_weakened_guard_is_logged_repeatedly(tmp_path: Path, monkeypatch
     assert len(warnings) == 6
     assert len(set(warnings)) == 2
     assert set(node.poll.build_enforcement().warnings) == set(warnings)
+
+
+@pytest.mark.parametrize(
+    ("models", "pause"),
+    [
+        ((), EMPTY_POLL_SECONDS),
+        ((Model("a"), Model("b", cause="broken")), EMPTY_POLL_SECONDS),
+        ((Model("a", loaded=True), Model("b")), IDLE_POLL_SECONDS),
+        ((Model("a", loaded=True), Model("b", loading=True), Model("c")), BUSY_POLL_SECONDS),
+    ],
+    ids=["none", "known", "loaded", "loading"],
+)
+async def test_the_next_poll_follows_after_the_pause_for_the_models_until_polling_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, models: tuple[Model, ...], pause: float
+):
+    node, loop, clock = Node(tmp_path, {"cap": "90GiB"}), asyncio.get_running_loop(), Later()
+    handles: list[asyncio.TimerHandle] = []
+    call_at = loop.call_at
+
+    def record(when: float, *call: Any) -> asyncio.TimerHandle:
+        handles.append(call_at(when, *call))
+        return handles[-1]
+
+    monkeypatch.setattr(loop, "call_at", record)
+    node.supervisor.reports.store(EngineReport(Memory(), models, 0, 0), 0.0)
+    for _ in range(2):
+        node.poll.poll_once()
+    first, second = handles
+    assert first.cancelled()
+    assert second.when() - loop.time() == pytest.approx(pause, abs=0.2)
+    node.poll.stop()
+    assert second.cancelled()
+    node.poll.poll_sooner()
+    assert len(handles) == 2, "nothing moves a poll that is not scheduled"
+    monkeypatch.setattr(time, "monotonic", clock)
+    clock.by = 7.0
+    assert node.poll.build_system_memory().age == pytest.approx(7.0, abs=1.0)
 
 
 async def test_a_look_that_fails_does_not_end_the_polling(tmp_path: Path):

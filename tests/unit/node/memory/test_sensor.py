@@ -5,12 +5,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
+from node.memory import linux
 from node.memory.cap import MachineBounds
 from node.memory.sensor import (
     describe_machine,
     list_group_members,
+    measure_footprint,
     measure_group_footprint,
     open_machine,
     open_sensor,
@@ -97,8 +100,25 @@ def test_a_dead_process_holds_nothing_as_a_zombie_and_after(idle_child: subproce
     idle_child.kill()
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     assert _read_child(pid) == ((), "", None), "a zombie holds nothing"
+    assert measure_footprint((pid,)) is None
     idle_child.wait()
     assert _read_child(pid) == ((), "", None)
+    assert measure_footprint((pid,)) is None, "it ended after the group was listed"
+    own = measure_footprint((os.getpid(),))
+    assert own is not None
+    assert measure_footprint((os.getpid(), pid)) == pytest.approx(own, rel=0.2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a reader on macOS has no descriptor")
+def test_readings_leave_no_descriptor_open():
+    process = psutil.Process()
+    before = process.num_fds()
+    sensor = open_sensor(os.getpid())
+    assert process.num_fds() == before + 1
+    assert sensor.begin_interval() is sensor.source.begin_interval()
+    sensor.close()
+    assert measure_footprint((os.getpid(), os.getppid()))
+    assert process.num_fds() == before
 
 
 def test_what_the_system_has_left_has_a_source_and_a_time():
@@ -119,6 +139,7 @@ def test_this_machine_is_described():
     assert hardware.memory > GIB
     assert hardware.cores >= 1
     assert hardware.chip
+    assert sys.platform != "linux" or hardware.chip == linux.read_chip_name() or not linux.read_chip_name()
     assert hardware.python.count(".") == 2
 
 

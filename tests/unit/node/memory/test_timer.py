@@ -53,8 +53,12 @@ def test_cancelled_or_rung_it_is_not_brought_forward(loop: Any) -> None:
         alarm = Timer(lambda: rings.put_nowait(None))
         now = asyncio.get_running_loop().time()
         alarm.set(now)
+        alarm.set(now)
         await asyncio.wait_for(rings.get(), 30)
         alarm.move_forward(now - 1)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        assert rings.empty(), "the second time replaced the first"
         alarm.set(now)
         alarm.cancel()
         alarm.move_forward(now - 1)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.links import link_admission
+from coordinator.cluster.links import link_admission, link_budgets, link_server
 from coordinator.cluster.links.link_admission import ALIVE_REPORT_AGE_SECONDS, LinkAdmission
+from coordinator.cluster.links.link_budgets import BUDGET_RETRY_SECONDS
 from coordinator.cluster.member_transitions import LOST_AFTER_SECONDS, SUSPECT_AFTER_SECONDS
 from node.agent.identity import NodeIdentity
-from tests.support.cluster.cluster_port import Port, hello, opened
-from wire.frames import Denied, Welcome
+from tests.support.cluster.cluster_port import Port, hello, opened, the_no
+from wire.certificate import read_certificate
+from wire.frames import Denied, Frame, JoinRelay, MemberQuery, Ping, Welcome
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
 
 SECONDS = 1.0
@@ -136,6 +138,33 @@ async def test_a_link_that_takes_over_leaves_one_older_link_of_its_process_open(
     assert not any(line.reader.at_eof() for line in (second, third, *kept))
 
 
+async def test_a_frame_to_all_and_the_end_of_one_node_concern_the_links_of_the_right_nodes(port: Port):
+    table, who, other = port.application.nodes.links.table, port.member("studio"), port.member("laptop")
+    lines = [await port.link(who), await port.link(other)]
+    kept_older = await port.link(other, takeover=True)
+    await port.until(lambda: (len(table), table.retired) == (2, 1))
+    certificates = {one.node: read_certificate(one.certificate) for one in (who, other)}
+    assert table.get_certificate_validity() == {
+        node: (certificate.issued, certificate.expires) for node, certificate in certificates.items()
+    }
+    table.send_to_all(Ping(7))
+    for line in (lines[0], kept_older):
+        while await line.until(Ping) != Ping(7):
+            pass  # the coordinator pings as well
+    table.abort_retired_links(NodeId(who.node), "its requests are resumed")
+    table.close_link(NodeId(who.node), 99, "no such link")
+    assert (len(table), table.retired) == (2, 1)
+    table.disconnect_node(NodeId(who.node), "removed", Denied("removed", "it was removed"))
+    assert the_no(await lines[0].ended(SECONDS)).reason == "removed"
+    await port.until(lambda: len(table) == 1, SECONDS)
+    assert (table.retired, table.send(NodeId(other.node), Ping(8))) == (1, True)
+    assert not table.send(NodeId(who.node), Ping(8))
+    table.close("the coordinator stops")
+    for line in (lines[1], kept_older):
+        await line.ended(SECONDS)
+    await port.until(lambda: (len(table), table.retired) == (0, 0), SECONDS)
+
+
 @pytest.mark.parametrize("loss", ["silent", "closed", "replaced"])
 async def test_an_older_link_ends_once_the_requests_of_its_node_are_resumed(port: Port, loss: str):
     """A Mac without power closes no connection: without this end, the coordinator would never close the older link."""
@@ -178,3 +207,56 @@ async def test_links_denials_and_connections_before_a_hello_are_counted(port: Po
     assert port.application.nodes.links.table.get_address(NodeId("unknown")) == ""
     await server.close()
     await waiting.ended(SECONDS)
+    with pytest.raises(OSError, match="Connect call failed"):
+        await port.dial(who)
+
+
+async def test_links_are_pinged_with_increasing_numbers_until_the_server_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(link_server, "PING_INTERVAL_SECONDS", 0.01)
+    async with opened(tmp_path) as port:
+        line = await port.link(port.member("studio"))
+        numbers = [(await line.until(Ping)).nonce for _ in range(3)]
+        assert numbers == list(range(numbers[0], numbers[0] + 3))
+        sent, table = list[Frame](), port.application.nodes.links.table
+        await port.application.nodes.server.close()
+        monkeypatch.setattr(table, "send_to_all", sent.append)
+        await asyncio.sleep(0.03)  # three intervals
+        assert sent == []
+
+
+async def test_connections_without_a_certificate_are_limited_by_address_and_others_are_not(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(link_server, "MAX_UNLINKED", 8)
+    who, server = port.member("studio"), port.application.nodes.server
+    known = [await port.dial(who) for _ in range(3)]
+    strangers = [await port.dial() for _ in range(2)]
+    await port.until(lambda: server.count_unlinked() == 5)
+    assert await (await port.dial()).ended() == []
+    assert port.said("3 strangers are connected, 3 from this address")
+    assert not any(line.reader.at_eof() for line in (*known, *strangers))
+
+
+@pytest.mark.parametrize("kind", ["link", "query", "relay"])
+async def test_a_node_that_connects_too_often_is_denied_and_may_retry(
+    port: Port, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    monkeypatch.setattr(link_budgets, "LINKS_BURST", 1.0)
+    monkeypatch.setattr(link_budgets, "QUERIES_BURST", 1.0)
+    who, denials = port.member("studio"), list[Denied]()
+    firsts: dict[str, Frame] = {
+        "link": hello(who, protocol=OLDEST_PROTOCOL - 1),
+        "query": MemberQuery(PROTOCOL, who.node, who.machine, "/none"),
+        "relay": JoinRelay(PROTOCOL, who.node, who.machine, "none", serves=False),
+    }
+    for _ in range(2):
+        line = await port.dial(who)
+        line.send(firsts[kind])
+        denials.append(the_no(await line.ended()))
+    reasons = {"link": "protocol", "query": "not_readable", "relay": "no_transfer"}
+    assert [denied.reason for denied in denials] == [reasons[kind], "too_many"]
+    assert [denied.retry_after for denied in denials] == [0.0, BUDGET_RETRY_SECONDS]
+    assert [denied.final for denied in denials] == [True, False]
+    assert port.application.nodes.server.denied == (2 if kind == "link" else 0)

@@ -55,6 +55,8 @@ async def test_an_answer_of_the_requested_bytes_in_all_allowed_pieces_is_accepte
         fetch.deliver(size)
     fetch.deliver(0, last=True)
     assert await asyncio.wait_for(fetch.task, 30) == b"x" * MAX_BYTES
+    for _ in range(MAX_PIECES + 1):
+        fetch.deliver(MAX_BYTES)  # a late piece of a fetch that has ended is ignored
 
 
 @pytest.mark.parametrize(

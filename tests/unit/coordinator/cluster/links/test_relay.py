@@ -102,6 +102,15 @@ async def test_all_relays_share_one_rate() -> None:
     assert loop.time() - begun >= 0.199, "200 kB at 1 MB/s"
 
 
+async def test_pieces_that_arrive_during_a_delay_prolong_it() -> None:
+    loop, pair = asyncio.get_running_loop(), Pair(RelayPace(RATE))
+    begun = loop.time()
+    for _ in range(4):
+        pair.server.data_received(bytes(10_000))
+    await asyncio.wait_for(pair.serving.reads.wait(), 30)
+    assert loop.time() - begun >= 0.039, "40 kB at 1 MB/s"
+
+
 def test_a_pause_saves_no_rate_for_later() -> None:
     pace = RelayPace(RATE)
     assert pace.charge(500_000, 10.0) == 0.5
@@ -148,7 +157,7 @@ class Relay:
         authority = ClusterCa(folder / "authority", time.time)
         for node in (HOLDER, FOLLOWER):
             self.store.members.put(MemberRow(node, node, node, Hardware(), "1", 0.0))
-        transfers = RelayTransfers()
+        transfers = self.transfers = RelayTransfers()
         transfers.open("token", HOLDER, frozenset({FOLLOWER}))
         self.cluster = authority.cluster
         self.server = RelayServer(transfers, MemberAuthentication(self.store, authority, time.time))
@@ -193,6 +202,10 @@ async def test_only_connections_that_still_wait_are_refused_after_the_timeout(
     relay.connect(serves=True)
     waiting = relay.connect(serves=False)
     await asyncio.wait_for(waiting.closed.wait(), 30)
+    waiting.lose()
+    serving = relay.connect(serves=True)
+    await asyncio.sleep(0.02)  # twice the timeout
+    assert (serving.written, serving.ends) == (b"", []), "the node that serves keeps connections for later"
     assert waiting.written == encode(
         Denied("no_server", "the node that serves has no connection within 0 s", retry_after=RETRY_SECONDS)
     )
@@ -206,5 +219,23 @@ async def test_only_open_connections_count_for_the_limits_of_the_relay(relay: Re
     refused = relay.admit(serves=True)
     assert isinstance(refused, Denied)
     assert (refused.reason, refused.final) == ("too_many", False)
+    assert isinstance(relay.admit(serves=False), RelayTransfer), "the other side has a limit of its own"
     waiting[0].lose()
     assert isinstance(relay.admit(serves=True), RelayTransfer)
+
+
+@pytest.mark.parametrize("end", ["transfer", "coordinator"])
+async def test_waiting_connections_end_with_their_transfer_and_all_with_the_coordinator(relay: Relay, end: str) -> None:
+    joined = [relay.connect(serves=serves) for serves in (True, False)]
+    waiting = relay.connect(serves=True)
+    if end == "transfer":
+        relay.transfers.close("unknown")
+        assert waiting.ends == []
+        relay.transfers.close("token")
+        refused = relay.admit(serves=True)
+        assert isinstance(refused, Denied)
+        assert (refused.reason, refused.final) == ("no_transfer", True)
+    else:
+        relay.server.close()
+    assert waiting.ends == ["close"]
+    assert [one.ends for one in joined] == [[] if end == "transfer" else ["close"]] * 2

@@ -17,6 +17,7 @@ from router.placement.cluster_view import ClusterView, NodeView
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.unit.coordinator.video.state.test_job_table import a_job
 from tests.unit.coordinator.video.state.test_lease_placement import WAN, a_node
+from wire.report import Memory
 from wire.units import GIB
 from wire.video import VideoPackage, VideoState
 
@@ -53,6 +54,8 @@ def test_an_accepted_request_is_a_clip_with_its_defaults_and_the_labels_of_the_k
     assert isinstance(clip, RequestedClip)
     assert (clip.model, clip.negative_prompt, clip.guidance, clip.guidance_2) == ("wan", "rain", 2.0, 3.0)
     assert (clip.frames, clip.fps, clip.steps, clip.labels) == (17, 8, VideoSettings().default_steps, ())
+    assert isinstance(admit(a_node("a"), frames=1), RequestedClip)
+    assert refuse(a_node("a"), frames=0).param == "frames"
 
 
 def test_videos_that_are_switched_off_are_refused_first():
@@ -111,11 +114,14 @@ def test_a_clip_that_fits_on_no_node_has_its_numbers():
     assert isinstance(admit(a_node("a", memory=a_memory(8 * GIB, 24 * GIB)), a_node("b")), RequestedClip)
     absent = a_node("b", state="lost")
     assert isinstance(admit(a_node("a", memory=a_memory(8 * GIB, 24 * GIB)), absent), RequestedClip)
+    unknown = a_node("b", memory=Memory())
+    assert isinstance(admit(unknown), RequestedClip), "its cap is not reported yet"
 
 
 def test_a_pool_whose_nodes_cannot_make_videos_is_refused_with_the_causes():
     off = replace(a_memory(80 * GIB, 128 * GIB), guard=False)
-    assert refuse(a_node("a", memory=off)).code == "guard_off"
+    problem = refuse(a_node("a", memory=off))
+    assert (problem.status, problem.code) == (503, "guard_off")
     unready = a_node("b", video=video(WAN, ready=False, cause="no engine"))
     problem = refuse(unready, a_node("c", video_allowed=False))
     assert (problem.status, problem.code) == (503, "video_not_ready")

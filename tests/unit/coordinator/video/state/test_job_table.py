@@ -244,7 +244,10 @@ def test_returning_node_continues_its_job():
     story = Story()
     job = story.running()
     story.tell(NodeAway("a"))
+    due = story.job(1).due
     story.now += 30
+    story.tell(NodeAway("a"))
+    assert story.job(1).due == due, "a link that ends again gives it no more time"
     story.report("a", state_of(job, progress=50))
     story.now += 300
     story.tell(JobTick(0.0))
@@ -276,6 +279,53 @@ def test_returning_node_without_the_job_loses_it():
     story.report("a")
     assert (story.job(1).fault or JobFault("", "")).code == "worker_lost"
     assert story.board.holds == {}
+
+
+def test_a_restart_changes_no_ended_job_and_none_whose_files_are_fetched():
+    story = Story()
+    completed(story, 1)
+    story.submit(2)
+    story.tell(JobCancelled("video_2"))
+    story.end(story.running(3))
+    before = story.board.jobs
+    story.tell(CoordinatorRestarted())
+    assert story.board.jobs == before
+    assert story.board.holds == {}
+
+
+def test_a_node_that_ends_a_lease_before_its_grant_returns_the_job_to_the_queue():
+    story = Story()
+    story.submit(1)
+    job = story.place()
+    assert story.end(job, "node_stopping") == [ReleaseLease("a", job.lease, 1, ReleaseCause.ACKNOWLEDGED)]
+    again = story.job(1)
+    assert (again.state, again.phase, again.attempts) == (JobState.QUEUED, "node_stopping", 0)
+    assert story.board.holds == {}
+
+
+def test_reports_before_the_answer_to_a_request_take_no_lease():
+    story = Story()
+    story.submit(1)
+    job = story.place()
+    for _ in range(3):
+        assert story.report("a") == []
+    assert story.job(1).state == JobState.LEASING
+    assert story.board.holds[job.lease].generation == job.generation
+    story.grant(job)
+    assert story.board.holds[job.lease].granted
+
+
+def test_a_waiting_job_is_stored_only_when_its_state_changes():
+    story = Story()
+    story.submit(1)
+    job = story.place()
+    for event in (JobWaited("video_1", "waiting", False), JobWaited("video_9", "waiting", False)):
+        assert story.tell(event) == []
+    assert story.job(1) == job, "a job that has a node does not wait"
+    refused(story, job)
+    del story.actions[:]
+    story.tell(JobWaited("video_1", "waiting", False))
+    assert (story.job(1).phase, story.actions) == ("waiting", []), "the reason of a wait is not stored"
 
 
 def test_this_process_began_again():
@@ -310,8 +360,9 @@ def test_files_are_fetched_again_when_their_node_reports_them():
 def test_cancel_ends_a_job_at_once_and_its_lease_with_the_node():
     story = Story()
     job = story.running()
-    actions = story.tell(JobCancelled("video_1"))
-    assert ReleaseLease("a", job.lease, job.generation, ReleaseCause.CANCELLED) in actions
+    assert story.tell(JobCancelled("video_1")) == [
+        ReleaseLease("a", job.lease, job.generation, ReleaseCause.CANCELLED)
+    ], "its node removes the files itself"
     assert (story.job(1).fault or JobFault("", "")).code == "cancelled"
     assert story.job(1).generation == job.generation + 1, "later reports of the worker are outdated"
     story.submit(2)
@@ -328,7 +379,8 @@ def test_cancel_ends_a_job_at_once_and_its_lease_with_the_node():
 def test_delete_keeps_the_lease_until_the_node_confirms_its_end():
     story = Story()
     job = story.running()
-    assert DeleteJob("video_1") in story.tell(JobDeleted("video_1"))
+    released = ReleaseLease("a", job.lease, job.generation, ReleaseCause.CANCELLED)
+    assert story.tell(JobDeleted("video_1")) == [released, DeleteJob("video_1")]
     assert story.board.jobs == {}
     assert story.board.find_hold("a") is not None
     story.end(job, ReleaseCause.CANCELLED)
@@ -503,13 +555,15 @@ def test_retention_deletes_the_oldest_files_and_keeps_the_record():
         story.now += 1
     assert [story.job(n).expired for n in (1, 2, 3)] == [True, False, False]
     assert ExpireFiles("video_1") in story.actions
-    completed(story, 4, 200)
-    assert [story.job(n).expired for n in (2, 3, 4)] == [True, True, False]
+    completed(story, 4, 150)
+    assert [story.job(n).expired for n in (2, 3, 4)] == [True, False, False], "250 bytes are not too many"
+    completed(story, 5, 101)
+    assert [story.job(n).expired for n in (3, 4, 5)] == [True, True, False]
     story.now += 101
     for steady, expired in ((500.0, False), (599.0, False), (600.0, True)):
         story.tell(JobTick(steady))
-        assert story.job(4).expired is expired
-    assert story.job(4).state == JobState.COMPLETED
+        assert story.job(5).expired is expired
+    assert story.job(5).state == JobState.COMPLETED
 
 
 def test_a_clock_that_is_ahead_for_a_moment_expires_no_files():
@@ -596,6 +650,7 @@ def test_overdue_start_releases_the_lease_and_a_job_of_an_absent_node_does_not()
     story.now += 90
     assert story.tell(JobTick(0.0)) == [ReleaseLease("a", job.lease, 1, ReleaseCause.START_TIMEOUT)]
     assert (story.job(1).state, list(story.board.holds)) == (JobState.QUEUED, [job.lease])
+    assert story.board.pauses == {"a": story.now + 5 * MIN_PAUSE_SECONDS}
     story = Story()
     story.running()
     story.tell(NodeAway("a"))
@@ -705,6 +760,8 @@ def check(before: JobTable, board: JobTable) -> None:
         if job.state in (JobState.LEASING, JobState.IN_PROGRESS):
             hold = board.holds[job.lease]
             assert (hold.node, hold.job, hold.generation) == (job.node, job.id, job.generation)
+            assert hold.granted == (job.state == JobState.IN_PROGRESS)
+        assert not job.away or job.state not in (JobState.LEASING, JobState.FINALIZING)
         if job.state == JobState.QUEUED:
             assert (job.lease, job.node) == ("", "")
 

@@ -2,16 +2,30 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from coordinator.video.state.jobs import JobFault, JobState, to_row
+from coordinator.video.state.jobs import JobFault, JobState, RequestedClip, to_row
 from tests.unit.coordinator.video.state.test_job_table import a_job
 
 
 @pytest.mark.parametrize(
     ("changes", "row"),
     [
-        ({}, {"status": "queued", "progress": 0, "completed_at": None, "node": None, "error": None}),
+        (
+            {},
+            {
+                "status": "queued",
+                "progress": 0,
+                "completed_at": None,
+                "expires_at": None,
+                "node": None,
+                "error": None,
+                "peak": None,
+                "made": None,
+                "wall_seconds": None,
+            },
+        ),
         ({"state": JobState.LEASING, "node": "a"}, {"status": "queued", "node": "a"}),
         ({"state": JobState.IN_PROGRESS, "progress": 40}, {"status": "in_progress", "progress": 40}),
         ({"state": JobState.FINALIZING, "progress": 99}, {"status": "in_progress", "progress": 99}),
@@ -46,3 +60,16 @@ def test_a_job_is_a_row_in_the_words_of_openai(changes: dict[str, Any], row: dic
     found = to_row(a_job(1, **changes))
     assert {name: found[name] for name in row} == row
     assert (found["id"], found["seconds"], found["size"], found["frames"]) == ("video_1", "3.062", "384x224", 49)
+
+
+@pytest.mark.parametrize(
+    ("more", "row"),
+    [
+        ({}, {}),
+        ({"negative_prompt": "rain", "guidance": 0.0, "guidance_2": 2.5, "seed": 0}, None),
+    ],
+)
+def test_a_worker_gets_the_clip_without_absent_values(more: dict[str, Any], row: dict[str, Any] | None):
+    clip = RequestedClip("wan", "a fox", 384, 224, 49, 16, 20, 336, labels=("lab",), warnings=("late",), **more)
+    fields = {"prompt": "a fox", "width": 384, "height": 224, "frames": 49, "fps": 16, "steps": 20}
+    assert msgspec.json.decode(clip.encode_spec()) == fields | (more if row is None else row)

@@ -130,6 +130,12 @@ def test_a_job_that_no_known_node_could_take_is_known_at_once():
     found = find_nearest_misfit(ClusterView((small,)), "wan", 336, LEASE, {})
     assert found is not None
     assert "small: its cap leaves 22.0 GiB" in found[1]
+    tiny = a_node("tiny", GIB, 8 * GIB, package=replace(WAN, expert=GIB))
+    for nodes in ((tiny, small), (small, tiny)):
+        found = find_nearest_misfit(ClusterView(nodes), "wan", 336, LEASE, {})
+        assert found is not None
+        assert found[0] == WAN, "the node that lacks the least names the package"
+        assert found[1].startswith("small: ")
     found = find_nearest_misfit(ClusterView((large,)), "wan", 7168, LEASE, {})
     assert found is not None
     assert "44.3 GiB" in found[1]
@@ -143,6 +149,7 @@ def test_models_are_those_that_can_be_used_somewhere():
     assert set(list_video_models(view)) == {"wan"}
     assert is_guard_off(view.nodes) is False
     assert is_guard_off([a_node("a", memory=a_memory(guard=False))]) is True
+    assert is_guard_off([a_node("a", memory=a_memory(guard=False)), a_node("b")]) is False
     assert is_guard_off([]) is False
 
 

@@ -1,0 +1,162 @@
+"""The controller without a link: nodes that are not linked, and fetches that are interrupted."""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.video import job_files
+from coordinator.video.controller import VideoController
+from coordinator.video.settings import VideoSettings
+from coordinator.video.state.events import LeasesReported
+from coordinator.video.state.jobs import JobState, VideoJob
+from router.placement.cluster_view import ClusterView
+from tests.unit.coordinator.video.state.test_job_table import a_job
+from tests.unit.coordinator.video.state.test_lease_placement import a_node
+from wire.frames import Frame, LeaseEnded, LeaseGranted, LeaseRelease, LeaseRequest
+from wire.identity import NodeId
+from wire.state_machine import IllegalEventCounts
+from wire.video import Artifact, ReleaseCause
+
+CLIP = b"a clip"
+ARTIFACT = Artifact("video.mp4", len(CLIP), hashlib.sha256(CLIP).digest())
+NODE = NodeId("a")
+
+
+class Cluster:
+    """A controller and the frames to its only node, whose first `fails` fetches are interrupted."""
+
+    def __init__(self, folder: Path) -> None:
+        self.frames: list[Frame] = []
+        self.linked, self.fails, self.fetches = True, 0, 0
+        self.changed, self.proceeds = asyncio.Event(), asyncio.Event()
+        self.proceeds.set()
+        self.controller = VideoController(
+            folder, VideoSettings(), self._send, self._fetch, IllegalEventCounts(), clock=lambda: 0.0
+        )
+        self.controller.apply_view(ClusterView((a_node(NODE),)))
+
+    def _send(self, node: NodeId, frame: Frame) -> bool:
+        assert node == NODE
+        self.frames.append(frame)
+        self.changed.set()
+        return self.linked
+
+    async def _fetch(self, node: NodeId, source: str, max_bytes: int) -> AsyncGenerator[bytes]:
+        self.fetches += 1
+        self.changed.set()
+        if self.fetches <= self.fails:
+            raise LookupError("the node is not linked")
+        yield CLIP[:1]
+        await self.proceeds.wait()
+        yield CLIP[1:]
+
+    async def submit(self) -> VideoJob:
+        return await self.controller.submit_job(a_job(1).wanted, "key")
+
+    async def finish(self) -> VideoJob:
+        """Run a job until its node has its files."""
+        job = await self.submit()
+        assert isinstance(self.frames[-1], LeaseRequest)
+        lease = self.frames[-1]
+        self.controller.handle_frame(NODE, LeaseGranted(lease.lease, lease.generation))
+        self.controller.handle_frame(
+            NODE, LeaseEnded(lease.lease, lease.generation, "completed", artifacts=(ARTIFACT,))
+        )
+        return self.find(job)
+
+    def find(self, job: VideoJob) -> VideoJob:
+        found = self.controller.find_job(job.id)
+        assert found is not None
+        return found
+
+    async def until_fetches(self, count: int) -> None:
+        async with asyncio.timeout(30):
+            while self.fetches < count:
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@pytest.fixture
+async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    monkeypatch.setattr(job_files, "RETRY_SECONDS", 0.001)
+    made = Cluster(tmp_path)
+    yield made
+    await made.controller.close()
+
+
+async def test_a_job_whose_node_is_not_linked_returns_to_the_queue_at_once(cluster: Cluster):
+    cluster.linked = False
+    job = cluster.find(await cluster.submit())
+    assert (job.state, job.phase, job.generation) == (JobState.QUEUED, "its node is not linked", 2)
+    assert (cluster.controller.list_holds(), NODE in cluster.controller.table.pauses) == ([], True)
+
+
+async def test_an_interrupted_fetch_is_repeated_until_the_files_are_here(cluster: Cluster, tmp_path: Path):
+    cluster.fails = 2
+    job = await cluster.finish()
+    assert job.state == JobState.FINALIZING
+    async with asyncio.timeout(30):
+        while not isinstance(cluster.frames[-1], LeaseRelease):
+            cluster.changed.clear()
+            await cluster.changed.wait()
+    assert (cluster.fetches, cluster.find(job).state) == (3, JobState.COMPLETED)
+    assert cluster.frames[-1] == LeaseRelease(job.lease, job.generation, ReleaseCause.ACKNOWLEDGED)
+    assert (tmp_path / "videos" / job.id / ARTIFACT.name).read_bytes() == CLIP
+
+
+@pytest.mark.parametrize("end", ["lost", "deleted"])
+async def test_an_interrupted_fetch_is_not_repeated_for_a_job_that_has_ended(cluster: Cluster, end: str):
+    cluster.fails = 10**6
+    job = await cluster.finish()
+    await cluster.until_fetches(2)
+    if end == "lost":
+        for _ in range(2):
+            cluster.controller.apply_event(LeasesReported(NODE, ()))
+        assert cluster.find(job).state == JobState.FAILED
+    else:
+        await cluster.controller.delete_job(job.id)
+        assert cluster.controller.find_job(job.id) is None
+    fetches = cluster.fetches
+    await asyncio.sleep(0.02)  # twenty times the pause
+    assert cluster.fetches <= fetches + 1, "one may have begun"
+
+
+async def test_jobs_are_listed_newest_first_and_a_closed_controller_leaves_no_task(tmp_path: Path):
+    cluster, others = Cluster(tmp_path), asyncio.all_tasks()
+    cluster.fails = 10**6
+    first = await cluster.finish()
+    second = await cluster.submit()
+    assert [job.id for job in cluster.controller.list_jobs()] == [second.id, first.id]
+    await cluster.until_fetches(1)
+    await cluster.controller.close()
+    assert asyncio.all_tasks() == others
+    again = Cluster(tmp_path)
+    assert [job.sequence for job in again.controller.list_jobs()] == [2, 1]
+    assert (await again.submit()).sequence == 3
+    await again.controller.close()
+
+
+async def test_a_fetch_is_repeated_after_a_pause_only(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(job_files, "RETRY_SECONDS", 3600.0)
+    cluster.fails = 10**6
+    await cluster.finish()
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    assert cluster.fetches == 1
+
+
+async def test_a_deletion_ends_a_fetch_in_progress_and_removes_its_part(cluster: Cluster, tmp_path: Path):
+    cluster.proceeds.clear()
+    job = await cluster.finish()
+    folder: Any = tmp_path / "videos" / job.id
+    async with asyncio.timeout(30):
+        while not (folder / f"{ARTIFACT.name}.part").exists():  # noqa: ASYNC110  a thread creates it
+            await asyncio.sleep(0.005)
+        await cluster.controller.delete_job(job.id)
+        while folder.exists():  # noqa: ASYNC110  a thread removes it
+            await asyncio.sleep(0.005)
+    assert cluster.fetches == 1
