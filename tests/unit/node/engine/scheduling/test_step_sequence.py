@@ -1,0 +1,264 @@
+"""The sequence of checks, native calls, forwards and measurements of requests, compared with written lists."""
+
+import json
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import cast
+
+import mlx.core as mx
+import pytest
+from msgspec.structs import replace
+
+from node.engine.kv.kv_cache import Layers, TextModel
+from node.engine.memory.footprint import MlxPeakTracker
+from node.engine.memory.gate import GateSite
+from node.engine.memory.gated_forward import GatedForwards
+from node.engine.models.model_stats import ModelStats
+from node.engine.process.interface import NativeCall, NativeCallKind
+from node.engine.scheduling.row_join import FIRST_JOIN_SECONDS
+from node.engine.scheduling.rules.chunk_policy import ChunkPace
+from node.engine.scheduling.rules.commitment_length import GATE_RETRY_SECONDS
+from tests import models
+from tests.support.engine.text_engine import ONE_TOKEN, Driver, decoded_alone
+from tests.support.readings import Later
+from wire.capacity.batches import compute_row_bytes
+from wire.frames import Finished, GenerationParams, Timings
+from wire.units import MIB
+
+CONFIG = json.loads((models.path("llama") / "config.json").read_text())
+EOS, LAYERS = CONFIG["eos_token_id"], CONFIG["num_hidden_layers"]
+TOKENS = 3
+ENDLESS = GenerationParams(temperature=0.0, max_tokens=TOKENS, logit_bias=((EOS, -100.0),))
+CHUNK, FLOOR, PEAK = 64, 16, 64 * MIB
+"""Tokens of the largest and of the smallest chunk, and the bytes that each native call takes, by script."""
+STEP = 1024
+"""Bytes by which each native call raises the active memory, by script."""
+BLOCK = 256
+"""Tokens by which mlx-lm extends a cache."""
+LONG = "word " * 120
+TESTED = (GateSite.PREFILL, GateSite.JOIN, GateSite.GROW)
+
+
+class Steady(ChunkPace):
+    """A constant pace."""
+
+    def learn(self, tokens: int, back: float, seconds: float) -> None:
+        """Ignore a measurement."""
+
+
+class Journal:
+    """Events of an engine in order. Estimates learn nothing, and the clock stands still."""
+
+    def __init__(self, driver: Driver, patch: pytest.MonkeyPatch) -> None:
+        self.events = list[object]()
+        self.clock = Later()
+        loaded, add, run_native = driver.resident(), self.events.append, GatedForwards.run_native
+        self.model, self.estimator, self.kv = loaded.model, loaded.estimator, loaded.kv
+        self.decode = (NativeCallKind.DECODE, 0, loaded.stats.step_seconds)
+        begun, self._active = time.monotonic(), 0
+
+        class Recorded:
+            def __getattr__(self, name: str) -> object:
+                return getattr(loaded.model, name)
+
+            def __call__(self, tokens: mx.array, cache: Layers) -> mx.array:
+                add(tokens.tolist())
+                return loaded.model(tokens, cache=cache)
+
+        @contextmanager
+        def run(
+            forwards: GatedForwards, kind: NativeCallKind, model: str, request: int, expected: float, **tokens: int
+        ) -> Generator[NativeCall]:
+            add((kind, request, expected, *tokens.values()))
+            with run_native(forwards, kind, model, request, expected, **tokens) as call:
+                yield call
+                self.clock.by += 1.0
+                self._active += STEP
+
+        self.clock.by = 0.0
+        loaded.stats.pace = Steady(each=1e-6)
+        driver.replace_model(cast("TextModel", Recorded()))
+        driver.gate.refuses = self.check
+        patch.setattr(GatedForwards, "run_native", run)
+        patch.setattr(MlxPeakTracker, "measure_peak_above_mark", lambda _: PEAK)
+        patch.setattr(mx, "get_active_memory", lambda: self._active)
+        patch.setattr(time, "monotonic", lambda: begun + self.clock.by)
+        patch.setattr(ModelStats, "record_prefill", lambda _, *measured: add(("speed", *measured)))
+        patch.setattr(ModelStats, "record_step", lambda _, *measured: add(("step", *measured)))
+        for kind in ("prefill", "packed", "join", "step"):
+            patch.setattr(
+                self.estimator,
+                f"observe_{kind}",
+                lambda *shape, _kind=kind, **flags: add((_kind, *shape, *flags.values())),
+            )
+
+    def check(self, site: GateSite, estimate: int) -> bool:
+        """Record a check of the gate, except at admission; refuse nothing."""
+        if site is not GateSite.PREFLIGHT:
+            self.events.append((site, estimate))
+        return False
+
+    def list_join(self, number: int, rows: int, longest: int) -> list[object]:
+        """Return the events of a join, after which a batch has `rows` rows, padded to `longest` tokens."""
+        copied = rows * compute_row_bytes(self.kv, longest) // LAYERS
+        return [
+            (GateSite.JOIN, copied),
+            (NativeCallKind.JOIN, number, FIRST_JOIN_SECONDS),
+            *[("join", rows, PEAK - STEP - copied)] * (number > 0),
+        ]
+
+
+def create_driver(prefix_cache_size: str) -> Driver:
+    driver = Driver(
+        models.path("llama"),
+        max_batch_size=4,
+        prefill_step_size=CHUNK,
+        min_prefill_step=FLOOR,
+        prefix_cache_size=prefix_cache_size,
+    )
+    driver.answer("hello", ONE_TOKEN)
+    return driver
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return create_driver("off")
+
+
+def test_a_long_prompt_is_prefilled_in_chunks_and_its_rows_join_and_decode(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    journal, stats = Journal(driver, monkeypatch), driver.resident().stats
+    number = driver.ask(LONG, replace(ENDLESS, n=2))
+    (prefill,) = driver.engine.parts.scheduler.prefills
+    ids, tokens = prefill.ids, len(prefill.ids)
+    answer, room = decoded_alone(journal.model, ids, TOKENS), {0: BLOCK, BLOCK: tokens - BLOCK}
+    assert driver.end(number) == Finished(
+        number, ("length", "length"), tokens, 2 * TOKENS, 0, Timings(0.0, -(-tokens // CHUNK) + 1, TOKENS)
+    )
+    assert [driver.ids[number, choice] for choice in range(2)] == [answer, answer]
+    expected = list[object]()
+    for start in range(0, tokens, CHUNK):
+        piece = ids[start : start + CHUNK]
+        size, last, grown = len(piece), start + CHUNK >= tokens, room.get(start, 0)
+        expected += [
+            (GateSite.PREFILL, journal.estimator.estimate_chunk(size, start, last=last)),
+            (NativeCallKind.PREFILL, number, stats.estimate_prefill_seconds(size), size),
+            [piece],
+            ("speed", size, 1.0, start + size / 2),
+            ("prefill", size, start, PEAK - grown * journal.kv.per_token, last, grown > 0),
+        ]
+    expected += journal.list_join(number, 2, tokens)
+    for place, token in enumerate(answer):
+        forward = [[[token], [token]]] if place < TOKENS - 1 else []
+        expected += [journal.decode, *forward, *[("step", 1.0, 2)] * (place > 0)]
+    assert journal.events == expected
+
+
+def test_short_prompts_are_packed_and_another_one_joins_their_batch(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    journal, stats = Journal(driver, monkeypatch), driver.resident().stats
+    numbers = [driver.ask(f"{word} there", ENDLESS) for word in ("hello", "good evening to you", "who")]
+    first, long, second = (prefill.ids for prefill in driver.engine.parts.scheduler.prefills)
+    answers = [decoded_alone(journal.model, ids, TOKENS) for ids in (first, second, long)]
+    ends = [driver.end(number) for number in numbers]
+    assert [driver.ids[number, 0] for number in numbers] == [answers[0], answers[2], answers[1]]
+    assert [end.timings for end in ends if isinstance(end, Finished)] == [
+        Timings(0.0, 2.0, TOKENS + 3.0),
+        Timings(2.0, 3.0, TOKENS),
+        Timings(0.0, 2.0, TOKENS + 3.0),
+    ]
+    size, padding = len(first) - 1, len(first) - len(second)
+    assert padding > 0
+    expected = [
+        (GateSite.PREFILL, journal.estimator.estimate_packed(2, size)),
+        (NativeCallKind.PREFILL, 0, stats.estimate_prefill_seconds(2 * size), len(first) + len(second)),
+        [first[:-1], second[:-1] + [0] * padding],
+        ("speed", 2 * size, 1.0, size / 2),
+        ("packed", 2, size, PEAK - 2 * BLOCK * journal.kv.per_token),
+        *journal.list_join(0, 2, len(first)),
+        journal.decode,
+        [first[-1:], second[-1:]],
+        ("step", 1.0, 2),
+        (GateSite.PREFILL, journal.estimator.estimate_chunk(len(long), 0, last=True)),
+        (NativeCallKind.PREFILL, numbers[1], stats.estimate_prefill_seconds(len(long)), len(long)),
+        [long],
+        ("speed", len(long), 1.0, len(long) / 2),
+        ("prefill", len(long), 0, PEAK - BLOCK * journal.kv.per_token, True, True),
+        *journal.list_join(numbers[1], 3, len(long)),
+    ]
+    assert journal.events[: len(expected)] == expected
+    steps = [event for event in journal.events[len(expected) :] if isinstance(event, list)]
+    assert steps == [[[answer[place]] for answer in answers] for place in range(TOKENS - 1)]
+
+
+def test_a_prompt_that_begins_like_a_cached_one_is_computed_from_there(monkeypatch: pytest.MonkeyPatch):
+    """The first chunk writes into a copy of the cached prefix, and its memory is no measurement of a chunk."""
+    driver = create_driver("64MiB")
+    driver.end(driver.ask(LONG, ENDLESS))
+    journal, stats = Journal(driver, monkeypatch), driver.resident().stats
+    number = driver.ask(LONG + LONG, ENDLESS)
+    (prefill,) = driver.engine.parts.scheduler.prefills
+    ids, tokens, known = prefill.ids, len(prefill.ids), prefill.stored_tokens
+    assert tokens // 3 < known < tokens - CHUNK
+    found = driver.end(number)
+    chunks = -(-(tokens - known) // CHUNK)
+    assert found == Finished(number, ("length",), tokens, TOKENS, known, Timings(0.0, chunks + 1, TOKENS))
+    assert driver.ids[number, 0] == decoded_alone(journal.model, ids, TOKENS)
+    expected = list[object]()
+    for start in range(known, tokens, CHUNK):
+        piece = ids[start : start + CHUNK]
+        size, last = len(piece), start + CHUNK >= tokens
+        expected += [
+            (GateSite.PREFILL, journal.estimator.estimate_chunk(size, start, last=last)),
+            (NativeCallKind.PREFILL, number, stats.estimate_prefill_seconds(size), size),
+            [piece],
+            ("speed", size, 1.0, start + size / 2),
+            *[("prefill", size, start, PEAK, last, False)] * (start > known),
+        ]
+    expected += journal.list_join(number, 1, tokens)
+    assert journal.events[: len(expected)] == expected
+    assert [entry.length for entry in driver.engine.parts.prefix_cache.entries][-1] == tokens + TOKENS - 1
+    assert driver.engine.report(0.0).cache.hits == 1
+
+
+def test_a_refused_chunk_is_made_smaller_and_tried_again_after_the_delay(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    journal, most = Journal(driver, monkeypatch), 0
+    monkeypatch.setattr(GatedForwards, "find_peak_expiry", lambda _: 0.0)
+    chunks = {size: journal.estimator.estimate_chunk(size, 0) for size in (CHUNK, CHUNK // 2, FLOOR)}
+    driver.gate.refuses = lambda site, estimate: journal.check(site, estimate) or (site in TESTED and estimate > most)
+    shrinks, begun = driver.engine.report(0.0).counts.shrinks, time.monotonic()
+    number = driver.ask(LONG, ENDLESS)
+    (prefill,), scheduler = driver.engine.parts.scheduler.prefills, driver.engine.parts.scheduler
+    for later in (0.0, 0.0, 0.9 * GATE_RETRY_SECONDS):
+        journal.clock.by = later
+        driver.turn()
+        assert journal.events == [(GateSite.PREFILL, size) for size in chunks.values() for _ in range(2)]
+        assert scheduler.next_step_at(time.monotonic()) == begun + GATE_RETRY_SECONDS
+        assert scheduler.compute_required_bytes() == journal.estimator.estimate_chunk(FLOOR, len(prefill.ids))
+    assert driver.engine.report(0.0).counts.shrinks - shrinks == 2
+    journal.clock.by, most = GATE_RETRY_SECONDS, chunks[CHUNK // 2]
+    journal.events.clear()
+    driver.turn()
+    assert journal.events[3:4] == [(NativeCallKind.PREFILL, number, journal.events[3][2], CHUNK // 2)]  # type: ignore[index]
+    assert (prefill.stored_tokens, prefill.retry_at, scheduler.compute_required_bytes()) == (CHUNK // 2, 0.0, 0)
+    assert driver.engine.report(0.0).counts.shrinks - shrinks == 3
+
+
+def test_a_row_that_reaches_its_commitment_grows_by_the_bytes_of_the_rest(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    journal = Journal(driver, monkeypatch)
+    number = driver.ask("hello", replace(ENDLESS, max_tokens=40), expected=10)
+    driver.until(lambda: driver.ids[number, 0])
+    (row,) = driver.engine.parts.scheduler.live[number].rows
+    assert isinstance(driver.end(number), Finished)
+    first, last = len(row.sequence.prompt) + 10, len(row.sequence.prompt) + 40
+    bytes_of = [compute_row_bytes(journal.kv, tokens) for tokens in (first, last)]
+    grown = (GateSite.GROW, bytes_of[1] - bytes_of[0] + journal.estimator.estimate_charged_step(1, last))
+    assert [event for event in journal.events if isinstance(event, tuple) and event[0] is GateSite.GROW] == [grown]
+    steps = [event for event in journal.events if event in (grown, journal.decode)]
+    assert steps == [*[journal.decode] * 10, grown, *[journal.decode] * 30]
+    assert row.commitment.committed_tokens == last
