@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
@@ -14,6 +14,7 @@ from node.engine.kv.kv_cache import Layers, TextModel
 from node.engine.memory.footprint import MlxPeakTracker
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
+from node.engine.models.loaded_model import LoadedModel
 from node.engine.models.model_stats import ModelStats
 from node.engine.process.interface import NativeCall, NativeCallKind
 from node.engine.scheduling.row_join import FIRST_JOIN_SECONDS
@@ -23,7 +24,7 @@ from tests import models
 from tests.support.engine.text_engine import ONE_TOKEN, Driver, decoded_alone
 from tests.support.readings import Later
 from wire.capacity.batches import compute_row_bytes
-from wire.frames import Finished, GenerationParams, Timings
+from wire.frames import Finished, GenerationParams, Refusal, Timings
 from wire.units import MIB
 
 CONFIG = json.loads((models.path("llama") / "config.json").read_text())
@@ -86,11 +87,9 @@ class Journal:
         patch.setattr(time, "monotonic", lambda: begun + self.clock.by)
         patch.setattr(ModelStats, "record_prefill", lambda _, *measured: add(("speed", *measured)))
         patch.setattr(ModelStats, "record_step", lambda _, *measured: add(("step", *measured)))
-        for kind in ("prefill", "packed", "join", "step"):
+        for name in ("observe_prefill", "observe_packed", "observe_join", "observe_step"):
             patch.setattr(
-                self.estimator,
-                f"observe_{kind}",
-                lambda *shape, _kind=kind, **flags: add((_kind, *shape, *flags.values())),
+                self.estimator, name, lambda *shape, _name=name, **flags: add((_name, *shape, *flags.values()))
             )
 
     def check(self, site: GateSite, estimate: int) -> bool:
@@ -105,7 +104,7 @@ class Journal:
         return [
             (GateSite.JOIN, copied),
             (NativeCallKind.JOIN, number, FIRST_JOIN_SECONDS),
-            *[("join", rows, PEAK - STEP - copied)] * (number > 0),
+            *[("observe_join", rows, PEAK - STEP - copied)] * (number > 0),
         ]
 
 
@@ -147,7 +146,7 @@ def test_a_long_prompt_is_prefilled_in_chunks_and_its_rows_join_and_decode(
             (NativeCallKind.PREFILL, number, stats.estimate_prefill_seconds(size), size),
             [piece],
             ("speed", size, 1.0, start + size / 2),
-            ("prefill", size, start, PEAK - grown * journal.kv.per_token, last, grown > 0),
+            ("observe_prefill", size, start, PEAK - grown * journal.kv.per_token, last, grown > 0),
         ]
     expected += journal.list_join(number, 2, tokens)
     for place, token in enumerate(answer):
@@ -175,7 +174,7 @@ def test_short_prompts_are_packed_and_another_one_joins_their_batch(driver: Driv
         (NativeCallKind.PREFILL, 0, stats.estimate_prefill_seconds(2 * size), len(first) + len(second)),
         [first[:-1], second[:-1] + [0] * padding],
         ("speed", 2 * size, 1.0, size / 2),
-        ("packed", 2, size, PEAK - 2 * BLOCK * journal.kv.per_token),
+        ("observe_packed", 2, size, PEAK - 2 * BLOCK * journal.kv.per_token),
         *journal.list_join(0, 2, len(first)),
         journal.decode,
         [first[-1:], second[-1:]],
@@ -184,7 +183,7 @@ def test_short_prompts_are_packed_and_another_one_joins_their_batch(driver: Driv
         (NativeCallKind.PREFILL, numbers[1], stats.estimate_prefill_seconds(len(long)), len(long)),
         [long],
         ("speed", len(long), 1.0, len(long) / 2),
-        ("prefill", len(long), 0, PEAK - BLOCK * journal.kv.per_token, True, True),
+        ("observe_prefill", len(long), 0, PEAK - BLOCK * journal.kv.per_token, True, True),
         *journal.list_join(numbers[1], 3, len(long)),
     ]
     assert journal.events[: len(expected)] == expected
@@ -214,7 +213,7 @@ def test_a_prompt_that_begins_like_a_cached_one_is_computed_from_there(monkeypat
             (NativeCallKind.PREFILL, number, stats.estimate_prefill_seconds(size), size),
             [piece],
             ("speed", size, 1.0, start + size / 2),
-            *[("prefill", size, start, PEAK, last, False)] * (start > known),
+            *[("observe_prefill", size, start, PEAK, last, False)] * (start > known),
         ]
     expected += journal.list_join(number, 1, tokens)
     assert journal.events[: len(expected)] == expected
@@ -262,3 +261,62 @@ def test_a_row_that_reaches_its_commitment_grows_by_the_bytes_of_the_rest(
     steps = [event for event in journal.events if event in (grown, journal.decode)]
     assert steps == [*[journal.decode] * 10, grown, *[journal.decode] * 30]
     assert row.commitment.committed_tokens == last
+
+
+def list_calls(journal: Journal, kind: NativeCallKind) -> list[tuple[int, int]]:
+    """Return the request and the tokens of each prefill, or the request and 0 of each other call of a kind."""
+    calls = [event for event in journal.events if isinstance(event, tuple) and event[0] is kind]
+    return [(call[1], call[3] if len(call) > 3 else 0) for call in cast("list[tuple[Any, ...]]", calls)]
+
+
+def test_the_oldest_and_the_shortest_of_two_long_prompts_are_prefilled_in_turn(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    journal, brief = Journal(driver, monkeypatch), replace(ENDLESS, max_tokens=1)
+    numbers = [driver.ask("word " * count, brief) for count in (100, 60)]
+    older, shorter = numbers
+    lengths = [len(prefill.ids) for prefill in driver.engine.parts.scheduler.prefills]
+    assert all(prefill.past is None for prefill in driver.engine.parts.scheduler.prefills), "the prefix cache is off"
+    for number in numbers:
+        assert isinstance(driver.end(number), Finished)
+    assert [-(-length // CHUNK) for length in lengths] == [5, 4]
+    rest = [length % CHUNK for length in lengths]
+    assert list_calls(journal, NativeCallKind.PREFILL) == [
+        *[(older, CHUNK), (shorter, CHUNK)] * 3,
+        (older, CHUNK),
+        (shorter, rest[1]),
+        (older, rest[0]),
+    ]
+    assert list_calls(journal, NativeCallKind.JOIN) == [(shorter, 0), (older, 0)]
+
+
+def test_the_logits_of_a_last_chunk_above_the_limit_are_computed_for_its_last_token_alone(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    journal, brief = Journal(driver, monkeypatch), replace(ENDLESS, max_tokens=1)
+    number = driver.ask("hello", brief)
+    (tokens,) = (len(prefill.ids) for prefill in driver.engine.parts.scheduler.prefills)
+    for limit, sizes in ((tokens - 1, [tokens - 1, 1]), (tokens, [tokens])):
+        monkeypatch.setattr(LoadedModel, "tail", limit)
+        journal.events.clear()
+        assert isinstance(driver.end(number), Finished)
+        assert list_calls(journal, NativeCallKind.PREFILL) == [(number, size) for size in sizes]
+        assert [event[4] for event in journal.events if isinstance(event, tuple) and event[0] == "observe_prefill"] == [
+            size == sizes[-1] for size in sizes
+        ]
+        number = driver.ask("hello", brief)
+
+
+def test_a_prompt_without_room_waits_while_another_request_decodes(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    journal = Journal(driver, monkeypatch)
+    monkeypatch.setattr(GatedForwards, "find_peak_expiry", lambda _: None)
+    decoding = driver.ask("hello", replace(ENDLESS, max_tokens=9))
+    driver.until(lambda: driver.ids[decoding, 0])
+    driver.gate.refuses = lambda site, estimate: site is GateSite.PREFILL
+    waiting = driver.ask(LONG, ENDLESS)
+    while driver.ended(decoding) is None:
+        assert driver.ended(waiting) is None
+        driver.turn()
+    assert list_calls(journal, NativeCallKind.PREFILL)[1:] == []
+    driver.until(lambda: driver.ended(waiting))
+    assert isinstance(driver.end(waiting), Refusal), "no other request frees memory"
