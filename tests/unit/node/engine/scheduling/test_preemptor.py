@@ -22,6 +22,7 @@ from node.engine.scheduling.decode_batch import DecodeBatch
 from tests import models
 from tests.effort import thin_cases
 from tests.support.engine.text_engine import ROOMY, Driver
+from wire.capacity.batches import compute_row_bytes
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Failed, Finished, GenerationParams, MemoryLimits
 from wire.refusals import RefusalCode, Refused
@@ -230,19 +231,53 @@ def test_a_preempted_row_begins_with_what_the_prefix_cache_holds_and_its_usage_s
     driver.cancel(first)
 
 
-def test_a_preempted_request_needs_the_bytes_of_all_its_rows_and_is_tried_again(driver: Driver):
+def test_a_preempted_request_needs_the_bytes_of_all_its_rows_and_of_a_forward(driver: Driver):
+    scheduler, loaded = driver.engine.parts.scheduler, driver.resident(LLAMA)
+    number = driver.ask("hello", replace(endless(LLAMA, ANSWER), n=2), expected=ANSWER)
+    driver.until(lambda: all(len(driver.ids[number, choice]) == 3 for choice in range(2)))
+    sequence = scheduler.live[number]
+    scheduler.preemptor.preempt(sequence)
+    length = len(sequence.prompt) + ANSWER  # less than a growth above the known tokens
+    needed = 2 * loaded.ledger.compute_cost(length, 1) + loaded.estimator.estimate_chunk(64, length)
+    assert scheduler.compute_required_bytes() == needed
+    assert scheduler.next_step_at(time.monotonic()) == scheduler.preemptor.return_at
+    driver.gate.refuses = lambda site, estimate: site is GateSite.PREFILL
+    waiting = driver.ask("word " * 200, endless(LLAMA, ANSWER))
+    scheduler.preemptor.return_at = time.monotonic() + 3600.0
+    driver.until(lambda: any(prefill.retry_at for prefill in scheduler.prefills))
+    (prefill,) = scheduler.prefills
+    chunk = loaded.estimator.estimate_chunk(64, len(prefill.ids))
+    assert scheduler.compute_required_bytes() == needed + chunk
+    driver.cancel(number)
+    assert scheduler.compute_required_bytes() == chunk
+    driver.cancel(waiting)
+
+
+def test_a_row_that_grows_takes_the_memory_of_a_running_request(driver: Driver):
+    numbers = [start(driver, "short", ANSWER) for _ in range(3)]
     scheduler = driver.engine.parts.scheduler
+    first, second, third = (scheduler.live[number] for number in numbers)
+    scheduler.preemptor.preempt(third)
+    scheduler.preemptor.release_for(first.rows[0], Refused(RefusalCode.NO_ROOM, "no room by script"))
+    assert scheduler.preempted == (third, second)
+    for number in numbers:
+        assert isinstance(driver.end(number), Finished)
 
-    def preempt(count: int) -> int:
-        number = driver.ask("hello", replace(endless(LLAMA, ANSWER), n=count), expected=ANSWER)
-        driver.until(lambda: all(len(driver.ids[number, choice]) == 3 for choice in range(count)))
-        scheduler.preemptor.preempt(scheduler.live[number])
-        needed = scheduler.compute_required_bytes()
-        assert scheduler.next_step_at(time.monotonic()) == scheduler.preemptor.return_at
-        driver.cancel(number)
-        return needed
 
-    assert preempt(2) > preempt(1)
+def test_the_key_that_holds_most_memory_is_preempted_for_another_one(driver: Driver):
+    numbers = [
+        driver.ask("hello", endless(LLAMA, tokens), model=LLAMA, owner=WeightedKey(key), expected=tokens)
+        for key, tokens in (("ada", ANSWER), ("bob", 900), ("bob", 2000), ("ada", ANSWER))
+    ]
+    driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
+    scheduler = driver.engine.parts.scheduler
+    row = scheduler.live[numbers[2]].rows[0]
+    size = compute_row_bytes(driver.resident(LLAMA).kv, row.commitment.committed_tokens)
+    assert not scheduler.preempt_for_key(WeightedKey("cid"), 1, size + 1), "not enough for the request"
+    assert scheduler.preempt_for_key(WeightedKey("cid"), 1, size)
+    assert [(each.number, each.yielded) for each in scheduler.preempted] == [(numbers[2], True)]
+    assert mx.get_cache_memory() == 0, "free buffers are returned, because memory was needed"
+    driver.cancel(numbers[2])
 
 
 def test_a_prompt_that_waits_for_memory_takes_no_row_of_another_key():
