@@ -264,7 +264,8 @@ def test_a_row_that_grows_takes_the_memory_of_a_running_request(driver: Driver):
         assert isinstance(driver.end(number), Finished)
 
 
-def test_the_key_that_holds_most_memory_is_preempted_for_another_one(driver: Driver):
+def test_the_key_that_holds_most_memory_is_preempted_for_another_one():
+    driver = Driver(models.path("llama"), max_batch_size=8, min_prefill_step=64, prefix_cache_size="64MiB")
     numbers = [
         driver.ask("hello", endless(LLAMA, tokens), model=LLAMA, owner=WeightedKey(key), expected=tokens)
         for key, tokens in (("ada", ANSWER), ("bob", 900), ("bob", 2000), ("ada", ANSWER))
@@ -274,9 +275,11 @@ def test_the_key_that_holds_most_memory_is_preempted_for_another_one(driver: Dri
     row = scheduler.live[numbers[2]].rows[0]
     size = compute_row_bytes(driver.resident(LLAMA).kv, row.commitment.committed_tokens)
     assert not scheduler.preempt_for_key(WeightedKey("cid"), 1, size + 1), "not enough for the request"
+    entries = driver.engine.parts.prefix_cache.entries
     assert scheduler.preempt_for_key(WeightedKey("cid"), 1, size)
+    assert driver.engine.parts.prefix_cache.entries == entries, "no copy is stored, because memory was needed"
     assert [(each.number, each.yielded) for each in scheduler.preempted] == [(numbers[2], True)]
-    assert mx.get_cache_memory() == 0, "free buffers are returned, because memory was needed"
+    assert mx.get_cache_memory() == 0, "free buffers are returned"
     driver.cancel(numbers[2])
 
 
@@ -353,13 +356,21 @@ def test_rows_that_decode_and_rows_that_are_prefilled_count_together_for_their_k
 def test_an_answer_without_room_is_preempted_only_where_another_request_could_free_memory(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, others: int
 ):
-    monkeypatch.setattr(GatedForwards, "find_peak_expiry", lambda self: None)
+    peak = [time.monotonic()] if others else []
+    monkeypatch.setattr(GatedForwards, "find_peak_expiry", lambda self: peak.pop() if peak else None)
+    if others:
+        lone = start(driver, "short", ANSWER)
+        sequence = driver.engine.parts.scheduler.live[lone]
+        driver.engine.parts.scheduler.preemptor.release_memory(sequence, Refused(RefusalCode.NO_ROOM, "no room"))
+        assert (driver.engine.parts.scheduler.preempted, peak) == ((sequence,), []), "the recent peak falls"
+        driver.cancel(lone)
+    before = counts(driver).preemptions
     started = [start(driver, "short", ANSWER) for _ in range(others + 1)]
     scheduler, newest = driver.engine.parts.scheduler, started[-1]
     refused = Refused(RefusalCode.NO_ROOM, "no room by script")
     scheduler.preemptor.release_memory(scheduler.live[newest], refused)
     assert len(scheduler.live) == others + (1 if others else 0)
-    assert (counts(driver).preemptions, mx.get_cache_memory()) == (others, 0)
+    assert (counts(driver).preemptions - before, mx.get_cache_memory()) == (others, 0)
     end = driver.end(newest)
     assert isinstance(end, Finished if others else Failed)
     if isinstance(end, Failed):

@@ -318,6 +318,8 @@ def test_the_end_of_a_lone_request_without_a_batch_is_sent_in_the_next_turn(driv
     assert scheduler.end_newest(Refused(RefusalCode.NO_ROOM, "no room by script"), now)
     assert (scheduler.live, scheduler.next_step_at(now)) == ({}, now)
     assert driver.resident().usage.used_at == now
+    assert not scheduler.end_newest(Refused(RefusalCode.NO_ROOM, "no room by script"), now)
+    assert counts(driver).sheds == 1
     assert isinstance(driver.end(number), Refusal)
 
 
@@ -354,8 +356,17 @@ def test_a_request_whose_draw_fails_gets_no_further_token(driver: Driver, monkey
 
 def test_a_last_token_above_the_cap_ends_its_request_as_finished(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     driver.answer(PLAIN["prompt"])
-    monkeypatch.setattr(GatedForwards, "check_cap", lambda _: Refused(RefusalCode.NO_ROOM, "over the cap by script"))
-    assert isinstance(driver.end(driver.ask("hello", GenerationParams(max_tokens=1))), Finished)
+    live, over = driver.engine.parts.scheduler.live, Refused(RefusalCode.NO_ROOM, "over the cap by script")
+    monkeypatch.setattr(GatedForwards, "check_cap", lambda _: None if live else over)
+    for tokens in (1, 3):
+        assert isinstance(driver.end(driver.ask("hello", GenerationParams(max_tokens=tokens))), Finished)
+
+
+def test_an_answer_has_a_log_probability_for_each_token_but_its_end(driver: Driver):
+    number = driver.ask(PLAIN["prompt"], GenerationParams(temperature=0.0, logprobs=True))
+    assert end(driver, number).reasons == ("stop",)
+    spelled = b"".join(each.token for each in driver.logprobs[number, 0])
+    assert (spelled.decode(), len(driver.logprobs[number, 0])) == (PLAIN["answer"], len(driver.ids[number, 0]) - 1)
 
 
 def test_a_request_ends_with_its_last_row(driver: Driver):

@@ -24,7 +24,7 @@ from tests import models
 from tests.support.engine.text_engine import ONE_TOKEN, Driver, decoded_alone
 from tests.support.readings import Later
 from wire.capacity.batches import compute_row_bytes
-from wire.frames import Finished, GenerationParams, Refusal, Timings
+from wire.frames import Failed, Finished, GenerationParams, Refusal, Timings
 from wire.units import MIB
 
 CONFIG = json.loads((models.path("llama") / "config.json").read_text())
@@ -79,12 +79,15 @@ class Journal:
 
         self.clock.by = 0.0
         loaded.stats.pace = Steady(each=1e-6)
+        self.estimator.transient = replace(self.estimator.transient, logits=1e4)
         driver.replace_model(cast("TextModel", Recorded()))
         driver.gate.refuses = self.check
         patch.setattr(GatedForwards, "run_native", run)
         patch.setattr(MlxPeakTracker, "measure_peak_above_mark", lambda _: PEAK)
         patch.setattr(mx, "get_active_memory", lambda: self._active)
         patch.setattr(time, "monotonic", lambda: begun + self.clock.by)
+        # a charge by which the sizes are visible that the profile has to cover
+        patch.setattr(self.estimator, "compute_uncovered_bytes", lambda kind, size: size)
         patch.setattr(ModelStats, "record_prefill", lambda _, *measured: add(("speed", *measured)))
         patch.setattr(ModelStats, "record_step", lambda _, *measured: add(("step", *measured)))
         for name in ("observe_prefill", "observe_packed", "observe_join", "observe_step"):
@@ -102,7 +105,7 @@ class Journal:
         """Return the events of a join, after which a batch has `rows` rows, padded to `longest` tokens."""
         copied = rows * compute_row_bytes(self.kv, longest) // LAYERS
         return [
-            (GateSite.JOIN, copied),
+            (GateSite.JOIN, copied + rows),
             (NativeCallKind.JOIN, number, FIRST_JOIN_SECONDS),
             *[("observe_join", rows, PEAK - STEP - copied)] * (number > 0),
         ]
@@ -320,3 +323,75 @@ def test_a_prompt_without_room_waits_while_another_request_decodes(driver: Drive
     assert list_calls(journal, NativeCallKind.PREFILL)[1:] == []
     driver.until(lambda: driver.ended(waiting))
     assert isinstance(driver.end(waiting), Refusal), "no other request frees memory"
+
+
+def test_rows_join_two_batches_each_with_a_copy_of_the_prompt(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    """The first row joins the batch of another request. Its other rows form a batch of their own."""
+    journal = Journal(driver, monkeypatch)
+    other = driver.ask("hello", replace(ENDLESS, max_tokens=40))
+    driver.until(lambda: driver.ids[other, 0])
+    number, scheduler = driver.ask(LONG, replace(ENDLESS, n=3)), driver.engine.parts.scheduler
+    (prefill,) = scheduler.prefills
+    ids = prefill.ids
+    driver.gate.refuses = lambda site, _: site is GateSite.JOIN
+    driver.until(lambda: prefill.retry_at)
+    assert (prefill.width, scheduler.live[number].joined) == (3, 0.0)
+    journal.events.clear()
+    driver.gate.refuses = lambda site, size: journal.check(site, size) or (site is GateSite.JOIN and prefill.width < 3)
+    journal.clock.by += GATE_RETRY_SECONDS
+    driver.turn()
+    assert (prefill.width, len(driver.batches())) == (2, 1)
+    journal.clock.by += GATE_RETRY_SECONDS
+    driver.gate.refuses = journal.check
+    assert isinstance(driver.end(number), Finished)
+    copied, *_, observed = journal.list_join(number, 2, len(ids))
+    joins = [event for event in journal.events if isinstance(event, tuple) and event[0] in (*TESTED, "observe_join")]
+    assert joins == [copied, observed, copied, copied, copied, observed], "the refused copy is checked twice"
+    answer = decoded_alone(journal.model, ids, TOKENS)
+    assert [driver.ids[number, choice] for choice in range(3)] == [answer] * 3
+
+
+def test_packed_prompts_are_fewer_if_they_do_not_fit_and_join_rows_that_decode(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+):
+    journal = Journal(driver, monkeypatch)
+    other = driver.ask("hello", replace(ENDLESS, max_tokens=40))
+    driver.until(lambda: driver.ids[other, 0])
+    numbers = [driver.ask("who there", ENDLESS) for _ in range(3)]
+    size = len(driver.engine.parts.scheduler.prefills[0].ids) - 1
+    estimates = {rows: journal.estimator.estimate_packed(rows, size) for rows in (3, 2)}
+    driver.gate.refuses = lambda site, estimate: journal.check(site, estimate) or estimate == estimates[3]
+    shrinks = driver.engine.report(0.0).counts.shrinks
+    journal.events.clear()
+    driver.until(lambda: len(driver.engine.parts.scheduler.prefills) < 3)
+    assert [event for event in journal.events if isinstance(event, tuple) and event[0] in TESTED] == [
+        *[(GateSite.PREFILL, estimates[3])] * 2,
+        (GateSite.PREFILL, estimates[2]),
+        (
+            GateSite.JOIN,
+            3 * compute_row_bytes(journal.kv, max(size + 1, len(driver.ids[other, 0]) + size)) // LAYERS + 3,
+        ),
+    ]
+    assert driver.engine.report(0.0).counts.shrinks == shrinks + 1
+    driver.gate.refuses = lambda site, estimate: journal.check(site, estimate) or estimate == estimates[2]
+    numbers += [driver.ask("who there", ENDLESS) for _ in range(2)]
+    for number in numbers:
+        assert isinstance(driver.end(number), Finished)
+        assert driver.ids[number, 0] == driver.ids[numbers[0], 0]
+
+
+def test_a_lone_row_without_room_to_grow_fails_with_the_numbers(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(GatedForwards, "find_peak_expiry", lambda _: None)
+    driver.gate.refuses = lambda site, _: site is GateSite.GROW
+    number = driver.ask("hello", replace(ENDLESS, max_tokens=40), expected=10)
+    found = driver.end(number)
+    assert isinstance(found, Failed)
+    assert (found.code, len(driver.ids[number, 0])) == ("no_headroom", 10)
+    assert found.message == "the answer became longer than expected: no room by script"
+
+
+def test_no_more_prompts_are_started_than_rows_may_decode(driver: Driver):
+    """The driver checks the limit after each turn."""
+    numbers = [driver.ask("word " * (30 + place), ENDLESS) for place in range(7)]
+    ends = [driver.end(number) for number in numbers]
+    assert all(isinstance(end, Finished) for end in ends)
