@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_lm.utils import load_model
 
-from node.engine.kv.kv_cache import Layers, TextModel, create_cache, is_plain
+from node.engine.kv.kv_cache import Layers, TextModel, create_cache, is_plain, sum_nbytes
 from node.engine.memory.gate import GateSite
 from node.engine.process.interface import NativeCallKind
 from node.engine.requests.sequence import Row, Sequence
@@ -224,6 +224,22 @@ def test_prompts_of_two_models_are_not_packed(shared: list[int]):
     numbers = [driver.ask(word, brief, model=models.path(name).name) for word, name in zip(words, names, strict=True)]
     assert all(isinstance(driver.end(number), Finished) for number in numbers)
     assert shared == []
+
+
+def test_prompts_whose_commitments_share_no_batch_are_not_packed(driver: Driver, shared: list[int]):
+    """Only the longest committed row covers the padding of a packed forward."""
+    driver.resident().ledger.set_waste(0)
+    params = GenerationParams(max_tokens=900)
+    numbers = [driver.ask(f"{word} there", params, expected=count) for word, count in (("who", 4), ("cat", 900))]
+    driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
+    assert (shared, len(driver.batches())) == ([], 2)
+
+
+def test_a_packed_forward_has_ended_when_its_memory_is_measured(driver: Driver):
+    model = driver.resident().model
+    cache, before = create_cache(model), mx.get_active_memory()
+    packed_prefill.prefill_rows(model, [[20] * 30, [21] * 30], cache)
+    assert mx.get_active_memory() - before >= sum_nbytes(cache) > 0
 
 
 def test_packed_prompts_whose_join_failed_count_as_not_stored(

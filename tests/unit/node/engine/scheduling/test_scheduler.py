@@ -276,6 +276,10 @@ def test_the_memory_of_a_step_is_recorded_for_the_longest_row(driver: Driver, mo
     short, long = sorted(row.commitment.stored_tokens for row in batch.list_rows())
     assert short < long
     assert recorded == [(2, long)]
+    driver.turn()
+    driver.cancel(numbers[0])
+    driver.engine.parts.scheduler.synchronize()
+    assert len(recorded) == 1, "the removed row has freed memory"
 
 
 def test_a_step_takes_the_seconds_of_its_launch_and_of_the_wait_for_it(driver: Driver, monkeypatch: pytest.MonkeyPatch):

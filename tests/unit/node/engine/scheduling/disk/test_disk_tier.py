@@ -330,6 +330,7 @@ def test_the_disk_is_read_only_if_a_prefill_of_the_missing_tokens_takes_longer(f
     assert past is not None
     plan = past.plan
     assert plan is not None
+    assert prefill.stored_tokens == plan.length
     reading, half = get_disk(driver).estimate_read_seconds(plan.nbytes), plan.length // 2
     for seconds, cached, expected in (
         (2 * reading, (0, half - 1, half + 1), [plan.length, plan.length, 0]),
