@@ -186,7 +186,7 @@ def test_packed_prompts_are_cached_for_their_key_while_they_decode(driver: Drive
     numbers = [start(word, "ada", 90) for word in ("cat ", "sun ")]
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
     assert shared == [2]
-    same, other = (driver.end(start("cat ", key, 2)) for key in ("ada", "bob"))
+    other, same = (driver.end(start("cat ", key, 2)) for key in ("bob", "ada"))
     assert not any(driver.ended(number) for number in numbers)
     assert isinstance(same, Finished)
     assert isinstance(other, Finished)

@@ -79,7 +79,7 @@ class Journal:
 
         self.clock.by = 0.0
         loaded.stats.pace = Steady(each=1e-6)
-        self.estimator.transient = replace(self.estimator.transient, logits=1e4)
+        self.estimator.transient = replace(self.estimator.transient, logits=1e5)
         driver.replace_model(cast("TextModel", Recorded()))
         driver.gate.refuses = self.check
         patch.setattr(GatedForwards, "run_native", run)
@@ -111,11 +111,11 @@ class Journal:
         ]
 
 
-def create_driver(prefix_cache_size: str) -> Driver:
+def create_driver(prefix_cache_size: str, chunk: int = CHUNK) -> Driver:
     driver = Driver(
         models.path("llama"),
         max_batch_size=4,
-        prefill_step_size=CHUNK,
+        prefill_step_size=chunk,
         min_prefill_step=FLOOR,
         prefix_cache_size=prefix_cache_size,
     )
@@ -392,6 +392,42 @@ def test_a_lone_row_without_room_to_grow_fails_with_the_numbers(driver: Driver, 
 
 def test_no_more_prompts_are_started_than_rows_may_decode(driver: Driver):
     """The driver checks the limit after each turn."""
-    numbers = [driver.ask("word " * (30 + place), ENDLESS) for place in range(7)]
+    decoding = driver.ask("hello", replace(ENDLESS, n=3, max_tokens=60))
+    driver.until(lambda: len(driver.batches()) == 1)
+    numbers = [driver.ask("word " * count, ENDLESS) for count in (100, 60, 30)]
+    assert all(isinstance(driver.end(number), Finished) for number in (decoding, *numbers))
+
+
+def test_packed_prompts_have_at_most_the_tokens_of_a_chunk(monkeypatch: pytest.MonkeyPatch):
+    """The last token of each prompt is not part of the packed forward."""
+    chunk = CHUNK
+    for less in (0, 1, 0):
+        driver = create_driver("off", chunk)
+        with monkeypatch.context() as patch:
+            journal = Journal(driver, patch)
+            for _ in range(2):
+                driver.ask("who there", ENDLESS)
+            length = len(driver.engine.parts.scheduler.prefills[0].ids)
+            driver.turn()
+            forward, *_ = (event for event in journal.events if isinstance(event, list))
+        assert len(forward) == (1 if chunk < 2 * (length - 1) else 2)
+        chunk = 2 * (length - 1) - less
+
+
+def test_prompts_whose_packed_join_has_no_room_are_prefilled_whole(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    journal = Journal(driver, monkeypatch)
+    numbers = [driver.ask("who there", ENDLESS) for _ in range(2)]
+    ids, size = driver.engine.parts.scheduler.prefills[0].ids, len(driver.engine.parts.scheduler.prefills[0].ids)
+    packed = 2 * compute_row_bytes(journal.kv, size) // LAYERS + 2
+    checks = list[GateSite]()
+
+    def refuse(site: GateSite, estimate: int) -> bool:
+        checks.extend([site] * (site is GateSite.JOIN))
+        return site is GateSite.JOIN and estimate == packed and len(checks) < 3
+
+    driver.gate.refuses = refuse
     ends = [driver.end(number) for number in numbers]
-    assert all(isinstance(end, Finished) for end in ends)
+    assert all(isinstance(found, Finished) for found in ends)
+    assert [driver.ids[number, 0] for number in numbers] == [decoded_alone(journal.model, ids, TOKENS)] * 2
+    calls = list_calls(journal, NativeCallKind.PREFILL)
+    assert calls == [(0, 2 * size), *[(number, size) for number in numbers]]
