@@ -401,7 +401,10 @@ def test_a_fault_of_a_shared_forward_costs_no_answer(driver: Driver, monkeypatch
         return plain_one(*past)
 
     monkeypatch.setattr(whole, fault, broken)
+    (batch,) = driver.batches().values()
     numbers = [first, *(driver.ask(one["prompt"]) for one in SHORT[1:6])]
+    driver.until(lambda: raised)
+    assert (batch in driver.batches().values()) == (fault != "add_prepared"), "a batch that raised is discarded"
     verbatim(driver, numbers)
     assert raised
 

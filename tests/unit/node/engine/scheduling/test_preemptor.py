@@ -254,7 +254,8 @@ def test_a_preempted_request_needs_the_bytes_of_all_its_rows_and_of_a_forward(dr
 
 
 def test_a_row_that_grows_takes_the_memory_of_a_running_request(driver: Driver):
-    numbers = [start(driver, "short", ANSWER) for _ in range(3)]
+    numbers = [start(driver, "short", ANSWER) for _ in range(2)]
+    numbers.append(driver.ask("hello", endless(LLAMA, ANSWER), model=LLAMA))
     scheduler = driver.engine.parts.scheduler
     first, second, third = (scheduler.live[number] for number in numbers)
     scheduler.preemptor.preempt(third)
@@ -262,6 +263,20 @@ def test_a_row_that_grows_takes_the_memory_of_a_running_request(driver: Driver):
     assert scheduler.preempted == (third, second)
     for number in numbers:
         assert isinstance(driver.end(number), Finished)
+
+
+def test_a_request_that_fails_as_it_is_stored_is_not_preempted():
+    driver = Driver(models.path("llama"), max_batch_size=2, min_prefill_step=64, prefix_cache_size="64MiB")
+    numbers = [driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey("ada")) for _ in range(2)]
+    driver.until(lambda: all(len(driver.ids[number, 0]) > 9 for number in numbers))
+    for number in numbers:
+        driver.engine.parts.scheduler.live[number].rows[0].rebuilt = batch_recovery.MAX_REBUILDS
+    (batch,) = driver.batches().values()
+    batch.extract = lambda row: 1 / 0  # type: ignore[method-assign, assignment]
+    other = driver.ask("hello", endless(LLAMA, 3), owner=WeightedKey("bob"))
+    assert isinstance(driver.end(other), Finished)
+    assert all(isinstance(driver.ended(number), Failed) for number in numbers)
+    assert counts(driver).preemptions == 0
 
 
 def test_the_key_that_holds_most_memory_is_preempted_for_another_one():

@@ -18,7 +18,7 @@ from node.engine.models.loaded_model import LoadedModel
 from node.engine.models.model_stats import ModelStats
 from node.engine.process.interface import NativeCall, NativeCallKind
 from node.engine.scheduling.row_join import FIRST_JOIN_SECONDS
-from node.engine.scheduling.rules.chunk_policy import ChunkPace
+from node.engine.scheduling.rules.chunk_policy import FULL_PROMPT_SECONDS, ChunkPace
 from node.engine.scheduling.rules.commitment_length import GATE_RETRY_SECONDS
 from tests import models
 from tests.support.engine.text_engine import ONE_TOKEN, Driver, decoded_alone
@@ -431,3 +431,34 @@ def test_prompts_whose_packed_join_has_no_room_are_prefilled_whole(driver: Drive
     assert [driver.ids[number, 0] for number in numbers] == [decoded_alone(journal.model, ids, TOKENS)] * 2
     calls = list_calls(journal, NativeCallKind.PREFILL)
     assert calls == [(0, 2 * size), *[(number, size) for number in numbers]]
+
+
+def test_a_started_prompt_is_not_packed(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    journal = Journal(driver, monkeypatch)
+    floor = journal.estimator.estimate_chunk(FLOOR, 0)
+    driver.gate.refuses = lambda site, estimate: site is GateSite.PREFILL and estimate > floor
+    first = driver.ask("who there", ENDLESS)
+    driver.turn()
+    (prefill,) = driver.engine.parts.scheduler.prefills
+    assert prefill.stored_tokens == FLOOR < len(prefill.ids)
+    driver.gate.refuses = journal.check
+    second = driver.ask("who there", ENDLESS)
+    for number in (first, second):
+        assert isinstance(driver.end(number), Finished)
+        assert driver.ids[number, 0] == decoded_alone(journal.model, prefill.ids, TOKENS)
+    sizes = dict(list_calls(journal, NativeCallKind.PREFILL)[1:])
+    assert sizes == {first: len(prefill.ids) - FLOOR, second: len(prefill.ids)}
+
+
+def test_prompts_without_time_for_the_first_of_them_are_not_packed(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    """A row that decodes would wait for the whole packed forward."""
+    journal = Journal(driver, monkeypatch)
+    decoding = driver.ask("hello", replace(ENDLESS, max_tokens=60))
+    driver.until(lambda: driver.ids[decoding, 0])
+    numbers = [driver.ask("who there", ENDLESS) for _ in range(2)]
+    length = len(driver.engine.parts.scheduler.prefills[0].ids)
+    driver.resident().stats.pace = Steady(each=1.1 * FULL_PROMPT_SECONDS / length)
+    journal.events.clear()
+    for number in numbers:
+        assert isinstance(driver.end(number), Finished)
+    assert {request for request, _ in list_calls(journal, NativeCallKind.PREFILL)} == set(numbers), "each alone"
