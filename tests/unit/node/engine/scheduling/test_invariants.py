@@ -110,6 +110,12 @@ def test_each_request_without_its_place_is_reported(engine: Engine):
     assert find_without(DECODES) == [f"row 0 of request {DECODES} decodes and is not live"]
     assert find_without(STARTED) == [f"a prefill of request {STARTED}, which is not live"]
     assert find_without(PREEMPTED) == ["1 preempted requests are not live"]
+    batches, engine.batches = engine.batches, {}
+    assert find_without(PREEMPTED)[1:] == [
+        f"row 0 of request {DECODES} is running and in 0 prefills and batches",
+        "1 preempted requests are not live",
+    ]
+    engine.batches = batches
     for number in (DECODES, PREEMPTED, STARTED, WAITING):
         assert f"request {number} is live and its model {engine.model.name} is not loaded" in engine.find(loaded=False)
     engine.preempted.append(engine.live[DECODES])

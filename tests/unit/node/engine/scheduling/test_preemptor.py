@@ -248,6 +248,7 @@ def test_a_preempted_request_needs_the_bytes_of_all_its_rows_and_of_a_forward(dr
     (prefill,) = scheduler.prefills
     chunk = loaded.estimator.estimate_chunk(64, len(prefill.ids))
     assert scheduler.compute_required_bytes() == needed + chunk
+    assert scheduler.next_step_at(time.monotonic()) == prefill.retry_at, "before the return"
     shorter = driver.ask("word " * 100, endless(LLAMA, ANSWER))
     driver.until(lambda: all(prefill.retry_at for prefill in scheduler.prefills))
     assert (len(scheduler.prefills), scheduler.compute_required_bytes()) == (2, needed + chunk), "of the longest"
