@@ -22,6 +22,7 @@ from node.engine.scheduling.decode_batch import DecodeBatch
 from tests import models
 from tests.effort import thin_cases
 from tests.support.engine.text_engine import ROOMY, Driver
+from wire.capacity.arithmetic import KV_GROWTH_TOKENS
 from wire.capacity.batches import compute_row_bytes
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Failed, Finished, GenerationParams, MemoryLimits
@@ -233,12 +234,13 @@ def test_a_preempted_row_begins_with_what_the_prefix_cache_holds_and_its_usage_s
 
 def test_a_preempted_request_needs_the_bytes_of_all_its_rows_and_of_a_forward(driver: Driver):
     scheduler, loaded = driver.engine.parts.scheduler, driver.resident(LLAMA)
-    number = driver.ask("hello", replace(endless(LLAMA, ANSWER), n=2), expected=ANSWER)
-    driver.until(lambda: all(len(driver.ids[number, choice]) == 3 for choice in range(2)))
+    number = driver.ask("hello", replace(endless(LLAMA, 900), n=2), resume=((30,), (30,) * 50))
+    driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))
     sequence = scheduler.live[number]
     scheduler.preemptor.preempt(sequence)
-    length = len(sequence.prompt) + ANSWER  # less than a growth above the known tokens
-    needed = 2 * loaded.ledger.compute_cost(length, 1) + loaded.estimator.estimate_chunk(64, length)
+    short, long = (len(row.list_token_ids()) + KV_GROWTH_TOKENS for row in sequence.rows)
+    needed = sum(loaded.ledger.compute_cost(length, 1) for length in (short, long))
+    needed += loaded.estimator.estimate_chunk(64, long)
     assert scheduler.compute_required_bytes() == needed
     assert scheduler.next_step_at(time.monotonic()) == scheduler.preemptor.return_at
     driver.gate.refuses = lambda site, estimate: site is GateSite.PREFILL
