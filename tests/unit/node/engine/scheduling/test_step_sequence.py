@@ -392,26 +392,23 @@ def test_a_lone_row_without_room_to_grow_fails_with_the_numbers(driver: Driver, 
 
 def test_no_more_prompts_are_started_than_rows_may_decode(driver: Driver):
     """The driver checks the limit after each turn."""
-    decoding = driver.ask("hello", replace(ENDLESS, n=3, max_tokens=60))
+    decoding = driver.ask("hello", replace(ENDLESS, n=3, max_tokens=25))
     driver.until(lambda: len(driver.batches()) == 1)
     numbers = [driver.ask("word " * count, ENDLESS) for count in (100, 60, 30)]
     assert all(isinstance(driver.end(number), Finished) for number in (decoding, *numbers))
 
 
-def test_packed_prompts_have_at_most_the_tokens_of_a_chunk(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("chunk", "rows"), [(34, 2), (33, 1)])
+def test_packed_prompts_have_at_most_the_tokens_of_a_chunk(monkeypatch: pytest.MonkeyPatch, chunk: int, rows: int):
     """The last token of each prompt is not part of the packed forward."""
-    chunk = CHUNK
-    for less in (0, 1, 0):
-        driver = create_driver("off", chunk)
-        with monkeypatch.context() as patch:
-            journal = Journal(driver, patch)
-            for _ in range(2):
-                driver.ask("who there", ENDLESS)
-            length = len(driver.engine.parts.scheduler.prefills[0].ids)
-            driver.turn()
-            forward, *_ = (event for event in journal.events if isinstance(event, list))
-        assert len(forward) == (1 if chunk < 2 * (length - 1) else 2)
-        chunk = 2 * (length - 1) - less
+    driver = create_driver("off", chunk)
+    journal = Journal(driver, monkeypatch)
+    for _ in range(2):
+        driver.ask("who there", ENDLESS)
+    assert [len(prefill.ids) for prefill in driver.engine.parts.scheduler.prefills] == [18, 18]
+    driver.turn()
+    forward, *_ = (event for event in journal.events if isinstance(event, list))
+    assert len(forward) == rows
 
 
 def test_prompts_whose_packed_join_has_no_room_are_prefilled_whole(driver: Driver, monkeypatch: pytest.MonkeyPatch):
@@ -453,7 +450,7 @@ def test_a_started_prompt_is_not_packed(driver: Driver, monkeypatch: pytest.Monk
 def test_prompts_without_time_for_the_first_of_them_are_not_packed(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     """A row that decodes would wait for the whole packed forward."""
     journal = Journal(driver, monkeypatch)
-    decoding = driver.ask("hello", replace(ENDLESS, max_tokens=60))
+    decoding = driver.ask("hello", replace(ENDLESS, max_tokens=25))
     driver.until(lambda: driver.ids[decoding, 0])
     numbers = [driver.ask("who there", ENDLESS) for _ in range(2)]
     length = len(driver.engine.parts.scheduler.prefills[0].ids)
