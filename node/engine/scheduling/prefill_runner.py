@@ -114,7 +114,6 @@ class PrefillRunner:
             log.exception("prefill", request=sequence.number, request_id=sequence.request.request_id)
             self._prefixes.invalidate(prefill.loaded_model.name)
             self._prefixes.disk.remove_restored(prefill)
-            self._prefixes.remove_snapshots(prefill)
             self._recovery.fail_request(
                 sequence, FailureCode.ENGINE_ERROR, f"the prefill of its prompt failed: {format_error(error)}"
             )

@@ -246,7 +246,7 @@ class PrefixCacheManager:
         self._store.remove_redundant(past.take_snapshots(MAX_LONG_SNAPSHOTS))
 
     def remove_snapshots(self, prefill: Prefill) -> None:
-        """Remove the snapshots of a long prompt, because its request was cancelled or has failed."""
+        """Remove the snapshots of a long prompt, because its request was cancelled."""
         if prefill.past is not None:
             self._store.remove_redundant(prefill.past.take_snapshots(0))
 
@@ -260,10 +260,9 @@ class PrefixCacheManager:
         ):
             self._store_entry(prefill.loaded_model, key, materialize(cache), prompt_hash, scope, snapshot=True)
 
-    def _store_shared_prompt(self, prefill: Prefill, layers: Layers, transient: int) -> None:
+    def _store_shared_prompt(self, prefill: Prefill, past: PrefixState, layers: Layers, transient: int) -> None:
         """Store the tokens of a shared system prompt for all keys, where caches can be cut."""
-        past = prefill.past
-        if past is None or not past.shared:
+        if not past.shared:
             return
         name, key = prefill.loaded_model.name, past.key[: past.shared * ID_BYTES]
         opening = copy_prefix(layers, past.shared)
@@ -292,7 +291,7 @@ class PrefixCacheManager:
             self.memory.histories.remove(past.history)
             past.set_history(None)
         else:
-            self._store_shared_prompt(prefill, cache, transient)
+            self._store_shared_prompt(prefill, past, cache, transient)
         past.record_removal(0)
         self._store_or_offer(prefill, past.key, layers, transient, view)
 
@@ -304,7 +303,7 @@ class PrefixCacheManager:
         must stay free for the join of the packed prompts. `view()` returns the cache of the prompt's decoding row.
         """
         if prefill.past is not None:
-            self._store_shared_prompt(prefill, row, transient)
+            self._store_shared_prompt(prefill, prefill.past, row, transient)
             key = prefill.past.key[:-ID_BYTES]
             self._store_or_offer(prefill, key, row, transient, view, copy=True)
 

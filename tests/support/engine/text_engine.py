@@ -16,7 +16,7 @@ from node.engine.memory.gate import GateSite, MemoryGate
 from node.engine.models.loaded_model import LoadedModel, run_forward
 from node.engine.process.crash_recorder import CrashRecorder
 from node.engine.process.interface import Work
-from node.engine.requests.sequence import Row
+from node.engine.requests.sequence import Row, Sequence
 from node.engine.requests.tokenize_admission import UntokenizedPrompt
 from node.engine.scheduling.decode_batch import DecodeBatch
 from node.engine.scheduling.rules.row_state import RowState
@@ -144,6 +144,7 @@ class Driver:
         self.asked: dict[int, tuple[float, str]] = {}
         """Monotonic time and model of each request of `ask`."""
         self._now = 0.0
+        self._sequences: dict[int, Sequence] = {}
         self._max_rows = engine.mlx.max_batch_size
         self.number = 0
         self.turns = 0
@@ -234,7 +235,8 @@ class Driver:
         """Raise AssertionError if an invariant of rows or loads is violated.
 
         The scheduler must also report the load of its live requests, and a next step while there are any. Rows are
-        within the limit of the batch, and their tokens within their commitments.
+        within the limit of the batch, and their tokens within their commitments. A prefill's first commitment has the
+        tokens of its cache.
         """
         broken = self.engine.check()
         assert not broken, broken
@@ -245,8 +247,17 @@ class Driver:
         left = sum(prefill.left for prefill in scheduler.prefills)
         assert scheduler.measure_load() == (len(decoding), waiting, left)
         assert not rows or scheduler.next_step_at(time.monotonic()) is not None
+        assert all(scheduler.has_request(number) for number in scheduler.live)
+        assert not scheduler.has_request(self.number + 1)
+        ready = [prefill for prefill in scheduler.prefills if prefill.started and not prefill.retry_at]
+        assert scheduler.can_prefill(time.monotonic()) >= bool(scheduler.preempted or ready)
+        assert scheduler.can_prefill(time.monotonic()) <= bool(waiting)
         started = sum(prefill.width for prefill in scheduler.prefills if prefill.started)
         assert len(decoding) + started <= self._max_rows
+        for prefill in scheduler.prefills:
+            stored = prefill.stored_tokens if prefill.started else 0
+            assert prefill.rows[0].commitment.stored_tokens == stored, prefill.rows[0].commitment
+        self._sequences.update(scheduler.live)
         for row in decoding:
             stored = row.commitment.stored_tokens
             assert stored == len(row.list_token_ids()) <= row.commitment.committed_tokens, row.commitment
@@ -264,6 +275,22 @@ class Driver:
         assert end.cached_tokens <= end.prompt_tokens, end
         assert max(end.reasoning_tokens, sent) <= end.completion_tokens, (end, sent)
         assert not model or self.resident(model).usage.used_at >= self._now
+        if end.request in self._sequences:
+            self._check_tokens(end, self._sequences.pop(end.request))
+
+    def _check_tokens(self, end: Finished, sequence: Sequence) -> None:
+        """Raise AssertionError if a choice was not sent whole, or if its tokens contradict its end."""
+        params = sequence.request.params
+        assert (end.prompt_tokens, len(end.reasons)) == (len(sequence.prompt), params.n)
+        assert end.completion_tokens == sum(len(row.ids) for row in sequence.rows)
+        for row in sequence.rows:
+            key, at_limit = (end.request, row.choice), len(row.ids) >= sequence.shape.limit
+            assert self.ids[key] == row.ids[row.resumed_tokens :], "each new token is sent once"
+            assert (end.reasons[row.choice], row.new, row.pieces, row.logprobs) == (row.reason, [], [], [])
+            assert at_limit or row.reason != "length", row.ids
+            written = [token for token in self.ids[key] if token not in sequence.prepared.eos]
+            assert len(self.logprobs[key]) == (len(written) if params.logprobs else 0)
+            assert all(logprob.logprob <= 1e-3 for logprob in self.logprobs[key]), self.logprobs[key]
 
     def until(self, wanted: Callable[[], object], turns: int = 20_000) -> None:
         """Step until a condition holds. Raise AssertionError if the engine has no work before, or after `turns`."""

@@ -183,6 +183,17 @@ def test_two_batches_that_break_at_one_cancel_queue_no_row_of_the_cancelled_requ
     assert isinstance(driver.end(driver.ask("hello", ENDLESS)), Finished)
 
 
+def test_a_row_that_was_preempted_is_rebuilt_with_its_next_batch(driver: Driver):
+    (number,) = decoding(driver, 1)
+    scheduler, known = driver.engine.parts.scheduler, len(driver.ids[number, 0])
+    scheduler.preemptor.preempt(scheduler.live[number])
+    driver.until(lambda: len(driver.ids[number, 0]) > known)
+    (batch,) = driver.batches().values()
+    batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
+    assert isinstance(driver.end(number), Finished)
+    assert scheduler.measure_load() == (0, 0, 0)
+
+
 def test_a_rebuild_frees_the_memory_of_a_batch_that_its_caller_holds(driver: Driver):
     decoding(driver, 2)
     (batch,), (number,) = driver.batches().values(), driver.batches()

@@ -12,6 +12,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
 
+from node.engine.grammar.logits_mask import LogitsMask
 from node.engine.kv.disk.block_file import BlockPart
 from node.engine.kv.disk.layer_parts import begin_cut
 from node.engine.kv.kv_cache import LayerCache, TextModel, is_plain, measure_kv_parameters, sum_nbytes
@@ -270,13 +271,35 @@ def test_what_a_sampler_or_processor_raises_stays_with_its_row(llama: TextModel)
     assert sorted(row for row, error in batch.list_errors() if str(error) == "boom") == ["processor", "sampler"]
 
 
+def test_all_processors_of_a_row_run_before_its_mask():
+    def add(value: float) -> Callable[[mx.array, mx.array], mx.array]:
+        return lambda tokens, logits: mx.concatenate([logits, mx.array([value])])
+
+    guard = RowSampler(choose_greedily, (add(1.0), add(2.0)), cast("LogitsMask", add(3.0)))
+    logits = mx.array([0.0])
+    for processor in guard.processors:
+        logits = processor(mx.array([5]), logits)
+    assert logits.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_wait_is_for_the_tokens_of_the_launched_step(llama: TextModel, monkeypatch: pytest.MonkeyPatch):
+    batch, awaited = DecodeBatch[str](llama), list[mx.array]()
+    join(batch, llama, "a", prompt(7, 20))
+    batch.step()
+    monkeypatch.setattr("node.engine.scheduling.decode_batch.evaluate", awaited.append)
+    batch.wait()
+    (tokens,) = awaited
+    assert [token.token for token in batch.take_last_tokens()] == tokens.tolist()
+
+
 def test_greedy_rows_share_one_sampler():
     assert RowSampler(choose_greedily, ()).sampler is RowSampler(choose_greedily, ()).sampler is choose_greedily
 
 
 def test_an_empty_batch_gives_nothing():
     batch: DecodeBatch[str] = DecodeBatch(boom)  # type: ignore[arg-type]
-    assert batch.step() == []
+    batch.wait()
+    assert batch.step() == batch.take_last_tokens() == batch.list_errors() == []
     assert batch.sum_nbytes() == 0
     batch.drop_rows(["unknown"])
 

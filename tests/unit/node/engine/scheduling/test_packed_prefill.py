@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_lm.utils import load_model
 
-from node.engine.kv.kv_cache import Layers, TextModel, create_cache, is_plain
+from node.engine.kv.kv_cache import Layers, TextModel, create_cache, is_plain, sum_nbytes
 from node.engine.memory.gate import GateSite
 from node.engine.process.interface import NativeCallKind
 from node.engine.requests.sequence import Row, Sequence
@@ -23,8 +23,8 @@ from node.engine.scheduling.sampling import choose_greedily
 from tests import models
 from tests.support.engine.text_engine import GREEDY, ONE_TOKEN, Driver, decoded_alone
 from wire.capacity.batches import compute_row_bytes
-from wire.capacity.fairness import PrefillFairness
-from wire.frames import Channel, Failed, Finished, GenerationParams, GrammarSpec
+from wire.capacity.fairness import PrefillFairness, WeightedKey
+from wire.frames import Channel, Failed, Finished, GenerationParams, GrammarSpec, Message
 
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
 ENDLESS = ((EOS, -100.0),)
@@ -177,6 +177,23 @@ def test_a_prompt_that_was_read_with_others_is_kept_for_the_next(driver: Driver,
         assert end.cached_tokens == end.prompt_tokens - 1
 
 
+def test_packed_prompts_are_cached_for_their_key_while_they_decode(driver: Driver, shared: list[int]):
+    def start(word: str, key: str, tokens: int) -> int:
+        params = GenerationParams(temperature=0.0, max_tokens=tokens, logit_bias=ENDLESS)
+        messages = (Message("system", "word " * 8), Message("user", word * 30))
+        return driver.ask("", params, messages=messages, owner=WeightedKey(key), shared=True)
+
+    numbers = [start(word, "ada", 90) for word in ("cat ", "sun ")]
+    driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
+    assert shared == [2]
+    other, same = (driver.end(start("cat ", key, 2)) for key in ("bob", "ada"))
+    assert not any(driver.ended(number) for number in numbers)
+    assert isinstance(same, Finished)
+    assert isinstance(other, Finished)
+    assert same.cached_tokens == same.prompt_tokens - 1
+    assert 16 < other.cached_tokens < other.prompt_tokens // 2, "the system prompt alone"
+
+
 def test_equal_prompts_are_read_once_where_they_are_kept(driver: Driver, shared: list[int]):
     prompt = "word " * 40
     numbers = [driver.ask(prompt, GenerationParams(temperature=0.0, max_tokens=3)) for _ in range(3)]
@@ -190,9 +207,12 @@ def test_a_packed_prompt_uses_no_cached_tokens_and_reports_none(driver: Driver, 
     driver.answer(opening + "seven", brief)
     numbers = [driver.ask(opening + rest * 60, brief) for rest in ("cat ", "sun ")]
     assert all(driver.said[number][0].cached_tokens for number in numbers)  # type: ignore[attr-defined]
+    prefills = driver.engine.parts.scheduler.prefills
+    assert all(prefill.past.hit.entry for prefill in prefills)  # type: ignore[union-attr]
     ends = [driver.end(number) for number in numbers]
     assert shared == [2]
     assert [isinstance(end, Finished) and end.cached_tokens for end in ends] == [0, 0]
+    assert not any(prefill.past.hit.entry for prefill in prefills), "held no longer"  # type: ignore[union-attr]
 
 
 def test_prompts_of_two_models_are_not_packed(shared: list[int]):
@@ -204,6 +224,22 @@ def test_prompts_of_two_models_are_not_packed(shared: list[int]):
     numbers = [driver.ask(word, brief, model=models.path(name).name) for word, name in zip(words, names, strict=True)]
     assert all(isinstance(driver.end(number), Finished) for number in numbers)
     assert shared == []
+
+
+def test_prompts_whose_commitments_share_no_batch_are_not_packed(driver: Driver, shared: list[int]):
+    """Only the longest committed row covers the padding of a packed forward."""
+    driver.resident().ledger.set_waste(0)
+    params = GenerationParams(max_tokens=900)
+    numbers = [driver.ask(f"{word} there", params, expected=count) for word, count in (("who", 4), ("cat", 900))]
+    driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
+    assert (shared, len(driver.batches())) == ([], 2)
+
+
+def test_a_packed_forward_has_ended_when_its_memory_is_measured(driver: Driver):
+    model = driver.resident().model
+    cache, before = create_cache(model), mx.get_active_memory()
+    packed_prefill.prefill_rows(model, [[20] * 30, [21] * 30], cache)
+    assert mx.get_active_memory() - before >= sum_nbytes(cache) > 0
 
 
 def test_packed_prompts_whose_join_failed_count_as_not_stored(
@@ -365,7 +401,10 @@ def test_a_fault_of_a_shared_forward_costs_no_answer(driver: Driver, monkeypatch
         return plain_one(*past)
 
     monkeypatch.setattr(whole, fault, broken)
+    (batch,) = driver.batches().values()
     numbers = [first, *(driver.ask(one["prompt"]) for one in SHORT[1:6])]
+    driver.until(lambda: raised)
+    assert (batch in driver.batches().values()) == (fault != "add_prepared"), "a batch that raised is discarded"
     verbatim(driver, numbers)
     assert raised
 

@@ -22,6 +22,8 @@ from node.engine.scheduling.decode_batch import DecodeBatch
 from tests import models
 from tests.effort import thin_cases
 from tests.support.engine.text_engine import ROOMY, Driver
+from wire.capacity.arithmetic import KV_GROWTH_TOKENS
+from wire.capacity.batches import compute_row_bytes
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Failed, Finished, GenerationParams, MemoryLimits
 from wire.refusals import RefusalCode, Refused
@@ -230,19 +232,77 @@ def test_a_preempted_row_begins_with_what_the_prefix_cache_holds_and_its_usage_s
     driver.cancel(first)
 
 
-def test_a_preempted_request_needs_the_bytes_of_all_its_rows_and_is_tried_again(driver: Driver):
+def test_a_preempted_request_needs_the_bytes_of_all_its_rows_and_of_a_forward(driver: Driver):
+    scheduler, loaded = driver.engine.parts.scheduler, driver.resident(LLAMA)
+    number = driver.ask("hello", replace(endless(LLAMA, 900), n=2), resume=((30,), (30,) * 50))
+    driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))
+    sequence = scheduler.live[number]
+    scheduler.preemptor.preempt(sequence)
+    short, long = (len(row.list_token_ids()) + KV_GROWTH_TOKENS for row in sequence.rows)
+    needed = sum(loaded.ledger.compute_cost(length, 1) for length in (short, long))
+    needed += loaded.estimator.estimate_chunk(64, long)
+    assert scheduler.compute_required_bytes() == needed
+    assert scheduler.next_step_at(time.monotonic()) == scheduler.preemptor.return_at
+    driver.gate.refuses = lambda site, estimate: site is GateSite.PREFILL
+    waiting = driver.ask("word " * 200, endless(LLAMA, ANSWER))
+    scheduler.preemptor.return_at = time.monotonic() + 3600.0
+    driver.until(lambda: any(prefill.retry_at for prefill in scheduler.prefills))
+    (prefill,) = scheduler.prefills
+    chunk = loaded.estimator.estimate_chunk(64, len(prefill.ids))
+    assert scheduler.compute_required_bytes() == needed + chunk
+    assert scheduler.next_step_at(time.monotonic()) == prefill.retry_at, "before the return"
+    shorter = driver.ask("word " * 100, endless(LLAMA, ANSWER))
+    driver.until(lambda: all(prefill.retry_at for prefill in scheduler.prefills))
+    assert (len(scheduler.prefills), scheduler.compute_required_bytes()) == (2, needed + chunk), "of the longest"
+    driver.cancel(shorter)
+    driver.cancel(number)
+    assert scheduler.compute_required_bytes() == chunk
+    driver.cancel(waiting)
+
+
+def test_a_row_that_grows_takes_the_memory_of_a_running_request(driver: Driver):
+    numbers = [start(driver, "short", ANSWER) for _ in range(2)]
+    numbers.append(driver.ask("hello", endless(LLAMA, ANSWER), model=LLAMA))
     scheduler = driver.engine.parts.scheduler
-
-    def preempt(count: int) -> int:
-        number = driver.ask("hello", replace(endless(LLAMA, ANSWER), n=count), expected=ANSWER)
-        driver.until(lambda: all(len(driver.ids[number, choice]) == 3 for choice in range(count)))
-        scheduler.preemptor.preempt(scheduler.live[number])
-        needed = scheduler.compute_required_bytes()
-        assert scheduler.next_step_at(time.monotonic()) == scheduler.preemptor.return_at
+    first, second, third = (scheduler.live[number] for number in numbers)
+    scheduler.preemptor.preempt(third)
+    scheduler.preemptor.release_for(first.rows[0], Refused(RefusalCode.NO_ROOM, "no room by script"))
+    assert scheduler.preempted == (third, second)
+    for number in numbers:
         driver.cancel(number)
-        return needed
 
-    assert preempt(2) > preempt(1)
+
+def test_a_request_that_fails_as_it_is_stored_is_not_preempted():
+    driver = Driver(models.path("llama"), max_batch_size=2, min_prefill_step=64, prefix_cache_size="64MiB")
+    numbers = [driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey("ada")) for _ in range(2)]
+    driver.until(lambda: all(len(driver.ids[number, 0]) > 9 for number in numbers))
+    for number in numbers:
+        driver.engine.parts.scheduler.live[number].rows[0].rebuilt = batch_recovery.MAX_REBUILDS
+    (batch,) = driver.batches().values()
+    batch.extract = lambda row: 1 / 0  # type: ignore[method-assign, assignment]
+    other = driver.ask("hello", endless(LLAMA, 3), owner=WeightedKey("bob"))
+    assert isinstance(driver.end(other), Finished)
+    assert all(isinstance(driver.ended(number), Failed) for number in numbers)
+    assert counts(driver).preemptions == 0
+
+
+def test_the_key_that_holds_most_memory_is_preempted_for_another_one():
+    driver = Driver(models.path("llama"), max_batch_size=8, min_prefill_step=64, prefix_cache_size="64MiB")
+    numbers = [
+        driver.ask("hello", endless(LLAMA, tokens), model=LLAMA, owner=WeightedKey(key), expected=tokens)
+        for key, tokens in (("ada", ANSWER), ("bob", 900), ("bob", 2000), ("ada", ANSWER))
+    ]
+    driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
+    scheduler = driver.engine.parts.scheduler
+    row = scheduler.live[numbers[2]].rows[0]
+    size = compute_row_bytes(driver.resident(LLAMA).kv, row.commitment.committed_tokens)
+    assert not scheduler.preempt_for_key(WeightedKey("cid"), 1, size + 1), "not enough for the request"
+    entries = driver.engine.parts.prefix_cache.entries
+    assert scheduler.preempt_for_key(WeightedKey("cid"), 1, size)
+    assert driver.engine.parts.prefix_cache.entries == entries, "no copy is stored, because memory was needed"
+    assert [(each.number, each.yielded) for each in scheduler.preempted] == [(numbers[2], True)]
+    assert mx.get_cache_memory() == 0, "free buffers are returned"
+    driver.cancel(numbers[2])
 
 
 def test_a_prompt_that_waits_for_memory_takes_no_row_of_another_key():
@@ -318,13 +378,21 @@ def test_rows_that_decode_and_rows_that_are_prefilled_count_together_for_their_k
 def test_an_answer_without_room_is_preempted_only_where_another_request_could_free_memory(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, others: int
 ):
-    monkeypatch.setattr(GatedForwards, "find_peak_expiry", lambda self: None)
+    peak = [time.monotonic()] if others else []
+    monkeypatch.setattr(GatedForwards, "find_peak_expiry", lambda self: peak.pop() if peak else None)
+    if others:
+        lone = start(driver, "short", ANSWER)
+        sequence = driver.engine.parts.scheduler.live[lone]
+        driver.engine.parts.scheduler.preemptor.release_memory(sequence, Refused(RefusalCode.NO_ROOM, "no room"))
+        assert (driver.engine.parts.scheduler.preempted, peak) == ((sequence,), []), "the recent peak falls"
+        driver.cancel(lone)
+    before = counts(driver).preemptions
     started = [start(driver, "short", ANSWER) for _ in range(others + 1)]
     scheduler, newest = driver.engine.parts.scheduler, started[-1]
     refused = Refused(RefusalCode.NO_ROOM, "no room by script")
     scheduler.preemptor.release_memory(scheduler.live[newest], refused)
     assert len(scheduler.live) == others + (1 if others else 0)
-    assert (counts(driver).preemptions, mx.get_cache_memory()) == (others, 0)
+    assert (counts(driver).preemptions - before, mx.get_cache_memory()) == (others, 0)
     end = driver.end(newest)
     assert isinstance(end, Finished if others else Failed)
     if isinstance(end, Failed):

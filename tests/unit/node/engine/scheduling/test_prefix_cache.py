@@ -20,6 +20,7 @@ from tests.effort import scale_examples, thin_cases
 from tests.support.engine.text_engine import GREEDY, ROOMY, Driver
 from tests.support.readings import trailing
 from wire.capacity.arithmetic import estimate_request_need
+from wire.capacity.fairness import WeightedKey
 from wire.frames import (
     SHARED_SCOPE,
     Admitted,
@@ -522,3 +523,14 @@ def test_roomy_limits_keep_the_cache(driver: Driver):
     fill(driver, MIB)
     driver.take(ROOMY)
     assert driver.engine.parts.prefix_cache.nbytes >= MIB
+
+
+def test_a_prefix_of_the_own_key_is_used_where_no_shared_system_prompt_is_longer(driver: Driver):
+    """The shared system prompt of the second request is new. Its beginning is cached for the request's key alone."""
+    brief, cached = GenerationParams(temperature=0.0, max_tokens=2), list[int]()
+    for words, shared in (("word " * 60, False), ("word " * 90, True)):
+        messages = (Message("system", words), Message("user", "hello"))
+        found = driver.end(driver.ask("", brief, messages=messages, owner=WeightedKey("ada"), shared=shared))
+        assert isinstance(found, Finished)
+        cached.append(found.cached_tokens)
+    assert cached[0] == 0 < 120 < cached[1]

@@ -51,6 +51,18 @@ def test_what_is_cut(sampling: SamplingParameters, tokens: list[int]):
     assert kept(sampling) == tokens
 
 
+def test_rows_in_any_order_are_cut_each_for_itself():
+    rows = [[0.1, 0.5, 0.15, 0.25], [0.97, 0.01, 0.01, 0.01], [0.15, 0.1, 0.25, 0.5]]
+    for sampling, tokens in (
+        (SamplingParameters(top_k=2), [{1, 3}, {0}, {2, 3}]),
+        (SamplingParameters(top_p=0.7), [{1, 3}, {0}, {2, 3}]),
+        (SamplingParameters(min_p=0.3), [{1, 2, 3}, {0}, {0, 2, 3}]),
+    ):
+        found = np.array(apply_cuts(mx.log(mx.array(rows)), sampling)) > -math.inf
+        assert [wanted <= set(np.flatnonzero(row)) for wanted, row in zip(tokens, found, strict=True)] == [True] * 3
+        assert found[[0, 2]].sum() == 2 * len(tokens[0]), "the second row has equal tokens"
+
+
 @given(
     st.lists(st.floats(-20, 20), min_size=2, max_size=40),
     st.floats(0.01, 5),

@@ -4,6 +4,7 @@ import json
 import time
 from random import Random
 
+import mlx.core as mx
 import pytest
 from msgspec.structs import replace
 
@@ -18,6 +19,7 @@ from node.engine.requests.prepared import PreparedRequest
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.requests.tokenize_admission import UntokenizedPrompt
 from node.engine.scheduling.decode_batch import DecodeBatch
+from node.engine.scheduling.decode_loop import OUTLIER_FACTOR
 from node.engine.scheduling.sampling import SamplingParameters
 from node.engine.scheduling.step_output import build_finished
 from tests import models
@@ -248,14 +250,16 @@ def test_a_step_far_above_its_estimate_is_recorded_if_the_next_one_is_too(
     driver.answer(PLAIN["prompt"])
     number = driver.ask("hello", GenerationParams(temperature=0.0, max_tokens=40, logit_bias=ENDLESS))
     driver.until(lambda: len(driver.ids[number, 0]) > 2)
-    estimator, taken = driver.resident().estimator, iter([GIB, 1, GIB, GIB])
+    limit = 4000
+    estimator, taken = driver.resident().estimator, iter([limit + 1, limit, limit + 1, limit + 2])
+    monkeypatch.setattr(estimator, "estimate_step", lambda rows, longest, *, grows: limit // OUTLIER_FACTOR)
     recorded: list[int] = []
     monkeypatch.setattr(MlxPeakTracker, "measure_peak_drop", lambda _: next(taken))
     monkeypatch.setattr(estimator, "observe_step", lambda rows, longest, size: recorded.append(size))
     for _ in range(4):
         driver.turn()
         driver.engine.parts.scheduler.synchronize()
-    assert recorded == [1, GIB]
+    assert recorded == [limit, limit + 2]
 
 
 def test_the_memory_of_a_step_is_recorded_for_the_longest_row(driver: Driver, monkeypatch: pytest.MonkeyPatch):
@@ -272,6 +276,10 @@ def test_the_memory_of_a_step_is_recorded_for_the_longest_row(driver: Driver, mo
     short, long = sorted(row.commitment.stored_tokens for row in batch.list_rows())
     assert short < long
     assert recorded == [(2, long)]
+    driver.turn()
+    driver.cancel(numbers[0])
+    driver.engine.parts.scheduler.synchronize()
+    assert len(recorded) == 1, "the removed row has freed memory"
 
 
 def test_a_step_takes_the_seconds_of_its_launch_and_of_the_wait_for_it(driver: Driver, monkeypatch: pytest.MonkeyPatch):
@@ -313,7 +321,71 @@ def test_the_end_of_a_lone_request_without_a_batch_is_sent_in_the_next_turn(driv
     now = time.monotonic()
     assert scheduler.end_newest(Refused(RefusalCode.NO_ROOM, "no room by script"), now)
     assert (scheduler.live, scheduler.next_step_at(now)) == ({}, now)
+    assert driver.resident().usage.used_at == now
+    assert not scheduler.end_newest(Refused(RefusalCode.NO_ROOM, "no room by script"), now)
+    assert counts(driver).sheds == 1
     assert isinstance(driver.end(number), Refusal)
+
+
+def test_a_closed_engine_holds_no_request_and_no_memory_of_one(driver: Driver):
+    driver.answer(PLAIN["prompt"])
+    scheduler, usage = driver.engine.parts.scheduler, driver.resident().usage
+    numbers = [driver.ask("hello", GenerationParams(max_tokens=99, logit_bias=ENDLESS)) for _ in range(2)]
+    driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
+    scheduler.preemptor.preempt(scheduler.live[numbers[1]])
+    driver.ask(LONG)
+    driver.until(lambda: any(prefill.started for prefill in scheduler.prefills))
+    scheduler.preemptor.preempt(scheduler.live[numbers[1]])
+    (started,) = scheduler.prefills
+    driver.engine.close()
+    assert (scheduler.live, scheduler.prefills, scheduler.preempted, scheduler.measure_load()) == (
+        {},
+        (),
+        (),
+        (0, 0, 0),
+    )
+    assert (started.cache, started.logits, usage.users) == (None, None, 0)
+
+
+def test_a_request_whose_draw_fails_gets_no_further_token(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    driver.answer(PLAIN["prompt"])
+    draws = iter([7, 8, 9])
+    monkeypatch.setattr("node.engine.scheduling.prefill.create_sampler", lambda *_: lambda _: mx.array([next(draws)]))
+    number = driver.ask("hello", GenerationParams(max_tokens=9, logit_bias=ENDLESS), stream=True)
+    found = driver.end(number)
+    assert isinstance(found, Failed)
+    assert "StopIteration" in found.message
+    assert driver.ids[number, 0] == [7, 8], "not the token of the step whose successor failed"
+
+
+def test_a_last_token_above_the_cap_ends_its_request_as_finished(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    driver.answer(PLAIN["prompt"])
+    live, over = driver.engine.parts.scheduler.live, Refused(RefusalCode.NO_ROOM, "over the cap by script")
+    monkeypatch.setattr(GatedForwards, "check_cap", lambda _: None if live else over)
+    for tokens in (1, 3):
+        assert isinstance(driver.end(driver.ask("hello", GenerationParams(max_tokens=tokens))), Finished)
+
+
+def test_an_answer_has_a_log_probability_for_each_token_but_its_end(driver: Driver):
+    number = driver.ask(PLAIN["prompt"], GenerationParams(temperature=0.0, logprobs=True))
+    assert end(driver, number).reasons == ("stop",)
+    spelled = b"".join(each.token for each in driver.logprobs[number, 0])
+    assert (spelled.decode(), len(driver.logprobs[number, 0])) == (PLAIN["answer"], len(driver.ids[number, 0]) - 1)
+
+
+def test_a_request_ends_with_its_last_row(driver: Driver):
+    driver.answer(PLAIN["prompt"])
+    params = GenerationParams(temperature=0.0, n=2, max_tokens=6, logit_bias=ENDLESS)
+    whole = driver.ask("hello", params)
+    end(driver, whole)
+    ids = driver.ids[whole, 0]
+    number = driver.ask("hello", params, resume=(tuple(ids[:1]), tuple(ids[:4])))
+    driver.until(lambda: driver.batches() and not driver.engine.parts.scheduler.live[number].rows[1].reason)
+    driver.until(lambda: driver.engine.parts.scheduler.live[number].rows[1].reason)
+    assert len(driver.ids[number, 0]) < 5
+    assert (driver.ended(number), len(driver.batches())) == (None, 1)
+    assert end(driver, number).completion_tokens == 12
+    assert [driver.ids[number, choice] for choice in range(2)] == [ids[1:], ids[4:]]
 
 
 # any order of events

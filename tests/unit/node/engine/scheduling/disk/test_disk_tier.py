@@ -13,7 +13,7 @@ from node.engine.build import build
 from node.engine.kv.disk import disk_budget
 from node.engine.kv.disk.block_chain import parse_name
 from node.engine.kv.disk.block_file import decode_block
-from node.engine.kv.disk.block_reader import PlannedPart
+from node.engine.kv.disk.block_reader import PlannedPart, ReadPlan
 from node.engine.kv.disk.disk_cache import DiskCache
 from node.engine.kv.kv_cache import Layers, TextModel
 from node.engine.kv.prefix_memory import PrefixMemory
@@ -21,6 +21,7 @@ from node.engine.kv.prefix_store import BLOCK_TOKENS
 from node.engine.memory.gate import GateSite
 from node.engine.models.loaded_model import run_forward
 from node.engine.process.crash_recorder import CrashRecorder
+from node.engine.scheduling.disk.disk_tier import MAX_PARTS_PER_TURN
 from node.settings import EngineSettings, MlxSettings, ModelSettings, NodeSettings
 from tests import models
 from tests.effort import thin_cases
@@ -215,15 +216,24 @@ def test_others_decode_while_a_prompt_is_restored(filled: tuple[Path, list[int]]
     assert len(seen) >= 8, "a token about every part"
 
 
-def test_a_restoration_that_does_not_fit_waits_or_is_refused(filled: tuple[Path, list[int]]):
+def test_a_restoration_that_does_not_fit_waits_or_is_refused(
+    filled: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch
+):
     folder, wanted = filled
     driver = open_driver(models.path("llama"), folder)
     refusals = iter([True, True, False, True] + [False] * 99)
     driver.gate.refuses = lambda site, _: site is GateSite.RESTORE and next(refusals)
     beside = driver.ask("word", GenerationParams(temperature=1.0, max_tokens=60, seed=1))
     driver.until(lambda: driver.ids[beside, 0])
+    plans, begin = list[ReadPlan](), DiskCache.begin_restore
+    monkeypatch.setattr(
+        DiskCache, "begin_restore", lambda disk, plan, *_: (plans.append(plan), begin(disk, plan, *_))[1]
+    )
     end, ids = answer(driver, words(COUNT))
     assert (ids, end.cached_tokens >= 2304) == (wanted, True)
+    (plan,) = plans
+    needs = {estimate for site, estimate in driver.gate.asked if site is GateSite.RESTORE}
+    assert needs == {3 * plan.nbytes // len(plan.parts)}, "a file and its arrays"
 
 
 def test_a_preempted_row_returns_from_the_disk(filled: tuple[Path, list[int]], prefilled: list[int]):
@@ -302,6 +312,12 @@ def test_copies_for_the_disk_leave_memory_for_one_more_part(folder: Path, monkey
         monkeypatch.setattr(PrefixMemory, "has_room", lambda _, size, parts=parts: size <= parts * part)
         driver.engine.parts.prefix_cache.disk.write_next(time.monotonic() + 3600, busy=False)
     assert rooms == [0, 1]
+    rooms.clear()
+    monkeypatch.setattr(PrefixMemory, "has_room", lambda *_: True)
+    for spare in (True, False):
+        monkeypatch.setattr(PrefixMemory, "has_spare", lambda *_, spare=spare: spare)
+        driver.engine.parts.prefix_cache.disk.write_next(time.monotonic() + 3600, busy=False)
+    assert rooms == [1, MAX_PARTS_PER_TURN], "more if the entry may soon be evicted"
 
 
 def test_the_disk_is_read_only_if_a_prefill_of_the_missing_tokens_takes_longer(filled: tuple[Path, list[int]]):
@@ -314,6 +330,7 @@ def test_the_disk_is_read_only_if_a_prefill_of_the_missing_tokens_takes_longer(f
     assert past is not None
     plan = past.plan
     assert plan is not None
+    assert prefill.stored_tokens == plan.length
     reading, half = get_disk(driver).estimate_read_seconds(plan.nbytes), plan.length // 2
     for seconds, cached, expected in (
         (2 * reading, (0, half - 1, half + 1), [plan.length, plan.length, 0]),
@@ -324,6 +341,9 @@ def test_the_disk_is_read_only_if_a_prefill_of_the_missing_tokens_takes_longer(f
             prefill.loaded_model.stats.record_prefill(plan.length, seconds, 0)
         assert [tier.find(prefill, past, tokens) for tokens in cached] == expected
         assert (past.plan is None) is (expected[-1] == 0)
+    get_disk(driver).min_seconds = 0.0
+    lengths = [tier.find(prefill, past, tokens) for tokens in (plan.length - 1, plan.length)]
+    assert lengths == [plan.length, 0], "the prefix in memory is as long"
 
 
 def test_queued_parts_go_before_a_request_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
