@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
-import mlx.utils as mlx_utils
+from mlx import utils as mlx_utils
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from wire.report import CACHE_STEP_TOKENS, KvParameters
@@ -65,7 +65,7 @@ def sum_nbytes(layers: Iterable[LayerCache]) -> int:
 
 def count_arrays(layers: Iterable[LayerCache]) -> int:
     """Return the number of arrays of all layers of a cache. Metal keeps a buffer for each."""
-    leaves = cast("list[object]", mlx_utils.tree_flatten([layer.state for layer in layers]))
+    leaves = cast("Any", mlx_utils).tree_flatten([layer.state for layer in layers])
     return sum(isinstance(leaf, mx.array) for _, leaf in cast("list[tuple[str, object]]", leaves))
 
 
