@@ -167,7 +167,7 @@ def test_a_start_that_fails_after_the_cluster_was_created_leaves_the_first_key_t
         command = [*CLI, "up", "--state", str(made.state), "--listen", "127.0.0.1:0", "--cluster-listen", address]
         command += ["--no-local-node", "--set", "cluster.bonjour=false"]
         done = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=ROOT, timeout=60)
-    assert (done.returncode, "address already in use" in done.stderr) == (1, True), done.stderr
+    assert (done.returncode, "Address already in use" in done.stderr) == (1, True), done.stderr
     assert (made.state / "cluster.db").exists()
     assert made.up()["api_key"].startswith("mp_")
 

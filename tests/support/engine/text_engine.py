@@ -248,7 +248,7 @@ class Driver:
         assert scheduler.measure_load() == (len(decoding), waiting, left)
         assert not rows or scheduler.next_step_at(time.monotonic()) is not None
         assert all(scheduler.has_request(number) for number in scheduler.live)
-        assert not scheduler.has_request(self.number + 1)
+        assert not scheduler.has_request(-1)
         ready = [prefill for prefill in scheduler.prefills if prefill.started and not prefill.retry_at]
         assert scheduler.can_prefill(time.monotonic()) >= bool(scheduler.preempted or ready)
         assert scheduler.can_prefill(time.monotonic()) <= bool(waiting)
