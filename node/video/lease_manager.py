@@ -228,6 +228,7 @@ class LeaseManager:
             await asyncio.wait_for(asyncio.shield(self._recovery), RECOVERY_SECONDS)
         except TimeoutError:
             log.warning("worker of an earlier lease does not end", lease=record.lease, size=show_size(record.size))
+            self._recovery.add_done_callback(_log_failure)
 
     async def _recover(self, record: LeaseRecord) -> None:
         await _end_left_worker(record, self._store.get_folder(record))
@@ -384,3 +385,8 @@ async def _end_left_worker(record: LeaseRecord, folder: Path) -> None:
     worker = record.worker or (WorkerGroup(pid=claim.worker, born=claim.born) if claim is not None else None)
     if worker is not None:
         await kill_worker_group(worker, 0.0)
+
+
+def _log_failure(recovery: asyncio.Task[None]) -> None:
+    if not recovery.cancelled() and (error := recovery.exception()) is not None:
+        log.error("lease not recovered", error=str(error))

@@ -140,7 +140,7 @@ def test_the_lowest_limit_of_a_v2_hierarchy_counts(proc: Path, tmp_path: Path):
     write(cgroups / "outer", memory__stat=f"anon 1\ninactive_file {GIB}")
     assert read_container_free_bytes(proc, cgroups) == 4 * GIB
     (cgroups / "outer" / "memory.current").unlink()
-    assert read_container_free_bytes(proc, cgroups) is None, "a limit alone does not say what is free"
+    assert read_container_free_bytes(proc, cgroups) is None, "free memory needs the limit and the use"
 
 
 def test_a_v1_limit_counts_and_no_limit_does_not(proc: Path, tmp_path: Path):

@@ -6,7 +6,8 @@ Checked are the released memory, the frames to the coordinator, and the files.
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +343,23 @@ async def test_a_restarted_agent_ends_the_lease_that_it_finds_and_grants_others(
     assert isinstance(await node.answer("l-2"), LeaseGranted)
 
 
+@asynccontextmanager
+async def leave_worker(folder: Path) -> AsyncGenerator[asyncio.subprocess.Process]:
+    """Start a process as the worker of a lease that an earlier agent has left in `folder`; end it with the context."""
+    worker = await asyncio.create_subprocess_exec("/bin/sleep", "600", start_new_session=True)
+    group = WorkerGroup(pid=worker.pid, born=read_process_identity(worker.pid) or "")
+    held = LeaseRecord(lease="l-1", generation=1, job="video_l-1", model=MODEL, size=LEASE, worker=group)
+    leases = folder / "node" / "node" / "video" / "leases"
+    leases.mkdir(parents=True)
+    (leases / "leases.json").write_bytes(msgspec.json.encode(LeaseLedger().put(held)))
+    try:
+        yield worker
+    finally:
+        if worker.returncode is None:
+            worker.kill()
+            await worker.wait()
+
+
 async def test_a_restarted_agent_ends_the_worker_before_it_returns_the_memory(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -363,23 +381,13 @@ async def test_a_restarted_agent_ends_the_worker_before_it_returns_the_memory(
     monkeypatch.setattr(Limiter, "begin_lease", begin_lease)
     monkeypatch.setattr(lease_manager, "kill_worker_group", kill_worker_group)
     monkeypatch.setattr(Limiter, "end_lease", end_lease)
-    worker = await asyncio.create_subprocess_exec("/bin/sleep", "600", start_new_session=True)
-    group = WorkerGroup(pid=worker.pid, born=read_process_identity(worker.pid) or "")
-    held = LeaseRecord(lease="l-1", generation=1, job="video_l-1", model=MODEL, size=LEASE, worker=group)
-    leases = tmp_path / "node" / "node" / "video" / "leases"
-    leases.mkdir(parents=True)
-    (leases / "leases.json").write_bytes(msgspec.json.encode(LeaseLedger().put(held)))
-    try:
+    async with leave_worker(tmp_path) as worker:
         node = await make()
         ended = await node.ended()
         assert (ended.code, node.limiter.leases) == ("worker_lost", 0)
         assert steps == [f"{LeaseHolder.VIDEO} takes {LEASE}", "its worker has ended", "it returns its memory"]
         async with asyncio.timeout(20):
             assert await worker.wait() < 0
-    finally:
-        if worker.returncode is None:
-            worker.kill()
-            await worker.wait()
 
 
 async def test_a_worker_that_survives_sigkill_keeps_its_lease_and_delays_no_start(
@@ -388,13 +396,7 @@ async def test_a_worker_that_survives_sigkill_keeps_its_lease_and_delays_no_star
     """A process that hangs in the driver of the GPU does not end."""
     monkeypatch.setattr(lease_manager, "RECOVERY_SECONDS", 0.05)
     monkeypatch.setattr(os, "killpg", lambda group, number: None)
-    worker = await asyncio.create_subprocess_exec("/bin/sleep", "600", start_new_session=True)
-    group = WorkerGroup(pid=worker.pid, born=read_process_identity(worker.pid) or "")
-    held = LeaseRecord(lease="l-1", generation=1, job="video_l-1", model=MODEL, size=LEASE, worker=group)
-    leases = tmp_path / "node" / "node" / "video" / "leases"
-    leases.mkdir(parents=True)
-    (leases / "leases.json").write_bytes(msgspec.json.encode(LeaseLedger().put(held)))
-    try:
+    async with leave_worker(tmp_path) as worker:
         node = await make()
         assert node.limiter.leases == LEASE
         node.ask(lease="l-2")
@@ -406,10 +408,6 @@ async def test_a_worker_that_survives_sigkill_keeps_its_lease_and_delays_no_star
         assert (ended.code, node.limiter.leases) == ("worker_lost", 0)
         node.ask(lease="l-3")
         assert isinstance(await node.answer("l-3"), LeaseGranted)
-    finally:
-        if worker.returncode is None:
-            worker.kill()
-            await worker.wait()
 
 
 async def test_a_worker_counts_on_its_lease_and_its_clip_is_measured_and_served(make: Make):
