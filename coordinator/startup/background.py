@@ -141,9 +141,9 @@ async def renew_certificates(authority: ClusterCa, tls: EndpointTls) -> None:
         await asyncio.sleep(RENEWAL_INTERVAL_SECONDS)
 
 
-def _renew_certificate(owner: ClusterCa | HttpsCa | CertificateFiles) -> None:
+def _renew_certificate(certificate: ClusterCa | HttpsCa | CertificateFiles) -> None:
     try:
-        owner.renew()
+        certificate.renew()
     except Exception as error:
         is_bug = not isinstance(error, AuthorityError)
         log.exception("certificate not renewed", error=str(error), retry_in=RENEWAL_INTERVAL_SECONDS, exc_info=is_bug)

@@ -19,10 +19,10 @@ class StateLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            owner = os.pread(self._file, 32, 0).decode(errors="replace").strip()
+            holder = os.pread(self._file, 32, 0).decode(errors="replace").strip()
             os.close(self._file)
             raise StateLockedError(
-                f"the state folder {folder} is in use by process {owner or 'unknown'}: "
+                f"the state folder {folder} is in use by process {holder or 'unknown'}: "
                 "use the running coordinator, or stop it first"
             ) from None
         except OSError:  # such as a network disk without locks

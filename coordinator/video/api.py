@@ -141,8 +141,8 @@ class VideoApp:
         if len(idempotency) > MAX_KEY_CHARS or not idempotency.isprintable():
             return build_invalid(f"Idempotency-Key must be at most {MAX_KEY_CHARS} printable letters")
         digest = hashlib.sha256(parsed.model_dump_json().encode()).hexdigest()
-        controller, owner = self._controller, _get_owner(key)
-        known = controller.find_idempotent_job(owner, idempotency, digest)
+        controller, job_key = self._controller, _get_job_key(key)
+        known = controller.find_idempotent_job(job_key, idempotency, digest)
         if known is not None and not known.same:
             return Problem(409, "idempotency_key_reused", "this Idempotency-Key was used for another request")
         if known is not None:
@@ -152,12 +152,12 @@ class VideoApp:
         )
         if isinstance(wanted, Problem):
             return wanted
-        mine = [job for job in controller.table.jobs.values() if job.open and job.key == owner]
+        mine = [job for job in controller.table.jobs.values() if job.open and job.key == job_key]
         queued = sum(job.state == JobState.QUEUED for job in mine)
         refused = self._quotas.admit_video(key.id, wanted.model, len(mine), queued, time.monotonic())
         if refused is not None:
             return from_refused(refused)
-        return await controller.submit_job(wanted, owner, idempotency, digest)
+        return await controller.submit_job(wanted, job_key, idempotency, digest)
 
     async def _read_body(self, exchange: Exchange) -> dict[str, Any] | Problem | None:
         """Read a form or a JSON object; None if the client has disconnected."""
@@ -259,14 +259,14 @@ class VideoApp:
         await exchange.answer(msgspec.json.encode(to_row(job)), headers=headers)
 
 
-def _get_owner(key: ApiKey) -> str:
+def _get_job_key(key: ApiKey) -> str:
     """Return `VideoJob.key` for jobs of an API key: its id, or the name of the local key, whose id changes at each
     start."""
     return key.name if key.name == LOCAL_KEY_NAME else key.id
 
 
 def _can_see(key: ApiKey, job: VideoJob) -> bool:
-    return job.key == _get_owner(key) or key.allows("admin")
+    return job.key == _get_job_key(key) or key.allows("admin")
 
 
 def _parse_body(body: dict[str, Any]) -> VideoBody | Problem:

@@ -201,7 +201,7 @@ class RequestAdmission:
             return [Admitted(number, shape.prompt), build_finished(sequence, now)]
         shape_left = shape.replace_choices(len(active))
         cost = compute_admission_cost(shape_left, loaded_model.ledger, model)
-        refused = self._make_room_or_refuse(model, shape_left, cost, now, request.owner)
+        refused = self._make_room_or_refuse(model, shape_left, cost, now, request.weighted_key)
         if refused is not None:
             return [Refusal(number, refused, shape.prompt)]
         for row, commitment in zip(active, loaded_model.ledger.commit(shape.length, len(active)), strict=True):
@@ -227,7 +227,9 @@ class RequestAdmission:
         total = held + loaded_model.estimator.estimate_chunk(first, 0) + head.estimate_bytes(first)
         shape = self._limits.compute_shape(prepared, loaded_model.descriptor)
         model = self._describer.describe(loaded_model.descriptor, now)
-        refused = self._make_room_or_refuse(model, shape, AdmissionCost(held, total), now, prepared.request.owner)
+        refused = self._make_room_or_refuse(
+            model, shape, AdmissionCost(held, total), now, prepared.request.weighted_key
+        )
         if refused is not None:
             request.hold.release()
             return [Refusal(number, refused)]
@@ -237,34 +239,34 @@ class RequestAdmission:
         return [Admitted(number, prepared.tokens)]
 
     def _make_room_or_refuse(
-        self, model: Model, shape: preflight.RequestShape, costs: AdmissionCost, now: float, owner: WeightedKey
+        self, model: Model, shape: preflight.RequestShape, costs: AdmissionCost, now: float, key: WeightedKey
     ) -> Refused | None:
         """Return the refusal if there is no room for a request of this key now; None if there is. Before a refusal,
         caches and idle models are evicted. If these do not suffice, requests of keys that hold more memory are
         preempted."""
         gate = self._forwards.gate
         rows, cost = costs
-        answer = preflight.refuse_without_room(shape, self.read_offered_memory(now, owner.name), model, cost, gate)
+        answer = preflight.refuse_without_room(shape, self.read_offered_memory(now, key.name), model, cost, gate)
         if answer is None or answer.code is not RefusalCode.NO_ROOM:
             return answer
-        wanted = cost + self._scheduler.compute_required_bytes(owner.name)
-        if self._manager.free_memory(wanted) or self._preempt_for_key(owner, rows, cost, now):
+        wanted = cost + self._scheduler.compute_required_bytes(key.name)
+        if self._manager.free_memory(wanted) or self._preempt_for_key(key, rows, cost, now):
             self._forwards.wait_until_settled()
-            return preflight.refuse_without_room(shape, self.read_offered_memory(now, owner.name), model, cost, gate)
+            return preflight.refuse_without_room(shape, self.read_offered_memory(now, key.name), model, cost, gate)
         return answer
 
-    def _preempt_for_key(self, owner: WeightedKey, rows: int, cost: int, now: float) -> bool:
-        """Preempt requests of keys that hold more memory than the key `owner` would hold with its new request.
+    def _preempt_for_key(self, key: WeightedKey, rows: int, cost: int, now: float) -> bool:
+        """Preempt requests of keys that hold more memory than `key` would hold with its new request.
 
         Return whether a request was preempted. The new request commits `rows` bytes. Its admission needs `cost` bytes,
         which include the transient bytes of its forwards. Return False within `PREEMPTION_INTERVAL_SECONDS` after the
         last preemption for a key.
         """
-        headroom = self.read_offered_memory(now, owner.name).headroom
+        headroom = self.read_offered_memory(now, key.name).headroom
         if (
             headroom is None
             or now < self._preempt_at
-            or not self._scheduler.preempt_for_key(owner, rows, cost - headroom)
+            or not self._scheduler.preempt_for_key(key, rows, cost - headroom)
         ):
             return False
         self._preempt_at = now + PREEMPTION_INTERVAL_SECONDS

@@ -22,25 +22,25 @@ class LoadShare:
         """Tokens and weight by key."""
         self._total = self._parts = 0
 
-    def add(self, owner: WeightedKey, tokens: int) -> None:
+    def add(self, key: WeightedKey, tokens: int) -> None:
         """Add a new request of a key with its expected tokens. Its weight replaces the earlier weight of the key."""
-        name, weight = owner.name, owner.weight
+        name, weight = key.name, key.weight
         here, before = self._tokens.get(name, _NOTHING)
         self._tokens[name] = here + tokens, weight
         self._total += tokens
         self._parts += weight - before
 
-    def drop(self, owner: WeightedKey, tokens: int) -> None:
+    def drop(self, key: WeightedKey, tokens: int) -> None:
         """Remove an ended request of a key. `tokens` is the number that was passed to `add` for the request.
 
         Raise `KeyError` for a key without open requests.
         """
-        here, weight = self._tokens[owner.name]
+        here, weight = self._tokens[key.name]
         self._total -= tokens
         if here > tokens:
-            self._tokens[owner.name] = here - tokens, weight
+            self._tokens[key.name] = here - tokens, weight
         else:
-            del self._tokens[owner.name]
+            del self._tokens[key.name]
             self._parts -= weight
 
     def exceeds_share(self, name: str) -> bool:

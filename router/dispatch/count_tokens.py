@@ -47,7 +47,7 @@ async def count_prompt_tokens(dispatcher: Dispatcher, request: CountTokens, key:
         return from_refused(charged)
     try:
         node_limits = replace(limits, models=()) if target.alias else limits
-        owned = replace(request, owner=WeightedKey(key, limits.weight))
+        owned = replace(request, weighted_key=WeightedKey(key, limits.weight))
         return await _ask_nodes(dispatcher, owned, node_limits, names_others=not limits.models)
     finally:
         quotas.record_end(key, demand, charged, 0, dispatcher.get_time())

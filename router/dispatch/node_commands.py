@@ -103,7 +103,7 @@ class NodeCommands:
         timeout and the end of this process are failures. After a timeout, or if the caller is cancelled, the node gets
         a cancel.
         """
-        number, key = self._number(), request.owner.name
+        number, key = self._number(), request.weighted_key.name
         mine = sum(command.kind is CountTokens and command.key == key for command in self._open.values())
         if mine >= MAX_COUNTS_PER_KEY:
             text = f"{mine} token counts of this API key are open, which is the limit: wait for one to end"

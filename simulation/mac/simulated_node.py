@@ -158,7 +158,7 @@ class SimulatedNode:
             answer = judge(self._memory.read(now), need)
             numbers = answer.numbers if isinstance(answer, Refused) else None
             return Refused(RefusalCode.TOO_LARGE, f"{self.name} could not hold this if it were alone", numbers)
-        waiting = self._engine.preemptor.compute_required_bytes(frame.owner.name)
+        waiting = self._engine.preemptor.compute_required_bytes(frame.weighted_key.name)
         return self._memory.check_for(need + waiting, now, simulated)
 
     def _admit(

@@ -136,7 +136,7 @@ class Play:
             params,
             0,
             expected=expected,
-            owner=WeightedKey(key),
+            weighted_key=WeightedKey(key),
             ids=ids,
             stream=True,
         )

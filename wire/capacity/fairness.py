@@ -1,7 +1,7 @@
 """Divide rows, prefill turns and memory of a node fairly between API keys, and choose rows to preempt. Pure.
 
 The queue before placement is fair between keys, but placed requests wait again on their node until rows are free.
-Fields named `owner` hold an API key: an opaque name and a weight. The empty name is a key of its own. Three rules apply
+A field `weighted_key` is an API key: an opaque name and a weight. The empty name is a key of its own. Three rules apply
 on the node.
 
 Rows. A free row goes to the key with the lowest number of rows divided by its weight, and to the oldest request of
@@ -52,7 +52,7 @@ class WeightedKey(WireStruct, frozen=True, array_like=True, gc=False):
 class WaitingRequest(NamedTuple):
     """A queued request: its key, the rows that it needs, and whether part of its answer was already generated."""
 
-    owner: WeightedKey
+    weighted_key: WeightedKey
     rows: int = 1
     begun: bool = False
 
@@ -68,13 +68,13 @@ def compute_service_order(waiting: Sequence[WaitingRequest], taken: Mapping[str,
         if request.begun:
             yield place
         else:
-            lanes.setdefault(request.owner.name, deque()).append(place)
-    had = {name: waiting[lane[0]].owner.load(taken.get(name, 0)) for name, lane in lanes.items()}
+            lanes.setdefault(request.weighted_key.name, deque()).append(place)
+    had = {name: waiting[lane[0]].weighted_key.load(taken.get(name, 0)) for name, lane in lanes.items()}
     while lanes:
         name = min(lanes, key=lambda name: (had[name], lanes[name][0]))
         place = lanes[name].popleft()
         yield place
-        had[name] += waiting[place].owner.load(waiting[place].rows)
+        had[name] += waiting[place].weighted_key.load(waiting[place].rows)
         if not lanes[name]:
             del lanes[name]
 
@@ -82,7 +82,7 @@ def compute_service_order(waiting: Sequence[WaitingRequest], taken: Mapping[str,
 class RunningRequest(NamedTuple):
     """A running request: its key, and the rows or bytes that it holds."""
 
-    owner: WeightedKey
+    weighted_key: WeightedKey
     size: int
 
 
@@ -94,9 +94,9 @@ def choose_preemptions(key: WeightedKey, need: int, missing: int, holding: Seque
     """
     used, weights, lanes = Counter[str](), dict[str, WeightedKey](), dict[str, list[int]]()
     for place, request in enumerate(holding):
-        used[request.owner.name] += request.size
-        weights[request.owner.name] = request.owner
-        lanes.setdefault(request.owner.name, []).append(place)
+        used[request.weighted_key.name] += request.size
+        weights[request.weighted_key.name] = request.weighted_key
+        lanes.setdefault(request.weighted_key.name, []).append(place)
     wanted, chosen = key.load(used[key.name] + need), list[int]()
     lanes.pop(key.name, None)
     while missing > 0 and lanes:
@@ -120,10 +120,10 @@ class PrefillFairness:
         """Prefilled tokens of each key divided by its weight. A key that returns starts at the current minimum, because
         idle time earns no credit."""
 
-    def count_prefilled(self, owner: WeightedKey, tokens: float) -> None:
+    def count_prefilled(self, key: WeightedKey, tokens: float) -> None:
         """Count prefilled tokens of a key. Tokens of a key without a prompt in the last `choose_next` do not count."""
-        if owner.name in self._read:
-            self._read[owner.name] += owner.load(tokens)
+        if key.name in self._read:
+            self._read[key.name] += key.load(tokens)
 
     def choose_next(self, waiting: Sequence[WeightedKey]) -> int:
         """Return the index of the prompt to prefill next. `waiting` has the key of each waiting prompt, oldest first.

@@ -39,7 +39,7 @@ class Embed(Frame, frozen=True, array_like=True, gc=False):
     """Whether a text longer than the context is cut. Without `truncate`, the request is refused."""
     prompt: Word = ""
     """Name of the model's prompt that precedes each text; empty for the default of the model."""
-    owner: WeightedKey = WeightedKey()
+    weighted_key: WeightedKey = WeightedKey()
     """Key for fair shares."""
     query: Long = ""
     """Query that the documents are scored for; empty for embeddings."""

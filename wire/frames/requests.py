@@ -187,12 +187,12 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     """Prompt without chat template. The answer is content only: it is not parsed for reasoning or tool calls."""
     ids: Ids = ()
     """Prompt as token ids of the model, without chat template. The answer is content only, as with `text`."""
-    owner: WeightedKey = WeightedKey()
+    weighted_key: WeightedKey = WeightedKey()
     """Key for fair shares."""
     fingerprint: Word = ""
     """Fingerprint of the model that began a resumed answer and must continue it; empty for any."""
     cache_scope: Word = ""
-    """Scope of cached prefixes that the request may reuse and adds to; empty for the scope of `owner`."""
+    """Scope of cached prefixes that the request may reuse and adds to; empty for the scope of `weighted_key`."""
     shared: bool = False
     """Whether the first message is a system prompt whose tokens all keys may reuse."""
     content: Word = ""
@@ -218,7 +218,7 @@ class CountTokens(Frame, frozen=True, array_like=True, gc=False):
     created: Natural
     tools: Long = ""
     template: Long = ""
-    owner: WeightedKey = WeightedKey()
+    weighted_key: WeightedKey = WeightedKey()
 
 
 class LoadModel(Frame, frozen=True, array_like=True, gc=False):

@@ -83,7 +83,7 @@ FROM_NODES = frozenset(
 log = structlog.get_logger("coordinator.cluster.links.link_connection")
 
 
-class ConnectionOwner(Protocol):
+class ConnectionHandler(Protocol):
     """Functions of the link server that a connection uses."""
 
     def admit_connection(self, connection: "Connection") -> bool:
@@ -132,10 +132,10 @@ class ConnectionOwner(Protocol):
 class Connection(LinkEndpoint):
     """Accepted connection of a peer. It becomes the link of a node when its Hello is answered with Welcome."""
 
-    def __init__(self, owner: ConnectionOwner) -> None:
+    def __init__(self, handler: ConnectionHandler) -> None:
         self._loop = asyncio.get_running_loop()
         super().__init__(self._loop, MAX_JOINED_FROM_NODE_BYTES)
-        self._owner = owner
+        self._handler = handler
         self._enrollment: EnrollmentConnection | None = None
         self._unlinked_bytes = 0
         self._deadline: asyncio.TimerHandle | None = self._loop.call_later(
@@ -182,7 +182,7 @@ class Connection(LinkEndpoint):
                 (known.issued, known.expires),
             )
         self._deadline = self._loop.call_later(UNLINKED_TIMEOUT_SECONDS, self._abort_too_slow)
-        if self._owner.admit_connection(self) and not certificate:
+        if self._handler.admit_connection(self) and not certificate:
             self._start_enrollment()
 
     def _abort_too_slow(self) -> None:
@@ -271,26 +271,26 @@ class Connection(LinkEndpoint):
         if kind not in FROM_NODES:
             raise WireError(f"{kind.__name__}, which no node sends here")
         if isinstance(frame, FetchChunk):
-            self._owner.deliver_chunk(node, frame)
+            self._handler.deliver_chunk(node, frame)
         else:
             self._deliver(node, self.number, frame)
 
     def _process_first_frame(self, tag: int, body: bytes) -> None:
         first = decode(tag, body)
         if isinstance(first, MemberQuery) and self.peer is not None and self.peer.node is not None:
-            self._owner.answer_query(self, self.peer, first)
+            self._handler.answer_query(self, self.peer, first)
             return
         if isinstance(first, JoinRelay) and self.peer is not None and self.peer.node is not None:
-            self._owner.answer_relay(self, self.peer, first)
+            self._handler.answer_relay(self, self.peer, first)
             return
         if not isinstance(first, Hello):
             raise WireError(f"{type(first).__name__} before Hello")
         if self.peer is None or self.peer.node is None:
             raise WireError("certificate that names no node")
-        self._owner.answer_hello(self, self.peer, first)
+        self._handler.answer_hello(self, self.peer, first)
 
     def _start_enrollment(self) -> None:
-        enrollment = self._owner.start_enrollment(self.address, self._wake_enrollment)
+        enrollment = self._handler.start_enrollment(self.address, self._wake_enrollment)
         if isinstance(enrollment, Denied):
             self.refuse(enrollment)
             return
@@ -317,7 +317,7 @@ class Connection(LinkEndpoint):
     def _send_enrollment_frames(self, frames: list[Frame]) -> None:
         """Send frames of the enrolment. A certificate is sent only after its record is on disk."""
         if any(isinstance(frame, Enrolled) for frame in frames):
-            self._owner.call_when_stored(lambda: self._send_frames_now(frames), self._refuse_unstored)
+            self._handler.call_when_stored(lambda: self._send_frames_now(frames), self._refuse_unstored)
         else:
             self._send_frames_now(frames)
 
@@ -388,7 +388,7 @@ class Connection(LinkEndpoint):
             self._deadline.cancel()
         if self._enrollment is not None:
             self._enrollment.withdraw()
-        self._owner.on_connection_lost(self, reason)
+        self._handler.on_connection_lost(self, reason)
 
 
 def _discard_frame(_: NodeId, __: int, ___: Frame) -> None:

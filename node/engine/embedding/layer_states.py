@@ -20,19 +20,19 @@ def choose_pauses(layers: int, parts: int) -> frozenset[int]:
     return frozenset(layers * part // parts for part in range(1, parts))
 
 
-def count_layers(owner: object) -> int:
+def count_layers(module: object) -> int:
     """Return the number of layers of a decoder of mlx-lm; 1 if it has no list of layers."""
-    return max(1, len(_list_layers(owner)))
+    return max(1, len(_list_layers(module)))
 
 
 @contextmanager
-def record_layers(owner: object, record: StateRecorder) -> Generator[None]:
+def record_layers(module: object, record: StateRecorder) -> Generator[None]:
     """Call `record` after each layer that a decoder of mlx-lm runs while the context is open.
 
-    `owner` is the module with the list of layers; without such a list nothing is recorded. Only the inference thread
+    `module` is the module with the list of layers; without such a list nothing is recorded. Only the inference thread
     may use the module meanwhile.
     """
-    layers = _list_layers(owner)
+    layers = _list_layers(module)
     own = list(layers)
     layers[:] = [_RecordedLayer(layer, number, record) for number, layer in enumerate(own, 1)]
     try:
@@ -41,8 +41,8 @@ def record_layers(owner: object, record: StateRecorder) -> Generator[None]:
         layers[:] = own
 
 
-def _list_layers(owner: object) -> list[Any]:
-    layers = getattr(owner, "layers", None)
+def _list_layers(module: object) -> list[Any]:
+    layers = getattr(module, "layers", None)
     return cast("list[Any]", layers) if isinstance(layers, list) else []
 
 

@@ -86,9 +86,9 @@ class EmbeddingRequest:
         return self.prepared.request.request
 
     @property
-    def owner(self) -> WeightedKey:
+    def weighted_key(self) -> WeightedKey:
         """API key of the request."""
-        return self.prepared.request.owner
+        return self.prepared.request.weighted_key
 
     @property
     def dimensions(self) -> int:

@@ -133,7 +133,7 @@ class EmbeddingScheduler:
         choices = [request for request in self._list_next() if request.retry_at <= now]
         if not choices:
             return
-        waiting = [(request.left, request.arrived, request.owner) for request in choices]
+        waiting = [(request.left, request.arrived, request.weighted_key) for request in choices]
         first = choices[0 if self._forward else next_prefill(waiting, next(self._turns), self._fairness)]
         self._scheduler.synchronize()
         step = self._scheduler.sum_step_seconds()
@@ -157,7 +157,7 @@ class EmbeddingScheduler:
             return
         if self._forward is None:
             for request in involved:
-                self._fairness.count_prefilled(request.owner, before[request.number] - request.left)
+                self._fairness.count_prefilled(request.weighted_key, before[request.number] - request.left)
                 if request.has_ended:
                     self._output.append(request.build_finished(time.monotonic()))
                     self._remove(request, now)

@@ -98,7 +98,7 @@ class GrammarCompiler:
     def retain(self, tokenizers: Iterable[Tokenizer]) -> None:
         """Drop the tables and the compiled grammars of all other tokenizers. Do not call it during `compile`."""
         wanted = set(map(id, tokenizers))
-        self._guides = {owner: guide for owner, guide in self._guides.items() if owner in wanted}
+        self._guides = {number: guide for number, guide in self._guides.items() if number in wanted}
         guides = set(map(id, self._guides.values()))
         self._cached = OrderedDict(entry for entry in self._cached.items() if entry[0][0] in guides)
 
@@ -136,7 +136,7 @@ class GrammarCompiler:
             raise UnsupportedSchema(PREFIX + join_lines(wrong))
 
     def _compile_matcher(self, guide: "GrammarGuide", grammar: str, digest: bytes) -> LLMatcher:
-        matcher = LLMatcher(guide.tokenizer, grammar, log_level=0, limits=LIMITS)
+        matcher = LLMatcher(guide.ll_tokenizer, grammar, log_level=0, limits=LIMITS)
         wrong = find_fault(matcher)
         if wrong:
             self._cache_refusal(digest, wrong)
@@ -153,9 +153,9 @@ class GrammarCompiler:
 class GrammarGuide:
     """Data of one tokenizer that all its grammars use."""
 
-    owner: Tokenizer
+    tokenizer: Tokenizer
     """Tokenizer of the model."""
-    tokenizer: LLTokenizer
+    ll_tokenizer: LLTokenizer
     """llguidance's form of the tokenizer."""
     unending: bytes
     """Mask of all tokens but those that end an answer, one bit per token."""
@@ -188,11 +188,11 @@ class CompiledGrammar:
 
     def create_cursor(self) -> GrammarMatcher:
         """Return a new matcher of the grammar, in its state at the start of an answer."""
-        owner, start = self.guide.owner, self.outline.reasoning
-        thinking = ReasoningEndSearch(self.outline.think[1].encode(), owner.token_bytes) if start else None
-        opener = owner.find_single_token(self.outline.think[0]) if start is ReasoningStart.MAY else None
+        tokenizer, start = self.guide.tokenizer, self.outline.reasoning
+        thinking = ReasoningEndSearch(self.outline.think[1].encode(), tokenizer.token_bytes) if start else None
+        opener = tokenizer.find_single_token(self.outline.think[0]) if start is ReasoningStart.MAY else None
         return GrammarMatcher(
-            self.matcher.deep_copy(), self.guide.tokenizer, thinking, opener, self.guide.unending, owner.eos
+            self.matcher.deep_copy(), self.guide.ll_tokenizer, thinking, opener, self.guide.unending, tokenizer.eos
         )
 
     def get_start_place(self) -> MarkerPlace:

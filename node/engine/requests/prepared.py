@@ -96,4 +96,4 @@ class PreparedEmbedding:
     @property
     def cache_scope(self) -> str:
         """Scope of the cached beginnings that this request reuses and stores."""
-        return self.request.cache_scope or self.request.owner.name
+        return self.request.cache_scope or self.request.weighted_key.name

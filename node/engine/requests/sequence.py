@@ -192,9 +192,9 @@ class Sequence:
         return self.request.request
 
     @property
-    def owner(self) -> WeightedKey:
+    def weighted_key(self) -> WeightedKey:
         """API key of the request."""
-        return self.request.owner
+        return self.request.weighted_key
 
     @property
     def width(self) -> int:
@@ -209,7 +209,7 @@ class Sequence:
     @property
     def cache_scope(self) -> str:
         """Scope of the cached prefixes that this request reuses and stores."""
-        return self.request.cache_scope or self.request.owner.name
+        return self.request.cache_scope or self.request.weighted_key.name
 
     @property
     def prompt_cached(self) -> int:

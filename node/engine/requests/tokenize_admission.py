@@ -44,7 +44,7 @@ class UntokenizedPrompt:
     @property
     def key(self) -> str:
         """Name of the API key whose turn the prompt takes."""
-        return self.frame.owner.name
+        return self.frame.weighted_key.name
 
     @property
     def is_long(self) -> bool:

@@ -70,7 +70,7 @@ class BatchTable:
 
     def count_rows_by_key(self) -> Counter[str]:
         """Return the number of decoding rows of each API key."""
-        return Counter(row.sequence.request.owner.name for _, _, batch in self for row in batch.list_rows())
+        return Counter(row.sequence.request.weighted_key.name for _, _, batch in self for row in batch.list_rows())
 
     def sum_step_seconds(self) -> float:
         """Return the expected seconds of one step of each batch, one after the other; 0 while no row decodes."""

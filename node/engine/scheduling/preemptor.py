@@ -132,7 +132,7 @@ class Preemptor:
         The tokens of a preempted first choice that decodes are stored in the prefix cache for its return.
         """
         holding = [(sequence, self._count_held_rows(sequence)) for sequence in self._requests.list_running()]
-        for sequence in choose_for_key(first.owner, first.width, first.width - free_rows, holding):
+        for sequence in choose_for_key(first.weighted_key, first.width, first.width - free_rows, holding):
             self._preempt_chosen(sequence, keep=True)
 
     def _count_held_rows(self, sequence: Sequence) -> int:
@@ -143,15 +143,15 @@ class Preemptor:
         )
         return started + sum(row.commitment.is_joined for row in sequence.iterate_active_rows())
 
-    def preempt_for_key(self, owner: WeightedKey, need: int, missing_bytes: int) -> bool:
-        """Preempt requests of the keys that hold the most memory, for a request of the key `owner`. Return whether any
+    def preempt_for_key(self, key: WeightedKey, need: int, missing_bytes: int) -> bool:
+        """Preempt requests of the keys that hold the most memory, for a request of `key`. Return whether any
         was preempted.
 
         `need` is the memory of that request in bytes, `missing_bytes` the part without room. No request is preempted if
         fair shares do not allow enough preemptions.
         """
         holding = [(sequence, self._compute_committed_bytes(sequence)) for sequence in self._requests.list_running()]
-        chosen = choose_for_key(owner, need, missing_bytes, holding)
+        chosen = choose_for_key(key, need, missing_bytes, holding)
         for sequence in chosen:
             self._preempt_chosen(sequence, keep=False)
         return bool(chosen)

@@ -138,9 +138,9 @@ class Prefill:
     """Whether the prefill must not be packed with other prompts."""
 
     @property
-    def owner(self) -> WeightedKey:
+    def weighted_key(self) -> WeightedKey:
         """API key of the request."""
-        return self.sequence.request.owner
+        return self.sequence.request.weighted_key
 
     @property
     def arrived(self) -> float:

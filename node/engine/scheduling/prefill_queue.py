@@ -80,7 +80,7 @@ class PrefillQueue:
         if not choices or now < self.compute_wait_end(choices):
             return []
         self._turn += 1
-        waiting = [(prefill.left, prefill.arrived, prefill.owner) for prefill in choices]
+        waiting = [(prefill.left, prefill.arrived, prefill.weighted_key) for prefill in choices]
         first = choices[next_prefill(waiting, self._turn, self._fairness)]
         return self._select_members(first, choices)
 
@@ -94,7 +94,7 @@ class PrefillQueue:
 
     def count_prefilled(self, prefill: Prefill, tokens: int) -> None:
         """Count tokens that a forward has computed for a prompt, for the fairness between keys."""
-        self._fairness.count_prefilled(prefill.owner, tokens)
+        self._fairness.count_prefilled(prefill.weighted_key, tokens)
 
     def compute_chunk_tokens(self, prefill: Prefill) -> int:
         """Return the number of tokens in the next chunk, sized by time. The last chunk of a prompt computes logits. If

@@ -222,14 +222,14 @@ class Scheduler:
         self._requests.record_ends(now)
         return ended
 
-    def preempt_for_key(self, owner: WeightedKey, need: int, missing_bytes: int) -> bool:
-        """Preempt requests of the keys that hold the most memory, for a request of the key `owner`. Return whether any
+    def preempt_for_key(self, key: WeightedKey, need: int, missing_bytes: int) -> bool:
+        """Preempt requests of the keys that hold the most memory, for a request of `key`. Return whether any
         was preempted.
 
         `need` is the memory of that request in bytes, `missing_bytes` the part without room. No request is preempted if
         fair shares do not allow enough preemptions.
         """
-        return self.preemptor.preempt_for_key(owner, need, missing_bytes)
+        return self.preemptor.preempt_for_key(key, need, missing_bytes)
 
     # steps
 
@@ -255,7 +255,7 @@ class Scheduler:
 
     def _share_rows(self) -> None:
         """Preempt requests of the key that holds the most rows for the next one of a key that holds fewer."""
-        if len({sequence.owner.name for sequence in self._requests.live.values()}) < 2:
+        if len({sequence.weighted_key.name for sequence in self._requests.live.values()}) < 2:
             return
         first = self._queue.find_next_unstarted()
         if first is not None and not first.retry_at:

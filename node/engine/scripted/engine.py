@@ -237,7 +237,7 @@ class ScriptedEngine:
         return [self._embeddings.admit(request, now)]
 
     def _find_refusal(self, request: Generate, shape: RequestShape, now: float) -> Refused | None:
-        model, memory = self._describe_model(), self._read_offered_memory(request.owner.name, now)
+        model, memory = self._describe_model(), self._read_offered_memory(request.weighted_key.name, now)
         if get_kind(model.features) is not ModelKind.CHAT:
             return Refused(RefusalCode.UNSUPPORTED, explain_other_kind(model.name, get_kind(model.features)))
         refused = self.gate.refuse_unless_ready() or preflight.refuse_impossible(

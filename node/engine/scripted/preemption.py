@@ -126,7 +126,7 @@ class ScriptedPreemptor:
         """
         holding = [(request, self._count_held_rows(request)) for request in self._table.list_active()]
         missing = first.width - self._table.count_free_rows()
-        for sequence in choose_for_key(first.owner, first.width, missing, holding):
+        for sequence in choose_for_key(first.weighted_key, first.width, missing, holding):
             self.preempt(sequence, for_key=True)
 
     def _count_held_rows(self, sequence: ScriptedSequence) -> int:

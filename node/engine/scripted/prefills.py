@@ -148,11 +148,11 @@ class ScriptedPrefills:
 
     def _is_crowded(self, choices: Sequence[ScriptedSequence]) -> bool:
         """Return whether fairness between keys may choose another prompt in every turn."""
-        return max(Counter(choice.owner.name for choice in choices).values()) > CROWDED_PROMPTS
+        return max(Counter(choice.weighted_key.name for choice in choices).values()) > CROWDED_PROMPTS
 
     def _choose_prompt(self, choices: Sequence[ScriptedSequence], ahead: int) -> ScriptedSequence:
         """Return the prompt of the turn that is `ahead` turns after the last one."""
-        shown = [(choice.left, choice.arrived, choice.owner) for choice in choices]
+        shown = [(choice.left, choice.arrived, choice.weighted_key) for choice in choices]
         return choices[next_prefill(shown, self._turn + ahead, self._fairness)]
 
     def _build_chunk(self, first: ScriptedSequence, choices: Sequence[ScriptedSequence], step: float) -> PrefillChunk:
@@ -191,7 +191,7 @@ class ScriptedPrefills:
 
     def count_prefilled(self, sequence: ScriptedSequence, tokens: int) -> None:
         """Count prefilled tokens for the fairness between keys."""
-        self._fairness.count_prefilled(sequence.owner, tokens)
+        self._fairness.count_prefilled(sequence.weighted_key, tokens)
 
 
 def _is_packable(sequence: ScriptedSequence) -> bool:

@@ -201,9 +201,9 @@ class ScriptedSequence:
         return self.request.model
 
     @property
-    def owner(self) -> WeightedKey:
+    def weighted_key(self) -> WeightedKey:
         """API key of the request."""
-        return self.request.owner
+        return self.request.weighted_key
 
     @property
     def width(self) -> int:

@@ -58,7 +58,7 @@ class ScriptedTable:
         """Return the number of decoding rows of each API key."""
         rows = Counter[str]()
         for request in self._running:
-            rows[request.owner.name] += request.width
+            rows[request.weighted_key.name] += request.width
         return rows
 
     def compute_loads(self) -> dict[str, DecodeLoad]:

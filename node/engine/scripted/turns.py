@@ -200,7 +200,7 @@ class ScriptedTurns:
     def _share_rows(self) -> None:
         """Preempt requests of the key that holds the most rows for the next one of a key that holds fewer."""
         if (
-            len({request.owner.name for request in self._table.queue}) == 0
+            len({request.weighted_key.name for request in self._table.queue}) == 0
             or self._table.count_free_rows() >= self._table.most
         ):
             return

@@ -69,7 +69,7 @@ class ResponsesRequest(ConversationRequest, frozen=True):
     """Store for the answer; None if the answer is not stored."""
     items: OutputItems | None = None
     """Store for the items of the answer; None if the answer is not stored."""
-    owner: str = ""
+    key: str = ""
     """Id of the API key."""
 
     def render_complete(self, spec: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
@@ -88,8 +88,8 @@ class ResponsesRequest(ConversationRequest, frozen=True):
         calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in assembled.calls)
         last = Message("assistant", assembled.content, tool_calls=calls, reasoning=assembled.reasoning)
         name = f"resp_{self.outline.name}"
-        self.store.put(self.owner, name, build_stored_response(body, (*self.conversation, last)))
-        self.items.put(self.owner, name, body)
+        self.store.put(self.key, name, build_stored_response(body, (*self.conversation, last)))
+        self.items.put(self.key, name, body)
 
 
 class ResponsesRoute:

@@ -124,7 +124,7 @@ class Assignment:
         )
         for candidate in sorted(full, key=lambda candidate: candidate.expected_ttft):
             mine = request.weighted_key.load(rows[candidate.node, request.weighted_key] + 1)
-            others = (owner.load(count - 1) for (node, owner), count in rows.items() if node == candidate.node)
+            others = (key.load(count - 1) for (node, key), count in rows.items() if node == candidate.node)
             if any(load >= mine for load in others) and self.start_attempt(request, candidate, 0):
                 return True
         return False

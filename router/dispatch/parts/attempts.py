@@ -197,7 +197,7 @@ def _build_embed(request: ActiveRequest, action: StartAttempt, embed: EmbeddingI
         dimensions=embed.dimensions,
         truncate=embed.truncate,
         prompt=embed.prompt,
-        owner=request.weighted_key,
+        weighted_key=request.weighted_key,
         query=embed.query,
         max_tokens=embed.max_tokens,
         cache_scope=scope,

@@ -37,8 +37,8 @@ def build_swap_input(
     examined: dict[str, int] = {}
     waiting: list[SwapCandidate] = []
     for request in queued:
-        model, owner = request.demand.model, request.weighted_key
-        keys.setdefault(model, {})[owner.name] = owner.weight
+        model, key = request.demand.model, request.weighted_key
+        keys.setdefault(model, {})[key.name] = key.weight
         examined[model] = examined.get(model, 0) + 1
         if examined[model] <= MAX_REQUESTS_EXAMINED:
             if model not in served:
@@ -48,7 +48,7 @@ def build_swap_input(
             refused = frozenset(
                 node.id for node in served[model] if request.tried.refused.get(node.id) == node.reported_at
             )
-            waiting.append(SwapCandidate(request.number, owner, model, request.arrived, candidates, refused))
+            waiting.append(SwapCandidate(request.number, key, model, request.arrived, candidates, refused))
     running: dict[NodeId, dict[str, list[ModelUse]]] = {}
     for request in live:
         node = None if request.node is None else nodes.get(request.node)

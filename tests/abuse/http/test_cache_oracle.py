@@ -23,8 +23,8 @@ def driver() -> Driver:
     return Driver(models.path("llama"), max_batch_size=8, prefill_step_size=256)
 
 
-def cached(driver: Driver, owner: WeightedKey, *messages: Message, shared: bool = False, scope: str = "") -> int:
-    number = driver.ask(messages=messages, params=ONE, owner=owner, shared=shared, cache_scope=scope)
+def cached(driver: Driver, key: WeightedKey, *messages: Message, shared: bool = False, scope: str = "") -> int:
+    number = driver.ask(messages=messages, params=ONE, weighted_key=key, shared=shared, cache_scope=scope)
     end = driver.end(number)
     assert isinstance(end, Finished), end
     return end.cached_tokens
@@ -80,8 +80,8 @@ def test_tools_before_a_shared_system_prompt_end_the_sharing(driver: Driver):
     """Text of a client before or inside the system prompt is private to its key."""
     system = Message("system", OPENING * 3)
     tools = '[{"type":"function","function":{"name":"secret_tool","parameters":{"type":"object"}}}]'
-    for owner in (ALICE, MALLORY):
-        number = driver.ask(messages=(system, letter(SECRET)), params=ONE, owner=owner, shared=True, tools=tools)
+    for key in (ALICE, MALLORY):
+        number = driver.ask(messages=(system, letter(SECRET)), params=ONE, weighted_key=key, shared=True, tools=tools)
         end = driver.end(number)
         assert isinstance(end, Finished), end
         assert end.cached_tokens == 0
@@ -89,6 +89,6 @@ def test_tools_before_a_shared_system_prompt_end_the_sharing(driver: Driver):
 
 def test_prompts_of_two_keys_that_begin_alike_are_read_at_once(driver: Driver):
     """No key waits for the prefix of another key, because the wait would reveal that the prompts begin alike."""
-    numbers = [driver.ask(messages=(letter(SECRET),), params=ONE, owner=owner) for owner in (ALICE, MALLORY)]
+    numbers = [driver.ask(messages=(letter(SECRET),), params=ONE, weighted_key=key) for key in (ALICE, MALLORY)]
     driver.until(lambda: any(driver.ids[number, 0] for number in numbers))
     assert all(driver.ids[number, 0] for number in numbers), "both had their first token in the same step"

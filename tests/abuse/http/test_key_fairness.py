@@ -38,13 +38,13 @@ def alone() -> list[int]:
 
 def fill(driver: Driver, count: int) -> list[int]:
     """Fill all rows with requests of one key, and queue more of them."""
-    numbers = [driver.ask("hello", ENDLESS, owner=GREEDY_KEY) for _ in range(count)]
+    numbers = [driver.ask("hello", ENDLESS, weighted_key=GREEDY_KEY) for _ in range(count)]
     driver.until(lambda: all(len(driver.ids[number, 0]) > 2 for number in numbers[:ROWS]))
     return numbers
 
 
-def turns_to_first(driver: Driver, owner: WeightedKey) -> tuple[int, int]:
-    number, before = driver.ask("Hello!", FOUR, owner=owner), driver.turns
+def turns_to_first(driver: Driver, key: WeightedKey) -> tuple[int, int]:
+    number, before = driver.ask("Hello!", FOUR, weighted_key=key), driver.turns
     driver.until(lambda: driver.ids[number, 0])
     return number, driver.turns - before
 
@@ -85,7 +85,7 @@ def test_a_key_alone_has_all_rows_and_nothing_is_preempted(driver: Driver):
 
 def test_two_keys_with_many_requests_have_half_of_the_rows_each_and_take_none_back(driver: Driver):
     numbers = fill(driver, 2 * ROWS)
-    others = [driver.ask("hello", ENDLESS, owner=OTHER) for _ in range(2 * ROWS)]
+    others = [driver.ask("hello", ENDLESS, weighted_key=OTHER) for _ in range(2 * ROWS)]
     driver.until(lambda: sum(bool(driver.ids[number, 0]) for number in others) == ROWS // 2)
     for _ in range(20):
         driver.turn()
@@ -98,7 +98,7 @@ def test_two_keys_with_many_requests_have_half_of_the_rows_each_and_take_none_ba
 
 def test_a_key_with_more_weight_has_more_rows(driver: Driver):
     fill(driver, ROWS)
-    others = [driver.ask("hello", ENDLESS, owner=WeightedKey("vip", 12)) for _ in range(ROWS)]
+    others = [driver.ask("hello", ENDLESS, weighted_key=WeightedKey("vip", 12)) for _ in range(ROWS)]
     driver.until(lambda: sum(bool(driver.ids[number, 0]) for number in others) == 3)
     assert preemptions(driver) == 3
 
@@ -116,17 +116,17 @@ def test_another_key_is_admitted_where_one_has_taken_all_memory():
     """The newest request of the key that holds the memory is preempted at once, and returns when there is room."""
     driver = Driver(models.path("llama"), max_batch_size=ROWS, prefill_step_size=256, prefix_cache_size="off")
     driver.answer("hello", FOUR)
-    numbers = [driver.ask("hello", ENDLESS, owner=GREEDY_KEY, expected=LONG) for _ in range(ROWS)]
+    numbers = [driver.ask("hello", ENDLESS, weighted_key=GREEDY_KEY, expected=LONG) for _ in range(ROWS)]
     driver.until(lambda: all(len(driver.ids[number, 0]) > 2 for number in numbers))
     squeeze(driver, 0)
-    mine = driver.ask("Hello!", FOUR, owner=GREEDY_KEY)
+    mine = driver.ask("Hello!", FOUR, weighted_key=GREEDY_KEY)
     (refusal,) = driver.said[mine]
     assert isinstance(refusal, Refusal)
     assert refusal.refused.numbers is not None
     squeeze(driver, refusal.refused.numbers.estimate - 64 * KIB)
-    again = driver.ask("Hello!", FOUR, owner=GREEDY_KEY)
+    again = driver.ask("Hello!", FOUR, weighted_key=GREEDY_KEY)
     assert not driver.admitted(again), "a key does not preempt its own requests"
-    other = driver.ask("Hello!", FOUR, owner=OTHER)
+    other = driver.ask("Hello!", FOUR, weighted_key=OTHER)
     assert driver.admitted(other)
     assert preemptions(driver) == 1
     assert isinstance(driver.end(other), Finished)

@@ -311,7 +311,7 @@ def test_priority(served: Served, route: str):
     assert status(ask(served, route, key_with(served, priority="high"))) == 200
     (frame,) = asked(served, "office") + asked(served, "attic")
     assert isinstance(frame, Generate | Embed)
-    assert frame.owner.weight == 16
+    assert frame.weighted_key.weight == 16
 
 
 @pytest.mark.parametrize("route", sorted(USES - {VIDEOS}))

@@ -22,7 +22,7 @@ class LiveRequest(Protocol):
     """Request that has not ended, as the choices see it."""
 
     @property
-    def owner(self) -> WeightedKey:
+    def weighted_key(self) -> WeightedKey:
         """API key of the request."""
         ...
 
@@ -67,12 +67,12 @@ def choose_victim(live: Sequence[R]) -> R | None:
     """
     rows, waiting, holding = Counter[str](), list[R](), list[R]()
     for request in live:
-        rows[request.owner.name] += request.width
+        rows[request.weighted_key.name] += request.width
         (holding if request.holds_memory else waiting).append(request)
     waiting = [request for request in waiting if not request.delivered]
 
     def compute_loss(request: R) -> tuple[float, float, int]:
-        return request.owner.load(rows[request.owner.name]), *request.age
+        return request.weighted_key.load(rows[request.weighted_key.name]), *request.age
 
     return max(waiting or holding, key=compute_loss, default=None)
 
@@ -98,19 +98,21 @@ def find_first_preempted(preempted: Iterable[R], key: str | None) -> R | None:
     Requests that were preempted for another key precede only requests of their own key. With `key` None, all preempted
     requests count.
     """
-    ahead = (request for request in preempted if key in (None, request.owner.name) or not request.yielded)
+    ahead = (request for request in preempted if key in (None, request.weighted_key.name) or not request.yielded)
     return min(ahead, key=_get_age, default=None)
 
 
-def choose_for_key(owner: WeightedKey, need: int, missing: int, holding: Sequence[tuple[R, int]]) -> list[R]:
-    """Return the requests to preempt for a request of the key `owner`; an empty list if fair shares do not allow enough
+def choose_for_key(key: WeightedKey, need: int, missing: int, holding: Sequence[tuple[R, int]]) -> list[R]:
+    """Return the requests to preempt for a request of `key`; an empty list if fair shares do not allow enough
     preemptions.
 
     The request needs `need` rows or bytes, of which `missing` are not free. `holding` are the running requests in order
     of arrival, each with the rows or bytes that it holds.
     """
     held = [(request, size) for request, size in holding if size]
-    places = choose_preemptions(owner, need, missing, [RunningRequest(request.owner, size) for request, size in held])
+    places = choose_preemptions(
+        key, need, missing, [RunningRequest(request.weighted_key, size) for request, size in held]
+    )
     return [held[place][0] for place in places]
 
 

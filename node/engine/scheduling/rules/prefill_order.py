@@ -18,7 +18,7 @@ class QueuedPrompt(Protocol):
     """Prompt in the queue, as the order sees it."""
 
     @property
-    def owner(self) -> WeightedKey:
+    def weighted_key(self) -> WeightedKey:
         """API key of the request."""
         ...
 
@@ -55,11 +55,11 @@ def iterate_in_service_order(queue: Sequence[P], decoding: Mapping[str, int]) ->
     taken, waiting = dict(decoding), list[P]()
     for prompt in queue:
         if prompt.started:
-            taken[prompt.owner.name] = taken.get(prompt.owner.name, 0) + prompt.width
+            taken[prompt.weighted_key.name] = taken.get(prompt.weighted_key.name, 0) + prompt.width
         else:
             waiting.append(prompt)
     for place in compute_service_order(
-        [WaitingRequest(prompt.owner, prompt.width, prompt.answered) for prompt in waiting], taken
+        [WaitingRequest(prompt.weighted_key, prompt.width, prompt.answered) for prompt in waiting], taken
     ):
         yield waiting[place]
 

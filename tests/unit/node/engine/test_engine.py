@@ -187,22 +187,22 @@ def test_an_idle_model_is_not_evicted_for_what_does_not_fit_either_way(driver: D
 def test_rows_are_given_fairly_to_those_who_wait_for_them():
     driver = Driver(models.path("llama"), max_batch_size=2)
     short = GenerationParams(temperature=0.0, max_tokens=4)
-    greedy = [driver.ask("Hello!", short, owner=WeightedKey("greedy")) for _ in range(8)]
-    ada = driver.ask("Hello!", short, owner=WeightedKey("ada"))
+    greedy = [driver.ask("Hello!", short, weighted_key=WeightedKey("greedy")) for _ in range(8)]
+    ada = driver.ask("Hello!", short, weighted_key=WeightedKey("ada"))
     driver.end(ada)
     assert sum(driver.ended(number) is not None for number in greedy) <= 3, "six of them wait until she has a row"
     for number in greedy:
         assert isinstance(driver.end(number), Finished)
 
 
-def test_a_long_prompt_is_not_read_after_all_those_of_an_owner_who_has_many():
+def test_a_long_prompt_is_not_prefilled_after_all_those_of_a_key_with_many():
     driver = Driver(models.path("llama"), max_batch_size=16, prefill_step_size=64)
     short = GenerationParams(temperature=0.0, max_tokens=2)
     batch = [
-        driver.ask(f"{number} " + "Tell me of the sea and the ships. " * 40, short, owner=WeightedKey("batch"))
+        driver.ask(f"{number} " + "Tell me of the sea and the ships. " * 40, short, weighted_key=WeightedKey("batch"))
         for number in range(CROWDED_PROMPTS + 4)
     ]
-    ada = driver.ask("Ada asks. " + "Tell me of the sea and the ships. " * 42, short, owner=WeightedKey("ada"))
+    ada = driver.ask("Ada asks. " + "Tell me of the sea and the ships. " * 42, short, weighted_key=WeightedKey("ada"))
     driver.end(ada)
     assert sum(driver.ended(number) is not None for number in batch) <= CROWDED_PROMPTS
     for number in batch:
@@ -214,9 +214,9 @@ def test_a_key_is_charged_for_the_prompt_tokens_that_forwards_compute(monkeypatc
     """The second long prompt is found in the cache after its queueing. The short ones share a forward."""
     charged, plain = list[float](), PrefillFairness.count_prefilled
 
-    def record(fairness: PrefillFairness, owner: WeightedKey, tokens: float) -> None:
+    def record(fairness: PrefillFairness, key: WeightedKey, tokens: float) -> None:
         charged.append(tokens)
-        plain(fairness, owner, tokens)
+        plain(fairness, key, tokens)
 
     monkeypatch.setattr(PrefillFairness, "count_prefilled", record)
     driver = Driver(models.path("llama"), max_batch_size=4, prefill_step_size=256)
@@ -229,8 +229,8 @@ def test_a_key_is_charged_for_the_prompt_tokens_that_forwards_compute(monkeypatc
 def test_an_answer_that_was_begun_elsewhere_gets_the_next_row():
     driver = Driver(models.path("llama"), max_batch_size=1)
     short = GenerationParams(temperature=0.0, max_tokens=4)
-    before = [driver.ask("Hello!", short, owner=WeightedKey("ada")) for _ in range(4)]
-    begun = driver.ask("Hello!", short, owner=WeightedKey("ada"), resume=((5,),))
+    before = [driver.ask("Hello!", short, weighted_key=WeightedKey("ada")) for _ in range(4)]
+    begun = driver.ask("Hello!", short, weighted_key=WeightedKey("ada"), resume=((5,),))
     driver.end(begun)
     assert sum(driver.ended(number) is not None for number in before) <= 1
 

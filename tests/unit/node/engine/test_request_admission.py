@@ -26,7 +26,7 @@ SHORT = GenerationParams(temperature=0.0, max_tokens=2)
 def ask_at(driver: Driver, now: float, key: str) -> Frame:
     """Send a long request of a key at the monotonic time `now`; return its only answer."""
     driver.number += 1
-    message, owner = Message("user", "hello"), WeightedKey(key)
+    message = Message("user", "hello")
     frame = Generate(
         driver.number,
         driver.number,
@@ -35,7 +35,7 @@ def ask_at(driver: Driver, now: float, key: str) -> Frame:
         (message,),
         LONG,
         0,
-        owner=owner,
+        weighted_key=WeightedKey(key),
         expected=LONG_TOKENS,
     )
     work = driver.engine.prepare(frame)
@@ -65,7 +65,7 @@ def squeeze_until_missing(driver: Driver, key: str, missing: int) -> None:
 def test_the_next_preemption_for_a_key_waits_until_memory_of_the_last_one_can_have_returned():
     driver = Driver(models.path("llama"), max_batch_size=8, prefix_cache_size="off")
     driver.answer("hello", SHORT)
-    greedy = [driver.ask("hello", LONG, owner=WeightedKey("greedy"), expected=LONG_TOKENS) for _ in range(4)]
+    greedy = [driver.ask("hello", LONG, weighted_key=WeightedKey("greedy"), expected=LONG_TOKENS) for _ in range(4)]
     driver.until(lambda: all(len(driver.ids[number, 0]) > 2 for number in greedy))
     half_a_row = compute_row_bytes(driver.resident().kv, LONG_TOKENS) // 2
 
@@ -89,10 +89,10 @@ def test_the_next_preemption_for_a_key_waits_until_memory_of_the_last_one_can_ha
 def test_what_is_missing_below_the_ceiling_is_preempted_as_well(monkeypatch: pytest.MonkeyPatch):
     driver = Driver(models.path("llama"), max_batch_size=8, prefix_cache_size="off")
     driver.answer("hello", SHORT)
-    greedy = driver.ask("hello", LONG, owner=WeightedKey("greedy"), expected=LONG_TOKENS)
+    greedy = driver.ask("hello", LONG, weighted_key=WeightedKey("greedy"), expected=LONG_TOKENS)
     driver.until(lambda: driver.ids[greedy, 0])
     asked = list[tuple[int, int]]()
-    monkeypatch.setattr(Preemptor, "preempt_for_key", lambda _, owner, need, missing: asked.append((need, missing)))
+    monkeypatch.setattr(Preemptor, "preempt_for_key", lambda _, key, need, missing: asked.append((need, missing)))
     release_free_memory()
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None

@@ -116,7 +116,7 @@ async def test_a_node_that_is_lost_while_it_counts_is_a_failure():
 async def test_count_is_sent_with_the_key():
     node = LoopbackNode("a")
     await count_prompt_tokens(LoopbackCluster(node).dispatcher, ASKED, "k")
-    assert [frame.owner.name for frame in node.heard if isinstance(frame, CountTokens)] == ["k"]
+    assert [frame.weighted_key.name for frame in node.heard if isinstance(frame, CountTokens)] == ["k"]
 
 
 async def test_one_key_does_not_take_all_counts():

@@ -394,7 +394,7 @@ async def test_crowding_key_is_refused_when_its_queue_share_is_full(one: Cluster
 async def test_requests_are_sent_with_key_and_weight(one: Cluster):
     one.submit(key="ada")
     ((_, frame),) = one.generates()
-    assert frame.owner == WeightedKey("ada", 4)
+    assert frame.weighted_key == WeightedKey("ada", 4)
     assert (frame.cache_scope, frame.shared) == ("", False), "its cached prefixes are its key's own"
 
 

@@ -116,13 +116,13 @@ class World:
         self.swaps.update_loaded(nodes.values(), self.now)
         waiting: list[model_swaps.SwapCandidate] = []
         keys: dict[str, dict[str, int]] = {}
-        for ticket, owner, name, since in sorted(self.waiting, key=lambda one: one[3]):
+        for ticket, key, name, since in sorted(self.waiting, key=lambda one: one[3]):
             demand = self.demands.get(ticket, ResourceDemand(name, 400, 100))
             trials = msgspec.structs.replace(FIRST, waiting=ticket)
             seen = tuple(evaluate_node(node, demand, self.ledger, self.now, {}, trials, {}) for node in nodes.values())
             refused = self.refused.get(ticket, frozenset())
-            waiting.append(model_swaps.SwapCandidate(ticket, owner, name, since, seen, refused))
-            keys.setdefault(name, {})[owner.name] = owner.weight
+            waiting.append(model_swaps.SwapCandidate(ticket, key, name, since, seen, refused))
+            keys.setdefault(name, {})[key.name] = key.weight
         return SwapInput(nodes, waiting, keys, self.running, self.ledger.turns)
 
     def step(self, seconds: float = 0.0) -> list[model_swaps.Action]:

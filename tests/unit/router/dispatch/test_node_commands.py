@@ -52,7 +52,7 @@ class Nodes:
         return task
 
     async def count(self, key: str) -> asyncio.Task[CommandResult]:
-        asked = CountTokens(0, "tiny", (Message("user", "x"),), 5, owner=WeightedKey(key))
+        asked = CountTokens(0, "tiny", (Message("user", "x"),), 5, weighted_key=WeightedKey(key))
         task = asyncio.create_task(self.orders.count_tokens(A, "node-a", asked))
         await asyncio.sleep(0)
         return task

@@ -174,7 +174,7 @@ async def test_a_prompt_is_counted_for_the_key():
     (frame,) = node.heard
     (key,) = cluster.keys.list()
     assert isinstance(frame, CountTokens)
-    assert frame.owner.name == key.id
+    assert frame.weighted_key.name == key.id
     assert (await call(cluster, "/v1/messages/count_tokens", "GET")).status == 405
 
 

@@ -32,7 +32,7 @@ def ask(number: int, prompt: int, output: int, key: str = "ada", expected: int =
     params = GenerationParams(max_tokens=output)
     ids = tuple(range(prompt))
     return Generate(
-        number, number, f"r{number}", "chat", (), params, 0, expected=expected, owner=WeightedKey(key), ids=ids
+        number, number, f"r{number}", "chat", (), params, 0, expected=expected, weighted_key=WeightedKey(key), ids=ids
     )
 
 

@@ -26,9 +26,9 @@ class Mac:
             "mini", node, (model,), self.loop, send=self.said.append, turn_of=self.turns.__getitem__
         )
 
-    def ask(self, number: int, prompt: int, output: int = 10, owner: WeightedKey = ADA) -> None:
+    def ask(self, number: int, prompt: int, output: int = 10, key: WeightedKey = ADA) -> None:
         self.turns[f"r{number}"] = ConversationTurn(f"r{number}", "k", "chat", prompt, output, prompt * 4, None, 0.0)
-        self.machine.take(Generate(number, number, f"r{number}", "chat", (), GenerationParams(), 0, owner=owner))
+        self.machine.take(Generate(number, number, f"r{number}", "chat", (), GenerationParams(), 0, weighted_key=key))
 
     def run(self, seconds: float) -> None:
         async def wait() -> None:
@@ -115,7 +115,7 @@ def test_rows_are_shared_between_keys():
     mac = Mac(batch=2)
     for number in range(1, 7):
         mac.ask(number, 200)
-    mac.ask(7, 200, owner=BOB)
+    mac.ask(7, 200, key=BOB)
     mac.run(600)
     ends = [frame.request for frame in mac.said if isinstance(frame, Finished)]
     assert ends.index(7) <= 3, "four of hers had no row when his request came"

@@ -64,18 +64,18 @@ def test_every_key_is_served_and_its_requests_stay_in_order(waiting: list[Waitin
     places = order(*waiting)
     assert sorted(places) == list(range(len(waiting)))
     for name in "abcd":
-        his = [place for place in places if waiting[place].owner.name == name and not waiting[place].begun]
+        his = [place for place in places if waiting[place].weighted_key.name == name and not waiting[place].begun]
         assert his == sorted(his)
 
 
 @given(st.lists(st.sampled_from([ADA, BOB]), max_size=24))
-def test_no_key_is_more_than_a_row_ahead_while_both_wait(owners: list[WeightedKey]):
-    had, left = Counter[str](), Counter(owner.name for owner in owners)
-    for place in order(*map(WaitingRequest, owners)):
-        name = owners[place].name
+def test_no_key_is_more_than_a_row_ahead_while_both_wait(keys: list[WeightedKey]):
+    had, left = Counter[str](), Counter(key.name for key in keys)
+    for place in order(*map(WaitingRequest, keys)):
+        name = keys[place].name
         had[name] += 1
         left[name] -= 1
-        if all(left[owner.name] for owner in (ADA, BOB)):
+        if all(left[key.name] for key in (ADA, BOB)):
             assert abs(had["ada"] - had["bob"]) <= 1
 
 
@@ -83,9 +83,9 @@ def read(reading: PrefillFairness, waiting: list[WeightedKey], turns: int, token
     """Run `turns` turns of endless prompts, and return the number of turns of each key."""
     had = Counter[str]()
     for _ in range(turns):
-        owner = waiting[reading.choose_next(waiting)]
-        reading.count_prefilled(owner, tokens)
-        had[owner.name] += 1
+        key = waiting[reading.choose_next(waiting)]
+        reading.count_prefilled(key, tokens)
+        had[key.name] += 1
     return had
 
 
@@ -119,16 +119,16 @@ def test_idle_key_earns_no_credit():
 
 
 @given(st.lists(st.sampled_from([ADA, BOB, WeightedKey("heavy", 4)]), min_size=1, max_size=24), st.data())
-def test_choose_next_starves_no_key(owners: list[WeightedKey], data: st.DataObject):
+def test_choose_next_starves_no_key(keys: list[WeightedKey], data: st.DataObject):
     reading, had = PrefillFairness(), Counter[str]()
     for _ in range(60):
-        owner = owners[reading.choose_next(owners)]
-        reading.count_prefilled(owner, data.draw(st.integers(1, 100)))
-        had[owner.name] += 1
-    if max(Counter(one.name for one in owners).values()) > CROWDED_PROMPTS:
-        assert set(had) == {one.name for one in owners}
+        key = keys[reading.choose_next(keys)]
+        reading.count_prefilled(key, data.draw(st.integers(1, 100)))
+        had[key.name] += 1
+    if max(Counter(one.name for one in keys).values()) > CROWDED_PROMPTS:
+        assert set(had) == {one.name for one in keys}
     else:
-        assert set(had) == {owners[0].name}
+        assert set(had) == {keys[0].name}
 
 
 def test_preemption_takes_the_youngest_request_of_the_largest_key():
@@ -149,8 +149,8 @@ def test_preemption_is_never_reversed(holding: list[tuple[str, int]], need: int)
     places = choose_preemptions(WeightedKey("x", 4), need, need, held)
     left = [one for place, one in enumerate(held) if place not in places] + [RunningRequest(WeightedKey("x", 4), need)]
     for place in places:
-        back = choose_preemptions(held[place].owner, held[place].size, held[place].size, left)
-        assert not any(left[one].owner.name == "x" for one in back)
+        back = choose_preemptions(held[place].weighted_key, held[place].size, held[place].size, left)
+        assert not any(left[one].weighted_key.name == "x" for one in back)
 
 
 def test_service_order_puts_keys_without_rows_first():

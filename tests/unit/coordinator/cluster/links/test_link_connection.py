@@ -12,7 +12,7 @@ import pytest
 
 from coordinator.cluster.links import link_connection, link_server
 from coordinator.cluster.links.link_budgets import BUDGET_RETRY_SECONDS, REPORTS_BURST
-from coordinator.cluster.links.link_connection import MAX_UNLINKED_BYTES, Connection, ConnectionOwner
+from coordinator.cluster.links.link_connection import MAX_UNLINKED_BYTES, Connection, ConnectionHandler
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.state.database import Database
 from node.agent.enrollment import enroll
@@ -29,8 +29,8 @@ PIECE = 4096
 class Recorded(Connection):
     """Connection that records the frames that it processes."""
 
-    def __init__(self, owner: ConnectionOwner) -> None:
-        super().__init__(owner)
+    def __init__(self, handler: ConnectionHandler) -> None:
+        super().__init__(handler)
         self.processed = list[Frame]()
 
     def on_frame(self, tag: int, body: bytes) -> None:
@@ -43,7 +43,7 @@ def connections(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
     """Record the connections that the cluster port accepts."""
     accepted = list[Recorded]()
 
-    monkeypatch.setattr(link_server, "Connection", lambda owner: accepted.append(Recorded(owner)) or accepted[-1])
+    monkeypatch.setattr(link_server, "Connection", lambda handler: accepted.append(Recorded(handler)) or accepted[-1])
     return accepted
 
 

@@ -65,7 +65,7 @@ def find_request(driver: Driver, number: int) -> EmbeddingRequest:
 
 
 def test_a_later_request_computes_its_documents_only(driver: Driver):
-    expected, alone, _ = score(driver, *OTHERS, owner=WeightedKey("other"))
+    expected, alone, _ = score(driver, *OTHERS, weighted_key=WeightedKey("other"))
     _, _, cached = score(driver, *DOCUMENTS)
     assert cached == 0
     scores, prefilled, cached = score(driver, *OTHERS)
@@ -101,11 +101,11 @@ def test_a_query_that_continues_a_stored_one_computes_the_rest_of_its_beginning(
 
 
 def test_keys_share_no_beginning_unless_the_pool_does(driver: Driver):
-    score(driver, *DOCUMENTS, owner=WeightedKey("a"))
-    assert score(driver, *OTHERS, owner=WeightedKey("b"))[2] == 0
-    assert score(driver, *OTHERS, owner=WeightedKey("a"))[2] > 60
-    score(driver, *DOCUMENTS, owner=WeightedKey("a"), cache_scope=SHARED_SCOPE)
-    assert score(driver, *OTHERS, owner=WeightedKey("c"), cache_scope=SHARED_SCOPE)[2] > 60
+    score(driver, *DOCUMENTS, weighted_key=WeightedKey("a"))
+    assert score(driver, *OTHERS, weighted_key=WeightedKey("b"))[2] == 0
+    assert score(driver, *OTHERS, weighted_key=WeightedKey("a"))[2] > 60
+    score(driver, *DOCUMENTS, weighted_key=WeightedKey("a"), cache_scope=SHARED_SCOPE)
+    assert score(driver, *OTHERS, weighted_key=WeightedKey("c"), cache_scope=SHARED_SCOPE)[2] > 60
 
 
 def test_a_stored_beginning_holds_memory_of_its_own_and_counts_as_cached(driver: Driver):
@@ -166,7 +166,7 @@ def test_after_a_fault_no_stored_beginning_is_used(driver: Driver):
 
 def test_a_query_that_parts_from_a_stored_one_uses_what_they_share(driver: Driver):
     one, other = (QUERY + f"and with its {name}? " * 3 for name in ("lakes", "towns"))
-    expected, alone, _ = score(driver, *OTHERS, query=other, owner=WeightedKey("other"))
+    expected, alone, _ = score(driver, *OTHERS, query=other, weighted_key=WeightedKey("other"))
     score(driver, *DOCUMENTS, query=one)
     scores, prefilled, cached = score(driver, *OTHERS, query=other)
     assert cached > 60

@@ -96,17 +96,17 @@ def test_the_states_of_all_architectures_are_recorded(tmp_path: Path, arch: str)
 
 
 def test_layers_are_restored_after_a_fault(driver: Driver):
-    owner: Any = driver.resident("vectors").head.run_layers  # type: ignore[union-attr]
-    before = list(owner.layers)
+    module: Any = driver.resident("vectors").head.run_layers  # type: ignore[union-attr]
+    before = list(module.layers)
 
     def run() -> None:
-        with record_layers(owner, lambda layer, states: None):
-            assert owner.layers[0].self_attn is before[0].self_attn
+        with record_layers(module, lambda layer, states: None):
+            assert module.layers[0].self_attn is before[0].self_attn
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         run()
-    assert owner.layers == before
+    assert module.layers == before
 
 
 def test_parts_have_nearly_the_same_size():

@@ -309,7 +309,9 @@ def test_tokens_of_a_shared_forward_count_for_the_key_of_each_text(folder: Path)
     lengths = {"busy": [(70,)] * (CROWDED_PROMPTS + 2), "many": [(*[8] * 6, 60)], "few": [(8, 60)]}
     numbers = {
         key: [
-            driver.embed(ids=tuple((place + 1,) * size for place, size in enumerate(sizes)), owner=WeightedKey(key))
+            driver.embed(
+                ids=tuple((place + 1,) * size for place, size in enumerate(sizes)), weighted_key=WeightedKey(key)
+            )
             for sizes in requests
         ]
         for key, requests in lengths.items()

@@ -222,8 +222,8 @@ def test_a_grammar_is_vetted_before_it_is_compiled(tokenizer: Tokenizer):
 def test_grammars_of_a_dropped_tokenizer_go_with_it(tokenizer: Tokenizer, asked: Asked):
     """The id of a dropped object may be that of a new one, whose tokens are other ones."""
     made, other = GrammarCompiler(asked), load(models.path("qwen3"))
-    for owner in (tokenizer, other):
-        made.compile(owner, GrammarSpec("regex", "[0-9]"), "", PROMPT, one_call=False)
+    for each in (tokenizer, other):
+        made.compile(each, GrammarSpec("regex", "[0-9]"), "", PROMPT, one_call=False)
     assert made.cached_count == 2
     made.retain([other])
     assert (made.cached_count, made.has_tables_for(tokenizer), made.has_tables_for(other)) == (1, False, True)

@@ -28,7 +28,7 @@ FORMAT = ToolCallFormat("any", ("<call>", "</call>"), "", quote_marker)
 
 @pytest.fixture(scope="module")
 def tokens() -> LLTokenizer:
-    return GrammarGuide.of(load(models.path("llama"))).tokenizer
+    return GrammarGuide.of(load(models.path("llama"))).ll_tokenizer
 
 
 @pytest.mark.parametrize(

@@ -74,21 +74,21 @@ def make(guide: GrammarGuide) -> Make:
     """Return a function that makes the state of an answer `ab` or `abb`, with reasoning or an opener of it."""
 
     def build(*, thinking: bool = False, opener: int | None = None) -> GrammarMatcher:
-        matcher = LLMatcher(guide.tokenizer, LLMatcher.grammar_from_regex("abb?"), log_level=0)
-        search = ReasoningEndSearch(END, guide.owner.token_bytes) if thinking else None
-        return GrammarMatcher(matcher, guide.tokenizer, search, opener, guide.unending, guide.owner.eos)
+        matcher = LLMatcher(guide.ll_tokenizer, LLMatcher.grammar_from_regex("abb?"), log_level=0)
+        search = ReasoningEndSearch(END, guide.tokenizer.token_bytes) if thinking else None
+        return GrammarMatcher(matcher, guide.ll_tokenizer, search, opener, guide.unending, guide.tokenizer.eos)
 
     return build
 
 
 def feed(guide: GrammarGuide, state: GrammarMatcher, text: str) -> None:
-    for token in guide.tokenizer.tokenize_str(text):
+    for token in guide.ll_tokenizer.tokenize_str(text):
         state.feed(token)
 
 
 def test_an_answer_follows_its_grammar_and_ends_where_it_may(guide: GrammarGuide, make: Make):
-    state, end = make(), min(guide.owner.eos)
-    first, second = (guide.tokenizer.tokenize_str(text) for text in ("a", "b"))
+    state, end = make(), min(guide.tokenizer.eos)
+    first, second = (guide.ll_tokenizer.tokenize_str(text) for text in ("a", "b"))
     mask = state.compute_mask()
     assert mask is not None
     assert first[0] in list_tokens(mask)
@@ -108,11 +108,11 @@ def test_an_answer_follows_its_grammar_and_ends_where_it_may(guide: GrammarGuide
 
 
 def test_reasoning_is_free_and_never_ends_the_answer(guide: GrammarGuide, make: Make):
-    state, end = make(thinking=True), min(guide.owner.eos)
+    state, end = make(thinking=True), min(guide.tokenizer.eos)
     feed(guide, state, "b and anything else")
     mask = state.compute_mask()
     assert mask == guide.unending
-    assert not guide.owner.eos & set(list_tokens(guide.unending))
+    assert not guide.tokenizer.eos & set(list_tokens(guide.unending))
     with pytest.raises(GrammarFailed, match="ended within its reasoning"):
         make(thinking=True).feed(end)
     feed(guide, state, "</think>")
@@ -122,7 +122,7 @@ def test_reasoning_is_free_and_never_ends_the_answer(guide: GrammarGuide, make: 
 
 
 def test_an_answer_may_begin_its_reasoning_with_its_first_token_only(guide: GrammarGuide, make: Make):
-    opener = guide.tokenizer.tokenize_str("x")[0]
+    opener = guide.ll_tokenizer.tokenize_str("x")[0]
     state = make(thinking=True, opener=opener)
     assert state.opener == opener
     mask = state.compute_mask()

@@ -152,9 +152,9 @@ def test_who_waits_for_a_row_gives_way_before_any_answer_does_and_first_of_who_h
         models.path("llama"), max_batch_size=2, prefill_step_size=512, min_prefill_step=64, prefix_cache_size="off"
     )
     driver.answer(SHORT[0]["prompt"])
-    running = [driver.ask("hello", endless(40), expected=16, owner=WeightedKey(name)) for name in ("ada", "dia")]
-    greedy = [driver.ask("hello", endless(1500), expected=1500, owner=WeightedKey("greedy")) for _ in range(3)]
-    bob = driver.ask("hello", endless(1500), expected=1500, owner=WeightedKey("bob"))
+    running = [driver.ask("hello", endless(40), expected=16, weighted_key=WeightedKey(name)) for name in ("ada", "dia")]
+    greedy = [driver.ask("hello", endless(1500), expected=1500, weighted_key=WeightedKey("greedy")) for _ in range(3)]
+    bob = driver.ask("hello", endless(1500), expected=1500, weighted_key=WeightedKey("bob"))
     driver.until(lambda: all(driver.ids[number, 0] for number in running))
     squeeze(driver, 0)
     driver.until(lambda: any(driver.ended(number) for number in (*running, *greedy, bob)))

@@ -406,9 +406,9 @@ def test_prompts_are_read_in_turns_between_keys(driver: Driver):
     queue, order = TokenizeQueue(), list[int]()
 
     def of(key: str, number: int) -> UntokenizedPrompt:
-        frame: Generate | CountTokens = replace(asked(driver, "Hello!", number), owner=WeightedKey(key))
+        frame: Generate | CountTokens = replace(asked(driver, "Hello!", number), weighted_key=WeightedKey(key))
         if number % 2:  # counts also take turns of their key
-            frame = CountTokens(number, driver.default, frame.messages, 0, owner=WeightedKey(key))
+            frame = CountTokens(number, driver.default, frame.messages, 0, weighted_key=WeightedKey(key))
         return UntokenizedPrompt(frame, 0, lambda: TokenizeResult(number, Finished(number, (), 0, 0)))
 
     for number in range(5):

@@ -80,7 +80,7 @@ def test_what_waits_is_read_at_once_and_answered_verbatim(
     driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch
 ):
     before, fair = driver.engine.report(0.0).counts, list[int]()
-    monkeypatch.setattr(PrefillFairness, "count_prefilled", lambda _, owner, tokens: fair.append(tokens))
+    monkeypatch.setattr(PrefillFairness, "count_prefilled", lambda _, key, tokens: fair.append(tokens))
     numbers = ask(driver, 6)
     verbatim(driver, numbers)
     ends = [driver.end(number) for number in numbers]
@@ -181,7 +181,7 @@ def test_packed_prompts_are_cached_for_their_key_while_they_decode(driver: Drive
     def start(word: str, key: str, tokens: int) -> int:
         params = GenerationParams(temperature=0.0, max_tokens=tokens, logit_bias=ENDLESS)
         messages = (Message("system", "word " * 8), Message("user", word * 30))
-        return driver.ask("", params, messages=messages, owner=WeightedKey(key), shared=True)
+        return driver.ask("", params, messages=messages, weighted_key=WeightedKey(key), shared=True)
 
     numbers = [start(word, "ada", 90) for word in ("cat ", "sun ")]
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))

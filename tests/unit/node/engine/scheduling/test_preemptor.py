@@ -274,13 +274,13 @@ def test_a_row_that_grows_takes_the_memory_of_a_running_request(driver: Driver):
 
 def test_a_request_that_fails_as_it_is_stored_is_not_preempted():
     driver = Driver(models.path("llama"), max_batch_size=2, min_prefill_step=64, prefix_cache_size="64MiB")
-    numbers = [driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey("ada")) for _ in range(2)]
+    numbers = [driver.ask("hello", endless(LLAMA, ANSWER), weighted_key=WeightedKey("ada")) for _ in range(2)]
     driver.until(lambda: all(len(driver.ids[number, 0]) > 9 for number in numbers))
     for number in numbers:
         driver.engine.parts.scheduler.live[number].rows[0].rebuilt = batch_recovery.MAX_REBUILDS
     (batch,) = driver.batches().values()
     batch.extract = lambda row: 1 / 0  # type: ignore[method-assign, assignment]
-    other = driver.ask("hello", endless(LLAMA, 3), owner=WeightedKey("bob"))
+    other = driver.ask("hello", endless(LLAMA, 3), weighted_key=WeightedKey("bob"))
     assert isinstance(driver.end(other), Finished)
     assert all(isinstance(driver.ended(number), Failed) for number in numbers)
     assert counts(driver).preemptions == 0
@@ -289,7 +289,7 @@ def test_a_request_that_fails_as_it_is_stored_is_not_preempted():
 def test_the_key_that_holds_most_memory_is_preempted_for_another_one():
     driver = Driver(models.path("llama"), max_batch_size=8, min_prefill_step=64, prefix_cache_size="64MiB")
     numbers = [
-        driver.ask("hello", endless(LLAMA, tokens), model=LLAMA, owner=WeightedKey(key), expected=tokens)
+        driver.ask("hello", endless(LLAMA, tokens), model=LLAMA, weighted_key=WeightedKey(key), expected=tokens)
         for key, tokens in (("ada", ANSWER), ("bob", 900), ("bob", 2000), ("ada", ANSWER))
     ]
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
@@ -308,9 +308,9 @@ def test_the_key_that_holds_most_memory_is_preempted_for_another_one():
 def test_a_prompt_that_waits_for_memory_takes_no_row_of_another_key():
     driver = Driver(models.path("llama"), max_batch_size=2, min_prefill_step=64, prefix_cache_size="off")
     for _ in range(2):
-        driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey("ada"))
+        driver.ask("hello", endless(LLAMA, ANSWER), weighted_key=WeightedKey("ada"))
     driver.until(lambda: driver.engine.report(0.0).running == 2)
-    driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey("bob"))
+    driver.ask("hello", endless(LLAMA, ANSWER), weighted_key=WeightedKey("bob"))
     (prefill,) = driver.engine.parts.scheduler.prefills
     prefill.delay(time.monotonic() + 3600)
     driver.turn()
@@ -324,13 +324,13 @@ def test_no_more_rows_are_taken_from_another_key_than_are_missing():
     driver = Driver(models.path("llama"), max_batch_size=4, min_prefill_step=64, prefix_cache_size="off")
 
     def ask(key: str, running: int) -> int:
-        driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey(key))
+        driver.ask("hello", endless(LLAMA, ANSWER), weighted_key=WeightedKey(key))
         driver.until(lambda: driver.engine.report(0.0).running == running)
         return counts(driver).preemptions
 
     assert [ask("ada", running) for running in (1, 2, 3)] == [0, 0, 0]
     assert ask("bob", 4) == 0, "a row is free"
-    driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey("bob"))
+    driver.ask("hello", endless(LLAMA, ANSWER), weighted_key=WeightedKey("bob"))
     driver.turn()
     assert counts(driver).preemptions == 1
 
@@ -341,9 +341,9 @@ def test_a_request_that_gave_its_row_to_another_key_returns_after_the_prompts_th
     monkeypatch.setattr(preemptor, "GATE_RETRY_SECONDS", 0.0)
     driver = Driver(models.path("llama"), max_batch_size=2, min_prefill_step=64, prefix_cache_size="off")
     scheduler, brief = driver.engine.parts.scheduler, endless(LLAMA, 8)
-    numbers = [driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey("ada")) for _ in range(2)]
+    numbers = [driver.ask("hello", endless(LLAMA, ANSWER), weighted_key=WeightedKey("ada")) for _ in range(2)]
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
-    first, second = (driver.ask("hello", brief, owner=WeightedKey("bob")) for _ in range(2))
+    first, second = (driver.ask("hello", brief, weighted_key=WeightedKey("bob")) for _ in range(2))
     driver.until(lambda: driver.ids[second, 0])
     assert driver.ended(first)
     assert [sequence.number for sequence in scheduler.preempted] == numbers[1:]
@@ -352,9 +352,9 @@ def test_a_request_that_gave_its_row_to_another_key_returns_after_the_prompts_th
 
 def test_the_tokens_of_a_row_that_is_taken_for_another_key_are_stored_for_its_return():
     driver = Driver(models.path("llama"), max_batch_size=2, min_prefill_step=64, prefix_cache_size="64MiB")
-    numbers = [driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey("ada")) for _ in range(2)]
+    numbers = [driver.ask("hello", endless(LLAMA, ANSWER), weighted_key=WeightedKey("ada")) for _ in range(2)]
     driver.until(lambda: all(len(driver.ids[number, 0]) > 9 for number in numbers))
-    driver.ask("hello", endless(LLAMA, ANSWER), owner=WeightedKey("bob"))
+    driver.ask("hello", endless(LLAMA, ANSWER), weighted_key=WeightedKey("bob"))
     driver.turn()
     (preempted,) = driver.engine.parts.scheduler.preempted
     longest = max(entry.length for entry in driver.engine.parts.prefix_cache.entries)
@@ -366,10 +366,10 @@ def test_rows_that_decode_and_rows_that_are_prefilled_count_together_for_their_k
         models.path("llama"), max_batch_size=4, prefill_step_size=64, min_prefill_step=64, prefix_cache_size="off"
     )
     params, scheduler = replace(endless(LLAMA, 900), n=2), driver.engine.parts.scheduler
-    driver.ask("hello", params, owner=WeightedKey("greedy"))
-    newest = driver.ask("hello", params, owner=WeightedKey("greedy"), resume=((30,), (30,) * 800))
+    driver.ask("hello", params, weighted_key=WeightedKey("greedy"))
+    newest = driver.ask("hello", params, weighted_key=WeightedKey("greedy"), resume=((30,), (30,) * 800))
     driver.until(lambda: driver.ids[newest, 0] and any(prefill.started for prefill in scheduler.prefills))
-    driver.ask("hello", params, owner=WeightedKey("ada"))
+    driver.ask("hello", params, weighted_key=WeightedKey("ada"))
     driver.turn()
     assert [sequence.number for sequence in scheduler.preempted] == [newest]
 

@@ -530,7 +530,7 @@ def test_a_prefix_of_the_own_key_is_used_where_no_shared_system_prompt_is_longer
     brief, cached = GenerationParams(temperature=0.0, max_tokens=2), list[int]()
     for words, shared in (("word " * 60, False), ("word " * 90, True)):
         messages = (Message("system", words), Message("user", "hello"))
-        found = driver.end(driver.ask("", brief, messages=messages, owner=WeightedKey("ada"), shared=shared))
+        found = driver.end(driver.ask("", brief, messages=messages, weighted_key=WeightedKey("ada"), shared=shared))
         assert isinstance(found, Finished)
         cached.append(found.cached_tokens)
     assert cached[0] == 0 < 120 < cached[1]

@@ -435,7 +435,7 @@ class Load:
         number = self.driver.ask(
             prompt,
             replace(self.PARAMS[kind], n=count, max_tokens=tokens),
-            owner=WeightedKey(chance.choice(("ada", "bob"))),
+            weighted_key=WeightedKey(chance.choice(("ada", "bob"))),
             expected=chance.choice((1, self.TOKENS)),
             stream=chance.random() < 0.5,
             resume=tuple(tuple(ids[:size]) for ids, size in zip(whole, known, strict=False)),

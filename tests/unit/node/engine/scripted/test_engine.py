@@ -574,8 +574,8 @@ def test_an_answer_continues_at_every_cut_of_another_node(fields: dict[str, Any]
 
 def test_rows_are_given_fairly_to_those_who_wait_for_them():
     bench = Bench(max_batch_size=2)
-    greedy = [bench.ask(owner=WeightedKey("greedy")) for _ in range(8)]
-    ada = bench.ask(owner=WeightedKey("ada"))
+    greedy = [bench.ask(weighted_key=WeightedKey("greedy")) for _ in range(8)]
+    ada = bench.ask(weighted_key=WeightedKey("ada"))
     while not isinstance(bench.last(ada), Finished):
         assert bench.turn()
     assert sum(isinstance(bench.last(number), Finished) for number in greedy) <= 3, "six of them wait for her"

@@ -92,7 +92,15 @@ class Played:
     def _add(self, number: int, ask: Ask, now: float) -> None:
         params = GenerationParams(max_tokens=ask.output)
         frame = Generate(
-            number, number, f"r{number}", ask.model, (), params, 0, expected=ask.expected, owner=WeightedKey(ask.key)
+            number,
+            number,
+            f"r{number}",
+            ask.model,
+            (),
+            params,
+            0,
+            expected=ask.expected,
+            weighted_key=WeightedKey(ask.key),
         )
         shape, ledger = compute_shape(frame, ask.prompt, ask.output, 100_000), self.ledgers[ask.model]
         if self.memory.check(GateSite.PREFLIGHT, now, ledger.compute_cost(shape.length, 1)) is not None:

@@ -58,7 +58,7 @@ def test_prompts_of_rows_of_different_lengths_are_written_and_restored(tmp_path:
 
 def test_a_row_that_memory_could_not_store_returns_from_the_disk(tmp_path: Path):
     driver = open_small(tmp_path)
-    number = driver.ask(words(MANY), GenerationParams(temperature=0.0, max_tokens=40), owner=WeightedKey("ada"))
+    number = driver.ask(words(MANY), GenerationParams(temperature=0.0, max_tokens=40), weighted_key=WeightedKey("ada"))
     wait_for_files(driver, 3)
     scheduler = driver.engine.parts.scheduler
     scheduler.preemptor.preempt(scheduler.live[number])

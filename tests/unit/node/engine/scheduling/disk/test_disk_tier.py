@@ -149,7 +149,7 @@ def test_a_file_that_is_invalid_ends_the_restoration_there(filled: tuple[Path, l
 def test_another_key_finds_nothing(filled: tuple[Path, list[int]]):
     folder, _ = filled
     driver = open_driver(models.path("llama"), folder)
-    number = driver.ask(words(FEW), BRIEF, owner=WeightedKey("mallory"))
+    number = driver.ask(words(FEW), BRIEF, weighted_key=WeightedKey("mallory"))
     end = driver.end(number)
     assert isinstance(end, Finished)
     assert end.cached_tokens == 0
@@ -161,7 +161,7 @@ def test_a_shared_system_prompt_is_restored_for_another_key(folder: Path):
     for key in ("alice", "bob"):
         driver = open_driver(models.path("llama"), folder)
         messages = (system, Message("user", f"I am {key}"))
-        end = driver.end(driver.ask("", BRIEF, messages=messages, owner=WeightedKey(key), shared=True))
+        end = driver.end(driver.ask("", BRIEF, messages=messages, weighted_key=WeightedKey(key), shared=True))
         assert isinstance(end, Finished)
         cached.append(end.cached_tokens)
         write_all(driver)

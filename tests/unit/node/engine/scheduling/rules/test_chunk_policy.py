@@ -32,7 +32,7 @@ def test_of_equal_prompts_the_first_is_prefilled_first():
     assert next_prefill([(10, 1.0, ADA), (10, 2.0, ADA)], 1, PrefillFairness()) == 0
 
 
-def test_with_many_requests_of_one_owner_the_second_turn_is_fair_between_owners():
+def test_with_many_requests_of_one_key_the_second_turn_is_fair_between_keys():
     reading = PrefillFairness()
     waiting = [(5000, float(number), ADA) for number in range(CROWDED_PROMPTS + 1)] + [(6000, 99.0, BOB)]
     taken = list[int]()

@@ -24,7 +24,7 @@ class Live:
     yielded: bool = False
 
     @property
-    def owner(self) -> WeightedKey:
+    def weighted_key(self) -> WeightedKey:
         return WeightedKey(self.key)
 
     @property
