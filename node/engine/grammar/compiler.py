@@ -13,12 +13,15 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, cast
 
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+from mlx_lm.generate import TextStateMachine
 
 from node.engine.grammar.constrained_splitter import CallPlaces, FormatCutter, MarkerLayout, ReasoningStart
+from node.engine.grammar.harmony_answer import render_harmony_answer
 from node.engine.grammar.lark_builder import LarkBuilder
 from node.engine.grammar.matcher import GrammarMatcher, ReasoningEndSearch, build_mask_without
 from node.engine.grammar.sandbox import SandboxClient
@@ -35,7 +38,10 @@ from node.engine.grammar.tool_spec import (
     parse_json,
     parse_tool_specs,
 )
+from node.engine.text.detokenizer import MarkerCutter
+from node.engine.text.harmony import CONSTRAINED_MARKERS
 from node.engine.text.markers import MarkerPlace
+from node.engine.text.pipeline_parts import MarkCutter
 from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer
 from wire.frames import CallConstraint, GrammarKind, GrammarSpec
 
@@ -73,15 +79,15 @@ class GrammarCompiler:
             raise UnsupportedSchema(f"{PREFIX}it has more than {MAX_SCHEMA_CHARS} characters")
         guide = self._get_guide(tokenizer)
         outline = build_marker_layout(tokenizer, spec, prompt)
-        call_format = tokenizer.tool_call_format if spec.calls else None
+        messages = tokenizer.has_message_answer(prompt)
+        call_format = tokenizer.tool_call_format if spec.calls or messages else None
+        render = partial(render_grammar, spec, tools, one_call=one_call, messages=messages)
         # the vetting process has no tokenizer: there the markers are words
-        plain = render_grammar(
-            spec, tools, None if call_format is None else call_format.replace_tokens(), one_call=one_call
-        )
-        matcher = self._get_matcher(guide, plain, lambda: render_grammar(spec, tools, call_format, one_call=one_call))
+        plain = render(None if call_format is None else call_format.replace_tokens())
+        matcher = self._get_matcher(guide, plain, lambda: render(call_format))
         known = (
             ""
-            if call_format is None
+            if call_format is None or not spec.calls
             else render_tools_for_parser(call_format.parser, parse_tool_specs(tools, spec.tool))
         )
         return CompiledGrammar(matcher, guide, outline, known)
@@ -196,12 +202,15 @@ class CompiledGrammar:
         )
 
     def get_start_place(self) -> MarkerPlace:
-        """Return the state of the text at the start of an answer: reasoning if the prompt began it, else normal."""
+        """Return the state of the text at the start of an answer (`MarkerLayout.get_start_place`)."""
         return self.outline.get_start_place()
 
-    def create_cutter(self) -> FormatCutter:
+    def create_cutter(self) -> MarkerCutter:
         """Return a new cutter for the text of one answer."""
-        return FormatCutter(self.outline)
+        messages = self.outline.messages
+        if messages is None:
+            return FormatCutter(self.outline)
+        return MarkCutter(TextStateMachine(messages.build_transitions(True)), self.get_start_place())
 
 
 def build_marker_layout(tokenizer: Tokenizer, spec: GrammarSpec, prompt: TokenizedPrompt) -> MarkerLayout:
@@ -211,6 +220,8 @@ def build_marker_layout(tokenizer: Tokenizer, spec: GrammarSpec, prompt: Tokeniz
     prompt without a template. Nor may it follow a prompt that has just ended its reasoning, because templates forbid
     reasoning in this way.
     """
+    if tokenizer.has_message_answer(prompt):
+        return MarkerLayout(messages=CONSTRAINED_MARKERS)
     think, call_format = tokenizer.think, tokenizer.tool_call_format
     start = ReasoningStart.NONE
     if prompt.thinking:
@@ -229,13 +240,18 @@ def build_marker_layout(tokenizer: Tokenizer, spec: GrammarSpec, prompt: Tokeniz
     return MarkerLayout(think, start, call_format.markers, calls, quoted=has_quoted_calls(call_format.parser))
 
 
-def render_grammar(spec: GrammarSpec, tools: str, call_format: ToolCallFormat | None, *, one_call: bool) -> str:
+def render_grammar(
+    spec: GrammarSpec, tools: str, call_format: ToolCallFormat | None, *, one_call: bool, messages: bool = False
+) -> str:
     """Render the requested format as llguidance's grammar, a JSON text. `call_format` is the model's format of calls;
-    None: the model makes none. `one_call`: at most one call.
+    None: the model makes none. `one_call`: at most one call. `messages`: the answer is a sequence of messages in
+    Harmony, the format of `call_format`.
 
     Raise `UnsupportedSchema` if the format is invalid or the model does not support it.
     """
     answer: list[Json] = [_build_answer_grammar(spec)] if spec.kind else []
+    if messages and call_format is not None:
+        return _render_messages(spec, tools, call_format, answer)
     if not spec.calls:
         return _join_grammars("start: @answer\n", answer)
     if call_format is None:
@@ -247,6 +263,14 @@ def render_grammar(spec: GrammarSpec, tools: str, call_format: ToolCallFormat | 
     return _join_grammars(
         f"start: {either if free else 'calls'}\n{rules_text}", [*(answer if free else []), *builder.list_schemas()]
     )
+
+
+def _render_messages(spec: GrammarSpec, tools: str, call_format: ToolCallFormat, answer: list[Json]) -> str:
+    forced = spec.calls not in ("", CallConstraint.FREE)
+    text = "" if forced else "@answer" if spec.kind else "WORDS"
+    builder = LarkBuilder(call_format)
+    rules_text = render_harmony_answer(builder, parse_tool_specs(tools, spec.tool) if spec.calls else (), text)
+    return _join_grammars(rules_text, [*(() if forced else answer), *builder.list_schemas()])
 
 
 def _join_grammars(lark: str, parts: list[Json]) -> str:

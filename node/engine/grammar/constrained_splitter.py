@@ -13,7 +13,7 @@ formats with quotes, a call can end only outside of JSON's quotes.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from node.engine.text.markers import NORMAL, REASONING, TOOL, MarkerPlace
+from node.engine.text.markers import NORMAL, REASONING, TOOL, MarkerPlace, MarkerSet
 from node.engine.text.stop_strings import count_overlap
 
 Segments = list[tuple[MarkerPlace, str]]
@@ -54,12 +54,18 @@ class MarkerLayout:
     """Markers of the start and the end of a call."""
     calls: CallPlaces = CallPlaces.NONE
     """Places in the answer where calls may occur."""
+    messages: MarkerSet | None = None
+    """Markers of an answer that is a sequence of messages in Harmony; None for another answer. The other fields then
+    have their defaults."""
     quoted: bool = True
     """Whether calls contain JSON's quotes, in which no marker ends a call. The grammars of other formats exclude the
     marker from the values."""
 
     def get_start_place(self) -> MarkerPlace:
-        """Return the state of the text at the start of the answer: reasoning if the prompt began it, else normal."""
+        """Return the state of the text at the start of the answer: reasoning if the prompt began it, else normal.
+        With `messages`, return their first state."""
+        if self.messages is not None:
+            return self.messages.get_start_place(False)
         return MarkerPlace(REASONING if self.reasoning is ReasoningStart.OPEN else NORMAL)
 
 

@@ -215,6 +215,7 @@ class RequestPreparer:
                 params.stop,
                 renamed.tools,
                 prompt.thinking,
+                continued=prompt.continued,
                 one_call=params.one_call,
                 grammar=grammar,
                 client_names={new: name for name, new in names.items()},

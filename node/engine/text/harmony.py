@@ -16,31 +16,46 @@ the channel `analysis` as well. Text on `commentary` without a recipient is for 
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Final, cast
 
-from node.engine.text.markers import NORMAL, REASONING, TOOL, MarkerSet
+from node.engine.text.markers import NORMAL, REASONING, TOOL, MarkerPlace, MarkerSet
 
 HEADER: Final = "header"
 """State within the header of a message, whose text is not sent."""
-TOKENS: Final = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
-"""Special tokens of the format. A vocabulary with all of them is that of a model with this format."""
+START: Final = "<|start|>"
+CHANNEL: Final = "<|channel|>"
+MESSAGE: Final = "<|message|>"
+END: Final = "<|end|>"
 ENDS: Final = ("<|call|>", "<|return|>")
 """Tokens that end an answer."""
-ANALYSIS: Final = "<|channel|>analysis<|message|>"
+TOKENS: Final = (START, CHANNEL, MESSAGE, END, *ENDS)
+"""Special tokens of the format. A vocabulary with all of them is that of a model with this format."""
+CONSTRAIN: Final = "<|constrain|>"
+"""Special token before the type of a call's arguments."""
+OPENING: Final = f"{START}assistant"
+"""End of a prompt that the model answers with whole messages. Another prompt has begun a message of the answer."""
+ANALYSIS: Final = f"{CHANNEL}analysis{MESSAGE}"
 """Header of a message on the channel of reasoning."""
 RECIPIENT: Final = " to=functions."
 """Text before the name of the called function."""
 MARKERS: Final = MarkerSet(
     call=(RECIPIENT, ""),
     edges={
-        HEADER: [(ANALYSIS, REASONING), (RECIPIENT, TOOL), ("<|message|>", NORMAL)],
-        REASONING: [("<|end|>", HEADER)],
-        NORMAL: [("<|end|>", HEADER)],
-        TOOL: [("<|call|>", HEADER), ("<|end|>", HEADER)],
+        HEADER: [(ANALYSIS, REASONING), (RECIPIENT, TOOL), (MESSAGE, NORMAL)],
+        REASONING: [(END, HEADER)],
+        NORMAL: [(END, HEADER)],
+        TOOL: [("<|call|>", HEADER), (END, HEADER)],
     },
     initial=HEADER,
 )
 """Markers of the format. A call also ends with the answer, because `<|call|>` ends it."""
+CONTINUED: Final = MarkerPlace(NORMAL, MESSAGE)
+"""State within the text of a message that the prompt has begun."""
+CONSTRAINED_MARKERS: Final = replace(
+    MARKERS, edges={state: found if state in (HEADER, REASONING) else [] for state, found in MARKERS.edges.items()}
+)
+"""Markers of an answer under a grammar. Its last message ends with the answer: a marker within JSON is text."""
 _CALL = re.compile(r"([\w.-]+)[^{]*?<\|message\|>(.*)", re.DOTALL)
 
 

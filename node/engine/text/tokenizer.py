@@ -67,6 +67,8 @@ class TokenizedPrompt:
     """Whether the prompt ends with the marker that ends reasoning, by which templates forbid reasoning."""
     plain: bool = False
     """Whether the prompt was made from the text or ids of the request, without a template."""
+    continued: bool = False
+    """Whether the answer continues the text of a message in Harmony: the prompt does not end with `harmony.OPENING`."""
 
 
 class Tokenizer:
@@ -77,7 +79,7 @@ class Tokenizer:
         self.wrapper = wrapper
         """Tokenizer of mlx-lm, with the chat template."""
         vocabulary = wrapper.get_vocab()
-        has_harmony = not wrapper.has_tool_calling and harmony.has_format(vocabulary)
+        self._has_harmony = has_harmony = not wrapper.has_tool_calling and harmony.has_format(vocabulary)
         ends = {vocabulary[token] for token in harmony.ENDS} if has_harmony else set[int]()
         self.eos = frozenset(wrapper.eos_token_ids) | ends
         """Ids that end an answer."""
@@ -124,6 +126,8 @@ class Tokenizer:
             self._check_ids(ids)
             if plain:
                 return TokenizedPrompt(ids, False, plain=True)
+            if self._has_harmony:
+                return TokenizedPrompt(ids, False, continued=not self._ends_with(ids, harmony.OPENING))
             return TokenizedPrompt(ids, *(self._ends_with(ids, marker) for marker in self.markers.think))
         except (TemplateFailed, TooLong):
             raise
@@ -216,6 +220,7 @@ class Tokenizer:
         tools: str,
         thinking: bool,
         *,
+        continued: bool = False,
         one_call: bool = False,
         grammar: AnswerFormat | None = None,
         client_names: Mapping[str, str] = NO_NAMES,
@@ -223,9 +228,9 @@ class Tokenizer:
         """Return the text pipeline of one choice.
 
         The ids of its calls contain `request_id` and, above 0, `choice`. `tools` is the JSON array of the request.
-        `thinking`: the prompt has begun the reasoning. With `one_call` the answer ends with its first call. With a
-        `grammar`, markers are recognized only where the grammar puts them. `client_names` has the names of tools that
-        the client knows by another name than the model.
+        `thinking`: the prompt has begun the reasoning. `continued`: it has begun a message in Harmony. With `one_call`
+        the answer ends with its first call. With a `grammar`, markers are recognized only where the grammar puts them.
+        `client_names` has the names of tools that the client knows by another name than the model.
         Raise `TemplateFailed` or `ValueError` if `tools` is no JSON array.
         """
         parsed_tools = parse_tools((grammar.tools if grammar is not None else "") or tools)
@@ -242,7 +247,7 @@ class Tokenizer:
             return TextPipeline(
                 self._create_decoder(), grammar.create_cutter(), place, StopStrings(stops), calls, one_call=one_call
             )
-        place = self.markers.get_start_place(thinking)
+        place = harmony.CONTINUED if continued else self.markers.get_start_place(thinking)
         cutter = MarkCutter(self._machines[bool(parsed_tools)], place)
         return TextPipeline(self._create_decoder(), cutter, place, StopStrings(stops), calls, one_call=one_call)
 
@@ -268,10 +273,9 @@ class Tokenizer:
         """Format of the model's tool calls; None if the model makes no calls."""
         if not self.markers.call[0]:
             return None
-        parser = _get_parser_name(self.wrapper)
         template = self.wrapper.chat_template
         return ToolCallFormat(
-            parser, self.markers.call, template if isinstance(template, str) else "", self._render_literal
+            self.call_parser, self.markers.call, template if isinstance(template, str) else "", self._render_literal
         )
 
     def find_single_token(self, text: str) -> int | None:
@@ -279,11 +283,16 @@ class Tokenizer:
         ids = self._encode_plainly(text)
         return ids[0] if len(ids) == 1 else None
 
+    def has_message_answer(self, prompt: TokenizedPrompt) -> bool:
+        """Return whether the answer to a prompt is a sequence of whole messages in Harmony."""
+        return self._has_harmony and not prompt.plain and not prompt.continued
+
     @property
     def constrainable(self) -> bool:
-        """Whether answers can follow a grammar. They cannot if the model has its own format of answers, or if
-        llguidance cannot use the tokenizer."""
-        return not self.markers.edges and isinstance(cast("Any", self.wrapper)._tokenizer, PreTrainedTokenizerFast)
+        """Whether answers can follow a grammar. They cannot if the model has its own format of answers other than
+        Harmony, or if llguidance cannot use the tokenizer."""
+        known = self._has_harmony or not self.markers.edges
+        return known and isinstance(cast("Any", self.wrapper)._tokenizer, PreTrainedTokenizerFast)
 
     def build_guide(self) -> LLTokenizer | None:
         """Return the tokenizer in llguidance's form; None if answers cannot follow a grammar (`constrainable`).

@@ -78,6 +78,17 @@ def test_no_answer_is_lost_that_does_not_keep_to_the_format(model: Tokenizer, te
     assert read(model, text) == (expected, "", [], "stop")
 
 
+def test_text_that_continues_a_message_of_the_prompt_is_content_at_once(model: Tokenizer):
+    made = model.create_pipeline("r", 0, (), TOOLS, False, continued=True)
+    assert [piece for token in model.encode("Hi", plain=False) for piece in made.feed(token).pieces] == [
+        (Channel.CONTENT, "H"),
+        (Channel.CONTENT, "i"),
+    ]
+    text = f"<|end|><|start|>assistant{THOUGHT}<|channel|>final<|message|>Ho<|return|>"
+    pieces = [piece for token in model.encode(text, plain=False) for piece in made.feed(token).pieces]
+    assert "".join(text for channel, text in pieces if channel is Channel.CONTENT) == "Ho"
+
+
 def test_the_model_has_calls_and_reasoning_and_ends_at_a_call(model: Tokenizer, tmp_path: Path):
     words = model.wrapper.get_vocab()
     assert model.features == ("tools",)
