@@ -24,7 +24,7 @@ from wire.frames.model_files import ModelOrderCode
 MAX_LINE_BYTES = 1024 * 1024
 MAX_ERROR_BYTES = 4096
 NICENESS = 10
-"""Niceness of a child, also while it imports its modules: requests on the same machine come first."""
+"""Least niceness of a child, also while it imports its modules: requests on the same machine come first."""
 TERMINATE_TIMEOUT_SECONDS = 5.0
 """Seconds from SIGTERM to SIGKILL."""
 EXIT_TIMEOUT_SECONDS = 5.0
@@ -73,7 +73,7 @@ class OrderChild:
         except OSError as error:
             return build_end(ModelOrderCode.FAILED, f"a process cannot be started: {error.strerror}")
         with suppress(OSError):  # it may have ended
-            os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
+            os.setpriority(os.PRIO_PROCESS, process.pid, max(NICENESS, os.nice(0)))
         assert process.stdin is not None  # noqa: S101  a pipe
         assert process.stdout is not None  # noqa: S101  a pipe
         assert process.stderr is not None  # noqa: S101  a pipe
