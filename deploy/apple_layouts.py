@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.doctor import macos
+from coordinator.doctor import macos_tool_output
 from deploy.outcome import Outcome, create_outcome, run_tool
 from host import iokit
 from node.memory import darwin
@@ -86,8 +86,8 @@ CONSTANTS: Mapping[str, int] = {
     "TCP_NODELAY": endpoint.TCP_NODELAY,
     "TCP_NOTSENT_LOWAT": endpoint.NOTSENT_LOWAT_MACOS,
     "AF_UNIX": endpoint.AF_UNIX,
-    "EHOSTUNREACH": macos.NO_ROUTE,
-    "ECONNREFUSED": macos.REFUSED[0],
+    "EHOSTUNREACH": macos_tool_output.NO_ROUTE,
+    "ECONNREFUSED": macos_tool_output.REFUSED[0],
 }
 """Values of Macpool by Apple's names, from the headers of libSystem."""
 FRAMEWORK_CONSTANTS: Mapping[str, int] = {

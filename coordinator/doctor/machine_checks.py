@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from coordinator.doctor import macos
+from coordinator.doctor import macos_tool_output
 from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
 from coordinator.doctor.host_probe import HostProbe
 from wire.units import GIB, MIB, show_size
@@ -33,12 +33,14 @@ def check_system(here: HostProbe) -> Finding:
     """Check the version of the operating system. Fail below `MIN_MACOS_VERSION`. Any system but macOS is ok."""
     if not here.mac:
         return ok(f"{platform.system()} {platform.release()}, {platform.machine()}")
-    version, build = macos.parse_version(here.run_tool("/usr/bin/sw_vers"))
+    version, build = macos_tool_output.parse_version(here.run_tool("/usr/bin/sw_vers"))
     if not version:
         return warn("the version of macOS cannot be read", "check that `sw_vers` works")
     text = f"macOS {version} ({build})"
-    if int(version.split(".")[0]) < macos.MIN_MACOS_VERSION:
-        return fail(text, f"nodes need macOS {macos.MIN_MACOS_VERSION} or newer: update macOS", version=version)
+    if int(version.split(".")[0]) < macos_tool_output.MIN_MACOS_VERSION:
+        return fail(
+            text, f"nodes need macOS {macos_tool_output.MIN_MACOS_VERSION} or newer: update macOS", version=version
+        )
     return ok(text, version=version)
 
 
@@ -244,19 +246,19 @@ def check_firewall(here: HostProbe) -> Finding:
     """
     if not here.mac:
         return not_here(ONLY_MACOS)
-    on = macos.parse_firewall(here.run_tool(FIREWALL, "--getglobalstate"))
+    on = macos_tool_output.parse_firewall(here.run_tool(FIREWALL, "--getglobalstate"))
     if on is None:
         return warn("the application firewall cannot be read", f"check `{FIREWALL} --getglobalstate`")
     if not on:
         return ok("the application firewall is off")
     program = os.path.realpath(sys.executable)
     allow = f"sudo {FIREWALL} --add '{program}' --unblockapp '{program}' (again after each update of Python)"
-    if macos.parse_block_all(here.run_tool(FIREWALL, "--getblockall")):
+    if macos_tool_output.parse_block_all(here.run_tool(FIREWALL, "--getblockall")):
         return fail(
             "the application firewall blocks all incoming connections",
             f"sudo {FIREWALL} --setblockall off, then {allow}",
         )
-    blocked = macos.parse_blocked(here.run_tool(FIREWALL, "--listapps"), program)
+    blocked = macos_tool_output.parse_blocked(here.run_tool(FIREWALL, "--listapps"), program)
     if blocked:
         return fail(f"the application firewall blocks {program}", allow)
     if blocked is None and here.has_cluster:
@@ -275,7 +277,7 @@ def check_sleep(here: HostProbe) -> Finding:
     network, or does not restart after a power failure. A laptop is ok with any settings."""
     if not here.mac:
         return not_here(ONLY_MACOS)
-    settings = macos.parse_power_settings(here.run_tool("/usr/bin/pmset", "-g"))
+    settings = macos_tool_output.parse_power_settings(here.run_tool("/usr/bin/pmset", "-g"))
     if "sleep" not in settings:
         return warn("the sleep settings cannot be read", "check `pmset -g`")
     text = ", ".join(
@@ -304,7 +306,7 @@ def check_power(here: HostProbe) -> Finding:
     text = ("on mains" if now.plugged else "on battery") + ("" if now.battery is None else f", {now.battery:.0f} %")
     if not here.mac:
         return ok(text, battery=now.battery)
-    lid = macos.parse_lid(here.run_tool("/usr/sbin/ioreg", "-r", "-k", "AppleClamshellState", "-d", "4"))
+    lid = macos_tool_output.parse_lid(here.run_tool("/usr/sbin/ioreg", "-r", "-k", "AppleClamshellState", "-d", "4"))
     text += ", lid closed" if lid else ""
     if not now.plugged or lid:
         return warn(
@@ -319,7 +321,7 @@ def check_filevault(here: HostProbe) -> Finding:
     """Check FileVault, and warn if it is on, because a Mac that waits for the disk's password runs no service."""
     if not here.mac:
         return not_here(ONLY_MACOS)
-    on = macos.parse_filevault(here.run_tool("/usr/bin/fdesetup", "status"))
+    on = macos_tool_output.parse_filevault(here.run_tool("/usr/bin/fdesetup", "status"))
     if on is None:
         return warn("FileVault cannot be read", "check `fdesetup status`")
     if on:
@@ -346,10 +348,10 @@ def check_panics(here: HostProbe) -> Finding:
         return warn(f"the panic reports cannot be read: {error.strerror}", f"list {folder} with sudo")
     if not reports:
         return ok(f"no kernel panic in {MAX_PANIC_AGE_DAYS} days", panics=0, of_gpu=0)
-    ours = [report for report in reports if macos.parse_panic(report[2])[1]]
+    ours = [report for report in reports if macos_tool_output.parse_panic(report[2])[1]]
     at, name, text = max(ours or reports)
     date = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d}"
-    newest = f"{name} of {date}: {macos.parse_panic(text)[0] or 'no message'}"
+    newest = f"{name} of {date}: {macos_tool_output.parse_panic(text)[0] or 'no message'}"
     numbers = {"panics": len(reports), "of_gpu": len(ours)}
     if ours:
         return fail(
@@ -372,8 +374,8 @@ def check_started_from(here: HostProbe) -> Finding:
     if not here.mac:
         return not_here(ONLY_MACOS)
     environ = dict(here.environ)
-    app = macos.find_responsible_program(environ)
-    if macos.is_exempt(environ):
+    app = macos_tool_output.find_responsible_program(environ)
+    if macos_tool_output.is_exempt(environ):
         return ok(f"started from {app}, which needs no permission for the local network")
     return warn(
         f"started from {app}, which needs a permission for the local network",

@@ -5,7 +5,7 @@ import socket
 import time
 from contextlib import suppress
 
-from coordinator.doctor import macos
+from coordinator.doctor import macos_tool_output
 from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
 from coordinator.doctor.host_probe import HostProbe
 
@@ -19,35 +19,35 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 def check_local_network(here: HostProbe) -> Finding:
     """Check that macOS's local network privacy does not block this process, which would resemble a network fault.
 
-    Fail if it does (`macos.is_blocked`). Warn if no other machine answers. The check does not apply if no other machine
-    is known, and on other systems.
+    Fail if it does (`macos_tool_output.is_blocked`). Warn if no other machine answers. The check does not apply if no
+    other machine is known, and on other systems.
     """
     if not here.mac:
         return not_here("only macOS blocks programs from the local network")
-    gateway = macos.parse_gateway(here.run_tool("/sbin/route", "-n", "get", "default"))
+    gateway = macos_tool_output.parse_gateway(here.run_tool("/sbin/route", "-n", "get", "default"))
     inspection = here.read_inspection() if here.has_node else None
     others = (
         [(dial["address"], dial["errno"] if dial["errno"] is not None else -1) for dial in inspection["dialled"]]
         if inspection
         else []
     )
-    if not any(macos.is_answer(code) for _, code in others):
-        near = macos.parse_neighbours(here.run_tool("/usr/sbin/arp", "-an"), gateway)[:2]
+    if not any(macos_tool_output.is_answer(code) for _, code in others):
+        near = macos_tool_output.parse_neighbours(here.run_tool("/usr/sbin/arp", "-an"), gateway)[:2]
         others += [(address, here.dial(address, 8081)) for address in near]
-    reach = macos.Reachability(here.dial(gateway, 53) if gateway else None, tuple(others))
+    reach = macos_tool_output.Reachability(here.dial(gateway, 53) if gateway else None, tuple(others))
     text = f"gateway: {_describe_result(reach.gateway)}; " + ", ".join(
         f"{name}: {_describe_result(code)}" for name, code in others
     )
-    if macos.is_blocked(reach):
-        app = macos.find_responsible_program(dict(here.environ))
+    if macos_tool_output.is_blocked(reach):
+        app = macos_tool_output.find_responsible_program(dict(here.environ))
         return fail(
-            f"macOS blocks {app} from the local network (errno {macos.NO_ROUTE}): {text}",
+            f"macOS blocks {app} from the local network (errno {macos_tool_output.NO_ROUTE}): {text}",
             f"allow {app} under System Settings > Privacy & Security > Local Network, run it from Terminal, or "
             "install the service, which needs no permission: `sudo cluster service install`",
         )
     if not others:
         return not_here(f"gateway: {_describe_result(reach.gateway)}; no other machine of the local network is known")
-    if not any(macos.is_answer(code) for _, code in others):
+    if not any(macos_tool_output.is_answer(code) for _, code in others):
         return warn(text, "no machine answers: check the cable, Wi-Fi, and whether the access point isolates clients")
     return ok(text)
 
@@ -55,7 +55,7 @@ def check_local_network(here: HostProbe) -> Finding:
 def _describe_result(code: int | None) -> str:
     if code is None:
         return "none"
-    if macos.is_answer(code):
+    if macos_tool_output.is_answer(code):
         return "answers"
     return "no answer" if code < 0 else f"errno {code}"
 
@@ -83,7 +83,7 @@ def check_bonjour(here: HostProbe) -> Finding:
             line.sendto(question, BONJOUR_GROUP)
             received = _wait_for_query(line, question)
     except OSError as error:
-        if here.mac and error.errno == macos.NO_ROUTE:
+        if here.mac and error.errno == macos_tool_output.NO_ROUTE:
             return warn("multicast is blocked (errno 65)", f"see the check local-network; {step}")
         return warn(f"multicast does not work: {error.strerror or error}", step)
     return ok("a query to Bonjour's group returns") if received else warn("a query to Bonjour's group is lost", step)

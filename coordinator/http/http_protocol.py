@@ -21,10 +21,10 @@ from typing import Any, ClassVar, cast
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from coordinator.http import request_heads
+from coordinator.http import ambiguous_heads
+from coordinator.http.ambiguous_heads import MALFORMED
 from coordinator.http.connection_slots import MAX_CONNECTIONS, ConnectionSlot
 from coordinator.http.origin_check import Asgi, Message, Receive, Scope, Send
-from coordinator.http.request_heads import MALFORMED
 from router.errors import Problem
 from router.http.exchange import choose_request_id
 
@@ -246,7 +246,7 @@ class DeadlineProtocol(HttpToolsProtocol):
     def _parse_without_upgrade(self) -> bool:
         """Parse a head with an `Upgrade` header again without this header, to read the body as a body."""
         parser, self._upgrades = self.parser, False
-        head = request_heads.serialize_without_upgrade(
+        head = ambiguous_heads.serialize_without_upgrade(
             parser.get_method(), self.url, parser.get_http_version(), self.headers
         )
         self.parser = httptools.HttpRequestParser(self)
@@ -295,7 +295,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         version = cast("Any", self.parser).get_http_version()
         if version not in VERSIONS:
             raise httptools.HttpParserError("only HTTP/1.0 and HTTP/1.1 are supported")
-        self._refusal = request_heads.find_problem(version, self.headers)
+        self._refusal = ambiguous_heads.find_problem(version, self.headers)
         if self._refusal is not None:
             raise httptools.HttpParserError(self._refusal.code)
         if self.parser.should_upgrade():

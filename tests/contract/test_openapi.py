@@ -12,7 +12,7 @@ import requests
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
-from coordinator.http import request_heads
+from coordinator.http import ambiguous_heads
 from coordinator.http.http_protocol import HEAD_TOO_LONG
 from coordinator.http.origin_check import OriginCheck
 from router.errors import Problem
@@ -57,7 +57,7 @@ def test_every_operation_is_tried(served: Served):
 
 
 def test_every_operation_describes_the_refusals_of_a_head(served: Served):
-    heads = [value for value in vars(request_heads).values() if isinstance(value, Problem)]
+    heads = [value for value in vars(ambiguous_heads).values() if isinstance(value, Problem)]
     refused = {str(problem.status) for problem in (*heads, HEAD_TOO_LONG)}
     assert {"400", "415", "417", "431", "501"} <= refused
     for path, item in served.document["paths"].items():

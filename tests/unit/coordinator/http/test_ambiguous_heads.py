@@ -7,9 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coordinator.http.chat_fast_path import REQUEST_START, FastPath
-from coordinator.http.origin_check import OriginCheck
-from coordinator.http.request_heads import (
+from coordinator.http.ambiguous_heads import (
     ENCODED_BODY,
     MALFORMED,
     UNKNOWN_TRANSFER_CODING,
@@ -18,6 +16,8 @@ from coordinator.http.request_heads import (
     find_problem,
     serialize_without_upgrade,
 )
+from coordinator.http.chat_fast_path import REQUEST_START, FastPath
+from coordinator.http.origin_check import OriginCheck
 from router.admission.api_keys import extract_key
 from router.errors import Header, Problem
 from router.http.app import serve_not_found

@@ -2,18 +2,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.doctor import macos
-from coordinator.doctor.macos import Reachability, find_responsible_program, is_blocked
+from coordinator.doctor import macos_tool_output
+from coordinator.doctor.macos_tool_output import Reachability, find_responsible_program, is_blocked
 
 
 def test_the_version_of_the_system():
-    assert macos.parse_version("ProductName: macOS\nProductVersion: 15.5\nBuildVersion: 24F74\n") == ("15.5", "24F74")
-    assert macos.parse_version("") == ("", "")
+    assert macos_tool_output.parse_version("ProductName: macOS\nProductVersion: 15.5\nBuildVersion: 24F74\n") == (
+        "15.5",
+        "24F74",
+    )
+    assert macos_tool_output.parse_version("") == ("", "")
 
 
 def test_power_settings_are_read_without_their_comments():
     text = "Currently in use:\n sleep                1 (sleep prevented by caffeinate)\n womp 1\n hibernatemode 3\n"
-    assert macos.parse_power_settings(text) == {"sleep": 1, "womp": 1, "hibernatemode": 3}
+    assert macos_tool_output.parse_power_settings(text) == {"sleep": 1, "womp": 1, "hibernatemode": 3}
 
 
 @pytest.mark.parametrize(
@@ -26,7 +29,7 @@ def test_power_settings_are_read_without_their_comments():
     ],
 )
 def test_the_firewall(text: str, on: bool | None):
-    assert macos.parse_firewall(text) is on
+    assert macos_tool_output.parse_firewall(text) is on
 
 
 @pytest.mark.parametrize(
@@ -41,7 +44,7 @@ def test_the_firewall(text: str, on: bool | None):
     ],
 )
 def test_parse_block_all_detects_the_state(text: str, all_blocked: bool | None):
-    assert macos.parse_block_all(text) is all_blocked
+    assert macos_tool_output.parse_block_all(text) is all_blocked
 
 
 LISTED = """Total number of apps = 2
@@ -54,18 +57,18 @@ LISTED = """Total number of apps = 2
 
 
 def test_a_program_in_the_firewalls_list():
-    assert macos.parse_blocked(LISTED, "/opt/uv/python3.11") is True
-    assert macos.parse_blocked(LISTED, "/opt/homebrew/bin/python3.12") is False
-    assert macos.parse_blocked(LISTED, "/opt/other") is None
+    assert macos_tool_output.parse_blocked(LISTED, "/opt/uv/python3.11") is True
+    assert macos_tool_output.parse_blocked(LISTED, "/opt/homebrew/bin/python3.12") is False
+    assert macos_tool_output.parse_blocked(LISTED, "/opt/other") is None
 
 
 def test_filevault_and_lid():
-    assert macos.parse_filevault("FileVault is On.\n") is True
-    assert macos.parse_filevault("FileVault is Off.\n") is False
-    assert macos.parse_filevault("Error") is None
-    assert macos.parse_lid('  "AppleClamshellState" = Yes') is True
-    assert macos.parse_lid('  "AppleClamshellState" = No') is False
-    assert macos.parse_lid("") is None
+    assert macos_tool_output.parse_filevault("FileVault is On.\n") is True
+    assert macos_tool_output.parse_filevault("FileVault is Off.\n") is False
+    assert macos_tool_output.parse_filevault("Error") is None
+    assert macos_tool_output.parse_lid('  "AppleClamshellState" = Yes') is True
+    assert macos_tool_output.parse_lid('  "AppleClamshellState" = No') is False
+    assert macos_tool_output.parse_lid("") is None
 
 
 @pytest.mark.parametrize(
@@ -99,7 +102,7 @@ def test_is_blocked_distinguishes_privacy_from_a_network_failure(gateway: int | 
 )
 def test_find_responsible_program_by_environment(environ: dict[str, str], who: str, exempt: bool):
     assert find_responsible_program(environ) == who
-    assert macos.is_exempt(environ) is exempt
+    assert macos_tool_output.is_exempt(environ) is exempt
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,7 @@ def test_find_responsible_program_by_environment(environ: dict[str, str], who: s
     ],
 )
 def test_a_panic_is_the_gpus_by_its_message_alone(report: str, found: bool):
-    message, gpu = macos.parse_panic(report)
+    message, gpu = macos_tool_output.parse_panic(report)
     assert gpu is found
     assert "\\" not in message
     assert message or "panic(cpu" not in report
@@ -123,18 +126,18 @@ def test_a_panic_is_the_gpus_by_its_message_alone(report: str, found: bool):
 @given(st.text(max_size=200))
 def test_no_text_breaks_a_reader(text: str):
     for read in (
-        macos.parse_version,
-        macos.parse_power_settings,
-        macos.parse_firewall,
-        macos.parse_block_all,
-        macos.parse_filevault,
-        macos.parse_lid,
-        macos.parse_gateway,
-        macos.parse_panic,
+        macos_tool_output.parse_version,
+        macos_tool_output.parse_power_settings,
+        macos_tool_output.parse_firewall,
+        macos_tool_output.parse_block_all,
+        macos_tool_output.parse_filevault,
+        macos_tool_output.parse_lid,
+        macos_tool_output.parse_gateway,
+        macos_tool_output.parse_panic,
     ):
         read(text)
-    macos.parse_blocked(text, "python")
-    macos.parse_neighbours(text, None)
+    macos_tool_output.parse_blocked(text, "python")
+    macos_tool_output.parse_neighbours(text, None)
 
 
 def test_parse_neighbours_omits_gateway_broadcast_and_multicast():
@@ -149,4 +152,4 @@ def test_parse_neighbours_omits_gateway_broadcast_and_multicast():
             ("224.0.0.251", "1:0"),
         )
     )
-    assert macos.parse_neighbours(listing, "192.168.1.1") == ["192.168.1.7", "223.0.0.1"]
+    assert macos_tool_output.parse_neighbours(listing, "192.168.1.1") == ["192.168.1.7", "223.0.0.1"]
