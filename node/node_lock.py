@@ -5,16 +5,22 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from host.private_files import create_private_folder
+from node.daemon_threads import start_call
 
 LOCK_TIMEOUT_SECONDS = 1.0
 """Seconds to wait for the lock. `cluster leave` and the commands that read the running settings hold the lock for
 an instant."""
+ACCESS_TIMEOUT_SECONDS = 15.0
+"""Maximum seconds for the first access to a disk. A disk that sleeps needs some seconds to start."""
 _POLL_SECONDS = 0.05
+
+T = TypeVar("T")
 
 
 class NodeStartError(Exception):
@@ -36,6 +42,15 @@ def name_unusable_files() -> Generator[None]:
         step = ": run the node as the owner of that folder, or use another one with --state"
         message = f"{place}{error.strerror or error}{step if isinstance(error, PermissionError) else ''}"
         raise NodeStartError(1, message) from None
+
+
+def await_disk(access: Callable[[], T], place: Path | str) -> T:
+    """Return the result of an access to the disk of `place`. Raise `NodeStartError` if the disk does not answer within
+    `ACCESS_TIMEOUT_SECONDS`, as on a lost network mount."""
+    try:
+        return start_call(access, "disk").result(ACCESS_TIMEOUT_SECONDS)
+    except TimeoutError:
+        raise NodeStartError(1, f"{place} does not answer: check its disk, or its network mount") from None
 
 
 class NodeLock:

@@ -19,6 +19,7 @@ import sys
 import tomllib
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from importlib.metadata import version as installed
 from pathlib import Path
 
@@ -53,7 +54,7 @@ from node.inspect.running_settings import publish_settings
 from node.memory.limits import Limiter
 from node.memory.sensor import open_machine
 from node.models.folders import use_hub_folder
-from node.node_lock import NodeLock, NodeStartError, name_unusable_files
+from node.node_lock import NodeLock, NodeStartError, await_disk, name_unusable_files
 from node.settings import COORDINATOR_SECTIONS, NodeSettings, choose_node_name, resolve_settings
 from node.sharing.keep_awake import SleepPolicy
 from wire.bonjour_record import BonjourRecord
@@ -125,7 +126,7 @@ def _make_absolute(folder: str) -> Path:
 def _load_settings(options: argparse.Namespace) -> ResolvedSettings[NodeSettings]:
     file: Path = options.state / "config.toml"
     try:
-        tree = tomllib.loads(file.read_text()) if file.exists() else {}
+        tree = tomllib.loads(await_disk(lambda: file.read_text() if file.exists() else "", options.state))
     except (OSError, ValueError) as error:
         raise SettingsError(f"{file}: {error}") from None
     layers = [
@@ -139,7 +140,7 @@ def _load_settings(options: argparse.Namespace) -> ResolvedSettings[NodeSettings
         raise SettingsError("--models: the scripted engine serves engine.scripted.model and reads no model folders")
     folders = (*settings.models.folders, *(os.path.abspath(resolve_home(str(folder))) for folder in options.models))
     if not options.allow_missing_folders:  # an access to a lost network disk blocks
-        missing = [folder for folder in folders if not os.path.isdir(resolve_home(folder))]
+        missing = [folder for folder in folders if not await_disk(partial(os.path.isdir, resolve_home(folder)), folder)]
         if missing:
             raise SettingsError(f"models.folders: {missing[0]} is not a folder")
     origins = {**resolved.origins, **({"models.folders": "--models"} if options.models else {})}

@@ -90,23 +90,24 @@ class ConditionEvaluator:
         holding = {name for name, _ in self._active}
         return {rule.name: rule.name in holding for rule in self._rules}
 
-    def evaluate(self, sample: Sample, now: float) -> None:
+    def evaluate(self, sample: Sample, now: float, wall: float) -> None:
         """Evaluate the rules on the next sample and notify the listeners of conditions that begin or end.
 
-        `now` is in Unix seconds. If the clock was set back, the begins of rules are set back as well.
+        `now` is in monotonic seconds, so that a clock that is set begins no condition. `wall` is the same time in Unix
+        seconds.
         """
-        back = max(0.0, self._history.now - now)
-        self._history.add_sample(sample, now)
+        self._history.add_sample(sample, now, wall)
         holding: dict[_Key, AlertRule] = {}
         for rule in self._rules:
             value = rule.expression.evaluate(self._history)
             holding |= {(rule.name, labels): rule for labels in (() if isinstance(value, Scalar) else value)}
-        self._since = {key: self._since.get(key, now + back) - back for key in holding}
+        self._since = {key: self._since.get(key, now) for key in holding}
         for key in self._active.keys() - holding.keys():
             self._notify_listeners(self._active.pop(key), began=False)
         for key, rule in holding.items():
-            if key not in self._active and now - self._since[key] >= rule.seconds:
-                self._active[key] = Condition(rule, key[1], self._since[key])
+            held = now - self._since[key]
+            if key not in self._active and held >= rule.seconds:
+                self._active[key] = Condition(rule, key[1], wall - held)
                 self._notify_listeners(self._active[key], began=True)
 
     def _notify_listeners(self, condition: Condition, *, began: bool) -> None:
@@ -153,14 +154,22 @@ def _add_series(
 
 
 class AlertLoop:
-    """Periodic evaluation of `conditions`. `sample` returns the current metrics, `clock` Unix seconds."""
+    """Periodic evaluation of `conditions`.
+
+    `sample` returns the current metrics, `clock` monotonic seconds, `wall` Unix seconds.
+    """
 
     def __init__(
-        self, conditions: ConditionEvaluator, sample: Callable[[], Sample], clock: Callable[[], float]
+        self,
+        conditions: ConditionEvaluator,
+        sample: Callable[[], Sample],
+        clock: Callable[[], float],
+        wall: Callable[[], float],
     ) -> None:
         self._conditions = conditions
         self._sample = sample
         self._clock = clock
+        self._wall = wall
 
     async def run(self) -> None:
         """Evaluate every `EVALUATION_INTERVAL_SECONDS` until cancelled.
@@ -170,7 +179,7 @@ class AlertLoop:
         failed = False
         while True:
             try:
-                self._conditions.evaluate(self._sample(), self._clock())
+                self._conditions.evaluate(self._sample(), self._clock(), self._wall())
                 failed = False
             except Exception:
                 if not failed:

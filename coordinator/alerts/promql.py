@@ -39,7 +39,7 @@ class SampleHistory:
     """Newest sample, and recent increases of counters.
 
     `windows` has by counter name the windows, in seconds, over which increases are needed. A counter that falls has
-    restarted: its value is its increase. Times are in Unix seconds.
+    restarted: its value is its increase.
     """
 
     def __init__(self, windows: Mapping[str, frozenset[float]]) -> None:
@@ -49,18 +49,17 @@ class SampleHistory:
         self.sample: Sample = {}
         """Newest sample."""
         self.now = 0.0
+        """Time of the newest sample in monotonic seconds; 0 before the first."""
+        self.wall = 0.0
         """Time of the newest sample in Unix seconds; 0 before the first."""
 
-    def add_sample(self, sample: Sample, now: float) -> None:
-        """Replace the newest sample by one taken at `now` (Unix seconds), and record the increases of counters.
+    def add_sample(self, sample: Sample, now: float, wall: float) -> None:
+        """Replace the newest sample by one taken at `now` (monotonic seconds), and record the increases of counters.
 
-        Remove counters that are absent from the new sample, and increases before the longest window. If the clock was
-        set back, the times of earlier increases are set back as well.
+        `wall` is the same time in Unix seconds. Remove counters that are absent from the new sample, and increases
+        before the longest window.
         """
-        if (back := self.now - now) > 0:
-            for key, rises in self._rises.items():
-                self._rises[key] = deque((at - back, rise) for at, rise in rises)
-        self.sample, self.now = sample, now
+        self.sample, self.now, self.wall = sample, now, wall
         present = {(name, labels) for name in self._windows for labels in sample.get(name, {})}
         for removed in self._last.keys() - present:
             del self._last[removed]
@@ -164,7 +163,7 @@ class CurrentTime(Expression):
 
     def evaluate(self, history: SampleHistory) -> Value:
         """Return the time of the newest sample."""
-        return Scalar(history.now)
+        return Scalar(history.wall)
 
 
 @dataclass(frozen=True, slots=True)

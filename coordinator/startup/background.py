@@ -82,7 +82,10 @@ def start_conditions(
         conditions.listeners.append(webhook.enqueue)
         stack.push_async_callback(_cancel_task, asyncio.create_task(webhook.run()))
     watch = AlertLoop(
-        conditions, lambda: build_sample(metrics.take_snapshot(), metrics.take_node_snapshots()), time.time
+        conditions,
+        lambda: build_sample(metrics.take_snapshot(), metrics.take_node_snapshots()),
+        time.monotonic,
+        time.time,
     )
     stack.push_async_callback(_cancel_task, asyncio.create_task(watch.run()))
 

@@ -55,8 +55,8 @@ class VideoController:
     """Controller of video jobs.
 
     `send` sends a frame to a node and returns False if the node is not linked. `fetch` fetches a file of a node. `wall`
-    returns Unix seconds, `clock` seconds on the clock of `NodeView.reported_at`; by default the clock of the event
-    loop. Raise `StoreError` if the database in `folder` cannot be opened or read.
+    returns Unix seconds, `clock` monotonic seconds on the clock of `NodeView.reported_at`; by default the clock of the
+    event loop. Raise `StoreError` if the database in `folder` cannot be opened or read.
 
     A cancellation or deletion for which a method raises `StoreError` is in effect until the coordinator restarts: the
     job table has it.
@@ -252,13 +252,13 @@ class VideoController:
     def _process_event(self, event: events.Event) -> None:
         before = self.table
         with self._illegal_events.count_errors(StateMachine.VIDEO_JOB):
-            self.table, actions = advance(before, event, self._wall())
+            self.table, actions = advance(before, event, self._wall(), self._clock())
         for action in actions:
             self._perform_action(action)
         self._history.record(before, self.table)
 
     def _try_placement(self) -> None:
-        choice = choose_node(self.table, self.view, self._records.profiles, self._wall(), self._clock())
+        choice = choose_node(self.table, self.view, self._records.profiles, self._clock())
         if choice is None:
             return
         if isinstance(choice, LeaseChoice):
@@ -273,7 +273,7 @@ class VideoController:
             self._timer.cancel()
 
     def _tick(self) -> None:
-        self.apply_event(events.JobTick(self._clock()))
+        self.apply_event(events.JobTick())
 
     def _perform_action(self, action: events.Action) -> None:
         match action:

@@ -16,11 +16,15 @@ class JobHistory:
     def __init__(self, wall: Callable[[], float]) -> None:
         self._wall = wall
         self.counters = VideoCounters()
-        self._refused = set[str]()
+        self._refused = ""
+        """Id of the last job whose request was refused; empty before the first."""
 
     def mark_refused(self, job: str) -> None:
-        """Do not count the next deletion of this job (id) as the end of a job, because its request was refused."""
-        self._refused.add(job)
+        """Do not count the deletion of this job (id) as the end of a job, because its request was refused.
+
+        The caller deletes the job at once: only the last refused job is known.
+        """
+        self._refused = job
 
     def record(self, before: JobTable, after: JobTable) -> None:
         """Count and log the transitions between two job tables.
@@ -36,9 +40,8 @@ class JobHistory:
     def _record_transitions(self, before: JobTable, after: JobTable) -> None:
         for job in before.jobs.values():
             if job.open and job.id not in after.jobs:
-                if job.id not in self._refused:
+                if job.id != self._refused:
                     self.counters.count_deletion()
-                self._refused.discard(job.id)
                 log.info("video", job=job.id, state="deleted", node=job.node, generation=job.generation)
         for job in after.jobs.values():
             old = before.jobs.get(job.id)

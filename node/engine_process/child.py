@@ -218,7 +218,7 @@ async def start_child(
 
     `wired` holds the wired memory of the system before the start. `on_frame` and `on_fault` are described at
     `EngineChild`. Raise `OSError` if the shared page cannot be created, the log cannot be opened or the program cannot
-    be started.
+    be started. After a failure or a cancellation, neither a process nor a file descriptor remains.
     """
     own_end, child_end = socket.socketpair()
     errors, page = -1, crash_recorder.create_page()
@@ -249,5 +249,13 @@ async def start_child(
             os.close(errors)
     child = EngineChild(process, open_sensor(process.pid), time.monotonic(), page, on_frame, on_fault, wired)
     own_end.setblocking(False)
-    await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=own_end)
+    try:
+        await asyncio.get_running_loop().create_unix_connection(lambda: child, sock=own_end)
+    except BaseException:
+        own_end.close()
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        child.release(hung=False)
+        raise
     return child

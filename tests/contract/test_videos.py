@@ -12,8 +12,10 @@ import openai
 import pytest
 import pytest_asyncio
 
+from coordinator.state.access_admin import LOCAL_KEY_NAME
 from coordinator.video.api import MAX_JSON_BYTES
 from coordinator.video.settings import VideoSettings
+from router.admission.api_keys import new_key
 from router.admission.rate_limits import KeyLimits
 from tests.support.cluster.cluster_port import Port, a_report, opened
 from tests.support.cluster.loopback_cluster import a_memory
@@ -340,6 +342,13 @@ async def test_an_idempotency_key_makes_one_job(tmp_path: Path):
         theirs = await other.post("/v1/videos", json=body, headers=headers)
         assert theirs.json()["id"] != answers[0].json()["id"], "it is a name within a key"
         assert (await http.post("/v1/videos", json=body, headers={"idempotency-key": "x" * 201})).status_code == 400
+        admin, repeated = one.port.application.admin, list[str]()
+        for _ in range(2):  # each start of the coordinator has another local key
+            local, text = new_key(admin.pepper, LOCAL_KEY_NAME, ["admin"], created=0.0)
+            admin.ring.put(local)
+            async with one.http(text) as client:
+                repeated.append((await client.post("/v1/videos", json=body, headers=headers)).json()["id"])
+        assert repeated[0] == repeated[1] != theirs.json()["id"]
 
 
 # Refusals and errors

@@ -110,9 +110,7 @@ class CoordinatorRestarted:
 
 @dataclass(frozen=True, slots=True)
 class JobTick:
-    """Event: a timer of the controller fired; deadlines are checked. `steady` is in monotonic seconds."""
-
-    steady: float
+    """Event: a timer of the controller fired; deadlines are checked."""
 
 
 Event = (

@@ -73,7 +73,7 @@ class LeaseHold:
 class JobTable:
     """Table of all jobs by id and all holds by lease.
 
-    `pauses` has, by node, the Unix time until which the node is not asked for a lease. `overdue` has, by job, the
+    `pauses` has, by node, the monotonic time until which the node is not asked for a lease. `overdue` has, by job, the
     monotonic time since which every tick found its files too old.
     """
 

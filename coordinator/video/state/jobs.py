@@ -130,7 +130,11 @@ class RequestedClip(msgspec.Struct, frozen=True):
 
 
 class VideoJob(msgspec.Struct, frozen=True):
-    """Video job as stored and as in the job table. Points in time are in Unix seconds, sizes in bytes."""
+    """Video job as stored and as in the job table. Points in time are in Unix seconds, sizes in bytes.
+
+    The deadlines `due` and `room_by` are in monotonic seconds of the process. A restart of the coordinator sets them
+    again.
+    """
 
     id: str
     sequence: int
@@ -161,7 +165,7 @@ class VideoJob(msgspec.Struct, frozen=True):
     step: int = 0
     """Denoising step that the worker has reported."""
     due: float | None = None
-    """Unix time until which the job waits; None without a limit.
+    """Monotonic time until which the job waits; None without a limit.
 
     The job waits for a lease, the start of the worker, the return of its node, or the fetch of its files.
     """
@@ -186,7 +190,7 @@ class VideoJob(msgspec.Struct, frozen=True):
     misses: int = 0
     """Consecutive reports of the node that did not list the lease of the files to fetch."""
     room_by: float | None = None
-    """Unix time at which the job fails if no node grants its lease; None without such a deadline.
+    """Monotonic time at which the job fails if no node grants its lease; None without such a deadline.
 
     The deadline is set when a node is first asked, or when no node can be asked. It remains after refusals. A grant, a
     restart of the coordinator, or a wait only for other videos clears it.

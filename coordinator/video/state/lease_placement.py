@@ -111,11 +111,11 @@ def list_video_models(view: ClusterView) -> dict[str, VideoPackage]:
 
 
 def choose_node(
-    table: JobTable, view: ClusterView, profiles: Profiles, now: float, report_now: float
+    table: JobTable, view: ClusterView, profiles: Profiles, now: float
 ) -> LeaseChoice | NoLeaseChoice | None:
     """Choose the node for the first queued job. Return None if the queue is empty, or a node has not answered yet.
 
-    `now` is in Unix seconds, as in the job table. `report_now` is the same time on the clock of `NodeView.reported_at`.
+    `now` is in monotonic seconds, on the clock of `NodeView.reported_at`.
     """
     job = table.head
     if job is None:
@@ -123,7 +123,7 @@ def choose_node(
     model, labels = job.wanted.model, job.wanted.labels
     packages = find_packages(view, model, labels)
     ratings = sorted(
-        (rate_node(table, node, package, job, profiles, now, report_now) for node, package in packages),
+        (rate_node(table, node, package, job, profiles, now) for node, package in packages),
         key=lambda rating: (-rating.readiness, -rating.headroom, rating.node),
     )
     best = ratings[0] if ratings else None
@@ -142,10 +142,8 @@ def rate_node(
     job: VideoJob,
     profiles: Profiles,
     now: float,
-    report_now: float,
 ) -> LeaseCandidate:
-    """Rate a node for the lease of a job. `now` is in Unix seconds, `report_now` the same time on the clock of
-    `NodeView.reported_at`."""
+    """Rate a node for the lease of a job. `now` is in monotonic seconds, on the clock of `NodeView.reported_at`."""
     memory, lease = node.memory, table.find_hold(node.id)
     free_bytes = compute_headroom(memory.ceiling, memory.margin, compute_occupied(memory), memory.reserved) or 0
 
@@ -161,7 +159,7 @@ def rate_node(
         return build_candidate(
             NodeReadiness.NEVER, f"its cap leaves {show_size(compute_most_bytes(memory))} for everything"
         )
-    absent = _explain_absence(node, report_now)
+    absent = _explain_absence(node, now)
     if absent:
         return build_candidate(NodeReadiness.ABSENT, absent)
     if lease is not None and lease.granted:

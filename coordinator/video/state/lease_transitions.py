@@ -49,7 +49,7 @@ def _apply_granted(turn: Transition, node: str, frame: LeaseGranted) -> None:
             JobState.IN_PROGRESS,
             phase="starting",
             started=turn.now,
-            due=turn.now + turn.rules.start_seconds,
+            due=turn.steady + turn.rules.start_seconds,
         )
     )
 
@@ -77,7 +77,7 @@ def _apply_ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
         if job.state == JobState.IN_PROGRESS:
             job = change_state(job, JobState.FINALIZING, progress=FETCHING_PROGRESS, phase="fetching")
             turn.actions.append(RecordPeak(job, frame.peak))
-        turn.put_job(replace(job, due=turn.now + turn.rules.keep_seconds, away=False))
+        turn.put_job(replace(job, due=turn.steady + turn.rules.keep_seconds, away=False))
         turn.actions.append(FetchFiles(job, frame.artifacts))
         return
     turn.actions.append(ReleaseLease(node, frame.lease, frame.generation, ReleaseCause.ACKNOWLEDGED))
@@ -150,7 +150,7 @@ def _apply_progress(turn: Transition, node: str, state: LeaseState) -> None:
     if job is None or job.state != JobState.IN_PROGRESS:
         return
     began = state.phase not in ("", "granting", "granted")
-    due = None if began else (turn.now + turn.rules.start_seconds if job.away else job.due)
+    due = None if began else (turn.steady + turn.rules.start_seconds if job.away else job.due)
     percent = max(job.progress, min(FETCHING_PROGRESS, max(0, state.progress)))
     phase = state.phase if began else "starting"
     turn.put_job(
@@ -192,7 +192,7 @@ def apply_node_away(turn: Transition, node: str) -> None:
             turn.holds.pop(job.lease, None)
             turn.requeue_job(job, "its node went away")
         elif job.state == JobState.IN_PROGRESS and not job.away:
-            due = turn.now + turn.rules.away_seconds
+            due = turn.steady + turn.rules.away_seconds
             turn.put_job(replace(job, away=True, due=due, phase="waiting for its node"), save=False)
     for hold in [hold for hold in turn.holds.values() if hold.node == node]:
         if turn.find_job(hold.node, hold.lease, hold.generation) is None:

@@ -14,12 +14,12 @@ CONFIRMING_SECONDS = 3600.0
 that is ahead for a moment therefore deletes nothing."""
 
 
-def expire_old_files(turn: Transition, steady: float) -> None:
-    """Expire the files of jobs that have been too old for `CONFIRMING_SECONDS`. `steady` is in monotonic seconds."""
+def expire_old_files(turn: Transition) -> None:
+    """Expire the files of jobs that have been too old for `CONFIRMING_SECONDS`."""
     old = [job for job in turn.jobs.values() if job.files and (job.expires or 0.0) <= turn.now]
-    turn.set_overdue([job.id for job in old], steady)
+    turn.set_overdue([job.id for job in old])
     wait = min(CONFIRMING_SECONDS, turn.rules.keep_seconds)
-    _expire(turn, [job for job in old if steady - turn.overdue[job.id] >= wait])
+    _expire(turn, [job for job in old if turn.steady - turn.overdue[job.id] >= wait])
 
 
 def apply_retention(turn: Transition) -> None:

@@ -20,11 +20,12 @@ answer in time, or starts no worker. A refusal without a time counts as the maxi
 class Transition:
     """Working copy of the job table for one call of `transitions.advance`, with the actions to carry out.
 
-    `table` is the table before the call and is not changed. `now` is in Unix seconds.
+    `table` is the table before the call and is not changed. `now` is in Unix seconds, for points in time that are
+    stored or shown. `steady` is in monotonic seconds, for waits: a clock that is set ends none.
     """
 
-    def __init__(self, table: JobTable, now: float) -> None:
-        self.rules, self.now = table.rules, now
+    def __init__(self, table: JobTable, now: float, steady: float) -> None:
+        self.rules, self.now, self.steady = table.rules, now, steady
         self.jobs, self.holds, self.pauses = dict(table.jobs), dict(table.holds), dict(table.pauses)
         self.overdue = table.overdue
         self.actions: list[Action] = []
@@ -33,9 +34,9 @@ class Transition:
         """Return the working copy as a table."""
         return JobTable(self.rules, self.jobs, self.holds, self.pauses, self.overdue)
 
-    def set_overdue(self, jobs: Sequence[str], steady: float) -> None:
-        """Replace the jobs whose files are too old. `steady` is the monotonic time of the new ones."""
-        self.overdue = {job: self.overdue.get(job, steady) for job in jobs}
+    def set_overdue(self, jobs: Sequence[str]) -> None:
+        """Replace the jobs whose files are too old."""
+        self.overdue = {job: self.overdue.get(job, self.steady) for job in jobs}
 
     def put_job(self, job: VideoJob, *, save: bool = True) -> VideoJob:
         """Add or replace a job in the table, and return it. With `save`, store it in the database as well."""
@@ -101,16 +102,16 @@ class Transition:
         )
 
     def compute_headroom_deadline(self, job: VideoJob) -> float:
-        """Return the Unix time at which a job fails if no node grants its lease.
+        """Return the monotonic time at which a job fails if no node grants its lease.
 
         That is the deadline of the job, or the queue timeout from now if the job has none yet.
         """
-        return self.now + self.rules.headroom_seconds if job.room_by is None else job.room_by
+        return self.steady + self.rules.headroom_seconds if job.room_by is None else job.room_by
 
     def has_headroom_deadline_passed(self, job: VideoJob) -> bool:
         """Return whether the time has passed at which a job fails because no node granted its lease (`room_by`). Return
         False for a job without this deadline."""
-        return job.room_by is not None and job.room_by <= self.now
+        return job.room_by is not None and job.room_by <= self.steady
 
     def handle_loss(self, job: VideoJob, code: str, message: str) -> None:
         """Requeue or fail a job whose node or worker was lost, by `on_node_loss` and the limit of attempts.
@@ -137,4 +138,4 @@ class Transition:
 
     def pause_node(self, node: str, seconds: float) -> None:
         """Ask a node for no lease for `seconds`, limited to `MIN_PAUSE_SECONDS` to `MAX_PAUSE_SECONDS`."""
-        self.pauses[node] = self.now + max(MIN_PAUSE_SECONDS, min(MAX_PAUSE_SECONDS, seconds))
+        self.pauses[node] = self.steady + max(MIN_PAUSE_SECONDS, min(MAX_PAUSE_SECONDS, seconds))

@@ -1,4 +1,4 @@
-"""State machine of the video job table: `advance(table, event, now) → (table, actions)`. Pure.
+"""State machine of the video job table: `advance(table, event, now, steady) → (table, actions)`. Pure.
 
 `coordinator.video.state.job_table` has the concepts and invariants. `coordinator.video.state.lease_transitions` handles
 messages of nodes.
@@ -27,7 +27,7 @@ from coordinator.video.state.events import (
     ReleaseLease,
     RequestLease,
 )
-from coordinator.video.state.job_table import JobRules, JobTable, LeaseHold
+from coordinator.video.state.job_table import JobTable, LeaseHold
 from coordinator.video.state.jobs import JobFaultCode, JobState, VideoJob, change_state
 from coordinator.video.state.lease_transitions import apply_answer, apply_node_away, apply_node_removed, apply_report
 from coordinator.video.state.retention import apply_retention, expire_old_files
@@ -36,13 +36,15 @@ from wire.state_machine import IllegalEventError
 from wire.video import LeaseEndCode, ReleaseCause
 
 
-def advance(table: JobTable, event: Event, now: float) -> tuple[JobTable, Actions]:
+def advance(table: JobTable, event: Event, now: float, steady: float) -> tuple[JobTable, Actions]:
     """Apply an event at `now` (Unix seconds). Return the new table and the actions in order.
+
+    `steady` is the same time in monotonic seconds.
 
     Raise `IllegalEventError` for a `JobPlaced` whose job is not `table.head`, or whose node already has a lease hold.
     Raise `IllegalTransitionError` for a lease end that would restart a job whose files are being fetched.
     """
-    turn = Transition(table, now)
+    turn = Transition(table, now, steady)
     match event:
         case JobSubmitted(job):
             turn.put_job(job, save=False)
@@ -68,8 +70,8 @@ def advance(table: JobTable, event: Event, now: float) -> tuple[JobTable, Action
                 turn.actions.append(DeleteJob(job))
         case CoordinatorRestarted():
             _apply_restart(turn)
-        case JobTick(steady):
-            _apply_tick(turn, steady)
+        case JobTick():
+            _apply_tick(turn)
     return turn.build_table(), tuple(turn.actions)
 
 
@@ -87,7 +89,7 @@ def _apply_placed(turn: Transition, table: JobTable, event: JobPlaced) -> None:
             node=event.node,
             lease=event.lease,
             phase="asking a node",
-            due=min(turn.now + turn.rules.lease_seconds, fail_at),
+            due=min(turn.steady + turn.rules.lease_seconds, fail_at),
         )
     )
     turn.holds[event.lease] = LeaseHold(event.lease, event.node, generation, job.id, job.size, turn.now)
@@ -143,7 +145,8 @@ def _apply_cancelled(turn: Transition, name: str, message: str) -> None:
 def _apply_restart(turn: Transition) -> None:
     """Requeue jobs without an answer to their lease request, and wait for the nodes of running jobs.
 
-    Any other lease of a node is unknown here, and is released when the node reports it.
+    All waits begin again, because monotonic times of the previous process have no meaning. Any other lease of a node is
+    unknown here, and is released when the node reports it.
     """
     turn.holds.clear()
     for job in list(turn.jobs.values()):
@@ -153,44 +156,25 @@ def _apply_restart(turn: Transition) -> None:
             turn.holds[job.lease] = LeaseHold(
                 job.lease, job.node, job.generation, job.id, job.size, job.started or turn.now, granted=True
             )
-            turn.put_job(replace(job, away=True, due=turn.now + turn.rules.away_seconds), save=False)
+            turn.put_job(replace(job, away=True, due=turn.steady + turn.rules.away_seconds), save=False)
         elif job.state == JobState.QUEUED:
             turn.put_job(replace(job, room_by=None, phase="queued"), save=False)
+        elif job.state == JobState.FINALIZING:
+            turn.put_job(replace(job, due=turn.steady + turn.rules.keep_seconds), save=False)
 
 
-def _apply_tick(turn: Transition, steady: float) -> None:
-    for job in list(turn.jobs.values()):
-        _limit_deadlines(turn, job)
-    for job in [job for job in turn.jobs.values() if job.due is not None and job.due <= turn.now]:
+def _apply_tick(turn: Transition) -> None:
+    for job in [job for job in turn.jobs.values() if job.due is not None and job.due <= turn.steady]:
         _apply_overdue(turn, job)
     for job in [
         job for job in turn.jobs.values() if job.state == JobState.QUEUED and turn.has_headroom_deadline_passed(job)
     ]:
         text = f"no node had room for it within {turn.rules.headroom_seconds:.0f} s: {job.phase}"
         turn.fail_job(job, JobFaultCode.NO_HEADROOM, text)
-    longest = turn.now + MAX_PAUSE_SECONDS  # a later end is from before the clock was set back
-    for node in [node for node, until in turn.pauses.items() if not turn.now < until <= longest]:
+    for node in [node for node, until in turn.pauses.items() if until <= turn.steady]:
         del turn.pauses[node]
-    expire_old_files(turn, steady)
+    expire_old_files(turn)
     apply_retention(turn)
-
-
-def _limit_deadlines(turn: Transition, job: VideoJob) -> None:
-    """Shorten the deadlines of a job to their whole waits from now. Longer ones are from before the clock was set
-    back."""
-    due = None if job.due is None else min(job.due, turn.now + _get_wait_seconds(turn.rules, job))
-    fail_at = None if job.room_by is None else min(job.room_by, turn.now + turn.rules.headroom_seconds)
-    if (due, fail_at) != (job.due, job.room_by):
-        turn.put_job(replace(job, due=due, room_by=fail_at), save=False)
-
-
-def _get_wait_seconds(rules: JobRules, job: VideoJob) -> float:
-    """Return the seconds from the begin of a job's wait until its `due`."""
-    if job.state == JobState.LEASING:
-        return rules.lease_seconds
-    if job.state == JobState.FINALIZING:
-        return rules.keep_seconds
-    return rules.away_seconds if job.away else rules.start_seconds
 
 
 def _apply_overdue(turn: Transition, job: VideoJob) -> None:

@@ -24,13 +24,19 @@ PATTERNS: Final = {
     ),
 }
 """Patterns of libraries with assertions, and patterns without assertions that match the same texts."""
-_SINGLE: Final = frozenset({"additionalProperties", "contains", "else", "if", "items", "not", "then"})
+_SINGLE: Final = frozenset(
+    {"additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "then"}
+)
 _LISTS: Final = frozenset({"allOf", "anyOf", "items", "oneOf", "prefixItems"})
 _MAPS: Final = frozenset({"$defs", "definitions", "dependentSchemas", "patternProperties", "properties"})
 _TRUE: Final[tuple[object, ...]] = (True, {}, {"type": "string"})
 """Schemas that every name of a property follows."""
 _UNENFORCED: Final = frozenset({"else", "if", "not", "then", "uniqueItems"})
 """Keywords that llguidance refuses. OpenAI's strict mode does not support them either."""
+_ANNOTATIONS: Final = frozenset(
+    {"$comment", "default", "deprecated", "description", "examples", "nullable", "readOnly", "title", "writeOnly"}
+)
+"""Keywords that constrain nothing. Clients put them next to `allOf` with one reference."""
 _ESCAPED: Final = re.compile(r"\\[^bBk1-9]")
 _ASSERTION: Final = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")
 """Assertion or backreference, in a pattern without other escapes."""
@@ -39,7 +45,8 @@ _ASSERTION: Final = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")
 def rewrite_schema(schema: Json, *, strict: bool) -> Json:
     """Return a schema without keywords that constrain nothing, and with equal patterns for those of libraries.
 
-    If `strict` is false, patterns and keywords that llguidance cannot enforce are left out. `schema` has at most
+    A tuple in the form of draft 7 gets that of draft 2020-12. The only schema of an `allOf` takes its place. If
+    `strict` is false, patterns and keywords that llguidance cannot enforce are left out. `schema` has at most
     `MAX_JSON_DEPTH` levels.
     """
     rewritten: Json = {}
@@ -53,7 +60,31 @@ def rewrite_schema(schema: Json, *, strict: bool) -> Json:
                 rewritten[key] = known
         elif not _is_always_met(key, value) and (strict or key not in _UNENFORCED):
             rewritten[key] = _rewrite_part(key, value, strict=strict)
-    return rewritten
+    return _replace_single_part(_rewrite_tuple(rewritten))
+
+
+def _rewrite_tuple(schema: Json) -> Json:
+    """Return a schema with the list `items` as `prefixItems`, and `additionalItems` as `items`."""
+    items = schema.get("items")
+    if not isinstance(items, list) or "prefixItems" in schema:
+        return schema
+    rest = {"items": schema["additionalItems"]} if "additionalItems" in schema else {}
+    others = {key: value for key, value in schema.items() if key not in ("items", "additionalItems")}
+    return {**others, "prefixItems": cast("list[object]", items), **rest}
+
+
+def _replace_single_part(schema: Json) -> Json:
+    """Return a schema with the only part of its `allOf` in place of `allOf`, as Pydantic 1 writes references.
+
+    A schema with other keywords that could constrain the same value stays.
+    """
+    parts = schema.get("allOf")
+    if not isinstance(parts, list) or len(cast("list[object]", parts)) != 1 or not isinstance(parts[0], dict):
+        return schema
+    part, others = cast("Json", parts[0]), {key: value for key, value in schema.items() if key != "allOf"}
+    if others.keys() - _ANNOTATIONS - {"type", "$defs", "definitions"} or (others.keys() & part.keys()) - _ANNOTATIONS:
+        return schema
+    return {**part, **others}
 
 
 def _is_always_met(key: str, value: object) -> bool:

@@ -289,7 +289,7 @@ def _find_types(schema: object, root: Json, steps: int) -> set[str]:
         return set(named)
     if "$ref" in found:
         return _find_types(find_definition(root, found["$ref"]), root, steps - 1)
-    options = found.get("anyOf", found.get("oneOf"))
+    options = found.get("anyOf", found.get("oneOf", found.get("allOf")))
     if isinstance(options, list):
         return {kind for option in cast("list[object]", options) for kind in _find_types(option, root, steps - 1)}
     listed = found.get("enum")

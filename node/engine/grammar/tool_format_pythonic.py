@@ -41,7 +41,6 @@ UNRENDERED_KEYWORDS: Final = frozenset(
         "not",
         "if",
         "patternProperties",
-        "prefixItems",
         "uniqueItems",
         "contains",
         "pattern",
@@ -237,23 +236,35 @@ class GemmaArgumentRules:
         return json.dumps(json.dumps(value))
 
     def _render_array(self, schema: Json, document: Json) -> str:
-        item = (
-            self.builder.add_rule(self.render_value(schema.get("items", True), document))
-            if "items" in schema
-            else self._render_anything()
-        )
+        first = [self.render_value(part, document) for part in cast("list[object]", schema.get("prefixItems", []))]
         least, most = schema.get("minItems", 0), schema.get("maxItems")
+        if schema.get("items") is False and isinstance(most, int | None):
+            most = len(first) if most is None else min(most, len(first))
         if (
             not isinstance(least, int)
             or not isinstance(most, int | None)
             or (most is not None and most < max(least, 0))
         ):
             raise UnsupportedSchema(f"{PREFIX}a list cannot have {least} to {most} items")
-        if most == 0:
-            return '"[]"'
-        times = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
-        listed = f'{item} ("," {item}){times}'
-        return f'"[" {listed} "]"' if least > 0 else f'"[" ({listed})? "]"'
+        if most is not None and most <= len(first):
+            return f'"[" {self._join_items(first[:most], least, "")} "]"'
+        item = (
+            self.builder.add_rule(self.render_value(schema["items"], document))
+            if "items" in schema
+            else self._render_anything()
+        )
+        first = first or [item]
+        times = f"{{{max(least - len(first), 0)},{'' if most is None else most - len(first)}}}"
+        rest = f'("," {item}){times}'
+        return f'"[" {self._join_items(first, least, rest)} "]"'
+
+    def _join_items(self, items: Sequence[str], least: int, rest: str) -> str:
+        """Return Lark's expression for a list of these items and `rest`, of which the first `least` are required."""
+        for at in reversed(range(len(items))):
+            comma = '"," ' if at else ""
+            listed = self.builder.add_rule(f"{comma}{items[at]} {rest}")
+            rest = listed if at < least else f"{listed}?"
+        return rest
 
     def _render_object(self, schema: Json, document: Json) -> str:
         properties = cast("Json", schema.get("properties") or {})

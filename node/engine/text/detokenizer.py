@@ -14,11 +14,12 @@ Rules
   not reasoning or calls.
 - Newlines: Newlines next to a marker belong to it: reasoning has none at its ends, content none after a marker. After
   earlier content, newlines after a marker separate it from further content; without further content they are removed.
-- Blocks: No text is lost: a block that is no call, is unfinished, or has a call of more than `MAX_CALL_BYTES` becomes
-  content with its markers.
+- Blocks: A block that is no call, is unfinished, or has a call of more than `MAX_CALL_BYTES` becomes content with its
+  markers. Only the start of a call that the token limit cuts is left out, because no client can use it.
 - Errors: No ids raise an exception.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,6 +32,8 @@ from wire.frames import Channel
 
 _CALLS = frozenset({TOOL, INNER, NAKED})
 """States within a call."""
+_CALL_START = re.compile(r"\s*(?:[\w.:/-]+\s*)?(?:$|[\[{<(\"])")
+"""Start of a block that is a call, or a cut part of its start. Words after a marker are no call."""
 Pieces = tuple[tuple[Channel, str], ...]
 """Pairs of channel and text. The text of a tool call is its JSON (`wire.frames.Delta`)."""
 
@@ -141,7 +144,7 @@ class TextPipeline:
         if not self._stopped:
             self._split_text(self._decoder.flush())
             self._add_text(self._cutter.flush())
-            self._end_block()
+            self._end_block(cut=reason == "length")
         if not self._stopped:
             self._emit(Channel.CONTENT, self._stops.flush())
         elif reason == "length":
@@ -193,10 +196,11 @@ class TextPipeline:
         else:
             self._parse_block(body, left.marker, place.marker, whole=left.state == NAKED)
 
-    def _end_block(self) -> None:
+    def _end_block(self, *, cut: bool) -> None:
         """Handle the block that the end of the answer cut off. It is complete only for parsers without an end marker.
 
-        An answer without a marker of its response format is content.
+        `cut`: the answer has ended by its token limit, and the start of a call is left out. An answer without a marker
+        of its response format is content.
         """
         if self._stopped or self._place.state in (NORMAL, REASONING):
             return
@@ -205,21 +209,22 @@ class TextPipeline:
             if not self._place.marker:
                 self._add_content(body)
             return
-        if self._calls.end:
+        is_start = cut and (self._place.state == NAKED or _CALL_START.match(body) is not None)
+        if not self._calls.end:
+            self._parse_block(body, self._place.marker, "", as_content=not is_start)
+        elif not is_start:
             self._add_content(self._place.marker + body)
-        else:
-            self._parse_block(body, self._place.marker, "")
 
-    def _parse_block(self, body: str, start: str, end: str, *, whole: bool = False) -> None:
+    def _parse_block(self, body: str, start: str, end: str, *, whole: bool = False, as_content: bool = True) -> None:
         """Send the calls of a block between two markers, or the block as content. `whole`: the markers are part of the
-        call."""
+        call. Without `as_content`, leave out a block that is no call."""
         calls = self._calls.parse_block(start + body + end if whole else body)
         shown = calls[:1] if self._one_call else calls
         if calls and all(len(call.encode()) <= MAX_CALL_BYTES for call in shown):
             self._pieces += ((Channel.TOOL_CALL, call) for call in shown)
             self._gap = ""
             self._stopped = self._one_call
-        else:
+        elif as_content:
             self._add_content(start + body + end)
 
     # output

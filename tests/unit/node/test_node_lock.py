@@ -81,6 +81,29 @@ def test_a_model_folder_that_cannot_be_read_is_named(
     assert capsys.readouterr().err == f"Error: models.folders: {folder} is not a folder\n"
 
 
+@pytest.mark.parametrize("lost", ["state", "models"])
+def test_a_disk_that_does_not_answer_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    for variable in [name for name in os.environ if name.startswith("MACPOOL_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setattr(node_lock, "ACCESS_TIMEOUT_SECONDS", 0.05)
+    returned, models, is_folder = threading.Event(), tmp_path / "models", os.path.isdir
+    models.mkdir()
+    if lost == "state":
+        os.mkfifo(tmp_path / "config.toml")  # blocks a reader, as a lost disk does
+    else:
+        monkeypatch.setattr(os.path, "isdir", lambda path: returned.wait(30) and is_folder(path))
+    try:
+        assert main(["--state", str(tmp_path), "--models", str(models)]) == 1
+        place = tmp_path if lost == "state" else models
+        assert capsys.readouterr().err == f"Error: {place} does not answer: check its disk, or its network mount\n"
+    finally:
+        returned.set()
+        if lost == "state":
+            (tmp_path / "config.toml").write_text("")
+
+
 def test_a_log_of_the_engine_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     state = OldCoordinator(ClusterCa(tmp_path / "authority", time.time), tmp_path, "127.0.0.1:1").node("studio")
     log = state / "logs" / "engine.log"

@@ -156,7 +156,7 @@ def played(story: Series, seconds: int) -> list[set[tuple[str, Labels]]]:
     conditions = ConditionEvaluator()
     held: list[set[tuple[str, Labels]]] = []
     for now in range(0, seconds + STEP, STEP):
-        conditions.evaluate(sample(story, now), now)
+        conditions.evaluate(sample(story, now), now, now)
         held.append({(one.rule.name, one.labels) for one in conditions.list_active()})
     return held
 
@@ -189,7 +189,7 @@ def test_evaluator_notifies_begin_and_end_once():
     conditions.listeners.append(lambda one, began: told_of.append((one.rule.name, one.node, began)))
     for now in range(0, 60, STEP):
         guard = 1.0 if 20 <= now < 40 else 0.0
-        conditions.evaluate({"macpool_gate_guard": {STUDIO: guard}}, now)
+        conditions.evaluate({"macpool_gate_guard": {STUDIO: guard}}, now, now)
     assert told_of == [("GuardOff", "studio", True), ("GuardOff", "studio", False), ("GuardOff", "studio", True)]
     assert conditions.get_flags()["GuardOff"]
     assert not conditions.get_flags()["GateInert"]
@@ -205,22 +205,23 @@ def test_critical_conditions_come_first():
                 "macpool_gate_guard": {STUDIO: 0},
             },
             now,
+            now,
         )
     assert [one.rule.name for one in conditions.list_active()] == ["GuardOff", "MarginZero"]
 
 
 def test_a_counter_that_was_seen_once_has_not_risen():
     history = SampleHistory({"c": frozenset({30.0})})
-    history.add_sample({"c": {STUDIO: 100}}, 0)
+    history.add_sample({"c": {STUDIO: 100}}, 0, 0)
     assert list(history.iterate_increases("c", 30)) == []
-    history.add_sample({"c": {STUDIO: 103}}, 5)
+    history.add_sample({"c": {STUDIO: 103}}, 5, 5)
     assert list(history.iterate_increases("c", 30)) == [(STUDIO, 3)]
-    history.add_sample({"c": {STUDIO: 2}}, 10)
+    history.add_sample({"c": {STUDIO: 2}}, 10, 10)
     assert list(history.iterate_increases("c", 30)) == [(STUDIO, 5)]
-    history.add_sample({"c": {STUDIO: 2}}, 37)
+    history.add_sample({"c": {STUDIO: 2}}, 37, 37)
     assert list(history.iterate_increases("c", 30)) == [(STUDIO, 2)]
-    history.add_sample({}, 40)
-    history.add_sample({"c": {STUDIO: 50}}, 45)
+    history.add_sample({}, 40, 40)
+    history.add_sample({"c": {STUDIO: 50}}, 45, 45)
     assert list(history.iterate_increases("c", 30)) == []
 
 
@@ -228,7 +229,7 @@ def test_a_healthy_pool_has_no_conditions():
     conditions = ConditionEvaluator()
     nodes = [node_picture(view(f"n{number}"), None) for number in range(3)]
     for _ in range(3):
-        conditions.evaluate(build_sample(pool_picture(3, 2, conditions={}), nodes), WALL)
+        conditions.evaluate(build_sample(pool_picture(3, 2, conditions={}), nodes), WALL, WALL)
     assert conditions.list_active() == []
 
 

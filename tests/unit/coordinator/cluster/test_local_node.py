@@ -29,14 +29,13 @@ async def test_a_restart_that_fails_is_tried_again(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(local_node, "RESTART_DELAYS_SECONDS", (0.01, 0.03))
     for name in [name for name in os.environ if name.startswith("MACPOOL_")]:
         monkeypatch.delenv(name)
-    starts, started_again = 0, asyncio.Event()
+    starts, started_again = list[float](), asyncio.Event()
 
     def create_token() -> str:
-        nonlocal starts
-        starts += 1
-        if starts == 2:
+        starts.append(asyncio.get_running_loop().time())
+        if len(starts) == 2:
             raise error
-        if starts == 3:
+        if len(starts) == 3:
             started_again.set()
         return "no token"
 
@@ -54,6 +53,7 @@ async def test_a_restart_that_fails_is_tried_again(tmp_path: Path, monkeypatch: 
         ("local node ended", 0.02),
         ("local node not started", 0.03),
     ]
+    assert starts[2] - starts[1] >= 0.029, "after the pause"
 
 
 PROGRAM = """#!{python} -IS

@@ -1,6 +1,7 @@
 """Callbacks that wait for the disk."""
 
 import asyncio
+import weakref
 
 import structlog
 
@@ -19,13 +20,15 @@ async def test_a_callback_waits_for_the_disk_and_is_left_out_after_a_failed_writ
         if is_full:
             raise StoreError("the disk is full")
 
-    barrier = StoreBarrier(flush)
+    barrier, others = StoreBarrier(flush), asyncio.all_tasks()
     barrier.call_when_stored(lambda: called.append("certificate"))
+    (task,) = map(weakref.ref, asyncio.all_tasks() - others)
     await turn()
     assert called == []
     disk.set()
     await turn()
     assert called == ["certificate"]
+    assert task() is None, "an ended task is not kept"
     is_full = True
     with structlog.testing.capture_logs() as logs:
         barrier.call_when_stored(lambda: called.append("another"), lambda error: called.append(str(error)))

@@ -2,16 +2,17 @@
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, AsyncIterator
+import weakref
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from coordinator.video import job_files
+from coordinator.video import job_files, job_timer
 from coordinator.video.controller import VideoController
 from coordinator.video.settings import VideoSettings
-from coordinator.video.state.events import LeasesReported
+from coordinator.video.state.events import JobDeleted, LeasesReported
 from coordinator.video.state.jobs import JobState, VideoJob
 from router.placement.cluster_view import ClusterView
 from tests.unit.coordinator.video.state.test_job_table import a_job
@@ -33,11 +34,16 @@ class Cluster:
         self.frames: list[Frame] = []
         self.linked, self.fails, self.fetches = True, 0, 0
         self.changed, self.proceeds = asyncio.Event(), asyncio.Event()
+        self.on_clock: Callable[[], None] = lambda: None
         self.proceeds.set()
         self.controller = VideoController(
-            folder, VideoSettings(), self._send, self._fetch, IllegalEventCounts(), clock=lambda: 0.0
+            folder, VideoSettings(), self._send, self._fetch, IllegalEventCounts(), clock=self._read_clock
         )
         self.controller.apply_view(ClusterView((a_node(NODE),)))
+
+    def _read_clock(self) -> float:
+        self.on_clock()
+        return 0.0
 
     def _send(self, node: NodeId, frame: Frame) -> bool:
         assert node == NODE
@@ -138,6 +144,34 @@ async def test_jobs_are_listed_newest_first_and_a_closed_controller_leaves_no_ta
     assert [job.sequence for job in again.controller.list_jobs()] == [2, 1]
     assert (await again.submit()).sequence == 3
     await again.controller.close()
+
+
+async def test_a_removal_that_has_ended_is_not_kept(cluster: Cluster, tmp_path: Path):
+    folder = tmp_path / "videos" / (await cluster.submit()).id
+    folder.mkdir(parents=True)
+    others = asyncio.all_tasks()
+    cluster.controller.apply_event(JobDeleted(folder.name))
+    (task,) = map(weakref.ref, asyncio.all_tasks() - others)
+    async with asyncio.timeout(30):
+        while task() is not None:  # noqa: ASYNC110  a task that nothing references has no event
+            await asyncio.sleep(0.001)
+    assert not folder.exists()
+
+
+async def test_the_job_table_is_checked_often_while_a_node_holds_the_lease_of_an_ended_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(job_timer, "TICK_SECONDS", 0.001)
+    cluster, checked = Cluster(tmp_path), asyncio.Event()
+    job = await cluster.submit()
+    await cluster.controller.cancel_job(job.id)
+    assert [hold.job for hold in cluster.controller.list_holds()] == [job.id]
+    cluster.on_clock = checked.set
+    for _ in range(2):
+        async with asyncio.timeout(5):
+            await checked.wait()
+        checked.clear()
+    await cluster.controller.close()
 
 
 async def test_a_fetch_is_repeated_after_a_pause_only(cluster: Cluster, monkeypatch: pytest.MonkeyPatch):

@@ -41,12 +41,12 @@ def test_only_the_deletion_of_an_open_job_is_an_end():
     assert [(entry["job"], entry["state"], entry["node"]) for entry in logs] == [("video_1", "deleted", "a")]
 
 
-def test_a_refused_job_is_deleted_without_an_end_and_the_next_deletion_of_its_id_counts():
-    history, queued = JobHistory(lambda: 130.0), a_job(1)
-    history.mark_refused(queued.id)
-    before = JobTable(jobs={queued.id: queued})
-    for cancelled in (0, 1):
-        history.record(before, JobTable())
+def test_the_last_refused_job_is_deleted_without_an_end():
+    history = JobHistory(lambda: 130.0)
+    for number in (1, 2):
+        history.mark_refused(a_job(number).id)
+    for number, cancelled in ((2, 0), (1, 1)):
+        history.record(JobTable(jobs={f"video_{number}": a_job(number)}), JobTable())
         assert history.counters.ends["cancelled"] == cancelled
 
 

@@ -270,6 +270,28 @@ async def test_a_program_that_cannot_be_started_leaves_no_descriptor(tmp_path: P
     assert sorted(os.listdir("/dev/fd")) == before, "also if its log cannot be opened"
 
 
+@pytest.mark.parametrize("error", [OSError, asyncio.CancelledError])
+async def test_a_child_whose_socket_cannot_be_opened_is_ended_and_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+):
+    kept: list[socket.socket] = []
+
+    async def fail(create: object, *, sock: socket.socket) -> None:
+        kept.append(sock.dup())
+        raise error
+
+    await start_and_release(tmp_path, "true")
+    before = len(os.listdir("/dev/fd"))
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_unix_connection", fail)
+    with pytest.raises(error):
+        await start_and_release(tmp_path, "sleep", "60")
+    with kept[0] as own_end:
+        own_end.setblocking(False)
+        assert own_end.recv(1) == b"", "no process has the other end"
+    await asyncio.sleep(0)
+    assert len(os.listdir("/dev/fd")) == before
+
+
 async def test_without_a_child_nothing_is_known_and_nothing_is_sent(connected: Connected):
     children: list[EngineChild] = []
     probe = EngineProbe(lambda: children[0] if children else None, SupervisorTimeouts(turn_factor=4.0))

@@ -61,16 +61,16 @@ def a_job(number: int, **changes: Any) -> VideoJob:
 
 
 class Story:
-    """A board, with its events and actions one by one."""
+    """A board, with its events and actions one by one. Unix time is `ahead` of the monotonic time `now`."""
 
     def __init__(self, **rules: Any) -> None:
         self.board = JobTable(JobRules(**rules))
-        self.now = 1000.0
+        self.now, self.ahead = 1000.0, 0.0
         self.actions: list[Action] = []
         self.leases = 0
 
     def tell(self, event: Event) -> list[Action]:
-        self.board, actions = advance(self.board, event, self.now)
+        self.board, actions = advance(self.board, event, self.now + self.ahead, self.now)
         self.actions += actions
         return [action for action in actions if not isinstance(action, SaveJob)]
 
@@ -184,7 +184,7 @@ def test_report_of_an_older_lease_is_released_without_a_change():
     old = story.running()
     story.tell(NodeAway("a"))
     story.now += 61
-    story.tell(JobTick(0.0))
+    story.tell(JobTick())
     assert story.job(1).state == JobState.QUEUED
     new = story.place("b")
     story.grant(new)
@@ -206,7 +206,7 @@ def test_absent_node_ends_its_job_after_the_configured_time(rule: Any, state: Jo
     story.tell(NodeAway("a"))
     assert (story.job(1).state, len(story.board.holds)) == (JobState.IN_PROGRESS, 1)
     story.now += 61
-    story.tell(JobTick(0.0))
+    story.tell(JobTick())
     assert story.job(1).state == state
     assert story.board.holds == {}
     assert (story.job(1).fault or JobFault("node_lost", "")).code == "node_lost"
@@ -233,7 +233,7 @@ def test_a_job_that_is_lost_again_and_again_is_requeued_so_many_times_and_then_f
         else:
             story.tell(NodeAway("a"))
             story.now += 61
-            story.tell(JobTick(0.0))
+            story.tell(JobTick())
         assert story.board.holds == {}
         assert story.job(1).state == (JobState.FAILED if attempt == 2 else JobState.QUEUED), attempt
     assert (story.job(1).fault or JobFault("", "")).code == ("worker_lost" if how == "worker" else "node_lost")
@@ -250,7 +250,7 @@ def test_returning_node_continues_its_job():
     assert story.job(1).due == due, "a link that ends again gives it no more time"
     story.report("a", state_of(job, progress=50))
     story.now += 300
-    story.tell(JobTick(0.0))
+    story.tell(JobTick())
     assert (story.job(1).state, story.job(1).progress) == (JobState.IN_PROGRESS, 50)
     story.end(job)
     assert story.job(1).state == JobState.FINALIZING
@@ -263,10 +263,10 @@ def test_returning_node_has_the_whole_time_to_start_its_worker():
     story.now += 59
     story.report("a", state_of(job, "granted"))
     story.now += 89
-    story.tell(JobTick(0.0))
+    story.tell(JobTick())
     assert story.job(1).state == JobState.IN_PROGRESS, "the time until its return does not count"
     story.now += 1
-    story.tell(JobTick(0.0))
+    story.tell(JobTick())
     assert story.job(1).state == JobState.QUEUED, "then its start is tried again"
 
 
@@ -343,7 +343,7 @@ def test_this_process_began_again():
     story.report("a", state_of(running, progress=60))
     assert story.job(1).progress == 60
     story.now += 61
-    story.tell(JobTick(0.0))
+    story.tell(JobTick())
     assert story.job(1).state == JobState.IN_PROGRESS
 
 
@@ -400,12 +400,12 @@ def test_a_worker_that_does_not_start_is_tried_again_so_many_times(event: str):
     story.submit(1)
     for attempt in range(3):
         story.now += 100
-        story.tell(JobTick(0.0))
+        story.tell(JobTick())
         job = story.place()
         story.grant(job)
         if event == "late":
             story.now += 91
-            actions = story.tell(JobTick(0.0))
+            actions = story.tell(JobTick())
         else:
             actions = story.end(job, "start_failed")
             assert story.board.find_hold("a") is None, "the node has reported the end of the lease"
@@ -423,7 +423,7 @@ def late_to_start(story: Story) -> VideoJob:
     before its end."""
     job = story.running()
     story.now += 91
-    assert story.tell(JobTick(0.0)) == [ReleaseLease("a", job.lease, job.generation, ReleaseCause.START_TIMEOUT)]
+    assert story.tell(JobTick()) == [ReleaseLease("a", job.lease, job.generation, ReleaseCause.START_TIMEOUT)]
     assert story.job(1).state == JobState.FAILED
     assert story.board.find_hold("a") is not None
     return job
@@ -488,7 +488,7 @@ def test_a_node_that_does_not_answer_is_left_alone():
     story.submit(1)
     job = story.place()
     story.now += 31
-    assert ReleaseLease("a", job.lease, 1, ReleaseCause.LEASE_TIMEOUT) in story.tell(JobTick(0.0))
+    assert ReleaseLease("a", job.lease, 1, ReleaseCause.LEASE_TIMEOUT) in story.tell(JobTick())
     assert story.job(1).state == JobState.QUEUED
     assert "a" in story.board.pauses
     assert story.tell(LeaseAnswered("a", LeaseGranted(job.lease, 1)))[-1].cause == "superseded"  # pyright: ignore
@@ -499,15 +499,15 @@ def test_a_head_without_headroom_fails_only_when_nothing_runs():
     story.submit(1)
     story.tell(JobWaited("video_1", "waiting: b makes another video", True))
     story.now += 4000
-    story.tell(JobTick(0.0))
+    story.tell(JobTick())
     assert story.job(1).state == JobState.QUEUED
     story.tell(JobWaited("video_1", "waiting: a has too little", False))
     story.now += 3599
     story.tell(JobWaited("video_1", "waiting: a has still too little", False))
-    story.tell(JobTick(0.0))
+    story.tell(JobTick())
     assert story.job(1).state == JobState.QUEUED
     story.now += 2
-    story.tell(JobTick(0.0))
+    story.tell(JobTick())
     assert (story.job(1).fault or JobFault("", "")).code == "no_headroom"
     assert "a has still too little" in (story.job(1).fault or JobFault("", "")).message
 
@@ -524,7 +524,7 @@ def test_the_next_job_starts_after_repeated_refusals():
         assert story.now < began + 70
         refused(story, story.place())
         story.now += 5
-        story.tell(JobTick(0.0))
+        story.tell(JobTick())
     fault = story.job(1).fault or JobFault("", "")
     assert (fault.code, story.now) == ("no_headroom", began + 60)
     assert "within 60 s" in fault.message
@@ -560,8 +560,9 @@ def test_retention_deletes_the_oldest_files_and_keeps_the_record():
     completed(story, 5, 101)
     assert [story.job(n).expired for n in (3, 4, 5)] == [True, True, False]
     story.now += 101
-    for steady, expired in ((500.0, False), (599.0, False), (600.0, True)):
-        story.tell(JobTick(steady))
+    for seconds, expired in ((0, False), (99, False), (1, True)):
+        story.now += seconds
+        story.tell(JobTick())
         assert story.job(5).expired is expired
     assert story.job(5).state == JobState.COMPLETED
 
@@ -569,12 +570,12 @@ def test_retention_deletes_the_oldest_files_and_keeps_the_record():
 def test_a_clock_that_is_ahead_for_a_moment_expires_no_files():
     story = Story()
     completed(story, 1)
-    began = story.now
-    for moment, steady in ((1e9, 0.0), (1e9, 3599.0), (0.0, 3600.0), (1e9, 3601.0), (1e9, 7200.0)):
-        story.now = began + moment
-        story.tell(JobTick(steady))
+    for story.ahead, seconds in ((1e9, 0), (1e9, 3599), (0.0, 1), (1e9, 1), (1e9, 3599)):
+        story.now += seconds
+        story.tell(JobTick())
         assert story.job(1).files
-    story.tell(JobTick(7201.0))
+    story.now += 1
+    story.tell(JobTick())
     assert ExpireFiles("video_1") in story.actions
 
 
@@ -583,7 +584,7 @@ def test_only_so_many_records_are_kept():
     story.submit(1, 2, 3)
     for number in (1, 2, 3):
         story.tell(JobCancelled(f"video_{number}"))
-    story.tell(JobTick(0.0))
+    story.tell(JobTick())
     assert list(story.board.jobs) == ["video_2", "video_3"]
 
 
@@ -639,7 +640,7 @@ def test_overdue_lease_returns_the_job_to_the_queue_and_pauses_the_node():
     story.submit(1)
     job = story.place()
     story.now += 30
-    assert story.tell(JobTick(0.0)) == [ReleaseLease("a", job.lease, 1, ReleaseCause.LEASE_TIMEOUT)]
+    assert story.tell(JobTick()) == [ReleaseLease("a", job.lease, 1, ReleaseCause.LEASE_TIMEOUT)]
     assert (story.job(1).state, story.job(1).phase) == (JobState.QUEUED, "its node did not answer")
     assert story.board.pauses == {"a": story.now + MAX_PAUSE_SECONDS / 2}
 
@@ -648,14 +649,14 @@ def test_overdue_start_releases_the_lease_and_a_job_of_an_absent_node_does_not()
     story = Story()
     job = story.running()
     story.now += 90
-    assert story.tell(JobTick(0.0)) == [ReleaseLease("a", job.lease, 1, ReleaseCause.START_TIMEOUT)]
+    assert story.tell(JobTick()) == [ReleaseLease("a", job.lease, 1, ReleaseCause.START_TIMEOUT)]
     assert (story.job(1).state, list(story.board.holds)) == (JobState.QUEUED, [job.lease])
     assert story.board.pauses == {"a": story.now + 5 * MIN_PAUSE_SECONDS}
     story = Story()
     story.running()
     story.tell(NodeAway("a"))
     story.now += 60
-    assert story.tell(JobTick(0.0)) == []
+    assert story.tell(JobTick()) == []
     assert (story.job(1).fault or JobFault("", "")).code == "node_lost"
     assert story.board.holds == {}
 
@@ -664,9 +665,9 @@ def test_overdue_fetch_fails_the_job():
     story = Story(keep_seconds=100.0, on_node_loss="requeue")
     story.end(story.running())
     story.now += 99
-    assert (story.tell(JobTick(0.0)), story.job(1).state) == ([], JobState.FINALIZING)
+    assert (story.tell(JobTick()), story.job(1).state) == ([], JobState.FINALIZING)
     story.now += 1
-    assert story.tell(JobTick(0.0)) == []
+    assert story.tell(JobTick()) == []
     assert (story.job(1).fault or JobFault("", "")).code == "artifact_lost"
 
 
@@ -716,7 +717,7 @@ EVENTS = st.one_of(
     st.builds(JobDeleted, JOBS),
     st.builds(JobWaited, JOBS, st.just("waits"), st.booleans()),
     st.just(CoordinatorRestarted()),
-    st.just(JobTick(0.0)),
+    st.just(JobTick()),
 )
 
 
@@ -778,7 +779,7 @@ def test_fewer_ended_jobs_than_the_maximum_are_all_kept():
     story.submit(1, 2)
     for number in (1, 2):
         story.tell(JobCancelled(f"video_{number}"))
-    story.tell(JobTick(0.0))
+    story.tell(JobTick())
     assert list(story.board.jobs) == ["video_1", "video_2"]
 
 
@@ -835,7 +836,7 @@ def test_the_pause_of_a_node_that_refuses_has_bounds(asked: float, pause: float)
 
 
 @pytest.mark.parametrize("wait", ["room", "lease", "start", "return", "files"])
-def test_a_job_waits_no_longer_after_the_clock_was_set_back(wait: str):
+def test_a_job_waits_no_longer_or_shorter_after_the_clock_was_set(wait: str):
     story, rules = Story(), JobRules()
     if wait in ("room", "lease"):
         story.submit(1)
@@ -849,8 +850,6 @@ def test_a_job_waits_no_longer_after_the_clock_was_set_back(wait: str):
         story.tell(JobWaited("video_1", "no room", busy=False))
     elif wait == "lease":
         story.place()
-    story.now -= 1e6
-    story.tell(JobTick(0.0))
     before = story.job(1)
     seconds = {
         "room": rules.headroom_seconds,
@@ -860,23 +859,38 @@ def test_a_job_waits_no_longer_after_the_clock_was_set_back(wait: str):
         "files": rules.keep_seconds,
     }
     story.now += seconds[wait] - 1
-    story.tell(JobTick(0.0))
-    assert (story.job(1).state, story.job(1).generation) == (before.state, before.generation)
+    for story.ahead in (1e6, -1e6):
+        story.tell(JobTick())
+        assert (story.job(1).state, story.job(1).generation) == (before.state, before.generation)
     story.now += 1
-    story.tell(JobTick(0.0))
+    story.tell(JobTick())
     assert story.job(1).generation > before.generation
 
 
-def test_the_pause_of_a_node_ends_when_the_clock_is_set_back():
+def test_the_pause_of_a_node_ends_after_its_seconds_when_the_clock_is_set():
     story = Story()
     story.submit(1)
     job = story.place("a")
     story.tell(LeaseAnswered("a", LeaseRefused(job.lease, 1, "no_headroom", "no", retry_after=MAX_PAUSE_SECONDS)))
-    story.tell(JobTick(0.0))
-    assert "a" in story.board.pauses
-    story.now -= 1.0
-    story.tell(JobTick(0.0))
+    for story.ahead, seconds in ((1e6, MAX_PAUSE_SECONDS - 1), (-1e6, 1)):
+        assert "a" in story.board.pauses
+        story.now += seconds
+        story.tell(JobTick())
     assert story.board.pauses == {}
+
+
+def test_files_of_a_node_are_awaited_again_after_a_restart():
+    """Monotonic times of the previous process have no meaning."""
+    story = Story(keep_seconds=100.0)
+    story.end(story.running())
+    story.now = 0.0
+    story.tell(CoordinatorRestarted())
+    story.now += 99
+    story.tell(JobTick())
+    assert story.job(1).state == JobState.FINALIZING
+    story.now += 1
+    story.tell(JobTick())
+    assert story.job(1).state == JobState.FAILED
 
 
 def test_a_running_job_keeps_the_begin_of_its_lease_over_a_restart():

@@ -37,7 +37,7 @@ def a_board(**changes: Any) -> JobTable:
 
 
 def chosen(*nodes: NodeView, board: JobTable | None = None, now: float = 0.0) -> str:
-    found = choose_node(board or a_board(), ClusterView(nodes), {}, now, 0.0)
+    found = choose_node(board or a_board(), ClusterView(nodes), {}, now)
     assert found is not None
     return found.node if isinstance(found, LeaseChoice) else found.phase
 
@@ -54,7 +54,7 @@ def test_a_node_without_headroom_gets_the_request_only_when_no_node_has_headroom
 
 def test_a_node_that_did_not_answer_does_not_count_as_one_that_makes_a_video():
     board = a_board(holds={"l": LeaseHold("l", "a", 1, "video_0", LEASE, 0.0)})
-    found = choose_node(board, ClusterView((a_node("a"),)), {}, 0.0, 0.0)
+    found = choose_node(board, ClusterView((a_node("a"),)), {}, 0.0)
     assert isinstance(found, NoLeaseChoice)
     assert not found.busy
 
@@ -62,7 +62,7 @@ def test_a_node_that_did_not_answer_does_not_count_as_one_that_makes_a_video():
 def test_a_node_that_makes_a_video_takes_no_second_one():
     board = a_board(holds={"l": LeaseHold("l", "a", 1, "video_0", LEASE, 0.0, granted=True)})
     assert chosen(a_node("a", 90 * GIB), a_node("b", 40 * GIB), board=board) == "b"
-    found = choose_node(board, ClusterView((a_node("a"),)), {}, 0.0, 0.0)
+    found = choose_node(board, ClusterView((a_node("a"),)), {}, 0.0)
     assert isinstance(found, NoLeaseChoice)
     assert found.busy
     assert "makes another video" in found.phase
@@ -70,10 +70,10 @@ def test_a_node_that_makes_a_video_takes_no_second_one():
 
 def test_choose_node_skips_a_refusing_node_until_its_retry_time():
     board = a_board(pauses={"a": 10.0})
-    found = choose_node(board, ClusterView((a_node("a"),)), {}, 9.0, 0.0)
+    found = choose_node(board, ClusterView((a_node("a", reported_at=9.0),)), {}, 9.0)
     assert isinstance(found, NoLeaseChoice)
     assert not found.busy, "a refusing node has no headroom, and the time limit for headroom runs"
-    assert chosen(a_node("a"), board=board, now=11.0) == "a"
+    assert chosen(a_node("a", reported_at=9.0), board=board, now=11.0) == "a"
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_a_model_that_no_node_has_now_is_waited_for():
 
 def test_no_job_is_chosen_while_a_node_has_not_answered():
     asked = a_job(1, state=JobState.LEASING)
-    assert choose_node(JobTable(jobs={"1": asked, "2": a_job(2)}), ClusterView((a_node("a"),)), {}, 0.0, 0.0) is None
-    assert choose_node(JobTable(), ClusterView(), {}, 0.0, 0.0) is None
+    assert choose_node(JobTable(jobs={"1": asked, "2": a_job(2)}), ClusterView((a_node("a"),)), {}, 0.0) is None
+    assert choose_node(JobTable(), ClusterView(), {}, 0.0) is None
 
 
 def test_a_job_that_no_known_node_could_take_is_known_at_once():

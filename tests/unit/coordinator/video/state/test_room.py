@@ -28,7 +28,7 @@ class World:
 
     def view(self) -> ClusterView:
         rooms = {node: 8 * GIB if kind == "full" else 80 * GIB for node, kind in self.kinds.items()}
-        return ClusterView(tuple(a_node(node, room) for node, room in rooms.items()))
+        return ClusterView(tuple(a_node(node, room, reported_at=self.story.now) for node, room in rooms.items()))
 
     def second(self) -> None:
         story = self.story
@@ -41,7 +41,7 @@ class World:
                 retry = self.chance.uniform(0.0, 20.0)
                 frame = LeaseRefused(job.lease, job.generation, "no_headroom", "no", retry_after=retry)
                 story.tell(LeaseAnswered(job.node, frame))
-        found = choose_node(story.board, self.view(), {}, story.now, 0.0)
+        found = choose_node(story.board, self.view(), {}, story.now)
         if isinstance(found, LeaseChoice):
             job, kind = story.place(found.node), self.kinds[found.node]
             if kind != "silent":
@@ -50,7 +50,7 @@ class World:
         elif isinstance(found, NoLeaseChoice):
             story.tell(JobWaited(found.job.id, found.phase, found.busy))
         story.now += 1.0
-        story.tell(JobTick(0.0))
+        story.tell(JobTick())
 
 
 @given(st.integers(0, 2**32), st.lists(st.sampled_from(["refuses", "silent", "full", "moody", "grants"]), max_size=3))

@@ -61,6 +61,34 @@ def test_only_keywords_are_rewritten_and_their_order_is_kept():
     )
 
 
+@pytest.mark.parametrize(
+    ("schema", "rewritten"),
+    [
+        ({"items": [{}, True], "minItems": 1}, {"prefixItems": [{}, True], "minItems": 1}),
+        ({"items": [], "additionalItems": False}, {"prefixItems": [], "items": False}),
+        ({"items": {"items": [{}]}}, {"items": {"prefixItems": [{}]}}),
+        ({"items": [{}], "prefixItems": [{}]}, {"items": [{}], "prefixItems": [{}]}),
+        ({"items": [{}], "additionalItems": {"format": "x"}}, {"prefixItems": [{}], "items": {}}),
+        ({"allOf": [{"$ref": "a", "title": "b"}], "title": "c"}, {"$ref": "a", "title": "c"}),
+        ({"allOf": [{"enum": ["a"]}], "type": "string"}, {"enum": ["a"], "type": "string"}),
+        *(
+            (schema, schema)
+            for schema in (
+                {"allOf": [{"$ref": "a"}, {"$ref": "b"}]},
+                {"allOf": [{"type": "string"}], "type": "string"},
+                {"allOf": [{"properties": {}}], "additionalProperties": False},
+                {"allOf": [True]},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_tuples_and_an_only_part_of_a_schema_get_their_newer_form(
+    schema: dict[str, object], rewritten: dict[str, object]
+):
+    assert rewrite_schema(schema, strict=True) == rewritten
+
+
 @pytest.mark.parametrize("keyword", [{"uniqueItems": True}, {"propertyNames": {"enum": ["a"]}}, {"pattern": LOOKAHEAD}])
 def test_a_constraint_that_cannot_be_enforced_is_refused(keyword: dict[str, object]):
     assert find_schema_fault({"properties": {"x": keyword}})

@@ -139,6 +139,8 @@ DEFINED = {"number": {"type": "integer"}, "again": {"$ref": "#/$defs/number"}}
         ({"type": ["boolean", "null"]}, "boolean"),
         ({"$ref": "#/$defs/number"}, "integer"),
         ({"enum": ["a", None]}, "string"),
+        ({"allOf": [{"$ref": "#/$defs/number"}], "default": 1}, "integer"),
+        ({"allOf": [{"$ref": "#/$defs/number"}, {"minimum": 1}]}, ""),
         ({"type": ["boolean", "integer"]}, ""),
         ({"anyOf": [{"type": "integer"}, {}]}, ""),
         ({}, ""),

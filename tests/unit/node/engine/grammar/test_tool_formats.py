@@ -491,11 +491,37 @@ def test_every_parser_has_a_form_or_none_of_its_models_takes_grammars():
         render_grammar(GrammarSpec(calls="free"), written({"now": NOTHING}), calling("kimi_k3"), one_call=False)
 
 
-# Schemas that a format cannot express are refused
-
-
 def schema(**properties: Any) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+NUMBER, TEXT = {"type": "number"}, {"type": "string"}
+OLDER: dict[str, Any] = {
+    "pair": {"type": "array", "items": [NUMBER, TEXT], "minItems": 2, "additionalItems": False},
+    "more": {"type": "array", "items": [NUMBER, NUMBER], "minItems": 1, "maxItems": 3, "additionalItems": TEXT},
+    "mode": {"allOf": [{"$ref": "#/definitions/mode"}], "default": "fast"},
+}
+
+
+@pytest.mark.parametrize("parser", ["json_tools", "qwen3_coder", "gemma4"])
+def test_tuples_of_draft_7_and_references_of_pydantic_1_are_enforced(parser: str):
+    whole = {**schema(**OLDER), "definitions": {"mode": {"type": "string", "enum": ["fast", "slow"]}}}
+    asked = GrammarSpec(calls="required")
+    text = render_grammar(asked, written({"look": whole}), calling(parser), one_call=True)
+    matcher = LLMatcher(BYTES, text, log_level=0, limits=LIMITS)
+    good = {"pair": [1, "a"], "more": [1], "mode": "fast"}
+    for part in ({}, {"more": [1, 2]}, {"more": [1, 2, "a"]}, {"mode": "slow"}):
+        assert accepts(matcher, answer(parser, [("look", good | part)], {"look": whole})), part
+    for name, wrong in (
+        ("pair", [[1], ["a", 1], [1, "a", "b"], []]),
+        ("more", [[], ["a"], [1, "a"], [1, 2, 3], [1, 2, "a", "b"]]),
+        ("mode", ["swift", 5]),
+    ):
+        for value in wrong:
+            assert not accepts(matcher, answer(parser, [("look", good | {name: value})], {"look": whole})), value
+
+
+# Schemas that a format cannot express are refused
 
 
 ROUND = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}

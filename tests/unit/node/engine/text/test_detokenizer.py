@@ -152,7 +152,7 @@ def test_what_is_shown_ends_before_a_stop_string(text: str, stops: tuple[str, ..
 
 
 def test_a_stop_string_found_at_the_very_end_is_a_stop():
-    assert read("a<call>two", reason="length", stops=("two",)) == Read("a<call>")
+    assert read("a<call> or two", reason="length", stops=("two",)) == Read("a<call> or ")
 
 
 def test_after_a_stop_string_nothing_comes():
@@ -190,8 +190,12 @@ def test_calls_are_taken_out_and_no_other_text_is_lost(text: str, expected: Read
     assert read(text) == expected
 
 
-def test_an_answer_cut_off_keeps_its_reason():
-    assert read(LOOK + LOOK[:-3], reason="length") == Read(LOOK[:-3], "", (call(),), "length")
+def test_the_start_of_a_call_at_the_token_limit_is_left_out_and_the_answer_keeps_its_reason():
+    assert read(LOOK + LOOK[:-3], reason="length") == Read("", "", (call(),), "length")
+    for size in range(len("<call>"), len(LOOK)):
+        assert read("I look.\n" + LOOK[:size], reason="length") == Read("I look.\n", reason="length")
+    for words in ("<call> marks a call.", "<call>`, so", "<call>, then"):
+        assert read(words, reason="length") == Read(words, reason="length"), "words are no call"
 
 
 def test_a_call_that_was_cut_off_is_never_made_however_patient_its_parser():
@@ -209,6 +213,8 @@ def test_a_call_without_an_end_marker_ends_with_the_answer():
     found = (call(arguments="{}"),)
     assert read("a[CALL]" + body, markup=markup) == Read("a", "", found, "tool_calls")
     assert read("a[CALL]" + body[:-2], markup=markup) == Read("a[CALL]" + body[:-2])
+    assert read("a[CALL]" + body[:-2], markup=markup, reason="length") == Read("a", reason="length")
+    assert read("a[CALL]" + body, markup=markup, reason="length") == Read("a", "", found, "length")
     assert read("<think>no [CALL] yet</think>b", markup=markup) == Read("b", "no [CALL] yet")
 
 
@@ -334,6 +340,13 @@ def test_a_recorded_transcript_is_read(parser: str, tmp_path: Path):
         assert told == case["calls"]
         assert [each["id"] for each in found[0].calls] == [f"call_r_{at}" for at in range(len(told))]
         assert found[0].reason == ("tool_calls" if told else "stop")
+        start, end = model.markers.call
+        begin = text.find(start) + len(start)
+        for size in range(begin, text.find(end, begin) if told else 0):
+            cut = TextPipeline(Spelled([text[:size]]), MarkCutter(machine, place), place, StopStrings(()), calls)
+            shown = run(cut, [0], "length").content
+            assert start not in shown, text[:size]
+            assert case["content"].startswith(shown.rstrip()), text[:size]
 
 
 # Any text
