@@ -247,6 +247,13 @@ SELF = (
         bad=1,
     ),
     create_stat_panel(
+        "Unwritten",
+        "Changes of the coordinator's state that its disk does not take: make room there.",
+        COUNT,
+        "macpool_coordinator_unwritten_changes",
+        bad=1,
+    ),
+    create_stat_panel(
         "Uptime", "Time since the start of the coordinator.", SECONDS, "time() - macpool_process_start_time_seconds"
     ),
     create_stat_panel(

@@ -163,6 +163,14 @@ RULES = (
         "check the coordinator's own network first",
     ),
     AlertRule(
+        "StateUnwritten",
+        _CRITICAL,
+        Comparison(_build_metric("coordinator_unwritten_changes"), ">", 0),
+        10,
+        "the coordinator's disk does not take its state: keys, members and usage are only in memory",
+        "make room on the disk of its state folder: the changes are then written within seconds",
+    ),
+    AlertRule(
         "ModelConflict",
         _WARNING,
         Comparison(_build_metric("cluster_model_fingerprints"), ">", 1),

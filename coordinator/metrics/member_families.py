@@ -113,6 +113,11 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
         "1 while half of the members are silent since the same moment.",
         lambda p: p.self_suspect,
     ),
+    create_gauge(
+        "coordinator_unwritten_changes",
+        "Changes of the coordinator's state that its disk does not take; they are in memory and tried again.",
+        lambda p: p.unwritten,
+    ),
     create_gauge("cluster_links", "Open links of nodes.", lambda p: p.links.open),
     create_gauge(
         "cluster_unauthenticated_connections",

@@ -56,6 +56,8 @@ class PoolSnapshot:
     """Number of members by state."""
     self_suspect: bool
     """Whether the coordinator suspects its own network (`Membership.self_suspect`)."""
+    unwritten: int
+    """Changes of the state that could not be written (`Database.count_unwritten`)."""
     counters: Counters
     keys: Mapping[str, str]
     """Names of valid API keys by id."""

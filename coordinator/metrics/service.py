@@ -50,7 +50,7 @@ class MetricsService:
 
     `read_validities` reads the validity of certificates by name. `get_conditions` returns for each alert rule whether
     its condition is active. `get_video_snapshot` returns the metrics of video jobs, `get_wish_snapshot` the metrics of
-    wishes.
+    wishes. `count_unwritten` returns the number of changes of the state that could not be written.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class MetricsService:
         get_conditions: Callable[[], Mapping[str, bool]],
         get_video_snapshot: Callable[[], VideoSnapshot],
         get_wish_snapshot: Callable[[], WishSnapshot],
+        count_unwritten: Callable[[], int],
     ) -> None:
         self._nodes = nodes
         self._dispatcher = dispatcher
@@ -76,6 +77,7 @@ class MetricsService:
         self._get_conditions = get_conditions
         self._get_video_snapshot = get_video_snapshot
         self._get_wish_snapshot = get_wish_snapshot
+        self._count_unwritten = count_unwritten
 
     async def render_pool(self, accept: str) -> tuple[bytes, str]:
         """Return the coordinator's metrics in the format that an Accept header requests, with the content type."""
@@ -175,6 +177,7 @@ class MetricsService:
             view=view,
             states=nodes.directory.count_states(),
             self_suspect=nodes.registry.pool.self_suspect,
+            unwritten=self._count_unwritten(),
             counters=dispatcher.counters,
             keys=keys,
             in_flight={node: dispatcher.count_in_flight(node) for node in members},

@@ -4,9 +4,10 @@ All data is in memory, on the event loop that owns the store: readers read mappi
 change is also one transaction. A single writer thread writes them in order into SQLite (WAL, synchronous=FULL). `await
 flush()` returns after all changes up to now are on disk. Code that issues a certificate or a key flushes first.
 
-A failed write breaks the store permanently: every later change raises `StoreError`. Memory and disk no longer agree,
-and only a restart shows the stored state. Reads still work, and the pool keeps serving. Any other error of the writer
-thread calls `on_death`, which ends the coordinator. Every `flush` after such an error ends with `StoreError`.
+While the disk takes no changes, for example because it is full, every change raises `StoreError`. The change is in
+memory, and is written in its order as soon as the disk takes changes. Reads work, and the pool keeps serving.
+A value that the database cannot hold ends the writing until a restart. Any other error of the writer thread calls
+`on_death`, which ends the coordinator. Every `flush` after such an error ends with `StoreError`.
 """
 
 import sqlite3
@@ -89,8 +90,12 @@ class Database:
         return self._meta.epoch
 
     async def flush(self) -> None:
-        """Wait until every change up to now is on disk. Raise `StoreError` if a write failed."""
+        """Wait until every change up to now is on disk. Raise `StoreError` if that is not possible now."""
         await self._writer.flush()
+
+    def count_unwritten(self) -> int:
+        """Return the number of changes that could not be written; 0 while the disk takes them."""
+        return self._writer.count_unwritten()
 
     def close(self) -> None:
         """Write pending changes, close the database and release the lock. Raise `StoreError` if a write failed."""

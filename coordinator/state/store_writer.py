@@ -5,11 +5,18 @@ import contextlib
 import queue
 import sqlite3
 import threading
+import time
+from collections import deque
 from collections.abc import Callable
 
 import structlog
 
 from coordinator.state.store_errors import StoreError
+
+RETRY_SECONDS = 5.0
+"""Seconds between two attempts to write changes that could not be written, for example because the disk is full."""
+MAX_UNWRITTEN = 100_000
+"""Maximum changes that wait for a disk. Above it, no change is written until the coordinator restarts."""
 
 log = structlog.get_logger()
 
@@ -17,25 +24,30 @@ log = structlog.get_logger()
 class StoreWriter:
     """Writer of changes to a database, on a thread of its own.
 
-    A failed write is permanent: every later change raises `StoreError`. The thread calls `on_death` after any other
-    error, and does no further writes.
+    If the disk does not take a change, that change and all later ones wait in their order, and are tried again every
+    `RETRY_SECONDS`. A change that the database can never take ends the writing. The thread calls `on_death` after any
+    other error, and does no further writes.
     """
 
     def __init__(self, connection: sqlite3.Connection, on_death: Callable[[], object]) -> None:
         self._connection = connection
         self._on_death = on_death
         self._failure: StoreError | None = None
+        self._is_broken = False
+        self._unwritten: deque[tuple[str, tuple[object, ...]]] = deque()
+        self._retry_at = 0.0
         self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_changes, name="store", daemon=True)
         self._thread.start()
 
     def enqueue(self, statement: str, *values: object) -> None:
-        """Enqueue an SQL statement with its values as one change. Raise `StoreError` after a failed write."""
-        self.raise_failure()
+        """Enqueue an SQL statement with its values as one change. Raise `StoreError` while changes cannot be written;
+        this change then waits with them."""
         self._writes.put(lambda: self._execute(statement, values))
+        self.raise_failure()
 
     async def flush(self) -> None:
-        """Wait until every change up to now is on disk. Raise `StoreError` if a write failed.
+        """Wait until every change up to now is on disk. Raise `StoreError` if that is not possible now.
 
         Do not call after `close`, because the wait would not end.
         """
@@ -51,30 +63,63 @@ class StoreWriter:
         self.raise_failure()
 
     def close(self) -> None:
-        """Write pending changes and close the database. Call `raise_failure` to find out whether a write failed."""
+        """Write pending changes and close the database. Call `raise_failure` to find out whether any is not written."""
         self._writes.put(None)
         self._thread.join()
         self._connection.close()
 
     def raise_failure(self) -> None:
-        """Raise `StoreError` if a write has failed."""
+        """Raise `StoreError` if changes cannot be written."""
         if self._failure is not None:
             raise self._failure
 
+    def count_unwritten(self) -> int:
+        """Return the number of changes that could not be written; 0 while the disk takes them."""
+        return 0 if self._failure is None else max(1, len(self._unwritten))
+
     def _write_changes(self) -> None:
-        while (write := self._writes.get()) is not None:
+        write: Callable[[], None] | None = self._write_pending
+        while write is not None:
             try:
                 write()
             except BaseException as error:  # the thread must answer every later `flush`
                 log.critical("store writer died", error=f"{type(error).__name__}: {error}")
-                self._failure = StoreError(f"the state cannot be written any more ({type(error).__name__}: {error})")
+                self._end_writing(f"the state cannot be written any more ({type(error).__name__}: {error})")
                 self._on_death()
+            try:
+                write = self._writes.get(timeout=RETRY_SECONDS if self._unwritten else None)
+            except queue.Empty:
+                write = self._write_pending
+        self._write_pending()
 
     def _execute(self, statement: str, values: tuple[object, ...]) -> None:
-        if self._failure is not None:
+        if self._is_broken:
             return
+        self._unwritten.append((statement, values))
+        if len(self._unwritten) > MAX_UNWRITTEN:
+            self._end_writing(f"more than {MAX_UNWRITTEN} changes of the state are not written: make room, then restart")
+        elif self._failure is None or time.monotonic() >= self._retry_at:
+            self._write_pending()
+
+    def _write_pending(self) -> None:
         try:
-            self._connection.execute(statement, values)
+            while self._unwritten:
+                self._connection.execute(*self._unwritten[0])
+                self._unwritten.popleft()
+        except sqlite3.OperationalError as error:
+            if self._failure is None:
+                log.exception("store write failed", retry_in=RETRY_SECONDS)
+            text = f"the state could not be written ({error}): make room; it is tried again every {RETRY_SECONDS:.0f} s"
+            self._failure, self._retry_at = StoreError(text), time.monotonic() + RETRY_SECONDS
         except (sqlite3.Error, OverflowError, UnicodeError) as error:
             log.exception("store write failed")
-            self._failure = StoreError(f"the state could not be written ({error}): make room, then restart")
+            self._end_writing(f"the state could not be written ({error}): restart the coordinator")
+        else:
+            if self._failure is not None and not self._is_broken:
+                log.info("store writes again")
+                self._failure = None
+
+    def _end_writing(self, text: str) -> None:
+        """Write no change any more."""
+        self._failure, self._is_broken = StoreError(text), True
+        self._unwritten.clear()

@@ -233,6 +233,7 @@ def pool_picture(nodes: int = 3, models: int = 2, **changes: Any) -> PoolSnapsho
         view=seen,
         states={"ready": nodes},
         self_suspect=False,
+        unwritten=0,
         counters=busy_counters(models, nodes),
         keys={"k1": "laptop"},
         in_flight=dict.fromkeys(members, 2),

@@ -149,6 +149,9 @@ STORIES: dict[str, Story] = {
         ),
     ),
     "CutOff": Story(_pool(coordinator_self_suspect=steady(1)), 20, {}, (_pool(coordinator_self_suspect=steady(0)),)),
+    "StateUnwritten": Story(
+        _pool(coordinator_unwritten_changes=steady(3)), 30, {}, (_pool(coordinator_unwritten_changes=steady(0)),)
+    ),
     "ModelConflict": Story(
         _labelled('model="tiny"', cluster_model_fingerprints=steady(2)),
         90,

@@ -4,6 +4,7 @@ A lie uses up no key, and no change is lost.
 """
 
 import asyncio
+import contextlib
 import sqlite3
 import sys
 from collections.abc import AsyncGenerator
@@ -98,18 +99,22 @@ async def test_failed_write_answers_callers_and_keeps_revocations(tmp_path: Path
         store.close()
 
 
+def rename_table(port: Port, name: str, new: str) -> None:
+    """Rename a table of the state: its changes fail until it has its name again."""
+    with contextlib.closing(sqlite3.connect(port.folder / "state" / "cluster.db")) as other:
+        other.execute(f"ALTER TABLE {name} RENAME TO {new}")
+
+
 async def test_a_removal_that_is_not_on_the_disk_is_not_answered_as_done(port: Port) -> None:
     who = port.member("studio")
     await port.link(who)
     await port.application.store.flush()
-    other = sqlite3.connect(port.folder / "state" / "cluster.db")
-    other.execute("DROP TABLE denied")
-    other.close()
+    rename_table(port, "denied", "away")
     async with port.client("admin") as client:
         answer = await asyncio.wait_for(client.delete("/api/v1/nodes/studio"), 30)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "state_not_written")
     assert port.application.store.deny_list.is_denied(who.node, "")
-    port.application.store._writer._failure = None  # pyright: ignore[reportPrivateUsage]  so that the pool closes
+    rename_table(port, "away", "denied")  # so that the pool closes
 
 
 @pytest.mark.parametrize("failed_before", [True, False])
@@ -124,9 +129,8 @@ async def test_a_member_that_cannot_be_stored_is_refused_with_the_reason(
 
     token = application.admin.tokens.create() if has_token else None
     await application.store.flush()
-    other = sqlite3.connect(port.folder / "state" / "cluster.db")
-    other.execute("DROP TABLE audit" if failed_before else "DROP TABLE members")
-    other.close()
+    missing = "audit" if failed_before else "members"
+    rename_table(port, missing, "away")
     if failed_before:
         application.store.audit.add(0.0, "node", "joined", "studio", "")
         with pytest.raises(StoreError):
@@ -146,7 +150,7 @@ async def test_a_member_that_cannot_be_stored_is_refused_with_the_reason(
         )
     assert denied.value.reason == "storage_failed"
     await port.until(lambda: application.nodes.server.count_unlinked() == 0)
-    application.store._writer._failure = None  # pyright: ignore[reportPrivateUsage]  so that the pool closes
+    rename_table(port, "away", missing)  # so that the pool closes
 
 
 async def test_a_revocation_is_on_the_disk_before_it_is_answered(port: Port) -> None:

@@ -145,6 +145,7 @@ async def application(
             conditions.get_flags,
             conductor.take_snapshot,
             wishes.take_snapshot,
+            store.count_unwritten,
         )
         benchmarks = BenchmarkRecords(folder)
         visitors, load = BrowserSessions(ring, pepper, time.time), LoadHistory()

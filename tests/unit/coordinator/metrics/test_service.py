@@ -286,6 +286,7 @@ def metrics_of(port: Port, **more: Any) -> MetricsService:
         more.get("conditions", dict),
         more.get("video", VideoSnapshot),
         more.get("wishes", WishSnapshot),
+        made.store.count_unwritten,
     )
 
 

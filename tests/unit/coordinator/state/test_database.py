@@ -6,13 +6,14 @@ import sqlite3
 import stat
 import subprocess
 import sys
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from coordinator.models.wishes import Wish
+from coordinator.state import store_writer
 from coordinator.state.database import Database
 from coordinator.state.rows import AuditRow, KeyRow, MemberRow, TokenRow
 from coordinator.state.schema import MIGRATIONS
@@ -199,21 +200,85 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error() -> None:
         Database(Path("/dev/null/state"))
 
 
-async def test_a_write_that_fails_breaks_the_store_but_not_its_readers(tmp_path: Path) -> None:
+def rename_table(folder: Path, name: str, new: str) -> None:
+    """Rename a table of the database: its changes fail, as on a full disk, until it has its name again."""
+    with closing(sqlite3.connect(folder / "cluster.db")) as other:
+        other.execute(f"ALTER TABLE {name} RENAME TO {new}")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+async def test_changes_that_could_not_be_written_are_written_in_order_once_they_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    monkeypatch.setattr(store_writer, "RETRY_SECONDS", 0.01 if waits else 3600.0)
     store = Database(tmp_path)
     store.keys.put(KEY)
     await store.flush()
-    other = sqlite3.connect(tmp_path / "cluster.db")
-    other.execute("DROP TABLE tokens")
-    other.close()
+    rename_table(tmp_path, "tokens", "away")
+    store.tokens.put(TOKEN)
+    with pytest.raises(StoreError, match=r"could not be written \(no such table: tokens\): make room"):
+        await store.flush()
+    for change in (
+        lambda: store.keys.put(replace(KEY, name="new")),
+        lambda: store.keys.put(replace(KEY, name="newest")),
+        lambda: store.tokens.delete(TOKEN.id),
+        lambda: store.tokens.put(replace(TOKEN, id="t9")),
+    ):
+        with pytest.raises(StoreError):
+            change()
+    with pytest.raises(StoreError):
+        await store.flush()
+    assert store.count_unwritten() == 5
+    assert store.keys == {"k1": replace(KEY, name="newest")}
+    rename_table(tmp_path, "away", "tokens")
+    while waits and store.count_unwritten():
+        with suppress(StoreError):
+            await store.flush()
+    if waits:
+        store.keys.put(replace(KEY, id="k2"))
+        await store.flush()
+    store.close()
+    store = Database(tmp_path)
+    assert [key.name for key in store.keys.values()] == ["newest", KEY.name][: 1 + waits]
+    assert list(store.tokens) == ["t9"]
+    store.close()
+
+
+async def test_changes_that_are_never_written_are_an_error_at_the_end(tmp_path: Path) -> None:
+    store = Database(tmp_path)
+    rename_table(tmp_path, "tokens", "away")
     store.tokens.put(TOKEN)
     with pytest.raises(StoreError, match="could not be written"):
-        await store.flush()
-    with pytest.raises(StoreError):
-        store.keys.put(KEY)
-    assert store.keys == {"k1": KEY}
-    with pytest.raises(StoreError):
         store.close()
+
+
+@pytest.mark.parametrize("cause", ["value", "number"])
+async def test_a_value_that_cannot_be_held_or_too_many_changes_end_the_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    monkeypatch.setattr(store_writer, "MAX_UNWRITTEN", 2)
+    store = Database(tmp_path)
+    rename_table(tmp_path, "tokens", "away")
+    with suppress(StoreError):
+        if cause == "value":
+            store.keys.put(replace(KEY, name="\ud800"))
+        for _ in range(3):
+            store.tokens.put(TOKEN)
+    with suppress(StoreError):
+        for _ in range(3):
+            store.tokens.put(TOKEN)
+    text = "restart the coordinator" if cause == "value" else "more than 2 changes of the state are not written"
+    with pytest.raises(StoreError, match=text):
+        await store.flush()
+    rename_table(tmp_path, "away", "tokens")
+    with pytest.raises(StoreError, match=text):
+        store.tokens.put(TOKEN)
+    assert store.count_unwritten() == 1
+    with pytest.raises(StoreError, match=text):
+        store.close()
+    store = Database(tmp_path)
+    assert dict(store.tokens) == {}
+    store.close()
 
 
 def test_every_field_of_a_row_survives_a_restart(tmp_path: Path) -> None:
