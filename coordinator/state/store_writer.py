@@ -46,21 +46,25 @@ class StoreWriter:
         self._writes.put(lambda: self._execute(statement, values))
         self.raise_failure()
 
-    async def flush(self) -> None:
-        """Wait until every change up to now is on disk. Raise `StoreError` if that is not possible now.
+    def flush(self) -> asyncio.Future[None]:
+        """Return a future that is done when every change before this call is on disk. It raises `StoreError` if that is
+        not possible now; later changes have no effect on it.
 
-        Do not call after `close`, because the wait would not end.
+        Do not call after `close`, because the future would never be done.
         """
         loop = asyncio.get_running_loop()
-        done = asyncio.Event()
+        done: asyncio.Future[None] = loop.create_future()
+
+        def end(failure: StoreError | None) -> None:
+            if not done.done():
+                done.set_exception(failure) if failure is not None else done.set_result(None)
 
         def wake() -> None:
             with contextlib.suppress(RuntimeError):  # the waiting loop may be closed
-                loop.call_soon_threadsafe(done.set)
+                loop.call_soon_threadsafe(end, self._failure)
 
         self._writes.put(wake)
-        await done.wait()
-        self.raise_failure()
+        return done
 
     def close(self) -> None:
         """Write pending changes and close the database. Call `raise_failure` to find out whether any is not written."""
@@ -97,7 +101,9 @@ class StoreWriter:
             return
         self._unwritten.append((statement, values))
         if len(self._unwritten) > MAX_UNWRITTEN:
-            self._end_writing(f"more than {MAX_UNWRITTEN} changes of the state are not written: make room, then restart")
+            self._end_writing(
+                f"more than {MAX_UNWRITTEN} changes of the state are not written: make room, then restart"
+            )
         elif self._failure is None or time.monotonic() >= self._retry_at:
             self._write_pending()
 

@@ -58,8 +58,7 @@ class VideoController:
     returns Unix seconds, `clock` monotonic seconds on the clock of `NodeView.reported_at`; by default the clock of the
     event loop. Raise `StoreError` if the database in `folder` cannot be opened or read.
 
-    A cancellation or deletion for which a method raises `StoreError` is in effect until the coordinator restarts: the
-    job table has it.
+    A cancellation or deletion for which a method raises `StoreError` is in effect, and waits for the disk.
     """
 
     def __init__(
@@ -140,10 +139,11 @@ class VideoController:
             digest=digest,
         )
         log.info("video submitted", job=job.id, model=wanted.model, size=f"{wanted.width}x{wanted.height}")
-        stored = self._records.put_job(job)
+        self._records.put_job(job)
+        stored = self._records.flush()
         self.apply_event(events.JobSubmitted(job))
         try:
-            await asyncio.shield(asyncio.wrap_future(stored))  # a client that disconnects must not cancel the write
+            await asyncio.shield(stored)  # a client that disconnects must not cancel the write
         except StoreError:
             self._history.mark_refused(job.id)
             self.apply_event(events.JobDeleted(job.id))
@@ -162,6 +162,10 @@ class VideoController:
         """
         self.apply_event(events.JobDeleted(job))
         await self._records.flush()
+
+    def count_unwritten(self) -> int:
+        """Return the number of changes of jobs that could not be written; 0 while the disk takes them."""
+        return self._records.count_unwritten()
 
     def find_job(self, name: str) -> VideoJob | None:
         """Return the job with the id `name`; None if it is unknown."""

@@ -1,7 +1,8 @@
-"""Records of jobs and of measured memory on disk. After a failed write, every `flush` fails, but open jobs run on."""
+"""Records of jobs and of measured memory on disk. While the disk takes no changes, `flush` fails; open jobs run on."""
 
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
 
 import structlog
 
@@ -21,23 +22,21 @@ class JobRecords:
     def __init__(self, store: VideoStore) -> None:
         self._store = store
         self._profiles = dict(store.profiles)
-        self._broken = ""
-        """Reason why changes cannot be stored any more; empty while writes succeed."""
 
     @property
     def profiles(self) -> Mapping[VideoProfileKey, VideoMemoryProfile]:
         """Measured memory by package, version of the engine, and bits of the quantization."""
         return self._profiles
 
-    def put_job(self, job: VideoJob) -> Future[None]:
-        """Store a job, in the background. The result raises `StoreError` if this write fails, `flush` after any failed
-        write.
-        """
-        return self._write(lambda: self._store.put_job(job))
+    def put_job(self, job: VideoJob) -> None:
+        """Store a job, in the background. `flush` raises the error of a failed write."""
+        with suppress(StoreError):
+            self._store.put_job(job)
 
     def delete_job(self, job: str) -> None:
         """Delete the record of a job, in the background. `flush` raises the error of a failed write."""
-        self._write(lambda: self._store.delete_job(job))
+        with suppress(StoreError):
+            self._store.delete_job(job)
 
     def add_peak(self, job: VideoJob, peak: int, view: ClusterView) -> None:
         """Add the measured peak of a job, in bytes, to the profile of its package, engine and bits.
@@ -60,27 +59,21 @@ class JobRecords:
         key = get_profile_key(package)
         profile = self._profiles[key] = get_profile(package, self._profiles).add_measurement(job.wanted.tokens, peak)
         log.info("video measured", package=key.package, engine=key.engine, peak=peak, base=profile.base)
-        self._write(lambda: self._store.put_profile(key, profile))
-
-    def _write(self, write: Callable[[], Future[None]]) -> Future[None]:
-        try:
-            return write()
-        except StoreError as error:
-            self._broken = str(error)
-            failed = Future[None]()
-            failed.set_exception(error)
-            return failed
+        with suppress(StoreError):
+            self._store.put_profile(key, profile)
 
     def raise_failure(self) -> None:
-        """Raise `StoreError` if a change could not be written, because no later one is written either."""
-        if self._broken:
-            raise StoreError(self._broken)
+        """Raise `StoreError` if changes cannot be written (`VideoStore.raise_failure`)."""
         self._store.raise_failure()
 
-    async def flush(self) -> None:
-        """Wait until all changes so far are on disk. Raise `StoreError` if a change could not be written."""
-        self.raise_failure()
-        await self._store.flush()
+    def count_unwritten(self) -> int:
+        """Return the number of changes that could not be written; 0 while the disk takes them."""
+        return self._store.count_unwritten()
+
+    def flush(self) -> asyncio.Future[None]:
+        """Return a future that is done when all changes before this call are on disk (`VideoStore.flush`). Raise
+        `StoreError` if there is no database."""
+        return self._store.flush()
 
     def close(self) -> None:
         """Write pending changes and close the file. A failed write is only logged: call `flush` first."""

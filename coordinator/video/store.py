@@ -2,24 +2,22 @@
 
 A separate database next to the cluster's, created with the first job. As in the cluster's database, all data is in
 memory. Each change is one transaction (WAL, synchronous=FULL), written in order by one writer thread. `await flush()`
-returns after all changes so far are on disk. A job is confirmed to its client only after that.
+returns after all changes so far are on disk. A job is confirmed to its client only after that. Changes that the disk
+does not take wait (`StoreWriter`).
 """
 
 import asyncio
 import sqlite3
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
-import structlog
 
 from coordinator.state.sqlite_file import open_database
 from coordinator.state.store_errors import StoreError
+from coordinator.state.store_writer import StoreWriter
 from coordinator.video.state.jobs import VideoJob
 from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey
-
-log = structlog.get_logger("coordinator.video.store")
 
 MIGRATIONS = (
     """
@@ -42,25 +40,25 @@ class VideoStore:
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / FILE
-        self._connection: sqlite3.Connection | None = None
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="videos")
-        self._failure: StoreError | None = None
+        self._writer: StoreWriter | None = None
+        self._open_failure: StoreError | None = None
         self.jobs: tuple[VideoJob, ...] = ()
         """Jobs that the database had when it was opened."""
         self.profiles: dict[VideoProfileKey, VideoMemoryProfile] = {}
         """Memory profiles that the database had when it was opened."""
         if self._file.exists():
-            self._open_connection()
+            self._open_writer()
 
-    def _open_connection(self) -> sqlite3.Connection:
-        if self._connection is None:
-            connection = self._connection = open_database(self._file, MIGRATIONS)
+    def _open_writer(self) -> StoreWriter:
+        if self._writer is None:
+            connection = open_database(self._file, MIGRATIONS)
             try:
                 self._load_rows(connection)
             except (sqlite3.Error, msgspec.MsgspecError) as error:
                 connection.close()
                 raise StoreError(f"{self._file} cannot be used: {error}; move it away, or restore a backup") from None
-        return self._connection
+            self._writer = StoreWriter(connection, on_death=lambda: None)
+        return self._writer
 
     def _load_rows(self, connection: sqlite3.Connection) -> None:
         rows: Sequence[tuple[str]] = connection.execute("SELECT record FROM jobs ORDER BY sequence").fetchall()
@@ -68,61 +66,61 @@ class VideoStore:
         for package, engine, bits, record in connection.execute("SELECT * FROM profiles"):
             self.profiles[VideoProfileKey(package, engine, bits)] = msgspec.json.decode(record, type=VideoMemoryProfile)
 
-    def put_job(self, job: VideoJob) -> Future[None]:
-        """Add or replace a job, in the background. The result raises `StoreError` if this write fails.
+    def put_job(self, job: VideoJob) -> None:
+        """Add or replace a job, in the background.
 
-        Raise `StoreError` if the database cannot be opened or an earlier change was not written.
+        Raise `StoreError` if the database cannot be opened, which loses the change, or while changes cannot be written.
         """
         record = msgspec.json.encode(job).decode()
-        return self._enqueue_write("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?)", job.id, job.sequence, record)
+        self._enqueue_write("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?)", job.id, job.sequence, record)
 
-    def delete_job(self, job: str) -> Future[None]:
-        """Delete a job, in the background. The result raises `StoreError` if this write fails.
+    def delete_job(self, job: str) -> None:
+        """Delete a job, in the background.
 
-        Raise `StoreError` if the database cannot be opened or an earlier change was not written.
+        Raise `StoreError` if the database cannot be opened, which loses the change, or while changes cannot be written.
         """
-        return self._enqueue_write("DELETE FROM jobs WHERE id = ?", job)
+        self._enqueue_write("DELETE FROM jobs WHERE id = ?", job)
 
-    def put_profile(self, key: VideoProfileKey, profile: VideoMemoryProfile) -> Future[None]:
-        """Add or replace the memory profile of a package, in the background. The result raises `StoreError` if this
-        write fails.
+    def put_profile(self, key: VideoProfileKey, profile: VideoMemoryProfile) -> None:
+        """Add or replace the memory profile of a package, in the background.
 
-        Raise `StoreError` if the database cannot be opened or an earlier change was not written.
+        Raise `StoreError` if the database cannot be opened, which loses the change, or while changes cannot be written.
         """
         record = msgspec.json.encode(profile).decode()
-        return self._enqueue_write("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?)", *key, record)
+        self._enqueue_write("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?)", *key, record)
 
-    async def flush(self) -> None:
-        """Wait until all changes so far are on the disk. Raise `StoreError` if one of them could not be written."""
-        await asyncio.wrap_future(self._writer.submit(_do_nothing))
-        self.raise_failure()
+    def flush(self) -> asyncio.Future[None]:
+        """Return a future that is done when all changes before this call are on the disk (`StoreWriter.flush`). Raise
+        `StoreError` if the database could not be opened for a change."""
+        if self._writer is not None:
+            return self._writer.flush()
+        if self._open_failure is not None:
+            raise self._open_failure
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
 
     def raise_failure(self) -> None:
-        """Raise `StoreError` if a write has failed."""
-        if self._failure is not None:
-            raise self._failure
+        """Raise `StoreError` if changes cannot be written. A database that could not be opened is tried again instead,
+        at the next change."""
+        if self._writer is not None:
+            self._writer.raise_failure()
+
+    def count_unwritten(self) -> int:
+        """Return the number of changes that could not be written; 0 while the disk takes them."""
+        return 0 if self._writer is None else self._writer.count_unwritten()
 
     def close(self) -> None:
-        """Write pending changes and close the file. A failed write is only logged: call `flush` first."""
-        self._writer.shutdown()
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        """Write pending changes and close the file. A change that cannot be written is only logged: call `flush`
+        first."""
+        if self._writer is not None:
+            self._writer.close()
 
-    def _enqueue_write(self, statement: str, *values: object) -> Future[None]:
-        self.raise_failure()
-        connection = self._open_connection()
-        return self._writer.submit(self._execute, connection, statement, values)
-
-    def _execute(self, connection: sqlite3.Connection, statement: str, values: tuple[object, ...]) -> None:
-        self.raise_failure()
+    def _enqueue_write(self, statement: str, *values: object) -> None:
         try:
-            connection.execute(statement, values)
-        except sqlite3.Error as error:
-            log.exception("video store write failed")
-            self._failure = StoreError(f"a video job could not be written down ({error}): make room, then restart")
-            raise self._failure from None
-
-
-def _do_nothing() -> None:
-    return
+            writer = self._open_writer()
+        except StoreError as error:
+            self._open_failure = error
+            raise
+        self._open_failure = None
+        writer.enqueue(statement, *values)

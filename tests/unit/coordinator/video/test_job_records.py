@@ -2,6 +2,7 @@
 
 import os
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ async def test_a_measured_peak_is_stored_for_the_package_of_its_node(tmp_path: P
 
 
 @pytest.mark.parametrize("broken", ["database", "write"])
-async def test_after_a_failed_write_nothing_is_confirmed(tmp_path: Path, broken: str):
+async def test_a_job_is_confirmed_only_when_the_disk_has_it(tmp_path: Path, broken: str):
     made = records(tmp_path)
     if broken == "database":
         (tmp_path / FILE).mkdir()
@@ -59,16 +60,24 @@ async def test_after_a_failed_write_nothing_is_confirmed(tmp_path: Path, broken:
         made.put_job(a_job(1))
         await made.flush()
         made.raise_failure()
-        with sqlite3.connect(tmp_path / FILE) as other:
-            other.execute("DROP TABLE jobs")
-    failed = made.put_job(a_job(2))
-    with pytest.raises(StoreError):
-        await made.flush()
-    with pytest.raises(StoreError):
-        failed.result(30)
-    with pytest.raises(StoreError):
+        with closing(sqlite3.connect(tmp_path / FILE)) as other:
+            other.execute("ALTER TABLE jobs RENAME TO away")
+    for change in (lambda: made.put_job(a_job(2)), lambda: made.delete_job("video_1")):
+        change()
+        with pytest.raises(StoreError):
+            await made.flush()
+    assert made.count_unwritten() == (0 if broken == "database" else 2)
+    if broken == "database":
+        (tmp_path / FILE).rmdir()
         made.raise_failure()
-    made.delete_job("video_1")
-    with pytest.raises(StoreError):
-        made.put_job(a_job(3)).result(30)
+        made.put_job(a_job(2))
+        await made.flush()
+    else:
+        with pytest.raises(StoreError):
+            made.raise_failure()
+        with closing(sqlite3.connect(tmp_path / FILE)) as other:
+            other.execute("ALTER TABLE away RENAME TO jobs")
     made.close()
+    stored = VideoStore(tmp_path)
+    assert stored.jobs == (a_job(2),)
+    stored.close()

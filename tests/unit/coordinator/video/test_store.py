@@ -3,6 +3,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -55,20 +56,29 @@ async def test_store_returns_jobs_after_a_reopen(tmp_path: Path):
     again.close()
 
 
-async def test_a_write_that_fails_is_not_confirmed(tmp_path: Path):
+async def test_a_write_that_fails_is_not_confirmed_and_written_later(tmp_path: Path):
     store = VideoStore(tmp_path)
     store.put_job(a_job(1))
     await store.flush()
-    with sqlite3.connect(tmp_path / FILE) as other:
-        other.execute("DROP TABLE jobs")
-    with pytest.raises(StoreError, match="make room"):
-        store.put_job(a_job(2)).result(30)
-    with pytest.raises(StoreError, match="make room"):
-        await store.flush()
-    for write in (lambda: store.put_job(a_job(3)), lambda: store.delete_job("video_1")):
+    assert store.count_unwritten() == 0
+    with closing(sqlite3.connect(tmp_path / FILE)) as other:
+        other.execute("ALTER TABLE jobs RENAME TO away")
+        store.put_job(a_job(2))
         with pytest.raises(StoreError, match="make room"):
-            write()
+            await store.flush()
+        for write in (lambda: store.put_job(a_job(3)), lambda: store.delete_job("video_1")):
+            with pytest.raises(StoreError, match="make room"):
+                write()
+        with pytest.raises(StoreError, match="make room"):
+            store.raise_failure()
+        with pytest.raises(StoreError, match="make room"):
+            await store.flush()
+        assert store.count_unwritten() == 3
+        other.execute("ALTER TABLE away RENAME TO jobs")
     store.close()
+    again = VideoStore(tmp_path)
+    assert again.jobs == (a_job(2), a_job(3))
+    again.close()
 
 
 @pytest.mark.parametrize("content", [b"junk" * 1000, b""])
