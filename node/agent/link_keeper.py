@@ -324,8 +324,8 @@ class LinkKeeper:
             if link is None:
                 self._apply(link_state.LinkClosed(_draw_jitter()))
                 return
-            await self._wait_changed(self._timeouts.silence - silent)
             self._renew_if_due()
+            await self._wait_changed(self._timeouts.silence - silent)
 
     def _renew_if_due(self) -> None:
         now = asyncio.get_running_loop().time()

@@ -311,7 +311,7 @@ class ModelFileOrders:
         except ModelFileError as error:
             end = build_end(error.code, error.message)
         except OSError as error:
-            why = error.strerror or error
+            why = error.strerror or (error.args[0] if error.args else type(error).__name__)
             end = build_end(ModelOrderCode.FAILED, f"the files of {running.key} cannot be changed: {why}")
         except Exception:
             log.exception("model order")

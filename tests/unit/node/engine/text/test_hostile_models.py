@@ -139,12 +139,16 @@ def uncollected() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("uncollected")
+def spin_until(until: float) -> None:
+    """Compute until a monotonic time."""
+    while time.monotonic() < until:
+        pass
+
+
 def test_a_deadline_raises_inside_its_context_or_not_at_all():
     def long() -> None:
-        until = time.monotonic() + 3
         with Deadline(0.05, "too long"):
-            while time.monotonic() < until:
-                pass
+            spin_until(time.monotonic() + 3)
 
     began = time.monotonic()
     with pytest.raises(DeadlineError, match="too long"):
@@ -153,9 +157,7 @@ def test_a_deadline_raises_inside_its_context_or_not_at_all():
     for _ in range(300):  # ends at about its expiry; in both cases nothing is raised after it
         try:
             with Deadline(0.001, "late"):
-                until = time.monotonic() + 0.001
-                while time.monotonic() < until:
-                    pass
+                spin_until(time.monotonic() + 0.001)
         except DeadlineError:
             pass
         for _ in range(50):
@@ -184,16 +186,17 @@ def test_an_expired_deadline_leaves_no_mark_of_an_exception_in_the_interpreter()
 
 
 def test_a_deadline_earlier_than_one_in_force_raises_in_time_and_starts_no_thread():
-    def run_ten_seconds() -> None:
-        threads, begun = threading.active_count(), time.monotonic()
+    def run_ten_seconds(threads: list[int]) -> None:
         with Deadline(0.05, "earlier"):
-            while time.monotonic() < begun + 10:
-                assert threading.active_count() == threads
+            threads.append(threading.active_count())
+            spin_until(time.monotonic() + 10)
 
     with Deadline(30, "later"):
         time.sleep(0.2)  # the thread of the deadlines then sleeps until the later one, which has no event
+        threads = [threading.active_count()]
         with pytest.raises(DeadlineError, match="earlier"):
-            run_ten_seconds()
+            run_ten_seconds(threads)
+        assert threads == [threads[0]] * 2
 
 
 def test_a_hang_is_blamed_on_the_call_that_has_lasted_longest_and_a_crash_on_the_forward():
