@@ -21,7 +21,7 @@ class RunStatistics:
     requests: int
     """Number of all requests."""
     fit: int
-    """Number of requests that fit on some node."""
+    """Number of requests that fit on some node that holds nothing else."""
     served: int
     """Number of complete answers."""
     ttft_p50: float

@@ -44,7 +44,7 @@ from host.settings_loader import from_tree
 
 
 class BackupError(Exception):
-    """The backup failed. The text has the reason and the next step."""
+    """The backup failed. The text has the reason, and the next step where one is known."""
 
 
 @dataclass(frozen=True, slots=True)

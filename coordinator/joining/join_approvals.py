@@ -20,7 +20,7 @@ from coordinator.joining.rate_limit import get_network
 from wire.report import Hardware
 
 APPROVAL_TIMEOUT_SECONDS = 600.0
-"""Seconds for which a request waits for a person."""
+"""Seconds after which a join request without an approval or rejection expires."""
 MAX_WAITING = 16
 """Maximum waiting requests of all addresses together."""
 MAX_WAITING_PER_ADDRESS = 4

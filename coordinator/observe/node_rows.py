@@ -209,7 +209,10 @@ def list_warnings(view: NodeView) -> list[str]:
 
 
 def list_dangers(view: NodeView) -> list[str]:
-    """Return texts on reduced memory protection of a node: its own warnings, and conditions in its report."""
+    """Return texts on reduced memory protection of a node, and on usage over its cap.
+
+    The node's own warnings come first. A guard that is off and a margin of 0 are added unless a warning names them.
+    """
     memory, dangers = view.memory, list(view.enforcement.warnings)
     if not memory.guard and not any("memory.guard is off" in text for text in dangers):
         dangers.append("memory.guard is off: its memory can exceed the cap")

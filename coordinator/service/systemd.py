@@ -23,8 +23,11 @@ NOTICE = "# Written by `cluster service install`. Run it again to change this fi
 SHOWN = ("LoadState", "ActiveState", "SubState", "MainPID", "Result", "ExecMainStatus", "UnitFileState", "NRestarts")
 """Properties that `systemctl show` prints for `parse_state`."""
 FINAL_EXIT_CODES = "2 6 8 9"
-"""Exit codes after which a new start would end the same way: wrong settings, another coordinator or another cluster,
-other protocol, wrong peer."""
+"""Exit codes after which systemd does not restart the service, because the next start would fail the same way.
+
+2: invalid settings. 6: superseded by another coordinator, or node of another cluster. 8: another version of the
+protocol. 9: the pin of the CA does not match.
+"""
 HARDENING = {
     "NoNewPrivileges": "yes",
     "CapabilityBoundingSet": "",

@@ -94,7 +94,7 @@ class Welcome(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Denied(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node: the link or the request is refused."""
+    """Coordinator → node: a link, enrolment, query or relay connection is refused, or an open link is ended."""
 
     reason: Text
     """Machine-readable reason."""

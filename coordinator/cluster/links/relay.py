@@ -154,9 +154,9 @@ class RelayTransfer:
     clients: frozenset[NodeId]
     """Nodes that may get the files."""
     serving: list[RelayStream] = field(default_factory=list)
-    """Connections of `server` that are not joined yet."""
+    """Waiting connections from the node `server`, not yet paired with a connection of a client."""
     getting: list[RelayStream] = field(default_factory=list)
-    """Connections of `clients` that are not joined yet."""
+    """Waiting connections from nodes in `clients`, not yet paired with a connection of `server`."""
 
 
 class RelayTransfers:

@@ -1,4 +1,4 @@
-"""Admitted requests for embeddings: their texts without vectors, and the memory that they reserve."""
+"""Admitted requests for embeddings or scores: the texts still to process, and the memory that they reserve."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

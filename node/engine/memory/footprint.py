@@ -22,9 +22,9 @@ from wire.units import MIB, show_size
 
 FREE_BUFFER_SHARE = 0.01
 MAX_FREE_BUFFER_BYTES = 256 * MIB
-"""Upper bound of MLX's free buffers, in bytes; `FREE_BUFFER_SHARE` of the cap applies if it is less. The buffers serve
-the next forward: on Linux, page faults in fresh memory took much of the time of a join. The bound is small because a
-reading counts the buffers. The engine frees them before it refuses a request."""
+"""Upper bound of MLX's free buffers, in bytes; `FREE_BUFFER_SHARE` of the cap applies if it is less. The next
+forward reuses the buffers. On Linux, page faults in new memory took much of the time to add a row to a decode batch.
+The bound is small because footprint readings include the buffers. The engine frees them before it refuses a request."""
 
 POLL_SECONDS = 0.02
 """Seconds between readings of a footprint that trails."""

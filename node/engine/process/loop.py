@@ -32,7 +32,8 @@ MAX_HELD_SECONDS = 0.02
 TOKENIZE_EXPECTED_SECONDS = 60.0
 """Expected duration of tokenizing a prompt, in seconds: 8 MB take 9 s on a quiet machine."""
 TOKENIZE_TIMEOUT_SECONDS = 5 * TOKENIZE_EXPECTED_SECONDS
-"""Seconds after which a tokenizer counts as hung (`node.engine_process.timeouts.SupervisorTimeouts.turn_factor`)."""
+"""Seconds after which the tokenization of a prompt counts as hung. The factor on the expected seconds is the default of
+`node.engine_process.timeouts.SupervisorTimeouts.turn_factor`."""
 
 log = structlog.get_logger("engine")
 

@@ -1,7 +1,7 @@
 """Admitted requests in the text engine: rows and their token ids.
 
-The whole past of a row is `prompt + ids`. All other state (cache, text, draws) follows from these ids. A row can
-therefore be rebuilt from them at any time, here or on another node.
+The whole past of a row is `prompt + ids`. With the request and its seed, these ids determine all other state:
+cache, text and random numbers. A row can therefore be rebuilt from them at any time, here or on another node.
 """
 
 from collections.abc import Iterable, Iterator

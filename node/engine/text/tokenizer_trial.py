@@ -24,7 +24,7 @@ from wire.units import MIB, show_size
 CPU_LIMIT_SECONDS = 30
 """Limit of CPU seconds. Importing transformers takes 2 s, a tokenizer of 262,000 tokens 4 s, the prompts 1 s."""
 TIMEOUT_SECONDS = 120.0
-"""Limit of elapsed seconds, for a busy machine."""
+"""Limit of elapsed seconds of a trial. It exceeds `CPU_LIMIT_SECONDS`, because other processes may use the CPU."""
 MEMORY_LIMIT_BYTES = 768 * MIB
 """Limit of the footprint of the process in bytes, in addition to 40 times the size of the tokenizer's files. With a
 small tokenizer the footprint is 350 MB."""

@@ -40,7 +40,7 @@ class NodeServerContext(_NodeContext):
 
 
 class NodeClientContext(_NodeContext):
-    """Context of a client that accepts one node, or the coordinator only."""
+    """TLS context of a client. It accepts one server only: a given node, or the coordinator."""
 
     _uri = ""
 

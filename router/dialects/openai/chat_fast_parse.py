@@ -1,4 +1,4 @@
-"""Fast parser of common chat bodies in C: plain texts, function calls and their results, usual parameters.
+"""Fast parser of common chat bodies: plain texts, function calls and their results, usual parameters.
 
 `router/dialects/openai/chat.py` defines the meaning of a body. This module recognises bodies that are certainly valid,
 several times faster, and returns None for any other body. A property test compares both parsers: a body accepted here

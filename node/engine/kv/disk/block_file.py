@@ -31,8 +31,10 @@ ITEM_TYPES = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
 
 
 class InvalidBlockError(ValueError):
-    """Raised for a file that is not the unchanged block of a chain, part and number of tokens. Also raised if the
-    arrays of the file do not fit the model."""
+    """Raised for a damaged file, or a file of another format version, chain, part or number of tokens.
+
+    Also raised for arrays that do not fit the model.
+    """
 
 
 class BlockPart(StrEnum):
