@@ -27,8 +27,8 @@ from enum import Enum, StrEnum
 
 DAY_SECONDS = 86400
 BATTERY_HYSTERESIS_PERCENT = 5
-"""Hysteresis in percentage points. On battery, a Mac stops sharing below `sharing.min_battery_percent`, and shares again
-at that charge plus this value."""
+"""Hysteresis in percentage points. On battery, a Mac stops sharing below `sharing.min_battery_percent`, and shares
+again at that charge plus this value."""
 _SPAN = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})")
 
 
