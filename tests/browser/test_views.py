@@ -531,6 +531,24 @@ def test_a_missed_point_of_the_load_is_asked_for_again(page: Page, api: Answers)
     assert (line.get_attribute("d") or "").count("M") == 2, "nothing is drawn where no value is known"
 
 
+def test_a_point_after_a_whole_hour_takes_the_place_of_the_oldest(page: Page, api: Answers):
+    hour = {name: [500.0, *[5.0] * 359] for name in load()}
+    full = {"interval_seconds": 10, "number": 360, "at": AT, "pool": hour, "nodes": {"studio": hour}}
+    api.by_path["GET /api/v1/history"] = full
+    show(page)
+    total, card = (
+        page.get_by_role("region", name="The pool in the last hour").get_by_role("img", name="Requests"),
+        page.get_by_role("region", name="studio").get_by_role("img", name="Requests in flight"),
+    )
+    label = "in the last 60 minutes: now"
+    expect(total).to_have_attribute("aria-label", f"Requests {label} in flight 5, queued 5; highest 500")
+    expect(card).to_have_attribute("aria-label", f"Requests in flight {label} 5; highest 500")
+    newest = {name: [7.0] for name in load()}
+    api.sections["load"] = full | {"number": 361, "at": AT + 10, "pool": newest, "nodes": {"studio": newest}}
+    expect(total).to_have_attribute("aria-label", f"Requests {label} in flight 7, queued 7; highest 7")
+    expect(card).to_have_attribute("aria-label", f"Requests in flight {label} 7; highest 7")
+
+
 def highest(title: str, text: str) -> str:
     return {"generated 9.3, prompt 812": "812", "in flight 3, queued 17": "17"}.get(text, text)
 

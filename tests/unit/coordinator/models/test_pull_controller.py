@@ -253,6 +253,26 @@ async def test_find_waiting_refusal_has_the_progress_while_a_node_pulls(pool: Po
     assert pool.controller.find_waiting_refusal("pub/model") is None
 
 
+async def test_the_refusal_has_the_progress_of_the_node_that_will_have_the_model_first(pool: Pool) -> None:
+    pool.controller.start_pull(MANIFEST, (A, B), "key")
+    ((_, order),) = pool.take()
+    assert isinstance(order, PullModel)
+    progress = ModelOrderProgress(order.order, ModelOrderPhase.DOWNLOADING, 3 << 30, 4 << 30, speed=float(1 << 28))
+    pool.controller.handle_frame(A, progress)
+    ((_, serve),) = pool.take()
+    assert isinstance(serve, ServeModel)
+    addresses = ModelOrderProgress(serve.order, ModelOrderPhase.SERVING, addresses=("https://10.0.0.2:9000",))
+    pool.controller.handle_frame(A, addresses)
+    ((node, follow),) = pool.take()
+    assert isinstance(follow, PullModel)
+    follower = ModelOrderProgress(follow.order, ModelOrderPhase.DOWNLOADING, 1 << 30, 4 << 30, speed=float(1 << 28))
+    pool.controller.handle_frame(node, follower)
+    refused = pool.controller.find_waiting_refusal("pub/model")
+    assert refused is not None
+    assert "(75% of 4.0 GiB, about 4 s left)" in refused.message
+    assert refused.retry_after == 5.0
+
+
 async def test_a_removed_node_ends_its_pull(pool: Pool) -> None:
     record = pool.controller.start_pull(MANIFEST, (A,), "key")
     pool.controller.remove_node(A)

@@ -15,7 +15,7 @@ import pytest
 from coordinator.http.listen import get_reachable_host, list_cluster_addresses
 from host.bonjour_announce import Announcement
 from node.agent.discovery import DiscoveredService, find_first_proven, find_services, locate_coordinator
-from node.agent.enrollment import enroll
+from node.agent.enrollment import enroll, parse_address
 from node.agent.identity import store_address
 from node.hub.serving.addresses import choose_hosts
 from tests.support.cluster.enrolment import HARDWARE, opened
@@ -53,6 +53,12 @@ def needs_multicast(test: F) -> F:
 def announcement(cluster: str, name: str = "lab", port: int = 8081) -> Announcement:
     advert = BonjourRecord("coord", shorten_cluster_id(cluster), "0.1.0", "ab" * 8)
     return Announcement(advert, name, cluster, port, interfaces=LOOPBACK, look_every=0.05)
+
+
+def test_addresses_of_ipv6_are_in_brackets() -> None:
+    found = DiscoveredService("lab", "c", ("10.0.0.2", "fd00::2", "fe80::1%en0"), 8081)
+    assert found.candidates == ("10.0.0.2:8081", "[fd00::2]:8081", "[fe80::1%en0]:8081")
+    assert [parse_address(candidate) for candidate in found.candidates] == [(ip, 8081) for ip in found.addresses]
 
 
 @needs_multicast

@@ -95,6 +95,9 @@ async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back
     assert (grant.lease, grant.generation, grant.size) == ("l-1", 1, LEASE)
     told = node.supervisor.orders.limits_number
     node.release("cancelled")
+    await node.until(lambda: not node.limiter.leases)
+    (state,) = node.lender.list_states()
+    assert (state.size, state.phase) == (0, LeasePhase.ENDING), "its memory is returned before its folder is cleaned"
     ended = await node.ended()
     assert node.supervisor.orders.limits_number == told + 1, (
         "the engine has its ceiling back before the end is reported"
@@ -489,11 +492,18 @@ async def test_a_clip_that_cannot_be_read_ends_its_lease_with_the_reason(make: M
     assert (node.limiter.leases, node.lender.holding) == (0, False)
 
 
-async def test_a_worker_that_crashes_on_a_full_disk_names_the_disk(make: Make, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("killed", ["worker", "parent"])
+async def test_a_worker_that_crashes_on_a_full_disk_names_the_disk(
+    make: Make, monkeypatch: pytest.MonkeyPatch, killed: str
+):
     monkeypatch.setattr("node.video.lease_store.MIN_FREE_DISK_BYTES", 2**62)
     node = await make(attends=True)
     node.ask(job={**JOB, "prompt": "hold=denoising"})
-    os.killpg(await node.working(), signal.SIGKILL)
+    worker = await node.working()
+    if killed == "worker":
+        os.killpg(worker, signal.SIGKILL)
+    else:
+        node.attendants[0].kill()
     ended = await node.ended()
     assert (ended.code, ended.message.partition(": ")[0]) == ("disk_full", "the disk of this node is full")
 

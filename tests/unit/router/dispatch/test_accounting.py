@@ -235,6 +235,29 @@ async def test_usage_of_a_node_is_bounded_by_the_request(one: Cluster):
     assert one.dispatcher.usage.drain()["k", "tiny"].completion_tokens == max(256, 1 + UNSENT_TOKENS)
 
 
+@pytest.mark.parametrize(
+    ("changes", "counts"),
+    [
+        ({}, (25, 10, 3, 2)),
+        ({"prompt_tokens": 4229}, (4228, 10, 3, 2)),
+        ({"cached_tokens": 26}, (25, 25, 3, 2)),
+        ({"completion_tokens": 6}, (25, 10, 5, 2)),
+        ({"reasoning_tokens": 4}, (25, 10, 3, 3)),
+    ],
+    ids=str,
+)
+async def test_each_count_of_a_node_is_bounded_on_its_own(
+    one: Cluster, changes: dict[str, int], counts: tuple[int, ...]
+):
+    """The client gets the same counts. Cached tokens are a part of the prompt, and reasoning of the answer."""
+    ticket = ask(one, max_tokens=5)
+    one.say(lambda number: Admitted(number, 25, 10))
+    finish(one, **changes)
+    end = ticket.outcome
+    assert isinstance(end, Finished)
+    assert (end.prompt_tokens, end.cached_tokens, end.completion_tokens, end.reasoning_tokens) == counts
+
+
 async def test_reported_tokens_of_choices_without_a_limit_are_bounded_for_all_choices(one: Cluster):
     ask(one, n=3)
     finish(one, completion_tokens=10**9)

@@ -644,7 +644,7 @@ def test_snapshot_has_the_oldest_requests_of_each_model_and_key(monkeypatch: pyt
     view = ClusterView(tuple(world.view(node) for node in world.loaded))
     queued = [ticket(number, "b", f"key {number}", number) for number in range(1, MAX_REQUESTS_EXAMINED + 3)]
     queued += [ticket(9, "a"), ticket(10, "gone")]
-    for node, reported_at in ((N2, START), (N1, START - 1.0)):
+    for node, reported_at in ((N2, START), (N3, START - 1.0)):
         queued[0].tried.mark_refused(node, reported_at)
     world.ledger.reserve(N1, 1, 1, GIB)
     monkeypatch.setattr("router.dispatch.parts.swap_input.MAX_NODES_EXAMINED", 2)

@@ -79,8 +79,10 @@ def test_choose_load_node_skips_a_cap_below_the_weights():
     answer = pick(node("mini", known(weights=30 * GIB)))
     assert isinstance(answer, Refused)
     assert (answer.code, answer.status) == (RefusalCode.TOO_LARGE, 400)
-    assert "mini can give 24.0 GiB at most" in answer.message
-    assert "prompt" not in answer.message
+    assert answer.message == (
+        "tiny needs 30.0 GiB in memory, mini can give 24.0 GiB at most and has 8.0 GiB now: use a smaller variant, or "
+        "raise memory.cap"
+    )
     assert answer.numbers is not None
 
 

@@ -374,6 +374,21 @@ def test_rows_that_decode_and_rows_that_are_prefilled_count_together_for_their_k
     assert [sequence.number for sequence in scheduler.preempted] == [newest]
 
 
+@pytest.mark.parametrize(("rows", "preempted"), [(1, 1), (2, 0)])
+def test_rows_that_are_prefilled_count_for_their_own_request_only(rows: int, preempted: int):
+    """A request for two rows would leave less to the key that holds one row with each of two prompts."""
+    driver = Driver(
+        models.path("llama"), max_batch_size=2, prefill_step_size=64, min_prefill_step=64, prefix_cache_size="off"
+    )
+    scheduler, params = driver.engine.parts.scheduler, endless(LLAMA, ANSWER)
+    for words in (200, 150):
+        newest = driver.ask("word " * words, params, owner=WeightedKey("greedy"))
+    driver.until(lambda: [prefill.started for prefill in scheduler.prefills] == [True, True])
+    driver.ask("hello", replace(params, n=rows), owner=WeightedKey("ada"))
+    driver.turn()
+    assert [sequence.number for sequence in scheduler.preempted] == [newest] * preempted
+
+
 @pytest.mark.parametrize("others", [0, 1])
 def test_an_answer_without_room_is_preempted_only_where_another_request_could_free_memory(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, others: int

@@ -17,7 +17,7 @@ from node.hub.child_messages import ChildEnd, build_end
 from node.hub.order_child import OrderChild
 from node.hub.orders import ModelFileOrders
 from node.hub.quantization.quantizer import Quantizer
-from node.sharing.policy import SharingState
+from node.sharing.policy import Occupancy, SharingAction, SharingState
 from tests.models import EMBEDDED
 from tests.support.video.studio import Node
 from wire.frames import QuantizeModel
@@ -25,6 +25,7 @@ from wire.frames.model_files import ModelOrderCode
 from wire.identity import NodeId
 
 ORDER = QuantizeModel(5, "me/tiny", 4, "me/tiny-4bit")
+STOPPED = SharingState(shared=False, why="its owner uses it")
 
 
 @contextlib.asynccontextmanager
@@ -45,6 +46,10 @@ async def studio(folder: Path) -> AsyncIterator[tuple[Node, Quantizer]]:
         await node.stop()
 
 
+def create_effects(node: Node, quantizer: Quantizer) -> SharingEffects:
+    return SharingEffects(CoordinatorLinks(), node.supervisor, node.lender, quantizer, node.studio.pause)
+
+
 async def confirm_ceiling(node: Node, quantizer: Quantizer) -> None:
     """Confirm the lower ceiling, for which a quantization waits."""
     await node.until(lambda: quantizer.holding)
@@ -62,13 +67,32 @@ async def test_a_mac_that_is_paused_while_a_quantization_waits_for_its_lease_sta
     async with studio(tmp_path) as (node, quantizer):
         running = asyncio.create_task(quantizer.run(ORDER, run_child, lambda progress: None))
         await node.until(lambda: quantizer.holding)
-        effects = SharingEffects(CoordinatorLinks(), node.supervisor, node.lender, quantizer, node.studio.pause)
-        effects.on_sharing_change(SharingState(shared=False, why="its owner uses it"))
+        effects = create_effects(node, quantizer)
+        assert effects.read_occupancy() == Occupancy(lending=True)
+        effects.on_sharing_change(STOPPED)
         await confirm_ceiling(node, quantizer)
         end = await running
         assert (end.code, end.message) == (ModelOrderCode.CANCELLED, "this node stopped sharing: its owner uses it")
         assert started == []
         assert not quantizer.holding, "the ceiling is restored"
+        assert effects.read_occupancy() == Occupancy()
+
+
+async def test_the_process_of_a_quantization_ends_after_the_grace_period_of_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A process that is not cancelled fails, because it has no program."""
+    monkeypatch.setattr("node.hub.quantization.quantizer.CONVERTER", "no_such_program")
+
+    async def run_child(child: OrderChild) -> ChildEnd:
+        create_effects(node, quantizer).apply_sharing_action(SharingAction.END_LEASE, STOPPED)
+        return await child.run()
+
+    async with studio(tmp_path) as (node, quantizer):
+        running = asyncio.create_task(quantizer.run(ORDER, run_child, lambda progress: None))
+        await confirm_ceiling(node, quantizer)
+        end = await running
+        assert (end.code, end.message) == (ModelOrderCode.CANCELLED, "this node stopped sharing: its owner uses it")
 
 
 async def test_failed_quantizations_leave_no_files_and_give_their_reason(

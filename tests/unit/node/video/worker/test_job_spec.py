@@ -24,6 +24,13 @@ def test_missing_parameters_are_those_of_the_package():
     }
 
 
+def test_parameters_of_a_job_come_before_those_of_the_package():
+    given = {**LEAST, "seed": 7, "frames": 33, "fps": 16, "steps": 9}
+    spec = parse_spec(json.dumps(given).encode())
+    assert isinstance(spec, JobSpec)
+    assert spec.to_worker_input(VideoPackage("wan", fps=24, steps=50, frames=121)) == given
+
+
 def test_numbers_that_are_0_are_parameters_of_the_job():
     spec = parse_spec(json.dumps({**LEAST, "seed": 0, "guidance": 0, "negative_prompt": ""}).encode())
     assert isinstance(spec, JobSpec)

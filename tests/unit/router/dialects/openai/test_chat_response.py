@@ -204,6 +204,13 @@ def test_a_whole_answer_holds_its_calls_and_no_empty_content():
     assert (first.finish_reason, second.finish_reason) == ("tool_calls", "tool_calls")
 
 
+@pytest.mark.parametrize("calls", [{}, {0: ["broken"]}], ids=["no call", "broken call"])
+def test_a_whole_answer_without_calls_has_an_empty_text_and_not_null(calls: dict[int, list[str]]):
+    raw = encode_completion(a_job(), CompleteAnswer({(0, 1): "hm"}, calls, {}), Finished(1, ("stop",), 1, 1))
+    (choice,) = json.loads(raw)["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "", "refusal": None, "reasoning_content": "hm"}
+
+
 # log probabilities
 
 LOGPROB = Logprob(b"hi", -0.25, ((b"hi", -0.25), (b"ho", -1.5), (b"he", -3.0)))
