@@ -25,8 +25,10 @@ SHOWN = ("LoadState", "ActiveState", "SubState", "MainPID", "Result", "ExecMainS
 FINAL_EXIT_CODES = "2 6 8 9"
 """Exit codes after which systemd does not restart the service, because the next start would fail the same way.
 
-2: invalid settings. 6: superseded by another coordinator, or node of another cluster. 8: another version of the
-protocol. 9: the pin of the CA does not match.
+- 2: invalid settings
+- 6: superseded by another coordinator, or a node of another cluster
+- 8: another version of the protocol
+- 9: the pin of the CA does not match
 """
 HARDENING = {
     "NoNewPrivileges": "yes",

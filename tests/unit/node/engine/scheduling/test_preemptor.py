@@ -382,9 +382,9 @@ def test_rows_that_are_prefilled_count_for_their_own_request_only(rows: int, pre
     )
     scheduler, params = driver.engine.parts.scheduler, endless(LLAMA, ANSWER)
     for words in (200, 150):
-        newest = driver.ask("word " * words, params, owner=WeightedKey("greedy"))
+        newest = driver.ask("word " * words, params, weighted_key=WeightedKey("greedy"))
     driver.until(lambda: [prefill.started for prefill in scheduler.prefills] == [True, True])
-    driver.ask("hello", replace(params, n=rows), owner=WeightedKey("ada"))
+    driver.ask("hello", replace(params, n=rows), weighted_key=WeightedKey("ada"))
     driver.turn()
     assert [sequence.number for sequence in scheduler.preempted] == [newest] * preempted
 
