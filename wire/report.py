@@ -182,8 +182,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=True, dict=True):  # fo
     bytes_per_token: Real = 4.0
     """Measured bytes of request text per prompt token."""
     features: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)] = ()
-    """Features that requests may use, such as `tools` and `reasoning`. A model for embeddings or scores has only its
-    kind here (`wire.models.kind.ModelKind`)."""
+    """Features that requests may use, such as `tools`. A model for embeddings or scores has only its kind here."""
     groups: Annotated[tuple[BatchGroup, ...], Meta(max_length=MAX_GROUPS)] = ()
     """Current decode batches of the model."""
     expected_output: Natural = 256

@@ -186,7 +186,7 @@ def _start_observability(
         conditions.get_flags,
         cluster.video_controller.take_snapshot,
         cluster.wishes.take_snapshot,
-        lambda: state.store.count_unwritten() + cluster.video_controller.count_unwritten(),
+        lambda: state.store.count_unwritten() + cluster.video_controller.records.count_unwritten(),
     )
     load = start_load_history(cluster, stack)
     start_conditions(conditions, options.settings, metrics, stack)

@@ -79,7 +79,8 @@ class VideoController:
         self._wall = wall
         self._clock = clock or asyncio.get_running_loop().time
         store = VideoStore(folder)
-        self._records = JobRecords(store)
+        self.records = JobRecords(store)
+        """Records of the jobs on disk."""
         self._files = JobFiles(self.artifacts, self.apply_event, self._is_finalizing)
         self._permissions = VideoPermissions(send, enabled=settings.enabled)
         self._history = JobHistory(wall)
@@ -100,12 +101,12 @@ class VideoController:
         """Stop the controller and close the store. Jobs continue on their nodes."""
         self._timer.cancel()
         await self._files.close()
-        self._records.close()
+        self.records.close()
 
     @property
     def profiles(self) -> Mapping[VideoProfileKey, VideoMemoryProfile]:
         """Measured memory profiles by package, version of the engine, and bits of the quantization."""
-        return self._records.profiles
+        return self.records.profiles
 
     # -- requests of clients --------------------------------------------------------------
 
@@ -126,7 +127,7 @@ class VideoController:
         Raise `StoreError` if the job cannot be stored; the job is deleted then. A failed write of a later state of the
         job is no error here, because a restart queues the stored job again.
         """
-        self._records.raise_failure()
+        self.records.raise_failure()
         self._sequence += 1
         job = VideoJob(
             f"video_{secrets.token_hex(12)}",
@@ -139,8 +140,8 @@ class VideoController:
             digest=digest,
         )
         log.info("video submitted", job=job.id, model=wanted.model, size=f"{wanted.width}x{wanted.height}")
-        self._records.put_job(job)
-        stored = self._records.flush()
+        self.records.put_job(job)
+        stored = self.records.flush()
         self.apply_event(events.JobSubmitted(job))
         try:
             await asyncio.shield(stored)  # a client that disconnects must not cancel the write
@@ -153,7 +154,7 @@ class VideoController:
     async def cancel_job(self, job: str) -> None:
         """Cancel a job unless it has ended or is unknown. Raise `StoreError` if the change cannot be stored."""
         self.apply_event(events.JobCancelled(job))
-        await self._records.flush()
+        await self.records.flush()
 
     async def delete_job(self, job: str) -> None:
         """Cancel a job if it is open, and delete its record and files. Ignore an unknown job.
@@ -161,11 +162,7 @@ class VideoController:
         The files are removed in the background. Raise `StoreError` if the change cannot be stored.
         """
         self.apply_event(events.JobDeleted(job))
-        await self._records.flush()
-
-    def count_unwritten(self) -> int:
-        """Return the number of changes of jobs that could not be written; 0 while the disk takes them."""
-        return self._records.count_unwritten()
+        await self.records.flush()
 
     def find_job(self, name: str) -> VideoJob | None:
         """Return the job with the id `name`; None if it is unknown."""
@@ -262,7 +259,7 @@ class VideoController:
         self._history.record(before, self.table)
 
     def _try_placement(self) -> None:
-        choice = choose_node(self.table, self.view, self._records.profiles, self._clock())
+        choice = choose_node(self.table, self.view, self.records.profiles, self._clock())
         if choice is None:
             return
         if isinstance(choice, LeaseChoice):
@@ -282,7 +279,7 @@ class VideoController:
     def _perform_action(self, action: events.Action) -> None:
         match action:
             case events.SaveJob(job):
-                self._records.put_job(job)
+                self.records.put_job(job)
             case events.RequestLease(job):
                 self._request_lease(job)
             case events.ReleaseLease(node, lease, generation, cause):
@@ -290,9 +287,9 @@ class VideoController:
             case events.FetchFiles(job, artifacts):
                 self._files.start_fetch(job, artifacts)
             case events.RecordPeak(job, peak):
-                self._records.add_peak(job, peak, self.view)
+                self.records.add_peak(job, peak, self.view)
             case events.DeleteJob(job):
-                self._records.delete_job(job)
+                self.records.delete_job(job)
                 self._files.start_removal(job)
             case events.ExpireFiles(job):
                 self._files.start_removal(job)
