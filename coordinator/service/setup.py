@@ -43,7 +43,7 @@ class ExistingUnit:
     user: str = ""
     """Account under which the unit runs the service."""
     program: tuple[str, ...] = ()
-    """Command line, with systemd as quoted in the unit."""
+    """Arguments of the command line. With systemd: the text in the unit, split at whitespace, with its quotes."""
 
 
 def read_existing_unit(host: ServiceHost, file: Path) -> ExistingUnit:

@@ -1,4 +1,7 @@
-"""Orders about models: load, unload, profile and restore; and the ends of loads, which answer orders and requests."""
+"""Orders to load, unload, profile and restore models; queued loads; unloads of idle models.
+
+The end of a load answers its orders and the requests that waited for the model.
+"""
 
 import time
 from collections.abc import Callable

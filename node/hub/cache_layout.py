@@ -67,8 +67,11 @@ class RepositoryFolder:
         return self.hub / ".locks" / self.root.name / LOCK_NAME
 
     def prepare(self) -> None:
-        """Create the folders. Raise `ModelFileError` if one of them is a link or a file, or the disk has no symbolic
-        links. Raise `OSError` if a folder cannot be created."""
+        """Create the folders of the repository, its blobs, snapshots and references.
+
+        Raise `ModelFileError` if one of them is a link or a file, or if the disk does not support symbolic links. Raise
+        `OSError` if a folder cannot be created.
+        """
         self.hub.mkdir(parents=True, exist_ok=True)
         for folder in (self.root, self.blobs, self.snapshots, self.refs):
             _create_real_folder(folder)

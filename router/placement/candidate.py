@@ -203,9 +203,9 @@ FIRST = AttemptHistory()
 
 
 class HeadroomCorrection(msgspec.Struct, frozen=True, gc=False):
-    """Maximum headroom in bytes of a node that refused a request although there was room by the node's view.
+    """Maximum headroom, in bytes, of a node that refused a request for which the router's view showed room.
 
-    `reported_at` is the arrival of the report to which the correction applies; the next report ends it.
+    `reported_at` is the arrival, in monotonic seconds, of the report that this corrects. The next report ends it.
     """
 
     reported_at: float

@@ -89,7 +89,7 @@ class GrammarKind(StrEnum):
     CHOICE = "choice"
     """One of several texts."""
     LARK = "lark"
-    """Text of a grammar in Lark's notation, or of a short grammar in GBNF."""
+    """Text that a grammar matches. The grammar is in Lark's notation, or in GBNF if it is short."""
 
 
 class CallConstraint(StrEnum):

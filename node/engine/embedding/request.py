@@ -156,7 +156,7 @@ class EmbeddingRequest:
         self.retry_at = until
 
     def run_alone(self) -> None:
-        """Run the texts of this request in forwards of their own from now on."""
+        """Keep the texts of this request out of forwards with texts of other requests, from now on."""
         self.alone = True
 
     def take(self, places: Sequence[int]) -> None:

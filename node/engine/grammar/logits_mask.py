@@ -1,7 +1,8 @@
 """Logits mask of a grammar, for one row of a batch.
 
-The mask is computed while the forward runs. Its input, the ids of the answer, is complete once the previous forward has
-ended. That is the only wait of a step with rows under a grammar; a batch without them does not wait.
+The mask is computed while the forward runs. A step with such rows waits for the previous forward, because the mask
+needs its token ids. The first token of an answer that may start with reasoning also waits for the current forward. A
+batch without a grammar does not wait.
 
 An answer may be allowed to start with reasoning. The answer then starts with reasoning if the start marker is the most
 likely token without the mask. A grammar that excludes most other tokens is no reason to start reasoning.

@@ -16,7 +16,8 @@ TOLERANCE = 1e-9
 """Smallest gradient, as a share of the length of the goal, with which a further term is tried. Also the smallest
 singular value, as a share of the largest, with which columns count as independent."""
 MAX_STEPS_PER_TERM = 10
-"""Maximum steps per term: because of rounding, a term might enter and leave without end."""
+"""Maximum iterations of `solve_non_negative` per term. Because of rounding, a term could otherwise change between free
+and zero without end."""
 
 Floats = NDArray[np.float64]
 

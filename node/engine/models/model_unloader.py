@@ -25,8 +25,8 @@ log = structlog.get_logger("engine.loading")
 
 
 class ReclaimableMemory(Protocol):
-    """Spare memory, which is released before any memory that a request could reuse. Examples: the emergency reserve,
-    the row of a sweep."""
+    """Spare memory, released after MLX's free buffers, and before cached prefixes and idle models. Examples: the
+    emergency reserve, the row of a sweep."""
 
     @property
     def nbytes(self) -> int:

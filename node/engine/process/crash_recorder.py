@@ -26,9 +26,9 @@ from node.engine.process.interface import NativeCallKind
 
 SIZE = mmap.PAGESIZE
 """Bytes of the page."""
-MAX_MODEL_BYTES = 200
-"""Maximum bytes of a model's name (`wire.identity.is_valid_model`)."""
-SLOT_BYTES = 256
+MAX_MODEL_BYTES = 800
+"""Maximum bytes of a model's name: 200 characters (`wire.identity.is_valid_model`)."""
+SLOT_BYTES = 1024
 """Bytes of a slot; the first slot is that of the inference thread."""
 SLOTS = 4
 """Number of slots."""

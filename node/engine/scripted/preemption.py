@@ -136,8 +136,9 @@ class ScriptedPreemptor:
     # return
 
     def compute_required_bytes(self, key: str | None) -> int:
-        """Return the bytes that the oldest preempted request needs to continue, among those that precede a new request
-        of the API key `key`. Return 0 if there is none. With `key` None, all preempted requests count.
+        """Return the bytes that the first preempted request in line needs to continue; 0 if there is none.
+
+        This is the oldest of those that precede a new request of the API key `key`. With None, all count.
         """
         oldest = find_first_preempted(self._table.preempted, key)
         return 0 if oldest is None else _compute_needed_bytes(oldest)

@@ -6,7 +6,8 @@ gives the same request there.
 
 A duplicate key must be refused, but msgspec takes the last one. Each key is followed by a colon, and within a text a
 quote before a colon has a backslash before it. Where the number of colons after an unescaped quote equals the number of
-parsed keys, no key is duplicate. A null counts as a missing key and therefore leaves a surplus colon.
+parsed keys, no key is duplicate. A null at the top level counts as a missing key. Its colon is then surplus, and the
+complete parser decides. `content: null` of a message with calls counts as a key.
 
 Tools are most of an agent's body and the same in each of its requests. They are therefore kept as bytes, looked up in
 a cache, and cut out of the text whose keys are counted.

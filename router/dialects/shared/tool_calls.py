@@ -86,10 +86,9 @@ def convert_logprobs(logprobs: Iterable[Logprob], top: int) -> Logprobs:
 
 
 def render_token(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
-    """Return a token as printable text, its log probability, and its bytes, of which at most `MAX_TOKEN_BYTES` are
-    kept.
+    """Return the text of a token, its log probability, and its bytes. Text and bytes end after `MAX_TOKEN_BYTES` bytes.
 
-    A log probability that is not finite becomes `UNKNOWN_LOGPROB`.
+    Invalid UTF-8 becomes U+FFFD. A log probability that is not finite becomes `UNKNOWN_LOGPROB`.
     """
     shortened = token[:MAX_TOKEN_BYTES]
     return shortened.decode("utf-8", "replace"), logprob if math.isfinite(logprob) else UNKNOWN_LOGPROB, list(shortened)

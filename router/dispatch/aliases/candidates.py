@@ -57,7 +57,7 @@ class UnusedCandidate:
     spec: RequestSpec
     demand: ResourceDemand
     lost: set[NodeId]
-    """Set `TriedNodes.lost` of the request, shared by all its candidates."""
+    """Nodes that were lost while they had the request: its `TriedNodes.lost`, one set for all candidates."""
 
     def prepare(self, chain: PrefixHashChain | None, cached_shares: Mapping[NodeId, float]) -> CandidateState:
         """Return the state for the first use, with the prefix hashes of the prompt (None: not used by placement).
