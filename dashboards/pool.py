@@ -7,6 +7,7 @@ from dashboards.panels import (
     REQUESTS,
     SECONDS,
     SHARE,
+    THIRD,
     Board,
     create_count_panel,
     create_label_table,
@@ -276,6 +277,7 @@ SELF = (
         SHARE,
         ("rate(macpool_process_cpu_seconds_total[$__rate_interval])", "coordinator"),
         ("rate(macpool_node_agent_cpu_seconds_total[$__rate_interval])", "agent of {{node}}"),
+        width=THIRD,
     ),
     create_label_table("Build", "Version of the coordinator and of its Python.", "macpool_build_info", 8),
 )
