@@ -50,14 +50,12 @@ def test_a_command_that_looks_for_a_node_does_not_prevent_the_start_of_one(
             end.join()
 
 
-def test_a_relative_state_folder_is_that_of_the_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for variable in [name for name in os.environ if name.startswith("MACPOOL_")]:
-        monkeypatch.delenv(variable)
-    monkeypatch.chdir(tmp_path)
-    assert main(["--state", "pool", "--leave"]) == 5
-    assert f"there is no node in {tmp_path / 'pool'}" in capsys.readouterr().err
+def test_a_relative_state_folder_is_that_of_the_command(tmp_path: Path) -> None:
+    """In a process of its own, because the start of a node configures the log of its process."""
+    command = [sys.executable, "-P", "-m", "node.run", "--state", "pool", "--leave"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 5
+    assert f"there is no node in {tmp_path / 'pool'}" in done.stderr
 
 
 @pytest.mark.parametrize("folder", ["node", "logs"])

@@ -1,5 +1,5 @@
 // API keys of programs: limits, expiry, name, secret and usage.
-import { html, useEffect, useRef, useState } from "/ui/vendor/preact.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "/ui/vendor/preact.js";
 import { Copy, Nothing, Table, Wrong, call, useAction, useAsked, when } from "/ui/pool.js";
 import { Usage, limitsText } from "/ui/views/usage.js";
 
@@ -72,7 +72,7 @@ function Create({ reload, secrets, addSecret }) {
 // Form to edit a key. Unchanged fields are not sent.
 function Edit({ row, close }) {
   const first = useRef(null);
-  useEffect(() => first.current.focus(), []);
+  useLayoutEffect(() => first.current.focus(), []); // before a person can type into another field
   const [name, setName] = useState(row.name);
   const [life, setLife] = useState(null);
   const [fields, setFields] = useState(fieldsOf(row.limits));
