@@ -22,7 +22,7 @@ PAUSE_TIMEOUT_SECONDS = 10.0
 class NodeAdministration:
     """Decisions of administrators, which persist in the store, and their effects on membership and links.
 
-    A change for which a method raises `StoreError` is in effect until the coordinator restarts.
+    A change for which a method raises `StoreError` is in effect, and waits for the disk.
     """
 
     store: Database

@@ -168,8 +168,8 @@ class Registry:
     def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
         """Handle a frame of the link `number`: a report, goodbye or renewal. Pass other frames to their receivers.
 
-        Ignore reports and goodbyes of an older link. Disconnect the node after an invalid renewal. After a failed
-        write, the change of the frame is logged and lost, and the link stays open.
+        Ignore reports and goodbyes of an older link. Disconnect the node after an invalid renewal. While
+        changes cannot be written, the error is logged, and the link stays open.
         """
         receive = self._receivers.get(type(frame))
         try:

@@ -59,8 +59,8 @@ class AccessAdmin:
     """Administration of join tokens, API keys and audit log, in the database and in the key ring.
 
     Methods that return a dict return the JSON body of the API's response. `clock` returns Unix seconds. Methods that
-    change the database raise `StoreError` after a failed write. A new or changed key is then listed until the
-    coordinator restarts, but the key ring does not have the change.
+    change the database raise `StoreError` while changes cannot be written. No key is then created or changed, because
+    its text would be lost. All other changes are in effect, and wait for the disk.
     """
 
     store: Database
@@ -123,6 +123,7 @@ class AccessAdmin:
         The caller checks `name` with `check_key_name`. The result contains the key's text, which is not stored. Raise
         `ValueError` for an unknown scope or an empty list of scopes, `StoreError` after a failed write.
         """
+        self.store.raise_failure()
         limits = None if limits == NO_LIMITS else limits
         now = self.clock()
         key, text = new_key(
@@ -165,6 +166,7 @@ class AccessAdmin:
         row = self.store.keys.get(key)
         if row is None:
             return False
+        self.store.raise_failure()
         row = replace(row, **changes)
         self.store.keys.put(row)
         self.ring.put(_to_api_key(row))

@@ -93,6 +93,10 @@ class Database:
         """Wait until every change up to now is on disk. Raise `StoreError` if that is not possible now."""
         await self._writer.flush()
 
+    def raise_failure(self) -> None:
+        """Raise `StoreError` if changes cannot be written now."""
+        self._writer.raise_failure()
+
     def count_unwritten(self) -> int:
         """Return the number of changes that could not be written; 0 while the disk takes them."""
         return self._writer.count_unwritten()

@@ -90,11 +90,16 @@ class StoreWriter:
                 log.critical("store writer died", error=f"{type(error).__name__}: {error}")
                 self._end_writing(f"the state cannot be written any more ({type(error).__name__}: {error})")
                 self._on_death()
-            try:
-                write = self._writes.get(timeout=RETRY_SECONDS if self._unwritten else None)
-            except queue.Empty:
-                write = self._write_pending
+            write = self._get_next_write()
         self._write_pending()
+
+    def _get_next_write(self) -> Callable[[], None] | None:
+        """Return the next write or the retry that is due, whichever comes first; None at the end."""
+        seconds = self._retry_at - time.monotonic() if self._unwritten else None
+        try:
+            return self._writes.get(timeout=seconds) if seconds is None or seconds > 0 else self._write_pending
+        except queue.Empty:
+            return self._write_pending
 
     def _execute(self, statement: str, values: tuple[object, ...]) -> None:
         if self._is_broken:
@@ -104,7 +109,7 @@ class StoreWriter:
             self._end_writing(
                 f"more than {MAX_UNWRITTEN} changes of the state are not written: make room, then restart"
             )
-        elif self._failure is None or time.monotonic() >= self._retry_at:
+        elif self._failure is None:
             self._write_pending()
 
     def _write_pending(self) -> None:

@@ -35,7 +35,7 @@ class UsageHistory:
 
         Nothing is deleted before there is usage of `CONFIRMING_DAYS` days after these rows.
 
-        Raise `StoreError` after a failed write. The sums then have the counts until the coordinator ends.
+        Raise `StoreError` while changes cannot be written. The sums have the counts, which wait for the disk.
         """
         today = datetime.fromtimestamp(self.clock(), UTC).date()
         failure: StoreError | None = None

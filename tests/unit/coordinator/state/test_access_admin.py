@@ -1,8 +1,10 @@
 """Join tokens, API keys and the audit log for administrators."""
 
+import sqlite3
 import stat
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,30 @@ def test_a_revoked_key_is_void_at_once_and_after_a_restart(office: Office):
     for _ in range(2):
         assert office.ring.check(made["key"]) is None
         assert office.admin.list_keys()["keys"] == []
+        office.restart()
+
+
+async def test_without_a_disk_no_key_is_created_or_changed_but_a_key_can_be_revoked(office: Office, tmp_path: Path):
+    first, second = (office.admin.create_key(name, ["infer"], None) for name in ("first", "second"))
+    await office.store.flush()
+    with closing(sqlite3.connect(tmp_path / "cluster.db")) as other:
+        other.execute("ALTER TABLE audit RENAME TO away")
+        office.store.audit.add(NOW, "person", "look", "")
+        with pytest.raises(StoreError):
+            await office.store.flush()
+        for change in (
+            lambda: office.admin.create_key("third", ["infer"], None),
+            lambda: office.admin.rotate_key(first["id"]),
+            lambda: office.admin.rename_key(first["id"], "other"),
+            lambda: office.admin.revoke_key(second["id"]),
+        ):
+            with pytest.raises(StoreError):
+                change()
+        other.execute("ALTER TABLE away RENAME TO audit")
+    for _ in range(2):
+        assert [key["name"] for key in office.admin.list_keys()["keys"]] == ["first"]
+        assert office.ring.check(first["key"]) is not None, "its secret is not replaced by one that is lost"
+        assert office.ring.check(second["key"]) is None
         office.restart()
 
 
