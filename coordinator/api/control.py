@@ -104,7 +104,7 @@ class ControlApi:
         pool = PoolRoutes(facts, nodes, traffic, observability.conditions, observability.load)
         members = NodeRoutes(nodes, traffic, admin.store)
         models = ModelRoutes(nodes, loads, ring, traffic.names, benchmarks)
-        joins = JoinRoutes(admin, approvals, facts.cluster_url)
+        joins = JoinRoutes(admin, approvals, facts.cluster_address)
         nodes.queries.offer(
             {
                 "/api/v1/status": pool.build_status_row,
@@ -138,7 +138,7 @@ class ControlApi:
             BenchmarkRoutes(nodes, traffic, benchmarks),
             RequestRoutes(traffic, ring),
             KeyRoutes(admin, ring, traffic),
-            PageRoutes(facts.base_url, sessions, ring, admin.store, sections),
+            PageRoutes(facts.address, sessions, ring, admin.store, sections),
             LogRoutes(observability.log_file, observability.events, admin),
             PrometheusRoutes(observability.metrics, nodes.directory),
         )

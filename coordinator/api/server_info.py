@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from coordinator.http.listen import ListenerAddress
+
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
@@ -13,9 +15,9 @@ class ServerInfo:
     """Version of Macpool."""
     epoch: int
     """Epoch of the coordinator, which grows with every start."""
-    base_url: str
-    """Endpoint for clients, with its `/v1`."""
-    cluster_url: str
+    address: ListenerAddress
+    """Address of the endpoint for clients."""
+    cluster_address: ListenerAddress
     """Address for nodes."""
     cluster: str
     """Id of the cluster."""

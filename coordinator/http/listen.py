@@ -2,8 +2,33 @@
 
 import ipaddress
 import socket
+from dataclasses import dataclass
 
 from host.local_names import list_addresses
+
+
+@dataclass(frozen=True, slots=True)
+class ListenerAddress:
+    """Address of a listening socket, with the URLs that lead to it.
+
+    With a wildcard as `host`, each URL has the current address of this machine. A machine that starts before its
+    network, or moves to another one, changes its addresses.
+    """
+
+    scheme: str
+    """Scheme of the URLs, without `://`."""
+    host: str
+    """Host or wildcard at which the socket listens."""
+    port: int
+    """TCP port of the socket."""
+
+    def build_url(self) -> str:
+        """Return the URL with which other machines reach the socket now, without a path."""
+        return f"{self.scheme}://{get_reachable_host(self.host)}:{self.port}"
+
+    def build_local_url(self) -> str:
+        """Return the URL with which this machine reaches the socket, without a path."""
+        return f"{self.scheme}://{get_local_host(self.host)}:{self.port}"
 
 
 def open_listener(host: str, port: int) -> socket.socket:

@@ -28,6 +28,7 @@ from coordinator.tls.https_ca import HttpsCa
 from coordinator.tls.https_config import EndpointTls
 from host.bonjour_announce import Announcement
 from host.heap import trim
+from host.local_names import list_addresses
 from router.admission.usage import UsageCounter
 from router.dispatch.dispatcher import Dispatcher
 from router.worker_thread import run_in_worker
@@ -36,7 +37,9 @@ from wire.bonjour_record import BonjourRecord, shorten_cluster_id
 log = structlog.get_logger("coordinator.startup.background")
 
 RENEWAL_INTERVAL_SECONDS = 60.0
-"""Seconds between two checks of the coordinator's certificates; the machine's addresses may change."""
+"""Seconds between two checks of the coordinator's certificates."""
+ADDRESS_CHECK_SECONDS = 5.0
+"""Seconds between two readings of the machine's addresses, which the certificate of the endpoint contains."""
 USAGE_INTERVAL_SECONDS = 10.0
 """Seconds between two writes of usage to disk, each with a return of free memory to the system."""
 LOCAL_NODE_TIMEOUT_SECONDS = 60.0
@@ -135,13 +138,18 @@ async def start_local_node(
 async def renew_certificates(authority: ClusterCa, tls: EndpointTls) -> None:
     """Renew due certificates, and load replaced files of the settings, at once and every `RENEWAL_INTERVAL_SECONDS`.
 
-    A failed renewal is logged. The loop ends when it is cancelled.
+    If the endpoint has its own authority, also renew within `ADDRESS_CHECK_SECONDS` of a change of this machine's
+    addresses. A failed renewal is logged. The loop ends when it is cancelled.
     """
+    due, known = 0.0, list[str]()
     while True:
-        _renew_certificate(authority)
-        if tls is not None:
-            _renew_certificate(tls)
-        await asyncio.sleep(RENEWAL_INTERVAL_SECONDS)
+        now, addresses = time.monotonic(), list_addresses() if isinstance(tls, HttpsCa) else known
+        if now >= due or addresses != known:
+            due, known = now + RENEWAL_INTERVAL_SECONDS, addresses
+            _renew_certificate(authority)
+            if tls is not None:
+                _renew_certificate(tls)
+        await asyncio.sleep(ADDRESS_CHECK_SECONDS)
 
 
 def _renew_certificate(certificate: ClusterCa | HttpsCa | CertificateFiles) -> None:

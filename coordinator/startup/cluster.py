@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 
@@ -85,7 +86,7 @@ async def start_cluster(
     stack.callback(pulls.close)
     port = await nodes.server.start(*options.cluster_listen, state.authority.get_server_context())
     stack.push_async_callback(nodes.server.close)
-    nodes.admission.set_addresses(list_cluster_addresses(options.cluster_listen[0], port))
+    nodes.admission.set_address_source(partial(list_cluster_addresses, options.cluster_listen[0], port))
     return ClusterSide(nodes, dispatcher, video_controller, pulls, operations, wishes, port)
 
 

@@ -16,7 +16,7 @@ from coordinator.api.control import ControlApi, Observability
 from coordinator.api.server_info import ServerInfo
 from coordinator.http.chat_fast_path import FastPath
 from coordinator.http.connection_slots import ConnectionSlots, compute_max_connections
-from coordinator.http.listen import get_local_host, get_reachable_host
+from coordinator.http.listen import ListenerAddress
 from coordinator.http.origin_check import OriginCheck, PrivateResponses
 from coordinator.http.server import run_http_server
 from coordinator.joining.join_tokens import build_join_command
@@ -51,12 +51,10 @@ class Endpoint:
     """Listening socket of the endpoint."""
     tls: EndpointTls
     """TLS of the endpoint: an authority of its own, or given files; None for plain HTTP."""
-    base_url: str
-    """URL for clients on other machines, without a path."""
-    local_url: str
-    """URL from this machine, without a path."""
-    cluster_url: str
-    """Address for nodes, as `macpool://HOST:PORT`."""
+    address: ListenerAddress
+    """Address of the endpoint."""
+    cluster_address: ListenerAddress
+    """Address for nodes, with the scheme `macpool`."""
     ca_pem: str
     """CA of the endpoint (PEM); empty unless it has a CA of its own."""
 
@@ -73,9 +71,8 @@ def create_endpoint(options: RunOptions, state: Path, cluster_port: int, listene
     return Endpoint(
         listener,
         tls,
-        f"{scheme}://{get_reachable_host(host)}:{port}",
-        f"{scheme}://{get_local_host(host)}:{port}",
-        f"macpool://{get_reachable_host(options.cluster_listen[0])}:{cluster_port}",
+        ListenerAddress(scheme, host, port),
+        ListenerAddress("macpool", options.cluster_listen[0], cluster_port),
         tls.ca_pem if isinstance(tls, HttpsCa) else "",
     )
 
@@ -158,8 +155,8 @@ def _build_server_info(options: RunOptions, state: CoordinatorState, endpoint: E
         options.settings.cluster.name,
         state.version,
         state.epoch,
-        endpoint.base_url + "/v1",
-        endpoint.cluster_url,
+        endpoint.address,
+        endpoint.cluster_address,
         state.authority.cluster,
         time.monotonic(),
         endpoint.ca_pem,
@@ -201,7 +198,7 @@ def create_local_key(state: CoordinatorState, access: Credentials, endpoint: End
     """
     local, secret = new_key(access.pepper, LOCAL_KEY_NAME, ["admin"], created=time.time())
     access.ring.put(local)
-    _write_access_file(state.state / "run.json", endpoint.local_url, secret, endpoint.ca_pem, stack)
+    _write_access_file(state.state / "run.json", endpoint.address.build_local_url(), secret, endpoint.ca_pem, stack)
 
 
 def _write_access_file(file: Path, url: str, secret: str, trusted: str, stack: AsyncExitStack) -> None:
@@ -215,16 +212,16 @@ def build_ready_facts(endpoint: Endpoint, token: str, key: str | None) -> dict[s
 
     `token` is a join token. `key` is the first API key, only if it was created now.
     """
-    tls = endpoint.tls
+    tls, base_url, cluster_url = endpoint.tls, endpoint.address.build_url(), endpoint.cluster_address.build_url()
     answer: dict[str, Any] = {
         "schema": 1,
         "ready": True,
-        "base_url": endpoint.base_url + "/v1",
-        "cluster_url": endpoint.cluster_url,
-        "join": build_join_command(endpoint.cluster_url, token),
+        "base_url": base_url + "/v1",
+        "cluster_url": cluster_url,
+        "join": build_join_command(cluster_url, token),
         "tls": tls is not None,
         "trust": None,
     }
     if isinstance(tls, HttpsCa):
-        answer["trust"] = f"cluster trust-ca {endpoint.base_url} --fingerprint {tls.fingerprint}"
+        answer["trust"] = f"cluster trust-ca {base_url} --fingerprint {tls.fingerprint}"
     return {**answer, "api_key": key} if key else answer

@@ -9,6 +9,7 @@ from coordinator.api.body import PLAIN_TEXT_PATTERN, Body
 from coordinator.api.errors import ProblemError
 from coordinator.api.qr import build_qr_matrix
 from coordinator.api.route import Route
+from coordinator.http.listen import ListenerAddress
 from coordinator.joining.join_approvals import ApprovalLock, ApprovalQueue, DecidedApproval, WrongCode
 from coordinator.joining.join_tokens import build_join_command
 from coordinator.state.access_admin import AccessAdmin
@@ -27,12 +28,12 @@ class NewTokenBody(Body):
 
 
 class JoinRoutes:
-    """Routes of `cluster token` and `cluster approve`. `url` is the coordinator's address for nodes."""
+    """Routes of `cluster token` and `cluster approve`. `address` is the coordinator's address for nodes."""
 
-    def __init__(self, admin: AccessAdmin, approvals: ApprovalQueue, url: str) -> None:
+    def __init__(self, admin: AccessAdmin, approvals: ApprovalQueue, address: ListenerAddress) -> None:
         self._admin = admin
         self._approvals = approvals
-        self._url = url
+        self._address = address
 
     def list_routes(self) -> tuple[Route, ...]:
         """Return the routes of join tokens and of approvals by code."""
@@ -56,7 +57,7 @@ class JoinRoutes:
         """
         answer = self._admin.create_token(body.ttl_seconds, body.uses, body.name)
         await self._admin.store.flush()
-        join = build_join_command(self._url, answer["token"])
+        join = build_join_command(self._address.build_url(), answer["token"])
         return {**answer, "join": join, "qr": build_qr_matrix(join)}
 
     async def revoke_token(self, token: str) -> dict[str, Any]:

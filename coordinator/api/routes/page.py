@@ -12,6 +12,7 @@ from coordinator.api.auth import KEY
 from coordinator.api.body import Body
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import EVENT_STREAM, EVENT_STREAM_TYPE, PUBLIC_SCOPE, Route
+from coordinator.http.listen import ListenerAddress
 from coordinator.state.access_admin import PAGE_KEY_NAME
 from coordinator.state.database import Database
 from coordinator.ui.browser_sessions import CODE_SECONDS, BrowserSessions
@@ -29,18 +30,18 @@ class LoginCodeBody(Body):
 class PageRoutes:
     """Routes of `cluster open` and of the web page.
 
-    `base_url` is the endpoint for clients, with its `/v1`. `sections` returns the current content of the page.
+    `address` is the address of the endpoint. `sections` returns the current content of the page.
     """
 
     def __init__(
         self,
-        base_url: str,
+        address: ListenerAddress,
         sessions: BrowserSessions,
         ring: KeyRing,
         store: Database,
         sections: Callable[[], Mapping[str, object]],
     ) -> None:
-        self._url = base_url.removesuffix("/v1")
+        self._address = address
         self._sessions = sessions
         self._ring = ring
         self._store = store
@@ -60,7 +61,11 @@ class PageRoutes:
 
         Return its URL, and the seconds for which it works.
         """
-        return {"schema": 1, "url": f"{self._url}/#in={self._sessions.create_code()}", "seconds": CODE_SECONDS}
+        return {
+            "schema": 1,
+            "url": f"{self._address.build_url()}/#in={self._sessions.create_code()}",
+            "seconds": CODE_SECONDS,
+        }
 
     async def enter(self, body: LoginCodeBody) -> dict[str, Any]:
         """Exchange the code of a sign-in link for a session key.

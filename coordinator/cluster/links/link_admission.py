@@ -59,11 +59,12 @@ class LinkAdmission:
         self._links = links
         self._on_superseded = on_superseded
         self._loop = asyncio.get_running_loop()
-        self._addresses: tuple[str, ...] = ()
+        self._list_addresses: Callable[[], tuple[str, ...]] = tuple
 
-    def set_addresses(self, addresses: tuple[str, ...]) -> None:
-        """Send these addresses of the coordinator (HOST:PORT) to nodes from now on, in every Welcome."""
-        self._addresses = addresses
+    def set_address_source(self, list_addresses: Callable[[], tuple[str, ...]]) -> None:
+        """Send the addresses of the coordinator (HOST:PORT) that `list_addresses` returns in each Welcome from now
+        on."""
+        self._list_addresses = list_addresses
 
     def authorize(self, peer: PeerIdentity, serial: str, hello: Hello) -> Welcome | Denied:
         """Return `Welcome` if a node with this certificate may link, else `Denied` with the reason.
@@ -106,7 +107,7 @@ class LinkAdmission:
             self._identity.name,
             wall(),
             self._identity.version,
-            self._addresses,
+            self._list_addresses(),
             self._fence.generation,
             self._seal,
         )

@@ -18,6 +18,7 @@ from coordinator.cluster.assembly import NodePool, assemble_pool, create_links
 from coordinator.cluster.links.link_admission import CoordinatorIdentity
 from coordinator.cluster.model_operations import ModelOperations
 from coordinator.cluster.registry import Registry
+from coordinator.http.listen import ListenerAddress
 from coordinator.http.origin_check import OriginCheck, PrivateResponses
 from coordinator.joining.join_approvals import ApprovalQueue
 from coordinator.joining.join_tokens import JoinTokens
@@ -82,10 +83,12 @@ async def application(
     limit: RateLimit | None = None,
     over: LoopbackCluster | None = None,
     video: VideoSettings | None = None,
+    host: str = "127.0.0.1",
 ) -> AsyncGenerator[Application]:
     """Yield the application over a new cluster in `folder`.
 
-    With `over` the application serves loopback nodes through the complete HTTP stack of `coordinator.run`.
+    With `over` the application serves loopback nodes through the complete HTTP stack of `coordinator.run`. `host` is
+    the listening host that its addresses have; nothing listens there.
     """
     with ExitStack() as stack:
         store = Database(folder)
@@ -133,7 +136,13 @@ async def application(
         )
         stack.callback(nodes.registry.close)
         facts = ServerInfo(
-            "home", "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", authority.cluster, 0.0
+            "home",
+            "0",
+            1,
+            ListenerAddress("http", host, 8080),
+            ListenerAddress("macpool", host, 8081),
+            authority.cluster,
+            0.0,
         )
         conditions = ConditionEvaluator()
         metrics = MetricsService(

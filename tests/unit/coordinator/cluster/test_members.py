@@ -163,7 +163,7 @@ async def test_a_command_for_a_node_that_left_is_refused(
 async def test_welcome_has_cluster_epoch_generation_and_addresses(port: Port):
     nodes, who = port.application.nodes, port.member("one")
     addresses = ("10.0.0.5:8081", "studio.local:8081")
-    nodes.admission.set_addresses(addresses)
+    nodes.admission.set_address_source(lambda: addresses)
     line = await port.dial(who)
     line.send(hello(who))
     welcome = await line.until(Welcome)

@@ -269,7 +269,7 @@ async def test_goodbye_removes_only_a_node_that_leaves(start: Callable[[], Coord
 
 async def test_welcome_identifies_the_coordinator(start: Callable[[], Coordinator]):
     one = start()
-    one.nodes.admission.set_addresses(("10.0.0.1:8081",))
+    one.nodes.admission.set_address_source(lambda: ("10.0.0.1:8081",))
     welcome = one.greet(one.join("studio"))
     assert isinstance(welcome, Welcome)
     assert (welcome.epoch, welcome.cluster, welcome.cluster_name, welcome.time, welcome.version) == (

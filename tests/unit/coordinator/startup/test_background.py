@@ -29,6 +29,7 @@ from wire.certificate import LEAF_VALIDITY_SECONDS
 
 async def test_certificates_are_renewed_after_a_failed_renewal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(background, "RENEWAL_INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(background, "ADDRESS_CHECK_SECONDS", 0.01)
     wall = Wall()
     authority, endpoint = ClusterCa(tmp_path, wall), HttpsCa(tmp_path / "https", (), wall)
     shown = endpoint.validity
@@ -44,6 +45,27 @@ async def test_certificates_are_renewed_after_a_failed_renewal(tmp_path: Path, m
     async with asyncio.timeout(30):
         while authority.renew_from == before:  # noqa: ASYNC110  a renewal has no event for tests
             await asyncio.sleep(0.01)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_certificate_has_a_new_address_before_the_next_renewal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(background, "ADDRESS_CHECK_SECONDS", 0.01)
+    addresses, read = list[str](), asyncio.Event()
+
+    def list_addresses() -> list[str]:
+        read.set()
+        return list(addresses)
+
+    monkeypatch.setattr(background, "list_addresses", list_addresses)
+    authority = ClusterCa(tmp_path, time.time)
+    endpoint = HttpsCa(tmp_path / "https", (), time.time, lambda: tuple(addresses))
+    task = asyncio.create_task(renew_certificates(authority, endpoint))
+    async with asyncio.timeout(30):
+        for addresses[:] in (["10.0.0.7"], ["192.168.1.5", "10.0.0.7"], []):
+            while not set(addresses) <= set(endpoint.names) or len(endpoint.names) != 3 + len(addresses):
+                read.clear()
+                await read.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 

@@ -45,7 +45,7 @@ def refuse(port: Port, who: NodeIdentity, **changes: Any) -> Denied:
 
 async def test_a_member_is_welcomed_with_the_identity_of_the_coordinator(port: Port):
     who, authority = port.member("studio"), port.application.authority
-    admission(port).set_addresses(("10.0.0.1:1",))
+    admission(port).set_address_source(lambda: ("10.0.0.1:1",))
     answer = authorize(port, who)
     assert isinstance(answer, Welcome)
     assert (answer.cluster, answer.addresses) == (authority.cluster, ("10.0.0.1:1",))

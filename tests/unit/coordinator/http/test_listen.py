@@ -1,0 +1,49 @@
+"""Addresses of listening sockets, while the network of the machine changes."""
+
+from functools import partial
+
+import ifaddr
+import pytest
+
+from coordinator.http.listen import ListenerAddress, list_cluster_addresses
+
+
+class Network:
+    """Interfaces of the machine, as `ifaddr` lists them; None if the system cannot list them."""
+
+    def __init__(self, *addresses: str) -> None:
+        self.addresses: tuple[str, ...] | None = addresses
+
+    def list_adapters(self) -> list[ifaddr.Adapter]:
+        if self.addresses is None:
+            raise OSError("too many open files")
+        return [ifaddr.Adapter("en0", "en0", [ifaddr.IP(address, 24, "en0") for address in self.addresses])]
+
+
+@pytest.fixture
+def network(monkeypatch: pytest.MonkeyPatch) -> Network:
+    made = Network()
+    monkeypatch.setattr(ifaddr, "get_adapters", made.list_adapters)
+    return made
+
+
+def test_urls_of_a_wildcard_follow_the_addresses_of_the_machine(network: Network):
+    endpoint, cluster = ListenerAddress("https", "0.0.0.0", 8080), partial(list_cluster_addresses, "0.0.0.0", 8081)
+    assert (endpoint.build_url(), cluster()) == ("https://127.0.0.1:8080", ()), "no network yet"
+    network.addresses = ("192.168.1.5",)
+    assert (endpoint.build_url(), cluster()) == ("https://192.168.1.5:8080", ("192.168.1.5:8081",))
+    network.addresses = ("10.0.0.7", "fd00::7")
+    assert (endpoint.build_url(), cluster()) == ("https://10.0.0.7:8080", ("10.0.0.7:8081", "[fd00::7]:8081"))
+    network.addresses = ("fd00::7",)
+    assert endpoint.build_url() == "https://[fd00::7]:8080"
+    network.addresses = None
+    assert (endpoint.build_url(), cluster()) == ("https://127.0.0.1:8080", ())
+    assert endpoint.build_local_url() == "https://127.0.0.1:8080"
+    assert ListenerAddress("http", "::", 1).build_local_url() == "http://[::1]:1"
+
+
+def test_urls_of_a_fixed_host_have_that_host(network: Network):
+    network.addresses = ("192.168.1.5",)
+    assert ListenerAddress("macpool", "fd00::1", 8081).build_url() == "macpool://[fd00::1]:8081"
+    assert ListenerAddress("http", "10.0.0.7", 80).build_local_url() == "http://10.0.0.7:80"
+    assert list_cluster_addresses("10.0.0.7", 80) == ("10.0.0.7:80",)
