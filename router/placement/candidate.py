@@ -90,7 +90,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     need: int = 0
     """Bytes that the request needs on the node."""
     headroom: int | None = None
-    """Bytes of headroom minus `withheld`; None if the memory of the node cannot be read; `need` if its guard is off."""
+    """Bytes of headroom minus `withheld`; None if the memory cannot be read; `need` if `Memory.guard` is False."""
     withheld: int = 0
     """Bytes subtracted from the node's headroom: reservations that its report does not contain, and a correction after
     a refusal."""
