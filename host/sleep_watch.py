@@ -42,7 +42,7 @@ class SleepNotices(Protocol):
     def start(self, on_sleep: Callable[[Acknowledge], None], on_wake: Callable[[], None]) -> bool:
         """Start a thread that calls the functions. Return whether the system announces sleeps.
 
-        `on_sleep` is called before a sleep with a function that permits the sleep.
+        `on_sleep` is called before a sleep with a function that permits the sleep, `on_wake` after the sleep.
         """
         ...
 
@@ -88,8 +88,7 @@ class SleepWatch:
 
     `on_sleep` is called before an announced sleep, with a function that permits the sleep. `on_wake` is called after a
     sleep with its duration in seconds. An announced sleep includes its dark wakes, without their duration. `on_look` is
-    called at every check. In tests, `notices` and `clocks` replace the source
-    and the clocks of the system.
+    called at every check. In tests, `notices` and `clocks` replace the source and the clocks of the system.
     """
 
     def __init__(

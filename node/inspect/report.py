@@ -122,7 +122,8 @@ def report_machine(state: Path, settings: NodeSettings) -> dict[str, Any]:
     """Return machine id, hardware, memory limits, engine, model folders and identity as a dictionary.
 
     `state` is the state folder. Connect to the stored addresses of the coordinator to report whether they answer
-    (`dial_coordinator`). Raise `ValueError` if `engine.scripted.memory` is no size.
+    (`dial_coordinator`). Raise `OSError` if macOS does not print the machine id, `ValueError` if
+    `engine.scripted.memory` is no size.
     """
     machine = compute_machine_id(settings.node.machine)
     opened = open_machine(settings)
