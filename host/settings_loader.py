@@ -19,7 +19,7 @@ import msgspec
 
 PREFIX = "MACPOOL_"
 OUTSIDE = frozenset({"MACPOOL_STATE", "MACPOOL_URL", "MACPOOL_KEY_FILE"})
-"""Variables of command-line options, which are not settings."""
+"""Environment variables that stand for command-line options and are not settings."""
 
 _BARE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _KEY_PART = re.compile(r'"((?:[^"\\]|\\.)*)"(?:\.|$)|([^.]*)(?:\.|$)')

@@ -27,8 +27,8 @@ MIN_SLEEP_SECONDS = 3.0
 """Minimum change of the difference between the two clocks that counts as a sleep."""
 
 MAX_DARK_WAKE_SECONDS = 60.0
-"""Seconds awake in a row after which an announced sleep ends without a notice: it was called off, or the notice is
-missing. Most dark wakes are shorter."""
+"""Seconds awake in a row after which an announced sleep ends without a notice: the system cancelled the sleep, or sent
+no notice. Most dark wakes are shorter."""
 
 Acknowledge = Callable[[], None]
 """Function that permits an announced sleep."""

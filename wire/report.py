@@ -98,7 +98,7 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     armed: bool = False
     """Whether the gate refuses requests that do not fit: the cap is above 0, the guard is on, the reading is live."""
     source: Word = ""
-    """Source of `phys`: `statm`, `phys_footprint` or `scripted`; empty before the first reading."""
+    """Source of `phys`: `statm`, `phys_footprint`, `scripted` or `modelled` (simulation); empty before a reading."""
     age: Seconds = 0.0
     """Age of the reading when the report was written."""
     total: Size = 0
@@ -340,7 +340,7 @@ class CacheState(WireStruct, frozen=True, gc=False):
     disk_persisted: Natural = 0
     """Number of parts that were written completely."""
     disk_drops: Natural = 0
-    """Number of parts that were dropped: memory was short, or the quota or the write budget was used up."""
+    """Parts dropped unwritten: for lack of memory, quota or write budget, after a failed write, or with a cleared cache."""
     disk_errors: Natural = 0
     """Number of parts that could not be written or read."""
     disk_evictions: Natural = 0

@@ -61,7 +61,7 @@ class ModelOrderCode(StrEnum):
 
 
 class PullModel(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node: get the files of a manifest into the Hugging Face cache of this machine."""
+    """Coordinator → node: get the files of a manifest into the Hugging Face cache of the node."""
 
     order: Number
     manifest: ModelManifest

@@ -94,7 +94,7 @@ class Welcome(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Denied(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node: a link, enrolment, query or relay connection is refused, or an open link is ended."""
+    """Coordinator → node: a link, enrollment, query or relay connection is refused, or an open link is ended."""
 
     reason: Text
     """Machine-readable reason."""
@@ -147,8 +147,8 @@ class Goodbye(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Ping(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node, or agent → engine: request proof of life. A node answers with a Report, an engine with a
-    Pong."""
+    """Coordinator → node, or agent → engine: check that the receiver responds. A node answers with a Report, an engine
+    with a Pong."""
 
     nonce: Number
 
