@@ -340,7 +340,7 @@ class CacheState(WireStruct, frozen=True, gc=False):
     disk_persisted: Natural = 0
     """Number of parts that were written completely."""
     disk_drops: Natural = 0
-    """Parts dropped unwritten: for lack of memory, quota or write budget, after a failed write, or with a cleared cache."""
+    """Number of parts dropped unwritten: no memory, quota or write budget, a failed write, or a cleared cache."""
     disk_errors: Natural = 0
     """Number of parts that could not be written or read."""
     disk_evictions: Natural = 0

@@ -167,6 +167,7 @@ class KeyRing:
 
     def find(self, presented: bytes | str, salted_hash: bytes | None = None) -> ApiKey | None:
         """Return the same key as `check`, or None, without counting a failure in `refused`.
+
         Use this if a `check` follows for the same request.
         """
         text = presented.encode("utf-8", "replace") if isinstance(presented, str) else presented

@@ -27,7 +27,7 @@ MAX_REASON_CHARS = 300
 """Maximum characters of an upstream's own message in an error."""
 MAX_CONNECTIONS = 64
 REST_SECONDS = 1.0
-"""Maximum seconds for the rest of an answer that is complete for its reader."""
+"""Maximum seconds to receive the rest of an upstream's answer, after the client has the complete answer."""
 ABOUT_REQUEST = frozenset({400, 404, 413, 422})
 """Statuses for a fault of the request. For these, the message of the upstream is passed on to the client."""
 
