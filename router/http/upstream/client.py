@@ -109,8 +109,10 @@ def create_tls_context(authority: str | None) -> ssl.SSLContext:
 
 
 async def _read_rest(received: AsyncIterator[bytes]) -> None:
-    """Read the rest of an answer that is complete for its reader, because only then can a request use the connection
-    again. Stop without an error after `REST_SECONDS`."""
+    """Read the rest of an answer that the client has completely, because only then can the connection be used again.
+
+    Stop without an error after `REST_SECONDS`.
+    """
     with suppress(TimeoutError, httpx2.HTTPError, httpx2.StreamError):
         async with asyncio.timeout(REST_SECONDS):
             async for _ in received:
