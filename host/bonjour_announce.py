@@ -62,7 +62,7 @@ class Announcement:
         self._task = asyncio.create_task(self._follow_addresses(), name="bonjour")
 
     async def close(self) -> None:
-        """Withdraw the record and stop."""
+        """Withdraw the record and stop, within twice `GOODBYE_TIMEOUT_SECONDS`. Errors of zeroconf are ignored."""
         if self._task:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

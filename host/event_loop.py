@@ -2,8 +2,8 @@
 
 On macOS the clock of uvloop runs while the machine sleeps (https://github.com/libuv/libuv/pull/2894), and
 `time.monotonic` does not. On Linux neither does. Times of the loop are compared with `time.monotonic`, such as the
-arrival of a report with the time of a placement. With two clocks, a machine that has slept since its start would take
-old reports for new ones.
+arrival of a report with the time of a placement. With two clocks, a machine that has slept since its start would treat
+old reports as new.
 """
 
 import time

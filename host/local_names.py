@@ -22,7 +22,8 @@ log = structlog.get_logger()
 
 def read_local_name(platform: str = sys.platform, run: RunTool = run_tool) -> str:
     """Return the name of this machine in Bonjour, without `.local`: the LocalHostName of a Mac, else the first label of
-    the host name. `platform` and `run` replace the platform and the tool runner in tests."""
+    the host name. On a Mac, the call blocks for at most `host.subprocesses.TOOL_TIMEOUT_SECONDS`. `platform` and `run`
+    replace the platform and the tool runner in tests."""
     name = run(LOCAL_HOST_NAME).strip() if platform == "darwin" else ""
     return name or socket.gethostname().partition(".")[0]
 

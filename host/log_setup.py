@@ -201,7 +201,7 @@ class _DeduplicationFilter(logging.Filter):
 def render_terminal_line(_: Any, __: str, event: structlog.typing.EventDict) -> str:
     """Render an event as a line for a terminal: local time, level, event and its fields, without control characters.
 
-    The signature is that of a structlog processor.
+    The signature is that of a structlog processor. Rendered fields are removed from `event`.
     """
     when = str(event.pop("timestamp", ""))
     with contextlib.suppress(ValueError):

@@ -1,6 +1,6 @@
 """Files in the folder of a node that have effect beyond its process: the pause, and the mark of a node that left.
 
-The pause is written by `cluster pause` on the Mac, or by the node on request of the coordinator. The node reads it. The
+`cluster pause` on the Mac writes the pause, or the node on request of the coordinator. The node reads this file. The
 coordinator on the same Mac does not restart a node that left its cluster on purpose.
 """
 

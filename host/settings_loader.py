@@ -19,7 +19,7 @@ import msgspec
 
 PREFIX = "MACPOOL_"
 OUTSIDE = frozenset({"MACPOOL_STATE", "MACPOOL_URL", "MACPOOL_KEY_FILE"})
-"""Variables of command-line options, which are not settings."""
+"""Environment variables that stand for command-line options and are not settings."""
 
 _BARE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 _KEY_PART = re.compile(r'"((?:[^"\\]|\\.)*)"(?:\.|$)|([^.]*)(?:\.|$)')
@@ -150,7 +150,7 @@ def from_pairs(pairs: Iterable[str]) -> dict[str, object]:
 def resolve_layers(
     kind: type[T], layers: Sequence[tuple[str, Flat]], others: Collection[str] = ()
 ) -> ResolvedSettings[T]:
-    """Merge layers of settings to an object of the type `kind`.
+    """Merge layers of settings into an object of the type `kind`, and return the object with the origins of its values.
 
     `layers` are pairs of origin and values by key, lowest precedence first. `others` are keys or sections of another
     process, which are skipped. Raise SettingsError for an unknown key, or a value that does not fit its type.

@@ -27,8 +27,8 @@ MIN_SLEEP_SECONDS = 3.0
 """Minimum change of the difference between the two clocks that counts as a sleep."""
 
 MAX_DARK_WAKE_SECONDS = 60.0
-"""Seconds awake in a row after which an announced sleep ends without a notice: it was called off, or the notice is
-missing. Most dark wakes are shorter."""
+"""Seconds awake in a row after which an announced sleep ends without a notice: the system cancelled the sleep, or sent
+no notice. Most dark wakes are shorter."""
 
 Acknowledge = Callable[[], None]
 """Function that permits an announced sleep."""
@@ -42,7 +42,7 @@ class SleepNotices(Protocol):
     def start(self, on_sleep: Callable[[Acknowledge], None], on_wake: Callable[[], None]) -> bool:
         """Start a thread that calls the functions. Return whether the system announces sleeps.
 
-        `on_sleep` is called before a sleep with a function that permits the sleep.
+        `on_sleep` is called before a sleep with a function that permits the sleep, `on_wake` after the sleep.
         """
         ...
 
@@ -88,8 +88,7 @@ class SleepWatch:
 
     `on_sleep` is called before an announced sleep, with a function that permits the sleep. `on_wake` is called after a
     sleep with its duration in seconds. An announced sleep includes its dark wakes, without their duration. `on_look` is
-    called at every check. In tests, `notices` and `clocks` replace the source
-    and the clocks of the system.
+    called at every check. In tests, `notices` and `clocks` replace the source and the clocks of the system.
     """
 
     def __init__(

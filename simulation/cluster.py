@@ -65,8 +65,10 @@ class SimulatedRouter(Protocol):
         ...
 
     def handle_freed_memory(self, node: NodeId) -> None:
-        """Handle memory on a node that an ended or preempted request or an ended lease has freed, without the delay of
-        a report. Only the clairvoyant may use this."""
+        """Handle memory that an ended or preempted request, or an ended lease, has freed on a node.
+
+        The call comes without the delay of a report. Only the clairvoyant router may use it.
+        """
         ...
 
     def close(self) -> None:

@@ -51,7 +51,7 @@ MAX_IDS = 2**24
 """Maximum token ids of a prompt, or of an answer."""
 
 Size = Annotated[int, Meta(ge=0, le=MAX_SIZE_BYTES)]
-"""Bytes."""
+"""Number of bytes, at most `MAX_SIZE_BYTES`."""
 Difference = Annotated[int, Meta(ge=-4 * MAX_SIZE_BYTES, le=4 * MAX_SIZE_BYTES)]
 """Bytes: a sum or difference of sizes, such as a headroom, which is negative above a limit."""
 Estimate = Annotated[int, Meta(ge=-(2**62), le=2**62)]
@@ -59,7 +59,7 @@ Estimate = Annotated[int, Meta(ge=-(2**62), le=2**62)]
 Tokens = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 """Number of tokens, or a token id."""
 Ids = Annotated[tuple[Tokens, ...], Meta(max_length=MAX_IDS)]
-"""Token ids."""
+"""Token ids, at most `MAX_IDS`."""
 Natural = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 """Count, or another number that is not negative."""
 Number = Annotated[int, Meta(ge=0, le=MAX_NUMBER)]
@@ -69,13 +69,13 @@ Signed = Annotated[int, Meta(ge=-MAX_NUMBER, le=MAX_NUMBER)]
 Seconds = Annotated[float, Meta(ge=0, le=MAX_SECONDS)]
 """Duration in seconds, or a Unix time."""
 Real = Annotated[float, Meta(ge=-MAX_REAL, le=MAX_REAL)]
-"""Finite, neither NaN nor infinite."""
+"""Real number of at most `MAX_REAL` in absolute value; neither NaN nor infinite."""
 Word = Annotated[str, Meta(max_length=MAX_WORD_CHARACTERS)]
-"""Name, id or code."""
+"""Name, id or code of at most `MAX_WORD_CHARACTERS`."""
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARACTERS)]
-"""One or two sentences, a path, a URL or a stop string."""
+"""One or two sentences, a path, a URL or a stop string, of at most `MAX_TEXT_CHARACTERS`."""
 ErrorText = Annotated[str, Meta(max_length=MAX_MESSAGE_CHARACTERS)]
-"""Error text with the next step."""
+"""Error text with the next step, of at most `MAX_MESSAGE_CHARACTERS`."""
 Long = Annotated[str, Meta(max_length=MAX_LONG_CHARACTERS)]
 """Long text of a request or an answer: content, tools, arguments, a grammar, or a text to embed."""
 Blob = Annotated[bytes, Meta(max_length=MAX_BLOB_BYTES)]

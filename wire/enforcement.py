@@ -9,7 +9,7 @@ from wire.report import MemoryLevel, WireStruct
 
 
 class Enforcement(WireStruct, frozen=True, array_like=True, gc=False):
-    """Readings and counts of the agent's enforcer. Counts survive a restart of the engine."""
+    """Readings of the agent's enforcer, and counts since the start of the agent, which engine restarts do not reset."""
 
     level: Natural = MemoryLevel.UNKNOWN
     """`MemoryLevel` at the last poll."""
@@ -22,13 +22,13 @@ class Enforcement(WireStruct, frozen=True, array_like=True, gc=False):
     """Highest footprint in bytes since the last reset of the kernel's high-water mark; None if unknown. For
     display."""
     cap_bound_by: Word = ""
-    """Name of the term that sets the cap."""
+    """Name of the term that sets the cap: `setting`, `static`, `metal` or `container`."""
     remedy: Text = ""
     """Advice about the term that limits the node now."""
     tier: Word = ""
     """Memory tier in force (setting `memory.tier`)."""
     warnings: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
-    """Reasons why this node is less safe than possible."""
+    """Warnings about settings and readings that make this node less safe, as texts for a person."""
     polls: Natural = 0
     """Number of memory polls."""
     over_caps: Natural = 0

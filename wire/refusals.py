@@ -135,7 +135,7 @@ class MemoryNumbers(WireStruct, frozen=True, array_like=True, gc=False):
     headroom: Estimate | None = None
     """Bytes that would have fitted, which may be negative; None if the footprint is unknown."""
     bound_by: Word = ""
-    """Name of the term that sets the ceiling."""
+    """Name of the term that sets the ceiling (`wire.report.Memory.bound_by`)."""
 
 
 class Refused(WireStruct, frozen=True, array_like=True, gc=False):

@@ -69,7 +69,7 @@ class Hardware(WireStruct, frozen=True, array_like=True, gc=False):
 
 class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     """A consistent memory reading of an engine, and the limits in force at that moment (docs/memory.md). Sizes are in
-    bytes. If `phys` is None, `headroom` is None, and a node with the guard receives no new request."""
+    bytes. If `phys` is None, `headroom` is None, and a node whose `guard` is True receives no new request."""
 
     cap: Size = 0
     """Memory that the engine may use."""
@@ -92,13 +92,13 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     leases: Size = 0
     """Bytes leased to video jobs."""
     bound_by: Word = ""
-    """Name of the term that sets the ceiling."""
+    """Term that sets the ceiling: `leases`, `dynamic` (other programs), `unreadable`, or the term of the cap."""
     guard: bool = True
     """Whether requests are refused for lack of memory (setting `memory.guard`)."""
     armed: bool = False
     """Whether the gate refuses requests that do not fit: the cap is above 0, the guard is on, the reading is live."""
     source: Word = ""
-    """Source of `phys`: `statm`, `phys_footprint` or `scripted`; empty before the first reading."""
+    """Source of `phys`: `statm`, `phys_footprint`, `scripted` or `modelled` (simulation); empty before a reading."""
     age: Seconds = 0.0
     """Age of the reading when the report was written."""
     total: Size = 0
@@ -266,7 +266,7 @@ class EngineCounters(WireStruct, frozen=True, gc=False):
     refusals: Natural = 0
     """Refusals of the gate."""
     forwards: Natural = 0
-    """Prefills, joins and parts of forwards for embeddings, each of which follows a check."""
+    """Forwards that each follow a check of the gate: prefills, joins, and parts of forwards for embeddings."""
     steps: Natural = 0
     """Decode steps."""
     failures: Natural = 0
@@ -340,7 +340,7 @@ class CacheState(WireStruct, frozen=True, gc=False):
     disk_persisted: Natural = 0
     """Number of parts that were written completely."""
     disk_drops: Natural = 0
-    """Number of parts that were dropped: memory was short, or the quota or the write budget was used up."""
+    """Number of parts dropped unwritten: no memory, quota or write budget, a failed write, or a cleared cache."""
     disk_errors: Natural = 0
     """Number of parts that could not be written or read."""
     disk_evictions: Natural = 0
@@ -367,7 +367,7 @@ class EngineState(WireStruct, frozen=True, array_like=True, gc=False):
     cause: Text = ""
     """Reason of the last end, hang or replacement of a process; empty before the first."""
     restarts: Natural = 0
-    """Number of times that the process died. Replacements of a healthy process count in `recycles`."""
+    """Number of times that the process died or could not be started. Replacements count in `recycles`."""
     running: Natural = 0
     """Number of running requests."""
     waiting: Natural = 0
@@ -377,7 +377,7 @@ class EngineState(WireStruct, frozen=True, array_like=True, gc=False):
     counts: EngineCounters = EngineCounters()
     cache: CacheState = CacheState()
     recycles: Natural = 0
-    """Number of times that a healthy process was replaced, because unloaded models did not release their memory."""
+    """Number of times that a healthy process was replaced, to release memory or because sharing stopped or resumed."""
     rows: Natural = 0
     """Maximum number of rows that decode at once; 0 if unknown."""
     wired: Size = 0
@@ -395,6 +395,6 @@ class Sharing(WireStruct, frozen=True, array_like=True, gc=False):
     why: Text = ""
     """Reason of the pause."""
     until: Real | None = None
-    """Unix time at which the pause ends, by the node's clock; None if unknown."""
+    """Unix time at which the pause ends, by the node's clock; None if unknown, or if a person must end it."""
     by_hand: bool = False
     """Whether a person paused the node."""

@@ -52,7 +52,7 @@ class LeaseRefusalCode(StrEnum):
     LEASE_SUPERSEDED = "lease_superseded"
     """The node has received a newer generation of the job."""
     LEASE_TOO_LARGE = "lease_too_large"
-    """The lease exceeds the cap minus margin and engine."""
+    """The lease exceeds the cap minus the margin and the footprint of the engine without models."""
     GUARD_OFF = "guard_off"
     """`memory.guard` is off on the node, so that no lease can be enforced."""
     VIDEO_NOT_READY = "video_not_ready"

@@ -56,7 +56,10 @@ class DiskMeter:
 
 
 def measure_disk(folder: Path) -> Disk:
-    """Return the size and the free bytes of the disk of a folder, which may not exist yet. Both are 0 if unreadable."""
+    """Return the size and the free bytes of the disk of a folder, which may not exist yet. Both are 0 if unreadable.
+
+    The call blocks while a network disk does not answer.
+    """
     existing = next((parent for parent in (folder, *folder.parents) if os.path.exists(parent)), folder)
     try:
         usage = shutil.disk_usage(existing)

@@ -56,10 +56,11 @@ class CoordinatorLinks:
             _close_unused(before)
 
     def remove(self, link: CoordinatorLink) -> None:
-        """Remove a link whose connection has ended. If another link is the current one, send on that link the failure
-        of each request of the removed link.
+        """Remove a link whose connection has ended.
 
-        With the current link, abort older ones with requests: the coordinator resumes all requests of the node then.
+        If the link was the current one, abort all older links with requests, because the coordinator then resumes all
+        requests of the node elsewhere. Otherwise send, on the current link if there is one, the failure `LINK_LOST` of
+        each request of the removed link.
         """
         self._links.discard(link)
         if link is self._current:

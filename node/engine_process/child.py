@@ -62,7 +62,7 @@ class EngineChild(asyncio.Protocol):
     wired: WiredReadings
     """Wired memory of the system before the start and during the lifetime of the child."""
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
-    """Event loop of the agent. Asking for it in each turn would cost a system call on Python 3.11."""
+    """Event loop of the agent, stored because `asyncio.get_running_loop` costs a system call on Python 3.11."""
     splitter: Splitter = field(default_factory=lambda: Splitter(longest=MAX_JOINED_BYTES))
     """Parser of the received bytes into frames."""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -194,7 +194,8 @@ class EngineChild(asyncio.Protocol):
         return self.process.returncode is not None
 
     def release(self, *, hung: bool) -> CrashRecord | None:
-        """Close the resources of an ended child. Return the native call in which it died; None if it died in none.
+        """Close the resources of an ended child. Return the native call in which the child died; None if there was
+        none.
 
         `hung` states whether the agent ended the child because it hung.
         """

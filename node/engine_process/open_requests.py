@@ -59,7 +59,7 @@ class OpenRequests:
             await asyncio.wait_for(self._added.wait(), seconds)
 
     def refuse(self, request: int, refused: Refused) -> None:
-        """Call `on_frame` with the refusal of a request that is not sent to the engine."""
+        """Call `on_frame` with the refusal `refused` of a request that is not sent to the engine."""
         self._deliver(Refusal(request, refused), request)
 
     def forward_deltas(self, tag: int, body: bytes) -> None:

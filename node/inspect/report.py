@@ -47,7 +47,10 @@ DIAL_TIMEOUT_SECONDS = 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report as JSON. Return 0; end with exit code 2 for invalid arguments."""
+    """Print the report as JSON, and return 0. End with exit code 2 for invalid arguments.
+
+    Raise the errors of `report_machine`.
+    """
     parser = argparse.ArgumentParser(prog="python -m node.inspect.report", allow_abbrev=False)
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--file", type=Path, help="another file than STATE/config.toml")
@@ -122,7 +125,8 @@ def report_machine(state: Path, settings: NodeSettings) -> dict[str, Any]:
     """Return machine id, hardware, memory limits, engine, model folders and identity as a dictionary.
 
     `state` is the state folder. Connect to the stored addresses of the coordinator to report whether they answer
-    (`dial_coordinator`). Raise `ValueError` if `engine.scripted.memory` is no size.
+    (`dial_coordinator`). Raise `OSError` if macOS does not print the machine id, `ValueError` if
+    `engine.scripted.memory` is no size.
     """
     machine = compute_machine_id(settings.node.machine)
     opened = open_machine(settings)

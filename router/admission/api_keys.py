@@ -1,7 +1,7 @@
 """API keys: created once, shown once, stored as HMAC-SHA256(pepper, key), compared in constant time on bytes.
 
 The id in a key is not secret: it selects the digest to compare with. An unknown id costs the same comparison as a wrong
-secret. Neither therefore reveals which ids exist.
+secret. The time of a check therefore does not reveal which ids exist.
 """
 
 import base64
@@ -166,8 +166,10 @@ class KeyRing:
         return known
 
     def find(self, presented: bytes | str, salted_hash: bytes | None = None) -> ApiKey | None:
-        """Return the key whose text a client `presented`, without counting a failure in `refused`; None if the text is
-        unknown, wrong or expired. Use this if a `check` follows for the same request."""
+        """Return the same key as `check`, or None, without counting a failure in `refused`.
+
+        Use this if a `check` follows for the same request.
+        """
         text = presented.encode("utf-8", "replace") if isinstance(presented, str) else presented
         if self.anonymous is not None and not text.startswith(_PREFIX):  # client libraries always send a key
             return self.anonymous
@@ -177,8 +179,10 @@ class KeyRing:
         return None if known is None or self._is_expired(known) else known
 
     def _prove_once(self, text: bytes, digest: bytes) -> ApiKey | None:
-        """Return the key with this text. Each key has one text; the cache is therefore no larger than the number of
-        keys."""
+        """Return the key with this text, or None. Cache a found key under `digest`, the salted hash of the text.
+
+        Each key has one text. The cache is therefore no larger than the number of keys.
+        """
         known = self._proven.get(digest) or self._prove(text)
         if known is not None:
             self._proven[digest] = known

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _KeyIntake:
-    """Reserved bytes of one key, at most `most` for more than one body, and the waiting bodies of the key."""
+    """Reserved bytes of one key (`taken`), at most `most` unless a single body is longer, and its waiting bodies."""
 
     most: int
     taken: int = 0
@@ -41,7 +41,10 @@ class _KeyIntake:
 
 
 class BodyIntake:
-    """Limit on the long bodies of each API key that are in transfer: `most` bytes. A longer body is received alone."""
+    """Limit on the bytes of the bodies that each API key has in transfer at the same time.
+
+    `most` is the limit of one key in bytes. A body that is longer than `most` is received alone.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most

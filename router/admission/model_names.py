@@ -30,13 +30,16 @@ class ModelTarget(msgspec.Struct, frozen=True, gc=False):
     candidates: tuple[str, ...]
     """Models in order, at least one; exactly one if the name is not an alias."""
     permitted: str
-    """Name by which the key may use them: the alias, or a model."""
+    """Name by which the key may use the candidates: the alias, or the first permitted model."""
     alias: str = ""
     """Alias that the client named; empty without one."""
     profile: str = ""
     """Profile that the client named; empty without one."""
     upstream: str = ""
-    """Upstream of the alias, its last candidate; empty without one, or if the key may not use the alias by its name."""
+    """Name of the upstream at the end of the alias; empty without one.
+
+    It is empty also for a key that may not use the alias by its name.
+    """
 
 
 class ModelNames:
@@ -147,9 +150,9 @@ class VisibleModels:
         self._nodes = nodes
         self.view = view
         self.aliases = {alias: target.candidates for alias, target in targets.items()}
-        """Models of each alias in order."""
+        """Models of each alias in order, by alias."""
         self.upstreams = {alias: target.upstream for alias, target in targets.items()}
-        """Upstream of each alias, its last candidate; empty without one."""
+        """Name of the upstream at the end of each alias, by alias; empty for an alias without one."""
 
     def list_aliases(self) -> list[str]:
         """Return the aliases, sorted by name."""

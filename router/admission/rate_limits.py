@@ -64,7 +64,8 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     def may_use_upstreams(self, default: bool) -> bool:
         """Return whether prompts of the key may go to upstreams.
 
-        Without a decision for the key, `default` applies to a key without model and label limits, and no other key may.
+        If `upstreams` is None, `default` applies to a key without model and label limits. A key with such limits may
+        not use upstreams then.
         """
         return default and not (self.models or self.labels) if self.upstreams is None else self.upstreams
 
@@ -311,9 +312,9 @@ def refuse_model(model: str, limits: KeyLimits) -> Refused:
 
 
 def estimate_probable_tokens(demand: ResourceDemand) -> int:
-    """Return the probable tokens of a request, to charge and to compare requests: few answers use their whole limit.
+    """Return the expected tokens of a request: its prompt, and at most `DEFAULT_ANSWER_TOKENS` for each choice.
 
-    Each choice therefore counts at most `DEFAULT_ANSWER_TOKENS`.
+    The limit of the request is no estimate, because few answers use their whole limit.
     """
     most = demand.max_tokens or DEFAULT_ANSWER_TOKENS
     answer = most if most < DEFAULT_ANSWER_TOKENS else DEFAULT_ANSWER_TOKENS

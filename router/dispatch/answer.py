@@ -98,7 +98,7 @@ class Answer:
         self._sink = None
 
     def wait(self) -> asyncio.Future[None]:
-        """Return a Future that is done at the next flush without a sink. Only the newest Future is completed."""
+        """Return a Future that the next `flush` completes if no sink is attached. Older Futures stay pending."""
         self._waiter = asyncio.get_running_loop().create_future()
         return self._waiter
 

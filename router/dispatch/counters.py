@@ -290,7 +290,7 @@ class Counters:
         """Record a decode step of a node that extended `streams` streams of a model, at `now` in monotonic seconds.
 
         `leader` is the number of the first of these requests. If it also led the last step, the time between the steps
-        counts as one gap of every stream. Otherwise no stream waited that long, and nothing counts.
+        counts as one gap of every stream. Otherwise that time is no gap of a stream, and nothing is counted.
         """
         key = node, model
         last = self._last_steps.get(key)

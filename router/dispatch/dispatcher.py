@@ -206,8 +206,8 @@ class Dispatcher:
             receive(node, frame)
 
     def _receive_deltas(self, node: NodeId, frame: Deltas) -> None:
-        """Add the tokens of one decode step to their answers. Runs for every token: it applies no event except
-        the first tokens of an attempt."""
+        """Add the tokens of one decode step to their answers. Only the first tokens of an attempt are an event, because
+        this runs for every token."""
         live, slow_bytes = self._live, self._slow_bytes
         touched: list[ActiveRequest] = []
         tokens = 0

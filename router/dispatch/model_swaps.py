@@ -24,8 +24,8 @@ each slice costs a load. If the keys that use the model or wait for it weigh mor
 model, the slice is longer. The factor is the quotient of the two weights, at most `MAX_SLICE_KEYS`. A slice lasts at
 most a quarter of the timeout of a turn.
 
-The oldest request goes first. It gets the node where the fewest keys lose the last node with their model. Among these
-it gets the node that is ready soonest: running answers, then the load.
+The oldest request goes first. It gets the node where keys of the least weight lose the last node with their model.
+Among these it gets the node that is ready soonest: running answers, then the load.
 
 A turn is dropped at its timeout, and the models to unload begin another slice.
 

@@ -48,7 +48,7 @@ class Exchange:
         self.status = CLIENT_CLOSED
 
     def use_style(self, style: DialectStyle) -> None:
-        """Set the dialect of errors, where a header selects it."""
+        """Set the dialect of errors and headers, for a route whose dialect depends on a request header."""
         self.style = style
 
     def get_header(self, name: bytes) -> bytes | None:

@@ -94,7 +94,7 @@ class EventStream:
     """Streamed answer of an exchange, with status 200.
 
     `busy` is True while a push waits for the transport. `done` is a Future that is done when the stream has ended.
-    If the transport raises at once, `done` has the exception. The loop's exception handler gets a later one.
+    If the transport raises at once, `done` has the exception. The loop's exception handler gets a later exception.
     """
 
     __slots__ = ("_last", "_ready", "_send", "_stepper", "busy", "done")

@@ -62,7 +62,8 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
         """Return the output tokens to reserve for each choice.
 
         That is the model's usual output, or `max_tokens` if that is less. It is at most the context left after
-        `prompt_tokens`, but at least 1. A resumed answer has at least `KV_GROWTH_TOKENS` more than its known tokens.
+        `prompt_tokens`, but at least 1. For a resumed answer, the usual output counts as at least `KV_GROWTH_TOKENS`
+        more than the known tokens.
         """
         usual, most, context = model.expected_output, self.max_tokens, model.context
         if self.known_tokens:
@@ -90,7 +91,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     need: int = 0
     """Bytes that the request needs on the node."""
     headroom: int | None = None
-    """Bytes of headroom minus `withheld`; None if the memory of the node cannot be read; `need` if its guard is off."""
+    """Bytes of headroom minus `withheld`; None if the memory cannot be read; `need` if `Memory.guard` is False."""
     withheld: int = 0
     """Bytes subtracted from the node's headroom: reservations that its report does not contain, and a correction after
     a refusal."""
@@ -205,7 +206,7 @@ FIRST = AttemptHistory()
 class HeadroomCorrection(msgspec.Struct, frozen=True, gc=False):
     """Maximum headroom, in bytes, of a node that refused a request for which the router's view showed room.
 
-    `reported_at` is the arrival, in monotonic seconds, of the report that this corrects. The next report ends it.
+    `reported_at` is the arrival, in monotonic seconds, of the corrected report. The next report ends the correction.
     """
 
     reported_at: float

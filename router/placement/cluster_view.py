@@ -140,8 +140,10 @@ class ModelIdentity:
     version: ModelVersion = UNKNOWN_VERSION
     """Version that serves new requests; `UNKNOWN_VERSION` if no member can load the model."""
     holders: Mapping[ModelVersion, int] = field(default_factory=dict[ModelVersion, int])
-    """Number of members that can load each version. A member that has not hashed its files counts for the version with
-    the same samples that most members have."""
+    """Number of members that can load each version.
+
+    A member that has not hashed its files counts for the most frequent hashed version with the same fingerprint.
+    """
 
     @cached_property
     def has_conflict(self) -> bool:

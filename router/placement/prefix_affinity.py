@@ -70,8 +70,8 @@ def compute_hash_chain(
     """Compute the hash chain of a prompt.
 
     `root` has everything that changes the whole prompt: model and fingerprint, tools, template. `session` names the
-    conversation. `scope` is the key that may reuse the cached tokens; every hash depends on it. With `shared`, all keys
-    may reuse the first message: the hashes of that message do not depend on `scope`.
+    conversation. `scope` is the key that may reuse the cached tokens, and every hash depends on `scope`. With `shared`,
+    all keys may reuse the first message: only the hashes of that message do not depend on `scope`.
     """
     links: list[tuple[int, int]] = []
     link, size = hash(root) if shared else hash((root, scope)), 0

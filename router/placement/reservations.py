@@ -40,7 +40,7 @@ class Reservation(msgspec.Struct, gc=False):
 
     node: NodeId
     seq: int
-    """Sequence number, compared with the number in the node's reports."""
+    """Sequence number of the request's frame, compared with `acked_seq` of the node's reports."""
     need: int
     """Reserved bytes, `weights` included."""
     tokens: int

@@ -99,7 +99,8 @@ def compute_current(active: int, phys: int | None, recent: int) -> int | None:
 def compute_headroom(ceiling: int, margin: int, now: int | None, reserved: int) -> int | None:
     """Return ceiling − margin − `now` − reserved in bytes, negative above the limit.
 
-    `now` is the memory in use in bytes (`compute_current`). Return None if `now` is None.
+    `now` is the memory in use in bytes (`compute_current`, or `compute_occupied` for a report); None if it is unknown.
+    Return None then.
     """
     return None if now is None else ceiling - margin - now - reserved
 

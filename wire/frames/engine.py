@@ -33,7 +33,7 @@ class MemoryLimits(Frame, frozen=True, array_like=True, gc=False):
     ceiling: Size
     margin: Size
     bound_by: Word
-    """Name of the term that sets the ceiling."""
+    """Name of the term that sets the ceiling, as in `wire.report.Memory.bound_by`."""
     guard: bool = True
     """Whether requests are refused for lack of memory."""
     leases: Size = 0
@@ -90,7 +90,8 @@ class RestoreModels(Frame, frozen=True, array_like=True, gc=False):
 
 
 class StopEngine(Frame, frozen=True, array_like=True, gc=False):
-    """Agent → engine: free all memory and end the process after the native call in progress. No frame follows."""
+    """Agent → engine: free all memory and end the process after the native call in progress. The agent sends no
+    frame after this one."""
 
     seconds: Seconds
     """Time after which the engine exits in any state."""

@@ -19,7 +19,7 @@ class EnrollStart(Frame, frozen=True, array_like=True, gc=False):
     protocol: Natural
     """Protocol version of the node."""
     commitment: Blob = b""
-    """Commitment to nonce and certificate request, if a person will compare short codes."""
+    """Commitment to nonce and certificate request, if a person will compare short codes; else empty."""
 
 
 class EnrollAuthority(Frame, frozen=True, array_like=True, gc=False):
@@ -57,7 +57,7 @@ class Enroll(Frame, frozen=True, array_like=True, gc=False):
     certificate: Blob = b""
     """Earlier certificate of the machine in DER."""
     proof: Blob = b""
-    """Signature of `wire.join_token.build_rejoin_text` by the key of that certificate."""
+    """Signature of `wire.join_token.build_rejoin_text` by the key of `certificate`; empty without a certificate."""
 
 
 class EnrollPending(Frame, frozen=True, array_like=True, gc=False):

@@ -61,7 +61,7 @@ class ModelOrderCode(StrEnum):
 
 
 class PullModel(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node: get the files of a manifest into the Hugging Face cache of this machine."""
+    """Coordinator → node: get the files of a manifest into the Hugging Face cache of the node."""
 
     order: Number
     manifest: ModelManifest
@@ -153,7 +153,8 @@ class ModelOrderProgress(Frame, frozen=True, array_like=True, gc=False):
     phase: Word
     """A `ModelOrderPhase`, or the phase of a newer node."""
     done: Size = 0
-    """Bytes that are on the disk; bytes sent by a mirror; bytes of quantized weights."""
+    """Bytes done so far: on the disk for a pull, hashed for a verification, sent by a mirror, or written as quantized
+    weights."""
     total: Size = 0
     """Bytes of `done` at the end of the order or phase; 0 if unknown."""
     speed: Real = 0.0

@@ -52,7 +52,7 @@ class Hello(Frame, frozen=True, array_like=True, gc=False):
     generation: Number = 0
     """Highest generation that the node has received in Welcome. A coordinator with a lower one is outdated."""
     seal: Blob = b""
-    """Signature of that generation by the CA (`Welcome.seal`)."""
+    """Signature of `generation` by the CA, from `Welcome.seal`; empty before the first Welcome with a signature."""
     frames: Annotated[tuple[Natural, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Tags of the frames that the node knows. A node of version 0.1.0 does not name them."""
 
@@ -90,11 +90,11 @@ class Welcome(Frame, frozen=True, array_like=True, gc=False):
     generation: Number = 0
     """Number that grows with every restore of a backup."""
     seal: Blob = b""
-    """Signature of the generation by the CA."""
+    """Signature of `generation` by the CA, with which a node proves the generation to another coordinator."""
 
 
 class Denied(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node: a link, enrolment, query or relay connection is refused, or an open link is ended."""
+    """Coordinator → node: a link, enrollment, query or relay connection is refused, or an open link is ended."""
 
     reason: Text
     """Machine-readable reason."""
@@ -118,7 +118,7 @@ class Report(Frame, frozen=True, array_like=True, gc=False):
     draining: bool = False
     """Whether the node accepts no new requests; also true while `sharing.paused`, for older coordinators."""
     ping: Number = 0
-    """Nonce of the newest Ping."""
+    """Nonce of the newest Ping; 0 before the first."""
     system: SystemMemory = SystemMemory()
     enforcement: Enforcement = Enforcement()
     video: VideoState = VideoState()
@@ -147,8 +147,8 @@ class Goodbye(Frame, frozen=True, array_like=True, gc=False):
 
 
 class Ping(Frame, frozen=True, array_like=True, gc=False):
-    """Coordinator → node, or agent → engine: request proof of life. A node answers with a Report, an engine with a
-    Pong."""
+    """Coordinator → node, or agent → engine: check that the receiver responds. A node answers with a Report, an engine
+    with a Pong."""
 
     nonce: Number
 
@@ -160,7 +160,7 @@ class Pong(Frame, frozen=True, array_like=True, gc=False):
     busy: Seconds = 0.0
     """Seconds since the native call in progress began; 0 without a call."""
     expected: Seconds = 0.0
-    """Expected duration of that call in seconds; 0 without a call."""
+    """Expected duration of the native call in progress, in seconds; 0 without a call."""
 
 
 class RenewCertificate(Frame, frozen=True, array_like=True, gc=False):
@@ -188,7 +188,8 @@ class FetchRequest(Frame, frozen=True, array_like=True, gc=False):
     source: Text
     """`logs`, `metrics` or `artifact:LEASE/NAME`."""
     offset: Difference = 0
-    """First byte. A negative offset counts from the end; an offset above the size of the file counts as 0."""
+    """First byte. A negative offset counts from the end. An offset above the size of the file counts as 0. If a log was
+    rotated since, such an offset is one of the rotated file instead."""
     limit: Size = 0
     """Maximum bytes of the window."""
 

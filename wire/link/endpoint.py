@@ -11,7 +11,8 @@ from wire.frames import Frame
 from wire.link.outbox import ACCOMPANY_SECONDS, Outbox
 
 MAX_BUFFERED_BYTES = 64 * 1024
-"""Bytes in the buffer of the transport above which pieces wait; also the limit of unsent bytes in the kernel."""
+"""Bytes in the buffer of the transport above which pieces of long frames wait; also the limit of unsent bytes in the
+kernel."""
 AF_UNIX = 1
 """Address family of Unix sockets, as in the module `socket`, which this module does not import."""
 IPPROTO_TCP = 6
@@ -200,7 +201,10 @@ class LinkEndpoint:
         return self.transport is not None and not self.transport.is_closing()
 
     def send(self, frame: Frame) -> bool:
-        """Send a frame. Return False if the connection is not open. Raise the exceptions of `encode`."""
+        """Send a frame. Return False if the connection is not open.
+
+        Raise UnicodeEncodeError for a text with a lone surrogate, WireError for a frame above MAX_JOINED_BYTES.
+        """
         if self.outbox is None or self.transport is None or self.transport.is_closing():
             return False
         self.outbox.send(frame)

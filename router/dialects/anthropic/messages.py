@@ -39,8 +39,11 @@ ResultBlock = TextBlock | DocumentBlock | SearchResultBlock | ForeignPart
 MAX_INPUT_BYTES = 1024 * 1024
 """Maximum size of the `input` of one tool call, in bytes of its JSON."""
 ATTRIBUTION = "x-anthropic-billing-header:"
-"""Beginning of a line with which Claude Code begins its system prompt. The line is for Anthropic's billing, and has a
-checksum of the request. No later request would find its beginning in the prefix cache."""
+"""Prefix of the first line in the system prompt of Claude Code, which is removed.
+
+The line is for Anthropic's billing and has a checksum that differs in each request. With this line, no request would
+find the system prompt in the prefix cache.
+"""
 _JOINT = {"system": "\n\n", "user": "\n", "assistant": ""}
 
 
@@ -96,9 +99,9 @@ def _render_block(block: ResultBlock) -> str:
 
 
 def list_omitted_parts(body_messages: Iterable[AnthropicMessage]) -> list[str]:
-    """Return the blocks that the prompt omits, as `path=type`.
+    """Return the blocks that the prompt omits, also within tool results, as `path=type`.
 
-    These are blocks of the user and of results that are no text, and blocks of the assistant of another server.
+    These are blocks that are no text, such as images and PDF files, and blocks of unknown types.
     """
     return [
         f"messages[].content[].{path}type={part.type}"

@@ -35,7 +35,7 @@ def encode_version() -> bytes:
 
 
 def list_models(models: VisibleModels, created: int) -> bytes:
-    """Return every model that a member can serve, and every alias of one, as JSON in Ollama's shape.
+    """Return every model of `models` that a member can serve, and every alias of one, as JSON in Ollama's shape.
 
     `created`, in Unix seconds, is the modification time of every model.
     """

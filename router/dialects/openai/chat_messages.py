@@ -82,7 +82,7 @@ def _find_foreign_part(content: str | list[ContentPart] | None, path: str) -> Pr
 
 
 def list_omitted_parts(body_messages: list[ChatMessage]) -> list[str]:
-    """Return the parts of results that are no text, as `path=type`."""
+    """Return the parts of tool results that are no text, such as images, as `path=type`."""
     parts = [part for message in body_messages if isinstance(message.content, list) for part in message.content]
     within = [part.content for part in parts if isinstance(part, ToolResultPart) and isinstance(part.content, list)]
     named = [f"messages[].content[].type={part.type}" for part in parts if isinstance(part, ForeignPart)]

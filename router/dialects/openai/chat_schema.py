@@ -102,7 +102,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 class TextPart(StrictPart):
-    """Text part of a message, also by its names in `/v1/responses`."""
+    """Text part of a message: type `text`, or `input_text` and `output_text` as in `/v1/responses`."""
 
     type: Literal["text", "input_text", "output_text"]
     text: str

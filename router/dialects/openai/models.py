@@ -39,7 +39,7 @@ _BY_FEATURE = {
 
 
 def list_models(models: VisibleModels, created: int) -> bytes:
-    """Return every model that a member can serve, then every alias, each sorted by name, as JSON in OpenAI's shape.
+    """Return the models of `models` that a member can serve, then all aliases, each sorted, as JSON in OpenAI's shape.
 
     An alias is listed even if no node can serve its candidates. `created`, in Unix seconds, is the creation time of
     every entry.
@@ -113,8 +113,9 @@ def _build_alias(models: VisibleModels, alias: str, created: int) -> dict[str, o
 
 
 def list_anthropic_models(models: VisibleModels, created: int) -> bytes:
-    """Return every model that a member can serve, and every alias of one, as JSON in Anthropic's shape, all on one
-    page.
+    """Return the models of `models` that a member can serve, and their aliases, as JSON in Anthropic's shape.
+
+    All of them are on one page.
 
     `created`, in Unix seconds, is the creation time of every entry.
     """

@@ -253,7 +253,7 @@ def _convert_tool(
 
 
 def build_unsupported_use(name: str, query: bytes) -> Problem | None:
-    """Return the problem of a use of stored answers that is not supported, such as a stream; None for other uses.
+    """Return the 404 or 400 problem of an unsupported use of stored answers, such as a stream; None for other uses.
 
     `name` is the path after `/v1/responses/`, and `query` the query of the URL.
     """

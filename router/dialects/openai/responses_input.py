@@ -148,12 +148,12 @@ def _render_foreign_part(part: object) -> str | Problem:
 
 
 def list_omitted_items(items: str | Iterable[InputItem]) -> list[str]:
-    """Return the items that the prompt omits, as `path=type`."""
+    """Return the items that the prompt omits, as `path=type`: items of other servers without a call id."""
     return [f"input[].type={item.type}" for item in items if isinstance(item, ForeignItem) and item.call_id is None]
 
 
 def list_omitted_parts(items: str | Iterable[InputItem]) -> list[str]:
-    """Return the parts of results that are no text, as `path=type`."""
+    """Return the parts of tool results that are no text, such as images, as `path=type`."""
     return [
         f"input[].output[].type={part.type}"
         for item in items

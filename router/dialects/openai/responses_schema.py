@@ -83,7 +83,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 
 
 class InputText(StrictPart):
-    """Text part of a message from the client, also by its name in chats."""
+    """Text part of a message from the client: type `input_text`, or `text` as in chats."""
 
     type: Literal["input_text", "text"]
     text: str

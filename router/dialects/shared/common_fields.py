@@ -133,7 +133,7 @@ def resolve_seed(seed: int | None) -> int | None:
 
 
 def shorten_name(name: str) -> str:
-    """Return the name of a conversation or the id of a call, or its digest above `MAX_NAME_CHARS` characters."""
+    """Return a name of a conversation or an id of a call; its SHA-256 in hex if it has more than `MAX_NAME_CHARS`."""
     return name if len(name) <= MAX_NAME_CHARS else sha256(name.encode("utf-8", "replace")).hexdigest()
 
 
@@ -146,9 +146,9 @@ OpenAI's API has no `.`, `/` and `:`. Servers of the MCP and clients of Google's
 """
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE]
 TokenLimitOrZero = Annotated[int, Field(ge=NO_LIMIT), AfterValidator(_lower_limit), WHOLE]
-"""Maximum tokens of an answer, at most `MAX_TOKENS`. A larger number, such as that of 32 bits, becomes `MAX_TOKENS`."""
+"""Maximum tokens of an answer: 0 or more, or `NO_LIMIT`. A larger number than `MAX_TOKENS` becomes `MAX_TOKENS`."""
 TokenLimit = Annotated[TokenLimitOrZero, AfterValidator(_refuse_zero)]
-"""Maximum tokens of an answer, which is not empty."""
+"""Maximum tokens of an answer: at least 1, or `NO_LIMIT`. A larger number than `MAX_TOKENS` becomes `MAX_TOKENS`."""
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)
 ]
@@ -157,7 +157,10 @@ Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 CallId = Annotated[str, Field(min_length=1), AfterValidator(shorten_name)]
-"""Id of a tool call. Gateways put the signatures of other models' reasoning into ids, which then are long."""
+"""Id of a tool call; a long id is replaced by its digest (`shorten_name`).
+
+Gateways write the signatures of other models' reasoning into ids, which makes these ids long.
+"""
 Hint = Annotated[str, AfterValidator(shorten_name)]
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]

@@ -25,7 +25,7 @@ _BEYOND_BMP = bytes(range(0xF0, 0xF5))
 _CONTINUATION = bytes(range(0x80, 0xC0))
 """UTF-8 bytes that begin no character."""
 _ESCAPE_BYTES = 6
-r"""Bytes of one `\\uXXXX`."""
+r"""Bytes of one `\uXXXX`."""
 
 Body = dict[str, Any]
 

@@ -22,8 +22,10 @@ def _remove_default(effort: object) -> object:
 
 
 EffortField = Annotated[Effort | None, BeforeValidator(_remove_default)]
-"""Reasoning effort of a body. An empty text, `default` and `auto` leave the choice to the model, as forms of clients
-and some services name it."""
+"""Reasoning effort of a body. An empty text, `default` and `auto` become None, which leaves the choice to the model.
+
+Some clients and services send these values for an unset field.
+"""
 
 
 def encode_variables(variables: Mapping[str, Any] | None, **meant: object) -> str | Problem:

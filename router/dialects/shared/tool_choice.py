@@ -28,14 +28,14 @@ WORDS = frozenset(get_args(Word))
 
 
 class ChosenTool(StrictPart):
-    """Function, by name."""
+    """Choice of a function by its name."""
 
     type: Literal["function"]
     name: FunctionName
 
 
 class ChosenCustomTool(StrictPart):
-    """Custom tool, by name."""
+    """Choice of a custom tool by its name."""
 
     type: Literal["custom"]
     name: FunctionName

@@ -198,7 +198,7 @@ def get_reason(result: Placement | NoPlacement, model: str) -> str:
 
 
 def describe_upstream(name: str, text: str) -> str:
-    """Return a sentence about an upstream for a refusal."""
+    """Return the text of a refusal about one upstream: its name, and why it takes no request (`text`)."""
     return f"{UPSTREAM_PREFIX}{name}: {text}"
 
 

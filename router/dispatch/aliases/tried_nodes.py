@@ -5,8 +5,9 @@ from wire.refusals import Refused
 
 
 class TriedNodes:
-    """Nodes that a request has tried, which placement excludes. The other models of the request share `lost`; None: a
-    new set.
+    """Nodes that a request has tried with one model, which placement excludes.
+
+    `lost` is the set of lost nodes that all models of the request share; None for a new set.
     """
 
     __slots__ = ("lost", "never", "refused")

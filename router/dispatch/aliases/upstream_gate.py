@@ -16,8 +16,10 @@ from router.upstreams import get_upstream_label
 
 
 class UpstreamGate:
-    """Gate of all upstreams of the settings. `apply` applies an event to a request. `clock` returns monotonic
-    seconds."""
+    """Check whether an upstream of the settings takes a request now, and record of the requests that upstreams took.
+
+    `apply` applies an event to a request. `clock` returns monotonic seconds.
+    """
 
     def __init__(
         self,

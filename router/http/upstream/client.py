@@ -27,7 +27,7 @@ MAX_REASON_CHARS = 300
 """Maximum characters of an upstream's own message in an error."""
 MAX_CONNECTIONS = 64
 REST_SECONDS = 1.0
-"""Maximum seconds for the rest of an answer that is complete for its reader."""
+"""Maximum seconds to receive the rest of an upstream's answer, after the client has the complete answer."""
 ABOUT_REQUEST = frozenset({400, 404, 413, 422})
 """Statuses for a fault of the request. For these, the message of the upstream is passed on to the client."""
 
@@ -61,7 +61,11 @@ class KeyFileError(Exception):
 
 
 def read_key_file(file: Path) -> str:
-    """Return the API key in a file that only its owner can read. Raise `KeyFileError` for any other file."""
+    """Return the API key in a file that only its owner can read, without white space around the key.
+
+    Raise `KeyFileError` for a file that cannot be read, is not regular, or may be read by other users. Raise it also
+    unless the file has 1 to `MAX_KEY_BYTES` bytes of printable ASCII without spaces.
+    """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -105,8 +109,10 @@ def create_tls_context(authority: str | None) -> ssl.SSLContext:
 
 
 async def _read_rest(received: AsyncIterator[bytes]) -> None:
-    """Read the rest of an answer that is complete for its reader, because only then can a request use the connection
-    again. Stop without an error after `REST_SECONDS`."""
+    """Read the rest of an answer that the client has completely, because only then can the connection be used again.
+
+    Stop without an error after `REST_SECONDS`.
+    """
     with suppress(TimeoutError, httpx2.HTTPError, httpx2.StreamError):
         async with asyncio.timeout(REST_SECONDS):
             async for _ in received:

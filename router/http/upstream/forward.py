@@ -202,7 +202,7 @@ class _Passing:
         clock.reschedule(self._ends)
 
     async def _send(self, events: bytes, *, last: bool = False) -> None:
-        """Send events to the client. Raise `_SlowClientError` if it reads too little for too long."""
+        """Send events to the client. Raise `_SlowClientError` if the client reads too little for too long."""
         if not events:
             return
         try:
