@@ -58,8 +58,7 @@ and Google over IPv6."""
 NAT64_NETWORKS = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48")))
 """NAT64 (RFC 6052, RFC 8215): the last 32 bits are the destination's IPv4 address."""
 ISATAP = 0x5EFE
-"""Marker in the third quarter of an IPv6 address, with or without the global bit: the last 32 bits are an IPv4 address.
-"""
+"""Third 32-bit word of an ISATAP address (RFC 5214), without the universal bit. The last word is an IPv4 address."""
 
 log = structlog.get_logger("coordinator.webhook")
 Ip = ipaddress.IPv4Address | ipaddress.IPv6Address

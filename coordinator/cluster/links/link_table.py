@@ -10,7 +10,10 @@ from wire.identity import NodeId
 
 
 class LinkTable:
-    """Open links by node. Frames to a node are sent on its newest link. `reason` is the reason in the log."""
+    """Open links by node. Frames to a node are sent on its newest link.
+
+    In all methods, `reason` says why a link ends, as text for the log.
+    """
 
     def __init__(self) -> None:
         self._newest: dict[NodeId, Connection] = {}

@@ -35,7 +35,7 @@ class Transition:
         return JobTable(self.rules, self.jobs, self.holds, self.pauses, self.overdue)
 
     def set_overdue(self, jobs: Sequence[str]) -> None:
-        """Replace the jobs whose files are too old."""
+        """Set the ids of the jobs whose files are too old. A job that was set before keeps its earlier time."""
         self.overdue = {job: self.overdue.get(job, self.steady) for job in jobs}
 
     def put_job(self, job: VideoJob, *, save: bool = True) -> VideoJob:
