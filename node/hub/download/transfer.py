@@ -73,7 +73,7 @@ class _FileTask:
         self._origins.add(source)
 
     def take_span(self, longest: int) -> deque[int]:
-        """Return the first waiting pieces in a row, at most `longest`."""
+        """Remove the first consecutive pieces from `waiting`, at most `longest`, and return them."""
         span = deque[int]()
         while self.waiting and len(span) < longest and (not span or self.waiting[0] == span[-1] + 1):
             span.append(self.waiting.popleft())

@@ -121,7 +121,8 @@ def plan_quantization(
 def choose_folder(settings: ModelSettings, own: Path) -> Path:
     """Return the first folder of the settings in which a model can be created, else `own`, which is created.
 
-    A folder that is a model itself is not searched for further models. Raise `ModelFileError` if there is none.
+    A folder that is a model itself is left out, because the catalogue finds no models below it. Raise `ModelFileError`
+    if `own` cannot be created.
     """
     for folder in (resolve_home(path) for path in settings.folders):
         if folder != own and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) and not _is_model(folder):
