@@ -152,7 +152,7 @@ class Connection(LinkEndpoint):
         self.node: NodeId | None = None
         """Node whose link this is; None before its Welcome."""
         self.number = 0
-        """Number of the link among all links of the coordinator; 0 before the Welcome."""
+        """Sequence number of the link among all links since the coordinator started; 0 before the Welcome."""
         self.hello: Hello | None = None
         """Hello that was answered with the Welcome; None before."""
         self.budgets: NodeBudgets | None = None

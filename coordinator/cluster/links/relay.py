@@ -110,7 +110,7 @@ class RelayStream(asyncio.Protocol):
             self._peer.hold_reading(full=True)
 
     def resume_writing(self) -> None:
-        """Read the peer again."""
+        """Read the peer again, because the node of this connection has received enough bytes."""
         if self._peer is not None:
             self._peer.hold_reading(full=False)
 

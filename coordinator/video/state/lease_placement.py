@@ -33,7 +33,7 @@ class NodeReadiness(IntEnum):
     BUSY = 2
     """The node runs another video job."""
     PAUSED = 3
-    """The node recently refused a lease, did not answer in time, or started no worker. Or it has not answered yet."""
+    """The node is not asked until its pause ends (`JobTable.pauses`), or has not answered a lease request yet."""
     TIGHT = 4
     """The lease does not fit now, but may fit after the node has unloaded idle models."""
     FITS = 5
@@ -82,8 +82,8 @@ def get_profile(package: VideoPackage, profiles: Profiles) -> VideoMemoryProfile
 def find_packages(view: ClusterView, model: str, labels: Iterable[str] = ()) -> list[tuple[NodeView, VideoPackage]]:
     """Return the nodes with all of these labels and the served package of `model`, with that package.
 
-    Of different packages under one name, the one on the most nodes is served, if a ready node has it. Of equals, it is
-    the one with the smallest fingerprint. The other packages are not used.
+    Of different packages under one name, only the first is served. Packages of ready nodes come first, then the package
+    on the most nodes, then the one with the smallest fingerprint.
     """
     offers = _list_offers(view, model, labels)
     ready = {package.fingerprint for node, package in offers if node.state == NodeState.READY}
