@@ -1,4 +1,4 @@
-"""Webhook for conditions: a POST with JSON at each begin and end, with bounded retries.
+"""Webhook for conditions: a POST with JSON at each start and end, with bounded retries.
 
 HTTPS is allowed to any address except unspecified, multicast and reserved ones. HTTPS is also refused to
 `METADATA_NETWORKS`, where clouds serve the secrets of a machine. Plain HTTP is allowed to loopback only. The URL has no
@@ -219,7 +219,7 @@ class Webhook:
         return len(self._queue)
 
     def enqueue(self, condition: Condition, began: bool) -> None:
-        """Enqueue a message about the begin or end of a condition. With a full queue, discard the oldest message."""
+        """Enqueue a message about the start or end of a condition. With a full queue, discard the oldest message."""
         message = {"schema": 1, "cluster": self._cluster, "event": "began" if began else "ended", **condition.to_row()}
         self._queue.append(json.dumps(message).encode())
         self._more.set()

@@ -3,8 +3,8 @@
     read and check into STATE/restoring ─► examine: databases open, CA and database name one cluster ─► increment the
     generation ─► commit (`atomic_swap`), the one step at which the new state becomes valid
 
-The generation marks a restored cluster as the newer of two. It is at least the Unix time of the restore. Nodes remember
-the highest generation, and a coordinator with a lower one stops (`generation_fence`).
+The generation marks a restored cluster as the newer of two. The new generation is at least the Unix time of the
+restore. Nodes remember the highest generation, and a coordinator with a lower one stops (`generation_fence`).
 """
 
 import itertools

@@ -117,7 +117,7 @@ def _plan_node(
 
 
 def _explain_unknown_disk(node: NodeView) -> str:
-    """Return why the size of a node's disk is unknown. A node that can pull models reports the folder for them."""
+    """Return why the size of a node's disk is unknown. Only a node that can pull models reports a folder for them."""
     if node.disk.folder:
         return f"the disk of {node.disk.folder} cannot be read there: check it"
     return "its version of Macpool cannot pull models: update it"

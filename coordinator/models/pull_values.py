@@ -70,7 +70,7 @@ class Mirror:
     order: int
     """Number of the order to serve."""
     begun: float
-    """Time at which that order was sent, in seconds of the controller's clock."""
+    """Time at which the order to serve was sent, in seconds of the controller's clock."""
     addresses: tuple[str, ...] = ()
     """URLs at which the mirror listens; empty until the node has opened it."""
 

@@ -43,7 +43,7 @@ class StoreWriter:
     def enqueue(self, statement: str, *values: object) -> None:
         """Enqueue an SQL statement with its values as one change. Raise `StoreError` while changes cannot be written.
 
-        The change then waits with the earlier ones. It is discarded if no change is written until a restart.
+        The change then waits with the earlier ones. After an error that ends the writing, the change is discarded.
         """
         self._writes.put(lambda: self._execute(statement, values))
         self.raise_failure()
