@@ -244,7 +244,7 @@ class Transfer:
         raise self._pool.build_error()
 
     def _store_pieces(self, task: _FileTask, pieces: deque[int], buffer: bytearray) -> None:
-        """Write the complete pieces at the begin of `buffer`, and remove them from `pieces` and `buffer`."""
+        """Write the complete pieces at the start of `buffer`, and remove them from `pieces` and `buffer`."""
         while pieces:
             start, end = task.part.get_extent(pieces[0])
             if len(buffer) < end - start:

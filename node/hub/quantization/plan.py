@@ -190,7 +190,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_parents(target: Path, root: Path) -> None:
-    """Raise `ModelFileError` if a folder above the target is a model, because its folders are not searched."""
+    """Raise `ModelFileError` if a folder above the target is a model, because nothing below a model is found."""
     for parent in target.parents:
         if parent == root:
             return
