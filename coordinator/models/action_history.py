@@ -34,7 +34,7 @@ class Swap(msgspec.Struct, frozen=True):
     ended: bool
     """Whether the load has ended."""
     at: float
-    """Begin of the running unload of this swap, or end of its last action, in monotonic seconds."""
+    """Start of the running unload of this swap, or end of its last action, in monotonic seconds."""
 
 
 class NodeHistory(msgspec.Struct, frozen=True):

@@ -144,7 +144,7 @@ def list_unfailed(state: PullState) -> frozenset[NodeId]:
 
 @dataclass(frozen=True, slots=True)
 class NodeLinked:
-    """Event: a node has a link, also a new one in place of the former."""
+    """Event: a node has opened a link, possibly in place of an earlier one."""
 
     node: NodeId
 
