@@ -47,7 +47,7 @@ def _compute_seconds_until(date: str, now: float) -> float:
 def compute_backoff(failures: int, draw: float) -> float:
     """Return the seconds to wait after a failure. `failures` is the number of failures directly before this one.
 
-    `draw` is random, from 0 to 1. It halves the wait at most.
+    `draw` is random, from 0 (half of the maximum wait) to 1 (the maximum wait).
     """
     return FIRST_BACKOFF_SECONDS * 2.0 ** min(failures, MAX_DOUBLINGS) * (0.5 + draw / 2)
 

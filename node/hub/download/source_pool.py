@@ -45,7 +45,7 @@ class DownloadSource:
     """Fault of the last request; empty after progress."""
 
     def begin(self) -> None:
-        """Record the first request: the time without progress counts from here."""
+        """Record the first request: the time without progress counts from now."""
         self.progressed_at = self.progressed_at or time.monotonic()
 
     def record_progress(self) -> None:
