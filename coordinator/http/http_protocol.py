@@ -244,7 +244,10 @@ class DeadlineProtocol(HttpToolsProtocol):
         return True
 
     def _parse_without_upgrade(self) -> bool:
-        """Parse a head with an `Upgrade` header again without this header, to read the body as a body."""
+        """Parse a head with an `Upgrade` header again without this header, to read the body as a body.
+
+        Return False if the head is refused then.
+        """
         parser, self._upgrades = self.parser, False
         head = ambiguous_heads.serialize_without_upgrade(
             parser.get_method(), self.url, parser.get_http_version(), self.headers

@@ -134,7 +134,10 @@ Event = ActionBegan | ActionEnded | RoundBegan
 
 
 def step(history: ActionHistory, event: Event, now: float) -> ActionHistory:
-    """Apply one event at `now` (monotonic seconds). Raise `IllegalEventError` for an event that is illegal now."""
+    """Apply one event at `now` (monotonic seconds), and return the new history.
+
+    Raise `IllegalEventError` for an event that is illegal now.
+    """
     match event:
         case ActionBegan():
             return _begin_action(history, event.action, now)

@@ -86,7 +86,7 @@ class PullPlan:
 def plan_pull(
     view: ClusterView, model: Model, size: int, selection: NodeSelection, named: Collection[NodeId] = ()
 ) -> PullPlan:
-    """Choose the nodes of a pull of `size` bytes. `model` predicts the memory that the model will take.
+    """Choose the nodes of a pull of `size` bytes, and return the plan. `model` predicts the memory of the model.
 
     `named` are the nodes that `NodeSelection.NAMED` selects. Nodes in the states left and joining are left out.
     """

@@ -142,7 +142,7 @@ class ReplicaSearch:
         ]
 
     def evaluate_nodes(self, state: WishState) -> list[NodeOption]:
-        """Evaluate every node that the lists and labels of a wish allow."""
+        """Return an evaluation of every node that the lists and labels of a wish allow."""
         held = {*state.ready, *state.coming, *state.away}
         return [
             NodeOption(node, Obstacle.HELD) if node.id in held else self._evaluate(node, state.wish)

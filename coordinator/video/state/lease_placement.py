@@ -143,7 +143,10 @@ def rate_node(
     profiles: Profiles,
     now: float,
 ) -> LeaseCandidate:
-    """Rate a node for the lease of a job. `now` is in monotonic seconds, on the clock of `NodeView.reported_at`."""
+    """Return the rating of a node for the lease of a job.
+
+    `now` is in monotonic seconds, on the clock of `NodeView.reported_at`.
+    """
     memory, lease = node.memory, table.find_hold(node.id)
     free_bytes = compute_headroom(memory.ceiling, memory.margin, compute_occupied(memory), memory.reserved) or 0
 

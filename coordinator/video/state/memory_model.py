@@ -170,7 +170,7 @@ class ClipRefusal:
 
 
 def round_side(pixels: int, token: int) -> int:
-    """Round a side in pixels up to complete tokens of `token` pixels, as the engine does."""
+    """Return a side in pixels, rounded up to complete tokens of `token` pixels as the engine does."""
     return -(-pixels // token) * token
 
 
