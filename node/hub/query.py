@@ -97,7 +97,10 @@ class RepositoryQuery:
         )
 
     def _fetch_info(self) -> Any:
-        """Request the metadata of the repository by the library of the hub."""
+        """Request the metadata of the repository by the library of the hub.
+
+        Raise `ModelFileError` if the name is invalid, and the errors of `_convert_refusal` after a refusal.
+        """
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
