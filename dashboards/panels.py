@@ -1,7 +1,7 @@
 """Kinds of panels of the dashboards, built with grafana-foundation-sdk.
 
-The SDK omits some values that Grafana needs, and this module sets them for every dashboard. They are ids of panels,
-`refId` of targets, the reduction of a stat panel, and the range of a heatmap.
+For every dashboard, this module sets values that Grafana needs and that the SDK omits. These values are the ids of
+panels, `refId` of targets, the reduction of a stat panel, and the range of a heatmap.
 """
 
 from collections.abc import Sequence

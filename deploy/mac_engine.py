@@ -69,8 +69,8 @@ def check_engine_answers() -> Outcome:
 def check_footprint_falls(size: int = 2 * GIB) -> Outcome:
     """Check how late the footprint falls after MLX has freed `size` bytes.
 
-    The entry passes if seven eighths have left it within `node.engine.memory.trailing.TRAILING_SECONDS`. The entry is
-    skipped without MLX.
+    The entry passes if the footprint falls by seven eighths of `size` within
+    `node.engine.memory.trailing.TRAILING_SECONDS`. The entry is skipped without MLX.
     """
     if find_spec("mlx") is None:
         return create_skip("needs MLX: install the extra `node`")

@@ -170,7 +170,10 @@ def check_power() -> Outcome:
 
 
 def check_clocks() -> Outcome:
-    """Check that the clock of the event loop is `time.monotonic`. The check proves something only after a sleep."""
+    """Check that the clock of the event loop is `time.monotonic`.
+
+    The check proves something only if this Mac has slept since its start, because only a sleep makes clocks differ.
+    """
 
     async def compare() -> float:
         return asyncio.get_running_loop().time() - time.monotonic()

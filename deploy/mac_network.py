@@ -119,7 +119,10 @@ def check_local_network() -> Outcome:
 
 
 def _find_neighbour(gateway: str) -> str | None:
-    """Return a machine of the ARP table other than the gateway. Any port will do, because a refusal is an answer."""
+    """Return HOST:PORT of a machine in the ARP table other than the gateway; None if there is none.
+
+    The machine need not listen on the port, because a refusal is an answer.
+    """
     with contextlib.suppress(ToolError):
         for address in re.findall(r"\((\d+\.\d+\.\d+\.\d+)\) at [0-9a-f]+:", run_tool("/usr/sbin/arp", "-an")):
             if address != gateway and not address.endswith(".255") and int(address.partition(".")[0]) < 224:

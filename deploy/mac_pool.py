@@ -13,7 +13,7 @@ from deploy.outcome import ROOT, Outcome, ToolError, create_outcome, run_tool
 
 CLI = (sys.executable, "-m", "coordinator.cli")
 MAX_HELP_CPU_SECONDS = 0.15
-"""Most CPU seconds of `cluster --help`, because completion and help must be fast."""
+"""Maximum CPU time of `cluster --help` in seconds, because completion and help must be fast."""
 RUNS = 5
 """Number of measured runs."""
 START_TIMEOUT_SECONDS = 60.0

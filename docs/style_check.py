@@ -1,8 +1,8 @@
 """Count of the places where prose and names break the rules of docs/style.md. `make lint` runs this check.
 
 Checked are docstrings, comments, texts that a person sees (errors, help, the page) and Markdown files. In the packages
-the names of functions are checked as well (`docs.function_names`). Each room (a
-package, or a folder of one) has a number of findings in docs/style_counts.toml that may only fall:
+the names of functions are checked as well (`docs.function_names`). Each room (a package, or a folder of one) has a
+number of findings in docs/style_counts.toml that may only fall:
 
     python -m docs.style_check                 # fail where a room has more findings than its number
     python -m docs.style_check router docs     # list the findings of these rooms or files
@@ -67,7 +67,7 @@ RULES: Mapping[str, re.Pattern[str]] = {
 }
 """Pattern of each finding, for the rules 3, 4, 5, and 2 with 9 of docs/style.md."""
 ITEM = re.compile(r"\n\s*(?:-|\d+\.)\s+")
-"""Begin of an item of a list, which begins a sentence."""
+"""Start of an item of a list, with which a sentence begins."""
 SENTENCE = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`\"(])|\0")
 STRING_OR_COMMENT = re.compile(
     r"""'''(?:\\.|.)*?'''|\"\"\"(?:\\.|.)*?\"\"\"|'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*"|(?P<comment>#[^\n]*)""",
@@ -75,7 +75,7 @@ STRING_OR_COMMENT = re.compile(
 )
 """Next string or comment of a module. A tokenizer takes ten times as long."""
 NO_PROSE = re.compile(r"#\s*(?:noqa|type:|pyright:|fmt:|!)")
-"""Begin of a comment for a tool."""
+"""Start of a comment for a tool."""
 WORD = re.compile(r"[A-Za-z][\w'’-]*")
 
 
@@ -226,14 +226,15 @@ def room_of(name: str) -> str:
 
 
 def counts(found: list[Finding]) -> Counter[str]:
-    """Return the number of findings by room."""
+    """Return the number of findings by room (`room_of`)."""
     return Counter(room_of(one.file) for one in found)
 
 
 def main(arguments: list[str]) -> int:
-    """Check all rooms, list findings, or write the numbers, depending on the arguments.
+    """Check all files without arguments, list the findings below given paths, or write the numbers with `--write`.
 
-    Return the exit code: 1 if a room has more findings than its number, or a listed room or file has one.
+    Return the exit code. Without arguments, it is 1 if a room (`room_of`) has more findings than its number in
+    docs/style_counts.toml. With paths, it is 1 if there is a finding. Otherwise it is 0.
     """
     if arguments and arguments != ["--write"]:
         chosen = [path for path in files() if path.relative_to(ROOT).as_posix().startswith(tuple(arguments))]

@@ -60,7 +60,7 @@ class Condition:
 
 
 Listener = Callable[[Condition, bool], None]
-"""Function that is called with a condition, and with True at its begin or False at its end."""
+"""Function that is called with a condition, and with True at its start or False at its end."""
 _Key = tuple[str, Labels]
 
 
@@ -77,7 +77,7 @@ class ConditionEvaluator:
         self._since: dict[_Key, float] = {}
         self._active: dict[_Key, Condition] = {}
         self.listeners: list[Listener] = []
-        """Functions that `evaluate` calls for each begin and end, in this order; `evaluate` raises their errors."""
+        """Functions that `evaluate` calls for each start and end, in this order; `evaluate` raises their errors."""
 
     def list_active(self) -> list[Condition]:
         """Return the active conditions: critical ones first, then the oldest first."""
@@ -116,7 +116,7 @@ class ConditionEvaluator:
 
 
 def log_condition(condition: Condition, began: bool) -> None:
-    """Log the begin (as a warning) or end of a condition, which `cluster events` shows."""
+    """Log the start (as a warning) or end of a condition, which `cluster events` shows."""
     write = log.warning if began else log.info
     write(
         "condition began" if began else "condition ended",

@@ -162,7 +162,7 @@ class CurrentTime(Expression):
         return "time()"
 
     def evaluate(self, history: SampleHistory) -> Value:
-        """Return the time of the newest sample."""
+        """Return the time of the newest sample in Unix seconds, as a plain number."""
         return Scalar(history.wall)
 
 

@@ -75,7 +75,10 @@ def _build_increase(name: str, seconds: int, *without: str) -> Increase:
 
 
 def _build_remaining_share(expires: str, issued: str) -> Expression:
-    """Return the remaining share of a certificate's validity."""
+    """Return the expression for the remaining share (0 to 1) of a certificate's validity.
+
+    `expires` and `issued` are metrics with the Unix seconds of these times, named without the prefix `macpool_`.
+    """
     return BinaryOp(
         BinaryOp(_build_metric(expires), "-", CurrentTime()),
         "/",

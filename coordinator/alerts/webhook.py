@@ -1,4 +1,4 @@
-"""Webhook for conditions: a POST with JSON at each begin and end, with bounded retries.
+"""Webhook for conditions: a POST with JSON at each start and end, with bounded retries.
 
 HTTPS is allowed to any address except unspecified, multicast and reserved ones. HTTPS is also refused to
 `METADATA_NETWORKS`, where clouds serve the secrets of a machine. Plain HTTP is allowed to loopback only. The URL has no
@@ -58,8 +58,7 @@ and Google over IPv6."""
 NAT64_NETWORKS = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48")))
 """NAT64 (RFC 6052, RFC 8215): the last 32 bits are the destination's IPv4 address."""
 ISATAP = 0x5EFE
-"""Marker in the third quarter of an IPv6 address, with or without the global bit: the last 32 bits are an IPv4 address.
-"""
+"""Third 32-bit word of an ISATAP address (RFC 5214), without the universal bit. The last word is an IPv4 address."""
 
 log = structlog.get_logger("coordinator.webhook")
 Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -220,7 +219,7 @@ class Webhook:
         return len(self._queue)
 
     def enqueue(self, condition: Condition, began: bool) -> None:
-        """Enqueue a message about the begin or end of a condition. With a full queue, discard the oldest message."""
+        """Enqueue a message about the start or end of a condition. With a full queue, discard the oldest message."""
         message = {"schema": 1, "cluster": self._cluster, "event": "began" if began else "ended", **condition.to_row()}
         self._queue.append(json.dumps(message).encode())
         self._more.set()

@@ -98,9 +98,10 @@ class DeferredCommands:
         return [command.to_row() for command in reversed(self._commands.values())]
 
     def wrap(self, act: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the handler of a route with a model in its body, so that it can end after the response.
+        """Wrap a route handler whose body has a model and a node, so that its command can end after the response.
 
-        The wrapped handler raises `ProblemError` (429) instead of a start above `MAX_RUNNING`.
+        If the request prefers `respond-async`, the wrapped handler starts the command and returns a 202 response with
+        its row. It raises `ProblemError` (429) if `MAX_RUNNING` commands run. Any other request waits for the command.
         """
 
         @wraps(act)

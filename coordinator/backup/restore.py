@@ -3,8 +3,8 @@
     read and check into STATE/restoring ─► examine: databases open, CA and database name one cluster ─► increment the
     generation ─► commit (`atomic_swap`), the one step at which the new state becomes valid
 
-The generation marks a restored cluster as the newer of two. It is at least the Unix time of the restore. Nodes remember
-the highest generation, and a coordinator with a lower one stops (`generation_fence`).
+The generation marks a restored cluster as the newer of two. The new generation is at least the Unix time of the
+restore. Nodes remember the highest generation, and a coordinator with a lower one stops (`generation_fence`).
 """
 
 import itertools
@@ -128,8 +128,8 @@ def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = N
     damaged or too new, or its CA and databases are of different clusters. Raise it also if a file cannot be read or
     written, or the folder holds a cluster without `replace`. Raise `StateLockedError` if a coordinator runs there.
 
-    After an error the former state is valid. The exception is an error while the committed state is moved into place:
-    then the next start or restore finishes the swap.
+    After an error the former state is valid, unless the error occurs while the committed state is moved into place.
+    In that case the next start or restore finishes the swap.
     """
     try:
         lock = StateLock(create_private_folder(state))

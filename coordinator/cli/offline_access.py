@@ -95,7 +95,10 @@ def _check_body(kind: str, operation: str, body: dict[str, Any]) -> None:
 
 
 def _change_key(admin: AccessAdmin, key: str, operation: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Change one property of a key."""
+    """Change one property of a key, as the API's route `operation` of keys does. Return the body of its response.
+
+    Raise `CommandError` if no key has the id `key`.
+    """
     match operation:
         case "limits":
             known = admin.set_key_limits(key, _parse_limits(body))

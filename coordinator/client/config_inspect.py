@@ -160,7 +160,7 @@ def inspect_settings(
 
 
 def _is_part_of(key: str, faults: Collection[str]) -> bool:
-    """Return whether a key is one of `faults`, or belongs to an entry of a table that is one."""
+    """Return whether `faults` has a key, or a table that contains the key."""
     return key in faults or any(key.startswith(fault + ".") for fault in faults)
 
 

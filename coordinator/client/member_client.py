@@ -120,7 +120,11 @@ def _receive_answer(link: ssl.SSLSocket, address: str) -> bytes:
 
 
 def _create_context(member: MemberIdentity) -> ssl.SSLContext:
-    """Return the node's own TLS: only the cluster's authority, no host names, because addresses change."""
+    """Return the node's TLS context, which accepts only certificates of the cluster's CA.
+
+    Host names are not checked, because addresses change. Raise `CommandError` if the certificate of the node cannot be
+    read.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

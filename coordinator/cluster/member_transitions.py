@@ -73,7 +73,7 @@ def step(member: Member, event: Event, now: float) -> Step:
     order.
 
     Ignore an event of an older link. Raise `IllegalEventError` if `TABLE` does not allow the event in the node's state.
-    Raise the same for an event of an unknown link, and for a new link without a higher number. Raise `InvariantError`
+    Raise it also for an event of an unknown link, and for a new link without a higher number. Raise `InvariantError`
     if the new state is not in `TABLE` or contradicts itself, which only a bug can cause.
     """
     if isinstance(event, LinkEvent) and _is_stale(member, event):

@@ -45,7 +45,7 @@ class NodeDirectory:
         return hardware.chip, hardware.system, self._records.get_software(node)[0]
 
     def count_states(self) -> dict[str, int]:
-        """Count the members by state, including states without members."""
+        """Return the number of members in each state; 0 for a state without members."""
         counts = {state.value: 0 for state in NodeState}
         for member in self._registry.pool.members.values():
             counts[member.state.value] += 1

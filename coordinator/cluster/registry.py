@@ -217,7 +217,7 @@ class Registry:
     # -- membership ------------------------------------------------------------------------
 
     def add_member(self, row: MemberRow) -> None:
-        """Add a machine that has received a certificate to the members. The store already has its `row`."""
+        """Make the machine of `row`, which has received a certificate, a member. The store already has the row."""
         log.info("node enrolled", node=row.node, name=row.name)
         self.apply_event(row.node, MemberEnrolled())
 

@@ -296,8 +296,8 @@ def check_sleep(here: HostProbe) -> Finding:
 
 
 def check_power(here: HostProbe) -> Finding:
-    """Check that this machine is on mains power, and that the lid of a laptop is open. Only a Mac gets a warning. The
-    check does not apply to another system that does not report its power source."""
+    """Check that this machine is on mains power, and that the lid of a laptop is open. Warn otherwise, but only on a
+    Mac. The check does not apply to another system that does not report its power source."""
     now = here.get_power()
     if now.plugged is None:
         return (

@@ -71,7 +71,7 @@ class UnchunkedSend:
         self._without_length = False
 
     async def __call__(self, message: Message) -> None:
-        """Send a message. For an answer without `content-length`, let uvicorn expect the bytes of each part."""
+        """Send a message. In an answer without `content-length`, set uvicorn's expected length to each part's bytes."""
         if message["type"] == "http.response.start":
             self._without_length = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
             if self._without_length:
@@ -244,7 +244,10 @@ class DeadlineProtocol(HttpToolsProtocol):
         return True
 
     def _parse_without_upgrade(self) -> bool:
-        """Parse a head with an `Upgrade` header again without this header, to read the body as a body."""
+        """Parse a head with an `Upgrade` header again without this header, to read the body as a body.
+
+        Return False if the head is refused then.
+        """
         parser, self._upgrades = self.parser, False
         head = ambiguous_heads.serialize_without_upgrade(
             parser.get_method(), self.url, parser.get_http_version(), self.headers
@@ -267,8 +270,8 @@ class DeadlineProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         """Count the bytes of the request target, and check that the target is a path without fragment.
 
-        Raise `HttpParserError` otherwise, or if the head is too long. A host in the target next to the Host header
-        names another server. A fragment belongs to the client: a proxy may interpret it, and the routes never do.
+        Raise `HttpParserError` otherwise, or if the head is too long. A target with a host could contradict the Host
+        header. A fragment is for the client only: a proxy may interpret the fragment, and the routes never do.
         """
         if not self._parsed and not url.startswith(b"/"):
             raise httptools.HttpParserError("the target is no path")

@@ -34,8 +34,8 @@ class ListenerAddress:
 def open_listener(host: str, port: int) -> socket.socket:
     """Open a listening TCP socket. Raise `OSError` if the address cannot be used.
 
-    The wildcard `::` also takes IPv4 connections. The socket is opened before the server starts, because the number for
-    port 0 must be known for the announcement.
+    The wildcard `::` also takes IPv4 connections. With port 0 the system chooses a free port. The socket is opened
+    before the server starts, because the addresses that the coordinator announces contain that port.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)

@@ -80,7 +80,10 @@ class OriginCheck:
         self._known: dict[bytes, bool] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Call the app, or answer 421 or 403."""
+        """Call the app. Answer a preflight request of an allowed origin with 204, a refused request with 421 or 403.
+
+        A message that is not an HTTP request goes to the app unchecked.
+        """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

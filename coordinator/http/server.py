@@ -45,12 +45,12 @@ class Server(uvicorn.Server):
         self._ending = asyncio.Event()
 
     def stop(self) -> None:
-        """Order the end of `serve`, which then stops to accept and closes the connections."""
+        """Order the end of `serve`, which then stops accepting connections and closes the open ones."""
         self.should_exit = True
         self._ending.set()
 
     async def main_loop(self) -> None:
-        """Serve until `stop`."""
+        """Serve until `stop` is called."""
         await self.on_tick(0)
         await self._ending.wait()
 
@@ -129,7 +129,8 @@ async def _answer_https_required(loop: asyncio.AbstractEventLoop, accepted: sock
 class Listener:
     """Accept loop of one listening socket, with the interface of `asyncio.Server` that uvicorn needs.
 
-    Each connection takes a slot and then runs `connect`, or is closed at once if no slot is free.
+    The constructor starts the loop, as a task of the running event loop. Each accepted connection takes a slot and
+    then runs `connect`. Without a free slot, the connection is closed at once.
     """
 
     def __init__(

@@ -152,7 +152,10 @@ class ApprovalQueue:
         return request
 
     def _displace_oldest(self, by_address: Counter[str], fewer: int) -> bool:
-        """Remove the oldest request of the address with the most requests, if it has more than `fewer` + 1."""
+        """Remove the oldest request of the address with the most requests. Return whether a request was removed.
+
+        Nothing is removed if that address has at most `fewer` + 1 requests.
+        """
         address, most = by_address.most_common(1)[0]
         if most <= fewer + 1:
             return False
@@ -201,7 +204,10 @@ class ApprovalQueue:
         return decided
 
     def _find_approval(self, code: str) -> DecidedApproval | None:
-        """Return the approval with this code within `REPEAT_SECONDS`. The time does not depend on equal digits."""
+        """Return the newest approval with this code within `REPEAT_SECONDS`; None if there is none.
+
+        The duration of the search does not depend on the number of equal digits.
+        """
         given = code.encode(errors="replace")
         same = [one for _, one in self._approved if hmac.compare_digest(one.waiting.code.encode(), given)]
         return same[-1] if same else None

@@ -85,9 +85,9 @@ class JoinTokens:
     ) -> JoinToken:
         """Create a token for `uses` nodes, valid for `ttl` seconds. Raise `ValueError` unless both are positive.
 
-        `name` is shown in the list of tokens. With `replaces`, a machine that is already a member replaces itself
-        without that member's key. Delete the tokens that expired more than `EXPIRED_KEPT_SECONDS` ago. Raise
-        `StoreError` after a failed write.
+        `name` is shown in the list of tokens. With `replaces`, the machine of a member may join again in that member's
+        place without the member's key, until this process ends. Delete the tokens that expired more than
+        `EXPIRED_KEPT_SECONDS` ago. Raise `StoreError` after a failed write.
         """
         if ttl <= 0 or uses < 1:
             raise ValueError(f"a token needs a positive time ({ttl} s) and at least one use ({uses})")

@@ -34,7 +34,7 @@ class Swap(msgspec.Struct, frozen=True):
     ended: bool
     """Whether the load has ended."""
     at: float
-    """Begin of the running unload of this swap, or end of its last action, in monotonic seconds."""
+    """Start of the running unload of this swap, or end of its last action, in monotonic seconds."""
 
 
 class NodeHistory(msgspec.Struct, frozen=True):
@@ -134,7 +134,10 @@ Event = ActionBegan | ActionEnded | RoundBegan
 
 
 def step(history: ActionHistory, event: Event, now: float) -> ActionHistory:
-    """Apply one event at `now` (monotonic seconds). Raise `IllegalEventError` for an event that is illegal now."""
+    """Apply one event at `now` (monotonic seconds), and return the new history.
+
+    Raise `IllegalEventError` for an event that is illegal now.
+    """
     match event:
         case ActionBegan():
             return _begin_action(history, event.action, now)

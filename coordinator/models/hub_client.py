@@ -23,7 +23,7 @@ log = structlog.get_logger("coordinator.models.hub_client")
 
 
 class TokenFileError(Exception):
-    """The file with the token of the hub cannot be used."""
+    """The file with the token of the hub cannot be used. The text has the reason."""
 
 
 class HubClient:

@@ -33,8 +33,8 @@ class ModelOrders:
     async def run(self, kind: type[VerifyModel] | type[RemoveModel], node: NodeId, model: str) -> ModelOrderEnded:
         """Send an order about a model to a node and return its end.
 
-        The end has the code `failed` without a link, with too many open orders, and when the link is lost. The same
-        holds after `ORDER_TIMEOUT_SECONDS`.
+        The end has the code `failed` without a link, with too many open orders, when the link is lost, and after
+        `ORDER_TIMEOUT_SECONDS`.
         """
         order = self._number()
         if len(self._open) >= MAX_OPEN_ORDERS:
@@ -53,7 +53,7 @@ class ModelOrders:
             del self._open[order]
 
     def handle_frame(self, node: NodeId, frame: ModelOrderProgress | ModelOrderEnded) -> None:
-        """End the order of a `ModelOrderEnded`. Ignore progress, and frames of nodes that did not get the order."""
+        """End an order with the `ModelOrderEnded` of its node. Ignore progress, and frames about unknown orders."""
         opened = self._open.get(frame.order)
         if opened is None or opened.node != node or opened.ended.done():
             return

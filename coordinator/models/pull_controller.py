@@ -191,7 +191,8 @@ class PullController:
     def apply_view(self, view: ClusterView) -> None:
         """Compare the links of the nodes with the last view, and apply the changes to the open pulls.
 
-        With the first view, end pulls and quantizations on nodes that left shortly before a restart of the coordinator.
+        With the first view, end pulls and quantizations on nodes that are no members any more, because they left before
+        the coordinator started.
         """
         if not self._has_view:
             self._has_view = True

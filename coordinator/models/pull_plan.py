@@ -86,7 +86,7 @@ class PullPlan:
 def plan_pull(
     view: ClusterView, model: Model, size: int, selection: NodeSelection, named: Collection[NodeId] = ()
 ) -> PullPlan:
-    """Choose the nodes of a pull of `size` bytes. `model` predicts the memory that the model will take.
+    """Choose the nodes of a pull of `size` bytes, and return the plan. `model` predicts the memory of the model.
 
     `named` are the nodes that `NodeSelection.NAMED` selects. Nodes in the states left and joining are left out.
     """
@@ -117,7 +117,7 @@ def _plan_node(
 
 
 def _explain_unknown_disk(node: NodeView) -> str:
-    """Return why the size of a node's disk is unknown. A node that can pull models reports the folder for them."""
+    """Return why the size of a node's disk is unknown. Only a node that can pull models reports a folder for them."""
     if node.disk.folder:
         return f"the disk of {node.disk.folder} cannot be read there: check it"
     return "its version of Macpool cannot pull models: update it"

@@ -27,12 +27,12 @@ class PullRecord:
     state: PullState
     started: float
     ended: float | None = None
-    """None while the pull is open."""
+    """Time of the end in Unix seconds; None while the pull is open."""
     actor: str = ""
     """Actor that started the pull, as `AuditRow.actor`."""
 
     def set_state(self, state: PullState, now: float) -> "PullRecord":
-        """Return the record with another state, and with its end if the state is the first ended one."""
+        """Return the record with another state. If it has no end and the state has ended, `now` is the end."""
         return replace(self, state=state, ended=self.ended or (now if state.has_ended else None))
 
 

@@ -63,7 +63,8 @@ def restore_pull(state: PullState, next_order: int) -> PullState:
     """Return the state of a pull after a restart of the coordinator, before any node is linked.
 
     Nodes that pulled get a new order, to which they attach the download in progress. `next_order` is higher than all
-    numbers of former starts. The former numbers are kept until then, because a cancel of the download needs them.
+    numbers of former starts. A node keeps the number of its former order until it gets the new order, because a cancel
+    of the download needs that number.
     """
     nodes = {
         name: replace(node, is_linked=False, stage=PullStage.WAITING, retry_at=0.0)
@@ -205,7 +206,10 @@ def _end_order(state: PullState, name: NodeId, frame: ModelOrderEnded, now: floa
 
 
 def _has_failed(mirror: Mirror, frame: ModelOrderEnded) -> bool:
-    """Return whether the end of a mirror shows that its node cannot serve. A mirror that was interrupted can."""
+    """Return whether the end of a mirror shows that its node cannot serve.
+
+    A mirror that was interrupted after it had listened can serve again.
+    """
     if frame.code == ModelOrderCode.INTERRUPTED:
         return not mirror.addresses
     return frame.code not in (ModelOrderCode.COMPLETED, ModelOrderCode.CANCELLED)

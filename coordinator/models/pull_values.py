@@ -70,7 +70,7 @@ class Mirror:
     order: int
     """Number of the order to serve."""
     begun: float
-    """Time at which that order was sent, in seconds of the controller's clock."""
+    """Time at which the order to serve was sent, in seconds of the controller's clock."""
     addresses: tuple[str, ...] = ()
     """URLs at which the mirror listens; empty until the node has opened it."""
 
@@ -144,7 +144,7 @@ def list_unfailed(state: PullState) -> frozenset[NodeId]:
 
 @dataclass(frozen=True, slots=True)
 class NodeLinked:
-    """Event: a node has a link, also a new one in place of the former."""
+    """Event: a node has opened a link, possibly in place of an earlier one."""
 
     node: NodeId
 

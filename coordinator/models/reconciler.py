@@ -52,7 +52,7 @@ from wire.node_state import NodeState
 RETURN_SECONDS = 60.0
 """Seconds for which the return of a node with a replica is awaited."""
 _RETURNING = frozenset({NodeState.READY, NodeState.SUSPECT, NodeState.LOST, NodeState.JOINING})
-"""States of a node that probably returns soon. READY: its engine restarts, or its report is late."""
+"""States of a node whose return is awaited for `RETURN_SECONDS`. READY: its engine restarts, or its report is late."""
 
 
 def plan_actions(wishes: Iterable[Wish], pool: PoolState, history: ActionHistory) -> Plan:
@@ -132,7 +132,7 @@ def _is_return_awaited(wish: Wish, node: NodeView, pool: PoolState, history: Act
 
 
 def _is_returning(node: NodeView) -> bool:
-    """Return whether a node takes requests, or probably does soon."""
+    """Return whether a node is in a state of `_RETURNING`, and is neither cordoned nor draining."""
     return node.state in _RETURNING and not (node.cordoned or node.draining)
 
 
@@ -157,9 +157,9 @@ def _unload_idle(state: WishState, search: ReplicaSearch) -> list[WishAction]:
 
 
 def _choose_options(state: WishState, search: ReplicaSearch) -> tuple[list[NodeOption], list[NodeOption]]:
-    """Return the nodes that act now for the missing replicas, best first, and the evaluation of all nodes after that.
+    """Return the nodes that act now for the missing replicas, best first, and the last evaluation of all nodes.
 
-    A choice that unloads models may take a surplus replica. The nodes are therefore evaluated again after it.
+    A chosen node that unloads models may take a surplus replica. The nodes are therefore evaluated again after it.
     """
     missing = state.wanted - len(state.ready) - len(state.coming) - len(state.away)
     chosen: list[NodeOption] = []
@@ -179,7 +179,7 @@ def _choose_options(state: WishState, search: ReplicaSearch) -> tuple[list[NodeO
 
 
 def _choose_waits(state: WishState, options: list[NodeOption], chosen: int) -> list[NodeOption]:
-    """Return the nodes that could act for the remaining missing replicas after a short time.
+    """Return the nodes that wait (`NodeOption.waits`) and could then act for the remaining missing replicas.
 
     Wishes with a lower eviction cost do not use these nodes meanwhile.
     """

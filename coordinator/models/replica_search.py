@@ -51,7 +51,7 @@ class Obstacle(StrEnum):
     BUSY = "busy"
     """The node acts for another model, loads one, or has not reported since its last action."""
     SPACED = "spaced"
-    """The node swapped models a short time ago."""
+    """The node swapped models, and the cost of that swap in seconds (`Swap.cost_seconds`) has not passed since."""
     BACKOFF = "backoff"
     """The node waits after a refused or failed load of the model."""
     MEMORY = "memory"
@@ -68,7 +68,7 @@ class NodeOption(msgspec.Struct, frozen=True):
     obstacle: Obstacle | None = None
     """Why the node does not act now; None if it does."""
     why: str = ""
-    """Details of the obstacle, to follow the node's name. For `BACKOFF`: the refusal, which includes the name."""
+    """Details of the obstacle, to follow the node's name. For `BACKOFF`: a refusal, which has the name already."""
     action: WishAction | None = None
     """Next action on the node; None with an obstacle."""
     rank: tuple[int, int, bool, float, int, str] = (0, 0, False, 0.0, 0, "")
@@ -86,7 +86,7 @@ class NodeOption(msgspec.Struct, frozen=True):
 
     @property
     def waits(self) -> bool:
-        """Whether the node can act after a short time."""
+        """Whether the node can act later without a change by a person: it is busy, or has swapped models before."""
         return self.obstacle in (Obstacle.BUSY, Obstacle.SPACED)
 
 
@@ -98,7 +98,7 @@ def may_hold(wish: Wish, node: NodeView) -> bool:
 
 
 def has_served_version(model: Model, view: ClusterView) -> bool:
-    """Return whether a model is the one that serves new requests under its name."""
+    """Return whether a model is the version that serves new requests under its name."""
     identity = view.identify(model.name)
     return not identity.has_conflict or identity.version.is_same(model.version)
 
@@ -142,7 +142,7 @@ class ReplicaSearch:
         ]
 
     def evaluate_nodes(self, state: WishState) -> list[NodeOption]:
-        """Evaluate every node that the lists and labels of a wish allow."""
+        """Return an evaluation of every node that the lists and labels of a wish allow."""
         held = {*state.ready, *state.coming, *state.away}
         return [
             NodeOption(node, Obstacle.HELD) if node.id in held else self._evaluate(node, state.wish)

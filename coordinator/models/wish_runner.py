@@ -55,13 +55,15 @@ class WishRunner:
         self._idle_until = 0.0
 
     def handle_view(self) -> None:
-        """Begin a round soon, because the pool has changed; without wishes, only if the last round is
-        `IDLE_ROUND_SECONDS` old."""
+        """Begin a round within `ROUND_SECONDS`, because the pool has changed.
+
+        Without wishes, do nothing if the last round began less than `IDLE_ROUND_SECONDS` ago.
+        """
         if self._wishes or self._clock() >= self._idle_until:
             self.wake()
 
     def wake(self) -> None:
-        """Begin a round soon, because a wish has changed or an action has ended."""
+        """Begin a round within `ROUND_SECONDS`, because a wish has changed or an action has ended."""
         self._woken.set()
 
     @property

@@ -47,8 +47,10 @@ class ServicePlan:
 
     @property
     def program(self) -> tuple[str, ...]:
-        """Command line of the service, run without a shell. A disk that is not connected must not keep the service from
-        its start."""
+        """Command line of the service, run without a shell.
+
+        It has `--allow-missing-folders`, because a disk that is not connected must not prevent the start.
+        """
         verb = "up" if self.role == "coordinator" else "join"
         common = ("--state", self.state, "--allow-missing-folders")
         return (self.python, "-P", "-m", MODULE, verb, *common, *self.arguments)

@@ -139,8 +139,10 @@ class ServiceHost:
             self.run_tool_checked("systemctl", "disable", "--now", UNIT)
 
     def _unload_job(self, target: str) -> None:
-        """Unload a launchd job. `bootout` may return before the job has ended, and until then launchd refuses to load
-        a job of this name."""
+        """Unload a launchd job and wait for its end. Raise `ServiceError` if launchctl fails or the job does not end.
+
+        `bootout` may return before the job has ended. Before its end, launchd refuses to load a job of this name.
+        """
         done = self.run_tool("launchctl", "bootout", target)
         if done.returncode in launchd.NOT_LOADED:
             return
@@ -174,7 +176,7 @@ class ServiceHost:
 
 
 def _explain_code(code: int) -> str:
-    """Explain launchctl's numbers, which its texts do not."""
+    """Return the meaning of an exit code of launchctl, which launchctl does not print; empty if unknown."""
     hints = {
         5: " (often: the job is loaded already, or users other than root can write its file)",
         125: " (this domain cannot be reached from here: use sudo)",

@@ -243,7 +243,10 @@ def _check_unit(host: ServiceHost, text: str) -> None:
 
 
 def _write_unit(host: ServiceHost, file: Path, text: str) -> None:
-    """Replace a unit atomically: owned by root and readable by all (required by launchd), checked by macOS's linter."""
+    """Replace a unit atomically: owned by root and readable by all (required by launchd), checked by macOS's linter.
+
+    Raise `ServiceError` if the file cannot be written, or if the linter refuses it.
+    """
     beside = _get_auxiliary_path(file, "new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

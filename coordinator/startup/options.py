@@ -29,7 +29,7 @@ class RunOptions:
     local_node: bool
     """Whether to start a node on this machine."""
     node_arguments: tuple[str, ...]
-    """Further arguments of `node.run` for that node."""
+    """Further arguments of `node.run` for the node on this machine."""
     settings: CoordinatorSettings
     origins: tuple[dict[str, object], ...] = ()
     """The settings as rows: key, value, origin, description."""

@@ -41,8 +41,10 @@ class StoreWriter:
         self._thread.start()
 
     def enqueue(self, statement: str, *values: object) -> None:
-        """Enqueue an SQL statement with its values as one change. Raise `StoreError` while changes cannot be written;
-        this change then waits with them."""
+        """Enqueue an SQL statement with its values as one change. Raise `StoreError` while changes cannot be written.
+
+        The change then waits with the earlier ones. After an error that ends the writing, the change is discarded.
+        """
         self._writes.put(lambda: self._execute(statement, values))
         self.raise_failure()
 

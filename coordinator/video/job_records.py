@@ -72,7 +72,7 @@ class JobRecords:
 
     def flush(self) -> asyncio.Future[None]:
         """Return a future that is done when all changes before this call are on disk (`VideoStore.flush`). Raise
-        `StoreError` if there is no database."""
+        `StoreError` if the database could not be opened for a change."""
         return self._store.flush()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Hashing of model files while the node is idle, so that copies of a model can be compared by content.
 
-Pulled models are hashed as they arrive. Every other copy is hashed here once, by a child process of low priority that
-ends as soon as the node has work.
+Pulled models are hashed as they arrive. This module hashes every other copy once, by a child process of low priority
+that ends as soon as the node has work.
 """
 
 import asyncio

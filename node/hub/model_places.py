@@ -116,7 +116,7 @@ def _delete(path: Path) -> None:
 
 
 def _measure_disk(folder: Path) -> int:
-    """Return the bytes on the disk that end with a folder: those of each file without a further hard link."""
+    """Return the bytes on the disk that a folder's removal frees: those of each file without a further hard link."""
     stats = {(stat.st_dev, stat.st_ino): stat.st_blocks * 512 for stat in _list_stats(folder) if stat.st_nlink == 1}
     return sum(stats.values())
 

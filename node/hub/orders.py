@@ -2,8 +2,8 @@
 
 Rules
 - Each order gets exactly one `ModelOrderEnded`, unless the node stops. An end for which there is no link is sent on the
-  next link. An end that was sent shortly before its link was lost is sent again. The coordinator ignores ends of orders
-  that it does not know.
+  next link. An end that was sent less than `RESEND_SECONDS` before a new link is sent again on that link. The
+  coordinator ignores ends of unknown orders.
 - A pull continues without a link. A repeated order for the same commit attaches to the running transfer, also after a
   restart of the coordinator. The same holds for the quantization to the same result.
 - Only one order at a time changes the files of a repository.
@@ -362,6 +362,6 @@ class ModelFileOrders:
         self._send_frame(frame)
 
     def _send_frame(self, frame: ModelOrderEnded) -> None:
-        """Send an end if there is a link, and keep the end for the next link."""
+        """Send an end if there is a link. Keep the end, which the next link may need (`resend_ends`)."""
         self._ends.append(_Ending(frame, self._links.current, asyncio.get_running_loop().time()))
         self._links.send(frame)

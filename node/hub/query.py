@@ -97,7 +97,10 @@ class RepositoryQuery:
         )
 
     def _fetch_info(self) -> Any:
-        """Request the metadata of the repository by the library of the hub."""
+        """Request the metadata of the repository by the library of the hub.
+
+        Raise `ModelFileError` if the name is invalid, and the errors of `_convert_refusal` after a refusal.
+        """
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -150,7 +153,7 @@ class RepositoryQuery:
             client.close()
 
     def _read_header(self, client: SourceClient, manifest: ModelManifest, file: ModelFile) -> bytes:
-        """Return the begin of a weight file, at least its complete header unless the header is invalid."""
+        """Return the first bytes of a weight file, with its complete header unless the header is invalid."""
         begin = self._read(client, manifest, file, min(file.size, FIRST_HEADER_BYTES))
         wanted = 8 + int.from_bytes(begin[:8], "little")
         if len(begin) >= wanted or wanted > min(file.size, MAX_HEADER_BYTES):
@@ -170,7 +173,8 @@ class RepositoryQuery:
         return self._retry(read) if size else b""
 
     def _retry(self, request: Callable[[], T]) -> T:
-        """Repeat a request after faults that can pass. Raise `ModelFileError` if it fails for good."""
+        """Repeat a request after faults that can pass. Raise `ModelFileError` after a permanent fault, after
+        `MAX_ATTEMPTS` requests, or if the next wait extends beyond the deadline."""
         for attempt in range(MAX_ATTEMPTS):
             try:
                 return request()

@@ -39,7 +39,7 @@ class RunningOrder:
         self._task = asyncio.get_running_loop().create_task(work)
 
     async def run_child(self, child: OrderChild) -> ChildEnd:
-        """Run the process of the order, unless the order is cancelled."""
+        """Run the process of the order, and return its end. If the order is cancelled, only return `cancelled`."""
         if self.cancelled:
             return build_end(ModelOrderCode.CANCELLED)
         self._child = child

@@ -28,7 +28,7 @@ class VideoCheck:
     packages: Mapping[str, Package]
     """Video packages by name, including those that cannot be used."""
     missing: str = ""
-    """Reason why the packages cannot run here; empty when they can."""
+    """Reason why the packages cannot run on this Mac; empty if they can."""
 
 
 NOTHING = VideoCheck({}, "this node is still searching for video packages")

@@ -19,7 +19,7 @@ from wire.state_machine import IllegalEventError, InvariantError
 from wire.video import LeaseEndCode, LeaseRefusalCode
 
 RETRY_SOON_SECONDS = 2.0
-"""Seconds after which a lease is requested again, if another request is being answered."""
+"""Seconds after which a refused lease may be requested again, if the node is answering another request."""
 
 
 class LeaseStage(StrEnum):
@@ -116,7 +116,7 @@ class WorkerStarted:
 
 @dataclass(frozen=True, slots=True)
 class ActorFailed:
-    """Event: Ray could not start the actor of a lease, for this reason. A lease with a worker continues."""
+    """Event: Ray could not start the actor of a lease, because of `reason`. A lease with a worker continues."""
 
     lease: str
     reason: str
@@ -153,8 +153,8 @@ class PauseChanged:
 
 @dataclass(frozen=True, slots=True)
 class OwnerReclaimed:
-    """Event: the owner of the Mac takes the memory of the lease, for this reason. `holding`: the ceiling is lowered for
-    a lease. Otherwise, or if the end of the lease is ordered already, the event changes nothing."""
+    """Event: the owner of the Mac takes the memory of the lease, because of `reason`. `holding`: the ceiling is lowered
+    for a lease. Without `holding`, or if the end of the lease is ordered already, the event changes nothing."""
 
     reason: str
     holding: bool

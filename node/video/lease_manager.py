@@ -6,9 +6,9 @@ kept until the coordinator acknowledges the end of their lease. Not covered: the
 (`node.video.ray.local_ray`, `node.video.worker.worker_parent`), the job (`node.video.worker.job_spec`) and the packages
 (`node.video.capability`).
 
-A restarted agent finds its lease on the disk. It ends the remaining processes of the worker, and reports that the job
-was lost. The worker's parent has usually ended them before, because the agent's lock is gone. The ceiling stays lowered
-until the end of the worker is verified.
+A restarted agent finds its lease on the disk, ends the remaining processes of the worker, and reports that the job was
+lost. The worker's parent has usually ended these processes before, because the agent's lock is gone. The ceiling stays
+lowered until the end of the worker is verified.
 """
 
 import asyncio

@@ -71,8 +71,10 @@ class LeaseStore:
         return self._save()
 
     def end(self, record: LeaseRecord) -> None:
-        """Store a lease that has ended. Remove its output if it has no artifacts, and the oldest ended leases above
-        `MAX_ENDED_LEASES`."""
+        """Store a lease that has ended. Delete its output if it has no artifacts.
+
+        Delete the oldest ended leases above `MAX_ENDED_LEASES`.
+        """
         self.put(record)
         if record.ended is not None and not record.ended.artifacts:
             shutil.rmtree(self.get_folder(record) / OUT, ignore_errors=True)

@@ -84,16 +84,16 @@ class JoinRoutes:
     async def approve(self, code: str) -> dict[str, Any]:
         """Approve the waiting machine with this code, and return its name.
 
-        A repetition within five minutes has the same response. Too many wrong codes block decisions for a while. Raise
-        `ProblemError`: 404 if no machine shows the code, 429 while decisions are blocked.
+        A repetition within five minutes has the same response. Three wrong codes in a row block all decisions for 60 s.
+        Raise `ProblemError`: 404 if no machine shows the code, 429 while decisions are blocked.
         """
         return _build_decision_answer(self._approvals.approve(code, asyncio.get_running_loop().time()))
 
     async def reject(self, code: str) -> dict[str, Any]:
         """Reject the waiting machine with this code, and return its name.
 
-        Too many wrong codes block decisions for a while. Raise `ProblemError`: 404 if no machine shows the code, 429
-        while decisions are blocked.
+        Three wrong codes in a row block all decisions for 60 s. Raise `ProblemError`: 404 if no machine shows the code,
+        429 while decisions are blocked.
         """
         return _build_decision_answer(self._approvals.reject(code, asyncio.get_running_loop().time()))
 

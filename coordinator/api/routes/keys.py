@@ -128,8 +128,8 @@ class KeyRoutes:
     async def expire_key(self, key: str, body: KeyExpiryBody) -> dict[str, Any]:
         """Set when a key expires, in seconds from now. Return the id of the key.
 
-        Without `ttl_seconds`, the key does not expire. Raise `ProblemError` 404 for an unknown key, `StoreError` (503)
-        if the change cannot be stored.
+        If `ttl_seconds` is null, the key does not expire. Raise `ProblemError` 404 for an unknown key, `StoreError`
+        (503) if the change cannot be stored.
         """
         return await self._confirm_change(key, self._admin.set_key_expiry(key, body.ttl_seconds))
 

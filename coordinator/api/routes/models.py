@@ -61,8 +61,8 @@ class ModelRoutes:
         """Return a row for each model that a key with these limits (None: no limits) may use, sorted by name.
 
         `weights` are bytes, `context` tokens. `fingerprint` and `content` identify the version that new requests use.
-        `identity` is the grade at which a node has that version. `kind` is the kind of requests: chat, embed or rerank.
-        `conflict`: nodes have different models of this name.
+        A node's `identity` is how its files compare with that version: content, sampled or differs (`VersionGrade`).
+        `kind` is the kind of requests: chat, embed or rerank. `conflict`: nodes have different models of this name.
         """
         rows: dict[str, dict[str, Any]] = {}
         view = filter_view(self._nodes.registry.build_view(), limits)

@@ -71,7 +71,8 @@ class PageRoutes:
         """Exchange the code of a sign-in link for a session key.
 
         A code works once, within 2 minutes. `expires` is in Unix seconds. If too many sessions are open, the oldest
-        ends. Raise `ProblemError` 401 for any other code, and `StoreError` (503) after a failed write.
+        ends. Raise `ProblemError` 401 for a code that is unknown, used or expired, and `StoreError` (503) after a
+        failed write.
         """
         entered = self._sessions.redeem_code(body.code)
         if entered is None:

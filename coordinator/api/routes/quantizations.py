@@ -18,7 +18,7 @@ from wire.node_state import LINKED
 from wire.refusals import RefusalCode
 
 BITS = (2, 3, 4, 5, 6, 8)
-"""Accepted numbers of bits of a quantized weight. A refusal here lists them; the node checks the number again."""
+"""Accepted numbers of bits of a quantized weight. A refusal lists these numbers. The node checks the number again."""
 
 
 class QuantizationBody(Body):

@@ -239,7 +239,8 @@ def env(session: ApiSession, shell: str) -> None:
 def _find_endpoint(session: ApiSession) -> tuple[str, str | None, bool]:
     """Return the URL of the endpoint, the file with its authority, and whether this machine must still trust it.
 
-    Without a coordinator here and without --url, use the endpoint that was trusted last.
+    The file is None if this machine does not trust an authority of the endpoint. Without a known coordinator and
+    without --url, use the endpoint that was trusted last.
     """
     from coordinator.cli.commands.clients.trust_ca import find_bundle, find_trusted_endpoint
 

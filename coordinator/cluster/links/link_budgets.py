@@ -25,7 +25,7 @@ REPORT_BYTES_PER_SECOND, REPORT_BYTES_BURST = 1.0 * 2**20, 2.0 * 2**20
 RENEWALS_PER_SECOND, RENEWALS_BURST = 0.1, 5.0
 """Maximum renewals of certificates per second, and in one burst."""
 LOGGED_PER_SECOND, LOGGED_BURST = 20.0, 100.0
-"""Maximum frames per second, and in one burst, of the kinds of which each frame writes a line to the log."""
+"""Maximum frames per second, and in one burst, of the kinds that write a line to the log for each frame."""
 PROGRESS_PER_SECOND, PROGRESS_BURST = 100.0, 400.0
 """Maximum frames `ModelOrderProgress` per second, and in one burst. A node sends 2 per second for each order."""
 LINKS_PER_SECOND, LINKS_BURST = 1.0, 30.0
@@ -78,7 +78,7 @@ class NodeBudgets:
 
     def __init__(self) -> None:
         self.frames = LinkBudget("frames", FRAMES_PER_SECOND, FRAMES_BURST)
-        """Budget of all frames. It alone is charged for a frame whose tag is not in `BUDGETED`."""
+        """Budget of all frames. A frame whose tag is not in `BUDGETED` is charged to no other budget."""
         self._reports = LinkBudget("reports", REPORTS_PER_SECOND, REPORTS_BURST)
         self._report_bytes = LinkBudget("bytes of reports", REPORT_BYTES_PER_SECOND, REPORT_BYTES_BURST)
         self._logged = LinkBudget("leases, goodbyes and ends of orders", LOGGED_PER_SECOND, LOGGED_BURST)

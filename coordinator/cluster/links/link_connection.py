@@ -146,17 +146,17 @@ class Connection(LinkEndpoint):
         self.peer: PeerIdentity | None = None
         """Identity in the peer's certificate; None without a certificate."""
         self.serial = ""
-        """Serial number (hex) of that certificate."""
+        """Serial number (hex) of the peer's certificate; empty without a certificate."""
         self.certificate_validity = (0.0, 0.0)
-        """Validity of the peer's certificate: issued and expires, in Unix seconds."""
+        """Validity of the peer's certificate: issued and expires, in Unix seconds; zeros without a certificate."""
         self.node: NodeId | None = None
         """Node whose link this is; None before its Welcome."""
         self.number = 0
-        """Number of the link among all links of the coordinator; 0 before the Welcome."""
+        """Sequence number of the link among all links since the coordinator started; 0 before the Welcome."""
         self.hello: Hello | None = None
-        """Hello that was answered with the Welcome."""
+        """Hello that was answered with the Welcome; None before."""
         self.budgets: NodeBudgets | None = None
-        """Limits for frames of this node."""
+        """Limits for the frames of the node whose link this is; None before its Welcome."""
         self._deliver = _discard_frame
         self._refused = False
         self._frames: Iterator[tuple[int, bytes]] = iter(())

@@ -1,7 +1,8 @@
 """Table of the open links of nodes: the newest link of each node, and older links that a takeover has retired.
 
 A new connection of a node replaces and closes the older one. With `takeover` from the same agent instance, the older
-connection stays open until the node closes it or opens a third one. It ends earlier if the node's requests are resumed.
+connection stays open at first. It ends when the node closes it or opens a third one, or when the requests of the node
+are resumed.
 """
 
 from coordinator.cluster.links.link_connection import Connection
@@ -10,7 +11,10 @@ from wire.identity import NodeId
 
 
 class LinkTable:
-    """Open links by node. Frames to a node are sent on its newest link. `reason` is the reason in the log."""
+    """Open links by node. Frames to a node are sent on its newest link.
+
+    In all methods, `reason` says why a link ends, as text for the log.
+    """
 
     def __init__(self) -> None:
         self._newest: dict[NodeId, Connection] = {}

@@ -39,7 +39,7 @@ class RelayPace:
         self._due = 0.0
 
     def charge(self, size: int, now: float) -> float:
-        """Count `size` copied bytes. Return the seconds for which their connection must not be read."""
+        """Count `size` bytes that a connection received at `now`. Return the seconds for which it must not be read."""
         self._due = max(self._due, now) + size / self._rate
         return self._due - now
 
@@ -110,7 +110,7 @@ class RelayStream(asyncio.Protocol):
             self._peer.hold_reading(full=True)
 
     def resume_writing(self) -> None:
-        """Read the peer again."""
+        """Read the peer again, because the node of this connection has received enough bytes."""
         if self._peer is not None:
             self._peer.hold_reading(full=False)
 

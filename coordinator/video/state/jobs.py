@@ -104,9 +104,9 @@ class RequestedClip(msgspec.Struct, frozen=True):
     """Number of spatial tokens of a frame."""
     negative_prompt: str = ""
     guidance: float | None = None
-    """Strength with which the clip follows the prompt."""
+    """Strength with which the clip follows the prompt; None for the default of the package."""
     guidance_2: float | None = None
-    """Strength with which the second expert of the model follows the prompt."""
+    """Strength with which the second expert of the model follows the prompt; None for the default of the package."""
     seed: int | None = None
     warnings: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()

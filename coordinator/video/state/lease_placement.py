@@ -33,7 +33,7 @@ class NodeReadiness(IntEnum):
     BUSY = 2
     """The node runs another video job."""
     PAUSED = 3
-    """The node recently refused a lease, did not answer in time, or started no worker. Or it has not answered yet."""
+    """The node is not asked until its pause ends (`JobTable.pauses`), or has not answered a lease request yet."""
     TIGHT = 4
     """The lease does not fit now, but may fit after the node has unloaded idle models."""
     FITS = 5
@@ -82,8 +82,8 @@ def get_profile(package: VideoPackage, profiles: Profiles) -> VideoMemoryProfile
 def find_packages(view: ClusterView, model: str, labels: Iterable[str] = ()) -> list[tuple[NodeView, VideoPackage]]:
     """Return the nodes with all of these labels and the served package of `model`, with that package.
 
-    Of different packages under one name, the one on the most nodes is served, if a ready node has it. Of equals, it is
-    the one with the smallest fingerprint. The other packages are not used.
+    Of different packages under one name, only the first is served. Packages of ready nodes come first, then the package
+    on the most nodes, then the one with the smallest fingerprint.
     """
     offers = _list_offers(view, model, labels)
     ready = {package.fingerprint for node, package in offers if node.state == NodeState.READY}
@@ -143,7 +143,10 @@ def rate_node(
     profiles: Profiles,
     now: float,
 ) -> LeaseCandidate:
-    """Rate a node for the lease of a job. `now` is in monotonic seconds, on the clock of `NodeView.reported_at`."""
+    """Return the rating of a node for the lease of a job.
+
+    `now` is in monotonic seconds, on the clock of `NodeView.reported_at`.
+    """
     memory, lease = node.memory, table.find_hold(node.id)
     free_bytes = compute_headroom(memory.ceiling, memory.margin, compute_occupied(memory), memory.reserved) or 0
 

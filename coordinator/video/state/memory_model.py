@@ -33,9 +33,12 @@ WIDENED_FROM = (0, 18, 17)
 Source: the code of the engine, and loads with this version and an earlier one.
 """
 WIDENED_BITS = 8
-"""Bits of the stored weights that such an engine widens."""
+"""Bits of stored weights that an engine from version `WIDENED_FROM` on holds in 16 bits."""
 WIDENED_FACTOR = 16 / 8.5
-"""Growth factor of weights stored at 8 bits in such an engine: from 8 bits plus half a bit of scales to 16 bits."""
+"""Growth factor of weights stored at 8 bits in an engine from version `WIDENED_FROM` on.
+
+The weights grow from 8 bits, plus half a bit for their scales, to 16 bits.
+"""
 MIN_FPS, MAX_FPS = 4, 60
 """Bounds of the frame rate, in frames per second."""
 MIN_SIDE, MAX_SIDE = 32, 4096
@@ -167,7 +170,7 @@ class ClipRefusal:
 
 
 def round_side(pixels: int, token: int) -> int:
-    """Round a side in pixels up to complete tokens of `token` pixels, as the engine does."""
+    """Return a side in pixels, rounded up to complete tokens of `token` pixels as the engine does."""
     return -(-pixels // token) * token
 
 

@@ -15,7 +15,10 @@ that is ahead for a moment therefore deletes nothing."""
 
 
 def expire_old_files(turn: Transition) -> None:
-    """Expire the files of jobs that have been too old for `CONFIRMING_SECONDS`."""
+    """Expire the files of jobs that were too old at every tick for `CONFIRMING_SECONDS`.
+
+    If `JobRules.keep_seconds` is less, that time is enough.
+    """
     old = [job for job in turn.jobs.values() if job.files and (job.expires or 0.0) <= turn.now]
     turn.set_overdue([job.id for job in old])
     wait = min(CONFIRMING_SECONDS, turn.rules.keep_seconds)

@@ -13,8 +13,8 @@ from coordinator.video.state.jobs import JobFault, JobState, VideoJob, change_st
 from wire.video import ReleaseCause
 
 MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
-"""Bounds of the seconds for which a node is not asked for a lease again. They begin when the node refuses, does not
-answer in time, or starts no worker. A refusal without a time counts as the maximum."""
+"""Bounds of a node's pause in seconds, during which the node is not asked for a lease. A pause begins when the node
+refuses, does not answer in time, or starts no worker. A refusal without a time counts as the maximum."""
 
 
 class Transition:
@@ -35,7 +35,7 @@ class Transition:
         return JobTable(self.rules, self.jobs, self.holds, self.pauses, self.overdue)
 
     def set_overdue(self, jobs: Sequence[str]) -> None:
-        """Replace the jobs whose files are too old."""
+        """Set the ids of the jobs whose files are too old. A job that was set before keeps its earlier time."""
         self.overdue = {job: self.overdue.get(job, self.steady) for job in jobs}
 
     def put_job(self, job: VideoJob, *, save: bool = True) -> VideoJob:
@@ -104,7 +104,7 @@ class Transition:
     def compute_headroom_deadline(self, job: VideoJob) -> float:
         """Return the monotonic time at which a job fails if no node grants its lease.
 
-        That is the deadline of the job, or the queue timeout from now if the job has none yet.
+        The result is the deadline of the job (`room_by`), or `headroom_seconds` from now if the job has none yet.
         """
         return self.steady + self.rules.headroom_seconds if job.room_by is None else job.room_by
 
@@ -137,5 +137,5 @@ class Transition:
             self.fail_job(job, code, message)
 
     def pause_node(self, node: str, seconds: float) -> None:
-        """Ask a node for no lease for `seconds`, limited to `MIN_PAUSE_SECONDS` to `MAX_PAUSE_SECONDS`."""
+        """Ask a node for no lease for `seconds`, at least `MIN_PAUSE_SECONDS` and at most `MAX_PAUSE_SECONDS`."""
         self.pauses[node] = self.steady + max(MIN_PAUSE_SECONDS, min(MAX_PAUSE_SECONDS, seconds))

@@ -26,7 +26,7 @@ _MODE = 0o644
 class PartFile:
     """Partial file of a repository. The caller holds the lock of the repository.
 
-    `open` must be called first. Then one thread writes each piece, and any thread reads.
+    `open` must be called first. After that, several threads may write different pieces, and any thread may read.
     """
 
     def __init__(self, folder: RepositoryFolder, file: ModelFile, piece_bytes: int) -> None:

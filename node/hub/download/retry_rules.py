@@ -6,8 +6,8 @@ from datetime import UTC
 from email.utils import parsedate_to_datetime
 
 MAX_WAIT_SECONDS = 300.0
-"""Maximum seconds that a source may limit the rate of requests: by one answer, or without progress in total. After that
-the source is lost."""
+"""Maximum seconds for which a source may limit the rate of requests: by one answer, or in total without progress. Above
+it the source is lost."""
 DEFAULT_WAIT_SECONDS = 5.0
 """Wait in seconds after a refusal that names no time."""
 MAX_NAMED_WAIT_SECONDS = 30 * 24 * 3600.0
@@ -47,7 +47,7 @@ def _compute_seconds_until(date: str, now: float) -> float:
 def compute_backoff(failures: int, draw: float) -> float:
     """Return the seconds to wait after a failure. `failures` is the number of failures directly before this one.
 
-    `draw` is random, from 0 to 1. It halves the wait at most.
+    `draw` is random, from 0 (half of the maximum wait) to 1 (the maximum wait).
     """
     return FIRST_BACKOFF_SECONDS * 2.0 ** min(failures, MAX_DOUBLINGS) * (0.5 + draw / 2)
 

@@ -22,7 +22,7 @@ HUB_TIMEOUT_SECONDS = 60.0
 MIRROR_TIMEOUT_SECONDS = 15.0
 """Seconds without progress after which a mirror or a relay is lost."""
 PENDING_TIMEOUT_SECONDS = 600.0
-"""Seconds without progress after which a mirror is lost that still downloads the requested piece itself."""
+"""Seconds without progress after which a mirror that still downloads the requested piece itself is lost."""
 _TELLING = (ModelOrderCode.GATED, ModelOrderCode.NOT_FOUND, ModelOrderCode.RATE_LIMITED)
 """Codes of lost sources that become the code of the download's error, because they name a cause."""
 
@@ -45,7 +45,7 @@ class DownloadSource:
     """Fault of the last request; empty after progress."""
 
     def begin(self) -> None:
-        """Record the first request: the time without progress counts from here."""
+        """Record the first request: the time without progress counts from now."""
         self.progressed_at = self.progressed_at or time.monotonic()
 
     def record_progress(self) -> None:
@@ -147,8 +147,8 @@ class SourcePool:
     def build_error(self) -> ModelFileError:
         """Return the error of a download without any source left.
 
-        This is the last error with the code GATED, NOT_FOUND or RATE_LIMITED, or the error of the only source. Without
-        such an error, the code is SOURCE_LOST, and the text has the reason of each lost or unusable source.
+        The result is the last error with the code GATED, NOT_FOUND or RATE_LIMITED, or the error of the only source.
+        Without such an error, the code is SOURCE_LOST, and the text has the reason of each lost or unusable source.
         """
         lost = [source.lost for source in self.sources if source.lost is not None]
         if not self.sources:

@@ -73,7 +73,7 @@ class _FileTask:
         self._origins.add(source)
 
     def take_span(self, longest: int) -> deque[int]:
-        """Return the first waiting pieces in a row, at most `longest`."""
+        """Remove the first consecutive pieces from `waiting`, at most `longest`, and return them."""
         span = deque[int]()
         while self.waiting and len(span) < longest and (not span or self.waiting[0] == span[-1] + 1):
             span.append(self.waiting.popleft())
@@ -244,7 +244,7 @@ class Transfer:
         raise self._pool.build_error()
 
     def _store_pieces(self, task: _FileTask, pieces: deque[int], buffer: bytearray) -> None:
-        """Write the complete pieces at the begin of `buffer`, and remove them from `pieces` and `buffer`."""
+        """Write the complete pieces at the start of `buffer`, and remove them from `pieces` and `buffer`."""
         while pieces:
             start, end = task.part.get_extent(pieces[0])
             if len(buffer) < end - start:

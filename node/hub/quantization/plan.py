@@ -121,7 +121,8 @@ def plan_quantization(
 def choose_folder(settings: ModelSettings, own: Path) -> Path:
     """Return the first folder of the settings in which a model can be created, else `own`, which is created.
 
-    A folder that is a model itself is not searched for further models. Raise `ModelFileError` if there is none.
+    A folder that is a model itself is left out, because the catalogue finds no models below it. Raise `ModelFileError`
+    if `own` cannot be created.
     """
     for folder in (resolve_home(path) for path in settings.folders):
         if folder != own and folder.is_dir() and os.access(folder, os.W_OK | os.X_OK) and not _is_model(folder):
@@ -189,7 +190,7 @@ def _check_name(name: str) -> None:
 
 
 def _check_parents(target: Path, root: Path) -> None:
-    """Raise `ModelFileError` if a folder above the target is a model, because its folders are not searched."""
+    """Raise `ModelFileError` if a folder above the target is a model, because nothing below a model is found."""
     for parent in target.parents:
         if parent == root:
             return

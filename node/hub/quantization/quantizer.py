@@ -186,7 +186,7 @@ class Quantizer:
             raise ModelFileError(ModelOrderCode.NO_MEMORY, text)
 
     def _find_shortage(self, size: int) -> str | None:
-        """Return the sentence about missing memory; None if the lease fits."""
+        """Return a sentence about the memory that is missing for a lease of `size` bytes; None if the lease fits."""
         memory = self._poll.read_memory()
         answer = judge(memory, size)
         if not isinstance(answer, Refused):

@@ -71,7 +71,7 @@ class MirrorServer:
         """Serve until no request came for `idle_seconds`, a stop, or a failure. Return the end of the order.
 
         Report the URLs and the progress every `REPORT_SECONDS`. Raise `OSError`, `ValueError` or `ssl.SSLError` if the
-        server cannot begin.
+        server cannot start.
         """
         context = NodeServerContext.create(self._order.cluster)
         listeners = open_ports(self._order.hosts)
@@ -143,7 +143,7 @@ def run_mirror(order: MirrorOrder, channel: ChildChannel) -> ChildEnd:
     """Serve the files of a model to other nodes by an order. Return the end of the order.
 
     The end is `COMPLETED` without requests for `idle_seconds`, `CANCELLED` after a stop, and `FAILED` if the server
-    cannot begin or has ended.
+    cannot start or has ended.
     """
     try:
         return MirrorServer(order, channel).run()

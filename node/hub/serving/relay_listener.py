@@ -34,7 +34,7 @@ class RelayListener:
         self._create_server_protocol = create_server_protocol
 
     async def run(self) -> None:
-        """Keep `WAITING_CONNECTIONS` waiting until the coordinator refuses the transfer for good.
+        """Keep `WAITING_CONNECTIONS` waiting until the coordinator refuses the transfer permanently.
 
         Raise `OSError`, `ValueError` or `ssl.SSLError` if the certificates or the address cannot be used.
         """

@@ -30,7 +30,7 @@ class ServedFile(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the file."""
+        """Close the file."""
         ...
 
 

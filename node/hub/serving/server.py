@@ -1,8 +1,8 @@
 """Server of repositories by the protocol of the Hugging Face hub, as an ASGI application.
 
-`snapshot_download` of `huggingface_hub` works with it as with the hub. It is the mirror of a node, and the hub of the
-tests. A range of a file that is still being downloaded is waited for. After `wait_seconds` the answer is 503 with
-`Retry-After`, or the body ends early, and the client continues at that byte.
+`snapshot_download` of `huggingface_hub` works with this server as with the hub. The server is the mirror of a node, and
+the hub of the tests. If a file is still being downloaded, an answer waits for the requested range. After `wait_seconds`
+the answer is 503 with `Retry-After`, or the body ends early, and the client continues at the next byte.
 
 Rules
 - With a token, a request without it gets 401 and nothing else.

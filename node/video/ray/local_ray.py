@@ -155,14 +155,14 @@ class LocalRay:
         return self._task is not None and not self._task.done()
 
     def set_allowed(self, *, on: bool) -> None:
-        """Set whether the coordinator allows this Mac to make videos. This may start or end Ray."""
+        """Set whether the coordinator allows this Mac to make videos. A change may start or end Ray."""
         if on != self._allowed:
             self._allowed = on
             self._signal_change()
             self._changed()
 
     def set_offered(self, *, wanted: bool) -> None:
-        """Set whether this Mac offers video. This may start or end Ray."""
+        """Set whether this Mac offers video. A change may start or end Ray."""
         if wanted != self._offered:
             self._offered = wanted
             self._signal_change()

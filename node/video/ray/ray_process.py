@@ -143,10 +143,10 @@ async def end_ray(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]
 
 
 def create_short_folder(files: Path) -> Path:
-    """Create and return Ray's own folder, below /tmp because the paths of its sockets must fit into 103 bytes. On
-    Linux it is below the temporary folder of this process.
+    """Create and return a folder with a short path for Ray, because the paths of its sockets must fit into 103 bytes.
 
-    The name of the folder derives from `files`. Raise `OSError` if the name belongs to another user or to a file.
+    The folder is below /tmp on macOS, and below the temporary folder of this process on Linux. The name of the folder
+    derives from `files`. Raise `OSError` if the name belongs to another user or to a file.
     """
     name = f"mp-{os.getuid()}-{hashlib.sha256(str(files).encode()).hexdigest()[:8]}"
     folder = Path("/tmp" if sys.platform == "darwin" else tempfile.gettempdir()) / name  # noqa: S108  ours alone, below

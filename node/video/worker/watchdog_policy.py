@@ -35,7 +35,7 @@ class WorkerBounds:
     stall: float
     """Maximum seconds without progress."""
     timeout: float
-    """Maximum seconds in total."""
+    """Maximum seconds from the start of the worker to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class WatchdogState:
     began: float
     """Start of the worker, in seconds of a monotonic clock."""
     moved: float
-    """Time of the last sign of progress, in seconds of the same clock."""
+    """Time of the last sign of progress, in seconds of a monotonic clock."""
     mark: object = None
     """`WorkerObservation.mark` at the last check."""
     failed: int = 0

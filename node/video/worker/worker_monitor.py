@@ -149,9 +149,7 @@ class WorkerMonitor:
     """Monitor of one granted lease, from the creation of its folder to the end of its worker.
 
     `folder` is the folder of the lease. `start_timeout` is the maximum number of seconds until the worker starts.
-    `grace` is the time in seconds between SIGTERM and SIGKILL. `record` is the stored lease, `job` the state of its
-    job, `state` the state of the watchdog. `worker` and `state` are None before the worker starts. `footprint` is the
-    bytes of the worker's processes at the last check; 0 if they cannot be read.
+    `grace` is the time in seconds between SIGTERM and SIGKILL. `record` is the stored lease.
     """
 
     def __init__(
@@ -160,9 +158,13 @@ class WorkerMonitor:
         self.record = record
         self.folder = folder
         self.job = WorkerJob()
+        """State of the job."""
         self.worker: WorkerGroup | None = None
+        """Process group of the worker; None before the worker starts."""
         self.footprint = 0
+        """Bytes of the worker's processes at the last check; 0 if they cannot be read."""
         self.state: WatchdogState | None = None
+        """State of the watchdog; None before the worker starts."""
         self._bounds = bounds
         self._start_timeout = start_timeout
         self._grace = grace

@@ -290,7 +290,7 @@ def measure_sizes(session: ApiSession, model: str, sizes: list[str], steps: int,
     """Generate one clip of each size, smallest first, and delete it. Return one measurement for each clip.
 
     A measurement has the size, the status, the peak memory in bytes, the duration in seconds, and the error (empty
-    without one). The next clip follows also after a failed one. Raise `CommandError` if a request to the coordinator
+    without one). A failed clip does not end the measurement. Raise `CommandError` if a request to the coordinator
     fails.
     """
     rows: list[dict[str, Any]] = []
