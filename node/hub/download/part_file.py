@@ -36,12 +36,13 @@ class PartFile:
         self._part = -1
         self._journal = -1
         self._checksums: dict[int, int] = {}
-        self._received_bytes = 0
 
     @property
     def received_bytes(self) -> int:
         """Bytes of the pieces that are on the disk."""
-        return self._received_bytes
+        pieces = self.count_pieces()
+        excess = pieces * self._piece_bytes - self._file.size if self.has_piece(pieces - 1) else 0
+        return len(self._checksums) * self._piece_bytes - excess
 
     def has_piece(self, piece: int) -> bool:
         """Return whether a piece is on the disk."""
@@ -60,7 +61,6 @@ class PartFile:
         """
         self._part = os.open(self._folder.get_part(self._file.etag), _FLAGS, _MODE)
         self._checksums = self._read_valid_pieces()
-        self._received_bytes = sum(end - start for start, end in map(self.get_extent, self._checksums))
         os.ftruncate(self._part, self._file.size)
         content = encode_header(self._file.size, self._piece_bytes)
         content += b"".join(encode_record(piece, checksum) for piece, checksum in sorted(self._checksums.items()))
@@ -94,7 +94,6 @@ class PartFile:
         checksum = compute_piece_checksum(content)
         os.write(self._journal, encode_record(piece, checksum))
         self._checksums[piece] = checksum
-        self._received_bytes += len(content)
 
     def read_piece(self, piece: int) -> bytes:
         """Return the content of a received piece. Raise `OSError` on failure."""

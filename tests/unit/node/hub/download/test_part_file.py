@@ -45,7 +45,8 @@ def test_received_pieces_survive_the_process(folder: RepositoryFolder):
     assert list_pieces(part) == [1, 3]
     assert part.received_bytes == 1500
     assert part.read_piece(3) == CONTENT[3000:]
-    write(part, 0, 2)
+    write(part, 0, 2, 0)
+    assert part.received_bytes == FILE.size, "a piece that is written twice counts once"
     part.finish()
     assert folder.get_blob(FILE.etag).read_bytes() == CONTENT
     assert [path.name for path in folder.blobs.iterdir()] == [FILE.etag]
