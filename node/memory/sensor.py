@@ -36,7 +36,7 @@ class FootprintSource(Protocol):
         ...
 
     def begin_interval(self) -> bool:
-        """Reset the high-water mark of the interval; return whether that succeeded."""
+        """Reset `HighWaterMarks.interval` to the present footprint; return whether that succeeded."""
         ...
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Sensor:
         return self.source.read_high_water_marks()
 
     def begin_interval(self) -> bool:
-        """Reset the high-water mark of the interval; return whether that succeeded."""
+        """Reset `HighWaterMarks.interval` to the present footprint; return whether that succeeded."""
         return self.source.begin_interval()
 
     def close(self) -> None:
@@ -230,13 +230,11 @@ class LinuxMachine:
 
 @dataclass(frozen=True, slots=True)
 class PretendedMachine:
-    """Simulated memory of a Mac without other programs, for the scripted engine.
-
-    `readings` is the path of a JSON file with values of `reclaimable` and `wired`, which is read at each call.
-    """
+    """Simulated memory of a Mac without other programs, for the scripted engine."""
 
     hardware: Hardware
     readings: str = ""
+    """Path of a JSON file with the bytes `reclaimable` and `wired`, which is read at each call; empty: none."""
 
     def read_bounds(self) -> MachineBounds:
         """Return the simulated RAM and its default Metal limit in bytes."""
