@@ -39,7 +39,7 @@ from wire.report import Sharing
 POLL_INTERVAL_SECONDS = 1.0
 """Seconds between checks of the pause, the clock and the remaining work."""
 SENSOR_INTERVAL_SECONDS = 5.0
-"""Seconds between readings of power supply and last input: each reading starts two tools of the system."""
+"""Minimum seconds between readings of power supply and last input, because on macOS each reading starts a tool."""
 
 log = structlog.get_logger("node.sharing.controller")
 
