@@ -77,8 +77,8 @@ def find_snapshots(hub: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]
     """Yield name (`publisher/name`) and folder of each model in a Hugging Face cache.
 
     The folder is `models--publisher--name/snapshots/REVISION`. The revision is `main` if that has the marker, else
-    another one with the marker. A revision with GGUF files counts if none has the marker. With the marker PACKAGE,
-    diffusers packages are yielded instead.
+    another one with the marker. A revision with GGUF files counts if none has the marker. A revision with
+    `model_index.json` is no model. With the marker PACKAGE, diffusers packages are yielded instead.
     """
     for entry in list_names(hub):
         kind, _, rest = entry.partition("--")
