@@ -31,7 +31,7 @@ MAX_MODEL_BYTES = 800
 SLOT_BYTES = 1024
 """Bytes of a slot; the first slot is that of the inference thread."""
 SLOTS = 4
-"""Number of slots."""
+"""Number of slots: one for the inference thread, and one for each of the first threads that tokenize prompts."""
 _LAYOUT = struct.Struct("<BQdH")
 
 
