@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from wire.capacity.fairness import PrefillFairness, WeightedKey
 
 CHUNK_PER_STEP = 1.6
-"""Seconds of a chunk per second of a decode step: 1 + 1.6 leaves room below 3 for noise."""
+"""Seconds of a chunk per second of a decode step. The gap between two tokens is then 2.6 steps, which leaves room for
+noise below the limit of 3."""
 FULL_PROMPT_SECONDS = 0.25
 """Seconds up to which the rest of a prompt is prefilled at once while rows decode. A forward over several prompts may
 take at least as long."""
