@@ -54,7 +54,8 @@ class WriteBudget:
         return min(self._daily, self._left + (now - self._at) / SECONDS_PER_DAY * self._daily)
 
     def take(self, size: int, now: float) -> bool:
-        """Take `size` bytes from the budget at the monotonic time `now`; return False if they are not left."""
+        """Take `size` bytes from the budget at the monotonic time `now`. Return False, and take nothing, if fewer are
+        left. Write the file of the budget after each `STORE_SHARE` of the daily bytes."""
         self._left, self._at = self.compute_left(now), now
         if size > self._left:
             return False
