@@ -36,11 +36,11 @@ REPEAT_FACTOR = 1.08
 """Factor by which the bytes of two runs of the same forward may differ, because the order of frees varies (measured:
 6 %)."""
 NOISE_SHARE = 0.006
-"""Share of the largest sample by which any estimate may be too small: small chunks vary by more than their own size."""
+"""Share of the largest sample that is added to every estimate, because small chunks vary by more than their size."""
 LARGE_SAMPLE_SHARE = 0.2
 """Share of the largest sample from which a sample counts as large."""
 REFIT_FACTOR = 1.2
-"""Factor of an estimate above a sample that justifies a new fit."""
+"""Factor by which the estimate must exceed the first sample of a kind for a new fit."""
 MIN_LOGITS_CHUNK_TOKENS = 64
 """Tokens from which a last chunk shows the cost of logits. In smaller chunks other costs dominate."""
 MIN_FIT_SAMPLES = 4
@@ -134,7 +134,7 @@ class TransientEstimator:
         self.transient = prior
         """Coefficients in force."""
         self.highest = 0
-        """Highest transient bytes of a prefill or decode step, also before an earlier fit (`set_coefficients`)."""
+        """Highest measured transient bytes of a prefill or decode step, also in earlier runs (`set_coefficients`)."""
         self.residual = 0
         """Largest number of bytes by which a covered forward has exceeded its estimate under the profile in force; 0 if
         none has."""
