@@ -68,9 +68,9 @@ class ModelUnloader:
         self.leak_check = LeakCheck()
         """Detection of memory that unloads did not return."""
         self.evictions = 0
-        """Idle models that were unloaded to make room."""
+        """Number of idle models that were unloaded to make room."""
         self.departures = 0
-        """Models that were unloaded because they were unused."""
+        """Number of models that were unloaded because they were unused for `max_idle_seconds`."""
 
     # models
 

@@ -99,8 +99,8 @@ class Profiler:
     def probe(self, loaded_model: LoadedModel, *, alone: bool) -> Iterator[None]:
         """Set the memory profile of a model: the stored one, or a new one if none is stored for its KV parameters.
 
-        Measure again if the gate cut the stored one short and has room for more now. Each step of the iterator runs one
-        forward of the measurement.
+        Measure again if the gate ended the stored measurement early and has room for more now. Each step of the
+        iterator runs one forward of the measurement.
 
         With `alone`, no other model is loaded, and the longest row of a new profile is checked against a memory
         reading. A failure is logged and does not end the load. An encoder has no rows and gets no profile.
