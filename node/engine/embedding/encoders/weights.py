@@ -78,7 +78,7 @@ class EncoderWeights:
 def list_layer_names(name: str, *, bias: bool | None = True) -> list[str]:
     """Return the names of the weights of a layer, with those of its quantization, which are optional.
 
-    Optional names end with a question mark. `bias` None: the bias is optional.
+    Optional names end with a question mark. `bias`: whether the layer has a bias; None: the bias is optional.
     """
     names = [f"{name}.weight", f"{name}.scales?", f"{name}.biases?"]
     return names if bias is False else [*names, f"{name}.bias" if bias else f"{name}.bias?"]
