@@ -34,7 +34,8 @@ TOKENS: Final = (START, CHANNEL, MESSAGE, END, *ENDS)
 CONSTRAIN: Final = "<|constrain|>"
 """Special token before the type of a call's arguments."""
 OPENING: Final = f"{START}assistant"
-"""End of a prompt that the model answers with whole messages. Another prompt has begun a message of the answer."""
+"""End of a prompt that the model answers with whole messages. Any other prompt ends within a message, which the answer
+continues."""
 ANALYSIS: Final = f"{CHANNEL}analysis{MESSAGE}"
 """Header of a message on the channel of reasoning."""
 RECIPIENT: Final = " to=functions."

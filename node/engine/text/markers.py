@@ -53,7 +53,8 @@ class MarkerSet:
     """Initial state of the response format; empty without one."""
 
     def get_start_place(self, thinking: bool) -> MarkerPlace:
-        """Return the state of the text at the start of an answer. `thinking`: the prompt has begun the reasoning."""
+        """Return the state of the text at the start of an answer: the initial state of a response format, else within
+        reasoning or normal. `thinking`: the prompt has begun the reasoning."""
         return MarkerPlace(self.initial or (REASONING if thinking and self.think[1] else NORMAL))
 
     def build_transitions(self, tools: bool) -> dict[MarkerPlace, list[tuple[str, MarkerPlace]]]:

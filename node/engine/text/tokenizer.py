@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 LONG_TEXT_CHARS: Final = 16 * 1024
 """Characters above which a text is tokenized without the interpreter's lock."""
 PROBES: Final = "a", "b"
-"""User messages without a common token, for finding the tokens that follow from a system prompt."""
+"""User messages without a common token, for finding the tokens of a prompt that depend only on the system prompt."""
 DATE_VALID_SECONDS: Final = 3600
 """Seconds for which a template that contains the date is expected to render the same date."""
 MAX_OPENINGS: Final = 64
@@ -228,9 +228,9 @@ class Tokenizer:
         """Return the text pipeline of one choice.
 
         The ids of its calls contain `request_id` and, above 0, `choice`. `tools` is the JSON array of the request.
-        `thinking`: the prompt has begun the reasoning. `continued`: it has begun a message in Harmony. With `one_call`
-        the answer ends with its first call. With a `grammar`, markers are recognized only where the grammar puts them.
-        `client_names` has the names of tools that the client knows by another name than the model.
+        `thinking`: the prompt has begun the reasoning. `continued`: the prompt has begun a message in Harmony. With
+        `one_call` the answer ends with its first call. With a `grammar`, markers are recognized only where the grammar
+        puts them. `client_names` has the client's names of tools by the names that the model uses, where they differ.
         Raise `TemplateFailed` or `ValueError` if `tools` is no JSON array.
         """
         parsed_tools = parse_tools((grammar.tools if grammar is not None else "") or tools)
