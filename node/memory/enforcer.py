@@ -37,7 +37,7 @@ IDLE_POLL_SECONDS = POLL_PERIOD_SECONDS
 EMPTY_POLL_SECONDS = 5.0
 """Seconds between polls while no model is loaded."""
 LATE_POLL_SECONDS = 2 * BUSY_POLL_SECONDS
-"""Seconds after which the next poll of an engine over its cap is late."""
+"""Seconds since the last poll from which a poll of an engine over its cap is late. A late poll ends no engine."""
 
 
 @dataclass(frozen=True, slots=True)

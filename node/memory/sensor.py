@@ -25,7 +25,7 @@ class FootprintSource(Protocol):
     """Reader of the footprint of one process, for one operating system."""
 
     source: str
-    """Name of the source for reports."""
+    """Name of the source of readings, for reports: `phys_footprint` or `statm`."""
 
     def read_footprint(self) -> int | None:
         """Return the footprint in bytes; None if it cannot be read."""
