@@ -48,7 +48,8 @@ class SharingTarget(Protocol):
     """Interface through which the controller reads and changes the node (`node.agent.sharing_effects`)."""
 
     def read_occupancy(self) -> Occupancy:
-        """Return the present use of the node: open requests, leased memory, and whether the engine rests."""
+        """Return the present use of the node: open requests, leased memory, and whether the engine was asked to hold no
+        memory."""
         ...
 
     def apply_sharing_action(self, act: SharingAction, sharing: SharingState) -> None:

@@ -47,7 +47,7 @@ class ShareWhen(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ShareHours:
-    """Time spans of the day with work, in seconds since midnight. A span may cross midnight."""
+    """Time spans of the day in which this Mac accepts work, in seconds since midnight. A span may cross midnight."""
 
     spans: tuple[tuple[int, int], ...]
 
@@ -124,7 +124,7 @@ class SharingPause:
 
 @dataclass(frozen=True, slots=True)
 class SharingInputs:
-    """Inputs of one decision: the last readings. None: unreadable, for `pause` no pause."""
+    """Inputs of one decision: the last readings. A reading of None is unreadable; without a pause, `pause` is None."""
 
     pause: SharingPause | None = None
     plugged: bool | None = None
