@@ -68,7 +68,7 @@ from wire.models.kind import ModelKind
 from wire.report import KvParameters
 
 SCAN_VALID_SECONDS = 2.0
-"""Seconds for which a scan is not repeated because of an unknown name."""
+"""Minimum seconds between the last scan and a scan for an unknown name (`ModelCatalogue.find_fresh`)."""
 SCAN_TIMEOUT_SECONDS = 5.0
 """Maximum seconds for which a scan waits for a folder. The thread of a scan also answers the pings of the agent."""
 FIRST_SCAN_TIMEOUT_SECONDS = 10.0
