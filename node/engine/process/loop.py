@@ -31,7 +31,7 @@ MAX_HELD_SECONDS = 0.02
 """Maximum seconds for which an `Admitted` frame waits for other frames, so that one write sends them all."""
 
 TOKENIZE_EXPECTED_SECONDS = 60.0
-"""Expected duration of tokenizing a prompt, in seconds: 8 MB take 9 s on a quiet machine."""
+"""Expected duration of tokenizing a prompt, in seconds: 8 MB take 9 s on an idle machine."""
 TOKENIZE_TIMEOUT_SECONDS = 5 * TOKENIZE_EXPECTED_SECONDS
 """Seconds after which the tokenization of a prompt counts as hung. The factor on the expected seconds is the default of
 `node.engine_process.timeouts.SupervisorTimeouts.turn_factor`."""
