@@ -120,7 +120,7 @@ class PendingRows(Generic[K]):
     batch: GenerationBatch
     """Batch of these rows alone."""
     rows: dict[int, JoiningRow[K]]
-    """Rows by uid in that batch."""
+    """Rows by their uid in that batch, as `GenerationBatch` numbers them."""
 
 
 class DecodeBatch(Generic[K]):

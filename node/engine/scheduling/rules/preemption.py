@@ -19,7 +19,7 @@ from wire.capacity.fairness import RunningRequest, WeightedKey, choose_preemptio
 
 
 class LiveRequest(Protocol):
-    """Request that has not ended, as the choices see it."""
+    """Request that has not ended, with the properties that decide about preemption."""
 
     @property
     def weighted_key(self) -> WeightedKey:
