@@ -126,7 +126,7 @@ class CommitmentLedger:
         return sum(batch.compute_stored_bytes(self.kv) for batch in self._batches)
 
     def compute_reserved_bytes(self) -> int:
-        """Return the committed bytes of all rows that are not yet stored, padding included."""
+        """Return the bytes that are committed for all rows and not stored yet, padding included."""
         return sum(
             batch.compute_committed_bytes(self.kv) - batch.compute_stored_bytes(self.kv) for batch in self._batches
         )

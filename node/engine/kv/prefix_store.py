@@ -147,7 +147,7 @@ class PrefixHit(Generic[V]):
     length: int = 0
     """Tokens of the prompt that the entry provides; 0 without an entry."""
     shared: int = 0
-    """Longest prefix of the prompt with which any stored sequence starts, usable or not, in tokens."""
+    """Length in tokens of the longest prefix of the prompt with which any stored sequence starts, usable or not."""
 
 
 class PrefixStore(Protocol[V]):

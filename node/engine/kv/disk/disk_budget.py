@@ -22,12 +22,14 @@ FILE = "budget.json"
 STORE_SHARE = 0.01
 """Share of the daily bytes after which the rest is stored again. A process that ends loses at most this count."""
 BUSY_WRITE_INTERVAL_SECONDS, BUSY_WRITE_SPEED = 1.0, 12 * MIB
-"""Maximum seconds between the copies of two parts while requests run, and the bytes per second for smaller parts."""
+"""Interval in seconds and speed in bytes per second of writing while requests run. The pause between two copied parts
+is the bytes of a part divided by the speed, at most the interval."""
 URGENT_WRITE_INTERVAL_SECONDS, URGENT_WRITE_SPEED = 0.25, 32 * MIB
-"""Seconds and bytes per second, in place of `BUSY_…`, while memory has no room for a second entry of the same size. The
-entry is then on the disk before its eviction."""
+"""Interval and speed in place of `BUSY_…`, while memory has no room for a second entry of the same size. The entry is
+then on the disk before its eviction."""
 URGENT_BURST_SECONDS = 0.05
-"""Seconds of writing at `URGENT_WRITE_SPEED` that small parts may take in one turn, because a turn takes as long."""
+"""Seconds of writing at `URGENT_WRITE_SPEED` for which one call may copy several small parts: about the time between
+two calls."""
 
 log = structlog.get_logger("engine.disk_cache")
 

@@ -52,7 +52,7 @@ class PendingEntry(NamedTuple):
     key_file: str
     """File without which the entry is of no use: the state, or the first block."""
     absent: set[str]
-    """Files of the parts that the cache did not have at their turn."""
+    """Files of the parts that could not be copied, because the cache did not have them."""
     shape: CacheShape
     """Kinds of parts of the caches of its model."""
     part_bytes: int
