@@ -10,7 +10,7 @@ from typing import NamedTuple
 TRAILING_SECONDS = 4.0
 """Maximum seconds after a release for which the footprint is expected to fall."""
 PERIOD_SECONDS = 0.5
-"""Seconds of each period of which only the reading with most MLX memory is kept."""
+"""Length of a period in seconds. Of each period, only the reading with the most MLX memory is kept."""
 RETURNED_SHARE = 7 / 8
 """Released bytes count as returned once this share of them has left the footprint, because other memory of the process
 changes meanwhile."""

@@ -31,7 +31,7 @@ from wire.capacity.arithmetic import estimate_prefill_transient, estimate_step_t
 from wire.report import TransientModel
 
 MAX_SAMPLES = 32
-"""Maximum number of samples of one kind of forward, one for each kind of shape."""
+"""Maximum number of samples of prefills, and of decode steps: one for each rounded shape."""
 REPEAT_FACTOR = 1.08
 """Factor by which the bytes of two runs of the same forward may differ, because the order of frees varies (measured:
 6 %)."""
@@ -48,7 +48,7 @@ MIN_FIT_SAMPLES = 4
 PRIOR_WEIGHT = 0.3
 """Weight of the attention formula in a fit; a sample weighs 1. The formula helps where samples cover too little."""
 MAX_TERMS = 4
-"""Maximum number of samples whose bytes per token a fit of prefills tries as `TransientModel.least`, lowest first."""
+"""Maximum number of values that a fit of prefills tries as `TransientModel.least`: the lowest bytes per token."""
 MIN_FORWARDS_COVERED = 3
 """Number of forwards larger than a profile covers after which the profile covers the smallest of them."""
 
