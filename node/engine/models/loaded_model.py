@@ -96,7 +96,7 @@ class LoadedModel:
 
     @property
     def tail(self) -> int:
-        """Maximum tokens of a forward that computes logits."""
+        """Maximum tokens of the last chunk of a prompt, whose forward computes logits of all its tokens."""
         return compute_last_chunk_tokens(self.estimator.transient)
 
 
