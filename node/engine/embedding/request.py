@@ -14,7 +14,7 @@ from wire.capacity.fairness import WeightedKey
 from wire.frames import NUMBER_BYTES, Finished, Timings
 
 BEGINNING = -1
-"""Place of the shared beginning of a request's texts, which has no vector."""
+"""Value of `PartialText.place` for the shared beginning of a request's texts, which has no vector."""
 
 
 @dataclass(slots=True, eq=False)
