@@ -186,7 +186,7 @@ class CompiledGrammar:
     matcher: LLMatcher
     """Matcher, copied for each answer."""
     guide: GrammarGuide
-    """Tokenizer data."""
+    """Data of the model's tokenizer."""
     outline: MarkerLayout
     """Markers of reasoning and calls, and where they may occur."""
     tools: str = ""
