@@ -168,8 +168,8 @@ class Limiter:
         return build_limits(self.cap, self.margin, self.current_ceiling, guard=self._guard, leases=self._leases)
 
     def poll(self, phys: int | None, send: Callable[[MemoryLimits], object]) -> MemoryLimits:
-        """Read the machine, update `cap`, `margin` and `current_ceiling`, and return the limits. Pass them to `send` if
-        they have changed since they were last sent.
+        """Read the machine, update `cap`, `margin` and `current_ceiling`, and return the limits. Pass the limits to
+        `send` if they differ from the limits sent last.
 
         A change of the ceiling alone counts from the smaller of `CEILING_STEP_BYTES` and `CEILING_STEP_SHARE`. `phys`
         is the footprint of the engine in bytes, 0 without an engine, None if unreadable.

@@ -133,7 +133,8 @@ def read_virtual_memory() -> "PageCounts | None":
 
 
 def read_process_identity(pid: int) -> str:
-    """Return an identifier of a process that a later process with the same pid does not have; empty if it ended."""
+    """Return an identifier of a process that a later process with the same pid does not have; empty for an ended or
+    unreadable process."""
     return _get_libsystem().read_process_identity(pid) if sys.platform == "darwin" else linux.read_process_identity(pid)
 
 
