@@ -345,9 +345,9 @@ def _read_layout(name: str, folder: Path, config: Config, kind: ModelKind) -> tu
 def find_kind(name: str, folder: Path, config: Config, kind: str = "") -> ModelKind | None:
     """Return the kind of a model by its files; None if it neither generates text nor computes vectors or scores.
 
-    `kind` is the value of `ModelKind` that the settings name, empty without one. It replaces the kind by the files, but
-    the result stays None if that is None. A model with the files of sentence-transformers computes vectors or scores,
-    even if it could generate text.
+    `kind` is the value of `ModelKind` that the settings name, empty without one. A named kind replaces the kind by the
+    files, unless that is None. A model with the files of sentence-transformers computes vectors or scores, even if it
+    could generate text.
     """
     embeds = has_embedding_files(folder)
     has_layers = embeds and (is_bare_model(config) or is_encoder(config))

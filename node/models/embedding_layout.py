@@ -69,7 +69,7 @@ class EncoderFamily(StrEnum):
     ROBERTA = "roberta"
     """BERT whose positions begin after the id of the padding token, without segments; also XLM-RoBERTa."""
     MODERNBERT = "modernbert"
-    """Rotary positions, and layers with a window."""
+    """Rotary positions, and layers whose attention has a window."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ MAX_FOLDERS = 20_000
 
 
 def get_hub_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder of Hugging Face's cache, by the environment variables that `huggingface_hub` uses. `~` stands
-    for the home folder there as well."""
+    """Return the folder of Hugging Face's cache, by the environment variables that `huggingface_hub` uses. `~` in a
+    variable stands for the home folder."""
     home = environment.get("HF_HOME") or os.path.join(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     return resolve_home(environment.get("HF_HUB_CACHE") or os.path.join(home, "hub"))
 
