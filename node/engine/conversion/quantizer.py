@@ -34,7 +34,7 @@ REPORT_SECONDS = 0.5
 FULL_DISK_BYTES = 64 * MIB
 """Free bytes below which a failed write of MLX, whose errors have no number, counts as a full disk."""
 COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "1_Pooling/config.json", "1_LogitScore/config.json")
-"""Patterns of files that are copied."""
+"""Patterns of the files that are copied unchanged, without those in `REPLACED`."""
 REPLACED = frozenset({"config.json", "model.safetensors.index.json"})
 """Files that are not copied because the quantization writes them."""
 
