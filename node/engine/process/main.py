@@ -94,15 +94,15 @@ class FrameWriter:
             self._on_stuck()
 
     def _write_now(self, encoded: bytes) -> bytes:
-        """Write bytes without waiting. Return those for which the socket has no room, or all if it has failed: `run`
-        then fails as well."""
+        """Write bytes without waiting. Return those for which the socket has no room, or all if the socket has failed:
+        `run` then returns."""
         try:
             return encoded[self._connection.send(encoded, socket.MSG_DONTWAIT) :]
         except OSError:
             return encoded
 
     def run(self) -> None:
-        """Send queued bytes until the socket fails, on the calling thread."""
+        """Send queued bytes on the calling thread. Return when the socket has failed."""
         while True:
             with self._wake:
                 while not self._unsent:
