@@ -129,7 +129,7 @@ class PrefixCacheManager:
         self.memory.evict_until(enough)
 
     def evict_model(self, model: str) -> None:
-        """Evict all entries of a model that is unloaded, and forget how its caches can be cut."""
+        """Evict all entries of a model that is unloaded, and forget its trim mode."""
         self._store.evict_model(model)
         self._trim_modes.remove(model)
 

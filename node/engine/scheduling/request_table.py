@@ -25,7 +25,7 @@ class RequestTable:
 
     @property
     def live(self) -> Mapping[int, Sequence]:
-        """Requests by number."""
+        """Requests that have not ended, by the coordinator's number."""
         return self._live
 
     @property

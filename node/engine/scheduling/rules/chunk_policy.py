@@ -43,8 +43,8 @@ MAX_PADDING_SHARE = 0.15
 this share of the time of separate forwards."""
 
 NEAR_PAST_TOKENS = 512
-"""Mean number of earlier tokens to which the tokens of a chunk attend, from which its duration updates
-`ChunkPace.far`. Below, the duration updates `ChunkPace.each`."""
+"""Threshold of the mean number of earlier tokens to which a token of a chunk attends. From it on, the duration of the
+chunk updates `ChunkPace.far`, below it `ChunkPace.each`."""
 _NEWEST_WEIGHT = 0.3
 """Weight of the newest measurement in the running mean."""
 OUTLIER_FACTOR = 4.0
