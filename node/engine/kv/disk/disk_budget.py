@@ -18,9 +18,10 @@ DAILY_DISK_SHARE = 0.07
 """Share of the disk that may be written per day: a disk that endures 600 times its size in writes lasts 23 years."""
 SECONDS_PER_DAY = 86_400.0
 FILE = "budget.json"
-"""Name of the file with the rest of the budget, in the folder of the cache."""
+"""Name of the file with the remaining budget, in the folder of the cache."""
 STORE_SHARE = 0.01
-"""Share of the daily bytes after which the rest is stored again. A process that ends loses at most this count."""
+"""Share of the daily bytes after whose use the remaining budget is stored again. At most this share is used and not
+recorded when a process ends."""
 BUSY_WRITE_INTERVAL_SECONDS, BUSY_WRITE_SPEED = 1.0, 12 * MIB
 """Interval in seconds and speed in bytes per second of writing while requests run. The pause between two copied parts
 is the bytes of a part divided by the speed, at most the interval."""
@@ -38,7 +39,7 @@ class WriteBudget:
     """Budget of written bytes: `daily` bytes per day; unused bytes add up to at most one day. `now` is in monotonic
     seconds.
 
-    The rest is stored in `folder` for the next process; None: not stored. `wall` returns Unix seconds.
+    The remaining budget is stored in `folder` for the next process; None: not stored. `wall` returns Unix seconds.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class WriteBudget:
         return True
 
     def _store(self) -> None:
-        """Store the rest. A write error is logged."""
+        """Store the remaining budget. A write error is logged."""
         self._unstored = 0
         if self._file is None:
             return
