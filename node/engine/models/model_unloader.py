@@ -43,7 +43,7 @@ class ModelUnloader:
 
     `memory()` reads the memory now, without bytes that are freed and still in the footprint. `on_released()` is called
     after memory was freed, because the recent peak must then be reset. `pinned` are the preloaded models. `spares` is
-    spare memory in the order of its release. `max_idle_seconds`: 0 never unloads an unused model.
+    spare memory in the order of its release. An unused model is unloaded after `max_idle_seconds`; 0: never.
     """
 
     def __init__(

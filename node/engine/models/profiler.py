@@ -28,7 +28,7 @@ from wire.report import Hardware
 from wire.units import show_size
 
 PROBE_SECONDS = 10.0
-"""Maximum duration of the probe at a load, in seconds; also its expected duration before one was timed."""
+"""Maximum duration of the probe at a load, in seconds; also the expected duration until a probe was timed."""
 PROBE_ROW_TOKENS = 3072
 """Maximum tokens of the long row of the probe at a load, and of the sample text, which longer rows repeat."""
 SWEEP_SECONDS = 600.0
