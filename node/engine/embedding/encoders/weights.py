@@ -45,7 +45,8 @@ class EncoderWeights:
             raise EncoderWeightsError(f"its checkpoint has {found} rows of {name}, its config needs {rows}")
 
     def take_rows(self, name: str, ids: mx.array) -> mx.array:
-        """Return the rows of the embedding matrix `name` for `ids`, shape (…): shape (…, features)."""
+        """Return the rows of the embedding matrix `name` for `ids`. The result has the shape of `ids` and one more
+        dimension, the features."""
         weight = self.arrays[f"{name}.weight"]
         if f"{name}.scales" not in self.arrays or self._quantization is None:
             return weight[ids]
