@@ -50,7 +50,7 @@ MARKERS: Final = MarkerSet(
     },
     initial=HEADER,
 )
-"""Markers of the format. A call also ends with the answer, because `<|call|>` ends it."""
+"""Markers of the format. The end of an answer also ends a call, because the token `<|call|>` ends the answer."""
 CONTINUED: Final = MarkerPlace(NORMAL, MESSAGE)
 """State within the text of a message that the prompt has begun."""
 CONSTRAINED_MARKERS: Final = replace(

@@ -43,8 +43,8 @@ class MarkerSet:
     """Start and end of a call or of several; empty without calls. If only the end is empty, a call ends with the
     answer."""
     naked: tuple[str, str] = ("", "")
-    """Start and end of a call that a model writes without the markers of its block; empty if it never does. They are
-    part of the call."""
+    """Start and end of a call that a model writes without the markers of its block; both are part of the call. Empty
+    if the model writes no such calls."""
     structure: tuple[str, ...] = ()
     """Markers that are removed from the text outside of reasoning and calls, such as the end of a message."""
     edges: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict[str, Sequence[tuple[str, str]]])

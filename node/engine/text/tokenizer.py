@@ -90,7 +90,7 @@ class Tokenizer:
         if has_harmony:
             self._parse_call = harmony.parse_call
         self.call_parser = "harmony" if has_harmony else _get_parser_name(wrapper)
-        """Name of the parser of calls: `harmony`, or that of mlx-lm; empty or another text without one."""
+        """Name of the parser of calls: `harmony`, or the name of mlx-lm's parser (`_get_parser_name`)."""
         self.features = ("tools",) if wrapper.has_tool_calling or has_harmony else ()
         """Features of the model: `tools` if its calls can be parsed."""
         self.token_bytes = TokenBytes(wrapper, self.size).get_bytes
@@ -337,7 +337,8 @@ class Tokenizer:
 
 
 def _get_parser_name(wrapper: TokenizerWrapper) -> str:
-    """Return the name of the parser of calls in mlx-lm; empty or another text without one."""
+    """Return the name of mlx-lm's parser of calls; empty or the name of another module if mlx-lm has none for the
+    model."""
     return str(getattr(wrapper.tool_parser, "__module__", "")).rpartition(".")[2]
 
 
