@@ -26,9 +26,9 @@ _MODULE = "transformers.utils.import_utils"
 
 
 def install() -> None:
-    """Add an import hook that replaces the function of transformers that reads the sources.
+    """Add an import hook that replaces the function of transformers that reads the sources of its models.
 
-    Do nothing if the hook exists, or if that module of transformers is imported already.
+    Do nothing if the hook exists, or if `transformers.utils.import_utils` is imported already.
     """
     if _MODULE not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
