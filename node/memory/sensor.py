@@ -225,7 +225,7 @@ class LinuxMachine:
         return AvailableMemory(self.read_reclaimable(), linux.read_pressure(), "psutil", time.monotonic())
 
     def read_wired(self) -> int | None:
-        """Return Unevictable in bytes (locked memory and memory of drivers); None if it cannot be read."""
+        """Return `Unevictable` of /proc/meminfo in bytes (locked memory and memory of drivers); None if unreadable."""
         return linux.read_unevictable_bytes()
 
 
