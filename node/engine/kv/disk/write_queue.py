@@ -120,8 +120,7 @@ class WriteQueue:
 
     def add(self, entry: CachedPrefix[Layers], shape: CacheShape, view: RowView | None = None) -> None:
         """Add an entry; ignore an entry without parts. Above `MAX_PENDING` entries, drop the oldest one and count it in
-        `unwritten`. `view` is described at `PendingEntry`.
-        """
+        `unwritten`. `view` is described at `PendingEntry`."""
         parts = list(list_entry_parts(entry, shape))
         if not parts:
             return
