@@ -12,7 +12,7 @@ Json = dict[str, object]
 FORMATS: Final = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
 )
-"""Formats of texts that llguidance enforces. JSON Schema allows to ignore any other: `format` is an annotation."""
+"""Formats of texts that llguidance enforces. Other formats are left out: in JSON Schema `format` is an annotation."""
 UUID_FORMATS: Final = frozenset(f"uuid{version}" for version in range(1, 9))
 """Pydantic's formats of UUIDs of one version."""
 PATTERNS: Final = {
