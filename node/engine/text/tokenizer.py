@@ -191,8 +191,7 @@ class Tokenizer:
         """Return the token ids of a text. `plain` includes the special tokens that the tokenizer adds to every text.
 
         If a text of more than `LONG_TEXT_CHARS` clearly has more than `max_tokens` tokens (0: no limit), raise
-        `TooLong` as soon as they are counted.
-        Raise `TokenizerPanic` if the native tokenizer panics.
+        `TooLong` as soon as they are counted. Raise `TokenizerPanic` if the native tokenizer panics.
         """
         with convert_panics():
             if self.rust is None or len(text) <= LONG_TEXT_CHARS:
