@@ -17,8 +17,10 @@ T = TypeVar("T")
 
 
 def start_call(function: Callable[[], T], name: str) -> Future[T]:
-    """Call a function in a new daemon thread with this name. Return the future of its result, which cannot be
-    cancelled."""
+    """Call `function` in a new daemon thread called `name`. Return the future of the result.
+
+    The future cannot be cancelled. An exception of the function becomes the exception of the future.
+    """
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -50,7 +52,10 @@ class DaemonExecutor(ThreadPoolExecutor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Wait for the running calls for at most `END_TIMEOUT_SECONDS`, or not at all without `wait`."""
+        """Wait at most `END_TIMEOUT_SECONDS` for the running calls; return at once if `wait` is False.
+
+        `cancel_futures` has no effect, because no call is queued.
+        """
         del cancel_futures  # every call runs
         if wait:
             _wait_for(self._calls)

@@ -12,7 +12,7 @@ class IllegalEvents:
 
     def __init__(self) -> None:
         self.count = 0
-        """Number of the events."""
+        """Number of illegal events so far."""
 
     def record(self, machine: str, error: IllegalEventError) -> None:
         """Log and count an illegal event. `machine` is the name of the state machine."""

@@ -45,8 +45,10 @@ def name_unusable_files() -> Generator[None]:
 
 
 def await_disk(access: Callable[[], T], place: Path | str) -> T:
-    """Return the result of an access to the disk of `place`. Raise `NodeStartError` if the disk does not answer within
-    `ACCESS_TIMEOUT_SECONDS`, as on a lost network mount."""
+    """Return the result of `access`, a call that reads the disk of `place`. Let its exceptions through.
+
+    Raise `NodeStartError` if the disk does not answer within `ACCESS_TIMEOUT_SECONDS`, as on a lost network mount.
+    """
     try:
         return start_call(access, "disk").result(ACCESS_TIMEOUT_SECONDS)
     except TimeoutError:
@@ -54,17 +56,21 @@ def await_disk(access: Callable[[], T], place: Path | str) -> T:
 
 
 class NodeLock:
-    """Lock of the folder of a node (STATE/node). Its file has the process id for `cluster leave`.
+    """Context manager that locks the folder of a node (STATE/node).
 
-    SIGUSR1, the signal of `cluster leave`, is blocked until the node handles it, because it would end the process
-    before.
+    The file `lock` in the folder has the process id, to which `cluster leave` sends SIGUSR1. The lock blocks this
+    signal until the node has a handler for it, because the signal would otherwise end the process.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def __enter__(self) -> None:
-        """Take the lock. Raise `NodeStartError` if another node has it, `OSError` if the folder cannot be used."""
+        """Create the folder if it is missing, take the lock, and write the process id.
+
+        Raise `NodeStartError` if another node holds the lock for `LOCK_TIMEOUT_SECONDS`, `OSError` if the folder cannot
+        be used.
+        """
         file = create_private_folder(self._folder) / "lock"
         self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         clock, deadline = threading.Event(), time.monotonic() + LOCK_TIMEOUT_SECONDS

@@ -246,7 +246,10 @@ async def _serve(options: argparse.Namespace, node: Node, stay_awake: str, *, ne
 def _handle_denial(
     error: ExpelledError, options: argparse.Namespace, *, welcomed: bool, new_identity: bool
 ) -> int | None:
-    """Return the exit code after a coordinator's final denial; None if the token shall create a new identity."""
+    """Print the coordinator's final denial of this node, or delete the denied identity. Return the exit code.
+
+    Return None if the node has to enroll again with its join token, because its earlier identity was denied.
+    """
     if error.reason in DENIED and (options.leave or (new_identity and not welcomed)):
         delete_identity(options.state / "node" / "identity")
         if options.leave:

@@ -92,7 +92,7 @@ def compose(
     create_gate: Callable[[Callable[[], int | None]], MemoryGate] = MemoryGate,
     trials: TokenizerTrials | None = None,
 ) -> TextEngine:
-    """Return a text engine for the models of a catalogue.
+    """Return a text engine for the models of a catalogue. The loads of preloaded models are queued.
 
     `profiles` is the folder of measurements; None: they are not stored. `disk_folder` is the folder of the disk cache;
     None: there is none. `metal()` opens the Metal device.

@@ -26,7 +26,7 @@ from wire.frames import Finished, Frame, LoadModel, ProfileModel, Refusal, Resto
 from wire.refusals import RefusalCode, Refused
 
 LOAD_STEP_EXPECTED_SECONDS = 10.0
-"""Seconds that a piece of a load may take besides reading its weights: building the model, compiling kernels."""
+"""Expected seconds of one piece of a load in addition to reading its weights: to build the model, compile kernels."""
 
 
 class ModelCommands:
@@ -67,10 +67,11 @@ class ModelCommands:
     # orders
 
     def load(self, order: LoadModel, now: float) -> list[Frame]:
-        """Load a model on order. Return the answer if the model is already loaded or cannot be; else an empty list.
+        """Queue the load of a model. Return an empty list; the answer follows at the end of the load
+        (`take_ended_answers`).
 
-        The answer then follows at the end of the load (`take_ended_answers`). An earlier failure of the model's files
-        does not prevent the load; a ban and a failed trial of the tokenizer do.
+        Return the answer at once if the model is loaded already or cannot be loaded. An earlier failure of the model's
+        files does not prevent the load; a ban and a failed trial of the tokenizer do.
         """
         if order.model in self._table.loaded:
             return [Finished(order.request, (), 0, 0)]
@@ -81,10 +82,10 @@ class ModelCommands:
         return []
 
     def profile(self, order: ProfileModel, now: float) -> list[Frame]:
-        """Queue the sweep that measures the memory of a model, and its load if necessary. Return an empty list, because
-        the answer follows at the end of the sweep (`SweepQueue.step`).
+        """Queue the sweep that measures the memory of a model, and its load if necessary. Return an empty list; the
+        answer follows at the end of the sweep (`SweepQueue.step`).
 
-        Return a `Refusal` for an encoder, and for a model that is unknown or cannot be loaded.
+        Return a `Refusal` at once for an encoder, and for a model that is unknown or cannot be loaded.
         """
         found = self._catalogue.find(order.model)
         if found is not None and found.layout is not None and found.layout.encoder is not None:

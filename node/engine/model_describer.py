@@ -31,7 +31,7 @@ class DescriberRules(NamedTuple):
     pinned: frozenset[str]
     """Names of preloaded models."""
     floor: int
-    """Tokens of the smallest chunk."""
+    """Tokens of the smallest prefill chunk."""
 
     def collect_facts(self, descriptor: ModelDescriptor) -> ModelFacts:
         """Return the facts about a model that follow from the settings and from its tokenizer."""
@@ -67,7 +67,8 @@ class ModelDescriber:
         self._rules = rules
 
     def describe(self, descriptor: ModelDescriptor, now: float) -> Model:
-        """Return the description of a model at the monotonic time `now`, without the results of measurements."""
+        """Return the description of a model at the monotonic time `now`, without the fields that `describe_measured`
+        adds."""
         facts = self._rules.collect_facts(descriptor)
         loaded_model = self._table.loaded.get(descriptor.name)
         if loaded_model is not None:
@@ -88,10 +89,11 @@ class ModelDescriber:
         )
 
     def describe_measured(self, descriptor: ModelDescriptor, memory: Memory, now: float) -> Model:
-        """Return the description of a model for the report: with its last use (Unix seconds), and with measurements if
-        loaded. `memory` is the reading from which the longest row and the largest batch of an idle node follow.
+        """Return the description of a model for the report: with its last use (Unix seconds), and for a loaded model
+        with the results of `add_measurements`.
 
-        The last use of a loaded model is also recorded.
+        `memory` is the reading from which the longest row and the largest batch follow. Record the last use of a loaded
+        model, which can write a file (`LastUse.record`).
         """
         loaded_model, model = self._table.loaded.get(descriptor.name), self.describe(descriptor, now)
         if loaded_model is None:

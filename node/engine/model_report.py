@@ -94,9 +94,10 @@ def describe_unloaded(descriptor: ModelDescriptor, facts: ModelFacts, load: Load
 def describe_loaded(
     loaded_model: "LoadedModel", descriptor: ModelDescriptor, facts: ModelFacts, narrowed: Callable[[], int], now: float
 ) -> Model:
-    """Return the report of a loaded model at the monotonic time `now`, without the results of measurements.
+    """Return the report of a loaded model at the monotonic time `now`, with its measured speeds.
 
-    `narrowed()` returns the bytes by which profiles narrow the margin.
+    `add_measurements` adds the results of memory measurements. `narrowed()` returns the bytes by which profiles narrow
+    the margin.
     """
     kv, stats, rows = loaded_model.kv, loaded_model.stats, loaded_model.estimator.rows
     rested = loaded_model.usage.compute_idle_seconds(now)
@@ -130,8 +131,8 @@ def describe_loaded(
 
 
 def add_measurements(model: Model, loaded_model: "LoadedModel", memory: Memory, batch: int) -> Model:
-    """Return the report `model` of a loaded model with the results of measurements. Its longest row and largest batch
-    follow from the reading `memory`. `batch` is the maximum rows that decode at once."""
+    """Return the report `model` of a loaded model with the results of memory measurements. Its longest row and largest
+    batch follow from the reading `memory`. `batch` is the maximum number of rows that decode at once."""
     profile, estimator = loaded_model.stats.profile, loaded_model.estimator
     return replace(
         model,
@@ -147,8 +148,8 @@ def add_measurements(model: Model, loaded_model: "LoadedModel", memory: Memory, 
 def compute_longest_row(model: Model, loaded_model: "LoadedModel", memory: Memory, floor: int) -> int:
     """Return the longest row that the measured costs of a model allow under the reading `memory`, in tokens.
 
-    `model` is the model's report, also if the load has not ended. Rows of other requests do not count. `floor` is the
-    smallest chunk of the engine, in tokens.
+    `model` is the report of the model, which may still be loading. The rows that the model has now do not count.
+    `floor` is the smallest prefill chunk of the engine, in tokens.
     """
     alone = replace(model, groups=(), loaded=True, weights=loaded_model.weights)
     return compute_max_context(memory, replace(alone, **compute_transients(loaded_model.estimator.transient, floor)))

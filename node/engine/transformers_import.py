@@ -26,8 +26,10 @@ _MODULE = "transformers.utils.import_utils"
 
 
 def install() -> None:
-    """Replace the function that reads the sources when transformers is imported; do nothing if it is imported
-    already."""
+    """Add an import hook that replaces the function of transformers that reads the sources of its models.
+
+    Do nothing if the hook exists, or if `transformers.utils.import_utils` is imported already.
+    """
     if _MODULE not in sys.modules and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 

@@ -1,9 +1,9 @@
 """Compute cap, ceiling and margin of a node, and name the term that limits each.
 
-    static  = RAM − reserve(tier), or memory.cap     in a container the RAM is the container's limit
-    cap     = min(static, metal)                     an explicit cap above the Metal limit is refused, unless
-              memory.allow_above_metal_limit is set
-    dynamic = engine's phys + reclaimable + min(worker footprint, lease)   each byte counted once
+    static  = RAM − reserve of the tier              in a container the RAM is the container's limit
+    cap     = min(static, Metal limit)               or memory.cap, which may exceed the Metal limit only with
+              memory.allow_above_metal_limit
+    dynamic = engine's footprint + reclaimable + min(worker's footprint, lease)   each byte counted once
     ceiling = max(1, min(cap, dynamic) − leases)
 
 Invariants
@@ -11,8 +11,8 @@ Invariants
 - An unknown value never counts as unlimited.
 - The limiting term is named, with advice for a person.
 
-All inputs are read at each check. A setting above the limits of this machine is an error at start. If a limit falls
-later, the lower limit applies, with a warning for as long.
+All inputs are read at each check. A `memory.cap` above the RAM or the Metal limit is an error at start. If a limit
+falls later, the lower limit applies, with a warning while it does.
 """
 
 import re
@@ -27,12 +27,12 @@ from wire.units import GIB, MIB, parse_size, show_size
 
 @dataclass(frozen=True, slots=True)
 class MemoryTier:
-    """Value of `memory.tier`: how much memory the node leaves to the system."""
+    """Memory that the node leaves to the system and to other programs, for one value of `memory.tier`."""
 
     reserve: int
-    """Bytes of RAM that an automatic cap leaves to the system."""
+    """Bytes of RAM that an automatic cap leaves to the system, from `SMALL_MACHINE_BYTES` of RAM on."""
     active_share: float
-    """Share of active pages that counts as reclaimable."""
+    """Share of the active pages that counts as reclaimable, 0 to 1."""
 
 
 CUSTOM = "custom"
@@ -100,10 +100,12 @@ class MachineBounds:
 
 @dataclass(frozen=True, slots=True)
 class MetalDevice:
-    """Metal limit in bytes (`limit`) that the engine's device reported, and `MachineBounds.wired` at that time."""
+    """Metal limit that the engine's device reported."""
 
     limit: int
+    """Metal limit in bytes."""
     wired: int | None = None
+    """`MachineBounds.wired` at the time of the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +115,7 @@ class MemoryCap:
     bytes: int
     """Cap in bytes, at least 1."""
     bound_by: str
-    """Name of the limiting term: `setting`, `static`, `metal` or `container`."""
+    """Name of the limiting term: `setting`, `static` (RAM less the reserve), `metal` or `container`."""
     remedy: str
     """Advice about the limiting term."""
     warning: str = ""

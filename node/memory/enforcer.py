@@ -11,8 +11,9 @@ the agent's own reading of the process, and can end the process.
                cap − leases         after each answer, the next request, while the engine stays over
                … and no answer      within one period, and no native call that may last longer: the process is ended
 
-Levels are `wire.capacity.arithmetic.compute_level`; there are no other thresholds. An unreadable footprint neither
-counts nor resets the count of readings. While the ceiling is unreadable, only an engine above cap − leases gets orders.
+`wire.capacity.arithmetic.compute_level` computes the levels; there are no other thresholds. An unreadable footprint
+neither counts nor resets the count of readings. While the ceiling is unreadable, only an engine above cap − leases gets
+orders.
 An engine that answers is never ended, even with nothing left to release: it refuses all requests then. With
 `memory.guard` off the enforcer only counts.
 
@@ -30,13 +31,13 @@ from wire.report import Memory, MemoryLevel
 from wire.units import show_size
 
 BUSY_POLL_SECONDS = 0.25
-"""Seconds between polls while the engine works or is above its cap."""
+"""Seconds between polls while the engine serves requests, loads a model, or is above cap − leases."""
 IDLE_POLL_SECONDS = POLL_PERIOD_SECONDS
 """Seconds between polls while the engine is idle."""
 EMPTY_POLL_SECONDS = 5.0
 """Seconds between polls while no model is loaded."""
 LATE_POLL_SECONDS = 2 * BUSY_POLL_SECONDS
-"""Seconds after which the next poll of an engine over its cap is late."""
+"""Seconds since the last poll from which a poll of an engine over its cap is late. A late poll ends no engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +67,15 @@ class EnforcerState:
     over: int = 0
     """Number of consecutive readings above cap − leases."""
     order_number: int = 0
-    """Sequence number of the last order to end a request; 0: none since the engine was last below cap − leases."""
+    """Sequence number of the last order to end a request. 0: none since the engine was last below cap − leases, or
+    since the process was replaced."""
     ordered_at: float = 0.0
     """Time of the last order to end a request."""
     looked_at: float = 0.0
     """Time of the last poll."""
     ended: int | None = None
-    """Process id that the enforcer ended, until another or no engine runs, because the system can reuse the id."""
+    """Process id of the engine that the enforcer ended. None again when another engine or none runs, because the system
+    can reuse the id."""
     over_caps: int = 0
     """Number of times that the engine rose above cap − leases."""
     kills: int = 0

@@ -36,8 +36,9 @@ from wire.frames import MemoryLimits
 from wire.units import MIB, show_size
 
 CEILING_STEP_BYTES = 64 * MIB
+"""Upper bound in bytes of the smallest change of the ceiling that is sent to the engine."""
 CEILING_STEP_SHARE = 0.01
-"""Change of the ceiling, as a share of the cap, from which it is sent; `CEILING_STEP_BYTES` applies if that is less."""
+"""Smallest change of the ceiling that is sent to the engine, as a share of the cap; at most `CEILING_STEP_BYTES`."""
 
 log = structlog.get_logger("node.memory.limits")
 
@@ -109,7 +110,8 @@ class Limiter:
         self._worker = group
 
     def end_lease(self) -> None:
-        """Restore the ceiling at the next poll, because the lease has ended."""
+        """Remove the lease with its holder and process group, because it has ended. The next poll restores the
+        ceiling."""
         self._leases, self._holder, self._worker = 0, None, None
 
     @property
@@ -156,9 +158,9 @@ class Limiter:
         return None if wired is None else max(0, wired - self.measure_worker_footprint())
 
     def compute_limits(self, phys: int | None) -> MemoryLimits:
-        """Read the machine, update `cap`, `margin` and `current_ceiling`, and return the limits. Log a changed cap.
+        """Read the machine, update `cap`, `margin` and `current_ceiling`, and return the limits, which are not sent.
 
-        `phys` is the footprint of the engine in bytes, 0 without an engine, None if unreadable.
+        Log a changed cap. `phys` is the footprint of the engine in bytes, 0 without an engine, None if unreadable.
         """
         self._look()
         reach = self._reach.update(self._compute_reach(phys), time.monotonic())
@@ -166,8 +168,8 @@ class Limiter:
         return build_limits(self.cap, self.margin, self.current_ceiling, guard=self._guard, leases=self._leases)
 
     def poll(self, phys: int | None, send: Callable[[MemoryLimits], object]) -> MemoryLimits:
-        """Read the machine, update `cap`, `margin` and `current_ceiling`, and return the limits. Pass them to `send` if
-        they have changed since they were last sent.
+        """Read the machine, update `cap`, `margin` and `current_ceiling`, and return the limits. Pass the limits to
+        `send` if they differ from the limits sent last.
 
         A change of the ceiling alone counts from the smaller of `CEILING_STEP_BYTES` and `CEILING_STEP_SHARE`. `phys`
         is the footprint of the engine in bytes, 0 without an engine, None if unreadable.

@@ -44,8 +44,11 @@ class LinuxFootprint:
         return resident * PAGE_BYTES or None
 
     def read_high_water_marks(self) -> HighWaterMarks:
-        """Return the high-water marks of the resident set; None in both fields if they cannot be read. The lifetime
-        maximum is that of all calls on this reader."""
+        """Return the high-water marks of the resident set; None in both fields if they cannot be read.
+
+        `lifetime` is the maximum that the calls on this reader have seen, because `begin_interval` resets the mark of
+        the kernel.
+        """
         mark = _read_sizes(self._folder / "status").get("VmHWM")
         if mark is None:
             return HighWaterMarks()
@@ -53,7 +56,7 @@ class LinuxFootprint:
         return HighWaterMarks(self._highest, mark)
 
     def begin_interval(self) -> bool:
-        """Reset the high-water mark of the interval. Return whether that succeeded."""
+        """Reset `HighWaterMarks.interval` to the present resident set. Return whether that succeeded."""
         self.read_high_water_marks()
         try:
             (self._folder / "clear_refs").write_text("5")
@@ -69,8 +72,8 @@ class LinuxFootprint:
 
 
 def read_process_identity(pid: int, proc: Path = Path("/proc")) -> str:
-    """Return an identifier of a process that no later process has: boot id and start time. Empty for an ended
-    process."""
+    """Return an identifier of a process that no later process has: boot id and start time. Empty for an ended or
+    unreadable process."""
     stat = _read_stat_fields(f"{proc}/{pid}")
     try:
         boot = (proc / "sys" / "kernel" / "random" / "boot_id").read_text().strip()

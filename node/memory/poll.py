@@ -55,7 +55,7 @@ class MemoryPoll:
         """State of the enforcer after the last poll."""
 
     def start(self) -> None:
-        """Poll now, and then periodically. Call before the first engine starts, because it needs limits."""
+        """Poll now, and then periodically. Call before the first engine starts, because an engine needs limits."""
         self.poll_once()
 
     def stop(self) -> None:
@@ -168,7 +168,8 @@ class MemoryPoll:
     # parts of the report
 
     def build_system_memory(self) -> SystemMemory:
-        """Return the last reading of the machine's memory for the node's report."""
+        """Return the last reading of the machine's memory for the node's report, with its age in seconds. Add the
+        present footprint of the process group that uses a lease."""
         spare = self._spare
         age = max(0.0, time.monotonic() - spare.at)
         return SystemMemory(
@@ -176,8 +177,8 @@ class MemoryPoll:
         )
 
     def build_enforcement(self) -> Enforcement:
-        """Return the level and the counts of the enforcer for the node's report. Add the engine's footprint and
-        high-water marks, the limiting terms and the warnings."""
+        """Return the level and the counts of the enforcer for the node's report, and the footprint and high-water marks
+        of the engine. Add the limiting term of the cap, the advice for the ceiling, the tier and all warnings."""
         state, limiter, highs = self.state, self._limiter, self._supervisor.probe.read_high_water_marks()
         return Enforcement(
             state.level,

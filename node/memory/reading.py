@@ -15,7 +15,7 @@ enforcer waits one period for the answer to an order."""
 RECENT_PEAK_SECONDS = RECENT_POLLS * POLL_PERIOD_SECONDS
 """Seconds in the window of `RecentPeak`."""
 PHYS_FOOTPRINT = "phys_footprint"
-"""Source of readings on macOS."""
+"""Name of the source of readings on macOS: the physical footprint of a process."""
 STALE_AFTER_SECONDS = 5.0
 """Maximum age in seconds of a reading that is used."""
 
@@ -109,7 +109,8 @@ class RecentPeak:
         return max((height for _, height in self._list_polls_within(now)), default=0)
 
     def compute_peak_expiry(self, floor: int, now: float) -> float | None:
-        """Return the monotonic time at which the highest reading expires; None if it is at most `floor` bytes."""
+        """Return the monotonic time at which the highest reading expires. Return None without a reading above `floor`
+        bytes."""
         polls = self._list_polls_within(now)
         top = max((height for _, height in polls), default=0)
         if top <= floor:

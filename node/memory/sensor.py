@@ -25,7 +25,7 @@ class FootprintSource(Protocol):
     """Reader of the footprint of one process, for one operating system."""
 
     source: str
-    """Name of the source for reports."""
+    """Name of the source of readings, for reports: `phys_footprint` or `statm`."""
 
     def read_footprint(self) -> int | None:
         """Return the footprint in bytes; None if it cannot be read."""
@@ -36,7 +36,7 @@ class FootprintSource(Protocol):
         ...
 
     def begin_interval(self) -> bool:
-        """Reset the high-water mark of the interval; return whether that succeeded."""
+        """Reset `HighWaterMarks.interval` to the present footprint; return whether that succeeded."""
         ...
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class Sensor:
         return self.source.read_high_water_marks()
 
     def begin_interval(self) -> bool:
-        """Reset the high-water mark of the interval; return whether that succeeded."""
+        """Reset `HighWaterMarks.interval` to the present footprint; return whether that succeeded."""
         return self.source.begin_interval()
 
     def close(self) -> None:
@@ -133,7 +133,8 @@ def read_virtual_memory() -> "PageCounts | None":
 
 
 def read_process_identity(pid: int) -> str:
-    """Return an identifier of a process that a later process with the same pid does not have; empty if it ended."""
+    """Return an identifier of a process that a later process with the same pid does not have; empty for an ended or
+    unreadable process."""
     return _get_libsystem().read_process_identity(pid) if sys.platform == "darwin" else linux.read_process_identity(pid)
 
 
@@ -224,19 +225,17 @@ class LinuxMachine:
         return AvailableMemory(self.read_reclaimable(), linux.read_pressure(), "psutil", time.monotonic())
 
     def read_wired(self) -> int | None:
-        """Return Unevictable in bytes (locked memory and memory of drivers); None if it cannot be read."""
+        """Return `Unevictable` of /proc/meminfo in bytes (locked memory and memory of drivers); None if unreadable."""
         return linux.read_unevictable_bytes()
 
 
 @dataclass(frozen=True, slots=True)
 class PretendedMachine:
-    """Simulated memory of a Mac without other programs, for the scripted engine.
-
-    `readings` is the path of a JSON file with values of `reclaimable` and `wired`, which is read at each call.
-    """
+    """Simulated memory of a Mac without other programs, for the scripted engine."""
 
     hardware: Hardware
     readings: str = ""
+    """Path of a JSON file with the bytes `reclaimable` and `wired`, which is read at each call; empty: none."""
 
     def read_bounds(self) -> MachineBounds:
         """Return the simulated RAM and its default Metal limit in bytes."""

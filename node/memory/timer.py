@@ -25,7 +25,8 @@ class Timer:
         self._handle = asyncio.get_running_loop().call_at(when, self._run_callback)
 
     def move_forward(self, when: float) -> None:
-        """Move the call forward to the time `when`. Do nothing if no call is scheduled or it is due earlier."""
+        """Move the scheduled call to the earlier time `when`. Do nothing if no call is scheduled, or if the call is not
+        due later than `when`."""
         if self._handle is not None and when < self._when:
             self.set(when)
 

@@ -21,7 +21,7 @@ LEAK_SHARE = 0.5
 """Share of the weights below which wired memory is no leak, because other programs wire memory as well. Leaks also end
 when less than this share of their bytes is still wired."""
 MIN_LEAK_BYTES = GIB
-"""Wired bytes below which memory is no leak, for the same reason."""
+"""Wired bytes below which memory is no leak, because other programs wire memory as well."""
 
 
 @dataclass(slots=True)
@@ -44,7 +44,8 @@ class WiredReadings:
         self.weights = max(self.weights, weights)
 
     def compute_leaked_bytes(self, after: int | None) -> int:
-        """Return the bytes that the ended process leaked; 0 without readings, or below the thresholds of this module.
+        """Return the bytes that the ended process leaked; 0 without readings, or if they are at most `MIN_LEAK_BYTES`
+        or the share `LEAK_SHARE` of the weights.
 
         `after` is a reading of the system after the end, in bytes; None if unreadable.
         """
@@ -71,7 +72,7 @@ class WiredLeaks:
     """Wired bytes of the system after the end of the last process with a leak."""
 
     def add(self, wired: WiredReadings, after: int | None) -> int:
-        """Record the leak of an ended process. Return its bytes; 0 without readings, or below this module's thresholds.
+        """Record the leak of an ended process. Return its bytes (`WiredReadings.compute_leaked_bytes`); 0 for no leak.
 
         `after` is a reading of the system after the end, in bytes; None if unreadable.
         """

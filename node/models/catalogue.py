@@ -68,7 +68,7 @@ from wire.models.kind import ModelKind
 from wire.report import KvParameters
 
 SCAN_VALID_SECONDS = 2.0
-"""Seconds for which a scan is not repeated because of an unknown name."""
+"""Minimum seconds between the last scan and a scan for an unknown name (`ModelCatalogue.find_fresh`)."""
 SCAN_TIMEOUT_SECONDS = 5.0
 """Maximum seconds for which a scan waits for a folder. The thread of a scan also answers the pings of the agent."""
 FIRST_SCAN_TIMEOUT_SECONDS = 10.0
@@ -189,8 +189,9 @@ class ModelCatalogue:
     def scan(self) -> None:
         """Scan all folders and replace the result of the last scan.
 
-        The embedded model is included only if no other model can be served. A folder that does not answer within
-        `SCAN_TIMEOUT_SECONDS`, as on a lost network disk, has the models of its last scan.
+        The embedded model is included only if no other model can be served. A folder on a lost network disk keeps the
+        models of its last scan; later they get a `cause` (`FolderScan.get_models`). The scan waits for such a folder
+        for `SCAN_TIMEOUT_SECONDS`, the first scan for `FIRST_SCAN_TIMEOUT_SECONDS`.
         """
         with self._scanning:
             models = self._read_folders(FIRST_SCAN_TIMEOUT_SECONDS if self._scanned is None else SCAN_TIMEOUT_SECONDS)
@@ -344,8 +345,9 @@ def _read_layout(name: str, folder: Path, config: Config, kind: ModelKind) -> tu
 def find_kind(name: str, folder: Path, config: Config, kind: str = "") -> ModelKind | None:
     """Return the kind of a model by its files; None if it neither generates text nor computes vectors or scores.
 
-    `kind` is the kind by setting, empty without one. It replaces a kind by the files, but not None. A model with the
-    files of sentence-transformers computes vectors or scores, even if it could generate text.
+    `kind` is the value of `ModelKind` that the settings name, empty without one. A named kind replaces the kind by the
+    files, unless that is None. A model with the files of sentence-transformers computes vectors or scores, even if it
+    could generate text.
     """
     embeds = has_embedding_files(folder)
     has_layers = embeds and (is_bare_model(config) or is_encoder(config))

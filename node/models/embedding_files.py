@@ -25,9 +25,9 @@ DENSE_FOLDERS = ("2_Dense", "3_Dense", "4_Dense")
 DENSE_FILES = tuple(f"{folder}/{name}" for folder in DENSE_FOLDERS for name in ("config.json", "model.safetensors"))
 """Files of Dense layers."""
 MAX_FILE_BYTES = 1024 * 1024
-"""Maximum bytes of each file, without the weights of Dense layers."""
+"""Maximum bytes of each of these files, except the weights of Dense layers. A larger file is an error."""
 MAX_PROMPTS = 64
-"""Maximum prompts of a model."""
+"""Maximum number of prompts of a model. More prompts are an error."""
 QWEN = "qwen3-embedding"
 """Part of the names of a family with Matryoshka vectors, in lower case (https://huggingface.co/Qwen/Qwen3-Embedding-0.6B)."""
 _POOLING_FOLDER = POOLING.partition("/")[0]
@@ -219,9 +219,9 @@ def _read_prompts(folder: Path) -> tuple[Mapping[str, str], str]:
 
 
 def read_max_tokens(folder: Path) -> int:
-    """Return the maximum tokens of an input; 0 if the files name none, or no positive integer.
+    """Return the maximum tokens of an input, from the file `LENGTH`; 0 if it names none, or no positive integer.
 
-    Raise `EmbeddingFilesError` if the file has no JSON object or is too large, `OSError` if it is unreadable.
+    Raise `EmbeddingFilesError` if that file has no JSON object or is too large, `OSError` if it is unreadable.
     """
     value = read_object(folder, LENGTH).get("max_seq_length")
     return cast("int", value) if _is_count(value) else 0

@@ -53,9 +53,9 @@ class AnswerTokens:
     """Tokens whose logits after a query and a document give the score of the document: `yes` and `no` of a decoder."""
 
     true: int
-    """Token of a relevant document."""
+    """Id of the token for a relevant document."""
     false: int | None
-    """Token of any other document; None: the score is the logit of `true` alone."""
+    """Id of the token for any other document; None: only the logit of `true` decides the score."""
     has_template: bool
     """Whether the chat template of the model has the roles `query` and `document`. Otherwise the prompt of
     Qwen3-Reranker is used."""
@@ -67,9 +67,9 @@ class EncoderFamily(StrEnum):
     BERT = "bert"
     """Learned positions and segments, a normalization after each block."""
     ROBERTA = "roberta"
-    """BERT with other positions and without segments; also XLM-RoBERTa."""
+    """BERT whose positions begin after the id of the padding token, without segments; also XLM-RoBERTa."""
     MODERNBERT = "modernbert"
-    """Rotary positions, and layers with a window."""
+    """Rotary positions, and layers whose attention has a window."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +90,12 @@ class EncoderShape:
     context: int
     """Maximum tokens of a text."""
     first_position: int
-    """Position of the first token."""
+    """Position id of the first token: the id of the padding token + 1 for ROBERTA, otherwise 0."""
     window: int
     """Tokens on each side that a token attends to in a layer with a window; 0: all layers attend to all tokens."""
     global_interval: int
-    """Interval of layers that attend to all tokens, from the first on."""
+    """Interval n: layers 0, n, 2n, … attend to all tokens, all other layers within the window. 1: every layer attends
+    to all tokens."""
     global_theta: float
     """Base of the rotary positions of layers that attend to all tokens."""
     local_theta: float

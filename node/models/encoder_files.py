@@ -26,7 +26,7 @@ ENCODERS = frozenset({*FAMILIES, "distilbert", "mpnet", "nomic_bert", "new", "de
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "classifier_activation")
 _CLASSIFIER = "ForSequenceClassification"
 MASK_BYTES = 4.0
-"""Bytes of the attention mask for each pair of tokens, where windows and texts of several lengths need one."""
+"""Bytes of the attention mask for each pair of tokens. Windows and batches of texts of several lengths need a mask."""
 
 
 def is_encoder(config: Config) -> bool:

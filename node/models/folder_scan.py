@@ -13,7 +13,10 @@ UNREADABLE_SECONDS = 25.0
 
 
 class FolderScan:
-    """Scans of the folder `place` with `read`, which may block. `clock` returns monotonic seconds."""
+    """Scans of the folder `place` by calls of `read` in a daemon thread.
+
+    `read` returns the models in the folder by name, and may block. `clock` returns monotonic seconds.
+    """
 
     def __init__(
         self,

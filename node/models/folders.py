@@ -15,8 +15,8 @@ MAX_FOLDERS = 20_000
 
 
 def get_hub_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder of Hugging Face's cache, by the environment variables that `huggingface_hub` uses. `~` stands
-    for the home folder there as well."""
+    """Return the folder of Hugging Face's cache, by the environment variables that `huggingface_hub` uses. `~` in a
+    variable stands for the home folder."""
     home = environment.get("HF_HOME") or os.path.join(environment.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     return resolve_home(environment.get("HF_HUB_CACHE") or os.path.join(home, "hub"))
 
@@ -77,8 +77,8 @@ def find_snapshots(hub: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]
     """Yield name (`publisher/name`) and folder of each model in a Hugging Face cache.
 
     The folder is `models--publisher--name/snapshots/REVISION`. The revision is `main` if that has the marker, else
-    another one with the marker. A revision with GGUF files counts if none has the marker. With the marker PACKAGE,
-    diffusers packages are yielded instead.
+    another one with the marker. A revision with GGUF files counts if none has the marker. A revision with
+    `model_index.json` is no model. With the marker PACKAGE, diffusers packages are yielded instead.
     """
     for entry in list_names(hub):
         kind, _, rest = entry.partition("--")

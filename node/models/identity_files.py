@@ -30,4 +30,5 @@ IDENTITY_FILES = (
     "4_Dense/config.json",
     "4_Dense/model.safetensors",
 )
-"""Paths of these files below the folder of a model, in their order in the fingerprint."""
+"""Paths, below the folder of a model, of the files that change its prompts or answers, without the weights. The order
+is that of the fingerprint."""

@@ -12,10 +12,10 @@ import msgspec
 import structlog
 
 FILE = "last-use.json"
-"""Name of the file."""
+"""Name of the file with the times, a JSON object of Unix seconds by name of the model."""
 STORE_INTERVAL_SECONDS = 3600.0
-"""Minimum seconds between a stored last use of a model and the next one that is stored, because the inference thread
-writes the file."""
+"""Seconds by which the last use of a model must exceed the stored one to be stored. A write blocks the inference
+thread."""
 MAX_MODELS = 1024
 """Maximum models with a stored last use; above it, the oldest entry is dropped."""
 

@@ -19,12 +19,13 @@ from node.models.weight_files import Config
 LOGIT_SCORE = "1_LogitScore/config.json"
 """File with the two tokens of a score."""
 QWEN = "qwen3-reranker"
-"""Part of the names of a known family, in lower case."""
+"""Part of the names of a family of rerankers whose files do not define the score, in lower case."""
 _QWEN_TYPE = "qwen3"
 _QWEN_TOKENS = (9693, 2152)
 """Tokens `yes` and `no` of Qwen3."""
 DECODERS = frozenset({"qwen2", "qwen3", "llama", "mistral"})
-"""Types of decoders whose logits are the product of the last state and the output layer, without a further step."""
+"""Values of `model_type` of decoders whose logits are the product of the last state and the output layer, without a
+further step."""
 
 
 def is_reranker(folder: Path, name: str, config: Config) -> bool:

@@ -34,7 +34,8 @@ class WeightHeaders:
     size: int = 0
     """Bytes of all tensors."""
     float_size: int = 2
-    """Bytes of one number of an unquantized tensor, such as 2 for bf16; 2 if there is none."""
+    """Bytes of one number of the widest unquantized type, such as 2 for bf16. The last file with such a type decides; 2
+    if no file has one."""
     cause: str = ""
     """Reason why the weights cannot be used; empty if they can."""
     fp8: int = 0

@@ -39,7 +39,7 @@ from wire.report import Sharing
 POLL_INTERVAL_SECONDS = 1.0
 """Seconds between checks of the pause, the clock and the remaining work."""
 SENSOR_INTERVAL_SECONDS = 5.0
-"""Seconds between readings of power supply and last input: each reading starts two tools of the system."""
+"""Minimum seconds between readings of power supply and last input, because on macOS each reading starts a tool."""
 
 log = structlog.get_logger("node.sharing.controller")
 
@@ -48,7 +48,8 @@ class SharingTarget(Protocol):
     """Interface through which the controller reads and changes the node (`node.agent.sharing_effects`)."""
 
     def read_occupancy(self) -> Occupancy:
-        """Return the present use of the node: open requests, leased memory, and whether the engine rests."""
+        """Return the present use of the node: open requests, leased memory, and whether the engine was asked to hold no
+        memory."""
         ...
 
     def apply_sharing_action(self, act: SharingAction, sharing: SharingState) -> None:

@@ -11,7 +11,8 @@ LINGER_SECONDS = 60.0
 class SleepPolicy:
     """Rule by which this Mac may sleep when idle.
 
-    `rule` is the value of `node.stay_awake`. `busy` returns whether the node works, `clock` monotonic seconds.
+    `rule` is the value of `node.stay_awake`. `busy` returns whether the node works, `clock` monotonic seconds. `awake`
+    prevents idle sleep while it is held.
     """
 
     def __init__(self, rule: str, busy: Callable[[], bool], clock: Callable[[], float], awake: SleepInhibitor) -> None:

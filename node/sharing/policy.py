@@ -47,7 +47,7 @@ class ShareWhen(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ShareHours:
-    """Time spans of the day with work, in seconds since midnight. A span may cross midnight."""
+    """Time spans of the day in which this Mac accepts work, in seconds since midnight. A span may cross midnight."""
 
     spans: tuple[tuple[int, int], ...]
 
@@ -124,7 +124,7 @@ class SharingPause:
 
 @dataclass(frozen=True, slots=True)
 class SharingInputs:
-    """Inputs of one decision: the last readings. None: unreadable, for `pause` no pause."""
+    """Inputs of one decision: the last readings. A reading of None is unreadable; without a pause, `pause` is None."""
 
     pause: SharingPause | None = None
     plugged: bool | None = None
@@ -147,7 +147,7 @@ class SharingState:
     why: str = ""
     """Reason against sharing, for people; empty if the Mac shares."""
     until: float | None = None
-    """Unix seconds at which the Mac shares again; None: unknown."""
+    """Unix seconds at which the Mac shares again; None: unknown, or a pause without an end."""
     by_hand: bool = False
     """Whether a person set the pause."""
 
@@ -253,7 +253,7 @@ class SharingAction(Enum):
     REST = "release the engine's memory"
     """Release the memory of the engine, once no request is open."""
     WAKE = "load the preloaded models again"
-    """End the rest of the engine, because the node shares again."""
+    """Load the preloaded models again after `REST`, because the node shares again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,11 +270,12 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True)
 class GracePeriods:
-    """Seconds for which running work may continue after the node stopped sharing: `requests`, and a job with a lease
-    (`video`)."""
+    """Seconds for which running work may continue after the node stopped sharing."""
 
     requests: float = 30.0
+    """Seconds for requests."""
     video: float = 300.0
+    """Seconds for a video job or a quantization, which holds a lease."""
 
 
 def list_due_actions(shared: bool, holds: Occupancy, waited: float, grace: GracePeriods) -> tuple[SharingAction, ...]:

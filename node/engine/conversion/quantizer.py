@@ -30,11 +30,11 @@ from wire.frames.model_files import ModelOrderCode, ModelOrderPhase
 from wire.units import GIB, MIB
 
 REPORT_SECONDS = 0.5
-"""Seconds between two reports of progress."""
+"""Minimum seconds between two reports of progress."""
 FULL_DISK_BYTES = 64 * MIB
 """Free bytes below which a failed write of MLX, whose errors have no number, counts as a full disk."""
 COPIED = ("*.json", "*.model", "*.txt", "*.jinja", "1_Pooling/config.json", "1_LogitScore/config.json")
-"""Patterns of files that are copied."""
+"""Patterns of the files that are copied unchanged, without those in `REPLACED`."""
 REPLACED = frozenset({"config.json", "model.safetensors.index.json"})
 """Files that are not copied because the quantization writes them."""
 
@@ -54,8 +54,9 @@ class QuantizationRun:
     def run(self) -> ChildEnd:
         """Write the quantized model. Return the final message of the order.
 
-        Raise `OSError` if a file cannot be written, `ValueError` or `RuntimeError` if mlx-lm refuses the model. Raise
-        `OrderStopped` if the order is cancelled.
+        Raise `OSError` if a file cannot be read or written, or if the target exists. Raise `ValueError` or
+        `RuntimeError` if mlx-lm refuses the model or MLX cannot write a file. Raise `OrderStopped` if the order is
+        cancelled.
         """
         from mlx_lm.utils import load_model, quantize_model
 
@@ -179,7 +180,7 @@ def _discard_result(order: QuantizeOrder) -> None:
 
 
 def main() -> None:
-    """Perform the order of the standard input, and end the process."""
+    """Perform the order that arrives on the standard input, and end the process."""
     os.environ.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"})
     perform_order(QuantizeOrder, run_quantization, _discard_result)
 

@@ -43,7 +43,7 @@ class EmbeddingHead:
     layout: EmbeddingLayout
     """Pooling and further steps, as the model's files define them."""
     run_layers: HiddenStates | Encoder
-    """Computes hidden states: the layers of a decoder without its output layer, or an encoder."""
+    """Function that computes hidden states, the layers of a decoder without its output layer; or an encoder."""
     dense: tuple[dict[str, mx.array], ...]
     """Weights of its Dense layers by their names in the file, in the order of the layers."""
     dimensions: int
@@ -51,7 +51,7 @@ class EmbeddingHead:
     token_bytes: int = 0
     """Bytes of a token's state in single precision while it is pooled; 0 if no pooling reads all states."""
     score: Scorer | None = None
-    """Computes the logits of scores from pooled states; None if the model computes vectors."""
+    """Function that computes the logits of scores from pooled states; None if the model computes vectors."""
 
     @property
     def runs_whole_texts(self) -> bool:

@@ -15,8 +15,10 @@ StateRecorder = Callable[[int, mx.array], None]
 
 
 def choose_pauses(layers: int, parts: int) -> frozenset[int]:
-    """Return after how many layers each of `parts` parts but the last ends. The parts have nearly the same number of
-    layers. `parts` is at most `layers`."""
+    """Return the numbers of layers after which a forward in `parts` parts pauses: at the end of each part but the last.
+
+    The parts have nearly the same number of layers. `parts` is at most `layers`.
+    """
     return frozenset(layers * part // parts for part in range(1, parts))
 
 

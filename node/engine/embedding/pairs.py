@@ -48,7 +48,8 @@ class PromptPairs:
         `truncate` to the room that is left.
 
         Without `truncate`, a prompt may have more than `most` tokens; raise `TooLong` if it has clearly more. Raise
-        `TooLong` as well for a query without room for any document.
+        `TooLong` as well for a query without room for any document. Raise `TokenizerPanic` if the native tokenizer
+        panics.
         """
         truncate, room = self._request.truncate, self._most - len(self._tail)
         if self._head_tokens >= room:

@@ -14,7 +14,7 @@ from wire.capacity.fairness import WeightedKey
 from wire.frames import NUMBER_BYTES, Finished, Timings
 
 BEGINNING = -1
-"""Place of the shared beginning of a request's texts, which has no vector."""
+"""Value of `PartialText.place` for the shared beginning of a request's texts, which has no vector."""
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +61,7 @@ class EmbeddingRequest:
     begun: float = 0.0
     """Start of the first forward; 0.0 before."""
     retry_at: float = 0.0
-    """Time of the next attempt after a refusal by the gate; 0.0 or a past time without a wait."""
+    """Time of the next attempt after a refusal by the gate. 0.0 or a past time: the request does not wait."""
     alone: bool = False
     """Whether the texts share no forward with those of other requests, because such a forward failed."""
     partial: PartialText | None = None

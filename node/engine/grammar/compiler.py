@@ -71,9 +71,10 @@ class GrammarCompiler:
     ) -> "CompiledGrammar":
         """Return the compiled grammar of a request. `spec` is its answer format, `tools` its JSON array of tools.
 
-        `prompt` shows whether the answer begins within reasoning. `one_call`: at most one call. Raise
-        `UnsupportedSchema`, with a sentence for the client, if the grammar is invalid, too large, or not supported by
-        the model. Raise `OSError` if the sandbox process cannot be started.
+        `prompt` shows whether the answer begins within reasoning. `one_call`: at most one call. The first call for a
+        tokenizer builds its tables, which takes about 1 s. Raise `UnsupportedSchema`, with a sentence for the client,
+        if the grammar is invalid, too large, or not supported by the model. Raise `OSError` if the sandbox process
+        cannot be started.
         """
         if max(len(spec.value), len(spec.whitespace), len(tools) if spec.calls else 0) > MAX_SCHEMA_CHARS:
             raise UnsupportedSchema(f"{PREFIX}it has more than {MAX_SCHEMA_CHARS} characters")
@@ -185,7 +186,7 @@ class CompiledGrammar:
     matcher: LLMatcher
     """Matcher, copied for each answer."""
     guide: GrammarGuide
-    """Tokenizer data."""
+    """Data of the model's tokenizer."""
     outline: MarkerLayout
     """Markers of reasoning and calls, and where they may occur."""
     tools: str = ""

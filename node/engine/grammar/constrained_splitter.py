@@ -55,8 +55,8 @@ class MarkerLayout:
     calls: CallPlaces = CallPlaces.NONE
     """Places in the answer where calls may occur."""
     messages: MarkerSet | None = None
-    """Markers of an answer that is a sequence of messages in Harmony; None for another answer. The other fields then
-    have their defaults."""
+    """Markers of an answer that is a sequence of messages in Harmony; None for any other answer. With `messages`, all
+    other fields have their defaults."""
     quoted: bool = True
     """Whether calls contain JSON's quotes, in which no marker ends a call. The grammars of other formats exclude the
     marker from the values."""

@@ -30,10 +30,10 @@ other work."""
 
 
 def check_grammars(source: BinaryIO, sink: BinaryIO, seconds: float) -> None:
-    """Check one grammar after the other until the input ends. The process dies if one takes more than `seconds` of CPU
-    time.
+    """Read grammars from `source` until its end, and write the fault of each to `sink`, empty if there is none.
 
-    Single bytes replace a model's tokens: slow grammars are slow with any vocabulary.
+    A grammar or fault is preceded by its length in 4 bytes. SIGPROF ends the process if a grammar takes more than
+    `seconds` of CPU time. Single bytes replace a model's tokens: slow grammars are slow with any vocabulary.
     """
     tokenizer = LLTokenizer("byte")
     while head := source.read(4):

@@ -12,7 +12,7 @@ Json = dict[str, object]
 FORMATS: Final = frozenset(
     {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"}
 )
-"""Formats of texts that llguidance enforces. JSON Schema allows to ignore any other: `format` is an annotation."""
+"""Formats of texts that llguidance enforces. Other formats are left out: in JSON Schema `format` is an annotation."""
 UUID_FORMATS: Final = frozenset(f"uuid{version}" for version in range(1, 9))
 """Pydantic's formats of UUIDs of one version."""
 PATTERNS: Final = {
@@ -43,7 +43,7 @@ _ASSERTION: Final = re.compile(r"\(\?<?[=!]|\\[bBk1-9]")
 
 
 def rewrite_schema(schema: Json, *, strict: bool) -> Json:
-    """Return a schema without keywords that constrain nothing, and with equal patterns for those of libraries.
+    """Return a schema without keywords that constrain nothing, and with equivalent patterns in place of `PATTERNS`.
 
     A tuple in the form of draft 7 gets that of draft 2020-12. The only schema of an `allOf` takes its place. If
     `strict` is false, patterns and keywords that llguidance cannot enforce are left out. `schema` has at most

@@ -69,7 +69,7 @@ ANYTHING: Final[Json] = {"$ref": f"#/$defs/{ANY}"}
 REFERENCE: Final = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 SHARED: Final = frozenset({"$defs", "definitions"})
 MAX_DEFINITION_CHARS: Final = 1 << 19
-"""Maximum of the characters of a tool's shared definitions, times the arguments that need them."""
+"""Maximum product of the characters of a tool's shared definitions and the number of arguments that need them."""
 MAX_ARGUMENTS: Final = 1000
 """Maximum number of arguments of a tool."""
 MAX_REFERENCE_STEPS: Final = 8

@@ -129,7 +129,7 @@ class GemmaArgumentRules:
 
     @property
     def guard(self) -> MarkExclusion:
-        """Exclusion from text of the marks at which the parser would end a value or the call."""
+        """Exclusion of the marks at which the parser would end a value or the call, for text of the arguments."""
         return MarkExclusion((self.quote, self.builder.call_format.markers[1], "\0", *(() if self.nested else ("}",))))
 
     def render_member(self, name: str, schema: Json) -> str:

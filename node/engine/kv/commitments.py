@@ -25,7 +25,7 @@ class Commitment:
     """KV tokens that are committed to one row, and the part of them that the row's cache holds."""
 
     committed_tokens: int
-    """Committed tokens."""
+    """Tokens for which memory is committed, stored ones included."""
     stored_tokens: int = 0
     """Tokens that the cache of the row, or its row of the decode batch, holds now."""
     is_joined: bool = False
@@ -121,11 +121,12 @@ class CommitmentLedger:
         return tuple(batch.to_batch_group() for batch in self._batches)
 
     def compute_stored_bytes(self) -> int:
-        """Return the stored bytes of all rows, padding included."""
+        """Return the bytes that the caches of all rows take, with padding and with the unused room of growing
+        caches."""
         return sum(batch.compute_stored_bytes(self.kv) for batch in self._batches)
 
     def compute_reserved_bytes(self) -> int:
-        """Return the committed bytes of all rows that are not yet stored, padding included."""
+        """Return the bytes that are committed for all rows and not stored yet, padding included."""
         return sum(
             batch.compute_committed_bytes(self.kv) - batch.compute_stored_bytes(self.kv) for batch in self._batches
         )

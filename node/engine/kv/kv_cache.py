@@ -95,7 +95,8 @@ def measure_extent(layers: Iterable[LayerCache]) -> CacheExtent:
 
 
 def grow_caches(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> None:
-    """Double the caches that have no room for the next `tokens`, at their next write, up to room for `max_tokens`.
+    """Prepare plain caches (`KVCache`) without room for the next `tokens` to double at their next write, up to room for
+    `max_tokens`.
 
     With fixed steps, mlx-lm would copy all held tokens at every step of a prompt.
     """
@@ -286,7 +287,10 @@ def copy_prefix(layers: Iterable[LayerCache], length: int) -> Layers:
 
 
 def merge_copies(cache: Layers, count: int) -> list[LayerCache]:
-    """Turn one row's cache into a batch of `count` equal rows, layer by layer, and free each layer after its copy."""
+    """Return the cache of a batch of `count` equal rows, copied from one row's cache layer by layer.
+
+    Remove each layer from `cache` before its copy, so that its arrays can be freed. `cache` is empty at the end.
+    """
     merged: list[LayerCache] = []
     while cache:
         layer = cache.pop(0)
@@ -297,8 +301,11 @@ def merge_copies(cache: Layers, count: int) -> list[LayerCache]:
 
 
 def align_rows(cache: Layers, lengths: Sequence[int]) -> list[LayerCache]:
-    """Turn right-padded plain caches of rows into left-padded ones of a batch, layer by layer. Each layer is freed
-    after its copy. Rows of equal length are not copied."""
+    """Return the left-padded caches of a batch, made layer by layer from the right-padded plain caches of its rows.
+
+    `lengths` are the tokens of each row without padding. Each layer is removed from `cache`, which is empty at the end.
+    Rows of equal length are not copied.
+    """
     longest = max(lengths)
     padding = [longest - length for length in lengths]
     aligned: list[LayerCache] = []

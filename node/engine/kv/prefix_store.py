@@ -147,7 +147,7 @@ class PrefixHit(Generic[V]):
     length: int = 0
     """Tokens of the prompt that the entry provides; 0 without an entry."""
     shared: int = 0
-    """Longest prefix of the prompt with which any stored sequence starts, usable or not, in tokens."""
+    """Length in tokens of the longest prefix of the prompt with which any stored sequence starts, usable or not."""
 
 
 class PrefixStore(Protocol[V]):
@@ -165,7 +165,7 @@ class PrefixStore(Protocol[V]):
         ...
 
     def evict(self, size: int) -> int:
-        """Evict entries until `size` bytes are free or none is left. Return the evicted bytes."""
+        """Evict entries until at least `size` bytes are evicted or no entry is left. Return the evicted bytes."""
         ...
 
 
@@ -282,8 +282,8 @@ class PrefixCache(Generic[V]):
         return value
 
     def evict(self, size: int) -> int:
-        """Evict the least recently used entries until `size` bytes are free or none is left; return the evicted
-        bytes."""
+        """Evict the least recently used entries until at least `size` bytes are evicted or no entry is left. Return the
+        evicted bytes."""
         before = self._nbytes
         while self._order and before - self._nbytes < size:
             self.evict_entry(next(iter(self._order)))

@@ -1,7 +1,7 @@
 """Keys and values beyond sliding windows, so that a cached prompt can be cut where another prompt differs.
 
-A layer with a sliding window keeps only its last `max_size` tokens. A prompt that shares the first half of a stored
-prompt could reuse none of these tokens. The tokens of every chunk of a prefill are therefore copied out of the windows.
+A layer with a sliding window keeps only its last `max_size` tokens. A prompt that shares only the first half of a
+stored prompt could not reuse its cache. The tokens of every prefill chunk are therefore copied out of the windows.
 Right after a chunk, a window holds at least the tokens of that chunk.
 
     chunk ─► record ─► … ─► store (`StoredWindow` in place of each window) ─► restore at any length in `cuts`

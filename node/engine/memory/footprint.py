@@ -21,6 +21,7 @@ from wire.report import Memory
 from wire.units import MIB, show_size
 
 FREE_BUFFER_SHARE = 0.01
+"""Upper bound of MLX's free buffers as a share of the cap; at most `MAX_FREE_BUFFER_BYTES`."""
 MAX_FREE_BUFFER_BYTES = 256 * MIB
 """Upper bound of MLX's free buffers, in bytes; `FREE_BUFFER_SHARE` of the cap applies if it is less. The next
 forward reuses the buffers. On Linux, page faults in new memory took much of the time to add a row to a decode batch.
@@ -62,8 +63,8 @@ class EngineMemory:
         counts in the recent peak.
 
         `reserved` is the committed memory that is not yet in use, in bytes, `now` the monotonic time. With `settled`,
-        the footprint is the one expected once nothing trails any more. It decides whether to free more memory, and
-        never whether work fits.
+        the footprint is the one expected once nothing trails any more. Such a reading decides whether to free more
+        memory, and never whether work fits.
         """
         reading, known = self._read_footprint(), self._known_bytes()
         active, cache = mx.get_active_memory(), mx.get_cache_memory()

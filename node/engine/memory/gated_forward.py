@@ -34,7 +34,8 @@ pause of 1.2 s made the next step five times slower), llama.cpp#17766 on macOS 2
 SETTLE_SECONDS = 0.5
 """Maximum seconds to wait for freed memory to leave the footprint. No token is generated meanwhile."""
 MIN_LOAD_BYTES_PER_SECOND = 200 * MIB
-"""Lowest load speed to expect, in bytes per second (an external disk). It is assumed until a load was measured."""
+"""Lowest load speed to expect, in bytes per second: that of an external disk. Until a load was measured, loads are
+expected to have this speed."""
 
 _FORWARDS = frozenset({NativeCallKind.PREFILL, NativeCallKind.JOIN, NativeCallKind.EMBED})
 """Calls that are counted as forwards."""

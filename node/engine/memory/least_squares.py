@@ -23,7 +23,7 @@ Floats = NDArray[np.float64]
 
 
 class FitPoint(NamedTuple):
-    """Sample of a fit: `features · terms` should be `value`."""
+    """Sample of a fit. The fit makes `features · terms` close to `value`."""
 
     features: tuple[float, ...]
     """Factors of the terms."""

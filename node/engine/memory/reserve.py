@@ -17,11 +17,14 @@ from wire.report import Memory
 from wire.units import MIB, parse_size, show_size
 
 AUTO, OFF = "auto", "off"
+"""Words of the setting `memory.reserve`."""
 MAX_RESERVE_BYTES = 256 * MIB
+"""Maximum bytes of the reserve with `auto`."""
 RESERVE_CAP_SHARE = 0.01
 """Size of the reserve with `auto`, as a share of the cap; at most `MAX_RESERVE_BYTES`."""
 HEADROOM_BEFORE_REFILL_SECONDS = 10.0
-"""Seconds of room for twice the reserve before it is taken again, and between two checks without room."""
+"""Seconds for which there must be room for twice the reserve before the reserve is taken again. Also the seconds
+between two checks without room."""
 CHECK_INTERVAL_SECONDS = 1.0
 """Seconds between two checks while there is room."""
 

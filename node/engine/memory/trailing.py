@@ -1,4 +1,4 @@
-"""Bytes that MLX has released and the footprint still contains, because macOS takes them out of it later.
+"""Trailing bytes: bytes that MLX has released and that the footprint still contains, because macOS removes them later.
 
 After Metal buffers are released, `phys_footprint` stays as it was, and falls within 0.25 s to some seconds
 (https://github.com/jundot/omlx/issues/1833, https://github.com/ml-explore/mlx/issues/3896). MLX's own counters fall at
@@ -10,9 +10,10 @@ from typing import NamedTuple
 TRAILING_SECONDS = 4.0
 """Maximum seconds after a release for which the footprint is expected to fall."""
 PERIOD_SECONDS = 0.5
-"""Seconds of each period of which only the reading with most MLX memory is kept."""
+"""Length of a period in seconds. Of each period, only the reading with the most MLX memory is kept."""
 RETURNED_SHARE = 7 / 8
-"""Share of the released bytes from which they count as returned, because other memory of the process changes."""
+"""Released bytes count as returned once this share of them has left the footprint, because other memory of the process
+changes meanwhile."""
 
 
 class _Reading(NamedTuple):

@@ -31,16 +31,16 @@ from wire.capacity.arithmetic import estimate_prefill_transient, estimate_step_t
 from wire.report import TransientModel
 
 MAX_SAMPLES = 32
-"""Maximum number of samples of one kind of forward, one for each kind of shape."""
+"""Maximum number of samples of prefills, and of decode steps: one for each rounded shape."""
 REPEAT_FACTOR = 1.08
 """Factor by which the bytes of two runs of the same forward may differ, because the order of frees varies (measured:
 6 %)."""
 NOISE_SHARE = 0.006
-"""Share of the largest sample by which any estimate may be too small: small chunks vary by more than their own size."""
+"""Share of the largest sample that is added to every estimate, because small chunks vary by more than their size."""
 LARGE_SAMPLE_SHARE = 0.2
 """Share of the largest sample from which a sample counts as large."""
 REFIT_FACTOR = 1.2
-"""Factor of an estimate above a sample that justifies a new fit."""
+"""Factor by which the estimate must exceed the first sample of a kind for a new fit."""
 MIN_LOGITS_CHUNK_TOKENS = 64
 """Tokens from which a last chunk shows the cost of logits. In smaller chunks other costs dominate."""
 MIN_FIT_SAMPLES = 4
@@ -48,7 +48,7 @@ MIN_FIT_SAMPLES = 4
 PRIOR_WEIGHT = 0.3
 """Weight of the attention formula in a fit; a sample weighs 1. The formula helps where samples cover too little."""
 MAX_TERMS = 4
-"""Maximum number of samples whose bytes per token a fit of prefills tries as `TransientModel.least`, lowest first."""
+"""Maximum number of values that a fit of prefills tries as `TransientModel.least`: the lowest bytes per token."""
 MIN_FORWARDS_COVERED = 3
 """Number of forwards larger than a profile covers after which the profile covers the smallest of them."""
 
@@ -134,7 +134,7 @@ class TransientEstimator:
         self.transient = prior
         """Coefficients in force."""
         self.highest = 0
-        """Highest transient bytes of a prefill or decode step, also before an earlier fit (`set_coefficients`)."""
+        """Highest measured transient bytes of a prefill or decode step, also in earlier runs (`set_coefficients`)."""
         self.residual = 0
         """Largest number of bytes by which a covered forward has exceeded its estimate under the profile in force; 0 if
         none has."""

@@ -65,7 +65,7 @@ class LoadTimes:
 
     @property
     def measured(self) -> MeasuredLoad:
-        """Mean durations and speeds of all loads up to now, those of earlier processes included."""
+        """Measured parts of all loads up to now, those of earlier processes included."""
         return self._measured
 
     def estimate_seconds(self, fingerprint: str, weights: int, probe: float) -> float:

@@ -96,7 +96,7 @@ class LoadedModel:
 
     @property
     def tail(self) -> int:
-        """Maximum tokens of a forward that computes logits."""
+        """Maximum tokens of the last chunk of a prompt, whose forward computes logits of all its tokens."""
         return compute_last_chunk_tokens(self.estimator.transient)
 
 
@@ -120,8 +120,9 @@ def load(
     the model.
 
     Before the model's first forward, `on_weighed` is called with the bytes of its weights. Exceptions of a faulty
-    checkpoint propagate, such as `EmbeddingHeadError` or `ValueError`. Raise `UnbatchableModelError` if its rows cannot
-    decode together. Closing the generator releases the loaded pieces.
+    checkpoint propagate, such as `EmbeddingHeadError` or `ValueError`, and `OSError` or `RuntimeError` of a failed
+    read. Raise `UnbatchableModelError` if its rows cannot decode together. Closing the generator releases the loaded
+    pieces.
     """
     folder = Path(descriptor.folder)
     layout = descriptor.layout

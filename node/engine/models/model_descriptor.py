@@ -42,7 +42,7 @@ class ModelDescriptor:
     layout: EmbeddingLayout | None = None
     """Steps by which the model computes vectors or scores; None for a chat model."""
     reasoning: bool = False
-    """Whether the chat template has reasoning."""
+    """Whether the chat template can begin a thought (`template_files.has_reasoning`)."""
 
     @property
     def version(self) -> ModelVersion:

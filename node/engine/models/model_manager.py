@@ -51,8 +51,8 @@ from wire.state_machine import IllegalEventError
 from wire.units import MIB, show_size
 
 MIN_LOAD_TRANSIENT_BYTES, MAX_LOAD_TRANSIENT_BYTES = 16 * MIB, 64 * MIB
-"""Bounds of a load's transient bytes in addition to its weights: buffers of the file (half of a small model), the
-warm-up."""
+"""Bounds of a load's transient bytes in addition to its weights, for buffers of the files and the warm-up. Between the
+bounds, half of the weights is assumed."""
 RUNNING_SITES = (GateSite.PREFILL, GateSite.JOIN, GateSite.GROW)
 """Work of running requests, for which a load in progress is aborted."""
 
@@ -180,8 +180,9 @@ class ModelManager:
     # loads
 
     def tick(self, now: float) -> None:
-        """Start the next queued load, or check the gate and load the next piece of the load in progress. `take_ended`
-        returns the outcome of a load that ended. Call this only while `busy`. `now` is the monotonic time."""
+        """Start the next queued load, or check the gate and load the next piece of the load in progress. To make room,
+        evict cached prefixes and unload idle models. `take_ended` returns the outcome of a load that ended. Call this
+        only while `busy`. `now` is the monotonic time."""
         load, pieces = self._table.load, self._pieces
         if load is None or pieces is None:
             self._begin_load(self._queue.popleft(), now)

@@ -65,7 +65,7 @@ class ModelTable:
     # measurements
 
     def compute_residual(self, floor: int) -> int | None:
-        """Return the worst residual of all loaded models in bytes, from their profiles or seen since.
+        """Return the worst residual of all loaded models in bytes (`compute_worst_residual`).
 
         `floor` is the smallest prefill chunk of this engine in tokens. Return None if no model is loaded, or if a model
         was not measured up to that chunk.
@@ -74,8 +74,8 @@ class ModelTable:
 
 
 def compute_worst_residual(loaded_models: Iterable[LoadedModel], floor: int) -> int | None:
-    """Return the worst residual of these models in bytes: the largest number of bytes by which a measured forward
-    exceeded its estimate.
+    """Return the worst residual of these models in bytes, in their profiles or since then. A residual is the largest
+    number of bytes by which a forward exceeded its estimate.
 
     `floor` is the smallest prefill chunk in tokens. Return None without models, or if a model has no profile that
     covers a chunk of `floor` tokens.

@@ -43,7 +43,7 @@ class ModelUnloader:
 
     `memory()` reads the memory now, without bytes that are freed and still in the footprint. `on_released()` is called
     after memory was freed, because the recent peak must then be reset. `pinned` are the preloaded models. `spares` is
-    spare memory in the order of its release. `max_idle_seconds`: 0 never unloads an unused model.
+    spare memory in the order of its release. An unused model is unloaded after `max_idle_seconds`; 0: never.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class ModelUnloader:
         self.leak_check = LeakCheck()
         """Detection of memory that unloads did not return."""
         self.evictions = 0
-        """Idle models that were unloaded to make room."""
+        """Number of idle models that were unloaded to make room."""
         self.departures = 0
-        """Models that were unloaded because they were unused."""
+        """Number of models that were unloaded because they were unused for `max_idle_seconds`."""
 
     # models
 

@@ -20,8 +20,8 @@ class ModelWiring:
         self.limit.apply(self._loading_bytes + self._table.sum_weights())
 
     def wire_loading_model(self, weights: int) -> None:
-        """Add `weights` bytes of the load in progress to the wired limit. All its weights are in memory, and its first
-        forward has not run."""
+        """Add `weights` bytes of the load in progress to the wired limit. Call this once all of its weights are in
+        memory, before its first forward."""
         self._loading_bytes = weights
         self.rewire()
 

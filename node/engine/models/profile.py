@@ -70,7 +70,7 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     """Duration of the measurement, in seconds."""
     share: float = 1.0
     """Tokens of the row that passed the check against a memory reading, as a share of the longest row, which was tried
-    first, 0 to 1. With `failed`, the share of the last attempt, which did not pass."""
+    first, 0 to 1. With `failed`, the share of the last attempt, which did not pass. Without a check: 1."""
     failed: str = ""
     """Diagnosis if no attempt with the longest row passed a reading, else empty. It is stored so that later loads
     repeat it without another measurement."""

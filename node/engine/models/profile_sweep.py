@@ -29,7 +29,7 @@ from wire.refusals import FailureCode, RefusalCode, Refused
 from wire.report import Model
 
 EXPECTED_STEP_SECONDS = 10.0
-"""Seconds that a step may take besides its forwards: compiling kernels."""
+"""Expected seconds of a step in addition to its forwards: to compile kernels."""
 GIVEN_UP = "measuring {} was stopped, because requests need the memory: repeat it when the node is idle"
 """Message of the refusal of an order whose sweep was stopped, with the name of the model."""
 

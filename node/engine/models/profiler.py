@@ -28,7 +28,7 @@ from wire.report import Hardware
 from wire.units import show_size
 
 PROBE_SECONDS = 10.0
-"""Maximum duration of the probe at a load, in seconds; also its expected duration before one was timed."""
+"""Maximum duration of the probe at a load, in seconds; also the expected duration until a probe was timed."""
 PROBE_ROW_TOKENS = 3072
 """Maximum tokens of the long row of the probe at a load, and of the sample text, which longer rows repeat."""
 SWEEP_SECONDS = 600.0
@@ -99,8 +99,8 @@ class Profiler:
     def probe(self, loaded_model: LoadedModel, *, alone: bool) -> Iterator[None]:
         """Set the memory profile of a model: the stored one, or a new one if none is stored for its KV parameters.
 
-        Measure again if the gate cut the stored one short and has room for more now. Each step of the iterator runs one
-        forward of the measurement.
+        Measure again if the gate ended the stored measurement early and has room for more now. Each step of the
+        iterator runs one forward of the measurement.
 
         With `alone`, no other model is loaded, and the longest row of a new profile is checked against a memory
         reading. A failure is logged and does not end the load. An encoder has no rows and gets no profile.

@@ -27,11 +27,11 @@ from node.engine.process.interface import NativeCallKind
 SIZE = mmap.PAGESIZE
 """Bytes of the page."""
 MAX_MODEL_BYTES = 800
-"""Maximum bytes of a model's name: 200 characters (`wire.identity.is_valid_model`)."""
+"""Maximum bytes of a model's name: 200 characters of up to 4 bytes (`wire.identity.is_valid_model`)."""
 SLOT_BYTES = 1024
 """Bytes of a slot; the first slot is that of the inference thread."""
 SLOTS = 4
-"""Number of slots."""
+"""Number of slots: one for the inference thread, and one for each of the first threads that tokenize prompts."""
 _LAYOUT = struct.Struct("<BQdH")
 
 

@@ -1,8 +1,8 @@
 """Failed command buffers of the GPU: they end the engine process, because MLX reports them late and only once.
 
-MLX keeps the error of a command buffer. It raises it in a later call, when it encodes or awaits further work on the
-same stream. It then forgets the error (mlx#3523, mlx#4174). The call that raises is often another one than the call
-that failed. Its handler would end one request, and other rows would continue from arrays that the GPU never wrote.
+MLX keeps the error of a command buffer. A later call, which encodes or awaits further work on the same stream, raises
+the error. MLX then forgets the error (mlx#3523, mlx#4174). The call that raises is often not the call that failed. Its
+handler would end one request, and other rows would continue from arrays that the GPU never wrote.
 After several errors macOS ignores all further work of the process
 (`kIOGPUCommandBufferCallbackErrorSubmissionsIgnored`). Before MLX 0.32 such an error aborted the process. See
 docs/decisions/0066.

@@ -7,10 +7,11 @@ from importlib.util import find_spec
 
 
 def read_device() -> dict[str, object]:
-    """Return the versions of MLX (`version`) and mlx-lm (`models`) and the `device`, for JSON.
+    """Return the versions of MLX and mlx-lm, and the facts about the device, as a JSON object.
 
-    `metal` is whether MLX has a Metal device. `most` is Metal's recommended working set in bytes; 0 without Metal.
-    `models` is empty without mlx-lm. If MLX is missing or cannot be imported, return `installed` and `error` only.
+    `version` is that of MLX, `models` that of mlx-lm; `models` is empty without mlx-lm. `device` is the name of the
+    Metal device, `cpu` without Metal. `metal` is whether MLX has a Metal device. `most` is Metal's recommended working
+    set in bytes; 0 without Metal. If MLX is missing or cannot be imported, return `installed` and `error` only.
     """
     if find_spec("mlx") is None:
         return {"installed": False, "error": "MLX is not installed"}

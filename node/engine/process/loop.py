@@ -1,7 +1,7 @@
 """Inference thread of an engine: frames arrive through `put` and leave through `send`.
 
-Only this thread uses the engine. Two more threads tokenize prompts that the I/O thread does not, after the engine has
-found room for them. One of the two handles only long texts.
+Only this thread calls `handle` and `step` of the engine. Two more threads tokenize the prompts that the I/O thread has
+not tokenized, after the engine has found room for them. One of the two handles only long texts.
 
 One iteration: drain the inbox, one `Engine.step` if work is due, publish a report if the state changed. When no work is
 due the thread waits on a condition without wake-ups. The engine publishes the start and the expected duration of every
@@ -23,14 +23,15 @@ from node.engine.requests.tokenize_queue import TokenizeQueue
 from wire.frames import Admitted, Cancel, EngineReport, Failed, Finished, Frame, LoadModel, Refusal, UnloadModel
 
 MIN_REPORT_INTERVAL_SECONDS = 0.1
-"""Minimum interval in seconds between two published reports, the later of which follows frames from the agent."""
+"""Minimum seconds since the last report before a report that frames from the agent cause. The end of a load or unload
+is reported at once."""
 STEP_REPORT_INTERVAL_SECONDS = 0.25
-"""Interval of reports in seconds while the engine only makes steps: each one costs CPU in the agent."""
+"""Seconds between reports while the engine only makes steps, because each report costs CPU in the agent."""
 MAX_HELD_SECONDS = 0.02
 """Maximum seconds for which an `Admitted` frame waits for other frames, so that one write sends them all."""
 
 TOKENIZE_EXPECTED_SECONDS = 60.0
-"""Expected duration of tokenizing a prompt, in seconds: 8 MB take 9 s on a quiet machine."""
+"""Expected duration of tokenizing a prompt, in seconds: 8 MB take 9 s on an idle machine."""
 TOKENIZE_TIMEOUT_SECONDS = 5 * TOKENIZE_EXPECTED_SECONDS
 """Seconds after which the tokenization of a prompt counts as hung. The factor on the expected seconds is the default of
 `node.engine_process.timeouts.SupervisorTimeouts.turn_factor`."""
@@ -86,8 +87,9 @@ class EngineLoop:
     def measure_busy_seconds(self, now: float) -> tuple[float, float]:
         """Return the duration so far and the expected duration of the running native call, in seconds.
 
-        Between native calls, return the duration of the iteration so far and 0; while idle, zeros. If a prompt has been
-        tokenized for more than `TOKENIZE_TIMEOUT_SECONDS`, return its durations instead. `now` is the monotonic time.
+        Between native calls, return the duration of the iteration so far and 0; while idle, zeros. If the tokenization
+        of a prompt takes more than `TOKENIZE_TIMEOUT_SECONDS`, return its duration and `TOKENIZE_EXPECTED_SECONDS`
+        instead. `now` is the monotonic time in seconds. Any thread may call this.
         """
         read = self._oldest_tokenization()
         if read is not None and now - read.since > TOKENIZE_TIMEOUT_SECONDS:

@@ -50,10 +50,11 @@ EXIT_TIMEOUT_SECONDS = 5.0
 """Maximum seconds until a native call in flight has returned and the memory is released. A server with 373 GB of wired
 weights took up to 4.1 s to release them (oMLX#2184)."""
 EXIT_SETTINGS = 78
+"""Exit code for settings that cannot be used, such as an unknown engine kind (EX_CONFIG of sysexits.h)."""
 EXIT_FAILED = 70
+"""Exit code after a failure of a thread or of the socket (EX_SOFTWARE)."""
 EXIT_DEVICE = 71
-"""Exit codes, from sysexits.h. EX_CONFIG: settings that cannot be used, such as an unknown engine kind. EX_SOFTWARE: a
-thread or the socket failed. EX_OSERR: a command buffer of the GPU failed."""
+"""Exit code after a failed command buffer of the GPU (EX_OSERR)."""
 
 log = structlog.get_logger("engine")
 
@@ -93,15 +94,15 @@ class FrameWriter:
             self._on_stuck()
 
     def _write_now(self, encoded: bytes) -> bytes:
-        """Write bytes without waiting. Return those for which the socket has no room, or all if it has failed: `run`
-        then fails as well."""
+        """Write bytes without waiting. Return those for which the socket has no room, or all if the socket has failed:
+        `run` then returns."""
         try:
             return encoded[self._connection.send(encoded, socket.MSG_DONTWAIT) :]
         except OSError:
             return encoded
 
     def run(self) -> None:
-        """Send queued bytes until the socket fails, on the calling thread."""
+        """Send queued bytes on the calling thread. Return when the socket has failed."""
         while True:
             with self._wake:
                 while not self._unsent:

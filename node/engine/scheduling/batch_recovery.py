@@ -63,7 +63,8 @@ class BatchRecovery:
         self, loaded_model: LoadedModel, sequence: Sequence, rows: list[Row], ids: list[int], *, first: bool = False
     ) -> None:
         """Find the cached prefix of the token ids `ids`, and queue their prefill for `rows`. The place is the end of
-        the queue, or with `first` its start."""
+        the queue, or with `first` its start. Count the tokens if the request has joined a batch before
+        (`GatedForwards.count_returned`)."""
         prefill = Prefill(loaded_model, sequence, rows, ids, is_return=bool(sequence.joined))
         if prefill.is_return:
             self._forwards.count_returned(len(ids))
@@ -72,8 +73,8 @@ class BatchRecovery:
 
     @contextmanager
     def fail_on_illegal_event(self, sequence: Sequence) -> Generator[None]:
-        """End a request as failed with ENGINE_ERROR if an event in the context is illegal for one of its rows. Such an
-        event is an error of this program."""
+        """End a request as failed with `FailureCode.ENGINE_ERROR` if an event in the context is illegal for one of its
+        rows. Such an event is an error of this program."""
         try:
             yield
         except IllegalEventError as error:
@@ -144,8 +145,8 @@ class BatchRecovery:
         self.queue_prefill(loaded_model, row.sequence, [row], row.list_token_ids(), first=True)
 
     def drop_rows(self, loaded_model: LoadedModel, rows: list[Row]) -> None:
-        """Remove rows from their batches and from the ledger. If the removal raises, the other rows of that batch are
-        rebuilt. This can fail a request whose other rows break a further batch, which may have rows of `rows`."""
+        """Remove rows from their batches and from the ledger. If a removal raises, the other rows of that batch are
+        rebuilt, which can fail their requests and break further batches (`rebuild_batch`)."""
         self._batches.invalidate_step()
         leaving = {id(row) for row in rows}
         self._leaving |= leaving

@@ -120,7 +120,7 @@ class PendingRows(Generic[K]):
     batch: GenerationBatch
     """Batch of these rows alone."""
     rows: dict[int, JoiningRow[K]]
-    """Rows by uid in that batch."""
+    """Rows by their uid in that batch, as `GenerationBatch` numbers them."""
 
 
 class DecodeBatch(Generic[K]):
@@ -169,7 +169,7 @@ class DecodeBatch(Generic[K]):
     def prepare_rows(
         self, joining: Sequence[JoiningRow[K]], ids: Sequence[Sequence[int]], cache: Layers
     ) -> PendingRows[K]:
-        """Prepare rows that were prefilled in one forward, each with a past of its own. Return them for `add_prepared`.
+        """Prepare rows that were prefilled in one forward, each with its own tokens. Return them for `add_prepared`.
 
         A row's cache holds all of its `ids` but the last. The last id is the input of the next step, which returns the
         row's first token. `cache` is consumed. The batch is unchanged: an exception affects these rows alone.
@@ -260,7 +260,7 @@ class DecodeBatch(Generic[K]):
         )
 
     def take_last_tokens(self) -> list[NextToken[K]]:
-        """Return the tokens of the launched step without a further step in flight. Use this if all rows end with these
+        """Return the tokens of the launched step, and launch no further step. Use this if all rows end with these
         tokens.
 
         If a row joined since the last step, its token in flight is known to the caller or still part of the prompt.

@@ -126,7 +126,7 @@ class Preemptor:
     # sharing between keys
 
     def share_rows(self, first: Prefill, free_rows: int) -> None:
-        """Preempt requests of keys that hold more rows, for `first`, the next prompt, if fewer than its rows are free.
+        """Preempt requests of keys that hold more rows, if the next prompt `first` needs more rows than are free.
 
         `free_rows` is the number of free rows. No request is preempted if fair shares do not allow enough preemptions.
         The tokens of a preempted first choice that decodes are stored in the prefix cache for its return.

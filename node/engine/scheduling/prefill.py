@@ -25,7 +25,7 @@ class PrefixState:
     """Data of a prefill for the prefix cache: keys of the lookup and its result."""
 
     key: bytes
-    """Packed ids of the prefill."""
+    """Token ids of the prefill, packed (`radix_trie.pack`)."""
     prompt_hash: bytes
     """Hash of the prompt (`prefix_store.hash_prompt`)."""
     eos: frozenset[int]
@@ -86,11 +86,11 @@ class PrefixState:
         self.removed_tokens = tokens
 
     def set_plan(self, plan: ReadPlan | None) -> None:
-        """Set the files from which the prompt starts; None if there are none."""
+        """Set the files of the disk cache from which the prefill will start; None if there are none."""
         self.plan = plan
 
     def set_restoring(self, restoring: DiskRestore | None) -> None:
-        """Set the restoration in progress, or end it with None."""
+        """Set the restoration in progress, or None. Close the earlier restoration, if there is one."""
         if self.restoring is not None:
             self.restoring.close()
         self.restoring = restoring

@@ -45,7 +45,7 @@ class PrefillQueue:
         return [prefill for prefill in found if prefill.retry_at <= now]
 
     def count_free_rows(self) -> int:
-        """Return how many more rows may start in addition to decoding and prefilling ones."""
+        """Return how many rows may start in addition to those that decode or whose prefill has started."""
         return self._batch - self._batches.count_rows() - count_started_rows(self._requests.prefills)
 
     def count_unclaimed_rows(self) -> int:
@@ -72,9 +72,11 @@ class PrefillQueue:
         return compute_packing_time([prefill.arrived for prefill in choices], self._requests.crowded_at)
 
     def schedule_next(self, now: float) -> list[Prefill]:
-        """Return the prompts to prefill at `now` (monotonic time), in one forward if there are several.
+        """Choose the prompts to prefill at `now` (monotonic seconds), in one forward if there are several. Return an
+        empty list if none may continue, or if all wait for packing.
 
-        Return an empty list if none may continue, or if all wait for packing.
+        Choices alternate between the shortest prompt and the next by age and fairness (`next_prefill`). Call this only
+        to prefill the result.
         """
         choices = self.list_choices(now)
         if not choices or now < self.compute_wait_end(choices):
@@ -98,7 +100,7 @@ class PrefillQueue:
 
     def compute_chunk_tokens(self, prefill: Prefill) -> int:
         """Return the number of tokens in the next chunk, sized by time. The last chunk of a prompt computes logits. If
-        it would have more tokens than `LoadedModel.tail`, leave its last token to a chunk of its own."""
+        that chunk would have more tokens than `LoadedModel.tail`, leave its last token to a further chunk."""
         count = min(self.compute_affordable_tokens(prefill), prefill.left)
         return count - 1 if count == prefill.left > prefill.loaded_model.tail else count
 

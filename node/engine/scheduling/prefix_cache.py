@@ -20,7 +20,7 @@ Rules
   entry.
 - Windows: Caches with sliding windows can be cut as well, because the tokens that leave a window are recorded during
   the prefill (`window_history`). A history in progress counts as cached, and is released before any entry.
-- Snapshots: Of caches that cannot be cut, snapshots are taken within the prompt (`rules.snapshots`).
+- Snapshots: Where caches cannot be cut, snapshots are taken within the prompt (`rules.snapshots`).
 """
 
 from collections.abc import Callable, Mapping
@@ -107,8 +107,9 @@ class PrefixCacheManager:
         return self._store.entries
 
     def get_state(self, fingerprints: Mapping[str, str]) -> CacheState:
-        """Return the state of the cache in memory and on the disk, with the prompt hashes of the last evictions. First
-        count prompts that have left both as evicted. `fingerprints` maps the node's models to their fingerprints."""
+        """Return the state of the cache in memory and on the disk, with the prompt hashes of the last evictions. Before
+        that, count each prompt that is in neither any more as evicted. `fingerprints` has the fingerprints of the
+        node's models by name."""
         for prompt_hash in self.disk.take_lost():
             self._store.count_eviction(prompt_hash)
         return self.disk.describe(self._store.get_state(), self._store.describe_models(), fingerprints)
@@ -128,7 +129,7 @@ class PrefixCacheManager:
         self.memory.evict_until(enough)
 
     def evict_model(self, model: str) -> None:
-        """Evict all entries of a model that is unloaded, and forget how its caches can be cut."""
+        """Evict all entries of a model that is unloaded, and forget its trim mode."""
         self._store.evict_model(model)
         self._trim_modes.remove(model)
 
@@ -141,7 +142,7 @@ class PrefixCacheManager:
     def begin_lookup(self, prefill: Prefill) -> None:
         """Find the cached prefix of a prefill, for a new request or for a preempted or rebuilt row. Set `prefill.past`,
         the request's prompt hash, and, before its first join, `sequence.cached` to the number of cached tokens. Set
-        none of them if the prefix cache is not used."""
+        none of them if the prefix cache is off or cannot store the caches of the model."""
         if self.memory.compute_limit() <= 0 or self._trim_modes.find(prefill.loaded_model) is CacheTrimMode.NEVER:
             return
         key, sequence = pack(prefill.ids), prefill.sequence
@@ -323,7 +324,7 @@ class PrefixCacheManager:
 
     def put_back(self, prefill: Prefill) -> None:
         """Store again the prefix that a prefill took out of the cache, because its request was cancelled. Do nothing if
-        no prefix was taken or its prompt is stored, if the cache cannot be cut, or if memory has no room."""
+        no prefix was taken, the whole prompt is stored since, the cache cannot be cut, or memory has no room."""
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or not past.removed_tokens:
             return

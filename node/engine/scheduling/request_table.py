@@ -25,7 +25,7 @@ class RequestTable:
 
     @property
     def live(self) -> Mapping[int, Sequence]:
-        """Requests by number."""
+        """Requests that have not ended, by the coordinator's number."""
         return self._live
 
     @property
@@ -51,7 +51,7 @@ class RequestTable:
         )
 
     def add(self, loaded_model: LoadedModel, sequence: Sequence) -> None:
-        """Add a request, which holds its model from now on."""
+        """Add a request, and hold its model in memory until `remove`."""
         self._live[sequence.number] = sequence
         self._holds[sequence.number] = loaded_model.usage.hold()
 

@@ -23,7 +23,7 @@ from node.engine.scheduling.rules.row_state import RowEvent
 from wire.refusals import Refused
 
 FIRST_JOIN_SECONDS = 10.0
-"""Maximum expected duration of a join in seconds: the first one compiles kernels."""
+"""Expected seconds that are published for each join. Most joins take less, but the first one compiles kernels."""
 
 
 class RowJoin:

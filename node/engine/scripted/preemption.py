@@ -136,9 +136,11 @@ class ScriptedPreemptor:
     # return
 
     def compute_required_bytes(self, key: str | None) -> int:
-        """Return the bytes that the first preempted request in line needs to continue; 0 if there is none.
+        """Return the bytes that a preempted request needs to continue: the oldest one that precedes a new request of
+        the API key `key`. Return 0 if no preempted request does.
 
-        This is the oldest of those that precede a new request of the API key `key`. With None, all count.
+        A request that was preempted for another key precedes only requests of its own key. With `key` None, all
+        preempted requests count.
         """
         oldest = find_first_preempted(self._table.preempted, key)
         return 0 if oldest is None else _compute_needed_bytes(oldest)

@@ -24,7 +24,7 @@ class ScriptedRow:
     commitment: Commitment
     """Memory commitment of the row."""
     produced: int = 0
-    """Number of generated tokens."""
+    """Number of tokens of the answer so far, those of another node included."""
     reason: str = ""
     """Finish reason, `stop` or `length`; empty while the row is running."""
     resumed_tokens: int = 0
@@ -81,7 +81,7 @@ class ScriptedRow:
         self.commitment.record_join(prompt + self.produced)
 
     def commit(self, commitment: Commitment) -> None:
-        """Replace the memory commitment of the row: by one of the ledger, or by one of 0 bytes if the row is
+        """Replace the memory commitment of the row: by one of the ledger, or by one of 0 tokens if the row is
         preempted."""
         self.commitment = commitment
 

@@ -71,7 +71,7 @@ class ScriptedTable:
         return loads
 
     def count_free_rows(self) -> int:
-        """Return how many more rows may start in addition to decoding and prefilling ones."""
+        """Return how many rows may start in addition to those that decode or whose prefill has started."""
         return self.most - self._rows - count_started_rows(self._queue)
 
     def count_unclaimed_rows(self) -> int:

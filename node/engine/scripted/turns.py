@@ -33,7 +33,7 @@ class RunningTurns(NamedTuple):
     done: int
     """Number of turns whose results are recorded."""
     decodes: bool
-    """Whether rows decode in these turns. `step` does not tell this, because the settings allow a step of 0 s."""
+    """Whether rows decode in these turns. A `step` above 0 does not decide this, because a decode step may take 0 s."""
     step: float
     """Seconds of a decode step; 0 if no row decodes or steps take no time."""
     chunks: tuple[PrefillChunk, ...]

@@ -17,7 +17,8 @@ _NO_VALUE = re.compile(r"</arg_key>(?!\s*<arg_value>)")
 
 
 def wrap_parser(name: str, parse: Parse) -> Parse:
-    """Return a parser that repairs blocks for the parser `parse` of mlx-lm with this name, or `parse` itself."""
+    """Return a parser that repairs blocks before `parse`, the parser of mlx-lm with this name, reads them. Return
+    `parse` itself if its blocks need no repair."""
 
     def parse_functions(block: str, tools: list[object]) -> object:
         functions = _FUNCTION.findall(block)

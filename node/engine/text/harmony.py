@@ -34,7 +34,8 @@ TOKENS: Final = (START, CHANNEL, MESSAGE, END, *ENDS)
 CONSTRAIN: Final = "<|constrain|>"
 """Special token before the type of a call's arguments."""
 OPENING: Final = f"{START}assistant"
-"""End of a prompt that the model answers with whole messages. Another prompt has begun a message of the answer."""
+"""End of a prompt that the model answers with whole messages. Any other prompt ends within a message, which the answer
+continues."""
 ANALYSIS: Final = f"{CHANNEL}analysis{MESSAGE}"
 """Header of a message on the channel of reasoning."""
 RECIPIENT: Final = " to=functions."
@@ -49,7 +50,7 @@ MARKERS: Final = MarkerSet(
     },
     initial=HEADER,
 )
-"""Markers of the format. A call also ends with the answer, because `<|call|>` ends it."""
+"""Markers of the format. The end of an answer also ends a call, because the token `<|call|>` ends the answer."""
 CONTINUED: Final = MarkerPlace(NORMAL, MESSAGE)
 """State within the text of a message that the prompt has begun."""
 CONSTRAINED_MARKERS: Final = replace(

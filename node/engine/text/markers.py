@@ -43,8 +43,8 @@ class MarkerSet:
     """Start and end of a call or of several; empty without calls. If only the end is empty, a call ends with the
     answer."""
     naked: tuple[str, str] = ("", "")
-    """Start and end of a call that a model writes without the markers of its block; empty if it never does. They are
-    part of the call."""
+    """Start and end of a call that a model writes without the markers of its block; both are part of the call. Empty
+    if the model writes no such calls."""
     structure: tuple[str, ...] = ()
     """Markers that are removed from the text outside of reasoning and calls, such as the end of a message."""
     edges: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict[str, Sequence[tuple[str, str]]])
@@ -53,7 +53,8 @@ class MarkerSet:
     """Initial state of the response format; empty without one."""
 
     def get_start_place(self, thinking: bool) -> MarkerPlace:
-        """Return the state of the text at the start of an answer. `thinking`: the prompt has begun the reasoning."""
+        """Return the state of the text at the start of an answer: the initial state of a response format, else within
+        reasoning or normal. `thinking`: the prompt has begun the reasoning."""
         return MarkerPlace(self.initial or (REASONING if thinking and self.think[1] else NORMAL))
 
     def build_transitions(self, tools: bool) -> dict[MarkerPlace, list[tuple[str, MarkerPlace]]]:

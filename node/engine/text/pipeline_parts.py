@@ -40,7 +40,7 @@ class TokenDecoder:
 
 class MarkCutter:
     """Cutter of an answer's text at the model's markers, by mlx-lm's state machine; for one pipeline. `place` is the
-    start."""
+    state of the text at its start."""
 
     def __init__(self, machine: "TextStateMachine[MarkerPlace]", place: MarkerPlace) -> None:
         self._state = machine.make_state(place)

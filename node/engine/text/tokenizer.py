@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 LONG_TEXT_CHARS: Final = 16 * 1024
 """Characters above which a text is tokenized without the interpreter's lock."""
 PROBES: Final = "a", "b"
-"""User messages without a common token, for finding the tokens that follow from a system prompt."""
+"""User messages without a common token, for finding the tokens of a prompt that depend only on the system prompt."""
 DATE_VALID_SECONDS: Final = 3600
 """Seconds for which a template that contains the date is expected to render the same date."""
 MAX_OPENINGS: Final = 64
@@ -90,7 +90,7 @@ class Tokenizer:
         if has_harmony:
             self._parse_call = harmony.parse_call
         self.call_parser = "harmony" if has_harmony else _get_parser_name(wrapper)
-        """Name of the parser of calls: `harmony`, or that of mlx-lm; empty or another text without one."""
+        """Name of the parser of calls: `harmony`, or the name of mlx-lm's parser (`_get_parser_name`)."""
         self.features = ("tools",) if wrapper.has_tool_calling or has_harmony else ()
         """Features of the model: `tools` if its calls can be parsed."""
         self.token_bytes = TokenBytes(wrapper, self.size).get_bytes
@@ -191,8 +191,7 @@ class Tokenizer:
         """Return the token ids of a text. `plain` includes the special tokens that the tokenizer adds to every text.
 
         If a text of more than `LONG_TEXT_CHARS` clearly has more than `max_tokens` tokens (0: no limit), raise
-        `TooLong` as soon as they are counted.
-        Raise `TokenizerPanic` if the native tokenizer panics.
+        `TooLong` as soon as they are counted. Raise `TokenizerPanic` if the native tokenizer panics.
         """
         with convert_panics():
             if self.rust is None or len(text) <= LONG_TEXT_CHARS:
@@ -228,9 +227,9 @@ class Tokenizer:
         """Return the text pipeline of one choice.
 
         The ids of its calls contain `request_id` and, above 0, `choice`. `tools` is the JSON array of the request.
-        `thinking`: the prompt has begun the reasoning. `continued`: it has begun a message in Harmony. With `one_call`
-        the answer ends with its first call. With a `grammar`, markers are recognized only where the grammar puts them.
-        `client_names` has the names of tools that the client knows by another name than the model.
+        `thinking`: the prompt has begun the reasoning. `continued`: the prompt has begun a message in Harmony. With
+        `one_call` the answer ends with its first call. With a `grammar`, markers are recognized only where the grammar
+        puts them. `client_names` has the client's names of tools by the names that the model uses, where they differ.
         Raise `TemplateFailed` or `ValueError` if `tools` is no JSON array.
         """
         parsed_tools = parse_tools((grammar.tools if grammar is not None else "") or tools)
@@ -337,7 +336,8 @@ class Tokenizer:
 
 
 def _get_parser_name(wrapper: TokenizerWrapper) -> str:
-    """Return the name of the parser of calls in mlx-lm; empty or another text without one."""
+    """Return the name of mlx-lm's parser of calls; empty or the name of another module if mlx-lm has none for the
+    model."""
     return str(getattr(wrapper.tool_parser, "__module__", "")).rpartition(".")[2]
 
 

@@ -35,7 +35,7 @@ POLL_INTERVAL_SECONDS = 0.02
 FILE = "trials.json"
 """Name of the file with the fingerprints that passed."""
 MAX_RESULTS = 1024
-"""Maximum number of stored models; above it, the oldest are tried again."""
+"""Maximum number of stored fingerprints. The oldest are removed first, and their models are then tried again."""
 EXIT_NOT_LOADED = 3
 """Exit code of a process whose tokenizer cannot be loaded; `load` reports the reason."""
 EXIT_PANICKED = 4

@@ -45,7 +45,8 @@ class EncoderWeights:
             raise EncoderWeightsError(f"its checkpoint has {found} rows of {name}, its config needs {rows}")
 
     def take_rows(self, name: str, ids: mx.array) -> mx.array:
-        """Return the rows of the embedding matrix `name` for `ids`, shape (…): shape (…, features)."""
+        """Return the rows of the embedding matrix `name` for `ids`. The result has the shape of `ids` and one more
+        dimension, the features."""
         weight = self.arrays[f"{name}.weight"]
         if f"{name}.scales" not in self.arrays or self._quantization is None:
             return weight[ids]
@@ -78,7 +79,7 @@ class EncoderWeights:
 def list_layer_names(name: str, *, bias: bool | None = True) -> list[str]:
     """Return the names of the weights of a layer, with those of its quantization, which are optional.
 
-    Optional names end with a question mark. `bias` None: the bias is optional.
+    Optional names end with a question mark. `bias`: whether the layer has a bias; None: the bias is optional.
     """
     names = [f"{name}.weight", f"{name}.scales?", f"{name}.biases?"]
     return names if bias is False else [*names, f"{name}.bias" if bias else f"{name}.bias?"]

@@ -19,7 +19,7 @@ from node.engine.kv.disk.layer_parts import LayerBuilder
 from node.engine.kv.kv_cache import Layers
 
 PARTS_AHEAD = 2
-"""Maximum parts that wait to be taken; one more may be read already."""
+"""Maximum number of parts that wait for `BlockReader.take`. The thread may hold one more part that it has read."""
 STALLED_SECONDS = 5.0
 """Seconds without a further part after which the disk counts as stalled."""
 

@@ -18,16 +18,19 @@ DAILY_DISK_SHARE = 0.07
 """Share of the disk that may be written per day: a disk that endures 600 times its size in writes lasts 23 years."""
 SECONDS_PER_DAY = 86_400.0
 FILE = "budget.json"
-"""Name of the file with the rest of the budget, in the folder of the cache."""
+"""Name of the file with the remaining budget, in the folder of the cache."""
 STORE_SHARE = 0.01
-"""Share of the daily bytes after which the rest is stored again. A process that ends loses at most this count."""
+"""Share of the daily bytes after whose use the remaining budget is stored again. At most this share is used and not
+recorded when a process ends."""
 BUSY_WRITE_INTERVAL_SECONDS, BUSY_WRITE_SPEED = 1.0, 12 * MIB
-"""Maximum seconds between the copies of two parts while requests run, and the bytes per second for smaller parts."""
+"""Interval in seconds and speed in bytes per second of writing while requests run. The pause between two copied parts
+is the bytes of a part divided by the speed, at most the interval."""
 URGENT_WRITE_INTERVAL_SECONDS, URGENT_WRITE_SPEED = 0.25, 32 * MIB
-"""Seconds and bytes per second, in place of `BUSY_…`, while memory has no room for a second entry of the same size. The
-entry is then on the disk before its eviction."""
+"""Interval and speed in place of `BUSY_…`, while memory has no room for a second entry of the same size. The entry is
+then on the disk before its eviction."""
 URGENT_BURST_SECONDS = 0.05
-"""Seconds of writing at `URGENT_WRITE_SPEED` that small parts may take in one turn, because a turn takes as long."""
+"""Seconds of writing at `URGENT_WRITE_SPEED` for which one call may copy several small parts: about the time between
+two calls."""
 
 log = structlog.get_logger("engine.disk_cache")
 
@@ -36,7 +39,7 @@ class WriteBudget:
     """Budget of written bytes: `daily` bytes per day; unused bytes add up to at most one day. `now` is in monotonic
     seconds.
 
-    The rest is stored in `folder` for the next process; None: not stored. `wall` returns Unix seconds.
+    The remaining budget is stored in `folder` for the next process; None: not stored. `wall` returns Unix seconds.
     """
 
     def __init__(
@@ -54,7 +57,8 @@ class WriteBudget:
         return min(self._daily, self._left + (now - self._at) / SECONDS_PER_DAY * self._daily)
 
     def take(self, size: int, now: float) -> bool:
-        """Take `size` bytes from the budget at the monotonic time `now`; return False if they are not left."""
+        """Take `size` bytes from the budget at the monotonic time `now`. Return False, and take nothing, if fewer are
+        left. Write the file of the budget after each `STORE_SHARE` of the daily bytes."""
         self._left, self._at = self.compute_left(now), now
         if size > self._left:
             return False
@@ -65,7 +69,7 @@ class WriteBudget:
         return True
 
     def _store(self) -> None:
-        """Store the rest. A write error is logged."""
+        """Store the remaining budget. A write error is logged."""
         self._unstored = 0
         if self._file is None:
             return

@@ -52,7 +52,7 @@ class PendingEntry(NamedTuple):
     key_file: str
     """File without which the entry is of no use: the state, or the first block."""
     absent: set[str]
-    """Files of the parts that the cache did not have at their turn."""
+    """Files of the parts that could not be copied, because the cache did not have them."""
     shape: CacheShape
     """Kinds of parts of the caches of its model."""
     part_bytes: int
@@ -120,8 +120,7 @@ class WriteQueue:
 
     def add(self, entry: CachedPrefix[Layers], shape: CacheShape, view: RowView | None = None) -> None:
         """Add an entry; ignore an entry without parts. Above `MAX_PENDING` entries, drop the oldest one and count it in
-        `unwritten`. `view` is described at `PendingEntry`.
-        """
+        `unwritten`. `view` is described at `PendingEntry`."""
         parts = list(list_entry_parts(entry, shape))
         if not parts:
             return

@@ -29,9 +29,10 @@ from wire.frames import SHARED_SCOPE
 from wire.report import CacheState, ModelCache
 
 READ_TIMEOUT_SECONDS = 0.02
-"""Seconds that a turn waits for the next part."""
+"""Maximum seconds for which `DiskTier.restore_part` waits for the next part."""
 MAX_PARTS_PER_TURN = 4
-"""Maximum parts that are cut out in a turn to be written. The memory must have room for one more."""
+"""Maximum number of parts that one call of `DiskTier.write_next` copies for the writer. Memory must have room for one
+part more."""
 
 
 class DiskTier:

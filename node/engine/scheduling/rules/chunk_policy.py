@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from wire.capacity.fairness import PrefillFairness, WeightedKey
 
 CHUNK_PER_STEP = 1.6
-"""Seconds of a chunk per second of a decode step: 1 + 1.6 leaves room below 3 for noise."""
+"""Seconds of a chunk per second of a decode step. The gap between two tokens is then 2.6 steps, which leaves room for
+noise below the limit of 3."""
 FULL_PROMPT_SECONDS = 0.25
 """Seconds up to which the rest of a prompt is prefilled at once while rows decode. A forward over several prompts may
 take at least as long."""
@@ -34,15 +35,16 @@ MIN_CHUNK_TOKENS = 4
 """Tokens of the smallest chunk: prefill makes progress even if a chunk takes longer than its time."""
 
 MAX_CACHED_SHARE = 0.5
-"""Share of a prompt's tokens, 0 to 1, from which its cached tokens are used: the prompt is then prefilled alone, after
-them. Below this share, a packed prefill of the whole prompt costs less. A prompt that shares as much of its start with
-another prompt waits until that prompt is cached."""
+"""Minimum cached share of a prompt, 0 to 1, for which its cached tokens are used. Such a prompt is prefilled alone,
+from its first token that is not cached. Below this share, a packed prefill of the whole prompt costs less. A prompt
+that shares as much of its start with another prompt waits until that prompt is cached."""
 MAX_PADDING_SHARE = 0.15
-"""Largest share of padding in a shared forward: about the saving of a shared forward in its worst case."""
+"""Maximum share of padding in a forward over several prompts, 0 to 1. In the worst case, such a forward saves about
+this share of the time of separate forwards."""
 
 NEAR_PAST_TOKENS = 512
-"""Mean past of a chunk in tokens from which its duration updates `ChunkPace.far`; below, it updates
-`ChunkPace.each`."""
+"""Threshold of the mean number of earlier tokens to which a token of a chunk attends. From it on, the duration of the
+chunk updates `ChunkPace.far`, below it `ChunkPace.each`."""
 _NEWEST_WEIGHT = 0.3
 """Weight of the newest measurement in the running mean."""
 OUTLIER_FACTOR = 4.0
@@ -93,7 +95,7 @@ class ChunkPace:
     each: float = 0.0
     """Seconds per token."""
     far: float = 0.0
-    """Seconds per token and per token of the past that it attends to."""
+    """Seconds for each pair of a token of the chunk and an earlier token to which it attends."""
 
     def estimate_seconds(self, tokens: int, past: int) -> float:
         """Return the expected seconds of a chunk of `tokens` after `past` cached tokens."""

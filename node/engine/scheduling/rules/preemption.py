@@ -3,8 +3,8 @@
 - Victim: Where a row must grow, a request loses its memory. Requests without a cache and without delivered tokens are
   chosen first, because they lose no work, then requests with a cache. The newest request of the key with the highest
   load is chosen.
-- Outcome: A request without memory is preempted if some of its tokens were delivered and waiting helps. Else it ends,
-  and the router places it again.
+- Outcome: A request without room is preempted if some of its tokens were delivered and memory may become free. Else it
+  ends, and the router places it again if it was refused.
 - Return: Preempted requests return oldest first. One that was preempted for another key returns only while rows are
   free.
 - Sharing: A key that holds fewer rows or bytes than another key, relative to the weights, gets rows or bytes of that
@@ -19,7 +19,7 @@ from wire.capacity.fairness import RunningRequest, WeightedKey, choose_preemptio
 
 
 class LiveRequest(Protocol):
-    """Request that has not ended, as the choices see it."""
+    """Request that has not ended, with the properties that decide about preemption."""
 
     @property
     def weighted_key(self) -> WeightedKey:

@@ -15,7 +15,7 @@ which waiting is worthwhile, because such clients send in bursts."""
 
 
 class QueuedPrompt(Protocol):
-    """Prompt in the queue, as the order sees it."""
+    """Prompt in the queue, with the properties that decide its place."""
 
     @property
     def weighted_key(self) -> WeightedKey:
