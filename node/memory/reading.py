@@ -112,8 +112,8 @@ class RecentPeak:
         """Return the monotonic time at which the highest reading expires. Return None without a reading above `floor`
         bytes."""
         polls = self._list_polls_within(now)
-        top = max((height for _, height in polls), default=0)
-        if top <= floor:
+        top = max((height for _, height in polls), default=None)
+        if top is None or top <= floor:
             return None
         return max(start for start, height in polls if height == top) + RECENT_PEAK_SECONDS
 

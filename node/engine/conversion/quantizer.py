@@ -166,7 +166,8 @@ def run_quantization(order: QuantizeOrder, channel: ChildChannel) -> ChildEnd:
         return build_end(ModelOrderCode.CANCELLED)
     except OSError as error:
         code = ModelOrderCode.DISK_FULL if error.errno == errno.ENOSPC else ModelOrderCode.FAILED
-        return build_end(code, f"the quantized model cannot be written: {error.strerror or error}")
+        file = "" if error.filename is None else f"{error.filename}: "
+        return build_end(code, f"the model cannot be quantized: {file}{error.strerror or error}")
     except (ValueError, RuntimeError) as error:
         if shutil.disk_usage(order.target).free < FULL_DISK_BYTES:
             return build_end(ModelOrderCode.DISK_FULL, "the quantized model cannot be written: the disk is full")

@@ -17,7 +17,8 @@ import psutil
 import pytest
 
 import node as package
-from node.hub.child_messages import ChildEnd, ChildMessage, QuantizeOrder
+from node.engine.conversion.quantizer import run_quantization
+from node.hub.child_messages import ChildChannel, ChildEnd, ChildMessage, QuantizeOrder
 from tests import models
 from tests.effort import thin_cases
 from tests.models import EMBEDDED
@@ -153,6 +154,16 @@ def run_child(order: QuantizeOrder) -> ChildEnd:
         last = msgspec.json.decode(child.stdout.read().splitlines()[-1], type=ChildMessage)
     assert isinstance(last, ChildEnd)
     return last
+
+
+def test_a_file_error_names_its_file(tmp_path: Path):
+    target, source = tmp_path / "gone" / "ours", tmp_path / "empty"
+    end = run_quantization(QuantizeOrder(source=str(EMBEDDED), target=str(target), bits=4), ChildChannel())
+    assert end.code == ModelOrderCode.FAILED
+    assert end.message == f"the model cannot be quantized: {target}: No such file or directory"
+    source.mkdir()
+    order = QuantizeOrder(source=str(source), target=str(tmp_path / "ours"), bits=4)
+    assert f": {source}/config.json: " in run_quantization(order, ChildChannel()).message
 
 
 @pytest.mark.parametrize(

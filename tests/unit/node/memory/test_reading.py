@@ -84,3 +84,5 @@ def test_recent_falls_when_the_last_of_its_highest_polls_is_over():
         recent = recent.with_reading(phys, now)
     assert [recent.compute_peak_expiry(floor, 13.0) for floor in (2, 8, 9)] == [17.0, 17.0, None]
     assert RecentPeak().compute_peak_expiry(0, 13.0) is None
+    assert RecentPeak().compute_peak_expiry(-1, 13.0) is None, "caches that share memory count twice"
+    assert recent.compute_peak_expiry(-1, 99.0) is None
