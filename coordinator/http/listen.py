@@ -1,5 +1,6 @@
 """Listening sockets and the addresses under which clients, nodes and this machine reach them."""
 
+import errno
 import ipaddress
 import socket
 from dataclasses import dataclass
@@ -31,8 +32,8 @@ class ListenerAddress:
         return f"{self.scheme}://{get_local_host(self.host)}:{self.port}"
 
 
-def open_listener(host: str, port: int) -> socket.socket:
-    """Open a listening TCP socket. Raise `OSError` if the address cannot be used.
+def open_listener(host: str, port: int, option: str = "--listen") -> socket.socket:
+    """Open a listening TCP socket. Raise `OSError` if the address cannot be used; `option` sets another one.
 
     The wildcard `::` also takes IPv4 connections. With port 0 the system chooses a free port. The socket is opened
     before the server starts, because the addresses that the coordinator announces contain that port.
@@ -46,7 +47,13 @@ def open_listener(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from None
+        advice = ""
+        if error.errno == errno.EADDRINUSE:
+            advice = (
+                f": end the program that uses it (`lsof -nP -iTCP:{port} -sTCP:LISTEN` names it), or set {option} to "
+                "another port"
+            )
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}{advice}") from None
     listener.listen(1024)
     listener.setblocking(False)
     return listener

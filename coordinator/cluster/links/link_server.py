@@ -100,7 +100,7 @@ class LinkServer:
         """
         server = self._server = await self._loop.create_server(
             lambda: cast("asyncio.Protocol", Connection(self)),
-            sock=open_listener(host, port),
+            sock=open_listener(host, port, "--cluster-listen"),
             ssl=context,
             ssl_handshake_timeout=HANDSHAKE_TIMEOUT_SECONDS,
             ssl_shutdown_timeout=1.0,

@@ -144,6 +144,8 @@ def test_a_taken_port_creates_nothing(running: Pool, tmp_path: Path):
         "cluster.bonjour=false",
     )
     assert (done.returncode, f"cannot listen on 127.0.0.1:{port}" in done.stderr) == (1, True), done.stderr
+    assert f"-iTCP:{port}" in done.stderr
+    assert "set --listen to another port" in done.stderr
     assert not (tmp_path / "s" / "cluster.db").exists()
 
 

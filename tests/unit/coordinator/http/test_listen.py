@@ -5,7 +5,7 @@ from functools import partial
 import ifaddr
 import pytest
 
-from coordinator.http.listen import ListenerAddress, list_cluster_addresses
+from coordinator.http.listen import ListenerAddress, list_cluster_addresses, open_listener
 
 
 class Network:
@@ -47,3 +47,12 @@ def test_urls_of_a_fixed_host_have_that_host(network: Network):
     assert ListenerAddress("macpool", "fd00::1", 8081).build_url() == "macpool://[fd00::1]:8081"
     assert ListenerAddress("http", "10.0.0.7", 80).build_local_url() == "http://10.0.0.7:80"
     assert list_cluster_addresses("10.0.0.7", 80) == ("10.0.0.7:80",)
+
+
+def test_the_error_of_a_port_in_use_names_the_option_and_the_next_step():
+    with open_listener("127.0.0.1", 0) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(
+            OSError, match=rf"127\.0\.0\.1:{port}: .*-iTCP:{port} .*set --cluster-listen to another port"
+        ):
+            open_listener("127.0.0.1", port, "--cluster-listen")
