@@ -5,9 +5,11 @@ node on this machine) ends with the coordinator, even after SIGKILL, because the
 """
 
 import asyncio
+import errno
 import gc
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -30,6 +32,7 @@ from coordinator.startup.endpoint import (
 from coordinator.startup.options import RunOptions, check_options, log_guards
 from coordinator.startup.state import load_credentials, open_state
 from coordinator.startup.superseded import SupersededHandler
+from coordinator.state.state_lock import StateLock
 from host.heap import map_long_blocks
 from host.log_setup import hide_warnings
 
@@ -87,6 +90,20 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
+def _open_endpoint(options: RunOptions) -> socket.socket:
+    """Open the listening socket of the endpoint.
+
+    Raise `OSError` if the address cannot be used. Raise `StateLockedError` instead if the port is in use and another
+    coordinator with the same state runs, which is the probable user of the port.
+    """
+    try:
+        return open_listener(*options.listen)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and (options.state / "lock").exists():
+            StateLock(options.state).release()
+        raise
+
+
 async def _start_parts(
     options: RunOptions, stack: AsyncExitStack, superseded: SupersededHandler, stop: asyncio.Event
 ) -> dict[str, Any]:
@@ -96,7 +113,7 @@ async def _start_parts(
     """
     check_options(options)
     settings = options.settings
-    listener = open_listener(*options.listen)
+    listener = _open_endpoint(options)
     stack.callback(listener.close)
     on_death = partial(asyncio.get_running_loop().call_soon_threadsafe, stop.set)
     state = open_state(options.state, settings.cluster, stack, on_death)

@@ -132,6 +132,8 @@ def test_a_start_that_cannot_work_creates_nothing(tmp_path: Path, arguments: lis
 
 def test_a_taken_port_creates_nothing(running: Pool, tmp_path: Path):
     port = running.base.rpartition(":")[2]
+    twice = running.run("up", "--state", str(running.state), "--listen", f"127.0.0.1:{port}")
+    assert (twice.returncode, "is in use by process" in twice.stderr) == (1, True), twice.stderr
     done = running.run(
         "up",
         "--state",
