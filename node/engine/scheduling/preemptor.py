@@ -51,8 +51,8 @@ class Preemptor:
     # lack of memory
 
     def end_newest(self, refused: Refused) -> bool:
-        """End the newest request that holds memory, and count it (`GatedForwards.count_shed`). Return False if no
-        request has tokens in a cache.
+        """End the newest request that has tokens in a cache, and count it (`GatedForwards.count_shed`). Return False if
+        there is none.
 
         Refuse the request with `refused` if none of its tokens was delivered; else fail it with
         `FailureCode.MEMORY_PRESSURE`.
@@ -65,7 +65,8 @@ class Preemptor:
         return True
 
     def release_over_cap(self) -> None:
-        """Preempt or end the newest request that holds memory if the engine is over its cap after a forward or a step.
+        """Check the memory after a forward or a step. If the engine is over its cap minus leases, preempt or end the
+        newest request that has tokens in a cache.
 
         Before that, a model load in progress is aborted, which may be enough. `release_memory` states when a request
         ends.
@@ -126,10 +127,11 @@ class Preemptor:
     # sharing between keys
 
     def share_rows(self, first: Prefill, free_rows: int) -> None:
-        """Preempt requests of keys that hold more rows, if the next prompt `first` needs more rows than are free.
+        """Preempt requests for the next prompt `first`, if it needs more rows than are free. They are requests of keys
+        that hold more rows for their weight than the key of `first`.
 
         `free_rows` is the number of free rows. No request is preempted if fair shares do not allow enough preemptions.
-        The tokens of a preempted first choice that decodes are stored in the prefix cache for its return.
+        If the first choice of a preempted request decodes, its cache is stored in the prefix cache.
         """
         holding = [(sequence, self._count_held_rows(sequence)) for sequence in self._requests.list_running()]
         for sequence in choose_for_key(first.weighted_key, first.width, first.width - free_rows, holding):

@@ -14,8 +14,9 @@ Rules
 - Storage: A sequence is stored only if it passes the same check as a request, and it is evaluated at once.
 - Eviction: Cached bytes are evicted before a request is refused for memory (`ModelManager.free_memory`). They never
   cause a refusal.
-- Scopes: A request finds sequences of its own key. From other keys it finds only the system prompt that all keys share.
-  The tokens of that message are stored a second time as a snapshot, in a scope of all keys.
+- Scopes: A request finds sequences of its own scope (`Sequence.cache_scope`), usually its key. From other keys it finds
+  only the system prompt that all keys share. The tokens of that message are stored a second time as a snapshot, in a
+  scope of all keys.
 - Faults: After any fault of a model none of its entries is used again (`invalidate`), because the fault may be in an
   entry.
 - Windows: Caches with sliding windows can be cut as well, because the tokens that leave a window are recorded during
@@ -324,7 +325,8 @@ class PrefixCacheManager:
 
     def put_back(self, prefill: Prefill) -> None:
         """Store again the prefix that a prefill took out of the cache, because its request was cancelled. Do nothing if
-        no prefix was taken, the whole prompt is stored since, the cache cannot be cut, or memory has no room."""
+        no prefix was taken, the whole prompt is stored since, or memory has no room. Do nothing either if the cache
+        cannot be cut, or if the history of its windows is lost."""
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or not past.removed_tokens:
             return

@@ -155,9 +155,9 @@ class Scheduler:
         """Return the bytes that must be free for waiting requests before a new request of the API key `key` is
         admitted.
 
-        These are the transient bytes of the smallest chunk of a waiting prefill, and all bytes of the first preempted
-        request to return. Requests that were preempted for another key count only for a new request of their own key,
-        or with `key` None.
+        They are the sum of two needs. The first is the bytes, without KV, of a chunk of `SchedulerLimits.floor` tokens,
+        the maximum over the prefills that wait for memory. The second is all bytes of the oldest preempted request.
+        Requests that were preempted for another key count only for a new request of their own key, or with `key` None.
         """
         return self._queue.compute_required_bytes() + self.preemptor.compute_required_bytes(key)
 
@@ -213,7 +213,7 @@ class Scheduler:
         return True
 
     def end_newest(self, refused: Refused, now: float) -> bool:
-        """End the newest request that holds memory. Return False if no request has tokens in a cache.
+        """End the newest request that has tokens in a cache. Return False if there is none.
 
         The request is refused with `refused`, or fails if some of its tokens were delivered. `now` is the monotonic
         time at which the turn began.
@@ -243,8 +243,8 @@ class Scheduler:
         """Prefill one chunk of one prompt, or several short prompts at once. Join the rows after the last chunk. Before
         that, return a preempted request, and preempt requests of keys that hold more than their share of rows.
 
-        Prefill nothing if no prompt may continue at the monotonic time `now`, at which the turn began. Raise `Halted`
-        if the engine was halted.
+        Prefill nothing if no prompt may start or continue at the monotonic time `now`, at which the turn began, or if
+        all wait for packing. Raise `Halted` if the engine was halted.
         """
         self.preemptor.return_next(now, self._queue.count_unclaimed_rows())
         self._share_rows()
@@ -267,10 +267,11 @@ class Scheduler:
 
     def synchronize(self) -> None:
         """Wait for the launched decode steps of all batches, so that the measurement of the next native call does not
-        include them."""
+        include them. A batch whose step raises is rebuilt."""
         self._decode.wait()
 
     def close(self) -> None:
-        """Release the memory of all prefills and batches, because the process ends."""
+        """Release all prefills and batches and the holds on models, and forget all requests, because the process
+        ends."""
         self._requests.close()
         self._batches.clear()

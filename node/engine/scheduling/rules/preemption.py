@@ -3,8 +3,8 @@
 - Victim: Where a row must grow, a request loses its memory. Requests without a cache and without delivered tokens are
   chosen first, because they lose no work, then requests with a cache. The newest request of the key with the highest
   load is chosen.
-- Outcome: A request without room is preempted if some of its tokens were delivered and memory may become free. Else it
-  ends, and the router places it again if it was refused.
+- Outcome: A request without room is preempted if some of its tokens were delivered, and memory may become free or
+  cannot be read now. Else it ends, and the router places it again if it was refused.
 - Return: Preempted requests return oldest first. One that was preempted for another key returns only while rows are
   free.
 - Sharing: A key that holds fewer rows or bytes than another key, relative to the weights, gets rows or bytes of that
