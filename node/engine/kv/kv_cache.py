@@ -304,7 +304,7 @@ def align_rows(cache: Layers, lengths: Sequence[int]) -> list[LayerCache]:
     """Return the left-padded caches of a batch, made layer by layer from the right-padded plain caches of its rows.
 
     `lengths` are the tokens of each row without padding. Each layer is removed from `cache`, which is empty at the end.
-    Rows of equal length are not copied.
+    If all rows have the same length, no array is copied.
     """
     longest = max(lengths)
     padding = [longest - length for length in lengths]

@@ -77,7 +77,7 @@ class BlockHeader(msgspec.Struct, frozen=True):
 
 
 def encode_block(chain: bytes, part: BlockPart, tokens: int, arrays: Sequence[BlockArray]) -> list[bytes | memoryview]:
-    """Return the pieces of a file in order. The arrays are not copied."""
+    """Return the pieces of a file in order. Contiguous arrays are not copied."""
     shapes = [(array.kind, list(array.data.shape)) for array in arrays]
     header = msgspec.msgpack.encode(BlockHeader(FORMAT_VERSION, chain, part.value, tokens, shapes))
     body = [np.ascontiguousarray(array.data).data.cast("B") for array in arrays]

@@ -23,12 +23,14 @@ from node.engine.kv.disk.disk_budget import WriteBudget
 from wire.units import MIB
 
 MAX_QUEUED_BYTES = 64 * MIB
-"""Queued bytes from which the writer accepts no further part. A single part may be larger."""
+"""Bytes of parts, queued or being written, from which `BlockWriter.can_accept` returns False. A single part may be
+larger."""
 DISCARD_SECONDS = 1.0
 """Maximum seconds to wait for the file that is being written before the folders of models are deleted. No token is
 generated meanwhile. A file that takes longer is deleted by its writer."""
 PAUSE_AFTER_ERROR_SECONDS = 30.0
-"""Seconds without new parts after a write that failed: the disk may be full, read-only or gone."""
+"""Seconds after a failed write for which `BlockWriter.can_accept` returns False: the disk may be full, read-only or
+gone."""
 
 log = structlog.get_logger("engine.disk_cache")
 
