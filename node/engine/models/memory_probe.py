@@ -52,7 +52,7 @@ class ForwardPeak:
     _phys: int | None = None
 
     def mark(self) -> None:
-        """Start the measurement of a forward."""
+        """Wait until freed memory has left the footprint, then start the measurement of a forward."""
         self.settle()
         self.peak_tracker.mark()
         self._phys = self.sensor.read_footprint().phys if self.sensor.begin_interval() else None
@@ -81,7 +81,8 @@ class ForwardMeasurement:
     kv_bytes: int
     """Bytes of KV that the forward wrote."""
     charged: int
-    """Peak bytes charged to the process, with the KV."""
+    """Bytes from the memory before the forward to its peak, with the KV that it wrote
+    (`ForwardPeak.measure_charged_bytes`)."""
 
 
 @dataclass(slots=True)
@@ -95,7 +96,8 @@ class StepMeasurement:
     grew: bool
     """Whether the caches grew."""
     charged: int
-    """Peak bytes charged to the process, without the KV."""
+    """Bytes from the memory before the step to its peak (`ForwardPeak.measure_charged_bytes`), without the bytes by
+    which the caches grew."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +120,8 @@ class MemoryProbe:
     reach: int
     """Maximum tokens of the long row."""
     seconds: float
-    """Maximum duration in seconds."""
+    """Maximum seconds of `run`, and once more of `repeat_largest`. A forward starts only if its expected end is
+    earlier."""
     full: bool = False
     """Whether this is a sweep, with larger forwards and more rows."""
     chunks: list[ForwardMeasurement] = field(default_factory=list[ForwardMeasurement])
@@ -126,7 +129,7 @@ class MemoryProbe:
     steps: list[StepMeasurement] = field(default_factory=list[StepMeasurement])
     """Measured decode steps."""
     join_excesses: list[int] = field(default_factory=list[int])
-    """Bytes by which each join exceeded its KV and its estimate."""
+    """Bytes by which each join exceeded its KV and its estimate; negative below them."""
     rows: int = 0
     """Largest number of rows that decoded together."""
     row_bytes: int = 0
