@@ -67,7 +67,8 @@ class EmbeddingRequest:
     partial: PartialText | None = None
     """Text or shared beginning in progress over a cache; None without one."""
     waiting: list[int] = field(default_factory=list[int])
-    """Places of texts that have not begun, the longest first."""
+    """Positions of the texts that have no vector and are not `partial`, the longest first. Texts of a forward in
+    progress are included until it is complete."""
     beginning: tuple[int, ...] = ()
     """Tokens with which all texts begin, if their cache serves all texts; else empty."""
     beginning_cache: list[LayerCache] = field(default_factory=list[LayerCache])
@@ -98,7 +99,7 @@ class EmbeddingRequest:
 
     @property
     def left(self) -> int:
-        """Number of tokens that have not run."""
+        """Number of tokens of all texts that no complete forward has processed. The shared beginning counts once."""
         texts = sum(self.count_own_tokens(place) for place in self.waiting)
         return (
             texts
@@ -257,7 +258,8 @@ class EmbeddingTable:
         request.loaded_model.usage.mark_used(now)
 
     def count_tokens(self) -> int:
-        """Return the number of tokens of all requests that have not run yet."""
+        """Return the number of tokens of all requests that no complete forward has processed
+        (`EmbeddingRequest.left`)."""
         return sum(request.left for request in self._live.values())
 
     def compute_reserved_bytes(self) -> int:
