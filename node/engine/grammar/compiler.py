@@ -158,7 +158,7 @@ class GrammarCompiler:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GrammarGuide:
-    """Data of one tokenizer that all its grammars use."""
+    """Grammar tables of one tokenizer, which all grammars that are compiled for this tokenizer share."""
 
     tokenizer: Tokenizer
     """Tokenizer of the model."""
@@ -169,7 +169,7 @@ class GrammarGuide:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> "GrammarGuide":
-        """Return the data of a tokenizer. This takes about 1 s for a large vocabulary.
+        """Build the grammar tables of a tokenizer. This takes about 1 s for a large vocabulary.
 
         Raise `UnsupportedSchema` if answers with this tokenizer cannot follow a grammar.
         """
@@ -186,7 +186,7 @@ class CompiledGrammar:
     matcher: LLMatcher
     """Matcher, copied for each answer."""
     guide: GrammarGuide
-    """Data of the model's tokenizer."""
+    """Grammar tables of the model's tokenizer."""
     outline: MarkerLayout
     """Markers of reasoning and calls, and where they may occur."""
     tools: str = ""
