@@ -152,7 +152,8 @@ class ProcessExit:
         self._code = 0
 
     def request(self, code: int = 0) -> None:
-        """Stop the loop; the inference thread then ends the process. The first exit code other than 0 counts."""
+        """Stop the loop; the inference thread then ends the process. The first exit code other than 0 counts. A failure
+        of the engine replaces that code (`run_engine`)."""
         self._code = self._code or code
         self._loop.stop()
 
