@@ -33,9 +33,9 @@ from wire.units import show_size
 BUSY_POLL_SECONDS = 0.25
 """Seconds between polls while the engine serves requests, loads a model, or is above cap − leases."""
 IDLE_POLL_SECONDS = POLL_PERIOD_SECONDS
-"""Seconds between polls while the engine is idle."""
+"""Seconds between polls while the engine is idle with a loaded model."""
 EMPTY_POLL_SECONDS = 5.0
-"""Seconds between polls while no model is loaded."""
+"""Seconds between polls while the engine is idle without a loaded model, and without an engine."""
 LATE_POLL_SECONDS = 2 * BUSY_POLL_SECONDS
 """Seconds since the last poll from which a poll of an engine over its cap is late. A late poll ends no engine."""
 

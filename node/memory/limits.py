@@ -1,11 +1,13 @@
-"""Compute the memory limits of this node: a cap, a margin and a moving ceiling, from settings and machine.
+"""Compute the memory limits of this node from settings and machine: a cap, a margin and a ceiling.
 
+The ceiling is the memory that the engine may use now: the cap, minus leases and the memory of other programs.
 Each poll reads all inputs, because the Metal limit, the container's limit and the memory of the system can change. The
 engine receives new limits after a change of a lease, the cap or the limiting term. A change of the ceiling is sent if
 it is at least a step.
 
-After a failed reading, the last good one is used for `reading.STALE_AFTER_SECONDS` seconds. After that the available
-memory is unknown: the engine then admits no request, and evicts nothing for this reason.
+If the available memory cannot be read, its last good value is used for `reading.STALE_AFTER_SECONDS` seconds. After
+that the engine admits no request, and evicts nothing for this reason. If the RAM cannot be read, the last cap stays in
+force.
 """
 
 import time
@@ -36,7 +38,8 @@ from wire.frames import MemoryLimits
 from wire.units import MIB, show_size
 
 CEILING_STEP_BYTES = 64 * MIB
-"""Upper bound in bytes of the smallest change of the ceiling that is sent to the engine."""
+"""Change of the ceiling in bytes that is always sent to the engine. A smaller change is sent from `CEILING_STEP_SHARE`
+of the cap on."""
 CEILING_STEP_SHARE = 0.01
 """Smallest change of the ceiling that is sent to the engine, as a share of the cap; at most `CEILING_STEP_BYTES`."""
 
