@@ -25,7 +25,7 @@ DENSE_FOLDERS = ("2_Dense", "3_Dense", "4_Dense")
 DENSE_FILES = tuple(f"{folder}/{name}" for folder in DENSE_FOLDERS for name in ("config.json", "model.safetensors"))
 """Files of Dense layers."""
 MAX_FILE_BYTES = 1024 * 1024
-"""Maximum bytes of each of these files, except the weights of Dense layers. A larger file is an error."""
+"""Maximum bytes of a file of which `read_file` returns the content. A larger file is an error."""
 MAX_PROMPTS = 64
 """Maximum number of prompts of a model. More prompts are an error."""
 QWEN = "qwen3-embedding"
@@ -45,7 +45,8 @@ _MODES = {
 
 
 class EmbeddingFilesError(ValueError):
-    """Files of modules that Macpool cannot follow. The text completes "its files …"."""
+    """Raised for files of a model that Macpool cannot follow when it computes vectors or scores. The text of the error
+    completes "its files …"."""
 
 
 def has_embedding_files(folder: Path) -> bool:
