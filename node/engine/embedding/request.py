@@ -19,14 +19,15 @@ BEGINNING = -1
 
 @dataclass(slots=True, eq=False)
 class PartialText:
-    """Text that is longer than a chunk, or a shared beginning. Its forwards run chunk by chunk over a KV cache."""
+    """Text or shared beginning that runs chunk by chunk over a KV cache. A text is split if no forward over the whole
+    text has room or time for it."""
 
     place: int
     """Position of the text in its request; `BEGINNING` for the shared beginning of the request's texts."""
     ids: Sequence[int]
     """Token ids of the text."""
     cache: list[LayerCache]
-    """Keys and values of the tokens that have run."""
+    """Keys and values of the tokens that have run, and of the shared beginning before them."""
     pooled: PooledTexts
     """Pooled states of the tokens that have run."""
     stored_tokens: int = 0
