@@ -85,8 +85,8 @@ def _render_literal(builder: LarkBuilder, argument: Argument) -> str:
 def join_members(builder: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str:
     """Add rules for these parts in their order, separated by commas. Return the name of the first rule.
 
-    A part is an expression and whether it is required; any other part may be omitted. Raise `UnsupportedSchema` for too
-    many rules.
+    Each part is an expression, and whether the part is required; the answer may omit a part that is not. Raise
+    `UnsupportedSchema` for too many rules.
     """
     first = more = builder.add_rule('""')
     for part, needed in reversed(parts):
