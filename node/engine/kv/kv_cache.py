@@ -95,8 +95,8 @@ def measure_extent(layers: Iterable[LayerCache]) -> CacheExtent:
 
 
 def grow_caches(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> None:
-    """Prepare plain caches (`KVCache`) without room for the next `tokens` to double at their next write, up to room for
-    `max_tokens`.
+    """Set the growth of plain caches (`KVCache`): those without room for the next `tokens` double at their next write,
+    up to room for `max_tokens`.
 
     With fixed steps, mlx-lm would copy all held tokens at every step of a prompt.
     """
@@ -108,8 +108,8 @@ def grow_caches(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> N
 
 
 def grow_cache(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> bool:
-    """Double, at once, the first layer's cache that will soon have no room for another `tokens`, up to room for
-    `max_tokens`. Return whether a layer was grown.
+    """Double the cache of the first layer that will soon have no room for another `tokens`, up to room for
+    `max_tokens`. Copy its arrays at once. Return whether there was such a layer.
 
     While other rows decode, each layer is copied in a separate iteration. The pause between two of their tokens then
     contains the copy of one layer only.

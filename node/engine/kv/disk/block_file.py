@@ -23,7 +23,7 @@ MAGIC = b"MPKV"
 FORMAT_VERSION = 2
 """Version of the format. It is part of each chain, so that files of another version are not found."""
 MAX_HEADER_BYTES = 1 << 20
-"""Maximum bytes of a header that is read."""
+"""Maximum bytes of a header. A file with a longer one is invalid."""
 DIGEST_BYTES = 16
 """Bytes of a checksum."""
 ITEM_TYPES = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}

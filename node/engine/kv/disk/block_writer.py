@@ -47,8 +47,9 @@ class BlockWriter:
     """Writer of the files of one folder (see the module's docstring).
 
     `quota()` returns the bytes that all files may have. `budget` limits the written bytes. The thread ends with the
-    process. `saves` counts queued parts, `persisted` written parts, and `drops` parts that were dropped without a
-    write. `errors` counts failed writes, `evictions` deleted older files. A failed write drops all queued parts.
+    process. `saves` counts the parts that were queued, `persisted` those that were written, and `drops` those that were
+    dropped before their write. `errors` counts failed writes, `evictions` deleted older files. A failed write drops all
+    queued parts.
     """
 
     def __init__(self, folder: Path, index: BlockIndex, quota: Callable[[], int], budget: WriteBudget) -> None:
