@@ -48,7 +48,7 @@ MIN_FIT_SAMPLES = 4
 PRIOR_WEIGHT = 0.3
 """Weight of the attention formula in a fit; a sample weighs 1. The formula helps where samples cover too little."""
 MAX_TERMS = 4
-"""Maximum number of values that a fit of prefills tries as `TransientModel.least`: the lowest bytes per token."""
+"""Maximum number of values above 0 that a fit of prefills tries as `TransientModel.least`: the lowest bytes a token."""
 MIN_FORWARDS_COVERED = 3
 """Number of forwards larger than a profile covers after which the profile covers the smallest of them."""
 
