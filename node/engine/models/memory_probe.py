@@ -20,9 +20,9 @@ from node.memory.sensor import Sensor
 from wire.capacity.batches import compute_row_bytes
 
 FIRST_FORWARD_TOKENS = (8, 32, 64, 128, 256, 512)
-"""Tokens of the first forwards of a probe, each of a separate row."""
+"""Tokens of the first forwards of a probe, each of a separate row and at most the engine's chunk."""
 WALK_TOKENS = (512, 64, 256, 32, 128)
-"""Tokens of the forwards over the long row of a probe, repeated in this order."""
+"""Tokens of the forwards over the long row of a probe, repeated in this order, each at most the engine's chunk."""
 SWEEP_FORWARD_TOKENS = (1024, 2048, 4096, 8192)
 """Tokens of the additional forwards of a sweep, up to the engine's chunk."""
 ROWS = (1, 2, 4, 8)
@@ -30,7 +30,8 @@ ROWS = (1, 2, 4, 8)
 MORE_ROWS = (16, 32, 64, 128, 256)
 """Rows of the additional decode steps of a sweep, up to the engine's batch."""
 DECODE_TOKENS = 512
-"""Tokens of each row in the second series of decode steps. The rows of the first series have 64 tokens."""
+"""Tokens of each row in the second series of decode steps, at most the engine's chunk. The rows of the first series
+have 64 tokens, or as many as the chunk if that is smaller."""
 STEPS_PER_SIZE = 3
 """Decode steps that are measured for each number of rows."""
 
