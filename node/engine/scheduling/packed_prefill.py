@@ -46,9 +46,10 @@ class PackedPrefill:
     def select_batch(self, first: Prefill, waiting: Sequence[Prefill], max_tokens: int) -> list[Prefill]:
         """Return the prompts to prefill in one forward: `first`, then prompts of the same decode batch from `waiting`.
 
-        With padding, and without their last tokens, several prompts have at most `max_tokens` tokens together. Return
-        only `first` if it cannot be packed, or if no other prompt fits. The prefix cache is looked up for each prompt
-        that is considered.
+        With padding, and without their last tokens, several prompts have at most `max_tokens` tokens together, and at
+        most the number given to the class. A prompt is left out if a prefill of an earlier one will cache much of it.
+        Return only `first` if it cannot be packed, or if no other prompt fits. The prefix cache is looked up for each
+        prompt that is considered.
         """
         if not self._can_pack(first):
             return [first]

@@ -84,12 +84,12 @@ class Preemptor:
         self.release_memory(choose_victim(self._requests.list_running()) or row.sequence, refused)
 
     def release_memory(self, sequence: Sequence, refused: Refused, *, over_cap: bool = False) -> None:
-        """Preempt a request, or end it if it cannot be preempted. With `over_cap`, the engine is over its cap, and an
-        end is counted (`GatedForwards.count_shed`).
+        """Preempt a request, or end it, because its memory does not suffice. `over_cap`: the engine is over its cap; an
+        end is then counted (`GatedForwards.count_shed`).
 
-        If none of its tokens was delivered, it is refused with `refused`, and the router places it again. Otherwise it
-        is preempted if other memory may become free or the memory is unreadable. Else it fails with
-        `FailureCode.NO_HEADROOM`.
+        A request without delivered tokens is refused with `refused`, and the router places the request again. A request
+        with delivered tokens is preempted if memory may become free, or if the memory cannot be read. Otherwise the
+        request fails with `FailureCode.NO_HEADROOM`.
         """
         unreadable = refused.code is RefusalCode.UNREADABLE
         if should_preempt(sequence, unreadable=unreadable, others=self._may_free_memory(1)):
@@ -190,7 +190,8 @@ class Preemptor:
         """Queue the prefill of the oldest preempted request if the gate passes it. `now` is the monotonic time.
 
         At most one request is checked every `GATE_RETRY_SECONDS`. A request that was preempted for another key returns
-        only if `free_rows` suffice. A request without room ends if no memory may become free.
+        only if `free_rows` suffice. A request without room ends if no memory may become free, but never because the
+        memory is unreadable.
         """
         if not self._requests.preempted or now < self.return_at:
             return
@@ -200,7 +201,8 @@ class Preemptor:
             self._return_request(sequence)
 
     def _return_request(self, sequence: Sequence) -> None:
-        """Prefill a preempted request again if there is room; end it if no memory may become free for it."""
+        """Queue the prefill of a preempted request if there is room; end the request if the memory is readable and none
+        may become free."""
         loaded_model = self._recovery.get_model(sequence)
         refused = self._forwards.check(GateSite.PREFLIGHT, self._compute_needed_bytes(sequence))
         if refused is None:

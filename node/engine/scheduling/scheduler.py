@@ -148,7 +148,7 @@ class Scheduler:
         return self._batches.sum_step_seconds()
 
     def can_prefill(self, now: float) -> bool:
-        """Return whether a prompt may be prefilled at the monotonic time `now`, or a preempted request waits."""
+        """Return whether a prefill may start or continue at the monotonic time `now`, or a preempted request waits."""
         return bool(self._requests.preempted or self._queue.list_choices(now))
 
     def compute_required_bytes(self, key: str | None = None) -> int:
@@ -162,8 +162,8 @@ class Scheduler:
         return self._queue.compute_required_bytes() + self.preemptor.compute_required_bytes(key)
 
     def next_step_at(self, now: float) -> float | None:
-        """Return the monotonic time of the next step: `now` if there is work or output, later while all work waits.
-        Return None without any work."""
+        """Return the monotonic time of the next step: `now` if rows decode, the end of a request must be sent, or a
+        prefill may run; later while all work waits. Return None without any work."""
         if self._batches or self._output.ends:
             return now
         choices = self._queue.list_choices(now)
@@ -197,7 +197,8 @@ class Scheduler:
     def cancel(self, number: int, now: float) -> bool:
         """Cancel a request in any state without a further frame. Return False if it has ended or is unknown.
 
-        The prefix cache gets back the entry that the request's prefill took out, and loses the snapshots of its prompt.
+        The prefix cache gets back the entry that a waiting prefill of the request took out, and loses the snapshots of
+        that prompt.
 
         `now` is the monotonic time at which the turn began.
         """

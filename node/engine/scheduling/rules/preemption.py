@@ -56,7 +56,7 @@ R = TypeVar("R", bound=LiveRequest)
 
 
 def find_newest_holder(live: Iterable[R]) -> R | None:
-    """Return the newest request that holds memory; None if no request does."""
+    """Return the newest request that has tokens in a cache; None if there is none."""
     return max((request for request in live if request.holds_memory), key=_get_age, default=None)
 
 
