@@ -32,7 +32,7 @@ class ScriptedRequests:
         return preflight.compute_shape(request, prompt, natural, self._settings.max_context)
 
     def must_refuse(self, request: Generate) -> bool:
-        """Return whether the script refuses a request."""
+        """Return whether the setting `engine.scripted.refuse` demands that a request is refused."""
         word = self._settings.refuse
         return word == "*" or (bool(word) and answers.contains_word(answers.get_messages(request), word))
 
