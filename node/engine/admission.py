@@ -47,7 +47,7 @@ class CostLedger(Protocol):
     """Interface of the ledger of a model's commitments that `compute_admission_cost` uses."""
 
     def compute_cost(self, length: int, rows: int) -> int:
-        """Return the bytes that `rows` equal rows of `length` tokens would add."""
+        """Return the bytes that `rows` equal rows of `length` tokens would add to the committed memory."""
         ...
 
 
@@ -144,7 +144,7 @@ def refuse_embedding(
 ) -> Refused | None:
     """Return the refusal of a request for embeddings or scores that the model cannot serve; None if it can.
 
-    Check the ordered length of the vectors and the token ids, not the memory. The model computes vectors of
+    Check the requested length of the vectors and the token ids, not the memory. The model computes vectors of
     `dimensions` numbers, and has `vocabulary` token ids.
     """
     request, wanted = prepared.request, prepared.request.dimensions

@@ -133,9 +133,10 @@ class ModelCommands:
         return [Finished(order.request, (), 0, 0)]
 
     def restore(self, restore: RestoreModels, now: float) -> None:
-        """Ban models that crashed the engine, and queue the loads of those that were loaded in the earlier process.
+        """Ban the models of `restore.bans`, which crashed the engine. Queue the loads of `restore.models`, which were
+        loaded in the earlier process.
 
-        Models that are unknown or cannot be loaded are left out.
+        Models that are unknown, banned or cannot be loaded for another reason are not queued.
         """
         self._blocks.ban(restore.bans, now)
         for name in restore.models:
@@ -153,7 +154,8 @@ class ModelCommands:
     # loads
 
     def may_load(self) -> bool:
-        """Return whether `step_load` may be called: a load is in progress or queued, and the gate has its limits."""
+        """Return whether `step_load` may be called: a load is in progress or queued, and the gate is ready
+        (`MemoryGate.refuse_unless_ready`)."""
         return self._manager.busy and self._forwards.gate.refuse_unless_ready() is None
 
     def step_load(self, now: float) -> None:
