@@ -49,7 +49,8 @@ class EnforcerInput:
     memory: Memory
     """Memory part of the engine's last report, with the agent's own reading and limits."""
     enforced: int = 0
-    """Sequence number (`ReduceMemory.poll`) of the last order that the engine reports as executed."""
+    """Sequence number (`ReduceMemory.poll`) of the last order that the engine reports as executed; 0 before the
+    first."""
     call_until: float = 0.0
     """Monotonic seconds until which the running native call may last (`EngineProbe.call_until`); 0 without a call."""
 

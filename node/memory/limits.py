@@ -78,7 +78,7 @@ class Limiter:
         self._device = None if folder is None else read_metal_device(folder, machine.hardware, bounds.wired)
         self._engine = 0
         self.cap: MemoryCap = self._resolve(bounds, starting=True)
-        """Cap by the last reading of the machine."""
+        """Cap by the last reading of the machine in which the RAM was readable."""
         self.margin: Margin = resolve_margin(settings.memory.margin, self.cap.bytes)
         """Margin for `cap`."""
         self.current_ceiling = Ceiling(self.cap.bytes, self.cap.bound_by, self.cap.remedy)
@@ -137,7 +137,8 @@ class Limiter:
         return 0 if self._worker is None else measure_group_footprint(self._worker) or 0
 
     def report_metal(self, engine: int, limit: int) -> None:
-        """Use the Metal limit that an engine reports (bytes; 0: no Metal), and store the limit for later starts.
+        """Use the Metal limit that an engine reports, in bytes, and store the limit for later starts. Ignore 0, which
+        an engine without Metal reports.
 
         `engine` is the process id. Only the first report of a process counts, because MLX reads the limit once.
         """
