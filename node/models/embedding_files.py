@@ -13,13 +13,13 @@ from node.models.embedding_layout import Activation, DenseLayer, EmbeddingLayout
 from node.models.weight_files import Config, parse_json_object, parse_json_value, read_header
 
 MODULES = "modules.json"
-"""File with the list of modules."""
+"""File with the list of modules, relative to the model's folder, as the paths below."""
 POOLING = "1_Pooling/config.json"
 """File with the pooling."""
 PROMPTS = "config_sentence_transformers.json"
-"""File with the prompts."""
+"""File with the prompts, which are texts to put before an input, by name."""
 LENGTH = "sentence_bert_config.json"
-"""File with the maximum length of an input."""
+"""File with the maximum length of an input in tokens."""
 DENSE_FOLDERS = ("2_Dense", "3_Dense", "4_Dense")
 """Folders of Dense layers, in their order."""
 DENSE_FILES = tuple(f"{folder}/{name}" for folder in DENSE_FOLDERS for name in ("config.json", "model.safetensors"))
