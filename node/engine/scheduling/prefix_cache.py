@@ -156,8 +156,7 @@ class PrefixCacheManager:
 
     def find_prefix(self, prefill: Prefill) -> None:
         """Find the longest cached prefix of a prefill, and record it in `past`: in memory as `hit`, on the disk as
-        `plan`. Set `stored_tokens` to the number of tokens of this prefix, and `past.stops` to the positions of wanted
-        snapshots.
+        `plan`. Set `stored_tokens` to the prefix's tokens, and `past.stops` to the positions of wanted snapshots.
 
         Do nothing if the prefill has a cache already, is being restored from the disk, or does not use the prefix
         cache. Repeat this before the first chunk, because entries may have been evicted or stored since.
