@@ -14,8 +14,8 @@ from host.private_files import create_private_folder
 from node.daemon_threads import start_call
 
 LOCK_TIMEOUT_SECONDS = 1.0
-"""Seconds to wait for the lock. `cluster leave` and the commands that read the running settings hold the lock for
-an instant."""
+"""Maximum seconds to wait for the lock. `cluster leave` and the commands that read the running settings hold the lock
+for an instant."""
 ACCESS_TIMEOUT_SECONDS = 15.0
 """Maximum seconds for the first access to a disk. A disk that sleeps needs some seconds to start."""
 _POLL_SECONDS = 0.05
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class NodeStartError(Exception):
-    """Error for a node that cannot start. The text names the reason and the next step."""
+    """Error for a node that cannot start. The text names the reason, and the next step if there is a known one."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -34,7 +34,8 @@ class NodeStartError(Exception):
 
 @contextmanager
 def name_unusable_files() -> Generator[None]:
-    """Raise an `OSError` of the block as a `NodeStartError` that names the file and the next step."""
+    """Raise an `OSError` of the block as a `NodeStartError` that names the file. If a permission is missing, the error
+    also names the next step."""
     try:
         yield
     except OSError as error:

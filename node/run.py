@@ -65,7 +65,7 @@ from wire.report import Hardware
 DRAIN_TIMEOUT_SECONDS = 20.0
 """Maximum wait for running requests when the node stops, in seconds."""
 FIND_TIMEOUT_SECONDS = 5.0
-"""Duration of the search for a coordinator by Bonjour, in seconds."""
+"""Maximum duration of the search for a coordinator by Bonjour, in seconds."""
 
 log = structlog.get_logger("node.run")
 

@@ -47,7 +47,7 @@ class CostLedger(Protocol):
     """Interface of the ledger of a model's commitments that `compute_admission_cost` uses."""
 
     def compute_cost(self, length: int, rows: int) -> int:
-        """Return the bytes that `rows` equal rows of `length` tokens would add."""
+        """Return the bytes that `rows` equal rows of `length` tokens would add to the committed memory."""
         ...
 
 
@@ -115,10 +115,10 @@ def refuse_before_load(
 def refuse_improper(
     prepared: PreparedRequest, shape: preflight.RequestShape, model: Model, vocabulary: int, batch: int
 ) -> Refused | None:
-    """Return the refusal of a request that no state of the memory would allow; None if one might.
+    """Return the refusal of a request that this node cannot serve, however much memory is free; None if it might.
 
-    Also refuse a token id outside of the vocabulary: in the prompt, the logit bias or the resumed answer. `vocabulary`
-    is the number of token ids of the model, `batch` the maximum rows that decode together.
+    Check the model, structured output, the limits of choices and context, and the token ids of prompt, logit bias and
+    resumed answer. `vocabulary` is the model's number of token ids, `batch` the maximum rows that decode together.
     """
     request = prepared.request
     refused = preflight.refuse_impossible(request, shape, model, batch)
@@ -142,9 +142,10 @@ def build_refusal(prepared: PreparedRequest | PreparedEmbedding, refused: Refuse
 def refuse_embedding(
     prepared: PreparedEmbedding, layout: EmbeddingLayout, dimensions: int, vocabulary: int
 ) -> Refused | None:
-    """Return the refusal of a request for embeddings that no state of the memory would allow; None if one might.
+    """Return the refusal of a request for embeddings or scores that the model cannot serve; None if it can.
 
-    The model computes vectors of `dimensions` numbers, and has `vocabulary` token ids.
+    Check the requested length of the vectors and the token ids, not the memory. The model computes vectors of
+    `dimensions` numbers, and has `vocabulary` token ids.
     """
     request, wanted = prepared.request, prepared.request.dimensions
     if wanted and wanted != dimensions and not layout.can_shorten:

@@ -104,7 +104,7 @@ class EngineParts:
     times: LoadTimes
     """Durations of earlier loads."""
     describer: ModelDescriber
-    """Describer of models for the report."""
+    """Describer of models for reports and for admission."""
     waiting: WaitingRequests
     """Requests that wait for tokenization or for the load of their model."""
     scheduler: Scheduler

@@ -133,9 +133,10 @@ class ModelCommands:
         return [Finished(order.request, (), 0, 0)]
 
     def restore(self, restore: RestoreModels, now: float) -> None:
-        """Ban models that crashed the engine, and queue the loads of those that were loaded in the earlier process.
+        """Ban the models of `restore.bans`, which crashed the engine. Queue the loads of `restore.models`, which were
+        loaded in the earlier process.
 
-        Models that are unknown or cannot be loaded are left out.
+        Models that are unknown, banned or cannot be loaded for another reason are not queued.
         """
         self._blocks.ban(restore.bans, now)
         for name in restore.models:
@@ -144,15 +145,17 @@ class ModelCommands:
                 self._manager.request_load(found)
 
     def unload_idle(self, now: float) -> None:
-        """Unload the idle models whose idle time has passed at the monotonic time `now`, or that were replaced on disk
-        (`ModelUnloader.unload_idle`). Queue the load of a replaced model if it is preloaded."""
+        """Unload the idle models that have been unused for `models.idle_unload_seconds` at the monotonic time `now`, or
+        that were replaced on disk (`ModelUnloader.unload_idle`). Queue the load of a replaced model if it is
+        preloaded."""
         for found in self._unloader.unload_idle(now):
             self._manager.request_load(found)
 
     # loads
 
     def may_load(self) -> bool:
-        """Return whether `step_load` may be called: a load is in progress or queued, and the gate has its limits."""
+        """Return whether `step_load` may be called: a load is in progress or queued, and the gate is ready
+        (`MemoryGate.refuse_unless_ready`)."""
         return self._manager.busy and self._forwards.gate.refuse_unless_ready() is None
 
     def step_load(self, now: float) -> None:

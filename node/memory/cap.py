@@ -3,7 +3,8 @@
     static  = RAM − reserve of the tier              in a container the RAM is the container's limit
     cap     = min(static, Metal limit)               or memory.cap, which may exceed the Metal limit only with
               memory.allow_above_metal_limit
-    dynamic = engine's footprint + reclaimable + min(worker's footprint, lease)   each byte counted once
+    dynamic = engine's footprint + reclaimable + min(footprint of the lease's process group, lease)
+              each byte counted once
     ceiling = max(1, min(cap, dynamic) − leases)
 
 Invariants
@@ -75,7 +76,8 @@ Examples: 10.7 of 16 GiB, 21.3 of 32, 384 of 512.
 Sources: https://github.com/ollama/ollama/pull/17367, https://github.com/exo-explore/exo/pull/1672
 """
 MAX_WIRED_SHARE = 0.95
-"""Maximum share of the RAM for a wired limit; higher limits caused a crash loop on a machine with 512 GiB."""
+"""Maximum share of the RAM for a wired limit that the program advises. Higher limits caused a crash loop on a machine
+with 512 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,7 @@ def compute_safe_wired_limit(tier: str, total: int) -> int:
     """Return the highest wired limit in bytes that leaves the system the reserve of the tier, and at least 5 % of the
     RAM.
 
-    `total` is the RAM in bytes.
+    `total` is the RAM in bytes. If the reserve exceeds it, return 0.
     """
     return max(0, min(total - compute_reserve(tier, total), int(total * MAX_WIRED_SHARE)))
 
@@ -305,8 +307,9 @@ def resolve_margin(setting: str | int, cap: int) -> Margin:
 def compute_reach(phys: int | None, reclaimable: int | None, *, worker: int = 0, lease: int = 0) -> int | None:
     """Return the bytes that the engine could use now; None if `phys` or `reclaimable` is None.
 
-    That is the footprint of the engine (`phys`), the memory that the system can free (`reclaimable`), and the footprint
-    of the video worker (`worker`). The worker counts up to its `lease`, because the ceiling is reduced by the lease.
+    They are the sum of the engine's footprint (`phys`), the memory that the system can free (`reclaimable`), and
+    `worker`. The last is the footprint of the process group that uses the lease. It counts up to `lease`, because
+    `compute_ceiling` subtracts the lease.
     """
     if phys is None or reclaimable is None:
         return None

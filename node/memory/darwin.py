@@ -64,7 +64,10 @@ class ProcBsdInfo(ctypes.Structure):
 
 
 class LibSystem:
-    """Functions of libSystem that read memory, by ctypes. Raise `OSError` if the library cannot be loaded."""
+    """Functions of libSystem for the memory of processes and for values of sysctl, called by ctypes.
+
+    Raise `OSError` if the library cannot be loaded.
+    """
 
     def __init__(self, library: str = SYSTEM) -> None:
         calls = ctypes.CDLL(library)

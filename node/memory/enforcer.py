@@ -33,9 +33,9 @@ from wire.units import show_size
 BUSY_POLL_SECONDS = 0.25
 """Seconds between polls while the engine serves requests, loads a model, or is above cap − leases."""
 IDLE_POLL_SECONDS = POLL_PERIOD_SECONDS
-"""Seconds between polls while the engine is idle."""
+"""Seconds between polls while the engine is idle with a loaded model."""
 EMPTY_POLL_SECONDS = 5.0
-"""Seconds between polls while no model is loaded."""
+"""Seconds between polls while the engine is idle without a loaded model, and without an engine."""
 LATE_POLL_SECONDS = 2 * BUSY_POLL_SECONDS
 """Seconds since the last poll from which a poll of an engine over its cap is late. A late poll ends no engine."""
 
@@ -49,7 +49,8 @@ class EnforcerInput:
     memory: Memory
     """Memory part of the engine's last report, with the agent's own reading and limits."""
     enforced: int = 0
-    """Sequence number (`ReduceMemory.poll`) of the last order that the engine reports as executed."""
+    """Sequence number (`ReduceMemory.poll`) of the last order that the engine reports as executed; 0 before the
+    first."""
     call_until: float = 0.0
     """Monotonic seconds until which the running native call may last (`EngineProbe.call_until`); 0 without a call."""
 

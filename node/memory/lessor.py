@@ -75,8 +75,8 @@ class MemoryLessor:
         return f"this node has leased {leased} to {self._limiter.holder}: one lease at a time"
 
     async def make_room(self, size: int) -> None:
-        """Order the engine to free `size` bytes: evict cached blocks, unload idle models, and abort a load for which no
-        request waits.
+        """Order the engine to make room for `size` bytes: evict cached prefixes, unload idle models, and abort a load
+        for which no request waits.
 
         Return when the engine has answered, at the latest after `CONFIRM_TIMEOUT_SECONDS`, also if less was freed.
         """
@@ -88,7 +88,7 @@ class MemoryLessor:
 
         Return a failure if a process of another kind holds a lease, or if new requests took the memory meanwhile.
         Return a failure as well if the engine does not confirm within `CONFIRM_TIMEOUT_SECONDS`. The ceiling stays
-        lowered after a failure other than `HELD`: call `return_memory`.
+        lowered after a failure other than `HELD`, and if this call is cancelled: call `return_memory`.
         """
         other = self.find_other_holder()
         if other:

@@ -1,11 +1,13 @@
-"""Compute the memory limits of this node: a cap, a margin and a moving ceiling, from settings and machine.
+"""Compute the memory limits of this node from settings and machine: a cap, a margin and a ceiling.
 
+The ceiling is the memory that the engine may use now: the cap, minus leases and the memory of other programs.
 Each poll reads all inputs, because the Metal limit, the container's limit and the memory of the system can change. The
 engine receives new limits after a change of a lease, the cap or the limiting term. A change of the ceiling is sent if
 it is at least a step.
 
-After a failed reading, the last good one is used for `reading.STALE_AFTER_SECONDS` seconds. After that the available
-memory is unknown: the engine then admits no request, and evicts nothing for this reason.
+If the available memory cannot be read, its last good value is used for `reading.STALE_AFTER_SECONDS` seconds. After
+that the engine admits no request, and evicts nothing for this reason. If the RAM cannot be read, the last cap stays in
+force.
 """
 
 import time
@@ -36,7 +38,8 @@ from wire.frames import MemoryLimits
 from wire.units import MIB, show_size
 
 CEILING_STEP_BYTES = 64 * MIB
-"""Upper bound in bytes of the smallest change of the ceiling that is sent to the engine."""
+"""Change of the ceiling in bytes that is always sent to the engine. A smaller change is sent from `CEILING_STEP_SHARE`
+of the cap on."""
 CEILING_STEP_SHARE = 0.01
 """Smallest change of the ceiling that is sent to the engine, as a share of the cap; at most `CEILING_STEP_BYTES`."""
 
@@ -75,7 +78,7 @@ class Limiter:
         self._device = None if folder is None else read_metal_device(folder, machine.hardware, bounds.wired)
         self._engine = 0
         self.cap: MemoryCap = self._resolve(bounds, starting=True)
-        """Cap by the last reading of the machine."""
+        """Cap by the last reading of the machine in which the RAM was readable."""
         self.margin: Margin = resolve_margin(settings.memory.margin, self.cap.bytes)
         """Margin for `cap`."""
         self.current_ceiling = Ceiling(self.cap.bytes, self.cap.bound_by, self.cap.remedy)
@@ -134,7 +137,8 @@ class Limiter:
         return 0 if self._worker is None else measure_group_footprint(self._worker) or 0
 
     def report_metal(self, engine: int, limit: int) -> None:
-        """Use the Metal limit that an engine reports (bytes; 0: no Metal), and store the limit for later starts.
+        """Use the Metal limit that an engine reports, in bytes, and store the limit for later starts. Ignore 0, which
+        an engine without Metal reports.
 
         `engine` is the process id. Only the first report of a process counts, because MLX reads the limit once.
         """

@@ -137,9 +137,9 @@ def read_container_free_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("
 
 
 def read_unevictable_bytes(proc: Path = Path("/proc")) -> int | None:
-    """Return the bytes that can be neither paged out nor freed: locked memory and memory of drivers.
+    """Return `Unevictable` of /proc/meminfo in bytes: user memory that the kernel cannot reclaim, such as locked pages.
 
-    Return None if they cannot be read.
+    Kernel memory and most memory of drivers do not count. Return None if the value cannot be read.
     """
     return _read_sizes(proc / "meminfo").get("Unevictable")
 

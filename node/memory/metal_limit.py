@@ -29,7 +29,8 @@ class _StoredLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_metal_device(folder: Path, hardware: Hardware, wired: int | None) -> MetalDevice | None:
-    """Return the Metal limit stored in `folder`; None if there is none, or it is unreadable or of another machine.
+    """Return the Metal limit stored in `folder`. Return None if there is none, if it is unreadable, or if it belongs to
+    another chip, RAM, version of macOS or value of `iogpu.wired_limit_mb`.
 
     `wired` is the present value of `iogpu.wired_limit_mb` in bytes; None if a person has not set it.
     """

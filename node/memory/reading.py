@@ -8,7 +8,7 @@ twice as a reading.
 from dataclasses import dataclass
 
 RECENT_POLLS = 5
-"""Number of polls in the window of `RecentPeak`."""
+"""Maximum number of periods of `POLL_PERIOD_SECONDS` in the window of `RecentPeak`."""
 POLL_PERIOD_SECONDS = 1.0
 """Seconds between polls of an idle engine with a model. `RecentPeak` keeps the highest reading of each period. The
 enforcer waits one period for the answer to an order."""
@@ -88,10 +88,11 @@ class AvailableMemory:
 
 @dataclass(frozen=True, slots=True)
 class RecentPeak:
-    """Recent peak of a process: the highest reading of each of the last polls. Times are monotonic seconds.
+    """Recent peak of a process: the highest reading of each of the last periods of `POLL_PERIOD_SECONDS`. Times are
+    monotonic seconds.
 
-    `polls` are pairs of start time and bytes, newest last. A poll expires `RECENT_PEAK_SECONDS` after its start. An
-    idle process without polls therefore does not keep an old maximum.
+    `polls` are pairs of a period's start and its highest reading in bytes, newest last. A period expires
+    `RECENT_PEAK_SECONDS` after its start. An idle process without readings therefore does not keep an old maximum.
     """
 
     polls: tuple[tuple[float, int], ...] = ()

@@ -225,7 +225,7 @@ class LinuxMachine:
         return AvailableMemory(self.read_reclaimable(), linux.read_pressure(), "psutil", time.monotonic())
 
     def read_wired(self) -> int | None:
-        """Return `Unevictable` of /proc/meminfo in bytes (locked memory and memory of drivers); None if unreadable."""
+        """Return `Unevictable` of /proc/meminfo in bytes (`linux.read_unevictable_bytes`); None if unreadable."""
         return linux.read_unevictable_bytes()
 
 

@@ -13,19 +13,19 @@ from node.models.embedding_layout import Activation, DenseLayer, EmbeddingLayout
 from node.models.weight_files import Config, parse_json_object, parse_json_value, read_header
 
 MODULES = "modules.json"
-"""File with the list of modules."""
+"""File with the list of modules, relative to the model's folder, as the paths below."""
 POOLING = "1_Pooling/config.json"
 """File with the pooling."""
 PROMPTS = "config_sentence_transformers.json"
-"""File with the prompts."""
+"""File with the prompts, which are texts to put before an input, by name."""
 LENGTH = "sentence_bert_config.json"
-"""File with the maximum length of an input."""
+"""File with the maximum length of an input in tokens."""
 DENSE_FOLDERS = ("2_Dense", "3_Dense", "4_Dense")
 """Folders of Dense layers, in their order."""
 DENSE_FILES = tuple(f"{folder}/{name}" for folder in DENSE_FOLDERS for name in ("config.json", "model.safetensors"))
 """Files of Dense layers."""
 MAX_FILE_BYTES = 1024 * 1024
-"""Maximum bytes of each of these files, except the weights of Dense layers. A larger file is an error."""
+"""Maximum bytes of a file of which `read_file` returns the content. A larger file is an error."""
 MAX_PROMPTS = 64
 """Maximum number of prompts of a model. More prompts are an error."""
 QWEN = "qwen3-embedding"
@@ -45,7 +45,8 @@ _MODES = {
 
 
 class EmbeddingFilesError(ValueError):
-    """Files of modules that Macpool cannot follow. The text completes "its files …"."""
+    """Raised for files of a model that Macpool cannot follow when it computes vectors or scores. The text of the error
+    completes "its files …"."""
 
 
 def has_embedding_files(folder: Path) -> bool:

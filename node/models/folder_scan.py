@@ -40,8 +40,8 @@ class FolderScan:
         return self._call
 
     def get_models(self) -> Mapping[str, ModelDescriptor]:
-        """Return the models of the latest complete scan by name. If a newer scan has run for `UNREADABLE_SECONDS`, the
-        models have a `cause` that names the folder."""
+        """Return the models of the latest complete scan by name; none before the first. If a newer scan has run for
+        `UNREADABLE_SECONDS`, the models have a `cause` that names the folder. An exception of `read` propagates."""
         if self._call is not None and self._call.done():
             self._latest = self._call.result()
         elif self._clock() - self._begun_at >= UNREADABLE_SECONDS:

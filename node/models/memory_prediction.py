@@ -108,9 +108,10 @@ def _to_count(value: object) -> int:
 def predict_kv(config: Config, float_size: int) -> KvParameters:
     """Predict the parameters of a row's KV bytes from the config of a model that is not loaded.
 
-    `float_size` is the bytes of an unquantized number of the weights. Every layer counts with full keys and values
-    unless the config names its kind. The quantization of the weights has no effect. After the load, the parameters are
-    measured (`node.engine.kv.kv_cache.measure_kv_parameters`).
+    `float_size` is the bytes of an unquantized number of the weights. It is used only if the config names no known
+    `torch_dtype` or `dtype`. Every layer counts with full keys and values unless the config names its kind. The
+    quantization of the weights has no effect. After the load, the parameters are measured
+    (`node.engine.kv.kv_cache.measure_kv_parameters`).
     """
     text = _get_text_config(config)
     number = _get_float_size(text, float_size)
@@ -161,10 +162,10 @@ def _estimate_state_bytes(text: Config, number: int) -> int:
 def predict_transient(config: Config, float_size: int) -> TransientModel:
     """Predict the transient bytes of a forward from the config of a model that is not measured.
 
-    `float_size` is the bytes of an unquantized number of the weights. The sum contains the scores of one layer (4 bytes
-    each, without fused attention) and the logits. It also contains a second copy of the keys and values of a layer
-    while they grow, and the inner activations. Measured forwards take up to ten times as much. Dimensions that the
-    config lacks add nothing.
+    `float_size` is the bytes of an unquantized number of the weights. It is used only if the config names no known
+    `torch_dtype` or `dtype`. The sum contains the scores of one layer (4 bytes each, without fused attention) and the
+    logits. It also contains a second copy of the keys and values of a layer while they grow, and the inner activations.
+    Measured forwards take up to ten times as much. Dimensions that the config lacks add nothing.
     """
     text = _get_text_config(config)
     heads, size = _to_count(text.get("num_attention_heads")), _get_head_size(text)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, cast
 MAX_HEADER_BYTES = 100 * 1024 * 1024
 """Maximum bytes of a safetensors header (the format's own limit)."""
 SAMPLE_BYTES = 4096
-"""Bytes of one sample of a tensor: a page of most disks. A smaller sample is not read faster."""
+"""Bytes of one sample of a tensor: the physical sector size of most disks. A smaller sample is not read faster."""
 NUMBER_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "F32": 4, "F16": 2, "BF16": 2}
 """Bytes of one number by the names of its type, in configs and in headers."""
 _FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
@@ -45,8 +45,8 @@ class WeightHeaders:
 def read_weight_headers(folder: Path, digest: Digest) -> WeightHeaders:
     """Read the headers of all weight files, add them and samples of their tensors to `digest`, and return the sizes.
 
-    Missing files and those for which `read_header` raises `ValueError` are the `cause` of the result. Raise `OSError`
-    if a file cannot be read.
+    Missing files and those for which `read_tensor_sizes` raises `ValueError` are the `cause` of the result, whose sizes
+    are then 0. Raise `OSError` if a file cannot be read.
     """
     files = sorted(folder.glob("model*.safetensors"))
     missing = sorted(_list_indexed_files(folder) - {file.name for file in files})

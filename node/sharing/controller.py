@@ -111,7 +111,7 @@ class SharingController:
         self._task = asyncio.create_task(self._update_periodically())
 
     async def stop(self) -> None:
-        """Stop the periodic decisions."""
+        """Stop the periodic decisions, and wait until a running one has stopped."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -126,7 +126,8 @@ class SharingController:
         return Sharing(self._rule.when.value, not state.shared, state.why, state.until, state.by_hand)
 
     def compute_retry_after(self) -> float | None:
-        """Return the seconds until this Mac accepts work again, at least 1; None if unknown."""
+        """Return the seconds until this Mac accepts work again, at least 1. Return None if it accepts work, or if the
+        time is unknown."""
         until = self.sharing_state.until
         return None if until is None else max(1.0, until - self._wall())
 

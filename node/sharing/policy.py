@@ -147,7 +147,7 @@ class SharingState:
     why: str = ""
     """Reason against sharing, for people; empty if the Mac shares."""
     until: float | None = None
-    """Unix seconds at which the Mac shares again; None: unknown, or a pause without an end."""
+    """Unix seconds at which the Mac shares again. None: it shares, the time is unknown, or the pause has no end."""
     by_hand: bool = False
     """Whether a person set the pause."""
 

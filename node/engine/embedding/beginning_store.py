@@ -1,7 +1,7 @@
 """Shared beginnings of the texts of embedding and rerank requests, in the prefix cache of the engine.
 
 The texts of a request often begin alike, such as with a query or an instruction. The cache of this beginning is kept
-for later requests of the same API key:
+for later requests of the same scope (`PreparedEmbedding.cache_scope`), usually an API key:
 
     at admission          `count_cached` counts the cached tokens, for the cost of the request
     before the forwards   `restore` copies the cached part into the request
@@ -10,7 +10,7 @@ for later requests of the same API key:
 Rules
 - Memory: A copy is made only if it fits now. The arrays of a request are its own and count against its reservation. An
   entry counts as cached. Without room the beginning is computed, or not stored.
-- Scopes: A request finds beginnings of its own key, as in the prefix cache of chats.
+- Scopes: A request finds beginnings of its own scope, as in the prefix cache of chats.
 - Faults: After a fault none of the model's entries is used again, because the fault may be in an entry.
 - Disk: The disk cache has none of them, because they are short.
 """

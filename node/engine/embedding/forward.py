@@ -105,8 +105,9 @@ class EmbeddingForward(ABC):
 
     @abstractmethod
     def complete(self) -> list[Frame]:
-        """Record the measurements of a forward that has ended, and its texts in their requests. Return the frames with
-        the vectors of live requests. Raise `NotFiniteError` if a number of the vectors is not finite."""
+        """Record the measurements of a forward whose parts have all run, and mark its texts as done in their requests.
+        Return the frames with the vectors of live requests. Raise `NotFiniteError` if a number of the vectors is not
+        finite."""
 
 
 class TextsForward(EmbeddingForward):
@@ -131,8 +132,9 @@ class TextsForward(EmbeddingForward):
         self._written = written
 
     def complete(self) -> list[Frame]:
-        """Record the measurements of the forward, and its texts as done in their requests. Return the frames with the
-        vectors of the requests that are live. Raise `NotFiniteError` if a number of the vectors is not finite."""
+        """Record the measurements of the forward, and mark its texts as done in their requests. Return the frames with
+        the vectors of live requests. Raise `NotFiniteError` if a number of the vectors is not finite; no text is then
+        done."""
         loaded_model, rows = self.loaded_model, len(self._texts)
         longest = max(len(text.own_ids) for text in self._texts)
         past = len(self._texts[0].request.beginning)

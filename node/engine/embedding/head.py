@@ -1,5 +1,7 @@
-"""Embedding head: the steps of a loaded model from pooled states to vectors or scores, with the weights of its Dense
-layers."""
+"""Embedding head: the steps of a loaded model from token ids to vectors or scores.
+
+The steps are the layers of the model, the pooling, the Dense layers, the normalization and the scorer.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -38,7 +40,7 @@ class EmbeddingHeadError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EmbeddingHead:
-    """Steps from token ids to vectors of a loaded model."""
+    """Steps from token ids to vectors or scores of a loaded model (see the module's docstring)."""
 
     layout: EmbeddingLayout
     """Pooling and further steps, as the model's files define them."""

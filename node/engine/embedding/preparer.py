@@ -42,8 +42,8 @@ class EmbeddingPreparer:
         self._recorder = recorder
 
     def prepare(self, request: Embed) -> PreparedEmbedding:
-        """Tokenize the texts of a request, or refuse the request. Never raise, because the calling threads must not
-        end."""
+        """Tokenize the texts of a request. Return the prepared request, or its refusal. Never raise, because the
+        calling threads must not end."""
         try:
             with self._record(request):
                 return self._prepare(request)

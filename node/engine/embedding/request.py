@@ -19,14 +19,15 @@ BEGINNING = -1
 
 @dataclass(slots=True, eq=False)
 class PartialText:
-    """Text that is longer than a chunk, or a shared beginning. Its forwards run chunk by chunk over a KV cache."""
+    """Text or shared beginning that runs chunk by chunk over a KV cache. A text is split if no forward over the whole
+    text has room or time for it."""
 
     place: int
     """Position of the text in its request; `BEGINNING` for the shared beginning of the request's texts."""
     ids: Sequence[int]
     """Token ids of the text."""
     cache: list[LayerCache]
-    """Keys and values of the tokens that have run."""
+    """Keys and values of the tokens that have run, and of the shared beginning before them."""
     pooled: PooledTexts
     """Pooled states of the tokens that have run."""
     stored_tokens: int = 0
@@ -67,7 +68,8 @@ class EmbeddingRequest:
     partial: PartialText | None = None
     """Text or shared beginning in progress over a cache; None without one."""
     waiting: list[int] = field(default_factory=list[int])
-    """Places of texts that have not begun, the longest first."""
+    """Positions of the texts that have no vector and are not `partial`, the longest first. Texts of a forward in
+    progress are included until it is complete."""
     beginning: tuple[int, ...] = ()
     """Tokens with which all texts begin, if their cache serves all texts; else empty."""
     beginning_cache: list[LayerCache] = field(default_factory=list[LayerCache])
@@ -98,7 +100,7 @@ class EmbeddingRequest:
 
     @property
     def left(self) -> int:
-        """Number of tokens that have not run."""
+        """Number of tokens of all texts that no complete forward has processed. The shared beginning counts once."""
         texts = sum(self.count_own_tokens(place) for place in self.waiting)
         return (
             texts
@@ -257,7 +259,8 @@ class EmbeddingTable:
         request.loaded_model.usage.mark_used(now)
 
     def count_tokens(self) -> int:
-        """Return the number of tokens of all requests that have not run yet."""
+        """Return the number of tokens of all requests that no complete forward has processed
+        (`EmbeddingRequest.left`)."""
         return sum(request.left for request in self._live.values())
 
     def compute_reserved_bytes(self) -> int:

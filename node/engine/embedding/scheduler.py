@@ -125,10 +125,10 @@ class EmbeddingScheduler:
 
     def run_turn(self, now: float) -> None:
         """Run one part of a forward at the monotonic time `now`, or all parts that are left if no row decodes. Do
-        nothing if no request may continue. Raise `Halted` if the engine was halted.
+        nothing if no request may start or continue. Raise `Halted` if the engine was halted.
 
-        A request without room waits, or is refused. The request of a forward that raises fails; several run alone.
-        Refuse the newest request if memory is above the cap after the part.
+        A request without room waits, or is refused. If a forward raises, its only request fails; several requests are
+        kept, and each runs alone from then on. Refuse the newest request if memory is above the cap after the part.
         """
         choices = [request for request in self._list_next() if request.retry_at <= now]
         if not choices:

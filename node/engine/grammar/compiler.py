@@ -46,7 +46,8 @@ from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer
 from wire.frames import CallConstraint, GrammarKind, GrammarSpec
 
 MAX_SCHEMA_CHARS: Final = 1 << 17
-"""Maximum characters of a schema or grammar, of its pattern for blanks, and of the tools if they are part of it."""
+"""Maximum characters of a schema or grammar. Its pattern for blanks, and the tools of a grammar with calls, have the
+same maximum each."""
 MAX_GBNF_CHARS: Final = 1 << 13
 """Maximum characters of a grammar in GBNF."""
 MAX_CACHED_GRAMMARS: Final = 64
@@ -71,10 +72,10 @@ class GrammarCompiler:
     ) -> "CompiledGrammar":
         """Return the compiled grammar of a request. `spec` is its answer format, `tools` its JSON array of tools.
 
-        `prompt` shows whether the answer begins within reasoning. `one_call`: at most one call. The first call for a
-        tokenizer builds its tables, which takes about 1 s. Raise `UnsupportedSchema`, with a sentence for the client,
-        if the grammar is invalid, too large, or not supported by the model. Raise `OSError` if the sandbox process
-        cannot be started.
+        `prompt` shows whether the answer begins within reasoning. `one_call`: the answer has at most one tool call. The
+        first `compile` for a tokenizer builds its tables, which takes about 1 s. Raise `UnsupportedSchema`, with a
+        sentence for the client, if the grammar is invalid, too large, or not supported by the model. Raise `OSError` if
+        the sandbox process cannot be started.
         """
         if max(len(spec.value), len(spec.whitespace), len(tools) if spec.calls else 0) > MAX_SCHEMA_CHARS:
             raise UnsupportedSchema(f"{PREFIX}it has more than {MAX_SCHEMA_CHARS} characters")
@@ -158,7 +159,7 @@ class GrammarCompiler:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GrammarGuide:
-    """Data of one tokenizer that all its grammars use."""
+    """Grammar tables of one tokenizer, which all grammars that are compiled for this tokenizer share."""
 
     tokenizer: Tokenizer
     """Tokenizer of the model."""
@@ -169,7 +170,7 @@ class GrammarGuide:
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> "GrammarGuide":
-        """Return the data of a tokenizer. This takes about 1 s for a large vocabulary.
+        """Build the grammar tables of a tokenizer. This takes about 1 s for a large vocabulary.
 
         Raise `UnsupportedSchema` if answers with this tokenizer cannot follow a grammar.
         """
@@ -186,7 +187,7 @@ class CompiledGrammar:
     matcher: LLMatcher
     """Matcher, copied for each answer."""
     guide: GrammarGuide
-    """Data of the model's tokenizer."""
+    """Grammar tables of the model's tokenizer."""
     outline: MarkerLayout
     """Markers of reasoning and calls, and where they may occur."""
     tools: str = ""
@@ -217,9 +218,9 @@ class CompiledGrammar:
 def build_marker_layout(tokenizer: Tokenizer, spec: GrammarSpec, prompt: TokenizedPrompt) -> MarkerLayout:
     """Return the markers of a model's reasoning and calls, and the places in the answer where they may occur.
 
-    An answer may start with reasoning only if the model's start marker is a single token. No reasoning may follow a
-    prompt without a template. Nor may it follow a prompt that has just ended its reasoning, because templates forbid
-    reasoning in this way.
+    If the prompt has begun the reasoning, the answer continues it. Otherwise an answer may start with reasoning only if
+    the model's start marker is a single token. No reasoning may follow a prompt without a template. Nor may it follow a
+    prompt that has just ended its reasoning, because templates forbid reasoning in this way.
     """
     if tokenizer.has_message_answer(prompt):
         return MarkerLayout(messages=CONSTRAINED_MARKERS)

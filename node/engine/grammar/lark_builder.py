@@ -13,9 +13,9 @@ from node.engine.grammar.tool_arguments import MarkExclusion, TextArgument
 from node.engine.grammar.tool_spec import PREFIX, Json, ToolCallFormat, UnsupportedSchema
 
 MAX_SCHEMAS_CHARS: Final = 1 << 18
-"""Maximum characters of all schemas together; shared definitions are repeated in each."""
+"""Maximum characters of all schemas of one grammar together; shared definitions are repeated in each schema."""
 MAX_RULES: Final = 3000
-"""Maximum number of rules; a parameter takes one to three."""
+"""Maximum number of rules of one grammar; a parameter of a tool takes one to three."""
 BLANKS: Final = "[\\s\\x1c-\\x1f]"
 """Regular expression of one blank that Python's `strip` removes."""
 _SLASH: Final = "\\/"
@@ -63,10 +63,10 @@ class LarkBuilder:
         self, argument: TextArgument, end: str, guard: MarkExclusion, *, null: bool, section: bool = False
     ) -> str:
         """Return Lark's expression for unquoted text under the constraints `argument`, and the mark `end` after it. The
-        text contains no mark of the guard.
+        text contains no mark of `guard`.
 
-        With `null`, text that the parser reads as null is excluded, unless null is allowed. In a `section`, the end of
-        a CDATA section is excluded as well. Raise `UnsupportedSchema` above `MAX_RULES`.
+        With `null`, text that the parser reads as null is excluded, unless `argument` allows null. In a `section`, the
+        end of a CDATA section is excluded as well. Raise `UnsupportedSchema` above `MAX_RULES`.
         """
         if argument.choices:
             chosen = [json.dumps(choice) for choice in (*argument.choices, *(["null"] if argument.nullable else []))]

@@ -17,9 +17,9 @@ from typing import IO, cast
 from host.subprocesses import describe_exit
 
 CPU_LIMIT_SECONDS = 0.05
-"""Limit of CPU seconds for a grammar. A hundred tools of three parameters take 0.03 s."""
+"""Maximum CPU seconds of the check of one grammar. A hundred tools of three parameters take 0.03 s."""
 TIMEOUT_SECONDS = 3.0
-"""Limit of elapsed seconds for a grammar."""
+"""Maximum elapsed seconds of the check of one grammar."""
 TOO_LONG = "it takes too long to compile: simplify it or its patterns"
 """Fault of a grammar that exceeds a limit of time."""
 

@@ -14,7 +14,7 @@ FORMATS: Final = frozenset(
 )
 """Formats of texts that llguidance enforces. Other formats are left out: in JSON Schema `format` is an annotation."""
 UUID_FORMATS: Final = frozenset(f"uuid{version}" for version in range(1, 9))
-"""Pydantic's formats of UUIDs of one version."""
+"""Pydantic's formats of UUIDs of one version, which become the format `uuid`."""
 PATTERNS: Final = {
     # Pydantic's Decimal: a number with at least one digit
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(?:\d+\.?\d*|\.\d+)$",

@@ -85,8 +85,8 @@ def _render_literal(builder: LarkBuilder, argument: Argument) -> str:
 def join_members(builder: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str:
     """Add rules for these parts in their order, separated by commas. Return the name of the first rule.
 
-    A part is an expression and whether it is required; any other part may be omitted. Raise `UnsupportedSchema` for too
-    many rules.
+    Each part is an expression, and whether the part is required; the answer may omit a part that is not. Raise
+    `UnsupportedSchema` for too many rules.
     """
     first = more = builder.add_rule('""')
     for part, needed in reversed(parts):
@@ -97,7 +97,7 @@ def join_members(builder: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str
 
 def render_braced_call(builder: LarkBuilder, tool: ToolSpec, quote: str, *, nested: bool) -> str:
     """Return Lark's expression for a tool's call in Gemma's notation. `quote` is the quotation mark around strings.
-    `nested` is whether the parser reads nested objects and lists.
+    `nested` is whether mlx-lm's parser of the format reads nested objects and lists.
 
     Raise `UnsupportedSchema` for names or schemas that the format cannot represent.
     """
@@ -121,7 +121,7 @@ class GemmaArgumentRules:
     quote: str
     """Quotation mark of the model's format, before and after a string."""
     nested: bool
-    """Whether the parser reads nested objects and lists."""
+    """Whether mlx-lm's parser of the format reads nested objects and lists."""
     references: dict[str, str] = field(default_factory=dict[str, str])
     """Names of the rules made for references in schemas, by reference."""
     level: int = 0
@@ -142,10 +142,11 @@ class GemmaArgumentRules:
         return f"{json.dumps(name + ':')} {self.render_value(schema, schema)}"
 
     def join_members(self, parts: Sequence[tuple[str, bool]]) -> str:
-        """Add rules for members separated by commas, without blanks: a key must directly follow a bracket or a comma.
-        Return the name of the first rule.
+        """Add rules for keys with values, separated by commas without blanks: a key must directly follow a bracket or a
+        comma. Return the name of the first rule.
 
-        A member is an expression and whether it is required. Raise `UnsupportedSchema` for too many rules.
+        Each of `parts` is the expression for a key and its value (`render_member`), and whether the key is required.
+        Raise `UnsupportedSchema` for too many rules.
         """
         first = more = self.builder.add_rule('""')
         for part, needed in reversed(parts):

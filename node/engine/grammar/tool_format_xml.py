@@ -10,7 +10,7 @@ from node.engine.grammar.tool_arguments import Argument, MarkExclusion, TextArgu
 from node.engine.grammar.tool_spec import PREFIX, ToolSpec, UnsupportedSchema
 
 COUNTED: Final = "/[0-9]{1,3}/"
-"""Terminal of the number of a call."""
+"""Lark's terminal for the number of a call: one to three digits."""
 NAME: Final = re.compile(r"[^\s<>\"'&=]+")
 """Pattern of a name that fits into a tag."""
 

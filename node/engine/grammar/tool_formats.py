@@ -24,7 +24,8 @@ call. It raises `UnsupportedSchema` for tools that the format cannot represent."
 BLANK = "BLANK: /[ \\n]{1,4}/\n"
 """Terminal of the blanks between parts of a call."""
 PLAIN: Final = frozenset({"json_tools", "longcat", "mistral"})
-"""Parsers of models whose arguments are all JSON; only llguidance handles their schemas."""
+"""Parsers of models whose arguments are all JSON. llguidance parses and checks the schemas of their tools, and
+`check_schema` is left out."""
 INSEPARABLE_PARSERS: Final = frozenset({"kimi_k3"})
 """Parsers of models that put ordinary text between marks as well; calls cannot be separated from such text."""
 

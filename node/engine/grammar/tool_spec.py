@@ -37,7 +37,7 @@ class ToolCallFormat:
     """Format of a model's tool calls, from its tokenizer."""
 
     parser: str
-    """Name of mlx-lm's parser of the calls."""
+    """Name of the parser of the calls (`Tokenizer.call_parser`): `harmony`, or the name of mlx-lm's parser."""
     markers: tuple[str, str]
     """Start and end of a call."""
     template: str

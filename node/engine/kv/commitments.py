@@ -27,7 +27,8 @@ class Commitment:
     committed_tokens: int
     """Tokens for which memory is committed, stored ones included."""
     stored_tokens: int = 0
-    """Tokens that the cache of the row, or its row of the decode batch, holds now."""
+    """Tokens that the cache of the row, or its row of the decode batch, holds now. Of the rows that share a prefill,
+    only the first counts the shared cache. Each further row has 0 until its join."""
     is_joined: bool = False
     """Whether the row is in the decode batch."""
     capacity_tokens: int = 0
@@ -101,7 +102,8 @@ def _build_group(lengths: list[int]) -> BatchGroup:
 class CommitmentLedger:
     """Ledger of the commitments of all rows of one model, in padded groups.
 
-    `kv` has the parameters of the bytes of a row. Methods that take a `row` require a commitment that is in force.
+    `kv` has the parameters of the bytes of a row. Except for `is_committed` and `extend`, methods that take a `row`
+    require a commitment that is in force, and otherwise raise `StopIteration`.
     """
 
     def __init__(self, kv: KvParameters) -> None:

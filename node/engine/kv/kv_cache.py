@@ -95,8 +95,8 @@ def measure_extent(layers: Iterable[LayerCache]) -> CacheExtent:
 
 
 def grow_caches(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> None:
-    """Prepare plain caches (`KVCache`) without room for the next `tokens` to double at their next write, up to room for
-    `max_tokens`.
+    """Set the growth of plain caches (`KVCache`): those without room for the next `tokens` double at their next write,
+    up to room for `max_tokens`.
 
     With fixed steps, mlx-lm would copy all held tokens at every step of a prompt.
     """
@@ -108,8 +108,8 @@ def grow_caches(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> N
 
 
 def grow_cache(layers: Iterable[LayerCache], tokens: int, max_tokens: int) -> bool:
-    """Double, at once, the first layer's cache that will soon have no room for another `tokens`, up to room for
-    `max_tokens`. Return whether a layer was grown.
+    """Double the cache of the first layer that will soon have no room for another `tokens`, up to room for
+    `max_tokens`. Copy its arrays at once. Return whether there was such a layer.
 
     While other rows decode, each layer is copied in a separate iteration. The pause between two of their tokens then
     contains the copy of one layer only.
@@ -304,7 +304,7 @@ def align_rows(cache: Layers, lengths: Sequence[int]) -> list[LayerCache]:
     """Return the left-padded caches of a batch, made layer by layer from the right-padded plain caches of its rows.
 
     `lengths` are the tokens of each row without padding. Each layer is removed from `cache`, which is empty at the end.
-    Rows of equal length are not copied.
+    If all rows have the same length, no array is copied.
     """
     longest = max(lengths)
     padding = [longest - length for length in lengths]

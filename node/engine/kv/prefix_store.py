@@ -8,8 +8,9 @@ windows cannot be cut. For those, only a stored sequence that is *wholly* a pref
 
 At least one token of a prompt is always computed, because no logits are stored.
 
-Every sequence belongs to a scope: the name of an API key, or the scope of the system prompts that all keys share. A
-lookup finds only sequences of one scope. Neither a count nor a time therefore reveals the requests of another key.
+Every sequence belongs to a scope: the name of an API key, or the scope of all keys. That scope has the shared system
+prompts, and with `cache.share = "pool"` all sequences. A lookup finds only sequences of one scope. With `"key"`,
+neither a count nor a time therefore reveals the requests of another key.
 
 The caches are opaque here (`value`); the caller counts their bytes. A holder of a `CachedPrefix` checks `is_stored`
 before use. A removed entry has no value, and a forgotten reference therefore keeps no memory.
@@ -90,7 +91,8 @@ class CachedPrefix(Generic[V]):
     """Hash of the whole prompt of the row (`hash_prompt`), also for a snapshot within the prompt. Empty for a shared
     system prompt and for a shared beginning of texts. Reports name the hash after the eviction of its last entry."""
     snapshot: bool = False
-    """Whether the cache was copied within a prefill, as a prefix that many prompts share."""
+    """Whether the cache was copied within a prefill (`rules.snapshots`) or is that of a shared system prompt. A prompt
+    that uses all of such an entry copies it, and leaves it in the prefix cache."""
     scope: str = ""
     """Name of the API key, or the scope of all keys."""
     cuts: Cuts | None = None

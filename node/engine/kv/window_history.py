@@ -120,7 +120,8 @@ class WindowHistory:
         ]
 
     def clear(self) -> None:
-        """Release all pieces, because memory is short. Nothing more is recorded for this row."""
+        """Release all pieces and set `is_lost`, because memory is short. The caller then records nothing more for this
+        row."""
         self._windows, self.is_lost = [], True
 
 

@@ -45,7 +45,7 @@ class EngineMemory:
 
     If the footprint cannot be read, the last good reading is used, changed by the bytes that MLX allocated or freed
     since then. After `node.memory.reading.STALE_AFTER_SECONDS` seconds that reading counts as stale, and the gate
-    refuses all work.
+    refuses all work, unless the guard is off.
     """
 
     def __init__(self, total: int, known_bytes: Callable[[], int]) -> None:
@@ -184,8 +184,8 @@ class WiredLimit:
         return metal
 
     def apply(self, weights: int) -> None:
-        """Set the wired limit for loaded models with `weights` bytes of weights in total. Do nothing if `weights` is
-        the same as in the last call.
+        """Set the wired limit for loaded models with `weights` bytes of weights in total. With Metal, first free MLX's
+        free buffers. Do nothing if `weights` is the same as in the last call.
 
         If MLX refuses the limit, log a warning and keep the old limit until the weights change again.
         """
@@ -214,10 +214,11 @@ def limit_buffers(cap: int) -> None:
 
 
 def clear_buffers() -> None:
-    """Free MLX's free buffers, after all launched work has ended; on Linux, trim malloc's heap as well.
+    """Wait for the work on MLX's default stream, then free MLX's free buffers; on Linux, trim malloc's heap as well.
 
-    MLX's command buffers do not retain the buffers that they use. An array that was dropped while the GPU still writes
-    to it may be among the free buffers. Freeing it then can cause a kernel panic (docs/decisions/0064).
+    The wait is necessary because MLX's command buffers do not retain the buffers that they use. An array that was
+    dropped while the GPU still writes to it may be among the free buffers. Freeing it then can cause a kernel panic
+    (docs/decisions/0064).
     """
     mx.synchronize()
     mx.clear_cache()
@@ -225,6 +226,7 @@ def clear_buffers() -> None:
 
 
 def release_free_memory() -> None:
-    """Return free memory to the system: Python's reference cycles and MLX's free buffers (`clear_buffers`)."""
+    """Collect Python's reference cycles, wait for the work on MLX's default stream, and return MLX's free buffers to
+    the system (`clear_buffers`)."""
     gc.collect()
     clear_buffers()

@@ -20,7 +20,8 @@ from wire.refusals import RefusalCode, Refused
 from wire.report import Memory
 
 NOT_READY_RETRY_SECONDS = 1.0
-"""Retry-After of a refusal because there are no limits yet, in seconds. The first limits usually arrive sooner."""
+"""Retry-After, in seconds, of a refusal because there are no limits yet or their cap is 0. The first limits usually
+arrive sooner."""
 
 
 class GateSite(StrEnum):
@@ -64,8 +65,8 @@ class MemoryGate:
     """Memory gate of an engine: checks bytes against the limits in force, and counts the checks.
 
     `residual()` returns the largest number of bytes by which a forward of a loaded model exceeded its estimate. It
-    returns None without a loaded model, or if a loaded model has no sufficient profile. An automatic margin follows
-    from the residual.
+    returns None without a loaded model, or if a loaded model has no profile up to the smallest chunk
+    (`ModelTable.compute_residual`). An automatic margin follows from the residual.
 
     `checks` and `refusals` count by site, `reasons` counts refusals by code. The histogram `predicted` has the memory
     predicted by each check, as a share of the ceiling. The histogram `transient` has the peak bytes of each forward

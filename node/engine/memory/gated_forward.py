@@ -181,8 +181,8 @@ class GatedForwards:
         Other calls are not counted.
 
         `request` is the number of the request; 0 for several or none. `expected` is the duration in seconds with wired
-        weights. `prefill_tokens` is the number of prompt tokens, without padding. Raise `Halted` after `halt`, and
-        `DeviceLost` for a failed command buffer. The record of the call then stays, as after a crash.
+        weights. `prefill_tokens` is the number of prompt tokens, without padding. Raise `Halted` at once after `halt`.
+        Raise `DeviceLost` for a failed command buffer: the record of the call then stays, as after a crash.
         """
         if self.halted:
             raise Halted

@@ -28,7 +28,7 @@ class LeakCheck:
     weights: int = 0
     """Bytes of weights released since the last comparison, by unloads and aborted loads."""
     next_check_at: float | None = None
-    """Monotonic time of the next comparison in seconds; None: none is due."""
+    """Monotonic time of the next comparison in seconds; None: none is scheduled."""
     unreturned: int = 0
     """Bytes that had not been returned at the last comparison; 0 if they were tolerated, before the first comparison,
     or after a load."""

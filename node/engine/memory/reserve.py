@@ -1,8 +1,9 @@
 """Emergency reserve: memory that the engine holds only to release it first.
 
 The reserve is random, because then no system can compress it. Every page is written, because then readings count it. It
-is released before caches and models when a request does not fit or a watermark is crossed. Its release is immediate and
-certain, and costs no work. The engine takes it again after some seconds with room for twice its size.
+is released before caches and models when work does not fit, or when new limits or an order of the agent require it. Its
+release is immediate and certain, and costs no work. The engine takes it again after some seconds with room for twice
+its size.
 
     held ─(release)─► released ─► checked while the engine is idle ─► room for 10 s ─► held
 """
@@ -85,7 +86,7 @@ class EmergencyReserve:
         return None if self._mapping is not None or not self._size else self._check_at
 
     def maintain(self, now: float) -> None:
-        """Check the memory if that is due, and take the reserve if there has been room for
+        """Check the memory if that is due. Take the reserve if there has been room for twice its size for
         `HEADROOM_BEFORE_REFILL_SECONDS`. Call this while the engine is idle. `now` is the monotonic time."""
         due = self.find_next_check()
         if due is None or now < due:

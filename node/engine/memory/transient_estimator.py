@@ -38,7 +38,7 @@ REPEAT_FACTOR = 1.08
 NOISE_SHARE = 0.006
 """Share of the largest sample that is added to every estimate, because small chunks vary by more than their size."""
 LARGE_SAMPLE_SHARE = 0.2
-"""Share of the largest sample from which a sample counts as large."""
+"""Share of the largest sample, 0 to 1, from which a sample scales the whole fit. Smaller ones raise a constant term."""
 REFIT_FACTOR = 1.2
 """Factor by which the estimate must exceed the first sample of a kind for a new fit."""
 MIN_LOGITS_CHUNK_TOKENS = 64
@@ -48,7 +48,7 @@ MIN_FIT_SAMPLES = 4
 PRIOR_WEIGHT = 0.3
 """Weight of the attention formula in a fit; a sample weighs 1. The formula helps where samples cover too little."""
 MAX_TERMS = 4
-"""Maximum number of values that a fit of prefills tries as `TransientModel.least`: the lowest bytes per token."""
+"""Maximum number of values above 0 that a fit of prefills tries as `TransientModel.least`: the lowest bytes a token."""
 MIN_FORWARDS_COVERED = 3
 """Number of forwards larger than a profile covers after which the profile covers the smallest of them."""
 
@@ -61,8 +61,8 @@ Sample = tuple[Shape, float]
 
 
 class ForwardSamples:
-    """Measured forwards of one kind, at most `MAX_SAMPLES`. Of forwards with similar shapes, the one that exceeded its
-    estimate by the largest factor is kept.
+    """Measured prefills, or measured decode steps, of a model: at most `MAX_SAMPLES`. Shapes that round to the same
+    thirds of powers of two are of one kind. Of each kind, the forward that exceeded its estimate most is kept.
 
     A shape is `(tokens, past, grew)` of a prefill or `(rows, longest, grew)` of a decode step. `past` and `longest` are
     in tokens. `grew` states whether the caches grew. `unfitted` states whether a new fit is needed.
@@ -110,14 +110,14 @@ def _round_shape(shape: Shape) -> Shape:
 
 @dataclass(slots=True)
 class ProfiledRange:
-    """Largest size of measured forwards of one kind, in tokens or rows. After `MIN_FORWARDS_COVERED` larger forwards
-    the range is extended to the smallest of them."""
+    """Largest size of the forwards that a profile covers, in tokens of a chunk or in rows. After `MIN_FORWARDS_COVERED`
+    larger forwards the range is extended to the smallest of them."""
 
     max_size: int
     _larger: list[int] = field(default_factory=list[int])
 
     def record_forward(self, size: int) -> bool:
-        """Record a forward of this size. Return whether the range covered it before."""
+        """Record a forward of `size` tokens or rows. Return whether the range covered it before. The range may grow."""
         if size <= self.max_size:
             return True
         self._larger = sorted((*self._larger, size))

@@ -30,7 +30,8 @@ class LoadBlocks:
         return broken if ends == math.inf else f"{broken}; the next try is in {math.ceil(ends - now)} s"
 
     def ban(self, bans: tuple[ModelBan, ...], now: float) -> None:
-        """Refuse loads of these models until their bans end. `now` is the monotonic time."""
+        """Set the bans of these models, in place of earlier ones of the same models. `find_cause` returns the cause of
+        a ban until its end. `now` is the monotonic time."""
         self._bans |= {ban.model: (now + ban.seconds, ban.cause) for ban in bans}
 
     def record_failure(self, descriptor: ModelDescriptor, cause: str, ends: float = math.inf) -> None:

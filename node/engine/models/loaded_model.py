@@ -37,7 +37,8 @@ from wire.report import KvParameters
 from wire.units import MIB
 
 BYTES_BETWEEN_STEPS = 256 * MIB
-"""Bytes of weights between two decode steps: about 0.1 s from an internal SSD."""
+"""Bytes of weights after which a load yields, so that rows can decode: about 0.1 s from an internal SSD. An array is
+never split: a piece may be larger."""
 WARMUP_TOKENS = 32
 """Tokens of the prompt of a warm-up, or of the text for an encoder."""
 TOGETHER_TOKENS = (11, 4)

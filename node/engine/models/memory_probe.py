@@ -20,9 +20,9 @@ from node.memory.sensor import Sensor
 from wire.capacity.batches import compute_row_bytes
 
 FIRST_FORWARD_TOKENS = (8, 32, 64, 128, 256, 512)
-"""Tokens of the first forwards of a probe, each of a separate row."""
+"""Tokens of the first forwards of a probe, each of a separate row and at most the engine's chunk."""
 WALK_TOKENS = (512, 64, 256, 32, 128)
-"""Tokens of the forwards over the long row of a probe, repeated in this order."""
+"""Tokens of the forwards over the long row of a probe, repeated in this order, each at most the engine's chunk."""
 SWEEP_FORWARD_TOKENS = (1024, 2048, 4096, 8192)
 """Tokens of the additional forwards of a sweep, up to the engine's chunk."""
 ROWS = (1, 2, 4, 8)
@@ -30,7 +30,8 @@ ROWS = (1, 2, 4, 8)
 MORE_ROWS = (16, 32, 64, 128, 256)
 """Rows of the additional decode steps of a sweep, up to the engine's batch."""
 DECODE_TOKENS = 512
-"""Tokens of each row in the second series of decode steps. The rows of the first series have 64 tokens."""
+"""Tokens of each row in the second series of decode steps, at most the engine's chunk. The rows of the first series
+have 64 tokens, or as many as the chunk if that is smaller."""
 STEPS_PER_SIZE = 3
 """Decode steps that are measured for each number of rows."""
 
@@ -52,7 +53,7 @@ class ForwardPeak:
     _phys: int | None = None
 
     def mark(self) -> None:
-        """Start the measurement of a forward."""
+        """Wait until freed memory has left the footprint, then start the measurement of a forward."""
         self.settle()
         self.peak_tracker.mark()
         self._phys = self.sensor.read_footprint().phys if self.sensor.begin_interval() else None
@@ -81,7 +82,8 @@ class ForwardMeasurement:
     kv_bytes: int
     """Bytes of KV that the forward wrote."""
     charged: int
-    """Peak bytes charged to the process, with the KV."""
+    """Bytes from the memory before the forward to its peak, with the KV that it wrote
+    (`ForwardPeak.measure_charged_bytes`)."""
 
 
 @dataclass(slots=True)
@@ -95,7 +97,8 @@ class StepMeasurement:
     grew: bool
     """Whether the caches grew."""
     charged: int
-    """Peak bytes charged to the process, without the KV."""
+    """Bytes from the memory before the step to its peak (`ForwardPeak.measure_charged_bytes`), without the bytes by
+    which the caches grew."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +121,8 @@ class MemoryProbe:
     reach: int
     """Maximum tokens of the long row."""
     seconds: float
-    """Maximum duration in seconds."""
+    """Maximum seconds of `run`, and once more of `repeat_largest`. A forward starts only if its expected end is
+    earlier."""
     full: bool = False
     """Whether this is a sweep, with larger forwards and more rows."""
     chunks: list[ForwardMeasurement] = field(default_factory=list[ForwardMeasurement])
@@ -126,7 +130,7 @@ class MemoryProbe:
     steps: list[StepMeasurement] = field(default_factory=list[StepMeasurement])
     """Measured decode steps."""
     join_excesses: list[int] = field(default_factory=list[int])
-    """Bytes by which each join exceeded its KV and its estimate."""
+    """Bytes by which each join exceeded its KV and its estimate; negative below them."""
     rows: int = 0
     """Largest number of rows that decoded together."""
     row_bytes: int = 0

@@ -18,7 +18,8 @@ class ModelDescriptor:
     folder: PurePath
     """Folder of the model's files."""
     fingerprint: str = ""
-    """Hash of the headers and samples of the files."""
+    """Hash of the files that change prompts or answers, and of the headers and samples of the weights
+    (`node.models.catalogue`)."""
     weights: int = 0
     """Bytes of the tensors once loaded, estimated from the files."""
     context: int = 0

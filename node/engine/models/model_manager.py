@@ -88,7 +88,7 @@ class ModelManager:
     """Manager of the loads of an engine (see the module's docstring).
 
     `memory` reads the memory now. `on_released()` is called after memory was freed, because the recent peak must then
-    be reset. `pieces(descriptor)` is the loader of a model.
+    be reset. `pieces(descriptor)` loads a model piece by piece (`ModelLoader.load_pieces`).
     """
 
     def __init__(

@@ -22,9 +22,11 @@ class ModelStats:
     prefill_speed: PrefillSpeed = field(default_factory=PrefillSpeed)
     """Speed of prefills, in tokens per second."""
     decode_speed: PrefillSpeed = field(default_factory=PrefillSpeed)
-    """Speed of a row that decodes alone, in tokens per second."""
+    """Speed of a row that decodes alone, in tokens per second, computed from steps of any number of rows
+    (`record_step`)."""
     step_seconds: float = 0.0
-    """Running mean of a decode step, in seconds."""
+    """Running mean of the seconds of a decode step, of all rows of a batch together. Of an encoder: seconds of a
+    forward in its warm-up."""
     pace: ChunkPace = field(default_factory=ChunkPace)
     """Pace of prefill chunks, from which their durations follow."""
     load_seconds: float = 0.0

@@ -59,7 +59,7 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     residual: int
     """Largest number of bytes by which a chunk, a join or a decode step exceeded its KV and its estimate."""
     highest: int
-    """Highest transient, in bytes."""
+    """Highest measured transient bytes of a prefill or decode step (`TransientEstimator.highest`)."""
     chunk: int
     """Tokens of the largest measured chunk."""
     reach: int

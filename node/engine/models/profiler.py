@@ -102,8 +102,8 @@ class Profiler:
         Measure again if the gate ended the stored measurement early and has room for more now. Each step of the
         iterator runs one forward of the measurement.
 
-        With `alone`, no other model is loaded, and the longest row of a new profile is checked against a memory
-        reading. A failure is logged and does not end the load. An encoder has no rows and gets no profile.
+        `alone`: no other model is loaded. The longest row of a new profile is then checked against a memory reading. A
+        failure is logged and does not end the load. An encoder has no rows and gets no profile.
         """
         if not self._enabled or not loaded_model.has_rows:
             return

@@ -152,7 +152,8 @@ class ProcessExit:
         self._code = 0
 
     def request(self, code: int = 0) -> None:
-        """Stop the loop; the inference thread then ends the process. The first exit code other than 0 counts."""
+        """Stop the loop; the inference thread then ends the process. The first exit code other than 0 counts. A failure
+        of the engine replaces that code (`run_engine`)."""
         self._code = self._code or code
         self._loop.stop()
 
@@ -280,7 +281,7 @@ def _end_process(code: int) -> NoReturn:
 
 
 def main() -> None:
-    """Run the engine process on the descriptors of the command line. End the process when its socket ends."""
+    """Run the engine process on the descriptors of the command line. This call ends the process (`serve`)."""
     options = argparse.ArgumentParser(prog="node.engine.process.main")
     options.add_argument("--socket", type=int, required=True, help="inherited descriptor of a stream socket")
     options.add_argument("--page", type=int, help="inherited descriptor of the recorder's page")

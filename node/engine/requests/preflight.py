@@ -42,8 +42,9 @@ def compute_shape(request: Generate, prompt: int, default_limit: int, context: i
     without max_tokens, `context` the context of the model, both in tokens. `request.context_limit` may lower the
     context.
 
-    An answer ends where the context ends, also if max_tokens is higher. A resumed request counts as a new one. If its
-    answer is longer than this node allows, another limit was in force; it then ends with its next token.
+    An answer ends where the context ends, also if max_tokens is higher. The limit of a resumed answer counts from its
+    start, as for a new one. A resumed answer that is longer already ends with its next token: another node had another
+    default or context.
     """
     max_tokens = request.params.max_tokens
     context = min(context, request.context_limit or context)

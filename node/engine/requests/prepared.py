@@ -95,5 +95,5 @@ class PreparedEmbedding:
 
     @property
     def cache_scope(self) -> str:
-        """Scope of the cached beginnings that this request reuses and stores."""
+        """Scope of the cached prefixes that this request reuses and stores."""
         return self.request.cache_scope or self.request.weighted_key.name

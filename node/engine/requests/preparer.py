@@ -31,7 +31,7 @@ from wire.models.kind import ModelKind, explain_other_kind
 from wire.refusals import RefusalCode, Refused
 
 FEATURES = ("grammar", "logprobs", "reasoning", "sampling", "tools")
-"""Features of the engine beyond plain requests."""
+"""Features that a chat model in this engine may have (`wire.report.Model.features`)."""
 log = structlog.get_logger("engine.prompts")
 
 

@@ -25,13 +25,13 @@ NAMES: Final[Mapping[str, re.Pattern[str]]] = {
     "mistral": _WORD,
     "pythonic": _IDENTIFIER,
 }
-"""Names that the format of a parser can express. Any other parser reads all names."""
+"""Patterns of the tool names that a model's format can express, by the name of the format's parser. Of the identifiers,
+Python's keywords are excluded. Formats of all other parsers can express every name."""
 _OTHER: Final = re.compile(r"\W", re.ASCII)
 
 
 def find_tool_names(parser: str, tools: str) -> dict[str, str]:
-    """Return the names that replace those of tools, by the name of the client. The result is empty if the format of
-    `parser` can express all names.
+    """Return a new name for each tool name that the format of `parser` cannot express, by the client's name.
 
     `tools` is the JSON array of a request. Entries that are no functions are left out. The result is empty if `tools`
     is no JSON array, which the tokenizer refuses.
@@ -56,7 +56,8 @@ def find_tool_names(parser: str, tools: str) -> dict[str, str]:
 
 
 def rename_tools(request: Generate, names: Mapping[str, str]) -> Generate:
-    """Return a request whose tools, calls and constraint have the names in `names`, by the name of the client."""
+    """Return the request with the tool names of `names`, which has the new names by the client's names. They replace
+    the names in the tools, the earlier calls and their results, and the tool that the grammar demands."""
     if not names:
         return request
     grammar = request.params.grammar

@@ -169,8 +169,8 @@ class BatchRecovery:
             self._batches.pop(loaded_model, number)
 
     def end_rows(self, loaded_model: LoadedModel, rows: Iterable[Row], now: float) -> None:
-        """Store the ended rows among `rows` in the prefix cache, then remove them from their batches. Output `Finished`
-        for each request whose last row ended. `now` is the monotonic time."""
+        """Store the caches of the ended rows among `rows` (`store_rows`), then remove these rows from their batches.
+        Output `Finished` for each request whose last row ended. `now` is the monotonic time."""
         ended = [row for row in rows if row.reason and row.sequence in self._requests]
         if not ended:
             return

@@ -95,7 +95,8 @@ class BatchTable:
         self._sample = 0
 
     def is_measurable(self, marks: int) -> bool:
-        """Return whether the memory of the last step can be measured: `marks` is still the mark of that step, and no
-        other call has allocated or freed memory since. Steps whose caches grew are left out, because their copies
-        follow from the batch size."""
+        """Return whether the memory of the last step can be measured. `marks` is the current `MlxPeakTracker.marks`.
+
+        Return False if another call has allocated or freed memory since that step. Return False as well if the caches
+        grew in the step, because the bytes of their copies follow from the batch size."""
         return self._sample == marks and not self._grew

@@ -54,10 +54,10 @@ K = TypeVar("K")
 class RowSampler:
     """Wrapper of a row's sampler and logits processors, whose exceptions reach no other row.
 
-    The attributes `sampler` and `processors` are the wrapped functions; `choose_greedily` is not wrapped. `error` is
-    the first exception, None before. After an exception, the row's tokens are chosen greedily and its processors do
-    nothing, until the caller ends the row (`DecodeBatch.list_errors`). The `masker` runs after all other processors
-    and receives each token before the next step; None: no masker.
+    A decode batch calls the wrappers `self.sampler` and `self.processors`; `choose_greedily` is not wrapped.
+    `self.error` is the first exception, None before. After an exception, the row's tokens are chosen greedily and its
+    processors do nothing, until the caller ends the row (`DecodeBatch.list_errors`). The `masker` runs after all other
+    processors and receives each token before the next step; None: no masker.
     """
 
     def __init__(self, sampler: Sampler, processors: Sequence[Processor], masker: LogitsMask | None = None) -> None:
@@ -109,8 +109,8 @@ class NextToken(Generic[K]):
     token: int
     """Token id."""
     logprobs: mx.array
-    """Log probabilities of all tokens after the processors, before temperature and cuts, in float32, shape
-    (vocabulary,)."""
+    """Log probabilities of all tokens after the processors, before temperature, top-k, top-p and min-p. They are in
+    float32, shape (vocabulary,)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

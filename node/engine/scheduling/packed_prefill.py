@@ -9,8 +9,8 @@ row's cache is the same as after a prefill of its own.
   the logits of all rows at once. A packed forward would compute logits of every token: a gigabyte with a large
   vocabulary.
 - Caches: Only plain caches take part (`kv_cache.is_plain`): a window or a running state would include the padding.
-- Prefixes: A prompt waits for a prefill of its own if much of it is cached, or if it starts like another member. Its
-  prefix need not be computed again.
+- Prefixes: A prompt waits for a prefill of its own if much of it is cached, or if it starts like a packed prompt. Its
+  prefix then need not be computed again.
 - Ledger: Prompts of one forward share a ledger batch, and rows × longest is therefore committed already.
 - Faults: A fault here has no known culprit. All prompts are prefilled again one by one, and the faulty one fails alone.
   The crash recorder, as well, names no request for a packed forward.
@@ -46,9 +46,10 @@ class PackedPrefill:
     def select_batch(self, first: Prefill, waiting: Sequence[Prefill], max_tokens: int) -> list[Prefill]:
         """Return the prompts to prefill in one forward: `first`, then prompts of the same decode batch from `waiting`.
 
-        With padding, and without their last tokens, several prompts have at most `max_tokens` tokens together. Return
-        only `first` if it cannot be packed, or if no other prompt fits. The prefix cache is looked up for each prompt
-        that is considered.
+        With padding, and without their last tokens, several prompts have at most `max_tokens` tokens together, and at
+        most the number given to the class. A prompt is left out if a prefill of an earlier one will cache much of it.
+        Return only `first` if it cannot be packed, or if no other prompt fits. The prefix cache is looked up for each
+        prompt that is considered.
         """
         if not self._can_pack(first):
             return [first]
@@ -73,8 +74,8 @@ class PackedPrefill:
         return len(prefill.ids) > 1 and prefill.stored_tokens < MAX_CACHED_SHARE * len(prefill.ids)
 
     def select_fitting(self, members: list[Prefill]) -> list[Prefill]:
-        """Return the leading members that pass the gate in one forward. After each refusal, the first half of the
-        remaining members is tried.
+        """Return the first prompts of `members` that pass the gate in one forward. After each refusal, try the first
+        half of the remaining prompts.
 
         Return an empty list if no two prompts pass. Each refusal is counted (`GatedForwards.count_shrink`).
         """
@@ -87,8 +88,8 @@ class PackedPrefill:
         return []
 
     def prefill_members(self, members: Sequence[Prefill]) -> Layers:
-        """Prefill all but the last token of each member. Return the cache of all rows, padded right, in the order of
-        `members`.
+        """Prefill all but the last token of each prompt in one forward. Return the cache of all rows, padded right, in
+        the order of `members`.
 
         Exceptions of the forward propagate. Raise `Halted` if the engine was halted.
         """

@@ -51,8 +51,8 @@ class Preemptor:
     # lack of memory
 
     def end_newest(self, refused: Refused) -> bool:
-        """End the newest request that holds memory, and count it (`GatedForwards.count_shed`). Return False if no
-        request has tokens in a cache.
+        """End the newest request that has tokens in a cache, and count it (`GatedForwards.count_shed`). Return False if
+        there is none.
 
         Refuse the request with `refused` if none of its tokens was delivered; else fail it with
         `FailureCode.MEMORY_PRESSURE`.
@@ -65,7 +65,8 @@ class Preemptor:
         return True
 
     def release_over_cap(self) -> None:
-        """Preempt or end the newest request that holds memory if the engine is over its cap after a forward or a step.
+        """Check the memory after a forward or a step. If the engine is over its cap minus leases, preempt or end the
+        newest request that has tokens in a cache.
 
         Before that, a model load in progress is aborted, which may be enough. `release_memory` states when a request
         ends.
@@ -83,12 +84,12 @@ class Preemptor:
         self.release_memory(choose_victim(self._requests.list_running()) or row.sequence, refused)
 
     def release_memory(self, sequence: Sequence, refused: Refused, *, over_cap: bool = False) -> None:
-        """Preempt a request, or end it if it cannot be preempted. With `over_cap`, the engine is over its cap, and an
-        end is counted (`GatedForwards.count_shed`).
+        """Preempt a request, or end it, because its memory does not suffice. `over_cap`: the engine is over its cap; an
+        end is then counted (`GatedForwards.count_shed`).
 
-        If none of its tokens was delivered, it is refused with `refused`, and the router places it again. Otherwise it
-        is preempted if other memory may become free or the memory is unreadable. Else it fails with
-        `FailureCode.NO_HEADROOM`.
+        A request without delivered tokens is refused with `refused`, and the router places the request again. A request
+        with delivered tokens is preempted if memory may become free, or if the memory cannot be read. Otherwise the
+        request fails with `FailureCode.NO_HEADROOM`.
         """
         unreadable = refused.code is RefusalCode.UNREADABLE
         if should_preempt(sequence, unreadable=unreadable, others=self._may_free_memory(1)):
@@ -126,10 +127,11 @@ class Preemptor:
     # sharing between keys
 
     def share_rows(self, first: Prefill, free_rows: int) -> None:
-        """Preempt requests of keys that hold more rows, if the next prompt `first` needs more rows than are free.
+        """Preempt requests for the next prompt `first`, if it needs more rows than are free. They are requests of keys
+        that hold more rows for their weight than the key of `first`.
 
         `free_rows` is the number of free rows. No request is preempted if fair shares do not allow enough preemptions.
-        The tokens of a preempted first choice that decodes are stored in the prefix cache for its return.
+        If the first choice of a preempted request decodes, its cache is stored in the prefix cache.
         """
         holding = [(sequence, self._count_held_rows(sequence)) for sequence in self._requests.list_running()]
         for sequence in choose_for_key(first.weighted_key, first.width, first.width - free_rows, holding):
@@ -188,7 +190,8 @@ class Preemptor:
         """Queue the prefill of the oldest preempted request if the gate passes it. `now` is the monotonic time.
 
         At most one request is checked every `GATE_RETRY_SECONDS`. A request that was preempted for another key returns
-        only if `free_rows` suffice. A request without room ends if no memory may become free.
+        only if `free_rows` suffice. A request without room ends if no memory may become free, but never because the
+        memory is unreadable.
         """
         if not self._requests.preempted or now < self.return_at:
             return
@@ -198,7 +201,8 @@ class Preemptor:
             self._return_request(sequence)
 
     def _return_request(self, sequence: Sequence) -> None:
-        """Prefill a preempted request again if there is room; end it if no memory may become free for it."""
+        """Queue the prefill of a preempted request if there is room; end the request if the memory is readable and none
+        may become free."""
         loaded_model = self._recovery.get_model(sequence)
         refused = self._forwards.check(GateSite.PREFLIGHT, self._compute_needed_bytes(sequence))
         if refused is None:

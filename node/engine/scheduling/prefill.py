@@ -31,7 +31,8 @@ class PrefixState:
     eos: frozenset[int]
     """Token ids that end a turn."""
     scope: str = ""
-    """Scope of the sequences that the prefill may reuse, besides shared system prompts: the name of an API key."""
+    """Scope of the stored sequences that the prefill may reuse, besides shared system prompts
+    (`Sequence.cache_scope`)."""
     shared: int = 0
     """Number of tokens at the start that form a system prompt which all keys share; 0: none."""
     hit: PrefixHit[Layers] = NO_PREFIX

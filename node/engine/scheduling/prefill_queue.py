@@ -39,8 +39,8 @@ class PrefillQueue:
         self._fairness = PrefillFairness()
 
     def list_choices(self, now: float) -> list[Prefill]:
-        """Return the prefills that may continue at the monotonic time `now`. Prefills that wait for memory are left
-        out."""
+        """Return the prefills that may start or continue at the monotonic time `now` (`select_startable`). Prefills
+        that the gate refused are left out until their `retry_at`."""
         found = select_startable(self._requests.prefills, self.count_free_rows(), self._batches.count_rows_by_key)
         return [prefill for prefill in found if prefill.retry_at <= now]
 
@@ -73,7 +73,7 @@ class PrefillQueue:
 
     def schedule_next(self, now: float) -> list[Prefill]:
         """Choose the prompts to prefill at `now` (monotonic seconds), in one forward if there are several. Return an
-        empty list if none may continue, or if all wait for packing.
+        empty list if none may start or continue, or if all wait for packing.
 
         Choices alternate between the shortest prompt and the next by age and fairness (`next_prefill`). Call this only
         to prefill the result.

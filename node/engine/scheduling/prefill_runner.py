@@ -58,12 +58,13 @@ class PrefillRunner:
         self._floor = floor
 
     def run(self, members: list[Prefill], now: float) -> None:
-        """Prefill one chunk of the first member, or all members in one forward if there are several and they fit.
+        """Prefill several prompts (`members`) in one forward, as many as fit. If no two fit, or with a single prompt,
+        prefill one chunk of the first, or restore its next part from the disk.
 
-        A prompt without room waits. If no request can continue, or if the memory cannot be read, the newest waiting
-        request loses its memory. The request of a chunk that raises fails; packed prompts whose forward raises are
-        prefilled one by one. `now` is the monotonic time at which the turn began. Raise `Halted` if the engine was
-        halted.
+        A prompt without room waits. If no request can continue and no recent peak will end, or if the memory cannot be
+        read, the newest waiting request loses its memory. A request whose chunk takes the engine over its cap loses its
+        memory as well. A request whose chunk raises fails; packed prompts whose forward raises are prefilled one by
+        one. `now` is the monotonic time at which the turn began. Raise `Halted` if the engine was halted.
         """
         if len(members) < 2 or not self._run_packed(members, now):
             self._run_chunk(members[0], now)

@@ -14,8 +14,9 @@ Rules
 - Storage: A sequence is stored only if it passes the same check as a request, and it is evaluated at once.
 - Eviction: Cached bytes are evicted before a request is refused for memory (`ModelManager.free_memory`). They never
   cause a refusal.
-- Scopes: A request finds sequences of its own key. From other keys it finds only the system prompt that all keys share.
-  The tokens of that message are stored a second time as a snapshot, in a scope of all keys.
+- Scopes: A request finds sequences of its own scope (`Sequence.cache_scope`), usually its key. From other keys it finds
+  only the system prompt that all keys share. The tokens of that message are stored a second time as a snapshot, in a
+  scope of all keys.
 - Faults: After any fault of a model none of its entries is used again (`invalidate`), because the fault may be in an
   entry.
 - Windows: Caches with sliding windows can be cut as well, because the tokens that leave a window are recorded during
@@ -155,8 +156,7 @@ class PrefixCacheManager:
 
     def find_prefix(self, prefill: Prefill) -> None:
         """Find the longest cached prefix of a prefill, and record it in `past`: in memory as `hit`, on the disk as
-        `plan`. Set `stored_tokens` to the number of tokens of this prefix, and `past.stops` to the positions of wanted
-        snapshots.
+        `plan`. Set `stored_tokens` to the prefix's tokens, and `past.stops` to the positions of wanted snapshots.
 
         Do nothing if the prefill has a cache already, is being restored from the disk, or does not use the prefix
         cache. Repeat this before the first chunk, because entries may have been evicted or stored since.
@@ -324,7 +324,8 @@ class PrefixCacheManager:
 
     def put_back(self, prefill: Prefill) -> None:
         """Store again the prefix that a prefill took out of the cache, because its request was cancelled. Do nothing if
-        no prefix was taken, the whole prompt is stored since, the cache cannot be cut, or memory has no room."""
+        no prefix was taken, the whole prompt is stored since, or memory has no room. Do nothing either if the cache
+        cannot be cut, or if the history of its windows is lost."""
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or not past.removed_tokens:
             return

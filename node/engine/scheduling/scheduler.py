@@ -148,22 +148,22 @@ class Scheduler:
         return self._batches.sum_step_seconds()
 
     def can_prefill(self, now: float) -> bool:
-        """Return whether a prompt may be prefilled at the monotonic time `now`, or a preempted request waits."""
+        """Return whether a prefill may start or continue at the monotonic time `now`, or a preempted request waits."""
         return bool(self._requests.preempted or self._queue.list_choices(now))
 
     def compute_required_bytes(self, key: str | None = None) -> int:
         """Return the bytes that must be free for waiting requests before a new request of the API key `key` is
         admitted.
 
-        These are the transient bytes of the smallest chunk of a waiting prefill, and all bytes of the first preempted
-        request to return. Requests that were preempted for another key count only for a new request of their own key,
-        or with `key` None.
+        They are the sum of two needs. The first is the bytes, without KV, of a chunk of `SchedulerLimits.floor` tokens,
+        the maximum over the prefills that wait for memory. The second is all bytes of the oldest preempted request.
+        Requests that were preempted for another key count only for a new request of their own key, or with `key` None.
         """
         return self._queue.compute_required_bytes() + self.preemptor.compute_required_bytes(key)
 
     def next_step_at(self, now: float) -> float | None:
-        """Return the monotonic time of the next step: `now` if there is work or output, later while all work waits.
-        Return None without any work."""
+        """Return the monotonic time of the next step: `now` if rows decode, the end of a request must be sent, or a
+        prefill may run; later while all work waits. Return None without any work."""
         if self._batches or self._output.ends:
             return now
         choices = self._queue.list_choices(now)
@@ -197,7 +197,8 @@ class Scheduler:
     def cancel(self, number: int, now: float) -> bool:
         """Cancel a request in any state without a further frame. Return False if it has ended or is unknown.
 
-        The prefix cache gets back the entry that the request's prefill took out, and loses the snapshots of its prompt.
+        The prefix cache gets back the entry that a waiting prefill of the request took out, and loses the snapshots of
+        that prompt.
 
         `now` is the monotonic time at which the turn began.
         """
@@ -213,7 +214,7 @@ class Scheduler:
         return True
 
     def end_newest(self, refused: Refused, now: float) -> bool:
-        """End the newest request that holds memory. Return False if no request has tokens in a cache.
+        """End the newest request that has tokens in a cache. Return False if there is none.
 
         The request is refused with `refused`, or fails if some of its tokens were delivered. `now` is the monotonic
         time at which the turn began.
@@ -243,8 +244,8 @@ class Scheduler:
         """Prefill one chunk of one prompt, or several short prompts at once. Join the rows after the last chunk. Before
         that, return a preempted request, and preempt requests of keys that hold more than their share of rows.
 
-        Prefill nothing if no prompt may continue at the monotonic time `now`, at which the turn began. Raise `Halted`
-        if the engine was halted.
+        Prefill nothing if no prompt may start or continue at the monotonic time `now`, at which the turn began, or if
+        all wait for packing. Raise `Halted` if the engine was halted.
         """
         self.preemptor.return_next(now, self._queue.count_unclaimed_rows())
         self._share_rows()
@@ -267,10 +268,11 @@ class Scheduler:
 
     def synchronize(self) -> None:
         """Wait for the launched decode steps of all batches, so that the measurement of the next native call does not
-        include them."""
+        include them. A batch whose step raises is rebuilt."""
         self._decode.wait()
 
     def close(self) -> None:
-        """Release the memory of all prefills and batches, because the process ends."""
+        """Release all prefills and batches and the holds on models, and forget all requests, because the process
+        ends."""
         self._requests.close()
         self._batches.clear()

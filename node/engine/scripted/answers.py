@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from wire.frames import Generate, Message
 
 MESSAGE_TOKENS = 4
-"""Tokens that a chat template adds around each message."""
+"""Tokens that the scripted model counts for each message in addition to its words."""
 _SLICE = 1 << 16
 _PIECE = re.compile(r"\s{1,64}\S{0,64}|\S{1,64}")
 

@@ -46,7 +46,7 @@ class ScriptedBatch:
         self.forwards = self.steps = self.prefill_tokens = 0
 
     def find_newest(self) -> ScriptedSequence | None:
-        """Return the newest request that holds memory; None if none does."""
+        """Return the newest request that has tokens in a cache; None if there is none."""
         return find_newest_holder(self._table.list_active())
 
     # prefill
@@ -54,8 +54,8 @@ class ScriptedBatch:
     def has_room(self, chunk: PrefillChunk, now: float) -> bool:
         """Check the gate for a prefill, and count its forward. Return False if the gate refuses it.
 
-        The first prompt of the chunk then waits. If no request can continue, or the memory cannot be read, the newest
-        waiting request loses its memory.
+        The first prompt of the chunk then waits. The newest waiting request loses its memory if the memory cannot be
+        read, or if no request can continue and no recent peak will end.
         """
         refused = self._memory.check(GateSite.PREFILL, now)
         if refused is not None:

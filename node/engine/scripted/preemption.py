@@ -119,10 +119,10 @@ class ScriptedPreemptor:
     # sharing between keys
 
     def share_rows(self, first: ScriptedSequence) -> None:
-        """Preempt requests of other keys, so that the rows for `first`, the next prompt, are free.
+        """Preempt requests of other keys until enough rows are free for `first`, the next prompt.
 
-        The newest request of the key with most rows for its weight is preempted first. None is preempted if fair shares
-        do not allow enough preemptions.
+        The newest request of the key with most rows for its weight is preempted first. None is preempted if enough rows
+        are free, or if fair shares do not allow enough preemptions.
         """
         holding = [(request, self._count_held_rows(request)) for request in self._table.list_active()]
         missing = first.width - self._table.count_free_rows()
@@ -149,7 +149,8 @@ class ScriptedPreemptor:
         """Return the oldest preempted request to the queue if the gate passes it.
 
         At most one request is checked every `GATE_RETRY_SECONDS`. A request that was preempted for another key returns
-        only while all of its rows are free. A request without room ends if no memory may become free.
+        only while all of its rows are free. A request without room ends if no memory may become free, but never because
+        the memory is unreadable.
         """
         if not self._table.preempted or now < self.return_at:
             return
@@ -159,7 +160,8 @@ class ScriptedPreemptor:
             self._return(sequence, now)
 
     def _return(self, sequence: ScriptedSequence, now: float) -> None:
-        """Queue a preempted request again if there is room; end it if no memory may become free for it."""
+        """Queue a preempted request again if there is room; end it if the memory is readable and none may become
+        free."""
         refused = self._memory.check(GateSite.PREFLIGHT, now, _compute_needed_bytes(sequence))
         if refused is None:
             for row in sequence.list_active_rows():

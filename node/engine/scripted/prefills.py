@@ -76,7 +76,8 @@ class ScriptedPrefills:
         return next(iterate_in_service_order(self._table.queue, self._table.count_rows_by_key()), None)
 
     def list_choices(self, now: float) -> list[ScriptedSequence]:
-        """Return the prompts that may continue at this time. Prompts that wait for memory are left out."""
+        """Return the prompts whose prefill may start or continue at `now` (`select_startable`). Prompts that the gate
+        refused are left out until their `retry_at`."""
         table = self._table
         if not table.queue:
             return []

@@ -20,8 +20,8 @@ class ScriptedRequests:
         self._ledger = ledger
 
     def list_pieces(self, request: Generate, prompt: int) -> list[str]:
-        """Return the tokens of an echo; empty in the other modes, and for a prompt of `prompt` tokens that will be
-        refused."""
+        """Return the texts of the tokens of an echo. Return an empty list if `engine.scripted.text` is not `echo`, or
+        if the context has no room for an answer after `prompt` tokens."""
         echo = self._settings.text == "echo" and prompt < self._settings.max_context
         return answers.split_echo(answers.get_messages(request)) if echo else []
 
@@ -32,7 +32,7 @@ class ScriptedRequests:
         return preflight.compute_shape(request, prompt, natural, self._settings.max_context)
 
     def must_refuse(self, request: Generate) -> bool:
-        """Return whether the script refuses a request."""
+        """Return whether the setting `engine.scripted.refuse` demands that a request is refused."""
         word = self._settings.refuse
         return word == "*" or (bool(word) and answers.contains_word(answers.get_messages(request), word))
 

@@ -173,16 +173,17 @@ class ScriptedSequence:
     rows: list[ScriptedRow] = field(default_factory=list[ScriptedRow])
     """Choices of the request."""
     cached: int = 0
-    """Prompt tokens from the prefix cache."""
+    """Prompt tokens from a prefix cache: always 0, because the scripted engine has none."""
     warm: int = 0
-    """Prompt tokens that the next prefill finds in the prefix cache."""
+    """Prompt tokens that the next prefill finds in a prefix cache: always 0, as `cached`."""
     prefilled: int = 0
     """Tokens of the prompt and of the longest answer so far that are in memory during the prefill, cached tokens
     included."""
     started: bool = False
     """Whether the request has a cache. Its rows then count as taken in the batch."""
     retry_at: float = 0.0
-    """Time from which the prefill may continue; 0.0 unless the request waits for memory."""
+    """Monotonic time from which the prefill may continue after the gate refused it; 0.0 unless it was refused since the
+    last decode or preemption."""
     yielded: bool = False
     """Whether the request was preempted for another key."""
     begun: float = 0.0

@@ -3,7 +3,7 @@
 `tokenizer_loader` loads a tokenizer, `chat_template` renders the prompts.
 
 `tokenize_request`, `count_tokens` and `create_pipeline` may be called on several threads at the same time. They read
-only immutable tables, and a pipeline holds its own decoding state. The members for grammars (`build_guide`,
+only immutable tables, and a pipeline holds its own decoding state. The parts for grammars (`build_guide`,
 `tool_call_format`, `find_single_token`) may be used by one thread at a time.
 
 A long text is tokenized by the Rust tokenizer's batch call, which releases the interpreter's lock. Its single call
@@ -278,7 +278,7 @@ class Tokenizer:
         )
 
     def find_single_token(self, text: str) -> int | None:
-        """Return the token id of a marker; None if the marker takes several tokens."""
+        """Return the token id of a marker; None if the marker takes several tokens or is empty."""
         ids = self._encode_plainly(text)
         return ids[0] if len(ids) == 1 else None
 

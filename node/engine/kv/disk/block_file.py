@@ -23,7 +23,7 @@ MAGIC = b"MPKV"
 FORMAT_VERSION = 2
 """Version of the format. It is part of each chain, so that files of another version are not found."""
 MAX_HEADER_BYTES = 1 << 20
-"""Maximum bytes of a header that is read."""
+"""Maximum bytes of a header. A file with a longer one is invalid."""
 DIGEST_BYTES = 16
 """Bytes of a checksum."""
 ITEM_TYPES = {"bfloat16": "uint16", "float16": "float16", "float32": "float32"}
@@ -77,7 +77,7 @@ class BlockHeader(msgspec.Struct, frozen=True):
 
 
 def encode_block(chain: bytes, part: BlockPart, tokens: int, arrays: Sequence[BlockArray]) -> list[bytes | memoryview]:
-    """Return the pieces of a file in order. The arrays are not copied."""
+    """Return the pieces of a file in order. Contiguous arrays are not copied."""
     shapes = [(array.kind, list(array.data.shape)) for array in arrays]
     header = msgspec.msgpack.encode(BlockHeader(FORMAT_VERSION, chain, part.value, tokens, shapes))
     body = [np.ascontiguousarray(array.data).data.cast("B") for array in arrays]

@@ -143,7 +143,7 @@ class BlockIndex:
 
     def find_state(self, model: str, chain: Sequence[bytes], key: bytes, most: int) -> tuple[int, BlockName] | None:
         """Return the length in tokens and the name of the longest stored state of a prompt, at most `most` tokens long.
-        Return None if no state is stored.
+        Return None if there is none.
 
         `key` has the packed ids of the prompt. `chain` has the hashes of its first blocks that are stored, root first.
         `model` is the fingerprint.

@@ -104,9 +104,9 @@ class BlockReader:
 
 
 class DiskRestore:
-    """Restoration of one prompt from the disk, part by part. `cache` is an empty cache of the model.
+    """Restoration of one prompt from the disk, part by part. `cache` is an empty cache of the model, filled by `step`.
 
-    `folder` is the folder of the disk cache.
+    `folder` is the folder of the disk cache. A thread begins at once to read the files.
     """
 
     def __init__(self, folder: Path, plan: ReadPlan, cache: Layers) -> None:
@@ -117,7 +117,7 @@ class DiskRestore:
         self.invalid: PlannedPart | None = None
         """Invalid or stalled part that ended the restoration; None without one."""
         self.seconds = 0.0
-        """Seconds that the files took to read."""
+        """Seconds that the reading of the parts so far took, the last part included if its file was invalid."""
         self._builder = LayerBuilder(cache, plan.length)
         self._reader = BlockReader(folder, plan)
         self._left = len(plan.parts)

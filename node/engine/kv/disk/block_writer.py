@@ -23,12 +23,14 @@ from node.engine.kv.disk.disk_budget import WriteBudget
 from wire.units import MIB
 
 MAX_QUEUED_BYTES = 64 * MIB
-"""Queued bytes from which the writer accepts no further part. A single part may be larger."""
+"""Bytes of parts, queued or being written, from which `BlockWriter.can_accept` returns False. A single part may be
+larger."""
 DISCARD_SECONDS = 1.0
 """Maximum seconds to wait for the file that is being written before the folders of models are deleted. No token is
 generated meanwhile. A file that takes longer is deleted by its writer."""
 PAUSE_AFTER_ERROR_SECONDS = 30.0
-"""Seconds without new parts after a write that failed: the disk may be full, read-only or gone."""
+"""Seconds after a failed write for which `BlockWriter.can_accept` returns False: the disk may be full, read-only or
+gone."""
 
 log = structlog.get_logger("engine.disk_cache")
 
@@ -45,8 +47,9 @@ class BlockWriter:
     """Writer of the files of one folder (see the module's docstring).
 
     `quota()` returns the bytes that all files may have. `budget` limits the written bytes. The thread ends with the
-    process. `saves` counts queued parts, `persisted` written parts, and `drops` parts that were dropped without a
-    write. `errors` counts failed writes, `evictions` deleted older files. A failed write drops all queued parts.
+    process. `saves` counts the parts that were queued, `persisted` those that were written, and `drops` those that were
+    dropped before their write. `errors` counts failed writes, `evictions` deleted older files. A failed write drops all
+    queued parts.
     """
 
     def __init__(self, folder: Path, index: BlockIndex, quota: Callable[[], int], budget: WriteBudget) -> None:

@@ -208,9 +208,9 @@ class DiskCache:
 
     def clear(self, model: str) -> None:
         """Delete the files of the model with the fingerprint `model`; an empty `model` stands for all. Drop all entries
-        and parts that wait to be written, also of other models. Without `model`, the folder gets a new identity.
-
-        Raise `OSError` if files cannot be deleted, `BlockingIOError` if another process writes to the folder.
+        and parts that wait to be written, also of other models. Wait up to `DISCARD_SECONDS` for a file that is being
+        written. Without `model`, the folder gets a new identity. Raise `OSError` if files cannot be deleted,
+        `BlockingIOError` if another process writes to the folder.
         """
         if not self._open_writer() or self.writer is None:
             raise BlockingIOError(f"another process writes to {self._folder}")

@@ -95,7 +95,8 @@ class WriteQueue:
 
     def __init__(self, index: BlockIndex, on_written: Callable[[PendingEntry], None]) -> None:
         self.unwritten = 0
-        """Number of entries that were evicted or dropped before all of their parts were written."""
+        """Number of entries of which parts were not copied for the writer: entries evicted from memory whose row has
+        ended, and entries above `MAX_PENDING`."""
         self._index = index
         self._on_written = on_written
         self._pending: deque[PendingEntry] = deque()

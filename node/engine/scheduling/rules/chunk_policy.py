@@ -28,16 +28,17 @@ FULL_PROMPT_SECONDS = 0.25
 """Seconds up to which the rest of a prompt is prefilled at once while rows decode. A forward over several prompts may
 take at least as long."""
 IDLE_CHUNK_SECONDS = 1.0
-"""Maximum seconds of a chunk while no row decodes, and of any forward for embeddings."""
+"""Maximum expected seconds of a chunk while no row decodes, and of any forward for embeddings."""
 PACKED_FORWARD_SECONDS = 0.6
-"""Maximum seconds of a forward over several prompts."""
+"""Maximum expected seconds of a forward over several prompts."""
 MIN_CHUNK_TOKENS = 4
-"""Tokens of the smallest chunk: prefill makes progress even if a chunk takes longer than its time."""
+"""Minimum tokens of a chunk that is sized by time: prefill makes progress even if they take longer. The rest of a
+prompt may be smaller."""
 
 MAX_CACHED_SHARE = 0.5
-"""Minimum cached share of a prompt, 0 to 1, for which its cached tokens are used. Such a prompt is prefilled alone,
-from its first token that is not cached. Below this share, a packed prefill of the whole prompt costs less. A prompt
-that shares as much of its start with another prompt waits until that prompt is cached."""
+"""Cached share of a prompt, 0 to 1, from which the prompt is not packed. It is then prefilled alone, from its first
+token that is not cached. Below this share, a packed prefill of the whole prompt costs less. A prompt that shares as
+much of its start with another prompt is not packed with it, and finds these tokens cached later."""
 MAX_PADDING_SHARE = 0.15
 """Maximum share of padding in a forward over several prompts, 0 to 1. In the worst case, such a forward saves about
 this share of the time of separate forwards."""

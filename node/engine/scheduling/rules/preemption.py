@@ -3,8 +3,8 @@
 - Victim: Where a row must grow, a request loses its memory. Requests without a cache and without delivered tokens are
   chosen first, because they lose no work, then requests with a cache. The newest request of the key with the highest
   load is chosen.
-- Outcome: A request without room is preempted if some of its tokens were delivered and memory may become free. Else it
-  ends, and the router places it again if it was refused.
+- Outcome: A request without room is preempted if some of its tokens were delivered, and memory may become free or
+  cannot be read now. Else it ends, and the router places it again if it was refused.
 - Return: Preempted requests return oldest first. One that was preempted for another key returns only while rows are
   free.
 - Sharing: A key that holds fewer rows or bytes than another key, relative to the weights, gets rows or bytes of that
@@ -56,7 +56,7 @@ R = TypeVar("R", bound=LiveRequest)
 
 
 def find_newest_holder(live: Iterable[R]) -> R | None:
-    """Return the newest request that holds memory; None if no request does."""
+    """Return the newest request that has tokens in a cache; None if there is none."""
     return max((request for request in live if request.holds_memory), key=_get_age, default=None)
 
 

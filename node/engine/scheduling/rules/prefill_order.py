@@ -65,9 +65,11 @@ def iterate_in_service_order(queue: Sequence[P], decoding: Mapping[str, int]) ->
 
 
 def select_startable(queue: Sequence[P], free_rows: int, decoding: Callable[[], Mapping[str, int]]) -> list[P]:
-    """Return the prompts that may continue: the started ones, and of the rest the next in turn while rows are free.
+    """Return the started prompts, which may continue, and then the prompts that may start: those next in turn for which
+    rows are free.
 
-    A prompt that needs many rows is not overtaken. `free_rows` are the rows that neither decode nor have started.
+    A prompt that needs more rows than are free is not overtaken. `free_rows` is the number of rows that neither decode
+    nor belong to a started prompt.
     `decoding()` returns the decoding rows of each API key.
     """
     found = [prompt for prompt in queue if prompt.started]

@@ -44,10 +44,9 @@ class RowEvent(StrEnum):
     """Event of a row."""
 
     CHUNK = "chunk"
-    """The forward of a chunk of the row's past begins, a packed prefill has ended, or the past was restored from the
-    disk."""
+    """The forward of a prefill chunk begins, a packed prefill has ended, or the cache was restored from the disk."""
     PREFILLED = "prefilled"
-    """All of the row's past is prefilled."""
+    """All known tokens of the row are prefilled: its prompt, and the generated ones if it was resumed or preempted."""
     RESTARTED = "restarted"
     """The row's prefill is discarded and begins again at the first token."""
     JOINED = "joined"
@@ -63,7 +62,7 @@ class RowEvent(StrEnum):
     BATCH_BROKEN = "batch broken"
     """The row's decode batch is discarded after an exception."""
     REQUEUED = "requeued"
-    """The row's past is prefilled again after its batch broke."""
+    """The prefill of all known tokens of the row is queued, after its batch broke."""
 
 
 _W, _P, _J, _D = RowState.WAITING, RowState.PREFILL, RowState.JOIN, RowState.DECODE
