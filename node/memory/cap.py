@@ -329,7 +329,7 @@ def compute_ceiling(cap: MemoryCap, reach: int | None, leases: int = 0) -> Ceili
     size = max(1, min(cap.bytes, reach) - leases)
     lost = max(0, cap.bytes - reach)
     if leases > 0 and leases >= lost:
-        return Ceiling(size, "leases", "wait for the video job that holds the lease, or cancel it")
+        return Ceiling(size, "leases", "wait for the video job or the quantization that holds the lease, or cancel it")
     if lost:
         return Ceiling(size, "dynamic", f"close other programs on this machine: they use {show_size(lost)} of the cap")
     return Ceiling(size, cap.bound_by, cap.remedy)

@@ -173,9 +173,9 @@ class ScriptedSequence:
     rows: list[ScriptedRow] = field(default_factory=list[ScriptedRow])
     """Choices of the request."""
     cached: int = 0
-    """Prompt tokens from a prefix cache: always 0, because the scripted engine has none."""
+    """Prompt tokens from a prefix cache. Only the simulation has one; 0 in the scripted engine of a node."""
     warm: int = 0
-    """Prompt tokens that the next prefill finds in a prefix cache: always 0, as `cached`."""
+    """Prompt tokens that the next prefill finds in a prefix cache; 0 after a preemption."""
     prefilled: int = 0
     """Tokens of the prompt and of the longest answer so far that are in memory during the prefill, cached tokens
     included."""
