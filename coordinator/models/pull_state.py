@@ -47,7 +47,10 @@ MAX_RETRIES = 8
 MAX_MIRROR_RETRIES = 2
 """Retries without progress after which a node gets the files from the hub although a mirror listens."""
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 2.0, 300.0
-"""Seconds before the first retry of a node, and the maximum. Each retry without progress doubles the seconds."""
+"""Seconds before the first retry of a node, and the maximum. Each retry without progress doubles the seconds.
+
+A fault with a wait of its own (`ModelOrderEnded.retry_after`) is retried after that wait.
+"""
 MAX_RATE_LIMIT_SECONDS = 3600.0
 """Maximum wait in seconds after a rate limit of the hub. If the hub requires a longer wait, the pull fails on the
 node."""

@@ -49,7 +49,10 @@ class Obstacle(StrEnum):
     CANNOT_LOAD = "cannot load"
     OTHER_MODEL = "other model"
     BUSY = "busy"
-    """The node acts for another model, loads one, or has not reported since its last action."""
+    """The node performs another action, was chosen for one in this round, loads a model or makes room for requests.
+
+    Or it has not reported since its last action.
+    """
     SPACED = "spaced"
     """The node swapped models, and the cost of that swap in seconds (`Swap.cost_seconds`) has not passed since."""
     BACKOFF = "backoff"
@@ -80,9 +83,12 @@ class NodeOption(msgspec.Struct, frozen=True):
     victims: tuple[str, ...] = ()
     """Models to unload."""
     need: int = 0
-    """Bytes that a replica needs."""
+    """Headroom in bytes that the node needs to load the model and serve a request of one token; 0 if not evaluated."""
     obtainable: int = 0
-    """Bytes of headroom once all models that may be unloaded are unloaded."""
+    """Maximum headroom in bytes for a replica: the headroom plus the weights of the models that may be unloaded for it.
+
+    If the replica fits now, no model may be unloaded for it. 0 if not evaluated.
+    """
 
     @property
     def waits(self) -> bool:
@@ -127,7 +133,8 @@ class ReplicaSearch:
         self._taken.add(node)
 
     def list_unloadable(self, state: WishState) -> list[NodeView]:
-        """Return the nodes from which an idle model can be unloaded now."""
+        """Return the nodes from which the model of `state` can be unloaded now. The caller checks that its idle time
+        has passed."""
         return [
             node
             for node in self._pool.view.nodes
