@@ -173,7 +173,7 @@ class VideoController:
         return sorted(self.table.jobs.values(), key=lambda job: -job.sequence)
 
     def list_holds(self) -> list[LeaseHold]:
-        """Return all requested and granted leases, oldest first."""
+        """Return all lease holds (`LeaseHold`), oldest first: requested, granted, or not confirmed as released."""
         return sorted(self.table.holds.values(), key=lambda hold: hold.since)
 
     def take_snapshot(self) -> VideoSnapshot:

@@ -21,7 +21,8 @@ class Transition:
     """Working copy of the job table for one call of `transitions.advance`, with the actions to carry out.
 
     `table` is the table before the call and is not changed. `now` is in Unix seconds, for points in time that are
-    stored or shown. `steady` is in monotonic seconds, for waits: a clock that is set ends none.
+    stored or shown. `steady` is in monotonic seconds, for waits, because a change of the system's clock must not end a
+    wait.
     """
 
     def __init__(self, table: JobTable, now: float, steady: float) -> None:
