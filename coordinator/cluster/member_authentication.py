@@ -50,8 +50,8 @@ class MemberAuthentication:
     def renew_certificate(self, node: NodeId, csr: bytes) -> bytes:
         """Sign a member's request for a new certificate and store its serial number. Return the certificate.
 
-        Send the certificate only after the change is on disk. Raise `CertificateRequestError` for an invalid request,
-        `KeyError` for an unknown node, and `StoreError` after a failed write.
+        The caller sends the certificate only after the change is on disk. Raise `CertificateRequestError` for an
+        invalid request, `KeyError` for an unknown node, and `StoreError` after a failed write.
         """
         row = self.store.members[node]
         certificate = self.authority.sign_request(csr, node, row.name)

@@ -52,7 +52,7 @@ class ModelOperations:
     async def load_model(self, model: str, node: NodeView | None) -> CommandOutcome:
         """Load a model on `node`; None: on the best node, or on the next best if that node refuses.
 
-        Return the result, or the refusal or error if no node loads the model.
+        Return the result, the first error, or the joined refusals if every node refuses.
         """
         if node is not None:
             choice = LoadPlacement(node.id, node.name, _is_loaded(node, model))

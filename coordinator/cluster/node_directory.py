@@ -63,7 +63,7 @@ class NodeDirectory:
     def list_dangers(self) -> list[str]:
         """Return the conditions of linked nodes that endanger memory, as texts with the name of the node.
 
-        Such conditions are reduced memory protection and usage over the cap. They persist until a person acts.
+        Such conditions are reduced memory protection, and usage over the cap minus leases.
         """
         return [f"{view.name}: {text}" for view in self._list_linked_views() for text in list_dangers(view)]
 
