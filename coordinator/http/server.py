@@ -21,7 +21,7 @@ from router.errors import Problem
 log = structlog.get_logger("coordinator.http.server")
 
 BACKLOG = 2048
-"""Maximum connections that wait in the kernel for acceptance."""
+"""Requested maximum of connections that wait in the kernel for acceptance. The system may allow fewer."""
 ACCEPT_PAUSE_SECONDS = 0.1
 """Delay after a failed accept; descriptors become free when other connections end."""
 HTTP_STARTS = (b"GET /", b"POST /", b"HEAD /", b"PUT /", b"DELETE /", b"OPTIONS", b"PATCH /")
