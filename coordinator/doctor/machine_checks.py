@@ -1,6 +1,7 @@
 """Checks of this machine alone: system, Python, MLX, memory, disk, files, and how macOS treats a service.
 
-Checks of settings that only macOS has do not apply to other systems. A check warns if its values cannot be read."""
+Checks of settings that only macOS has do not apply to other systems. A check that cannot read its values usually warns.
+"""
 
 import os
 import platform

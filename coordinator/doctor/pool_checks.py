@@ -238,7 +238,7 @@ def _read_last_skew(log: Path) -> float | None:
 def check_protocol(here: HostProbe) -> Finding:
     """Check that this machine, the coordinator and all nodes have the same version of Macpool. Warn otherwise.
 
-    The check does not apply without a coordinator, or if it does not report its version.
+    The check does not apply without a coordinator, or if the coordinator does not report its version.
     """
     from importlib.metadata import version
 
